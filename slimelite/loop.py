@@ -171,8 +171,9 @@ def evaluate(cluster: Cluster, tracker: Tracker, evaluations: Evaluations, rollo
     args = cluster.args
     with tracker.phase("eval") as phase:
         result = cluster.evaluate(rollout_id).result(progress=phase.update)
-    tracker.log_eval(rollout_id, result.metrics, result.tables)
-    evaluations.note(rollout_id, result.metrics)
+        metrics = {**result.metrics, **cluster.bits_per_byte().result()}
+    tracker.log_eval(rollout_id, metrics, result.tables)
+    evaluations.note(rollout_id, metrics)
     best, last = evaluations.improved(rollout_id), evaluations.stop is not None
     # the loop has saved before this evaluation what was due then; it has not before one at the start of a resumed run
     saved = rollout_id >= args.start_rollout_id and due(args.save_interval, rollout_id, args.num_rollout)

@@ -37,6 +37,7 @@ class LossType(Choice):
     judged: bool = False  # a row's label says whether its reply is desirable; a step measures its KL beforehand
     chosen: bool = False  # a token's weight is that of a mean over the tokens of the step's chosen replies
     scores: bool = False  # it trains a reward model: the row of a conversation ends in one token, whose place is scored
+    documents: bool = False  # it learns from packed documents, which are no samples
     columns: tuple[str, ...] = ()  # columns of the sample table that must be filled in every row
 
 
@@ -50,6 +51,13 @@ LOSSES = Registry(
             policy=True,
         ),
         LossType("sft_loss", "the negative log-likelihood of the data's responses", supervised=True),
+        LossType(
+            "pretrain_loss",
+            "the negative log-likelihood of the data's documents, packed to --seq-length",
+            f"{_LOSS}:fine_tuning",
+            supervised=True,
+            documents=True,
+        ),
         LossType(
             "dpo_loss",
             "the loss of preference pairs that --dpo-loss names",

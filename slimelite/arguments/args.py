@@ -10,6 +10,7 @@ from slimelite.arguments.engines import SglangArgs, WeightSyncArgs
 from slimelite.arguments.evaluation import EvalArgs
 from slimelite.arguments.flags import resolved
 from slimelite.arguments.model import ArchitectureArgs, CheckpointArgs, ClusterArgs, ModelArgs
+from slimelite.arguments.pretraining import PretrainingArgs
 from slimelite.arguments.rollout import DataArgs, EnvironmentArgs, RewardArgs, RolloutArgs
 from slimelite.arguments.sources import Settings
 from slimelite.arguments.tracking import DebugArgs, ProfilingArgs, TrackingArgs
@@ -55,6 +56,7 @@ class Args(
     RewardArgs,
     EnvironmentArgs,
     RolloutArgs,
+    PretrainingArgs,
     DataArgs,
     CheckpointArgs,
     ModelArgs,

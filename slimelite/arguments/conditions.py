@@ -25,7 +25,8 @@ class Job:
     is a server, reached over HTTP. ``syncs``: trained weights go to engines. ``evaluates``: there are evaluations.
     ``sampled``: the responses that it learns from were sampled, in this run or an earlier one; others stand in the
     data, and have no temperature and no old policy. ``saved``: the files of rollouts to replay, with
-    ``{rollout_id}``; None: rollouts are made. ``loss``: its family. ``gpus``: it computes on GPUs. ``local``: it is one
+    ``{rollout_id}``; None: rollouts are made. ``documents``: it learns from documents, packed into sequences.
+    ``loss``: its family. ``gpus``: it computes on GPUs. ``local``: it is one
     process, without Ray.
     """
 
@@ -36,6 +37,7 @@ class Job:
     evaluates: bool
     sampled: bool
     saved: str | None
+    documents: bool
     loss: Literal["policy", "paired", "supervised", "custom"]
     gpus: bool
     local: bool
@@ -55,9 +57,10 @@ class Job:
             # until `derive` has chosen one, the engine is "auto"
             servers=args.rollout_backend in ENGINES and ENGINES[args.rollout_backend].server is not None,
             syncs=trains and runs_engines,
-            evaluates=runs_engines and bool(args.eval_interval),
+            evaluates=bool(args.eval_interval) and bool(runs_engines or args.eval_bpb),
             sampled=not loss.supervised,
             saved=args.load_debug_rollout_data,
+            documents=loss.documents,
             loss=family,
             gpus=args.device == "cuda",
             local=args.launcher == "local",
@@ -125,6 +128,8 @@ NEW_ROLLOUTS = when("new rollouts", lambda a: not a.job.saved, ", and --load-deb
 # --loss-type sft_loss without evaluation runs no engine; a rollout function of the user's may sample without one
 SAMPLING = when("responses to sample", lambda a: a.job.engines or (a.rollout_function_path and a.job.sampled))
 EVALUATION = INFERENCE & use_of("--eval-interval")
+MEASURED = when("engines or --eval-bpb", lambda a: a.job.engines or a.eval_bpb)
+SCORES = MEASURED & use_of("--eval-interval")
 TASKS = EVALUATION & when("--eval-tasks", lambda a: a.eval_tasks or any(d.task for d in a.eval_datasets))
 
 # where it runs
@@ -144,6 +149,8 @@ COMPARED = chosen(LOSSES, lambda loss: loss.compares)
 DPO = chosen(LOSSES, lambda loss: "dpo_loss" in loss.reads)
 KTO = chosen(LOSSES, lambda loss: "kto_desirable_weight" in loss.reads)
 ORPO = chosen(LOSSES, lambda loss: "orpo_lambda" in loss.reads)
+DOCUMENTS = chosen(LOSSES, lambda loss: loss.documents)
+TEXTS = DOCUMENTS | use_of("--eval-bpb")
 ADVANTAGES = when("a loss with advantages", lambda a: a.job.sampled and a.compute_advantages_and_returns)
 REFERENCE = TRAINING & when(
     "a KL coefficient above 0, --log-ref-kl, or --loss-type dpo_loss or kto_loss", lambda a: a.use_reference

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from slimelite.algorithms.losses import CORRECTIONS, MODES
 from slimelite.arguments.args import Args, Draft
+from slimelite.arguments.documents import pack_documents
 from slimelite.arguments.engines import engine_places
 from slimelite.arguments.evaluation import resolve_eval_datasets, seeks_best
 from slimelite.arguments.flags import SEEDS
@@ -49,6 +50,7 @@ def derive(args: Args, explicit: frozenset[str], machine: Machine, settings: Set
     """
     draft = Draft(args, explicit, machine, settings, list(args.derivations))
     _modes(draft)
+    pack_documents(draft)
     _environment(draft)
     _devices(draft)
     _engines(draft)
@@ -69,6 +71,8 @@ def derive(args: Args, explicit: frozenset[str], machine: Machine, settings: Set
     draft.args = replace(draft.args, eval_datasets=resolve_eval_datasets(draft.args, settings))
     if draft.args.eval_datasets and seeks_best(draft.args):
         draft.default("early_stop_metric", f"eval/{draft.args.eval_datasets[0].name}", "the score of the first dataset")
+    elif draft.args.eval_bpb and seeks_best(draft.args):
+        draft.default("early_stop_metric", "eval/bpb", "--eval-bpb")
     _context(draft)
     return replace(
         draft.args,
@@ -92,8 +96,9 @@ def _modes(draft: Draft) -> None:
     if not job.sampled:
         why = f"--loss-type {args.loss_type}: nothing is generated"
         draft.default("rollout_function_path", OFFLINE_ROLLOUT, why)
-    if not job.sampled and args.eval_interval is None and job.syncs:
-        draft.set("debug_train_only", True, f"--loss-type {args.loss_type} without --eval-interval needs no engine")
+    datasets = args.eval_prompt_data or args.eval_config or args.eval_tasks or args.eval_function_path
+    if not job.sampled and job.syncs and (args.eval_interval is None or (args.eval_bpb and not datasets)):
+        draft.set("debug_train_only", True, f"--loss-type {args.loss_type} needs no engine but for eval datasets")
     if args.loss.scores:
         draft.set("token_stats", "none", f"--loss-type {args.loss_type} has scores, and no log-probs")
     if job.loss == "paired" and args.n_samples_per_prompt != 1:

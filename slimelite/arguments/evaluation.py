@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
-from slimelite.arguments.conditions import EVALUATION, INFERENCE, TASKS, TRAINING, when
+from slimelite.arguments.conditions import EVALUATION, MEASURED, SCORES, TASKS, TRAINING, when
 from slimelite.arguments.flags import (
     ALWAYS,
     flag,
@@ -175,7 +175,7 @@ def seeks_best(args: Any) -> bool:
     return args.early_stop_patience is not None or args.save_best
 
 
-BEST_EVALUATION = EVALUATION & when("--early-stop-patience or --save-best", seeks_best)
+BEST_EVALUATION = SCORES & when("--early-stop-patience or --save-best", seeks_best)
 
 
 @dataclass(frozen=True)
@@ -264,7 +264,7 @@ class EvalArgs(RewardArgs, CheckpointArgs, ClusterArgs):
     eval_interval: int | None = flag(
         None,
         "evaluation runs every this many rollouts, before the first and after the last",
-        INFERENCE,
+        MEASURED,
         at_least=1,
     )
     eval_prompt_data: list[str] = flag(
@@ -290,7 +290,7 @@ class EvalArgs(RewardArgs, CheckpointArgs, ClusterArgs):
     )
     eval_fewshot: int = flag(0, "each prompt of --eval-tasks begins with this many examples", TASKS, at_least=0)
     eval_limit: int | None = flag(None, "of each of --eval-tasks this many rows are read", TASKS, at_least=1)
-    skip_eval_before_train: bool = flag(False, "the run does not evaluate before the first rollout", EVALUATION)
+    skip_eval_before_train: bool = flag(False, "the run does not evaluate before the first rollout", SCORES)
     n_samples_per_eval_prompt: int = flag(1, "each prompt gets this many responses, for pass@k", EVALUATION)
     eval_pass_at_k: list[int] | None = _setting("pass_at_k")
     eval_input_key: str | None = _setting("input_key", auto="--input-key")
@@ -306,7 +306,7 @@ class EvalArgs(RewardArgs, CheckpointArgs, ClusterArgs):
     early_stop_patience: int | None = flag(
         None,
         "the run ends after this many evaluations in a row that were no better than the best before them",
-        TRAINING.strictly() & EVALUATION.strictly(),
+        TRAINING.strictly() & SCORES.strictly(),
         at_least=1,
     )
     early_stop_metric: str | None = flag(

@@ -7,12 +7,12 @@ from typing import Any, Literal, NamedTuple
 
 from slimelite.arguments.conditions import (
     CHECKPOINT,
-    EVALUATION,
     GPUS,
     LOAD,
     OWN_ENGINES,
     REFERENCE,
     SAVE,
+    SCORES,
     SYNC,
     TRAINING,
     OfJob,
@@ -236,7 +236,7 @@ class CheckpointArgs(OfJob):
         "what the best evaluation so far measured is kept: under --save its checkpoint, named in "
         "best_checkpointed_iteration.txt, and of --save-hf a folder best",
         TRAINING.strictly()
-        & EVALUATION.strictly()
+        & SCORES.strictly()
         & when("--save or --save-hf", lambda a: a.save or a.save_hf, ": where to?").strictly(),
     )
     ckpt_step: int | None = flag(

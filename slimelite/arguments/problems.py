@@ -10,7 +10,7 @@ from slimelite.algorithms.losses import KL_KINDS
 from slimelite.arguments.algorithm import CorrectionArgs, DistillationArgs
 from slimelite.arguments.args import Args
 from slimelite.arguments.conditions import SGLANG
-from slimelite.arguments.evaluation import CHOOSE, EvalArgs
+from slimelite.arguments.evaluation import CHOOSE
 from slimelite.arguments.flags import all_flags
 from slimelite.arguments.rollout import EPISODE, PROGRAM, RewardArgs, RolloutArgs
 from slimelite.arguments.sources import SIMILAR
@@ -115,8 +115,8 @@ def _modes(args: Args) -> Iterator[str]:
             )
     # what is wrong in one of them has been said
     named = args.eval_config or args.eval_prompt_data or any(task.strip(",") for task in args.eval_tasks)
-    if args.eval_interval is not None and job.engines and not named:
-        yield "--eval-interval needs --eval-prompt-data, --eval-config or --eval-tasks"
+    if args.eval_interval is not None and job.engines and not (named or args.eval_bpb):
+        yield "--eval-interval needs --eval-prompt-data, --eval-config, --eval-tasks or --eval-bpb"
 
 
 def _workers(args: RolloutArgs) -> Iterator[str]:
@@ -413,10 +413,12 @@ def _teacher_server(args: DistillationArgs) -> Iterator[str]:
         yield f"--rm-type {args.rm_type} and --opd-type sglang both read --rm-url; write the reward as --custom-rm-path"
 
 
-def _evaluation(args: EvalArgs) -> Iterator[str]:
+def _evaluation(args: Args) -> Iterator[str]:
     """What decides the best evaluation."""
     metric, ours = args.early_stop_metric, not (args.eval_function_path or args.custom_eval_rollout_log_function_path)
-    known = [name for dataset in args.eval_datasets for name in dataset.metrics()]
+    known = ["eval/bpb"] * bool(args.eval_bpb) + [name for each in args.eval_datasets for name in each.metrics()]
+    if args.eval_bpb and args.offload_train:
+        yield "--eval-bpb with --offload-train: trainers measure it while engines have the GPUs; leave one out"
     parts = tuple(f"eval/{dataset.name}/reward/" for dataset in args.eval_datasets)
     if metric is not None and known and ours and metric not in known and not metric.startswith(parts):
         near = difflib.get_close_matches(metric, known, n=1, cutoff=SIMILAR)

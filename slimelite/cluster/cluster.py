@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar, cast
+
+import numpy as np
 
 from slimelite.arguments import Args
 from slimelite.cluster.remote import (
@@ -146,7 +149,24 @@ class Cluster:
         if rollout_id != -1:  # before the first
             check_number("evaluate", "rollout_id", rollout_id)
         self._need_memory("evaluate")
+        if not self.args.job.engines:
+            return self._begin(lambda: EvalOutput({}, {}))
         return self._begin(lambda: self._rollout.ask(RolloutManager.evaluate, rollout_id, names))
+
+    def bits_per_byte(self) -> Pending[dict[str, float]]:
+        """``eval/bpb``: bits per byte of the texts of ``--eval-bpb`` under the trainers' weights, the ends of documents
+        included, which a decoder needs too; nothing without texts.
+        """
+
+        def work() -> dict[str, float]:
+            nats, size = 0.0, 0
+            while self.args.eval_bpb and (part := self._rollout.ask(RolloutManager.held_out)) is not None:
+                log_probs = self._all(Trainer.log_probs, self._shared(part[0]), 1.0)[0]
+                nats -= float(log_probs.sum(dtype=np.float64))
+                size += part[1]
+            return {"eval/bpb": nats / math.log(2) / size} if size else {}
+
+        return self._take(work)
 
     def train(self, rollout_id: int, table: SampleTable) -> Pending[TrainOutput]:
         """Train on a whole rollout, one optimizer step for every ``--global-batch-size`` of it; see `Trainer.train`."""

@@ -213,7 +213,7 @@ class InputChecks:
         """The files of training and of every evaluation dataset."""
         args, job, rows = self.args, self.args.job, list[Rows]()
         rollout, generate = args.rollout_function_path, args.custom_generate_function_path
-        if args.rollout_global_dataset and args.prompt_data and not job.saved:
+        if args.rollout_global_dataset and args.prompt_data and not (job.saved or job.documents):
             paired, any_form = job.loss == "paired", bool(rollout or generate or not job.engines)
             longest = args.rollout_max_prompt_len
             rows.append(Rows("--prompt-data", args.prompt_data, longest, rollout, generate, paired, any_form))

@@ -18,6 +18,7 @@ from slimelite.algorithms.groups import group_advantages
 from slimelite.arguments import Args
 from slimelite.base.heap import return_freed_memory
 from slimelite.base.threads import LoopThread
+from slimelite.data.documents import Documents
 from slimelite.data.tokenizer import TOKENIZER, check_same, fingerprint
 from slimelite.engines.protocol import MEMORY_TAGS, Engine, GenerateRequest, SamplingParams
 from slimelite.rewards.grader import Grader
@@ -125,7 +126,11 @@ class RolloutManager:
         )
         # a run on saved rollouts, or one that only evaluates, has no prompts
         needs_prompts = args.job.saved is None and args.num_rollout != 0
-        self.source = build_source(args.data_source_path, self._plugin_args(), tokenizer) if needs_prompts else None
+        self._documents = Documents(args, str(args.tokenizer)) if args.job.documents or args.eval_bpb else None
+        self._held_out: Iterator[tuple[SampleTable, int]] | None = None
+        self.source: Any = self._documents if args.job.documents else None
+        if needs_prompts and not args.job.documents:
+            self.source = build_source(args.data_source_path, self._plugin_args(), tokenizer)
         self._warned_of_old_weights = False
         # imports and models stay: the collector need not walk their million objects again whenever samples are made
         gc.freeze()
@@ -155,6 +160,11 @@ class RolloutManager:
 
     def _scored(self, rollout_id: int) -> RolloutOutput:
         started = time.monotonic()
+        if self.args.job.documents and self.args.job.saved is None:
+            assert self._documents is not None
+            table, metrics = self._documents.take(self.args.rollout_batch_size)
+            self._save(table, rollout_id)
+            return RolloutOutput(table, {**metrics, "perf/rollout_time": time.monotonic() - started})
         if self.args.job.saved is None:
             output, reward_key = self._generated(rollout_id), self.args.reward_key
             table = SampleTable.from_samples(output.samples, reward_key)
@@ -222,6 +232,16 @@ class RolloutManager:
         metrics |= {name.replace("rollout/", "eval/"): value for name, value in errors.items()}
         metrics["perf/eval_time"] = time.monotonic() - started
         return EvalOutput(metrics, tables)
+
+    def held_out(self) -> tuple[SampleTable, int] | None:
+        """The next part of ``--eval-bpb``, see `Documents.held_out`; None after the last, and then the first again."""
+        if self._held_out is None:
+            assert self._documents is not None, "--eval-bpb"
+            self._held_out = self._documents.held_out()
+        part = next(self._held_out, None)
+        if part is None:
+            self._held_out = None
+        return part
 
     def progress(self) -> tuple[int, int, str]:
         """(done, total, note) of the rollout or evaluation going on; other threads may ask."""

@@ -31,7 +31,6 @@ it is made.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
@@ -40,6 +39,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from slimelite.base.best_fit import best_fit
 from slimelite.samples.table import SampleTable
 
 # tokens that a shared prefix has at least, and that it has more than the shared prefix before it
@@ -195,22 +195,9 @@ def _pack(units: _Units, share: np.ndarray, limits: PackingLimits) -> list[list[
     """The units of each micro-batch of a rank with the units ``share``."""
     if limits.max_tokens is None:
         return _by_rows(units, share, limits.micro_batch_size)
-    pieces = _pieces(units, share, limits.max_tokens)
-    bins: list[list[int]] = []
-    # the bins with room, by how much there is
-    room: list[tuple[int, int]] = []
-    for negative, piece in sorted(pieces):
-        size = -negative
-        at = bisect_left(room, (size, -1))
-        if at < len(room):
-            left, number = room.pop(at)
-            bins[number] += piece
-        else:
-            left, number = limits.max_tokens, len(bins)
-            bins.append(list(piece))
-        if left - size > 0:
-            insort(room, (left - size, number))
-    return bins
+    pieces = sorted(_pieces(units, share, limits.max_tokens))
+    bins = best_fit([-negative for negative, _ in pieces], limits.max_tokens)
+    return [[unit for number in numbers for unit in pieces[number][1]] for numbers in bins]
 
 
 def _by_rows(units: _Units, share: np.ndarray, micro_batch_size: int) -> list[list[int]]:

@@ -289,12 +289,15 @@ class Trainer(Learner[PolicyModel]):
             reference = table_scores(model, other, dealt, self.world, self.temperature)[0]
         return float(select(policy - reference, other.mask).double().sum() / len(rows))
 
-    def log_probs(self, table: SampleTable) -> np.ndarray:
-        """[response tokens of the table] log-probs under the current weights, in the table's order."""
+    def log_probs(self, table: SampleTable, temperature: float | None = None) -> np.ndarray:
+        """[response tokens of the table] log-probs under the current weights, in the table's order; ``temperature``
+        None: that of the run.
+        """
         table = self._as_sampled(table)
         columns, rows = TokenColumns.from_table(table), np.flatnonzero(table.response_lengths)
         dealt = self._deal(columns.table, rows, self.args.log_probs_max_tokens_per_gpu)
-        return table_scores(self.model, columns, dealt, self.world, self.temperature)[0].numpy()
+        temperature = self.temperature if temperature is None else temperature
+        return table_scores(self.model, columns, dealt, self.world, temperature)[0].numpy()
 
     def push_weights(
         self, target: weights.WeightSink | Sequence[ServerAddress] | None, version: int

@@ -1,0 +1,38 @@
+"""Pretraining: documents packed into sequences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slimelite.arguments.conditions import DOCUMENTS, SCORES, TEXTS, TRAINING, OfJob
+from slimelite.arguments.flags import flag
+
+
+@dataclass(frozen=True)
+class PretrainingArgs(OfJob):
+    """Pretraining.
+
+    With --loss-type pretrain_loss a rollout is --rollout-batch-size sequences of documents from --prompt-data: parquet,
+    jsonl, jsonl.gz and txt files, folders and patterns of them, or hub datasets. docs/pretraining.md says more.
+    """
+
+    seq_length: int = flag(2048, "documents are packed into sequences of this length [tokens]", TEXTS, at_least=2)
+    text_key: str = flag("text", "this column of parquet and jsonl files has the documents", TEXTS)
+    cross_document_attention: bool = flag(
+        False, "a token attends to the documents before its own in a sequence too", DOCUMENTS & TRAINING
+    )
+    token_cache: str = flag(
+        "~/.cache/slimelite/tokens",
+        "documents that were tokenised are kept in this folder, by what they were made from",
+        TEXTS,
+        metavar="DIR",
+    )
+    tokenizer_workers: int = flag(
+        None, "this many processes tokenise files", TEXTS, at_least=1, auto="the cores of this machine"
+    )
+    eval_bpb: list[str] = flag(
+        [],
+        "an evaluation measures the bits per byte of the documents in these files, folders or hub datasets: eval/bpb",
+        TRAINING & SCORES,
+        metavar="PATH",
+    )

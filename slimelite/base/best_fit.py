@@ -1,0 +1,28 @@
+"""Bin packing: pieces of work into micro-batches, and documents into sequences."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+
+
+def best_fit(sizes: Iterable[int], capacity: int) -> list[list[int]]:
+    """The numbers of the pieces in each bin: a piece goes where it leaves the least room, or into a new bin.
+
+    Pieces are taken in their order; from the largest to the smallest, it is best-fit decreasing. One that is larger
+    than ``capacity`` has a bin of its own.
+    """
+    bins: list[list[int]] = []
+    # the bins with room, by how much there is
+    room: list[tuple[int, int]] = []
+    for piece, size in enumerate(sizes):
+        at = bisect_left(room, (size, -1))
+        if at < len(room):
+            left, number = room.pop(at)
+            bins[number].append(piece)
+        else:
+            left, number = capacity, len(bins)
+            bins.append([piece])
+        if left - size > 0:
+            insort(room, (left - size, number))
+    return bins

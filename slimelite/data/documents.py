@@ -1,0 +1,264 @@
+"""The data of pretraining: documents in random order, packed into sequences of ``--seq-length`` tokens.
+
+Each epoch goes through all documents once, in a new order. They are packed a *window* at a time, of about ``WINDOW``
+sequences: a document longer than a sequence is cut, and pieces go where they fit best (arXiv:2404.10830), so that
+no token is left out and few sequences have room left. The order depends on the seed and the epoch alone, and a
+position in it is three numbers, so that a run goes on from any step. Ranks do not matter: they divide what comes next.
+
+A document is its start token, its tokens and the end of a text; a piece after the first begins with the last token of
+the one before, so that each token is predicted exactly once in an epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slimelite.arguments import Args
+from slimelite.base.best_fit import best_fit
+from slimelite.data.shards import Shard, TextCoder, tokenize
+from slimelite.samples.sample import Status
+from slimelite.samples.table import SampleTable
+
+# sequences that are packed together: more leave less room, and take longer to pack
+WINDOW = 1024
+# tokens of held-out text in a table
+HELD_OUT = 2**20
+# rows of a rollout whose text is shown
+SHOWN = 2
+
+
+class Documents:
+    """Hands out packed sequences. With ``--prompt-data-weights`` each path is a stream with its own epochs, and the
+    next sequence comes from the stream whose tokens are furthest behind their share.
+    """
+
+    def __init__(self, args: Args, tokenizer: str) -> None:
+        """Tokenise what is not in the cache, the texts of ``--eval-bpb`` too.
+
+        Raises:
+            ValueError: see `tokenize`.
+            OSError: likewise.
+        """
+        self._args, self._coder = args, TextCoder(tokenizer)
+        paths = args.prompt_data if args.job.documents else []
+        every = tokenize(
+            [*paths, *args.eval_bpb],
+            self._coder,
+            args.text_key,
+            Path(args.token_cache).expanduser(),
+            workers=args.tokenizer_workers,
+            skip=args.skip_bad_rows,
+        )
+        parts, self._held_out = every[: len(paths)], [shard for part in every[len(paths) :] for shard in part]
+        self._weights = args.prompt_data_weights or [1.0]
+        if not args.prompt_data_weights:
+            parts = [[shard for part in parts for shard in part]]
+        self._streams = [Stream(shards, args, self._coder.start) for shards in parts]
+        self._sequences = self._rows = 0  # drawn so far
+
+    def __len__(self) -> int:
+        """About how many sequences an epoch has."""
+        return sum(-(-stream.size // self._args.seq_length) for stream in self._streams)
+
+    def take(self, count: int) -> tuple[SampleTable, dict[str, float]]:
+        """The next ``count`` sequences, each with a ``rollout_id`` and ``unit_id`` of its own, and metrics of the data.
+
+        A row is a piece of a document; with ``--cross-document-attention`` it is a sequence.
+        """
+        sequences = [self._next_stream().next() for _ in range(count)]
+        numbers = np.repeat(np.arange(count), list(map(len, sequences))) + self._sequences
+        ids = [piece for pieces in sequences for piece in pieces]
+        table = self._table(ids, numbers)
+        self._sequences += count
+        tokens, size = (sum(getattr(stream, name) for stream in self._streams) for name in ("tokens", "size"))
+        metrics = {
+            "rollout/tokens": float(tokens),
+            "rollout/epoch": tokens / size,
+            "rollout/packed_share": float(table.total_lengths.sum() / (count * self._args.seq_length)),
+        }
+        for stream, path in zip(self._streams, self._args.prompt_data if len(self._streams) > 1 else (), strict=False):
+            metrics[f"rollout/epoch/{Path(path).stem}"] = stream.tokens / stream.size
+        return table, metrics
+
+    def _next_stream(self) -> Stream:
+        total, weight = sum(stream.tokens for stream in self._streams), sum(self._weights)
+        behind = [
+            share / weight * (total + 1) - stream.tokens
+            for share, stream in zip(self._weights, self._streams, strict=True)
+        ]
+        return self._streams[behind.index(max(behind))]
+
+    def held_out(self) -> Iterator[tuple[SampleTable, int]]:
+        """The documents of ``--eval-bpb`` in their order, a table at a time, and the bytes of texts that end in it.
+
+        They are cut as in training, and each piece is a row.
+        """
+        for shard in self._held_out:
+            pieces = cut(np.append(0, shard.ends)[:-1], shard.ends, self._args.seq_length)
+            parts = np.split(pieces, np.flatnonzero(np.diff(pieces[:, 1] // HELD_OUT)) + 1)
+            for part in parts:
+                ids = [_ids(shard, piece, self._coder.start) for piece in part.tolist()]
+                yield self._table(ids, np.arange(len(ids))), shard.facts.bytes if part is parts[-1] else 0
+
+    def _table(self, ids: Sequence[np.ndarray], numbers: np.ndarray) -> SampleTable:
+        """A table of pieces [n] of the sequences ``numbers`` [n]; the first token of a piece is given, not trained."""
+        lengths = np.array(list(map(len, ids)))
+        flat, begins = np.concatenate(ids), np.cumsum(lengths) - lengths
+        context = np.zeros(len(flat), bool)
+        trained = np.ones(len(flat), bool)
+        trained[begins] = False
+        joined = self._args.cross_document_attention
+        heads = np.flatnonzero(np.diff(numbers, prepend=-1)) if joined else np.arange(len(ids))
+        context[begins[heads]] = True
+        rows, tokens = len(heads), len(flat) - len(heads)
+        unknown = np.full(tokens, np.nan, np.float32)
+        offsets = np.append(begins[heads], len(flat))
+        texts = [self._coder.decode(flat[a:b].tolist()) for a, b in pairwise(offsets[: SHOWN + 1])]
+        blank = [""] * rows
+        first, self._rows = self._rows, self._rows + rows
+        return SampleTable(
+            sample_id=np.arange(first, first + rows),
+            rollout_id=numbers[heads],
+            group_id=numbers[heads],
+            unit_id=numbers[heads],
+            reward=np.zeros(rows),
+            advantage=np.zeros(rows),
+            removed=np.zeros(rows, bool),
+            prompt_offsets=np.arange(rows + 1),
+            response_offsets=offsets - np.arange(rows + 1),
+            prompt_tokens=flat[context],
+            response_tokens=flat[~context],
+            loss_mask=trained[~context],
+            rollout_log_probs=unknown,
+            weight_versions=np.zeros(tokens, np.int32),
+            teacher_log_probs=unknown,
+            status=[str(Status.COMPLETED)] * rows,
+            label=[None] * rows,
+            prompt=blank,
+            response=[*texts, *blank[len(texts) :]],
+            metadata=["{}"] * rows,
+            reward_components=["{}"] * rows,
+        )
+
+    def state_dict(self) -> dict[str, object]:
+        """The position, and what must be unchanged for it to be valid, as plain JSON values."""
+        streams = [stream.state() for stream in self._streams]
+        return {"streams": streams, "drawn": [self._sequences, self._rows], "dataset": self._identity()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from the position that `state_dict` saved.
+
+        Raises:
+            ValueError: the documents, their order or their weights are not those of the saved state.
+        """
+        saved, now = state["dataset"], self._identity()
+        if changed := [key for key in now if saved.get(key) != now[key]]:
+            raise ValueError(
+                f"cannot go on in the data, which is not what the checkpoint's run read: {', '.join(changed)} changed; "
+                "take the same files and flags, or the weights alone with --finetune"
+            )
+        for stream, position in zip(self._streams, state["streams"], strict=True):
+            stream.restore(position)
+        self._sequences, self._rows = state["drawn"]
+
+    def _identity(self) -> dict[str, object]:
+        args = self._args
+        return {
+            **{
+                f"the content of path {number} of --prompt-data": [shard.facts.checksum for shard in stream.shards]
+                for number, stream in enumerate(self._streams)
+            },
+            "--rollout-seed": args.rollout_seed if args.rollout_shuffle else None,
+            "--rollout-shuffle": args.rollout_shuffle,
+            "--prompt-data-weights": args.prompt_data_weights,
+            "--seq-length": args.seq_length,
+        }
+
+
+class Stream:
+    """An endless sequence of packed sequences. ``size``: tokens of an epoch; ``tokens``: drawn so far."""
+
+    def __init__(self, shards: list[Shard], args: Args, start: int) -> None:
+        self.shards, self.tokens = shards, 0
+        self._args, self._start = args, start
+        counts = [len(shard.ends) for shard in shards]
+        self._shard = np.repeat(np.arange(len(shards)), counts)
+        self._ends = np.concatenate([np.zeros(0, np.int64), *(shard.ends for shard in shards)])
+        self._begins = np.concatenate([np.zeros(0, np.int64), *(np.append(0, s.ends)[:-1] for s in shards)])
+        self.size = int((self._ends - self._begins).sum())
+        # the epoch, the place in its order of the window's first document, and the window's sequences drawn so far
+        self._position = (0, 0, 0)
+        self._order: tuple[int, np.ndarray] = (-1, self._ends)
+        self._open(0, 0)
+
+    def next(self) -> list[np.ndarray]:
+        """The ids of each piece of the next sequence."""
+        epoch, first, taken = self._position
+        if taken == len(self._bins):
+            epoch, first = (epoch, self._last) if self._last < len(self._ends) else (epoch + 1, 0)
+            taken = 0
+            self._open(epoch, first)
+        self._position = (epoch, first, taken + 1)
+        pieces = self._pieces[self._bins[taken]].tolist()
+        self.tokens += sum(end - begin for _, begin, end, _ in pieces)
+        return [_ids(self.shards[self._shard[piece[0]]], piece, self._start) for piece in pieces]
+
+    def state(self) -> list[int]:
+        """The position, for `restore`."""
+        return [*self._position, self.tokens]
+
+    def restore(self, state: Sequence[int]) -> None:
+        """Go on from a position."""
+        epoch, first, taken, self.tokens = state
+        self._position = (epoch, first, taken)
+        self._open(epoch, first)
+
+    def _open(self, epoch: int, first: int) -> None:
+        """Pack the window that begins with the document ``first`` of the order of ``epoch``."""
+        length, shuffle = self._args.seq_length, self._args.rollout_shuffle
+        if self._order[0] != epoch:
+            order = np.arange(len(self._ends))
+            if shuffle:
+                np.random.default_rng([self._args.rollout_seed, epoch]).shuffle(order)
+            self._order = (epoch, order)
+        order = self._order[1][first : first + WINDOW * length]  # a document has at least one token
+        tokens = np.cumsum(self._ends[order] - self._begins[order] + 1)
+        documents = order[: 1 + int(np.searchsorted(tokens, WINDOW * length))]
+        self._last = first + len(documents)
+        self._pieces = cut(self._begins[documents], self._ends[documents], length)
+        self._pieces[:, 0] = documents[self._pieces[:, 0]]
+        sizes = self._pieces[:, 2] - self._pieces[:, 1] + 1
+        by_size = np.argsort(-sizes, kind="stable")
+        bins = [np.sort(by_size[numbers]) for numbers in best_fit(sizes[by_size].tolist(), length)]
+        if shuffle:  # else as the documents lie in their files, as far as packing allows
+            np.random.default_rng([self._args.rollout_seed, epoch, first]).shuffle(bins)
+        else:
+            bins.sort(key=lambda numbers: int(numbers[0]))
+        self._bins = bins
+
+
+def cut(begins: np.ndarray, ends: np.ndarray, length: int) -> np.ndarray:
+    """[n, 4] int64 pieces of documents that span ``begins`` to ``ends`` of a shard's tokens, in their order: the number
+    of the document, where the piece begins and ends, and whether the document begins there.
+
+    With the token before it a piece has at most ``length`` tokens.
+    """
+    counts = -(-(ends - begins) // (length - 1))
+    whose = np.repeat(np.arange(len(counts)), counts)
+    number = np.arange(len(whose)) - np.repeat(np.cumsum(counts) - counts, counts)
+    first = begins[whose] + number * (length - 1)
+    return np.stack([whose, first, np.minimum(first + length - 1, ends[whose]), number == 0], axis=1).astype(np.int64)
+
+
+def _ids(shard: Shard, piece: Sequence[int], start: int) -> np.ndarray:
+    """The ids of a piece (see `cut`), after ``start`` if the document begins there, else after the token before it."""
+    _, begin, end, begins = piece
+    ids = np.empty(end - begin + 1, np.int32)
+    ids[0] = start if begins else shard.tokens[begin - 1]
+    ids[1:] = shard.tokens[begin:end]
+    return ids

@@ -1,0 +1,78 @@
+"""Files of documents in a dataset of the Hugging Face hub: listed with their digests, downloaded one at a time."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class HubFile:
+    """A file of a dataset; ``digest``: of its content, as the hub says; ``size``: in bytes."""
+
+    dataset: str
+    revision: str
+    file: str
+    digest: str
+    size: int
+
+    def __str__(self) -> str:
+        return f"hub:{json.dumps(asdict(self))}"
+
+    @classmethod
+    def parse(cls, text: str) -> HubFile | None:
+        """The inverse of `str`; None for a path."""
+        return cls(**json.loads(text[4:])) if text.startswith("hub:{") else None
+
+    @contextmanager
+    def downloaded(self, folder: Path) -> Iterator[str]:
+        """The path of a copy below ``folder``, which is deleted after the block.
+
+        Raises:
+            ValueError: the hub does not give it.
+        """
+        from huggingface_hub import hf_hub_download
+
+        with tempfile.TemporaryDirectory(dir=folder) as place:
+            try:
+                copy = hf_hub_download(
+                    self.dataset, self.file, repo_type="dataset", revision=self.revision, local_dir=place
+                )
+            except OSError as error:
+                raise ValueError(f"{self.dataset}: the hub does not give {self.file}: {error}") from error
+            yield copy
+
+
+def hub_files(spec: str, endings: Sequence[str]) -> list[HubFile]:
+    """The files of a dataset ``owner/name[:config][:split]`` with one of ``endings``, in the order of their names.
+
+    A config is the name of a folder, as is usual; a split, of a folder or the first word of a file's name.
+
+    Raises:
+        ValueError: there is no such dataset, or it has no such files.
+    """
+    from huggingface_hub import HfApi
+
+    dataset, *parts = spec.split(":")
+    try:
+        content = HfApi().dataset_info(dataset, files_metadata=True)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"no file {spec!r}, and the hub gives no dataset {dataset}: {error}") from error
+    files = [
+        HubFile(dataset, str(content.sha), each.rfilename, (each.lfs and each.lfs.sha256) or str(each.blob_id), size)
+        for each in sorted(content.siblings or (), key=lambda each: each.rfilename)
+        if each.rfilename.endswith(tuple(endings)) and (size := int(each.size or 0)) and _is_of(each.rfilename, parts)
+    ]
+    if not files:
+        raise ValueError(f"{spec}: the dataset has no such file that ends with {', '.join(endings)}")
+    return files
+
+
+def _is_of(name: str, parts: Sequence[str]) -> bool:
+    """Whether a file belongs to a config and a split."""
+    *folders, file = name.split("/")
+    return all(part in folders or file.startswith((f"{part}-", f"{part}.", f"{part}_")) for part in parts)

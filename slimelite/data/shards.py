@@ -1,0 +1,468 @@
+"""Texts tokenised ahead, for pretraining: each file of documents becomes a shard of token ids, mapped into memory.
+
+A shard is made once, by worker processes (``python -m slimelite.data.shards``), and found again by what it was made
+from: the content of its file, the column, and the tokenizer. In the cache folder it has three files:
+``KEY.tokens`` (ids of all documents, each with the end of a text after it), ``KEY.ends.npy`` (where each document
+ends) and ``KEY.json`` (`ShardFacts`), which is written last: a shard that a kill cut short is made again, the others
+are not.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import zlib
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+import slimelite
+from slimelite.base.files import FORMAT, named, write_text
+from slimelite.data.hub import HubFile, hub_files
+from slimelite.data.reader import HUB_ID
+from slimelite.data.tokenizer import beginning, fingerprint, load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+# endings of files of documents
+ENDINGS = (".parquet", ".jsonl", ".jsonl.gz", ".txt")
+# characters that the tokenizer gets at once; a longer document is cut after a line
+CHARACTERS = 2**20
+# texts of fewer bytes are tokenised in the process that wants them: a worker takes a second to start
+FEW_BYTES = 2**24
+# kinds of documents that are left out
+EMPTY, NUL, ENCODING, MALFORMED, BROKEN = "empty", "with a NUL", "not UTF-8", "malformed", "cut short or unreadable"
+
+
+@dataclass(frozen=True)
+class ShardFacts:
+    """What is known of a shard.
+
+    ``source``: its file; ``digest``: of the file's content; ``checksum``: of the shard's files; ``bytes``: of the texts
+    in UTF-8; ``left_out``: kind -> how many documents; ``places``: kind -> the first of them.
+    """
+
+    format: int
+    source: str
+    digest: str
+    checksum: str
+    dtype: str
+    documents: int
+    tokens: int
+    bytes: int
+    left_out: dict[str, int]
+    places: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Tokens of a file of documents. ``tokens``: [tokens] ids; ``ends``: [documents] int64, where each one ends."""
+
+    facts: ShardFacts
+    tokens: np.ndarray
+    ends: np.ndarray
+
+
+class TextCoder:
+    """Turns texts into token ids: as plain text, whatever special tokens they spell, with ``end`` after each.
+
+    ``start``: the id before a document, on which its first token is conditioned; ``digest``: of the tokenizer.
+
+    Raises:
+        ValueError: the tokenizer has no end-of-sequence token.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._tokenizer: PreTrainedTokenizerBase = load_tokenizer(path)
+        if self._tokenizer.eos_token_id is None:
+            raise ValueError(f"--tokenizer {path} has no eos_token, which ends a document: name one in its config")
+        self.end = int(self._tokenizer.eos_token_id)
+        begins = beginning(self._tokenizer)
+        bos = begins[-1] if begins else self._tokenizer.bos_token_id
+        self.start = self.end if bos is None else int(bos)
+        self.dtype = "uint16" if max(self._tokenizer.get_vocab().values()) < 2**16 else "uint32"
+        parts = {name: part for name, part in fingerprint(self._tokenizer).items() if name != "chat template"}
+        self.digest = _digest(json.dumps(parts).encode())
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of ``texts``."""
+        options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
+        ids: list[list[int]] = self._tokenizer(list(texts), **options)["input_ids"]
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ``ids``, special tokens included."""
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+
+
+def find_files(spec: str) -> list[Path | HubFile]:
+    """The files of documents that ``spec`` names: a file, a folder (with those below it), a pattern, or a hub dataset.
+
+    Raises:
+        ValueError: there are none.
+    """
+    path = Path(spec)
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.name.endswith(ENDINGS) and file.is_file())
+    elif any(sign in spec for sign in "*?["):
+        files = sorted(Path(path.anchor or ".").glob(str(path.relative_to(path.anchor) if path.anchor else path)))
+    else:
+        files = [path]
+    if not path.exists() and HUB_ID.fullmatch(spec):
+        return [*hub_files(spec, ENDINGS)]
+    if not files:
+        raise ValueError(f"{spec}: no file here ends with {', '.join(ENDINGS)}")
+    for file in files:
+        if not file.is_file():
+            raise ValueError(f"no such file: {file} (--prompt-data, --eval-bpb)")
+        if not file.name.endswith(ENDINGS):
+            raise ValueError(f"{file}: a file of documents ends with {', '.join(ENDINGS)}")
+    return [*files]
+
+
+def tokenize(
+    specs: Sequence[str],
+    coder: TextCoder,
+    column: str,
+    cache: Path,
+    *,
+    workers: int,
+    skip: bool = False,
+    progress: Callable[[int, int], None] = lambda _done, _all: None,
+) -> list[list[Shard]]:
+    """The shards of each of ``specs``, from the cache or made now by so many worker processes.
+
+    ``skip``: leave out documents that cannot be trained on, with a warning for each file. ``progress``: called with the
+    number of shards that are ready, and of all.
+
+    Raises:
+        ValueError: a file cannot be read, or has such documents and ``skip`` is not set.
+        OSError: the disk of the cache is full.
+    """
+    files = [find_files(spec) for spec in specs]
+    flat = [file for part in files for file in part]
+    cache.mkdir(parents=True, exist_ok=True)
+    size = sum(file.stat().st_size if isinstance(file, Path) else file.size for file in flat)
+    jobs, count = [str(file) for file in flat], min(workers, len(flat))
+    if count < 2 or size < FEW_BYTES:
+        keys = []
+        for job in jobs:
+            keys.append(make_shard(job, coder, column, cache))
+            progress(len(keys), len(jobs))
+    else:
+        keys = _by_workers(jobs, coder.path, column, cache, count, progress)
+    shards = [open_shard(cache, key) for key in keys]
+    for job, shard in zip(jobs, shards, strict=True):
+        _note_change(cache, job, column, shard.facts.digest)
+    _judge(jobs, [shard.facts for shard in shards], skip=skip)
+    several = iter(shards)
+    parts = [[next(several) for _ in part] for part in files]
+    if empty := [spec for spec, part in zip(specs, parts, strict=True) if not any(len(shard.ends) for shard in part)]:
+        raise ValueError(f"no documents in {', '.join(empty)}")
+    return parts
+
+
+def _judge(sources: Sequence[str], facts: Sequence[ShardFacts], *, skip: bool) -> None:
+    """Warn of the documents that were left out; see `tokenize`."""
+    problems = []
+    for source, shard in zip(sources, facts, strict=True):
+        if not shard.left_out:
+            continue
+        total = sum(shard.left_out.values())
+        kinds = ", ".join(f"{count} {kind} (first: {shard.places[kind]})" for kind, count in shard.left_out.items())
+        problems.append(f"{source}: {total} of {shard.documents + total} documents cannot be trained on: {kinds}")
+    if problems and not skip:
+        more = f"; and {len(problems) - 3} files more" if len(problems) > 3 else ""
+        raise ValueError(f"{'; '.join(problems[:3])}{more}; mend them, or leave them out with --skip-bad-rows")
+    for problem in problems:
+        logger.warning("%s; they are left out", problem)
+
+
+def _by_workers(
+    jobs: list[str], tokenizer: str, column: str, cache: Path, count: int, progress: Callable[[int, int], None]
+) -> list[str]:
+    """The keys of the shards of ``jobs``, made by ``count`` processes."""
+    queue: SimpleQueue[tuple[int, str]] = SimpleQueue()
+    for numbered in enumerate(jobs):
+        queue.put(numbered)
+    keys = [""] * len(jobs)
+    search_path = [str(Path(slimelite.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    environment = {"PYTHONPATH": os.pathsep.join(filter(None, search_path)), "TOKENIZERS_PARALLELISM": "false"}
+    command = [sys.executable, "-P", "-m", "slimelite.data.shards", tokenizer, column, str(cache)]
+
+    def serve(process: subprocess.Popen[str]) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        while True:
+            try:
+                number, job = queue.get_nowait()
+            except Empty:
+                return
+            process.stdin.write(json.dumps(job) + "\n")
+            process.stdin.flush()
+            answer = json.loads(process.stdout.readline() or '{"error": "the process ended; stderr says why"}')
+            if "error" in answer:
+                raise ValueError(f"{job}: {answer['error']}")
+            keys[number] = answer["key"]
+            progress(sum(map(bool, keys)), len(keys))
+
+    with ExitStack() as stack:
+        processes = []
+        for _ in range(count):
+            process = subprocess.Popen(
+                command,
+                env={**os.environ, **environment},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            processes.append(process)
+        threads = stack.enter_context(ThreadPoolExecutor(count))
+        try:
+            for done in [threads.submit(serve, process) for process in processes]:
+                done.result()
+        except BaseException:
+            for process in processes:  # their threads wait for an answer
+                process.kill()
+            raise
+    return keys
+
+
+def make_shard(source: str, coder: TextCoder, column: str, cache: Path) -> str:
+    """Tokenise a file unless the cache has its shard, undamaged; returns the shard's key.
+
+    Raises:
+        ValueError: the file cannot be read, or changed meanwhile.
+    """
+    name = source
+    with ExitStack() as stack:
+        if (remote := HubFile.parse(source)) is not None:
+            digest = remote.digest
+        else:
+            before = os.stat(source)
+            with open(source, "rb") as file:
+                digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+        made_from = [FORMAT, digest, column, coder.digest, source.endswith(".txt")]
+        key = _digest(json.dumps(made_from).encode())
+        if _is_whole(cache, key):
+            return key
+        if remote is not None:
+            source = stack.enter_context(remote.downloaded(cache))
+        _write(cache, key, name, digest, source, coder, column)
+    if remote is None:
+        after = os.stat(source)
+        if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+            _paths(cache, key)[0].unlink()
+            raise ValueError(f"{source} changed while it was tokenised: start again when nobody writes to it")
+    return key
+
+
+def _note_change(cache: Path, source: str, column: str, digest: str) -> None:
+    """Warn if ``source`` was tokenised before with other content."""
+    last = cache / f"{_digest(json.dumps([os.path.abspath(source), column]).encode())}.last"
+    before = last.read_text() if last.is_file() else digest
+    if before != digest:
+        logger.warning("%s has changed since it was tokenised: its new content was tokenised", source)
+    if before != digest or not last.is_file():
+        write_text(last, digest)
+
+
+def _write(cache: Path, key: str, name: str, digest: str, source: str, coder: TextCoder, column: str) -> None:
+    """Write the three files of a shard; the description last."""
+    facts, tokens, ends = (path.with_suffix(path.suffix + f".{os.getpid()}") for path in _paths(cache, key))
+    left_out, places, total, size = Counter[str](), dict[str, str](), 0, 0
+    documents, checksum = array("q"), hashlib.blake2b(digest_size=16)
+    with named(tokens), open(tokens, "wb") as file:
+        for texts in _batches(read_documents(source, column), left_out, places):
+            pieces = [list(_pieces(text)) for text in texts]
+            several = iter(coder.encode([piece for each in pieces for piece in each]))
+            rows = [[*(i for _ in each for i in next(several)), coder.end] for each in pieces]
+            for row in rows:
+                total += len(row)
+                documents.append(total)
+            data = np.concatenate([np.array(row, coder.dtype) for row in rows]).tobytes()
+            checksum.update(data)
+            file.write(data)
+            size += sum(len(text.encode()) for text in texts)
+    checksum.update(documents.tobytes())
+    with named(ends), open(ends, "wb") as file:
+        np.save(file, np.frombuffer(documents, np.int64))
+    content = ShardFacts(
+        *(FORMAT, name, digest, checksum.hexdigest(), coder.dtype, len(documents), total, size),
+        dict(left_out),
+        places,
+    )
+    facts.write_text(json.dumps(asdict(content)))
+    for written, final in zip((tokens, ends, facts), [*_paths(cache, key)[1:], _paths(cache, key)[0]], strict=True):
+        written.replace(final)
+
+
+def _batches(
+    documents: Iterator[tuple[str, str | None, str]], left_out: Counter[str], places: dict[str, str]
+) -> Iterator[list[str]]:
+    """The texts of ``documents``, about ``CHARACTERS`` at a time; others are counted in ``left_out``."""
+    batch, length = list[str](), 0
+    for place, text, kind in documents:
+        if text is None:
+            left_out[kind] += 1
+            places.setdefault(kind, place)
+            continue
+        batch.append(text)
+        length += len(text)
+        if length >= CHARACTERS:
+            yield batch
+            batch, length = [], 0
+    if batch:
+        yield batch
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """``text`` in pieces of at most ``CHARACTERS``, cut after a line where there is one."""
+    while len(text) > CHARACTERS:
+        cut = text.rfind("\n", 0, CHARACTERS) + 1 or CHARACTERS
+        yield text[:cut]
+        text = text[cut:]
+    yield text
+
+
+def open_shard(cache: Path, key: str) -> Shard:
+    """The shard ``key``, mapped into memory."""
+    description, tokens, ends = _paths(cache, key)
+    facts = ShardFacts(**json.loads(description.read_text()))
+    mapped = np.memmap(tokens, facts.dtype, "r") if facts.tokens else np.zeros(0, facts.dtype)
+    return Shard(facts, mapped, np.load(ends))
+
+
+def _is_whole(cache: Path, key: str) -> bool:
+    """Whether the cache has all of a shard, as it was written."""
+    description, tokens, ends = _paths(cache, key)
+    if not description.is_file():
+        return False
+    checksum = hashlib.blake2b(digest_size=16)
+    try:
+        facts = ShardFacts(**json.loads(description.read_text()))
+        with open(tokens, "rb") as file:
+            while data := file.read(2**22):
+                checksum.update(data)
+        checksum.update(np.load(ends).tobytes())
+    except (OSError, ValueError, TypeError):
+        return False
+    if facts.checksum != checksum.hexdigest():
+        logger.warning("%s is damaged: %s is tokenised again", tokens, facts.source)
+        return False
+    return True
+
+
+def _paths(cache: Path, key: str) -> tuple[Path, Path, Path]:
+    return cache / f"{key}.json", cache / f"{key}.tokens", cache / f"{key}.ends.npy"
+
+
+def read_documents(path: str, column: str) -> Iterator[tuple[str, str | None, str]]:
+    """(place, text, "") for each document of a file, or (place, None, kind) for one that cannot be trained on.
+
+    Memory for a part of the file is enough. A ``.txt`` file is one document.
+    """
+    read = next(reader for ending, reader in READERS.items() if path.endswith(ending))
+    try:
+        for place, value in read(path, column):
+            yield (place, *_checked(value))
+    except (pa.ArrowInvalid, OSError, EOFError, zlib.error) as error:
+        yield f"{error}", None, BROKEN
+
+
+def _checked(value: object) -> tuple[str | None, str]:
+    if isinstance(value, bytes):
+        try:
+            value = value.decode()
+        except UnicodeDecodeError:
+            return None, ENCODING
+    if not isinstance(value, str):
+        return None, MALFORMED
+    if not value.strip():
+        return None, EMPTY
+    if "\0" in value:
+        return None, NUL
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # half of a character, as JSON can spell it
+        return None, ENCODING
+    return value, ""
+
+
+def _parquet_documents(path: str, column: str) -> Iterator[tuple[str, object]]:
+    with pq.ParquetFile(path) as file:
+        if column not in file.schema_arrow.names:
+            raise ValueError(f"{path} has no column {column!r}; its columns are {file.schema_arrow.names} (--text-key)")
+        row = 0
+        for batch in file.iter_batches(1024, columns=[column]):
+            values = batch.column(0)
+            texts = pa.types.is_string(values.type) or pa.types.is_large_string(values.type)
+            for value in (values.cast(pa.large_binary()) if texts else values).to_pylist():
+                yield f"row {row}", value
+                row += 1
+
+
+def _jsonl_documents(path: str, column: str) -> Iterator[tuple[str, object]]:
+    with (gzip.open if path.endswith(".gz") else open)(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line.decode())
+                yield f"line {number}", row.get(column) if isinstance(row, dict) else None
+            except UnicodeDecodeError as error:
+                yield f"line {number}", error.object
+            except (ValueError, RecursionError):
+                yield f"line {number}", None
+
+
+def _text_document(path: str, _column: str) -> Iterator[tuple[str, object]]:
+    yield "the file", Path(path).read_bytes()
+
+
+READERS: dict[str, Callable[[str, str], Iterator[tuple[str, object]]]] = {
+    ".parquet": _parquet_documents,
+    ".jsonl": _jsonl_documents,
+    ".jsonl.gz": _jsonl_documents,
+    ".txt": _text_document,
+}
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def _main(tokenizer: str, column: str, cache: str) -> None:
+    """Make the shard of each file that a line of stdin names; stdout gets its key or the error."""
+    coder = TextCoder(tokenizer)
+    for line in sys.stdin:
+        try:
+            answer = {"key": make_shard(json.loads(line), coder, column, Path(cache))}
+        except (ValueError, OSError) as error:
+            answer = {"error": str(error)}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])
