@@ -20,6 +20,7 @@ GRPO = Job(
     evaluates=False,
     sampled=True,
     saved=None,
+    documents=False,
     loss="policy",
     gpus=False,
     local=False,
@@ -36,6 +37,10 @@ ALONE: dict[str, Any] = {"engines": None, "syncs": False}
         ("--load-debug-rollout-data r{rollout_id}.parquet", {**ALONE, "saved": "r{rollout_id}.parquet"}),
         ("--loss-type custom_loss --custom-loss-function-path my.py:loss", {"loss": "custom"}),
         ("--loss-type sft_loss", {**ALONE, "sampled": False, "loss": "supervised"}),
+        (
+            "--loss-type pretrain_loss --eval-interval 1 --eval-bpb e.jsonl",
+            {**ALONE, "sampled": False, "loss": "supervised", "documents": True, "evaluates": True},
+        ),
         ("--loss-type dpo_loss --n-samples-per-prompt 1", {**ALONE, "sampled": False, "loss": "paired"}),
         (
             "--loss-type sft_loss --eval-interval 1 --eval-prompt-data e e.jsonl",
