@@ -54,7 +54,6 @@ LOSSES = Registry(
         LossType(
             "pretrain_loss",
             "the negative log-likelihood of the data's documents, packed to --seq-length",
-            f"{_LOSS}:fine_tuning",
             supervised=True,
             documents=True,
         ),

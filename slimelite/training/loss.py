@@ -58,7 +58,7 @@ def micro_batch_loss(args: Args, batch: MicroBatch, log_probs: Tensor, entropy: 
             return odds_ratios(args, batch, log_probs, entropy)
         case "reward_model_loss":
             return scored_pairs(batch, log_probs)
-        case "sft_loss":
+        case "sft_loss" | "pretrain_loss":
             losses, metrics = sft_loss(log_probs, batch.mask), {}
         case "custom_loss":
             plugin = load_function(str(args.custom_loss_function_path), "--custom-loss-function-path")
