@@ -9,7 +9,7 @@ from pathlib import Path
 
 from slimelite.algorithms.losses import CORRECTIONS, MODES
 from slimelite.arguments.args import Args, Draft
-from slimelite.arguments.documents import pack_documents
+from slimelite.arguments.documents import pack_documents, spend
 from slimelite.arguments.engines import engine_places
 from slimelite.arguments.evaluation import resolve_eval_datasets, seeks_best
 from slimelite.arguments.flags import SEEDS
@@ -60,6 +60,7 @@ def derive(args: Args, explicit: frozenset[str], machine: Machine, settings: Set
     _lora(draft)
     _model(draft)
     _batches(draft)
+    spend(draft)
     _lengths(draft)
     _distillation(draft)
     _algorithm(draft)

@@ -1,18 +1,30 @@
-"""What follows from flags of pretraining."""
+"""What follows from flags of pretraining: batches, the number of rollouts, and what ``--depth`` says."""
 
 from __future__ import annotations
 
+import json
+import math
 import os
+from pathlib import Path
+from typing import Any
 
 from slimelite.arguments.args import Draft
+from slimelite.arguments.model import ArchitectureArgs, model_config_from_flags
+from slimelite.plan.memory import Shapes, model_shapes
+
+# ``--depth``: the depth, the batch [tokens] and the settings that others are scaled from (docs/from_bytes.md)
+DEPTH, BATCH, MUON_LR, LR, WEIGHT_DECAY, RATIO = 12, 2**19, 0.02, 3e-3, 0.1, 20.0
 
 
 def pack_documents(draft: Draft) -> None:
-    """What follows from --loss-type pretrain_loss: a sequence is a sample, and a forward pass holds whole ones."""
+    """A sequence is a sample, and a forward pass holds whole ones."""
     draft.default("tokenizer_workers", len(os.sched_getaffinity(0)), "the cores of this machine")
     args, reason = draft.args, f"--loss-type {draft.args.loss_type}"
     if not args.job.documents:
         return
+    if args.depth is not None:
+        _scale(draft, args.depth)
+        args = draft.args
     if args.n_samples_per_prompt != 1:
         draft.set("n_samples_per_prompt", 1, f"{reason}: nothing is sampled")
     if args.global_batch_size:
@@ -21,7 +33,115 @@ def pack_documents(draft: Draft) -> None:
     draft.set("use_dynamic_batch_size", True, f"{reason}: a forward pass is as long as its sequences")
     draft.default("max_tokens_per_gpu", args.micro_batch_size * args.seq_length, "--micro-batch-size x --seq-length")
     draft.set("share_prefixes", False, f"{reason}: documents have no prompt in common")
-    chosen: dict[str, object] = {"loss_aggregation": "token", "save_rollouts": "none", "token_stats": "none"}
-    for name, value in chosen.items():
+    _choose(draft, {"loss_aggregation": "token", "save_rollouts": "none", "token_stats": "none"}, reason)
+
+
+def spend(draft: Draft) -> None:
+    """The number of rollouts of a budget of tokens or operations."""
+    args = draft.args
+    budgets = [name for name in ("train_tokens", "train_flops", "tokens_per_parameter") if getattr(args, name)]
+    if not (args.job.documents and budgets and args.rollout_batch_size):
+        return
+    option = "--" + budgets[0].replace("_", "-")
+    if len(budgets) > 1 or "num_rollout" in draft.explicit or args.num_epoch is not None:
+        draft.complain(option, "says how long the run is; leave --num-rollout, --num-epoch and other budgets out")
+        return
+    shapes = model_shapes(args)
+    if shapes is None and not args.train_tokens:
+        draft.complain(option, "needs the model's shapes, which are not known here: give --train-tokens")
+        return
+    tokens = args.train_tokens or 0.0
+    if shapes is not None and not tokens:
+        each = flops_per_token(shapes, args.seq_length)
+        tokens = args.train_flops / each if args.train_flops else (args.tokens_per_parameter or 0) * matrices(shapes)
+    of_rollout = args.rollout_batch_size * args.seq_length
+    draft.set("num_rollout", math.ceil(tokens / of_rollout), f"{option}: {tokens:.3g} tokens, {of_rollout} a rollout")
+
+
+def matrices(shapes: Shapes) -> int:
+    """Parameters of a model that a token is multiplied with: matrices of layers, and the LM head."""
+    return shapes.layers * shapes.active + shapes.head
+
+
+def flops_per_token(shapes: Shapes, length: int) -> float:
+    """Operations of forward and backward for a token of a full sequence of ``length`` (arXiv:2001.08361, section 2.1):
+    6 for each parameter of `matrices`, and for each layer 12 times the width of its queries for half of the sequence.
+    """
+    return 6.0 * matrices(shapes) + 12.0 * shapes.layers * shapes.query * length / 2
+
+
+def _scale(draft: Draft, depth: int) -> None:
+    """The model and settings of ``--depth``; flags that were given stay."""
+    reason = f"--depth {depth}"
+    if draft.args.hf_checkpoint:
+        draft.complain("--depth", "defines a new model: leave --hf-checkpoint out")
+        return
+    vocabulary = draft.args.vocab_size or _vocabulary(draft.args.tokenizer)
+    if vocabulary is None:
+        draft.complain("--depth", "needs --tokenizer, a folder with a tokenizer.json, or --vocab-size")
+        return
+    _choose(draft, _architecture(depth, vocabulary), reason)
+    args = draft.args
+    try:
+        mine = Shapes.of(model_config_from_flags(args))
+    except ValueError:
+        return  # it is reported where the model is made
+    other = Shapes.of(model_config_from_flags(ArchitectureArgs(**_architecture(DEPTH, vocabulary))))
+    assert mine is not None
+    assert other is not None
+    if not (args.train_tokens or args.train_flops or args.num_rollout or args.num_epoch):
+        draft.default("tokens_per_parameter", RATIO, reason)
+        args = draft.args
+    tokens = args.train_tokens or (args.tokens_per_parameter or RATIO) * matrices(mine)
+    if args.train_flops:
+        tokens = args.train_flops / flops_per_token(mine, args.seq_length)
+    longer = tokens / (RATIO * matrices(other))
+    if args.num_rollout is None and args.num_epoch is None and args.rollout_batch_size is None:
+        batch = 2 ** round(math.log2(BATCH * longer**0.383))
+        _choose(draft, {"global_batch_size": max(1, batch // args.seq_length)}, reason)
+    elif args.global_batch_size is None:
+        return
+    batch = (draft.args.global_batch_size or 1) * args.seq_length
+    steps, scale = max(1, math.ceil(tokens / batch)), math.sqrt(batch / BATCH)
+    width = math.sqrt(_architecture(DEPTH, vocabulary)["hidden_size"] / mine.hidden)
+    settings: dict[str, object] = {
+        "optimizer": "muon",
+        "muon_lr": MUON_LR * scale,
+        "lr": LR * scale * width,
+        "weight_decay": WEIGHT_DECAY * scale / longer,
+        "lr_decay_style": "WSD",
+        "lr_wsd_decay_style": "linear",
+        "lr_warmup_iters": min(40, steps // 50),
+        "lr_wsd_decay_iters": max(1, round(0.4 * steps)),
+    }
+    _choose(draft, settings, reason)
+
+
+def _architecture(depth: int, vocabulary: int) -> dict[str, Any]:
+    width = 64 * depth
+    return {
+        "num_layers": depth,
+        "hidden_size": width,
+        "ffn_hidden_size": 64 * math.ceil(width * 8 / 3 / 64),
+        "num_attention_heads": width // (128 if depth % 2 == 0 and depth >= DEPTH else 64),
+        "vocab_size": 64 * math.ceil(vocabulary / 64),
+        "qk_layernorm": True,
+        "untie_embeddings_and_output_weights": True,
+    }
+
+
+def _vocabulary(tokenizer: str | None) -> int | None:
+    """How many ids the ``tokenizer.json`` of a folder has; None if there is none."""
+    try:
+        content = json.loads((Path(tokenizer or "") / "tokenizer.json").read_text(encoding="utf-8"))
+        added = [int(each["id"]) for each in content.get("added_tokens") or ()]
+        return 1 + max([*content["model"]["vocab"].values(), *added])
+    except (OSError, ValueError, TypeError, LookupError, AttributeError):
+        return None
+
+
+def _choose(draft: Draft, values: dict[str, object], reason: str) -> None:
+    """Set fields that the user did not."""
+    for name, value in values.items():
         if name not in draft.explicit:
             draft.set(name, value, reason)

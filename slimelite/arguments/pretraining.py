@@ -30,6 +30,22 @@ class PretrainingArgs(OfJob):
     tokenizer_workers: int = flag(
         None, "this many processes tokenise files", TEXTS, at_least=1, auto="the cores of this machine"
     )
+    train_tokens: float | None = flag(
+        None, "the run trains on this many tokens, counted as full sequences", DOCUMENTS, above=0
+    )
+    train_flops: float | None = flag(
+        None, "the run takes this many floating-point operations, of full sequences", DOCUMENTS, above=0
+    )
+    tokens_per_parameter: float | None = flag(
+        None, "the run trains on this many tokens for each parameter of matrices and LM head", DOCUMENTS, above=0
+    )
+    depth: int | None = flag(
+        None,
+        "a new model has this many layers, and its width, the tokens, the batch and the optimizer's settings follow, "
+        "unless flags say them; docs/from_bytes.md has the rules",
+        DOCUMENTS,
+        at_least=1,
+    )
     eval_bpb: list[str] = flag(
         [],
         "an evaluation measures the bits per byte of the documents in these files, folders or hub datasets: eval/bpb",
