@@ -14,10 +14,9 @@ import io
 import ipaddress
 import json
 import logging
-import time
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, suppress
 from typing import Any
 from urllib.parse import urlsplit
@@ -31,10 +30,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Answer = dict[str, object] | AsyncGenerator[bytes]
 # a stop waits so long for requests that run, and a client that is told to come again waits so long [s]
 LAST_S, RETRY_S = 1.0, 1
-# a connection has so long to send the head of its first request, and a request to send its body [s]
-HEAD_S, BODY_S = 20.0, 120.0
-# and so long after a request to send the head of the next one [s]
-KEEP_ALIVE_S = 75.0
+# a connection has so long to send the head of a request, and a request to send its body [s]
+HEAD_S, BODY_S = 75.0, 120.0
 # how a body that gzip packed begins, and no JSON
 GZIP = b"\x1f\x8b"
 
@@ -190,44 +187,13 @@ async def listen(app: web.Application, host: str, port: int, *, unpacks: bool = 
         handler_cancellation=True,
         access_log=None,
         shutdown_timeout=LAST_S,
-        keepalive_timeout=KEEP_ALIVE_S,
+        keepalive_timeout=HEAD_S,
         auto_decompress=unpacks,
     )
-    served: set[object] = set()
-
-    @web.middleware
-    async def noting(request: web.Request, handler: Handler) -> web.StreamResponse:
-        served.add(request.protocol)
-        return await handler(request)
-
-    async def closing(_: web.Application) -> AsyncIterator[None]:
-        task = asyncio.create_task(_close_silent(runner, served))
-        yield
-        task.cancel()
-
-    app.middlewares.insert(0, noting)
-    app.cleanup_ctx.append(closing)
     await runner.setup()
     await web.TCPSite(runner, host, port).start()
     host, port = runner.addresses[0][:2]
     return runner, f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-async def _close_silent(runner: web.AppRunner, served: set[object]) -> None:
-    """Close connections that have not sent the head of a first request in `HEAD_S` seconds; it runs until cancelled.
-
-    ``served``: those that have. For the next head aiohttp waits `KEEP_ALIVE_S`.
-    """
-    since: dict[object, float] = {}
-    while True:
-        await asyncio.sleep(HEAD_S / 10)
-        connections, now = runner.server.connections if runner.server is not None else [], time.monotonic()
-        since = {connection: since.get(connection, now) for connection in connections}
-        served.intersection_update(since)
-        for connection in connections:
-            late = now - since[connection] > HEAD_S
-            if late and connection not in served and connection.transport is not None:
-                connection.transport.close()
 
 
 def sse(data: object, event: str | None = None) -> bytes:

@@ -106,6 +106,20 @@ def _say(text: str) -> None:
         os.write(1, ("\n" * os.isatty(1) + text + "\n").encode())
 
 
+def start_module(module: str, *words: str, **options: Any) -> subprocess.Popen[Any]:
+    """Start ``python -m module words``, with the ``options`` of Popen. It finds our package wherever that is.
+
+    Ctrl-C reaches its parent alone.
+    """
+    path = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", module, *words],  # -P: the current folder is not searched for modules
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
+        start_new_session=True,
+        **options,
+    )
+
+
 class Watchdog:
     """A small process that outlives this one and kills the processes that this one started and could not end.
 

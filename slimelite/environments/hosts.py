@@ -7,18 +7,16 @@ import inspect
 import math
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import asdict
 from functools import wraps
-from pathlib import Path
 from typing import Any, NoReturn
 
-import slimelite
 from slimelite.base.guard import raised_at
 from slimelite.base.http_client import Client, HttpError, shown
+from slimelite.base.lifecycle import start_module
 from slimelite.base.registry import function
 from slimelite.base.threads import call
 from slimelite.data.messages import A_TOOL, read_messages, sound
@@ -321,16 +319,9 @@ class _Worker:
                     raise ValueError(f"no environment process within {START_SECONDS:g} s; stderr says why") from None
 
     def _start(self) -> None:
-        search_path = [str(Path(slimelite.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-        files = [word for file in files_run for word in ("--import-file", file)]
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "slimelite.environments.serve", self._environment, "--worker", *files],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, search_path))},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,  # Ctrl+C reaches only the parent; workers end with it
-        )
+        words = [self._environment, "--worker", *(word for file in files_run for word in ("--import-file", file))]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self._process = start_module("slimelite.environments.serve", *words, text=True, **pipes)
         assert self._process.stdout is not None
         self.url = self._process.stdout.readline().strip()
         if not is_address(self.url):

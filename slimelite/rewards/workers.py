@@ -21,11 +21,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from pathlib import Path
 from queue import LifoQueue
 from typing import TypeVar
 
-import slimelite
+from slimelite.base.lifecycle import start_module
 from slimelite.base.registry import function
 from slimelite.rewards.rules import GRADER_MEMORY_MB, RULES, Answer, Exchange, Failure, Reward, TooCostly
 from slimelite.slime.plugins import files_run, run_file
@@ -133,15 +132,8 @@ class _Worker:
             raise RuntimeError("the grader is closed")
         self._kill()
         self._connection, theirs = Pipe()
-        search_path = [str(Path(slimelite.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-        self._process = subprocess.Popen(
-            # -P: the current folder is not searched for modules
-            [sys.executable, "-P", "-m", *self._program, str(theirs.fileno()), str(self._timeout), *files_run],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, search_path))},
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl+C reaches only the parent; workers end with it
-        )
+        words = [*self._program, str(theirs.fileno()), str(self._timeout), *files_run]
+        self._process = start_module(*words, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         theirs.close()
         try:
             ready = self._connection.poll(self._start_seconds) and self._connection.recv()

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import subprocess
 import sys
 import time
@@ -17,8 +16,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-import slimelite
 from slimelite.base.files import whole
+from slimelite.base.lifecycle import start_module
 from slimelite.tracking.metrics_file import Record, axis_of, eval_metrics, read_metrics, series
 from slimelite.tracking.panels import GROUPS, least, unit
 from slimelite.tracking.phases import LABELS
@@ -242,18 +241,9 @@ class Drawing:
     def begin(self) -> None:
         """Draw what is in the folder now, after a drawing that goes on."""
         self.finish()
-        search_path = [str(Path(slimelite.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
         self._began = time.monotonic()
-        self._process = subprocess.Popen(
-            # -P: the current folder is not searched for modules
-            [sys.executable, "-P", "-m", "slimelite.tracking.plot", str(self._path)],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, search_path))},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,  # Ctrl+C in the last moment leaves the picture
-        )
+        silent = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+        self._process = start_module("slimelite.tracking.plot", str(self._path), text=True, **silent)
 
     def look(self) -> None:
         """Note whether the drawing has ended."""
