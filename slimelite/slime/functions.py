@@ -1,4 +1,4 @@
-"""slime's own functions, as its plugins call them, written with our objects; `compat` has their names.
+"""slime's own functions, as its plugins call them, written with our objects; `plugins` has their names.
 
 Only the lookup of a slime name imports this module.
 """

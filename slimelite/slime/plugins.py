@@ -1,4 +1,9 @@
-"""Functions of the user, by path: ``pkg.module.fn``, ``path/to/file.py:fn``, or slime's name of a function here."""
+"""Functions of the user, by path: ``pkg.module.fn``, ``path/to/file.py:fn``, or slime's name of a function here.
+
+A slime plugin says ``from slime.utils.types import Sample``. Where slime is not installed, loading a plugin adds an
+import finder (last in line) that serves the modules of ``MODULES``, and nothing else, under the name ``slime``; and
+likewise under ``miles``. The object behind a name is imported when the name is first used.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +13,138 @@ import pkgutil
 import sys
 import zlib
 from collections.abc import Callable
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from slimelite.base.guard import PACKAGE, guarded, import_failure, nearest
-from slimelite.slime import compat
+
+F = "slimelite.slime.functions"
+AGENTS = "slimelite.slime.agents"
+ROLLOUT = "slimelite.rollout"
+REWARDS = "slimelite.rewards"
+
+
+def _same(module: str, *names: str) -> dict[str, str]:
+    """``names`` that the module of ours has, too."""
+    return {name: f"{module}.{name}" for name in names}
+
+
+# module of slime's -> name in it -> our object
+MODULES: dict[str, dict[str, str]] = {
+    "slime.utils.types": _same("slimelite.samples.sample", "Sample"),
+    "slime.utils.http_utils": _same(F, "post", "get"),
+    "slime.utils.misc": _same("slimelite.slime.plugins", "load_function") | _same(AGENTS, "SingletonMeta"),
+    "slime.utils.async_utils": _same("asyncio", "run"),
+    "slime.utils.processing_utils": _same(F, "load_tokenizer"),
+    "slime.utils.data": _same(F, "Dataset", "read_file"),
+    "slime.utils.eval_config": {"EvalDatasetConfig": "slimelite.arguments.EvalDataset"},
+    "slime.utils.mask_utils": _same(F, "MultiTurnLossMaskGenerator", "get_response_lengths"),
+    "slime.observability.trace_utils": _same(F, "trace_span", "trace_function", "build_sglang_meta_trace_attrs"),
+    "slime.backends.megatron_utils.cp_utils": dict.fromkeys(
+        ["all_gather_with_cp", "slice_log_prob_with_cp"], f"{F}.whole_response"
+    ),
+    "slime.rollout.base_types": {
+        **_same(f"{ROLLOUT}.context", "RolloutFnTrainOutput", "RolloutFnEvalOutput"),
+        **_same(F, "call_rollout_fn"),
+    },
+    "slime.rollout.sglang_rollout": {
+        **_same(f"{ROLLOUT}.generate", "generate_rollout"),
+        **_same(F, "generate", "generate_and_rm", "generate_and_rm_group", "GenerateState", "get_model_url"),
+    },
+    # --async-rollout generates ahead of training; the rollout itself is the same
+    "slime.rollout.fully_async_rollout": {"generate_rollout_fully_async": f"{ROLLOUT}.generate.generate_rollout"},
+    "slime.rollout.sft_rollout": {"generate_rollout": f"{ROLLOUT}.generate.offline_rollout"},
+    "slime.rollout.sample_hooks": _same(F, "apply_rollout_sample_hooks"),
+    "slime.rollout.on_policy_distillation": _same(F, "reward_func", "post_process_rewards"),
+    "slime.rollout.data_source": dict.fromkeys(
+        ["RolloutDataSource", "RolloutDataSourceWithBuffer"], "slimelite.data.prompts.DataSource"
+    ),
+    "slime.rollout.rm_hub": _same(F, "async_rm", "batched_async_rm", "grade_answer_verl"),
+    "slime.rollout.rm_hub.math_utils": {
+        **_same(F, "grade_answer_verl"),
+        **_same(f"{REWARDS}.math", "extract_boxed_answer", "last_boxed_only_string", "remove_boxed"),
+        "extract_answer": f"{REWARDS}.math.extract_boxed_answer",
+        "_strip_string": f"{REWARDS}.math.strip_string",
+    },
+    "slime.rollout.rm_hub.math_dapo_utils": {
+        **_same(F, "is_correct_minerva", "is_correct_strict_box"),
+        **_same(f"{REWARDS}.math", "compute_score", "normalize_final_answer", "last_boxed_only_string", "remove_boxed"),
+    },
+    "slime.rollout.rm_hub.deepscaler": {"get_deepscaler_rule_based_reward": f"{F}.deepscaler_reward"},
+    "slime.rollout.rm_hub.gpqa": _same(F, "compute_gpqa_reward"),
+    "slime.rollout.rm_hub.f1": _same(f"{REWARDS}.text", "f1_score", "normalize_answer"),
+    "slime.rollout.filter_hub.base_types": _same(f"{ROLLOUT}.filters", "DynamicFilterOutput"),
+    "slime.rollout.filter_hub.dynamic_sampling_filters": _same(
+        f"{ROLLOUT}.filters", "check_reward_nonzero_std", "check_reward_nonzero_std_with_fallback"
+    ),
+    "slime.agent.adapters": dict.fromkeys(["OpenAIAdapter", "AnthropicAdapter", "BaseAdapter"], f"{AGENTS}.Adapter"),
+    "slime.agent.adapters.openai": {"OpenAIAdapter": f"{AGENTS}.Adapter"},
+    "slime.agent.adapters.anthropic": {"AnthropicAdapter": f"{AGENTS}.Adapter"},
+    "slime.agent.parsing": _same(AGENTS, "parse_model_output", "ParsedModelOutput"),
+    "slime.agent.aiohttp_threaded": _same(AGENTS, "run_app_in_thread", "FilteredAccessLogger"),
+}
+# full name in slime or in miles -> our object
+SLIME_NAMES = {
+    f"{root}{module.removeprefix('slime')}.{name}": ours
+    for root in ("slime", "miles")
+    for module, names in MODULES.items()
+    for name, ours in names.items()
+}
+
+
+def resolve(name: str) -> Callable[..., Any]:
+    """Our object behind one of ``SLIME_NAMES``."""
+    module, _, attribute = SLIME_NAMES[name].rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def install_finder() -> None:
+    """Serve ``SLIME_NAMES`` to ``import slime…`` and ``import miles…`` from now on, unless these are installed."""
+    served = {f.root for f in sys.meta_path if isinstance(f, SlimeFinder)}
+    for root in {"slime", "miles"} - served:
+        spec = importlib.util.find_spec(root)
+        if spec is None or spec.origin is None:  # a folder of that name without code is not slime
+            sys.meta_path.append(SlimeFinder(root))
+
+
+class SlimeFinder(MetaPathFinder, Loader):
+    """Finds and creates the modules of ``SLIME_NAMES`` under one ``root``: slime or miles."""
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+
+    def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:  # noqa: ARG002
+        """The spec of a package if ``fullname`` is a known name or a prefix of one.
+
+        Raises:
+            ModuleNotFoundError: another module of ``root``; the message lists the known ones.
+        """
+        if fullname != self.root and not fullname.startswith(self.root + "."):
+            return None
+        if not any(name.startswith(fullname + ".") for name in SLIME_NAMES):
+            modules = ", ".join(sorted(self.root + module.removeprefix("slime") for module in MODULES))
+            raise ModuleNotFoundError(
+                f"slimelite does not provide {fullname}; of {self.root} it has {modules}", name=fullname
+            )
+        return ModuleSpec(fullname, self, is_package=True)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Look up attributes only when they are read, so that an import of the module imports nothing else."""
+        prefix = module.__name__ + "."
+
+        def lookup(attribute: str) -> Any:
+            if prefix + attribute in SLIME_NAMES:
+                return resolve(prefix + attribute)
+            if attribute.startswith("__") or any(n.startswith(f"{prefix}{attribute}.") for n in SLIME_NAMES):
+                raise AttributeError(attribute)
+            known = sorted(n.removeprefix(prefix) for n in SLIME_NAMES if n.startswith(prefix))
+            raise ImportError(f"slimelite does not provide {prefix}{attribute}; there it has {', '.join(known)}")
+
+        module.__dict__["__getattr__"] = lookup
+
 
 # files that `run_file` has run in this process; its child processes run them too
 files_run: list[str] = []
@@ -26,7 +157,7 @@ def load_function(path: str, flag: str | None = None) -> Callable[..., Any]:
     ``flag``, the option that named the function, every error becomes a `PluginError`; without it, errors are raised
     unchanged, so that the caller can count them or retry.
 
-    Known ``slime.…`` names give our own functions, also in the imports of a plugin (see `compat`).
+    Known ``slime.…`` names give our own functions, also in the imports of a plugin (see `MODULES`).
     A file is loaded once however often it is named; its folder is appended to ``sys.path``, so that it can import
     its neighbours.
 
@@ -38,9 +169,9 @@ def load_function(path: str, flag: str | None = None) -> Callable[..., Any]:
         raise ValueError(f"{path!r} is not a plugin path; write package.module.function or path/to/file.py:function")
     if name == "py" and Path(path).is_file():
         raise ValueError(f"{path!r} names a file and nothing in it; write {path}:name")
-    if path in compat.SLIME_NAMES:
-        return compat.resolve(path)
-    compat.install_finder()
+    if path in SLIME_NAMES:
+        return resolve(path)
+    install_finder()
     try:
         module = _load_file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
         function = getattr(module, name, None)
@@ -62,7 +193,7 @@ def run_file(path: str, option: str) -> None:
     Raises:
         ValueError: the file is missing or fails; one message, with the line in the file.
     """
-    compat.install_finder()
+    install_finder()
     try:
         _load_file(path)
     except (Exception, SystemExit) as error:

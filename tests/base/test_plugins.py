@@ -18,10 +18,8 @@ import pytest
 from scripts.lib.arithmetic import build_tokenizer
 from slimelite.rollout import filters
 from slimelite.samples.sample import UNSTAMPED, Sample, Status
-from slimelite.slime import compat
 from slimelite.slime import functions as slime_functions
-from slimelite.slime.compat import SLIME_NAMES
-from slimelite.slime.plugins import load_function
+from slimelite.slime.plugins import SLIME_NAMES, install_finder, load_function
 
 PLUGIN = """
 import neighbour
@@ -83,7 +81,7 @@ def test_errors_of_a_plugins_own_code_are_its_own(plugin_file: Path) -> None:
 def test_every_slime_name_is_something_of_ours(name: str) -> None:
     found = load_function(name)
     module, _, attribute = name.rpartition(".")
-    compat.install_finder()
+    install_finder()
     assert getattr(importlib.import_module(module), attribute) is found
 
 

@@ -9,7 +9,7 @@ import pytest
 from slimelite.base.http_client import Refused, ask
 from slimelite.engines.embedded import EmbeddedEngine
 from slimelite.slime.agents import Adapter, parse_model_output, run_app_in_thread
-from slimelite.slime.compat import install_finder
+from slimelite.slime.plugins import install_finder
 from tests.rollout.conftest import MakeArgs, MakeManager
 from tests.serving.chat import tokenizer
 
