@@ -13,6 +13,7 @@ CONTEXT = 10
 HIDDEN = 64
 HEAD = 16
 # small value -> fields that get it unless they are 0 or None; they fit: 4 heads of 16 make 64, 8 Mamba heads 2 · 64
+# chunks of a scan are longer than every row: transformers 5.12.1 computes later ones of Nemotron-H wrong on a CPU
 _SMALL: dict[int, str] = {
     HIDDEN: "hidden_size d_model n_embd embedding_size embedding_dim emb_dim lru_width word_embed_proj_dim "
     "input_embedding_size output_embedding_size hidden_size_per_layer_input",
@@ -21,8 +22,8 @@ _SMALL: dict[int, str] = {
     "moe_shared_expert_intermediate_size dense_intermediate_size dff dim_ff feed_forward_size d_inner",
     HEAD: "head_dim kv_channels dim_head d_head q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim "
     "global_head_dim linear_key_head_dim linear_value_head_dim mamba_d_state state_size ssm_state_size mamba_d_head "
-    "mamba_head_dim attention_head_size rotary_dim index_head_dim mamba_chunk_size chunk_size linear_chunk_size",
-    2 * HEAD: "attention_head_dim qk_head_dim",
+    "mamba_head_dim attention_head_size rotary_dim index_head_dim",
+    2 * HEAD: "attention_head_dim qk_head_dim mamba_chunk_size chunk_size linear_chunk_size",
     8: "mamba_n_heads mamba_num_heads",
     4: "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads attention_heads "
     "num_experts num_local_experts n_routed_experts moe_num_experts linear_num_value_heads zero_expert_num "
@@ -66,6 +67,8 @@ def _shrink(config: PretrainedConfig) -> None:
         config.head_dim = HEAD  # also where None means hidden size / heads
     if fields.get("expand") and fields.get("num_heads") and "head_dim" in fields:
         config.head_dim = fields["expand"] * config.hidden_size // config.num_heads  # Mamba 2
+    if fields.get("mamba_expand") and fields.get("n_mamba_heads") and "mamba_headdim" in fields:
+        config.mamba_headdim = fields["mamba_expand"] * config.hidden_size // config.n_mamba_heads  # Zamba 2
     if fields.get("mamba_expand") and fields.get("mamba_n_heads") and "mamba_d_head" in fields:
         inner = fields.get("mamba_d_ssm") or fields["mamba_expand"] * config.hidden_size
         config.mamba_d_head = inner // config.mamba_n_heads

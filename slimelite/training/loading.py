@@ -29,6 +29,7 @@ from slimelite.training.lora import adapters, add_adapters, check_ranks, check_r
 from slimelite.training.model import ForwardFlops, LanguageModel, PolicyModel, ScoringModel
 from slimelite.training.packing import NoSmallModel, Packing, may_pack, one_line
 from slimelite.training.parallel import World, shard_model
+from slimelite.training.recurrent import stateless_kernel
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +100,9 @@ def build_model(
             adapter.in_place = not args.recomputes_selectively
     model = wrap(hf)
     model.flops = ForwardFlops.of(model)
+    if world.device.type == "cuda" and (kernel := next(filter(None, map(stateless_kernel, hf.modules())), "")):
+        logger.warning("%s: one sequence a forward pass, since %s takes no state", config.model_type, kernel)
+        packing = Packing.ALONE
     model.packed = packing >= Packing.PACKED
     model.shares = args.share_prefixes and packing is Packing.SHARED
     # not the buffers: rotary frequencies rounded to bf16 give angles that are radians off at position 1,000

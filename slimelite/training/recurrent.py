@@ -11,6 +11,7 @@ transformers' own is seen before a run starts, whatever the module's name (`slim
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -21,10 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slimelite.training.batch import sequences_of_pass
-from slimelite.training.scans import gated_delta_rule
+from slimelite.training.scans import decayed_attention, gated_delta_rule, selective_scan, state_space_duality
 
 # (inputs [n, L, ...] and a state [n, ...] or None) -> result [n, L, ...] and the last state
 Scan = Callable[..., tuple[Tensor, Tensor]]
+Kernel = Callable[..., Any]
 
 
 def over_tree(scan: Scan, *inputs: Tensor) -> Tensor:
@@ -71,7 +73,7 @@ def _gated_delta(mixer: Any) -> None:
 
 
 def _gated_delta_kernel(
-    kernel: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, **_: object
+    kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, **_: object
 ) -> tuple[Tensor, None]:
     # fla's takes a state for each sequence and gives its gradient; it has no fp32
     fused = query.is_cuda and query.dtype != torch.float32 and not kernel.__module__.startswith("transformers")
@@ -79,7 +81,7 @@ def _gated_delta_kernel(
 
 
 def _by_kernel(
-    kernel: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, state: Tensor | None
+    kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """`gated_delta_rule` by a kernel of fla, or by transformers' function, which has the same arguments."""
     options = {"initial_state": state, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
@@ -89,6 +91,115 @@ def _by_kernel(
 
 def _activated(conv: nn.Conv1d, hidden_states: Tensor, **_: object) -> tuple[Tensor, None]:
     return F.silu(causal_convolution(conv, hidden_states.mT)).mT, None
+
+
+def _mamba_2(mixer: Any) -> None:
+    """Mamba-2, Bamba, Granite-4, Nemotron-H, Falcon-H1, Zamba2."""
+    kernel = _kernel_of(mixer, "mamba_chunk_scan_combined")
+    mixer.forward = partial(_mamba_2_forward, mixer, kernel)
+
+
+def _mamba_2_forward(mixer: Any, kernel: Kernel | None, hidden_states: Tensor, *_: object, **__: object) -> Tensor:
+    """[rows, L, d] from [rows, L, d]."""
+    states = mixer.n_groups * mixer.ssm_state_size
+    projected = mixer.in_proj(hidden_states * getattr(mixer, "ssm_in_multiplier", 1))
+    if hasattr(mixer, "mup_vector"):  # Falcon-H1
+        projected = projected * mixer.mup_vector
+    gate, mixed, steps = projected.split([mixer.intermediate_size, mixer.conv_dim, mixer.num_heads], -1)
+    mixed = mixer.act(causal_convolution(mixer.conv1d, mixed.mT)).mT
+    x, b, c = mixed.split([mixer.intermediate_size, states, states], -1)
+    x, b, c = x.unflatten(-1, (mixer.num_heads, -1)), *(z.unflatten(-1, (mixer.n_groups, -1)) for z in (b, c))
+    fused = kernel if hidden_states.is_cuda else None
+    steps = F.softplus(steps + mixer.dt_bias).clamp(*_step_limits(mixer, fused))
+    a = -_exact(mixer.A_log).exp()
+    scan = state_space_duality if fused is None else partial(_duality_by_kernel, fused, mixer.chunk_size)
+    y = over_tree(lambda x, dt, b, c, state: scan(x, dt, a, b, c, state), x, steps, b, c)
+    y = (y + mixer.D[:, None] * x).flatten(2)
+    y = mixer.norm(y, gate) if getattr(mixer, "mamba_rms_norm", True) else y * F.silu(gate)
+    result: Tensor = mixer.out_proj(y.to(hidden_states.dtype))
+    return result
+
+
+def _step_limits(mixer: Any, kernel: Kernel | None) -> tuple[float, float]:
+    """Between which values a step is. Without kernels Nemotron-H and Zamba2 of transformers read another field."""
+    if kernel is None and hasattr(mixer, "use_mem_eff_path"):
+        return mixer.time_step_min, torch.inf
+    return mixer.time_step_limit or (0.0, torch.inf)
+
+
+def _duality_by_kernel(
+    kernel: Kernel, size: int, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """`state_space_duality` by the kernel of mamba-ssm, with states of its own layout."""
+    result, last = kernel(x, dt, a, b, c, chunk_size=size, initial_states=state, return_final_states=True)
+    return result, last
+
+
+def _mamba_1(mixer: Any) -> None:
+    """Mamba, Falcon Mamba, Jamba."""
+    mixer.forward = partial(_mamba_1_forward, mixer, mixer.forward)
+
+
+def _mamba_1_forward(
+    mixer: Any, own: Callable[..., Tensor], hidden_states: Tensor, *args: object, **kwargs: object
+) -> Tensor:
+    """[rows, L, d] from [rows, L, d]."""
+    if hidden_states.is_cuda and stateless_kernel(mixer):
+        return own(hidden_states, *args, **kwargs)
+    x, gate = mixer.in_proj(hidden_states).chunk(2, -1)
+    x = mixer.act(causal_convolution(mixer.conv1d, x.mT)).mT
+    sizes = [mixer.time_step_rank, mixer.ssm_state_size, mixer.ssm_state_size]
+    steps, b, c = mixer.x_proj(x).split(sizes, -1)
+    if hasattr(mixer, "dt_layernorm"):  # Jamba
+        steps, b, c = mixer.dt_layernorm(steps), mixer.b_layernorm(b), mixer.c_layernorm(c)
+    if hasattr(mixer, "rms_eps"):  # Falcon Mamba
+        steps, b, c = (F.rms_norm(_exact(z), z.shape[-1:], eps=mixer.rms_eps).to(z.dtype) for z in (steps, b, c))
+    steps, a = F.softplus(mixer.dt_proj(steps)), -_exact(mixer.A_log).exp()
+    y = over_tree(lambda x, dt, b, c, state: selective_scan(x, dt, a, b, c, state), x, steps, b, c)
+    result: Tensor = mixer.out_proj((y + mixer.D * x) * mixer.act(gate))
+    return result
+
+
+def _short_convolution(mixer: Any) -> None:
+    """LFM2."""
+    mixer.forward = partial(_short_convolution_forward, mixer)
+
+
+def _short_convolution_forward(mixer: Any, hidden_states: Tensor, *_: object, **__: object) -> Tensor:
+    """[rows, L, d] from [rows, L, d]."""
+    before, after, x = mixer.in_proj(hidden_states).chunk(3, -1)
+    result: Tensor = mixer.out_proj(after * causal_convolution(mixer.conv, (before * x).mT).mT)
+    return result
+
+
+def _lightning_attention(mixer: Any) -> None:
+    """MiniMax."""
+    mixer.forward = partial(_lightning_attention_forward, mixer)
+
+
+def _lightning_attention_forward(mixer: Any, hidden_states: Tensor, *_: object, **__: object) -> tuple[Tensor, None]:
+    """[rows, L, d] from [rows, L, d]."""
+    mixed = mixer.act_fn(mixer.qkv_proj(hidden_states)).unflatten(-1, (mixer.num_attention_heads, -1))
+    query, key, value = mixed.chunk(3, -1)
+    g = -mixer.slope_rate[:, 0, 0].to(mixed.dtype).expand(*mixed.shape[:3])
+    y = mixer.norm(over_tree(decayed_attention, query, key, value, g).flatten(2))
+    return mixer.out_proj(mixer.output_gate(hidden_states).sigmoid() * y), None
+
+
+def stateless_kernel(module: nn.Module) -> str:
+    """Which kernel computes this module on a GPU and takes no state for a sequence to start from; else ""."""
+    one = all(hasattr(module, name) for name in MAMBA_1) and _kernel_of(module, "selective_scan_fn") is not None
+    return "selective_scan_fn of mamba-ssm" if one else ""
+
+
+def _kernel_of(module: nn.Module, name: str) -> Kernel | None:
+    """A kernel for GPUs that transformers has loaded for this module, if it is installed."""
+    return getattr(sys.modules.get(type(module).__module__), name, None)
+
+
+def _exact(x: Tensor) -> Tensor:
+    """In at least fp32."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 @dataclass(frozen=True)
@@ -106,7 +217,14 @@ class Kind:
     take_over: Callable[[Any], None]
 
 
-KINDS = (Kind("gated delta rule", ("chunk_gated_delta_rule",), _gated_delta),)
+MAMBA_1 = ("in_proj", "conv1d", "x_proj", "dt_proj", "A_log", "D")
+KINDS = (
+    Kind("gated delta rule", ("chunk_gated_delta_rule",), _gated_delta),
+    Kind("Mamba-1", MAMBA_1, _mamba_1),
+    Kind("Mamba-2", ("in_proj", "conv1d", "dt_bias", "A_log", "D"), _mamba_2),
+    Kind("short convolution", ("in_proj", "conv", "L_cache"), _short_convolution),
+    Kind("lightning attention", ("qkv_proj", "slope_rate", "output_gate"), _lightning_attention),
+)
 
 
 def take_over(model: nn.Module) -> list[nn.Module]:

@@ -48,6 +48,13 @@ def state_space_duality(
     return _linear_attention(c, b, x * dt[..., None], dt * a, state, None, x.dtype)
 
 
+def decayed_attention(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """S ← e^g·S + k vᵀ; o = Sᵀq: lightning attention (arXiv:2401.04658). Arguments as for `gated_delta_rule`."""
+    return _linear_attention(query, key, value, g, state, None)
+
+
 def _linear_attention(
     query: Tensor,
     key: Tensor,

@@ -35,12 +35,54 @@ EXPERTS = {
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 24,
 }
+CONVOLUTION: dict[str, Any] = {"layer_types": ["conv", "full_attention"]}
+MAMBA_2: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 4}
 # every family of transformers with such layers, small
 HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3_next": DELTA | EXPERTS,
     "qwen3_5_text": DELTA,
     "qwen3_5_moe_text": DELTA | EXPERTS,
     "olmo_hybrid": DELTA,
+    "lfm2": CONVOLUTION,
+    "lfm2_moe": CONVOLUTION | EXPERTS | {"num_dense_layers": 1},
+    "mamba": {"state_size": 4},
+    "falcon_mamba": {"state_size": 4},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "mamba_d_state": 4, "mamba_dt_rank": 3},
+    "mamba2": {"state_size": 4, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 16},
+    "nemotron_h": {
+        "num_hidden_layers": 3,
+        "layers_block_type": ["mamba", "attention", "moe"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "n_groups": 2,
+        "ssm_state_size": 4,
+        "chunk_size": 256,  # beyond a chunk transformers 5.12.1 computes something wrong on a CPU
+        "head_dim": 8,
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 24,
+        "moe_shared_expert_intermediate_size": 24,
+        "num_experts_per_tok": 2,
+    },
+    "bamba": MAMBA_2 | {"attn_layer_indices": [1]},
+    "granitemoehybrid": MAMBA_2 | EXPERTS | {"layer_types": ["mamba", "attention"], "num_local_experts": 4},
+    "falcon_h1": MAMBA_2 | {"head_dim": 8, "mamba_d_ssm": 64},
+    "zamba2": {
+        "num_key_value_heads": 4,
+        "layers_block_type": ["mamba", "hybrid"],
+        "n_mamba_heads": 8,
+        "mamba_headdim": 8,
+        "mamba_ngroups": 2,
+        "mamba_d_state": 4,
+        "num_mem_blocks": 1,
+        "use_mem_rope": True,
+    },
+    "minimax": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "head_dim": 8,
+        "block_size": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
 }
 
 
@@ -66,7 +108,7 @@ class Exact(TorchFunctionMode):
         double = bool(args) and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64
         if func is torch.Tensor.float and args[0].dtype != torch.float32:
             return args[0].double()
-        if double and func is torch.Tensor.to:
+        if double and func in (torch.Tensor.to, torch.Tensor.type):
             args = tuple(torch.float64 if x is torch.float32 else x for x in args)
         if double and kwargs.get("dtype") is torch.float32:
             kwargs["dtype"] = torch.float64

@@ -150,7 +150,7 @@ def test_dense_models_stay_packed(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         ("mistral", {}, Packing.SHARED),
         ("gemma3_text", {}, Packing.SHARED),
         ("qwen3_moe", {"num_hidden_layers": 4}, Packing.SHARED),
-        ("nemotron_h", {}, Packing.ALONE),
+        ("nemotron_h", {}, Packing.SHARED),
         ("qwen3_next", {"num_hidden_layers": 4}, Packing.SHARED),
         ("phi3", {"rope_parameters": LONG_ROPE}, Packing.ALONE),
     ],
@@ -162,7 +162,7 @@ def test_families_at_their_own_depth(family: str, changes: dict[str, Any], packi
 def test_pairs_that_padding_mixes_are_refused() -> None:
     with pytest.raises(ValueError, match=r"phi3 cannot be trained: .*its log-probs"):
         may_pack(AutoConfig.for_model("phi3", rope_parameters=LONG_ROPE), ATTENTION, pairs=True)
-    assert not may_pack(AutoConfig.for_model("nemotron_h"), ATTENTION, pairs=True)
+    assert may_pack(AutoConfig.for_model("nemotron_h"), ATTENTION, pairs=True) is Packing.SHARED
 
 
 @pytest.mark.parametrize("family", REFUSED)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 from slimelite.training.batch import Nodes, PackedSequences, laid_out
-from slimelite.training.recurrent import _by_kernel, causal_convolution, over_tree
+from slimelite.training.recurrent import _by_kernel, _duality_by_kernel, causal_convolution, over_tree
 from slimelite.training.scans import CHUNK, gated_delta_rule, selective_scan, state_space_duality
 
 HEADS, KEYS, VALUES, CHANNELS, STATE, GROUPS = 4, 5, 3, 6, 4, 2
@@ -185,3 +186,25 @@ def test_the_kernel_that_a_layer_holds_is_called_as_transformers_calls_it() -> N
         mine = over_tree(gated_delta_rule, *inputs)
         theirs = over_tree(partial(_by_kernel, torch_chunk_gated_delta_rule), *inputs)
     torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_the_kernel_of_mamba_is_called_with_its_arguments() -> None:
+    """That of mamba-ssm, for GPUs, has states [n, heads, P, N]; a loop with its arguments runs everywhere."""
+
+    def kernel(
+        x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, *, chunk_size: int, **states: Any
+    ) -> tuple[Tensor, Tensor]:
+        assert states.pop("return_final_states")
+        first = states.pop("initial_states")
+        assert (chunk_size, states) == (128, {})
+        start = x.new_zeros(len(x), HEADS, STATE, VALUES) if first is None else first.mT
+        result, last = naive_duality(x, dt, b, c, start)
+        return result, last.mT
+
+    sequences, _ = tree()
+    torch.manual_seed(0)
+    x, dt, b, c = (z.double() for z in duality_inputs(1, int(sequences.sizes.sum()))[:-1])
+    with laid_out(sequences):
+        mine = over_tree(duality, x, dt, b, c)
+        theirs = over_tree(lambda x, dt, *rest: _duality_by_kernel(kernel, 128, x, dt, A_HEADS, *rest), x, dt, b, c)
+    torch.testing.assert_close(mine, theirs)
