@@ -530,10 +530,11 @@ def _rollout_seed(draft: Draft) -> None:
 def _tracking(draft: Draft) -> None:
     """Where the run writes."""
     args = draft.args
-    model = Path(args.hf_checkpoint or args.tokenizer or "model").name
-    paths = [Path(path.partition("@[")[0]) for path in args.prompt_data[:1]]
-    data = [path.parent.name if path.stem in ("train", "test", "data") else path.stem for path in paths]
-    name = "-".join(part for part in [model, *data] if part)
+    name = Path(args.hf_checkpoint or args.tokenizer or "model").name
+    if args.prompt_data:
+        path = Path(args.prompt_data[0].partition("@[")[0])
+        data = path.parent.name if path.stem in ("train", "test", "data") else path.stem
+        name = f"{name}-{data}" if name and data else name or data
     draft.default("run_dir", f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}", "model, data and the time")
 
 

@@ -335,7 +335,10 @@ def resolve_eval_datasets(args: EvalArgs, settings: Settings) -> tuple[EvalDatas
         defaults, entries = _read_eval_config(args.eval_config, settings)
     else:
         defaults, entries = {}, _read_prompt_data(args.eval_prompt_data, settings)
-    entries += [{"task": task} for words in args.eval_tasks for task in words.split(",") if task]
+    for words in args.eval_tasks:
+        entries += [{"task": task} for task in words.split(",") if task]
+    if not entries:
+        return ()
     base = _flag_values(args)
     datasets = [_dataset(args, base, defaults, entry, settings) for entry in entries]
     complete = [d for d in datasets if d is not None]

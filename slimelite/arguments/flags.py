@@ -91,8 +91,10 @@ class Needs:
 
     def missing(self, args: object, *, strict: bool = False) -> str | None:
         """The words of the first condition that ``args`` do not meet, of the strict or of the other ones; or None."""
-        checked = (condition for condition in self.conditions if condition.strict == strict)
-        return next((condition.words + condition.why_not for condition in checked if not condition.holds(args)), None)
+        for condition in self.conditions:
+            if condition.strict == strict and not condition.holds(args):
+                return condition.words + condition.why_not
+        return None
 
 
 def listed(parts: Iterable[str]) -> str:
@@ -200,8 +202,10 @@ class Flag:
     @property
     def choices(self) -> tuple[str, ...]:
         """The allowed values, with the names registered so far; empty: any value is allowed."""
-        parts = ((part,) if isinstance(part, str) else part for part in self.known)
-        return tuple(name for part in parts for name in part)
+        names: list[str] = []
+        for part in self.known:
+            names += [part] if isinstance(part, str) else part
+        return tuple(names)
 
     @property
     def option(self) -> str:
@@ -227,19 +231,20 @@ class Flag:
 
     def wrong_number(self, value: Any) -> str | None:
         """The complaint about a number out of bounds, such as ``must be at least 1``; None: ``value`` has none."""
-        numbers = [v for v in (value if isinstance(value, list) else [value]) if type(v) in (int, float)]
-        if any(math.isinf(v) for v in numbers) and not self.infinite:
-            return "must be finite"
-        return None if all(map(self._within, numbers)) else f"must be {self.bounds}"
-
-    def _within(self, number: float) -> bool:
-        fits = (
-            (self.at_least is None or number >= self.at_least)
-            and (self.at_most is None or number <= self.at_most)
-            and (self.above is None or number > self.above)
-            and (self.below is None or number < self.below)
-        )
-        return fits or number == self.except_for
+        wrong = None
+        for number in value if isinstance(value, list) else [value]:
+            if type(number) not in (int, float) or number == self.except_for:
+                continue
+            if math.isinf(number) and not self.infinite:
+                return "must be finite"
+            fits = (
+                (self.at_least is None or number >= self.at_least)
+                and (self.at_most is None or number <= self.at_most)
+                and (self.above is None or number > self.above)
+                and (self.below is None or number < self.below)
+            )
+            wrong = wrong if fits else f"must be {self.bounds}"
+        return wrong
 
 
 @cache
@@ -247,8 +252,11 @@ def group_flags(group: type) -> tuple[Flag, ...]:
     """The flags that ``group`` itself declares, in order; inherited ones belong to its bases."""
     hints = typing.get_type_hints(group)
     own = vars(group).get("__annotations__", {})
-    fields = [f for f in dataclasses.fields(group) if f.name in own and "help" in f.metadata]
-    return tuple(_read_field(f, hints[f.name]) for f in fields)
+    flags = []
+    for f in dataclasses.fields(group):
+        if f.name in own and "help" in f.metadata:
+            flags.append(_read_field(f, hints[f.name]))
+    return tuple(flags)
 
 
 def groups_of(args_type: type) -> list[type]:

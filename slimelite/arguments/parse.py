@@ -66,16 +66,16 @@ def import_files(paths: Sequence[str]) -> tuple[Origin, ...]:
     Raises:
         ArgumentError: one is not there, or fails.
     """
-    origins = tuple(Origin.of(path) for path in dict.fromkeys(paths))
-    problems = []
-    for origin in origins:
+    origins, problems = [], []
+    for path in dict.fromkeys(paths):
+        origins.append(Origin.of(path))
         try:
-            _run(origin)
+            _run(origins[-1])
         except ValueError as error:
             problems.append(str(error))
     if problems:
         raise ArgumentError(problems)
-    return origins
+    return tuple(origins)
 
 
 def load_groups(paths: Sequence[str]) -> list[type]:
@@ -145,7 +145,9 @@ def plugin_paths(args: Args) -> Iterator[tuple[str, str]]:
     for flag in all_flags(type(args)).values():
         if flag.metavar == "PLUGIN":
             value = getattr(args, flag.name)
-            yield from ((flag.option, path) for path in (value if flag.many else [value]) if path)
+            for path in value if flag.many else [value]:
+                if path:
+                    yield flag.option, path
     for dataset in args.eval_datasets:
         for path in (dataset.custom_rm_path, dataset.custom_generate_function_path):
             if path and path not in (args.custom_rm_path, args.custom_generate_function_path):
@@ -241,15 +243,23 @@ def make_args(argv: Sequence[str], groups: Sequence[type] = (), *, machine: Mach
         settings.complain("--custom-config-path", f"{name}: {TAKEN}")
     presets, preset_of = read_presets(settings.values.get("preset", []), vocabulary, explicit)
     settings = settings.over(presets)
-    chosen = [
-        Derivation(name, value, f"--preset {preset_of[name]}")
-        for name, value in presets.values.items()
-        if name not in explicit
-    ]
+    chosen = []
+    for name, value in presets.values.items():
+        if name not in explicit:
+            chosen.append(Derivation(name, value, f"--preset {preset_of[name]}"))
     misread, blamed = list(settings.problems), set(settings.blamed)
     draft = kind(**settings.values, user_values=own, derivations=tuple(chosen))
-    args = derive(draft, explicit, machine or _machine(draft.plan_gpu, settings), settings)
-    args = replace(args, custom_config=settings.custom, notes=(*args.notes, *_own_keys(settings, vocabulary)))
+    try:
+        machine = machine or this_machine(draft.plan_gpu)
+    except ValueError as error:
+        settings.complain("--plan-gpu", f"{draft.plan_gpu}: {error}")
+        machine = this_machine()
+    args = replace(derive(draft, explicit, machine, settings), custom_config=settings.custom)
+    if settings.custom:  # one may be a misspelt flag
+        near = {key: vocabulary.nearest("--" + key) for key in settings.custom}
+        listed = ", ".join(f"{key} (the nearest flag is {flag})" if flag else key for key, flag in near.items())
+        note = f"--custom-config-path: no flags of ours, plugins read them as args.<key>: {listed}"
+        args = replace(args, notes=(*args.notes, note))
     later = settings.problems[len(misread) :] + validate(args)
     # a flag that could not be read has its default here; problems that this default causes are left out
     problems = misread + [p for p in later if not blamed.intersection(re.split(r"[\s:,;]+", p))]
@@ -257,14 +267,6 @@ def make_args(argv: Sequence[str], groups: Sequence[type] = (), *, machine: Mach
         raise ArgumentError(dict.fromkeys(problems), args)
     no_effect = {**settings.no_effect, **dict(without_effect(args, explicit))}
     return replace(args, no_effect=tuple(no_effect.items()))
-
-
-def _machine(plan_gpu: str | None, settings: Settings) -> Machine:
-    try:
-        return this_machine(plan_gpu)
-    except ValueError as error:
-        settings.complain("--plan-gpu", f"{plan_gpu}: {error}")
-        return this_machine()
 
 
 def args_type(argv: Sequence[str], groups: Sequence[type] = ()) -> type[Args]:
@@ -275,14 +277,6 @@ def args_type(argv: Sequence[str], groups: Sequence[type] = ()) -> type[Args]:
     named = merge_sources(argv, Vocabulary(Args)).values
     files = import_files(named.get("import_file", []))
     return compose([*groups, *load_groups(named.get("args_group", []))], files)
-
-
-def _own_keys(settings: Settings, vocabulary: Vocabulary) -> Iterator[str]:
-    """A note that lists the keys of ``--custom-config-path`` that are no flags: one may be a misspelt flag."""
-    if settings.custom:
-        near = {key: vocabulary.nearest("--" + key) for key in settings.custom}
-        listed = ", ".join(f"{key} (the nearest flag is {flag})" if flag else key for key, flag in near.items())
-        yield f"--custom-config-path: no flags of ours, plugins read them as args.<key>: {listed}"
 
 
 def merge_sources(argv: Sequence[str], vocabulary: Vocabulary) -> Settings:

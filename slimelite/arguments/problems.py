@@ -416,10 +416,12 @@ def _teacher_server(args: DistillationArgs) -> Iterator[str]:
 def _evaluation(args: Args) -> Iterator[str]:
     """What decides the best evaluation."""
     metric, ours = args.early_stop_metric, not (args.eval_function_path or args.custom_eval_rollout_log_function_path)
-    known = ["eval/bpb"] * bool(args.eval_bpb) + [name for each in args.eval_datasets for name in each.metrics()]
     if args.eval_bpb and args.offload_train:
         yield "--eval-bpb with --offload-train: trainers measure it while engines have the GPUs; leave one out"
-    parts = tuple(f"eval/{dataset.name}/reward/" for dataset in args.eval_datasets)
+    known, parts = ["eval/bpb"] * bool(args.eval_bpb), tuple[str, ...]()
+    for dataset in args.eval_datasets:
+        known += dataset.metrics()
+        parts += (f"eval/{dataset.name}/reward/",)
     if metric is not None and known and ours and metric not in known and not metric.startswith(parts):
         near = difflib.get_close_matches(metric, known, n=1, cutoff=SIMILAR)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 HIDDEN = "***"
@@ -42,7 +42,9 @@ def public_part(variables: dict[str, object]) -> tuple[dict[str, str], dict[str,
 
 def is_masked(value: object) -> bool:
     """Whether ``value`` contains the ``***`` of `masked`, and so is not the real value."""
-    return any(leaf == HIDDEN or f"://{HIDDEN}@" in leaf for leaf in _texts(value))
+    if isinstance(value, dict | list | tuple):
+        return any(map(is_masked, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, str) and (value == HIDDEN or f"://{HIDDEN}@" in value)
 
 
 def masked_words(argv: Sequence[str]) -> list[str]:
@@ -74,11 +76,3 @@ def may_hold_secrets(option: str) -> bool:
 def _is_telling(name: str) -> bool:
     name = name.replace("-", "_")
     return bool(_TELLING.search(name)) and not _COLUMN.search(name)
-
-
-def _texts(value: object) -> Iterator[str]:
-    if isinstance(value, dict | list | tuple):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _texts(item)
-    elif isinstance(value, str):
-        yield value

@@ -159,7 +159,11 @@ class Vocabulary:
         name = option.removeprefix("--")
         try:
             if name in self.switches_on:
-                self._read_flag(self.switches_on[name], words, into)
+                flag = self.switches_on[name]
+                if flag.kind is bool:
+                    _expect(words, 0)
+                value: Any = True if flag.kind is bool else read_flag(flag, words)
+                into.values[flag.name] = [*into.values.get(flag.name, []), *value] if flag.repeat else value
             elif name in self.switches_off:
                 _expect(words, 0)
                 into.values[self.switches_off[name].name] = False
@@ -173,16 +177,6 @@ class Vocabulary:
                 into.complain(option, "is not a known flag" + hint, *([near] if near else []))
         except ValueError as error:
             into.complain(option, without(words, str(error)) if may_hold_secrets(option) else str(error))
-
-    def _read_flag(self, flag: Flag, words: Sequence[str], into: Settings) -> None:
-        if flag.kind is bool:
-            _expect(words, 0)
-            into.values[flag.name] = True
-            return
-        value = read_flag(flag, words)
-        if flag.repeat:
-            value = [*into.values.get(flag.name, []), *value]
-        into.values[flag.name] = value
 
     def nearest(self, option: str) -> str | None:
         """The known option that is most like ``option``, or None where none is, or where that one is refused."""

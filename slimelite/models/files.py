@@ -279,7 +279,7 @@ def check_architecture(args: ArchitectureArgs, config: dict[str, Any]) -> list[s
     head_width = config.get("head_dim") or (
         config["hidden_size"] // heads if heads and "hidden_size" in config else None
     )
-    truth = {
+    truth: dict[str, object] = {
         "num_layers": config.get("num_hidden_layers"),
         "hidden_size": config.get("hidden_size"),
         "ffn_hidden_size": config.get("intermediate_size"),
@@ -295,14 +295,12 @@ def check_architecture(args: ArchitectureArgs, config: dict[str, Any]) -> list[s
         "rotary_percent": config.get("partial_rotary_factor", 1.0),
         "rotary_scaling_factor": rope.get("factor"),
     }
-    wrong = [(name, getattr(args, name), has) for name, has in truth.items() if has is not None]
-    wrong = [(name, value, has) for name, value, has in wrong if value is not None and value != has]
-    wrong += [
-        (name, getattr(args, name), has) for name, has in _switches(args, config, rope) if getattr(args, name) != has
-    ]
-    return [
-        f"--{name.replace('_', '-')} is {value} but the model's config.json says {has}" for name, value, has in wrong
-    ]
+    problems = []
+    for name, has in (*truth.items(), *_switches(args, config, rope)):
+        value = getattr(args, name)
+        if has is not None and value is not None and value != has:
+            problems.append(f"--{name.replace('_', '-')} is {value} but the model's config.json says {has}")
+    return problems
 
 
 def _switches(args: ArchitectureArgs, config: dict[str, object], rope: dict[str, object]) -> list[tuple[str, bool]]:

@@ -86,46 +86,35 @@ class InputChecks:
 
     def read_files(self) -> None:
         """Check everything that the arguments name, as far as that is possible without torch and transformers."""
-        args = self.args
-        self.load_plugins()
-        self.read_models()
-        if args.agent_command is not None:
-            with self.findings.blaming("--agent-command"):
-                check_program(args.agent_command)
-        self.read_saved_rollout()
-        if args.tokenizer is not None and (args.tokenizer != args.hf_checkpoint or self.config):
-            with self.findings.blaming(self.tokenizer_flag):
-                check_files(args.tokenizer)
-        if args.job.engines and not args.rollout_function_path:  # else no rule is called
-            self.find_rules()
-        for rows in self.rows():
-            prompts = self.load_rows(rows, logger.debug, trial=True)  # who reads them with the tokenizer warns
-            if prompts and self.are_text(rows, prompts):
-                self.check_reward(rows, prompts[0], rendered=False)
-
-    def load_plugins(self) -> None:
-        """Check that every plugin can be loaded."""
-        for flag, path in plugin_paths(self.args):
+        args, findings = self.args, self.findings
+        for flag, path in plugin_paths(args):
             try:
                 if isinstance(load_function(path), type) and flag != "--data-source-path":
                     raise ValueError(f"{path!r} is a class, not a function")
             except Exception as error:  # a plugin's module may raise anything when it is imported
                 self.broken.add(path)
-                self.findings.problems.append(f"{flag}: {one_line(error)}")
-
-    def find_rules(self) -> None:
-        """Check that every reward rule exists."""
-        args = self.args
-        columns: tuple[Args | EvalDataset, ...] = (args, *args.eval_datasets)
-        for named in columns:
-            rule = named.rm_type
-            if not rule or named.custom_rm_path or rule in self.broken:
-                continue
-            try:
-                _ = RULES[rule]
-            except ValueError as error:
-                self.broken.add(rule)
-                self.findings.problems.append(one_line(error))
+                findings.problems.append(f"{flag}: {one_line(error)}")
+        self.read_models()
+        if args.agent_command is not None:
+            with findings.blaming("--agent-command"):
+                check_program(args.agent_command)
+        if args.job.saved:
+            self.read_saved_rollout(args.job.saved)
+        if args.tokenizer is not None and (args.tokenizer != args.hf_checkpoint or self.config):
+            with findings.blaming(self.tokenizer_flag):
+                check_files(args.tokenizer)
+        if args.job.engines and not args.rollout_function_path:  # else no rule is called
+            columns: tuple[Args | EvalDataset, ...] = (args, *args.eval_datasets)
+            for rule in dict.fromkeys([c.rm_type for c in columns if not c.custom_rm_path]):
+                try:
+                    _ = rule and RULES[rule]
+                except ValueError as error:
+                    self.broken.add(str(rule))
+                    findings.problems.append(one_line(error))
+        for rows in self.rows():
+            prompts = self.load_rows(rows, logger.debug, trial=True)  # who reads them with the tokenizer warns
+            if prompts and self.are_text(rows, prompts):
+                self.check_reward(rows, prompts[0], rendered=False)
 
     def read_models(self) -> None:
         """Check the configs of all models, and the policy's against the architecture flags."""
@@ -194,18 +183,16 @@ class InputChecks:
                 "there: make room, or name another folder"
             )
 
-    def read_saved_rollout(self) -> None:
+    def read_saved_rollout(self, template: str) -> None:
         """Check the first rollout that ``--load-debug-rollout-data`` replays."""
-        option, template = "--load-debug-rollout-data", self.args.job.saved
-        if template is None:
-            return
+        from slimelite.samples.table import SampleTable
+
+        option = "--load-debug-rollout-data"
         try:
             path = fill(option, template, self.args.start_rollout_id or 0)
         except ValueError as error:
             self.findings.problems.append(str(error))
             return
-        from slimelite.samples.table import SampleTable
-
         with self.findings.blaming(option):
             SampleTable.from_parquet(path)
 
@@ -405,8 +392,8 @@ class InputChecks:
         prompts = self.load_rows(rows, findings.warnings.append)
         if not prompts or not self.are_text(rows, prompts):
             return
-        conversations = [prompt.metadata.get("messages", [{"role": "user"}]) for prompt in prompts]
-        if not rows.any_form and any(messages[-1]["role"] == "assistant" for messages in conversations):
+        ends = {prompt.metadata.get("messages", [{"role": "user"}])[-1]["role"] for prompt in prompts}
+        if not rows.any_form and "assistant" in ends:
             column = (rows.dataset or self.args).input_key
             findings.warnings.append(
                 f"{name}: conversations in column {column!r} end with an answer of the assistant, which the model sees "
