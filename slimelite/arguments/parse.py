@@ -105,7 +105,7 @@ def load_groups(paths: Sequence[str]) -> list[type]:
 
 def attributes(kind: type[Args]) -> set[str]:
     """Names that the arguments have already, those that plugins get among them."""
-    return {*dir(kind), *(field.name for field in dataclasses.fields(kind)), "rollout_context"}
+    return {*dir(kind), *kind.__dataclass_fields__, "rollout_context"}
 
 
 def compose(groups: Sequence[type], files: tuple[Origin, ...] = (), origins: Origins | None = None) -> type[Args]:

@@ -114,7 +114,7 @@ def _modes(args: Args) -> Iterator[str]:
                 "in --profile-rollouts 0"
             )
     # what is wrong in one of them has been said
-    named = args.eval_config or args.eval_prompt_data or any(task.strip(",") for task in args.eval_tasks)
+    named = args.eval_config or args.eval_prompt_data or "".join(args.eval_tasks).strip(",")
     if args.eval_interval is not None and job.engines and not (named or args.eval_bpb):
         yield "--eval-interval needs --eval-prompt-data, --eval-config, --eval-tasks or --eval-bpb"
 

@@ -192,7 +192,11 @@ def _read_prompt(
     tools = _tools(row, columns)
     metadata = parsed(row.get(columns.metadata_key), dict, columns.metadata_key)
     metadata = {**metadata, "tools": tools} if tools else {**metadata}
-    label = None if columns.label_key is None else _label(row[columns.label_key], columns.label_key)
+    label = None
+    if columns.label_key is not None:
+        label = plain(sound(row[columns.label_key], columns.label_key))  # JSON cannot hold dates and decimals
+        if row[columns.label_key] is None:
+            raise BadCell(columns.label_key, "the label is null")
     content = sound(row[columns.input_key], columns.input_key)
     messages: Messages | None = None
     if not isinstance(content, str):
@@ -263,14 +267,6 @@ def _render(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Tools
     except Exception as error:  # a template may raise anything, such as ZeroDivisionError
         what = str(error) or type(error).__name__
         raise BadCell(columns.input_key, f"the chat template refuses these messages ({what})") from error
-
-
-def _label(value: object, column: str) -> object:
-    """The label with its type; values that JSON cannot hold (dates, decimals) become text."""
-    sound(value, column)
-    if value is None:
-        raise BadCell(column, "the label is null")
-    return plain(value)
 
 
 def _tools(row: Row, columns: Columns) -> Tools:

@@ -112,8 +112,9 @@ def read_rows(
         bad.rows += 1
         if isinstance(row, str):
             bad.add(place, row)
-        elif missing := [c for c in required if c not in row]:
-            bad.add(place, f"no column {missing[0]!r}; it has {sorted(row)}")
+        elif not row.keys() >= {*required}:
+            missing = next(c for c in required if c not in row)
+            bad.add(place, f"no column {missing!r}; it has {sorted(row)}")
         else:
             yield place, row
     if not bad.rows:
@@ -137,8 +138,9 @@ def _parquet_rows(path: str, part: slice, required: Sequence[str], optional: Seq
     try:
         file = pq.ParquetFile(path)
         names = file.schema_arrow.names
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"{path} has several columns {twice[0]!r}; give each a name of its own")
+        if len({*names}) < len(names):
+            twice = min(name for name in names if names.count(name) > 1)
+            raise ValueError(f"{path} has several columns {twice!r}; give each a name of its own")
         _check_columns(path, names, required)
         table = file.read(columns=[c for c in names if optional is None or c in {*required, *optional}])
     except (pa.ArrowInvalid, OSError) as error:

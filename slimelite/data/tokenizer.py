@@ -223,7 +223,8 @@ def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
             if wrong := [i for i in named if not isinstance(i, int | None)]:
                 raise ValueError(f"{file}: eos_token_id {wrong[0]!r} is no token id")
             eos_ids.update(named)
-    ids = sorted(i for i in eos_ids if i is not None)
+    eos_ids.discard(None)
+    ids = sorted(eos_ids)
     if not ids:
         raise ValueError(f"{path!r} names no end-of-sequence token; add eos_token_id to its generation_config.json")
     return ids

@@ -221,13 +221,17 @@ def shape_problems(config: dict[str, Any]) -> Iterator[str]:
     config = text_config(config)
     sizes = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
     counts = (*sizes, "head_dim", "max_position_embeddings")
-    if wrong := [f"{name} {config[name]!r:.60}" for name in counts if isinstance(config.get(name), str | float | bool)]:
-        yield f"{', '.join(wrong)}: must be a whole number"
+    parts, small = list[str](), list[str]()
+    for name in counts:
+        value = config.get(name)
+        if isinstance(value, str | float | bool):
+            parts.append(f"{name} {value!r:.60}")
+        elif isinstance(value, int) and value < 1 and name in sizes:
+            small.append(f"{name} {value}")
+    if parts or small:
+        yield f"{', '.join(parts)}: must be a whole number" if parts else f"{', '.join(small)}: must be at least 1"
         return
-    if wrong := [f"{name} {config[name]}" for name in sizes if isinstance(config.get(name), int) and config[name] < 1]:
-        yield f"{', '.join(wrong)}: must be at least 1"
-        return
-    heads, groups, width = (config.get(name) for name in ("num_attention_heads", "num_key_value_heads", "hidden_size"))
+    heads, groups, width = config.get(sizes[3]), config.get(sizes[4]), config.get("hidden_size")
     if heads and groups and heads % groups:
         yield f"num_attention_heads {heads} is not a multiple of num_key_value_heads {groups}"
     if heads and width and _rotates(config, config) and (config.get("head_dim") or width // heads) % 2:

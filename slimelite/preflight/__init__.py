@@ -45,9 +45,10 @@ def preflight(args: Args) -> int:
             planned = replace(args, rollout_max_prompt_len=findings.longest_prompt)
         print(format_report(args, findings, plan_lines(planned, machine) if findings.complete else []))
     else:
-        lines = [*(f"warning: {warning}" for warning in findings.warnings), *findings.problems]
-        for line in lines:
-            print(f"train.py: {line}", file=sys.stderr)
+        for warning in findings.warnings:
+            print(f"train.py: warning: {warning}", file=sys.stderr)
+        for problem in findings.problems:
+            print(f"train.py: {problem}", file=sys.stderr)
     return 2 if findings.problems else 0
 
 
@@ -118,8 +119,9 @@ def _check_packages(args: Args, findings: Findings) -> None:
             findings.problems.append(f"{package} is not installed: {remedy}")
     if runs_engine and engine.lacking and args.job.gpus and not args.plan_gpu:
         findings.warnings += function(engine.lacking, ENGINES.option, engine.name)()
-    kept_away = [name for name in engine.memory.unset if name in os.environ]
-    if runs_engine and args.offload_rollout and kept_away:
+    if not (runs_engine and args.offload_rollout):
+        return
+    if kept_away := [name for name in engine.memory.unset if name in os.environ]:
         findings.warnings.append(
             f"{' and '.join(kept_away)} in the environment: trainers have it, and {engine.name} servers do not, as "
             "what they release their memory with (torch_memory_saver) cannot bear expandable segments"

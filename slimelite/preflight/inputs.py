@@ -344,10 +344,8 @@ class InputChecks:
             "--rollout-stop-token-ids": SamplingParams.of(args, "rollout").stop_token_ids
         }
         stops["eos_token_id of generation_config.json, config.json or the tokenizer"] = ends
-        stops |= {
-            f"eval dataset {d.name}: stop_token_ids": SamplingParams.of(d, "dataset").stop_token_ids
-            for d in args.eval_datasets
-        }
+        for d in args.eval_datasets:
+            stops[f"eval dataset {d.name}: stop_token_ids"] = SamplingParams.of(d, "dataset").stop_token_ids
         for name, ids in stops.items():
             if outside := [i for i in ids if not 0 <= i < size]:
                 findings.problems.append(f"{name} {outside}: token ids are 0 to {size - 1}, by the model's vocabulary")

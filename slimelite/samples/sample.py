@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import InitVar, asdict, dataclass, field, fields
 from enum import StrEnum
 from functools import cache, partial
+from operator import attrgetter
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -333,18 +334,18 @@ COLUMNS = Registry(
     "column of the table of samples",
     "column",
     (
-        _every("sample_id", "int64", of=lambda s: s.index),
+        _every("sample_id", "int64", of=attrgetter("index")),
         # shared by the samples of one fan-out
         _every("rollout_id", "int64", of=lambda s: s.index if s.rollout_id is None else s.rollout_id),
-        _every("group_id", "int64", of=lambda s: s.group_index),  # samples of one prompt
+        _every("group_id", "int64", of=attrgetter("group_index")),  # samples of one prompt
         # rows that must never be split over micro-batches or ranks (a DPO pair)
         _every("unit_id", "int64", of=lambda s: s.index if s.unit_id is None else s.unit_id),
         _every("reward", "float64"),
         _every("advantage", "float64", of=lambda _: 0.0),  # of the group, computed before samples are dealt to ranks
         # masked out of the loss, counted in the group's statistics
-        _every("removed", "bool", of=lambda s: s.remove_sample),
-        _every("prompt_tokens", "int32", "prompt", lambda s: s.prompt_ids),
-        _every("response_tokens", "int32", "token", lambda s: s.response_ids),
+        _every("removed", "bool", of=attrgetter("remove_sample")),
+        _every("prompt_tokens", "int32", "prompt", attrgetter("prompt_ids")),
+        _every("response_tokens", "int32", "token", attrgetter("response_ids")),
         _every("loss_mask", "bool", "token", absent=True),
         _every("rollout_log_probs", "float32", "token"),
         _every("weight_versions", "int32", "token", absent=0),
