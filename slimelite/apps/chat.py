@@ -12,16 +12,23 @@ import secrets
 import sys
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing, contextmanager, suppress
+from dataclasses import fields
 from typing import Any, TextIO
 
 from slimelite.apps.serve import MODEL_HELP, add_model_flags, serving
 from slimelite.base.http_client import Client, HttpError
 from slimelite.base.threads import LoopThread
+from slimelite.engines.params import SamplingParams, names_at
 
-# settings of a request: command -> its type
-SETTINGS: dict[str, Callable[[str], float]] = {"temperature": float, "top_p": float, "max_tokens": int, "seed": int}
-HELP = """/system TEXT      the system prompt; without a text there is none
-/temperature, /top_p, /max_tokens, /seed NUMBER      sampling; without a number the server's default
+# settings of a request, the sampling parameters that are numbers: command -> its type
+TYPES: dict[str, Callable[[str], float]] = {"int": int, "int | None": int, "float": float}
+SETTINGS = {
+    names_at("openai")[f.name][0]: TYPES[str(f.type)]
+    for f in fields(SamplingParams)
+    if f.name in names_at("openai") and str(f.type) in TYPES
+}
+HELP = f"""/system TEXT      the system prompt; without a text there is none
+/{", /".join(SETTINGS)} NUMBER      sampling; without a number the server's default
 /settings         what is set
 /regenerate       another answer to the last message
 /reset            forget the conversation

@@ -206,12 +206,12 @@ def error_body(error: Exception, status: int) -> dict[str, object]:
 
 
 def checked_messages(messages: Sequence[Message], index: int | None = None) -> list[Message]:
-    """The messages of a request, if they are what a chat template can be shown.
+    """Check that a chat template can show these messages, and return them as a list.
 
-    ``index``: the place in the request of the message that all of them come from.
+    ``index``: all of them were made from the request's message of this number; None: each is a message of its own.
 
     Raises:
-        RequestError: one has nothing to show, or arguments of a call that are no JSON.
+        RequestError: a message says nothing, or the arguments of a call are no JSON.
     """
     for number, message in enumerate(messages):
         name = f"messages[{number if index is None else index}]"
