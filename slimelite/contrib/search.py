@@ -47,13 +47,13 @@ class Index:
             idf = np.log1p((len(passages) - len(numbers) + 0.5) / (len(numbers) + 0.5))
             self._scores[term] = indices, (idf * f * (K1 + 1) / (f + norms[indices])).astype(np.float32)
 
-    def best(self, query: str, most: int = FOUND) -> list[str]:
+    def best(self, query: str) -> list[str]:
         """The passages with the highest scores above 0, best first."""
         total = np.zeros(len(self.passages), np.float32)
         for term in set(terms(query)) & self._scores.keys():
             indices, scores = self._scores[term]
             total[indices] += scores
-        order = np.argsort(-total, kind="stable")[:most]
+        order = np.argsort(-total, kind="stable")[:FOUND]
         return [self.passages[n] for n in order if total[n] > 0]
 
 

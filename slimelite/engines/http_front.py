@@ -59,7 +59,7 @@ class SampledBody(Body):
             for field, names in names_at(dialect).items():
                 for name in names:
                     if (value := getattr(self, name)) is not None:
-                        value = [value] if field == "stop" and isinstance(value, str) else value
+                        value = [value] if isinstance(value, str) else value
                         values[field] = tuple(value) if isinstance(value, list) else value
         return replace(defaults, **values)
 

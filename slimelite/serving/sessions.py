@@ -422,9 +422,9 @@ class Sessions:
         for session in [s for s in self._open.values() if s.used < since and not s.running]:
             self.close(session.id)
 
-    def anonymous(self, seed: int | None = None) -> Session:
+    def anonymous(self) -> Session:
         """A session that only its caller knows, for a request that belongs to none."""
-        return Session(uuid.uuid4().hex, self.format, self.sampler, self.max_context_len, None, seed)
+        return Session(uuid.uuid4().hex, self.format, self.sampler, self.max_context_len)
 
 
 def _begins(messages: Sequence[Message], sent: Sequence[tuple[object, ...]], turn: Turn) -> bool:
