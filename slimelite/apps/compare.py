@@ -20,8 +20,8 @@ from slimelite.arguments.conditions import gpus_of
 from slimelite.arguments.flags import all_flags
 from slimelite.samples.sample import ROW, label_text
 from slimelite.samples.table import SampleTable
-from slimelite.tracking.phases import LABELS, duration
-from slimelite.tracking.report import one_line
+from slimelite.tracking.console import duration, one_line
+from slimelite.tracking.panels import LABELS
 from slimelite.tracking.run_folder import SOURCES
 
 # reward is the mean of so many last rollouts

@@ -4,18 +4,64 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import InitVar, asdict, dataclass, field, fields
 from enum import StrEnum
 from functools import cache, partial
 from operator import attrgetter
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar, overload
 
 import numpy as np
 
 from slimelite.base.registry import Registry
 from slimelite.samples.kept import Kept, together
-from slimelite.samples.per_token import Listed, PerToken, joined
+
+# what is read: list[int], list[float], or one of these or None
+L = TypeVar("L")
+# what an attribute holds: an engine gives arrays, and plugins and JSON give lists
+PerToken = Sequence[Any] | np.ndarray
+
+
+class Listed(Generic[L]):
+    """An attribute that turns an array into a list when it is first read, and holds that list from then on.
+
+    So ``sample.tokens += [5]`` and ``sample.loss_mask[0] = 0`` work as on any list, and a response that nobody looks at
+    token by token never becomes Python objects, which take 32 bytes a token and more. ``vars(sample)`` has what it
+    holds. ``default``: of the field of a dataclass.
+    """
+
+    def __init__(self, default: tuple[()] | None = None) -> None:
+        self._default = default
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, owner: None, kind: type) -> Any: ...
+    @overload
+    def __get__(self, owner: object, kind: type) -> L: ...
+    def __get__(self, owner: object | None, kind: type) -> Any:
+        if owner is None:
+            return self._default
+        values = vars(owner)
+        value = values[self._name]
+        if isinstance(value, np.ndarray):
+            value = values[self._name] = value.tolist()
+        return value
+
+    def __set__(self, owner: object, value: PerToken | None) -> None:
+        vars(owner)[self._name] = list(value) if isinstance(value, tuple) else value
+
+
+def joined(before: PerToken | None, added: PerToken) -> PerToken:
+    """A new list of ``before`` and ``added``, or an array if ``added`` is one and ``before`` is one too or is empty."""
+    if isinstance(added, np.ndarray) and (isinstance(before, np.ndarray) or not before):
+        return np.concatenate([before, added]) if isinstance(before, np.ndarray) else added.copy()
+    return [*_plain([] if before is None else before), *_plain(added)]
+
+
+def _plain(values: PerToken) -> Sequence[object]:
+    return values.tolist() if isinstance(values, np.ndarray) else values
 
 
 class Status(StrEnum):
@@ -64,7 +110,7 @@ class Sample:
     ``tokens`` is prompt and response together; the per-token lists (``loss_mask``, ``rollout_log_probs``,
     ``weight_versions``, when a teacher scored it ``teacher_log_probs``, and columns of a user's own) cover the response
     alone and have ``response_length`` entries. `append_response_tokens` is the only writer of the first three. All are
-    lists for who reads them; they are kept as the arrays that an engine gave until then (`samples.per_token`).
+    lists for who reads them; they are kept as the arrays that an engine gave until then (`Listed`).
     """
 
     Status: ClassVar[type[_Status]] = _Status

@@ -25,8 +25,7 @@ from typing import Any
 from slimelite.engines.protocol import GenerateRequest, GenerateResult, OnTokens, SamplingParams, stream_seed
 from slimelite.engines.sampling import Sampler
 from slimelite.samples.kept import Kept, together
-from slimelite.samples.per_token import joined
-from slimelite.samples.sample import Sample, Status
+from slimelite.samples.sample import Sample, Status, joined
 from slimelite.serving.format import ChatFormat, Message, Reply, Tools, before_stop, comparable
 
 

@@ -19,6 +19,8 @@ class Panel(NamedTuple):
     picture: bool = False
 
 
+# name in perf/{name}_time -> label on the console and in plots
+LABELS = {"rollout": "gen", "train": "train", "update_weights": "sync", "save_model": "save", "eval": "eval"}
 # group -> its panels; the page puts the evaluations and the components of the reward into the first group
 GROUPS: dict[str, tuple[Panel, ...]] = {
     "Reward and evaluations": (

@@ -5,10 +5,7 @@
 
 from __future__ import annotations
 
-import logging
-import subprocess
 import sys
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, isfinite, sqrt
@@ -17,10 +14,8 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from slimelite.base.files import whole
-from slimelite.base.lifecycle import start_module
 from slimelite.tracking.metrics_file import Record, axis_of, eval_metrics, read_metrics, series
-from slimelite.tracking.panels import GROUPS, least, unit
-from slimelite.tracking.phases import LABELS
+from slimelite.tracking.panels import GROUPS, LABELS, least, unit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,8 +33,6 @@ COLORS = ("#3b6fb6", "#d1495b", "#2e8b57", "#e39c37", "#7a5195", "#4fa3a5", "#8c
 DASHES = ("-", "--", ":")  # the ninth run has the colour of the first one, and a dashed line
 # each phase has its colour in every run, whichever phases the run has
 PHASE_COLORS = dict(zip(LABELS.values(), COLORS, strict=False))
-# drawing the curves during a run takes at most about this share of its time
-DRAWING_SHARE = 0.02
 TOGETHER = 4  # more runs than this have panels of their own, where metrics were named
 
 Points = tuple[list[float], list[float]]  # steps, values
@@ -220,45 +213,6 @@ def _save(figure: Figure, out: str | Path) -> None:
     Path(out).parent.mkdir(parents=True, exist_ok=True)
     with whole(Path(out)) as partial:
         figure.savefig(partial, dpi=110, format="png")
-
-
-logger = logging.getLogger(__name__)
-
-
-class Drawing:
-    """``curves.png`` of the run folder at ``path``."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._process: subprocess.Popen[str] | None = None
-        self._began, self._took = time.monotonic(), 1.0
-
-    @property
-    def due(self) -> bool:
-        """Whether enough time has passed since the last drawing; the first one waits too."""
-        return self._process is None and time.monotonic() - self._began > self._took / DRAWING_SHARE
-
-    def begin(self) -> None:
-        """Draw what is in the folder now, after a drawing that goes on."""
-        self.finish()
-        self._began = time.monotonic()
-        silent = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-        self._process = start_module("slimelite.tracking.plot", str(self._path), text=True, **silent)
-
-    def look(self) -> None:
-        """Note whether the drawing has ended."""
-        if self._process is not None and self._process.poll() is not None:
-            self.finish()
-
-    def finish(self) -> None:
-        """Wait for the drawing that goes on, if any; a warning says why there is no picture."""
-        if self._process is None:
-            return
-        _, errors = self._process.communicate()
-        if self._process.returncode:
-            logger.warning("the curves are not drawn: %s", (errors.strip().splitlines() or ["killed"])[-1])
-        self._took = time.monotonic() - self._began
-        self._process = None
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import subprocess
 import sys
 import time
 from collections import deque
@@ -23,16 +24,16 @@ from slimelite.arguments import Args, DebugArgs
 from slimelite.base import trace
 from slimelite.base.files import write_text
 from slimelite.base.guard import nearest
-from slimelite.base.lifecycle import WITHOUT_A_WORD, RolloutError, Stopped, read_status, this_process
+from slimelite.base.lifecycle import WITHOUT_A_WORD, RolloutError, Stopped, read_status, start_module, this_process
 from slimelite.models.checkpoints import read_json
 from slimelite.samples.table import SampleTable, TokenStats
 from slimelite.tracking.alarms import Alarm, Alarms
-from slimelite.tracking.console import Console, Phase
-from slimelite.tracking.metrics_file import Kind, axis_of, eval_metrics, read_metrics
-from slimelite.tracking.noise import log_to_file, quiet_transformers, stderr_to_file
-from slimelite.tracking.phases import LABELS, PERF_NAMES, Timer, duration
-from slimelite.tracking.plot import Drawing
-from slimelite.tracking.report import (
+from slimelite.tracking.console import (
+    PERF_NAMES,
+    Console,
+    Phase,
+    Timer,
+    duration,
     eval_text,
     progress,
     run_facts,
@@ -40,12 +41,17 @@ from slimelite.tracking.report import (
     summary,
     when,
 )
+from slimelite.tracking.metrics_file import Kind, axis_of, eval_metrics, read_metrics
+from slimelite.tracking.noise import log_to_file, quiet_transformers, stderr_to_file
+from slimelite.tracking.panels import LABELS
 from slimelite.tracking.run_folder import RunFolder, config_dict, versions
 from slimelite.tracking.writers import Writer, open_writers
 
 logger = logging.getLogger(__name__)
 # slime's tolerance: runs with another parallel layout must reproduce the recorded gradient norms
 GRAD_NORM_TOLERANCE = 0.03
+# drawing the curves during a run takes at most about this share of its time
+DRAWING_SHARE = 0.02
 
 
 @dataclass(slots=True)
@@ -57,6 +63,42 @@ class _Rollout:
     table: SampleTable | None = None
     scores: list[str] = field(default_factory=list)  # names of the scores of a new evaluation
     answers: dict[str, SampleTable] = field(default_factory=dict)
+
+
+class Drawing:
+    """``curves.png`` of the run folder at ``path``."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._process: subprocess.Popen[str] | None = None
+        self._began, self._took = time.monotonic(), 1.0
+
+    @property
+    def due(self) -> bool:
+        """Whether enough time has passed since the last drawing; the first one waits too."""
+        return self._process is None and time.monotonic() - self._began > self._took / DRAWING_SHARE
+
+    def begin(self) -> None:
+        """Draw what is in the folder now, after a drawing that goes on."""
+        self.finish()
+        self._began = time.monotonic()
+        silent = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+        self._process = start_module("slimelite.tracking.plot", str(self._path), text=True, **silent)
+
+    def look(self) -> None:
+        """Note whether the drawing has ended."""
+        if self._process is not None and self._process.poll() is not None:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the drawing that goes on, if any; a warning says why there is no picture."""
+        if self._process is None:
+            return
+        _, errors = self._process.communicate()
+        if self._process.returncode:
+            logger.warning("the curves are not drawn: %s", (errors.strip().splitlines() or ["killed"])[-1])
+        self._took = time.monotonic() - self._began
+        self._process = None
 
 
 class Tracker:

@@ -23,7 +23,7 @@ from slimelite.arguments import Args, LoraArgs
 from slimelite.base.files import free_space
 from slimelite.engines.protocol import WeightBucket, WeightSink
 from slimelite.models.files import INDEX, write_weights
-from slimelite.tracking.report import method
+from slimelite.tracking.console import method
 from slimelite.training.lora import Weight, frozen, gathered, parts, peft_weights, save_adapter
 from slimelite.training.model import PolicyModel
 from slimelite.training.offload import HostMemory

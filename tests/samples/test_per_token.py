@@ -94,6 +94,6 @@ def test_a_result_travels_between_processes_in_one_piece() -> None:
 
 def test_a_long_rollout_makes_no_python_list_of_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     samples = [answer(0, array) for _ in range(4)]
-    monkeypatch.setattr("slimelite.samples.per_token.Listed.__get__", None)  # reading a list would fail
+    monkeypatch.setattr("slimelite.samples.sample.Listed.__get__", None)  # reading a list would fail
     table = SampleTable.from_samples([samples])
     assert table.response_tokens.tolist() == [7, 8, 9, 0] * 4

@@ -11,8 +11,7 @@ from typing import Any
 from slimelite.arguments import Args, EvalDataset
 from slimelite.samples.sample import Sample
 from slimelite.samples.table import SampleTable
-from slimelite.tracking.plot import Drawing
-from slimelite.tracking.tracker import Tracker
+from slimelite.tracking.tracker import Drawing, Tracker
 
 
 def make_args(run_dir: Path, **changes: Any) -> Args:

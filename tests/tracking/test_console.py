@@ -7,8 +7,7 @@ import re
 import pytest
 from terminal import terminal
 
-from slimelite.tracking.console import Console, small, times
-from slimelite.tracking.phases import duration
+from slimelite.tracking.console import Console, duration, small, times
 
 METRICS = {
     "rollout/raw_reward": 0.5,

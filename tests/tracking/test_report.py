@@ -7,7 +7,7 @@ from fake_run import make_args
 
 from slimelite.arguments import Args, EvalDataset
 from slimelite.arguments.flags import all_flags
-from slimelite.tracking.report import batch_identity, eval_text, run_facts, summary
+from slimelite.tracking.console import batch_identity, eval_text, run_facts, summary
 
 
 def test_batch_identity_counts_the_step_that_is_not_full() -> None:

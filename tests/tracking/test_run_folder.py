@@ -58,7 +58,7 @@ def test_config_yaml_stands_for_the_words_of_the_command_line(tmp_path: Path, wo
     RunFolder(tmp_path).save_config(parse(first, machine=machine))
     again = parse(["--config", str(tmp_path / "config.yaml"), "--run-dir", "r", *more.split()], machine=machine)
     args = parse([*first, "--run-dir", "r", *more.split()], machine=machine)
-    assert replace(again, config=None, given={}) == replace(args, given={})
+    assert replace(again, config=None, user_values={}) == replace(args, user_values={})
 
 
 def test_the_configuration_says_why_and_keeps_secrets(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_the_configuration_says_why_and_keeps_secrets(tmp_path: Path) -> None:
             Derivation("global_batch_size", 8, "4 prompts x 2 samples"),
             Derivation("train_backend", "fsdp", "there is one"),
         ),
-        given={
+        user_values={
             "lr": 1e-6,
             "prompt_data": ["a: b.jsonl@[0:10]", "#c"],
             "train_env_vars": {"A": "1"},

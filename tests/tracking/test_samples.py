@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from fake_run import make_table
 
-from slimelite.tracking.console import Console
-from slimelite.tracking.report import middle_out, one_line, samples_table, spread, tail
+from slimelite.tracking.console import Console, middle_out, one_line, samples_table, spread, tail
 
 
 def test_rows_span_the_rewards() -> None:

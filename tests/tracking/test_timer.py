@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from slimelite.tracking.phases import Timer
+from slimelite.tracking.console import Timer
 
 
 def ticks(*times: float) -> Iterator[float]:

@@ -262,7 +262,7 @@ def test_the_curves_are_drawn_by_another_process_and_not_all_the_time(
     args = replace(make_args(tmp_path), num_rollout=4)
     play(args, range(4), draws=True)
     assert len(begun) == 1, "at the end; two evaluations within a second of the start draw nothing"
-    monkeypatch.setattr("slimelite.tracking.plot.DRAWING_SHARE", 1e9)
+    monkeypatch.setattr("slimelite.tracking.tracker.DRAWING_SHARE", 1e9)
     play(args, range(4), draws=True)
     assert len(begun) == 1 + 2, "after both evaluations, the second of which is in the last rollout"
 

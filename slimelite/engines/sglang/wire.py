@@ -8,8 +8,7 @@ from typing import Any
 
 from slimelite.engines.protocol import GenerateRequest, GenerateResult
 from slimelite.samples.kept import together
-from slimelite.samples.per_token import PerToken
-from slimelite.samples.sample import kept_of
+from slimelite.samples.sample import PerToken, kept_of
 
 # tokens of an event of a stream
 EVENT_TOKENS = 4
