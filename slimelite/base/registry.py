@@ -14,7 +14,7 @@ second list of names exists. Records need the standard library alone: a function
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, ValuesView
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -34,17 +34,17 @@ class Record(Protocol):
 R = TypeVar("R", bound=Record)
 
 
-class Registry(Mapping[str, R], Generic[R]):
+class Registry(dict[str, R], Generic[R]):
     """Records by name, in the order in which they were added."""
 
     def __init__(self, what: str, option: str, records: Iterable[R] = (), instead: str = "") -> None:
         """``what``: name of an entry in messages, as "advantage estimator"; ``option``: the flag that takes the name;
         ``records``: initial records; ``instead``: what a name that nothing resembles may have been meant to be.
         """
+        super().__init__()
         self.what = what
         self.option = option
         self.instead = instead
-        self._records: dict[str, R] = {}
         for record in records:
             self.add(record)
 
@@ -54,36 +54,20 @@ class Registry(Mapping[str, R], Generic[R]):
         Raises:
             ValueError: another record has its name.
         """
-        if record.name in self._records:
+        if record.name in self:
             raise ValueError(f"another {self.what} is called {record.name!r} already; give yours another name")
-        self._records[record.name] = record
+        self[record.name] = record
         return record
 
-    def __getitem__(self, name: str) -> R:
-        """The record called ``name``.
+    def __missing__(self, name: str) -> R:
+        """Refuse a name that no record has.
 
         Raises:
-            ValueError: no record has this name; the message has the nearest one.
+            ValueError: always; the message has the nearest name.
         """
-        try:
-            return self._records[name]
-        except KeyError:
-            near = get_close_matches(name, self._records, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(self._records)}{self.instead}"
-            raise ValueError(f"{self.option} {name}: there is no such {self.what}; {hint}") from None
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._records
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._records)
-
-    def __len__(self) -> int:
-        return len(self._records)
-
-    def values(self) -> ValuesView[R]:
-        """The records; `Mapping` would look each one up by its name."""
-        return self._records.values()
+        near = get_close_matches(name, self, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(self)}{self.instead}"
+        raise ValueError(f"{self.option} {name}: there is no such {self.what}; {hint}")
 
 
 def function(reference: Function, option: str = "", name: str = "") -> Callable[..., Any]:

@@ -164,22 +164,22 @@ class Rules(Registry[Rule]):
             super().add(replace(record, name=BOXED + record.name, boxed=True))
         return added
 
-    def __getitem__(self, name: str) -> Rule:
-        """The rule called ``name``.
+    def __missing__(self, name: str) -> Rule:
+        """Refuse a name that no rule has.
 
         Raises:
-            ValueError: there is none; the message has the nearest name, or why there is no such rule here.
+            ValueError: always; the message has the nearest name, or why there is no such rule here.
         """
         plain = name.removeprefix(BOXED)
         if plain in REFUSED:
             raise ValueError(f"--rm-type {name} is not offered: {REFUSED[plain]}")
-        if plain in self and name not in self:
+        if plain in self:
             boxed = ", ".join(rule.name for rule in self.values() if rule.boxed)
             raise ValueError(
                 f"--rm-type {name} would be wrong for every response: {plain} does not look for its answer in a box, "
                 f"and {BOXED} cuts away all else; use {plain} (those that can be boxed are {boxed})"
             )
-        return super().__getitem__(name)
+        return super().__missing__(name)
 
 
 _MATH, _TEXT, _CODE, _SCORERS = (f"slimelite.rewards.{module}:" for module in ("math", "text", "code", "grader"))

@@ -29,53 +29,48 @@ class HostMemory:
     def __init__(self, tensors: Callable[[], Iterable[Tensor]], device: torch.device) -> None:
         self._tensors, self._device = tensors, device
         self._blocks: list[Tensor] = []
-        # address of a device storage -> (the storage, its offset here, its size) [bytes], while it is offloaded
-        self._away: dict[int, tuple[torch.UntypedStorage, int, int]] = {}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are offloaded now."""
-        return sum(size for _, _, size in self._away.values())
+        # address of a device storage -> (the storage, its offset here, its size) [bytes], of what is offloaded now
+        self.away: dict[int, tuple[torch.UntypedStorage, int, int]] = {}
 
     def offload(self, *, unchanged: bool = False) -> None:
         """Copy every tensor here and free its memory on the device.
 
         ``unchanged``: the tensors have not changed since the last `onload`, so that nothing is copied again.
         """
-        if self._away:
+        if self.away:
             return
         copied = unchanged and bool(self._blocks)
         end = 0
         for tensor in self._tensors():
             storage = local(tensor).untyped_storage()
-            if not storage.nbytes() or storage._cdata in self._away:
+            if not storage.nbytes() or storage._cdata in self.away:
                 continue
-            self._away[storage._cdata] = (storage, end, storage.nbytes())
+            self.away[storage._cdata] = (storage, end, storage.nbytes())
             if not copied:
                 self._copy(storage, end, storage.nbytes(), to_device=False)
             end += storage.nbytes()
         self._wait()
-        for storage, _, _ in self._away.values():
+        for storage, _, _ in self.away.values():
             storage.resize_(0)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def onload(self) -> None:
         """Allocate the memory on the device again and fill it."""
-        for storage, start, size in self._away.values():
+        for storage, start, size in self.away.values():
             storage.resize_(size)
             self._copy(storage, start, size, to_device=True)
         self._wait()
-        self._away.clear()
+        self.away.clear()
 
     @contextmanager
     def present(self, tensor: Tensor) -> Iterator[None]:
         """A context in which ``tensor`` can be read on the device, whether offloaded or not."""
         storage = local(tensor).untyped_storage()
-        if storage._cdata not in self._away:
+        if storage._cdata not in self.away:
             yield
             return
-        _, start, size = self._away[storage._cdata]
+        _, start, size = self.away[storage._cdata]
         storage.resize_(size)
         self._copy(storage, start, size, to_device=True)
         try:

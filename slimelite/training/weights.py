@@ -101,7 +101,7 @@ def _fill(
 ) -> WeightBucket:
     outlines = [filed(name, torch.empty(frozen(weight).shape, device="meta")) for name, weight in weights]
     shapes = {name: tuple(outline.shape) for part in outlines for name, outline in part.items()}
-    if len(shapes) == 1 and device.type == "cpu" and not (memory and memory.nbytes):
+    if len(shapes) == 1 and device.type == "cpu" and not (memory and memory.away):
         # no copy: an engine in this process reads the weight itself, and for others it is copied into the message
         return WeightBucket([*shapes], [*shapes.values()], gathered(weights[0][1], dtype, device).reshape(-1))
     with shareable():
@@ -111,7 +111,7 @@ def _fill(
     for name, tensor in weights:
         with ExitStack() as stack:
             for part in parts(tensor):
-                stack.enter_context(memory.present(part) if memory else nullcontext())
+                stack.enter_context(memory.present(part) if memory and memory.away else nullcontext())
             for piece, value in filed(name, gathered(tensor, dtype, device)).items():
                 places[piece].copy_(value)
             del value  # beside the bucket only one gathered tensor is in memory

@@ -104,7 +104,8 @@ ESTIMATORS.add(Estimator("median", "R − median of the responses to a prompt", 
 @pytest.fixture
 def median(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An estimator that one file outside the package adds."""
-    monkeypatch.setattr(ESTIMATORS, "_records", dict(ESTIMATORS.items()))
+    monkeypatch.setitem(ESTIMATORS, "median", None)  # it is gone after the test
+    del ESTIMATORS["median"]
     (tmp_path / "median.py").write_text(MEDIAN)
     spec = importlib.util.spec_from_file_location("median", tmp_path / "median.py")
     assert spec is not None
@@ -140,14 +141,14 @@ def test_an_estimator_that_returns_another_shape_is_refused(wrong: Any, monkeypa
     }
     for part, call in calls.items():
         own = replace(ESTIMATORS["rloo"], name="own", **{part: lambda _: wrong})
-        monkeypatch.setitem(ESTIMATORS._records, "own", own)
+        monkeypatch.setitem(ESTIMATORS, "own", own)
         with pytest.raises(ValueError, match=rf"own: its {part} function returned .*shape \[2\]"):
             call()
     own = replace(ESTIMATORS["rloo"], name="own", loss=lambda *_, **__: (wrong, {}))
-    monkeypatch.setitem(ESTIMATORS._records, "own", own)
+    monkeypatch.setitem(ESTIMATORS, "own", own)
     with pytest.raises(ValueError, match=r"own: its loss function returned .*shape \[2\]"):
         policy_loss(*torch.zeros(3, 2), torch.ones(2) > 0, ids[1], 2, "own", eps_clip=0.2)
-    monkeypatch.setitem(ESTIMATORS._records, "own", replace(own, loss=lambda *_, **__: wrong))
+    monkeypatch.setitem(ESTIMATORS, "own", replace(own, loss=lambda *_, **__: wrong))
     with pytest.raises(ValueError, match=r"own: its loss function returned a .*a pair of losses and metrics"):
         policy_loss(*torch.zeros(3, 2), torch.ones(2) > 0, ids[1], 2, "own", eps_clip=0.2)
 
@@ -172,7 +173,7 @@ def test_what_a_users_function_raises_names_the_option_and_the_line(
         (ENGINES, "embedded", "build", lambda: EngineFactory(args).engine(0)),
     ):
         own = replace(registry[like], name="own", **{part: broken})
-        monkeypatch.setitem(registry._records, "own", own)
+        monkeypatch.setitem(registry, "own", own)
         place = rf"{registry.option} own raised RuntimeError: no median \(.*test_registries.py, line \d+, in broken\)"
         with pytest.raises(PluginError, match=place):
             call()

@@ -100,7 +100,7 @@ def test_after_a_release_and_a_sync_a_server_lacks_nothing(tmp_path: Path, run: 
 @pytest.mark.parametrize("run", ["adapter", "merged", "draft"])
 def test_the_server_shows_what_the_record_leaves_out(tmp_path: Path, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A record that says nothing is lost, as there was none: else the test above would prove nothing."""
-    monkeypatch.setitem(ENGINES._records, "sglang", replace(ENGINES["sglang"], memory=EngineMemory()))
+    monkeypatch.setitem(ENGINES, "sglang", replace(ENGINES["sglang"], memory=EngineMemory()))
     args = colocated(save_tiny_model(tmp_path / "model"), **RUNS[run])
     with started(args) as (_, server, _):
         assert server.lost()

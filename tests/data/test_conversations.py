@@ -197,8 +197,7 @@ def test_a_loss_mask_of_a_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
         text = chat.render(messages, tools)
         return [Piece(text, [(text.index("b"), len(text))])]
 
-    monkeypatch.setattr(LOSS_MASKS, "_records", dict(LOSS_MASKS))
-    LOSS_MASKS.add(LossMask("from_b", find))
+    monkeypatch.setitem(LOSS_MASKS, "from_b", LossMask("from_b", find))
     with pytest.raises(ArgumentError, match=r"--loss-mask-type.*from_b"):
         make_args(["--loss-mask-type", "from_c"])
     found = shown(byte_tokenizer(CHATML), [user("abc"), reply("d")], loss_mask_type="from_b")

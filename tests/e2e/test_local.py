@@ -291,7 +291,7 @@ def test_an_imported_file_runs_once_in_each_process(local_run: Run, tmp_path: Pa
         run = local_run("imported", *named, "--num-rollout", "1")
     finally:
         for registry, name in ((RULES, "half"), (ESTIMATORS, "flat")):
-            registry._records.pop(name, None)
+            registry.pop(name, None)
     assert metrics(run, "rollout/raw_reward") == [0.5]
     processes = (tmp_path / "processes.txt").read_text().split()
     assert processes.count(str(os.getpid())) == 1

@@ -129,7 +129,8 @@ def test_a_family_of_a_users_own_file(tmp_path: Path, monkeypatch: pytest.Monkey
     build_model(tmp_path / "windows", "mistral", sliding_window=8)
     with pytest.raises(ValueError, match="model_type 'mistral'"):
         EmbeddedEngine(str(tmp_path / "right"))
-    monkeypatch.setattr(FAMILIES, "_records", dict(FAMILIES))
+    monkeypatch.setitem(FAMILIES, "mistral", None)  # it is gone after the test
+    del FAMILIES["mistral"]
     file = tmp_path / "mine.py"
     file.write_text(
         "from slimelite.models.families import FAMILIES, Family\n"

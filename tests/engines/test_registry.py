@@ -32,7 +32,8 @@ ENGINES.add(EngineKind("mine", build=partial(build_in_process, Mine), releases_m
 
 @pytest.fixture
 def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    monkeypatch.setattr(ENGINES, "_records", dict(ENGINES.items()))
+    monkeypatch.setitem(ENGINES, "mine", None)  # it is gone after the test
+    del ENGINES["mine"]
     build_model(tmp_path / "model")
     (tmp_path / "mine.py").write_text(MINE)
     own = ["--import-file", str(tmp_path / "mine.py"), "--hf-checkpoint", str(tmp_path / "model")]

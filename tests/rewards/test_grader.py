@@ -518,7 +518,7 @@ def test_a_reward_error_is_a_message_for_the_user_across_processes() -> None:
 def test_a_rule_of_ours_gets_a_thread_only_for_much_text_and_a_users_always(
     rm_type: str, characters: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(RULES._records, "theirs", Rule("theirs", lambda answer: float(answer.label in answer.response)))
+    monkeypatch.setitem(RULES, "theirs", Rule("theirs", lambda answer: float(answer.label in answer.response)))
     begun: list[Any] = []
 
     async def to_thread(work: Any) -> Any:

@@ -30,11 +30,10 @@ def weighted_likelihood(args: Args, batch: MicroBatch, log_probs: Tensor, entrop
 
 @pytest.fixture(autouse=True)
 def declared(monkeypatch: pytest.MonkeyPatch) -> None:
-    for registry in (COLUMNS, LOSSES):
-        monkeypatch.setattr(registry, "_records", dict(registry.items()))
-    COLUMNS.add(Column("difficulty", "float32", per="token"))
-    COLUMNS.add(Column("hardness", "float32"))
-    LOSSES.add(LossType("weighted_likelihood", "", weighted_likelihood, columns=("difficulty", "hardness")))
+    own = LossType("weighted_likelihood", "", weighted_likelihood, columns=("difficulty", "hardness"))
+    monkeypatch.setitem(COLUMNS, "difficulty", Column("difficulty", "float32", per="token"))
+    monkeypatch.setitem(COLUMNS, "hardness", Column("hardness", "float32"))
+    monkeypatch.setitem(LOSSES, own.name, own)
     SEEN.clear()
 
 
