@@ -38,7 +38,10 @@ def validate(args: Args) -> list[str]:
         _training,
         _evaluation,
     )
-    return [problem for check in checks for problem in check(args)]
+    problems: list[str] = []
+    for check in checks:
+        problems += check(args)
+    return problems
 
 
 def without_effect(args: Args, explicit: frozenset[str]) -> Iterator[tuple[str, str]]:

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 from slimelite.arguments import RewardArgs
 from slimelite.base import trace
 from slimelite.base.guard import PACKAGE, own_traceback
-from slimelite.base.http_client import Client, Retry
 from slimelite.base.registry import function
 from slimelite.base.threads import LoopThread, call
 from slimelite.rewards.math import extract_boxed_answer
@@ -481,6 +480,8 @@ class RemoteReward:
         The waits between attempts are 1, 2, 4, ... seconds, at most 30. A 4xx error is not tried again, except for 408,
         425 and 429.
         """
+        from slimelite.base.http_client import Client, Retry  # other rewards ask nobody
+
         pairs = zip(samples, texts, strict=True)
         payloads = [{"prompt": s.prompt, "response": text, "label": s.label} for s, text in pairs]
         retry = Retry(self._attempts, first_s=1.0, refused=True)

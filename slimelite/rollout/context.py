@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from slimelite.environments.hosts import Host
     from slimelite.environments.program import Programs
     from slimelite.rewards.grader import Grader
-    from slimelite.rollout.front import RunFront
-    from slimelite.rollout.sessions import PooledSessions
+    from slimelite.rollout.sessions import PooledSessions, RunFront
     from slimelite.rollout.teacher import Teacher
 
 
@@ -183,7 +182,7 @@ class RolloutContext:
         (Anthropic), with ``s.key`` as its API key.
         """
         if self.server is None:
-            from slimelite.rollout.front import RunFront  # imports a web server, which other runs do without
+            from slimelite.rollout.sessions import RunFront
 
             self.server = RunFront(self.sessions(), self.engines, Path(str(self.args.hf_checkpoint)).name)
         return await self.server.start()

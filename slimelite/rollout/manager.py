@@ -18,7 +18,6 @@ from slimelite.algorithms.groups import group_advantages
 from slimelite.arguments import Args
 from slimelite.base.heap import return_freed_memory
 from slimelite.base.threads import LoopThread
-from slimelite.data.documents import Documents
 from slimelite.data.tokenizer import TOKENIZER, check_same, fingerprint
 from slimelite.engines.protocol import MEMORY_TAGS, Engine, GenerateRequest, SamplingParams
 from slimelite.rewards.grader import Grader
@@ -41,6 +40,8 @@ from slimelite.samples.table import SampleTable
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+    from slimelite.data.documents import Documents
 
 
 logger = logging.getLogger(__name__)
@@ -126,7 +127,11 @@ class RolloutManager:
         )
         # a run on saved rollouts, or one that only evaluates, has no prompts
         needs_prompts = args.job.saved is None and args.num_rollout != 0
-        self._documents = Documents(args, str(args.tokenizer)) if args.job.documents or args.eval_bpb else None
+        self._documents: Documents | None = None
+        if args.job.documents or args.eval_bpb:
+            from slimelite.data.documents import Documents  # of pretraining
+
+            self._documents = Documents(args, str(args.tokenizer))
         self._held_out: Iterator[tuple[SampleTable, int]] | None = None
         self.source: Any = self._documents if args.job.documents else None
         if needs_prompts and not args.job.documents:
