@@ -51,22 +51,28 @@ def derive(args: Args, explicit: frozenset[str], machine: Machine, settings: Set
     draft = Draft(args, explicit, machine, settings, list(args.derivations))
     _modes(draft)
     pack_documents(draft)
-    _environment(draft)
+    if draft.args.agent_command is not None or draft.args.environment is not None:
+        _environment(draft)
     _devices(draft)
     _engines(draft)
-    _engine_groups(draft)
+    if draft.args.sglang_config is not None and draft.args.job.servers:
+        _engine_groups(draft, draft.args.sglang_config)
     _transport(draft)
-    _initial_weights(draft)
-    _lora(draft)
+    if args.load is not None and holds_model(args.load):
+        _initial_weights(draft, args.load)
+    if args.lora_rank or args.lora_adapter_path or args.lora_target_modules or args.lora_exclude_modules:
+        _lora(draft)
     _model(draft)
     _batches(draft)
     spend(draft)
     _lengths(draft)
-    _distillation(draft)
+    if args.use_opd:
+        _distillation(draft)
     _algorithm(draft)
     _correction(draft)
     _memory(draft)
-    _checkpoint(draft)
+    if args.load is not None:
+        _checkpoint(draft, args.load)
     _rollout_seed(draft)
     _tracking(draft)
     draft.args = replace(draft.args, eval_datasets=resolve_eval_datasets(draft.args, settings))
@@ -221,21 +227,19 @@ def _engines(draft: Draft) -> None:
     draft.set("num_engines", total // width if args.job.engines else 0, f"{total} / {width} of one engine")
 
 
-def _engine_groups(draft: Draft) -> None:
+def _engine_groups(draft: Draft, path: str) -> None:
     """A place for each engine of ``--sglang-config``; settings that are not supported become problems."""
     args, option = draft.args, "--sglang-config"
-    if args.sglang_config is None or not args.job.servers:
-        return
-    content = load_yaml(args.sglang_config, option, draft.settings)
+    content = load_yaml(path, option, draft.settings)
     if content is None:
         return
     gpus, width = args.rollout_num_gpus, args.rollout_num_gpus_per_engine
     try:
         places = tuple(engine_places(content, args.hf_checkpoint, gpus, width))
     except ValueError as error:
-        draft.complain(option, f"{args.sglang_config}: {error}")
+        draft.complain(option, f"{path}: {error}")
         return
-    draft.set("engine_places", places, f"{option} {args.sglang_config}")
+    draft.set("engine_places", places, f"{option} {path}")
     draft.set("num_engines", len(places) if args.job.engines else 0, option)
 
 
@@ -266,12 +270,9 @@ def _transport(draft: Draft) -> None:
         draft.default("update_weight_transport", "nccl", "NCCL on GPUs, gloo on a CPU")
 
 
-def _initial_weights(draft: Draft) -> None:
+def _initial_weights(draft: Draft, load: str) -> None:
     """``--load`` with a Hugging Face folder: tokenizer and reference stay those of ``--hf-checkpoint``."""
-    load, named = draft.args.load, draft.args.hf_checkpoint
-    if load is None or not holds_model(load):
-        return
-    if named is not None:
+    if (named := draft.args.hf_checkpoint) is not None:
         draft.default("tokenizer", named, "as --hf-checkpoint")
         draft.default("ref_load", named, "as --hf-checkpoint")
     draft.set("hf_checkpoint", load, "--load is a Hugging Face model: training starts from its weights")
@@ -495,21 +496,21 @@ def _memory(draft: Draft) -> None:
     draft.set("reduce_once_a_step", once, reason if ranks > 1 else "one rank has no other to add to")
 
 
-def _checkpoint(draft: Draft) -> None:
+def _checkpoint(draft: Draft, load: str) -> None:
     """The checkpoint to resume from, if there is one."""
     args = draft.args
-    if args.load is None or (holds_model(args.load) and args.ckpt_step is None):
+    if holds_model(load) and args.ckpt_step is None:
         return
     try:
-        own = args.save is not None and Path(args.load).resolve() == Path(args.save).resolve()
-        folder, note = find_checkpoint(args.load, args.ckpt_step, fallback=args.load_fallback, own=own)
+        own = args.save is not None and Path(load).resolve() == Path(args.save).resolve()
+        folder, note = find_checkpoint(load, args.ckpt_step, fallback=args.load_fallback, own=own)
     except ValueError as error:
         draft.complain("--load", str(error))
         return
     if folder is None:
         note += ": a new run begins" + " from --hf-checkpoint" * (args.hf_checkpoint is not None)
     if note:
-        draft.notes.append(f"--load {args.load}: {note}")
+        draft.notes.append(f"--load {load}: {note}")
     newest = "the newest under --load" if args.ckpt_step is None else "--ckpt-step"
     draft.set("resume_directory", None if folder is None else str(folder), note or newest)
 
@@ -581,8 +582,6 @@ def _resolve_plugin(draft: Draft, path: str) -> None:
 def _distillation(draft: Draft) -> None:
     """slime's name for a teacher inside the trainer, and the reward rule of a run without a task reward."""
     args = draft.args
-    if not args.use_opd:
-        return
     if args.opd_type == "megatron":
         draft.set("opd_type", "trainer", "--opd-type megatron: the teacher is a Hugging Face model beside the trainer")
     if args.rm_type is None and args.custom_rm_path is None:

@@ -239,14 +239,16 @@ def make_args(argv: Sequence[str], groups: Sequence[type] = (), *, machine: Mach
     for name, value in (*settings.values.items(), *((f"sglang_{k}", v) for k, v in settings.sglang.items())):
         if is_masked(value):
             settings.complain("--" + name.replace("_", "-"), MASKED)
-    for name in sorted(settings.custom.keys() & attributes(kind)):
-        settings.complain("--custom-config-path", f"{name}: {TAKEN}")
-    presets, preset_of = read_presets(settings.values.get("preset", []), vocabulary, explicit)
-    settings = settings.over(presets)
+    if settings.custom:
+        for name in sorted(settings.custom.keys() & attributes(kind)):
+            settings.complain("--custom-config-path", f"{name}: {TAKEN}")
     chosen = []
-    for name, value in presets.values.items():
-        if name not in explicit:
-            chosen.append(Derivation(name, value, f"--preset {preset_of[name]}"))
+    if names := settings.values.get("preset"):
+        presets, preset_of = read_presets(names, vocabulary, explicit)
+        settings = settings.over(presets)
+        for name, value in presets.values.items():
+            if name not in explicit:
+                chosen.append(Derivation(name, value, f"--preset {preset_of[name]}"))
     misread, blamed = list(settings.problems), set(settings.blamed)
     draft = kind(**settings.values, user_values=own, derivations=tuple(chosen))
     try:
@@ -275,6 +277,8 @@ def args_type(argv: Sequence[str], groups: Sequence[type] = ()) -> type[Args]:
     The files of ``--import-file`` run first, so that the entries that they register are valid choices of flags.
     """
     named = merge_sources(argv, Vocabulary(Args)).values
+    if not (groups or named.get("import_file") or named.get("args_group")):
+        return Args
     files = import_files(named.get("import_file", []))
     return compose([*groups, *load_groups(named.get("args_group", []))], files)
 

@@ -33,7 +33,7 @@ def validate(args: Args) -> list[str]:
         _data,
         _loss,
         _correction,
-        _distillation,
+        *([_distillation] if args.use_opd else []),
         _rewards,
         _training,
         _evaluation,
@@ -387,8 +387,6 @@ def _correction(args: CorrectionArgs) -> Iterator[str]:
 
 def _distillation(args: DistillationArgs) -> Iterator[str]:
     """Distillation flags that contradict each other, or are missing."""
-    if not args.use_opd:
-        return
     if not (args.job.sampled and args.compute_advantages_and_returns):
         cause = "--disable-compute-advantages-and-returns" if args.job.sampled else f"--loss-type {args.loss_type}"
         yield f"--use-opd adds to the advantages, and {cause} has none"
