@@ -3,15 +3,19 @@
     python scripts/prepare_data.py gsm8k --source hub --out data/gsm8k          # train.parquet, test.parquet
     python scripts/prepare_data.py svamp --source SVAMP/ --out data/svamp       # from a folder of the original files
     python scripts/prepare_data.py quickstart --out data/quickstart             # offline: task, tokenizer, model shape
+    python scripts/prepare_data.py smoltalk --out data/smoltalk                 # conversations, for midtraining and SFT
+    python scripts/prepare_data.py spelling --rows 5000 --out data/spelling     # made here, as counting and identity
 
 `--source` is `hub` (needs `pip install -e '.[hub]'`) or a folder with the original files: train and test as .jsonl
-or .parquet (GSM8K, MATH-500, MMLU), or SVAMP.json. Files that have the three columns already are copied.
+or .parquet (GSM8K, MATH-500, MMLU), or SVAMP.json. Files that have the three columns already are copied. For spelling
+and counting it may be texts whose words are taken, for identity a .jsonl file of conversations of one's own.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -23,6 +27,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from slimelite.data.reader import read_rows
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "lib"))
+import talks
 
 BOXED = " Let's think step by step and output the final answer within \\boxed{}."
 STEM = {
@@ -89,12 +96,41 @@ def mmlu_stem(row: Row, split: str, index: int) -> Row | None:  # noqa: ARG001
     return row_of(question, "ABCD"[row["answer"]], {"subject": subject, "choices": row["choices"]})
 
 
+def gsm8k_talk(row: Row, split: str, index: int) -> Row:
+    """The worked answer as a reply, without the calculator's marks, and its number in a box."""
+    ours = gsm8k(row, split, index)
+    steps = re.sub(r"<<.*?>>", "", row["answer"].split("####")[0]).strip()
+    return talks.talk(
+        ours["messages"][0]["content"], f"{steps}\nThe answer is \\boxed{{{ours['label']}}}.", ours["label"]
+    )
+
+
 TASKS = {
     "gsm8k": Task(gsm8k, {"train": "openai/gsm8k:main:train", "test": "openai/gsm8k:main:test"}),
     "svamp": Task(svamp, {"train": "ChilleD/SVAMP:train", "test": "ChilleD/SVAMP:test"}),
     "math500": Task(math500, {"test": "HuggingFaceH4/MATH-500:test"}),
     "mmlu_stem": Task(mmlu_stem, {"test": "cais/mmlu:all:test"}),
+    # whole conversations
+    "smoltalk": Task(
+        talks.smoltalk,
+        {"train": "HuggingFaceTB/smol-smoltalk:train", "test": "HuggingFaceTB/smol-smoltalk:test"},
+    ),
+    "mmlu_auxiliary": Task(
+        talks.mmlu_auxiliary,
+        {"train": "cais/mmlu:auxiliary_train:train"},
+        ("auxiliary_train/train-*.parquet", "auxiliary_train*.parquet", "{split}.jsonl"),
+    ),
+    "arc_talks": Task(
+        talks.arc,
+        {
+            "ARC-Easy/train": "allenai/ai2_arc:ARC-Easy:train",
+            "ARC-Challenge/train": "allenai/ai2_arc:ARC-Challenge:train",
+        },
+        ("{split}-*.parquet", "{split}.jsonl"),
+    ),
+    "gsm8k_talks": Task(gsm8k_talk, {"train": "openai/gsm8k:main:train", "test": "openai/gsm8k:main:test"}),
 }
+MADE = ("spelling", "counting", "identity")
 
 
 def originals(task: Task, source: str) -> dict[str, str]:
@@ -158,10 +194,22 @@ def prepare(name: str, source: str, out: Path, shots: int) -> None:
         write([few_shot(row, shots) for row in rows] if shots else rows, target)
 
 
+def made(name: str, source: str, model: str, rows: int, seed: int) -> list[Row]:
+    """Conversations that are made here, or ``source``'s own of identity.
+
+    Raises:
+        ValueError: ``source`` cannot be read.
+    """
+    rng = random.Random(seed)
+    if name == "identity":
+        return list(talks.identity(model, rng, rows) if source == "hub" else talks.identity_file(source))
+    words = talks.words_of(source, rng, rows)
+    return list((talks.spelling if name == "spelling" else talks.counting)(words, rng))
+
+
 def quickstart(out: Path, seed: int, held_out: int, sft_rows: int, worked_share: float, pairs: int) -> None:
     """The tiny arithmetic task: prompts that do not overlap, conversations and preference pairs on the training
     prompts, an empty model."""
-    sys.path.insert(0, str(Path(__file__).resolve().parent / "lib"))
     from arithmetic import all_questions, conversation_row, pair_row, prompt_row, write_model_folder
 
     rng = random.Random(seed)
@@ -179,7 +227,7 @@ def quickstart(out: Path, seed: int, held_out: int, sft_rows: int, worked_share:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("task", choices=[*TASKS, "quickstart"])
+    parser.add_argument("task", choices=[*TASKS, *MADE, "quickstart"])
     parser.add_argument("--source", default="hub", help="hub, or the folder of the original files (default: hub)")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument(
@@ -189,7 +237,9 @@ def main() -> None:
         choices=range(len(SHOTS) + 1),
         help="worked examples before each question (default: 0)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="quickstart: seed of everything (default: 0)")
+    parser.add_argument("--rows", type=int, default=2000, help="spelling, counting, identity: rows (default: 2000)")
+    parser.add_argument("--name", default="Slim", help="identity: the model's name (default: Slim)")
+    parser.add_argument("--seed", type=int, default=0, help="of what is made here (default: 0)")
     parser.add_argument(
         "--held-out", type=int, default=1000, help="quickstart: prompts in heldout.parquet (default: 1000)"
     )
@@ -203,6 +253,9 @@ def main() -> None:
         quickstart(args.out, args.seed, args.held_out, args.sft_rows, args.worked_share, args.pairs)
         return
     try:
+        if args.task in MADE:
+            write(made(args.task, args.source, args.name, args.rows, args.seed), args.out / "train.parquet")
+            return
         prepare(args.task, args.source, args.out, args.shots)
     except ValueError as error:
         parser.error(str(error))

@@ -26,6 +26,7 @@ from slimelite.arguments.sources import PATHS, Settings, Vocabulary, read_config
 from slimelite.arguments.tracking import TrackingArgs
 from slimelite.base.files import FORMAT, check_format, write_text
 from slimelite.base.lifecycle import read_status
+from slimelite.models.checkpoints import model_folder
 
 # file in the folder of a stage that has begun: its flags, an id, and the id of the stage before, whose model it starts
 # from. It is there before the stage: one that is killed right after its end has it too
@@ -62,6 +63,12 @@ class Stage:
     def made(self) -> bool:
         """Whether the model is there."""
         return Path(self.model).is_dir()
+
+    @property
+    def result(self) -> str:
+        """The folder that the next stage starts from: with ``save_best`` the model of the best evaluation."""
+        best = model_folder(self.model, "best") if self.settings.values.get("save_best") else None
+        return str(best) if best is not None and best.is_dir() else self.model
 
     @property
     def finished(self) -> bool:
@@ -248,7 +255,7 @@ def _command_line(stage: Stage, before: Sequence[Stage]) -> list[str]:
 
 def _newest(before: Sequence[Stage]) -> str | None:
     """The newest model that is there, or the one that the first stage starts from; None where that makes a new one."""
-    made = [each.model for each in before if each.made]
+    made = [each.result for each in before if each.made]
     return made[-1] if made else before[0].settings.values.get("hf_checkpoint") if before else None
 
 

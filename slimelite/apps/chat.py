@@ -12,23 +12,16 @@ import secrets
 import sys
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing, contextmanager, suppress
-from dataclasses import fields
 from typing import Any, TextIO
 
 from slimelite.apps.serve import MODEL_HELP, add_model_flags, serving
 from slimelite.base.http_client import Client, HttpError
 from slimelite.base.threads import LoopThread
-from slimelite.engines.params import SamplingParams, names_at
 
-# settings of a request, the sampling parameters that are numbers: command -> its type
-TYPES: dict[str, Callable[[str], float]] = {"int": int, "int | None": int, "float": float}
-SETTINGS = {
-    names_at("openai")[f.name][0]: TYPES[str(f.type)]
-    for f in fields(SamplingParams)
-    if f.name in names_at("openai") and str(f.type) in TYPES
-}
-HELP = f"""/system TEXT      the system prompt; without a text there is none
-/{", /".join(SETTINGS)} NUMBER      sampling; without a number the server's default
+# settings of a request: command -> its type
+SETTINGS: dict[str, Callable[[str], float]] = {"temperature": float, "top_p": float, "max_tokens": int, "seed": int}
+HELP = """/system TEXT      the system prompt; without a text there is none
+/temperature, /top_p, /max_tokens, /seed NUMBER      sampling; without a number the server's default
 /settings         what is set
 /regenerate       another answer to the last message
 /reset            forget the conversation
@@ -36,6 +29,8 @@ HELP = f"""/system TEXT      the system prompt; without a text there is none
 Ctrl-C stops the answer. A line that ends with \\ goes on in the next."""
 # what `add_model_flags` adds
 MODEL_FLAGS = ("base", "engine", "device", "context_length", "tool_call_parser", "reasoning_parser")
+# tokens of a text that a model without a chat template goes on with, unless /max_tokens says how many
+COMPLETED = 128
 LAST_S = 30.0  # an interrupted start has so long to end
 EXAMPLES = """examples:
   slimelite chat runs/quickstart/seed-0/grpo           the newest model of a run
@@ -53,20 +48,23 @@ class Chat:
         self.system, self.settings = system, settings
         self.messages: list[dict[str, str]] = []
         self.model = ""
+        self.chats = True
 
     def meet(self) -> None:
-        """Ask the server for the name of its model.
+        """Ask the server for the name of its model, and whether it answers messages or goes on with a text.
 
         Raises:
             HttpError: nobody answers, or the key is wrong.
         """
 
-        async def ask() -> str:
+        async def ask() -> dict[str, Any]:
             async with Client() as client:
                 models = await client.ask("GET", f"{self.url}/v1/models", headers=self.headers)
-                return str(models["data"][0]["id"])
+                first: dict[str, Any] = models["data"][0]
+                return first
 
-        self.model = asyncio.run(ask())
+        model = asyncio.run(ask())
+        self.model, self.chats = str(model["id"]), model.get("chats") is not False
 
     def ask(self, text: str) -> None:
         """Send a message and print the answer; both are kept.
@@ -96,14 +94,18 @@ class Chat:
     async def _print(self, pieces: list[str]) -> str | None:
         """Print an answer; its content goes into ``pieces``. Returns the reason of its end."""
         system = [{"role": "system", "content": self.system}] if self.system else []
-        body = {"model": self.model, "messages": [*system, *self.messages], "stream": True, **self.settings}
+        fields: dict[str, Any]
+        path, fields = "chat/completions", {"messages": [*system, *self.messages]}
+        if not self.chats:
+            path, fields = "completions", {"max_tokens": COMPLETED, "prompt": self.messages[-1]["content"]}
+        body = {"model": self.model, "stream": True, **fields, **self.settings}
         finish, thinking = None, False
         async with (
             Client() as client,
-            aclosing(_choices(client, f"{self.url}/v1/chat/completions", body, self.headers)) as all_,
+            aclosing(_choices(client, f"{self.url}/v1/{path}", body, self.headers)) as all_,
         ):
             async for choice in all_:
-                delta = choice.get("delta") or {}
+                delta = choice.get("delta") or {"content": choice.get("text")}
                 if thought := delta.get("reasoning_content"):
                     _aside(thought, end="")
                 if (content := delta.get("content")) or delta.get("tool_calls"):
@@ -205,7 +207,8 @@ def main(argv: Sequence[str]) -> int:
                 return 0
         except HttpError as error:
             raise ValueError(error) from error
-        _aside(f"{chat.model}; /help lists commands, Ctrl-D leaves")
+        begins = "" if chat.chats else " goes on with your texts (it has no chat template)"
+        _aside(f"{chat.model}{begins}; /help lists commands, Ctrl-D leaves")
         _talk(chat)
     return 0
 

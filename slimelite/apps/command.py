@@ -58,6 +58,11 @@ COMMANDS = {
         "slimelite.apps.eval",
         connects=True,
     ),
+    "report": Command(
+        "write one page of the stages of train.py --stages: cost, scores and answers after each, curves",
+        "slimelite report runs/journey --tasks arc-easy,gsm8k --price 2.5",
+        "slimelite.apps.report",
+    ),
     "chat": Command(
         "talk to a model, or to a server, in the terminal",
         "slimelite chat runs/a",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -183,8 +184,19 @@ def _show(facts: Facts) -> None:
         f"±: standard error, clustered by prompt.{tests}",
         "look at the answers: slimelite view " + " ".join(model["folder"] for model in models),
     ]
-    rows = [row for task in models[0]["tasks"] for row in _rows(models, task)]
+    rows = [row for task in models[0]["tasks"] for row in _rows(models, task)] + _core(models)
     print_table([model["name"] for model in models], [rows], notes)
+
+
+def _core(models: Sequence[Facts]) -> list[Row]:
+    """The mean over tasks of what is above guessing, as CORE has it; nothing if one task alone has choices."""
+    scores = [
+        {task: facts["metrics"].get(f"eval/{task}-centred") for task, facts in model["tasks"].items()}
+        for model in models
+    ]
+    named = [task for task, score in scores[0].items() if score is not None]
+    means = [statistics.fmean(each[task] for task in named) for each in scores] if len(named) > 1 else []
+    return [(f"mean of {len(named)} centred", [score_text(mean, None) for mean in means])] if means else []
 
 
 def _rows(models: Sequence[Facts], task: str) -> Iterator[Row]:
@@ -192,7 +204,8 @@ def _rows(models: Sequence[Facts], task: str) -> Iterator[Row]:
     metrics = [model["tasks"][task]["metrics"] for model in models]
     score = f"eval/{task}"
     powers = [name for name in metrics[0] if name.startswith(f"{score}-pass@") and not name.endswith("-stderr")]
-    for name in [score, *powers]:
+    centred = [f"{score}-centred"] if f"{score}-centred" in metrics[0] else []
+    for name in [score, *centred, *powers]:
         values = [score_text(each[name], each.get(f"{name}-stderr")) for each in metrics]
         yield name.removeprefix("eval/"), values
     cut = [each[f"{score}-truncated_ratio"] for each in metrics]

@@ -15,7 +15,7 @@ from slimelite.arguments.evaluation import resolve_eval_datasets, seeks_best
 from slimelite.arguments.flags import SEEDS
 from slimelite.arguments.model import model_config_from_flags
 from slimelite.arguments.rollout import EPISODE, PROGRAM
-from slimelite.arguments.sources import Settings, load_yaml
+from slimelite.arguments.sources import Settings, load_yaml, read_mixture
 from slimelite.arguments.training import INNER, read_adapter, words
 from slimelite.engines.registry import ENGINES
 from slimelite.environments.registry import TOTAL, known
@@ -50,6 +50,8 @@ def derive(args: Args, explicit: frozenset[str], machine: Machine, settings: Set
     """
     draft = Draft(args, explicit, machine, settings, list(args.derivations))
     _modes(draft)
+    for name, value in read_mixture(args, settings).items():
+        draft.set(name, value, f"the mixture {args.prompt_data[0]}")
     pack_documents(draft)
     if draft.args.agent_command is not None or draft.args.environment is not None:
         _environment(draft)

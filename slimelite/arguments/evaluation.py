@@ -28,8 +28,8 @@ from slimelite.rewards.rules import RULES
 SHIPPED = Path(__file__).parents[1] / "data" / "tasks"
 # suffixes of files with rows, as in `slimelite.data.prompts`
 SUFFIXES = (".parquet", ".jsonl", ".json", ".jsonl.gz")
-# scores the choices of a row
-CHOOSE = "slimelite.rollout.evaluation.choose"
+# score the choices of a row, and the text that follows
+CHOOSE, CONTINUE = "slimelite.rollout.evaluation.choose", "slimelite.rollout.evaluation.go_on"
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,11 @@ class Task:
 
     name: str = flag(None, "its score is called `eval/<name>`", ALWAYS)
     about: str = flag("", "one line for the table of tasks", ALWAYS)
-    kind: Literal["generate", "multiple-choice"] = flag(
-        "generate", "the model writes and the scorer reads, or the likeliest of the choices is taken", ALWAYS
+    kind: Literal["generate", "multiple-choice", "continuation"] = flag(
+        "generate",
+        "the model writes and the scorer reads, the likeliest of the choices is taken, or each token of the label is "
+        "to be the likeliest",
+        ALWAYS,
     )
     data: str | None = flag(
         None, "the rows: a hub dataset `owner/name[:config][:split]`, or a file beside the task file", ALWAYS
@@ -63,10 +66,16 @@ class Task:
     delimiter: str = flag(" ", "what stands between question and answer where no chat template does", ALWAYS)
     label: str | None = flag(None, "expression of the label; of several choices, the index of the right one", ALWAYS)
     choices: str | None = flag(None, "expression of the list of choices, each a text", ALWAYS)
+    shared: str | None = flag(
+        None, "expression of the text that ends every choice; its likelihood after each of them decides", ALWAYS
+    )
     metadata: dict[str, Any] = flag({}, "expressions of what else the scorer reads, by name", ALWAYS)
     scorer: str | None = flag(None, "a rule of --rm-type, or a function as of --custom-rm-path", ALWAYS)
-    metric: Literal["acc", "acc_norm"] = flag(
-        "acc", "acc: the likeliest choice counts; acc_norm: the likeliest for its number of characters", ALWAYS
+    metric: Literal["acc", "acc_norm", "acc_token"] = flag(
+        "acc",
+        "acc: the likeliest choice counts; acc_norm: the likeliest for its number of characters; acc_token: for its "
+        "number of tokens, as in CORE",
+        ALWAYS,
     )
     stop: list[str] = flag([], "these texts end a response where no chat template is applied", ALWAYS)
     max_tokens: int = flag(512, "a response has at most this length [tokens]", ALWAYS, at_least=1)
@@ -76,6 +85,11 @@ class Task:
         """Whether choices are scored, and nothing is generated."""
         return self.kind == "multiple-choice"
 
+    @property
+    def plugin(self) -> str | None:
+        """The generate function that scores texts in place of sampling."""
+        return {"multiple-choice": CHOOSE, "continuation": CONTINUE}.get(self.kind)
+
     def problem(self) -> str | None:
         """What is wrong with the file, or None."""
         if not self.name or not self.prompt:
@@ -84,7 +98,11 @@ class Task:
             return "needs data (a hub dataset, or a file beside it), or files in a folder of data"
         if self.chooses and (self.choices is None or self.label is None):
             return "a task of kind multiple-choice needs choices, and the index of the right one as label"
-        if not self.chooses and self.scorer is None:
+        if self.kind == "continuation" and self.label is None:
+            return "a task of kind continuation needs the text that follows as label"
+        if self.shared is not None and not self.chooses:
+            return "shared ends choices: it needs the kind multiple-choice"
+        if self.kind == "generate" and self.scorer is None:
             return f"needs a scorer: one of {', '.join(RULES)}, or a function"
         if self.scorer is not None and self.scorer not in RULES and not {".", ":"} & set(self.scorer):
             near = get_close_matches(self.scorer, RULES, 1) or [", ".join(RULES)]
@@ -111,11 +129,11 @@ class Task:
             "metadata_overrides": {"metric": self.metric} if self.chooses else {},
             "rm_type": self.scorer if ruled else None,
             "custom_rm_path": None if ruled else self.scorer,
-            "custom_generate_function_path": CHOOSE if self.chooses else None,
+            "custom_generate_function_path": self.plugin,
             "stop": [] if chat else self.stop,
             "stop_token_ids": [],
             "temperature": 0.0,
-            "max_response_len": 1 if self.chooses else self.max_tokens,
+            "max_response_len": 1 if self.plugin else self.max_tokens,
         }
 
     def _rows(self, spec: str, folder: str | None, data: str | None, files: list[str]) -> str:
@@ -215,7 +233,7 @@ class EvalDataset:
         if len(self.name.encode()) > NAME_BYTES:
             name = f"{self.name[:40]}..."
             yield f"eval dataset {name}: its files are called after it: a name of {NAME_BYTES} bytes or less"
-        if re.search(r"/|-pass@|-stderr$|-truncated_ratio$|^(step|reward_errors)$", self.name):
+        if re.search(r"/|-pass@|-stderr$|-truncated_ratio$|-centred$|^(step|reward_errors)$", self.name):
             yield (
                 f"eval dataset {self.name}: eval/{self.name} would not be known as a score, as other metrics have "
                 "such names; take another one, such as math_500 for math/500"
@@ -435,14 +453,14 @@ def _dataset(
 def _task_settings(args: EvalArgs, spec: str, values: dict[str, Any]) -> dict[str, Any]:
     """The settings that the task file ``spec`` gives to its dataset; --eval-* flags of the command line replace them.
 
-    A task of several choices takes one sample of each row, because its score does not depend on sampling.
+    A task that scores texts takes one sample of each row, because its score does not depend on sampling.
     """
     task = load_task(spec)
     shots = values.get("fewshot", args.eval_fewshot)
     settings = task.settings(spec, args.eval_task_data, shots, chat=values["apply_chat_template"])
     if args.eval_limit is not None:
         settings["path"] += f"@[:{args.eval_limit}]"
-    if task.chooses:
+    if task.plugin:
         return {**settings, "n_samples_per_eval_prompt": 1, "pass_at_k": []}
     flags = {name: getattr(args, f"eval_{name}") for name in ("temperature", "max_response_len")}
     return settings | {name: value for name, value in flags.items() if value is not None}

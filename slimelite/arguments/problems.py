@@ -10,7 +10,7 @@ from slimelite.algorithms.losses import KL_KINDS
 from slimelite.arguments.algorithm import CorrectionArgs, DistillationArgs
 from slimelite.arguments.args import Args
 from slimelite.arguments.conditions import SGLANG
-from slimelite.arguments.evaluation import CHOOSE
+from slimelite.arguments.evaluation import CHOOSE, CONTINUE
 from slimelite.arguments.flags import all_flags
 from slimelite.arguments.rollout import EPISODE, PROGRAM, RewardArgs, RolloutArgs
 from slimelite.arguments.sources import SIMILAR
@@ -232,7 +232,7 @@ def _data(args: Args) -> Iterator[str]:
         yield f"--rollout-max-prompt-len {prompt} leaves no room in --rollout-max-context-len {context}"
     for dataset in args.eval_datasets:
         yield from dataset.problems()
-        if dataset.custom_generate_function_path == CHOOSE and not args.engine_kind.scores:
+        if dataset.custom_generate_function_path in (CHOOSE, CONTINUE) and not args.engine_kind.scores:
             yield (
                 f"eval dataset {dataset.name}: its choices are scored by their likelihood, which --rollout-backend "
                 f"{args.rollout_backend} does not give; take embedded"

@@ -47,7 +47,8 @@ class DataArgs(OfJob):
 
     prompt_data: list[str] = flag(
         [],
-        "prompts come from these jsonl or parquet files, or hub dataset ids; path@[a:b] takes a slice",
+        "prompts come from these jsonl or parquet files, or hub dataset ids; path@[a:b] takes a slice; one YAML file "
+        "is a mixture of paths with weights",
         NEW_ROLLOUTS,
         metavar="PATH",
     )

@@ -409,6 +409,22 @@ def load_yaml(path: str, option: str, settings: Settings) -> object:
     return None
 
 
+def read_mixture(args: Any, settings: Settings) -> dict[str, list[Any]]:
+    """prompt_data and prompt_data_weights of the YAML file that --prompt-data names, ``path: weight``; else nothing."""
+    name = args.prompt_data[0] if len(args.prompt_data) == 1 else ""
+    content = load_yaml(name, "--prompt-data", settings) if name.endswith((".yaml", ".yml")) else None
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not all(
+        isinstance(path, str) and type(weight) in (int, float) and weight > 0 for path, weight in content.items()
+    ):
+        settings.complain("--prompt-data", f"{name}: a mixture has lines `path: weight`, each weight a number above 0")
+        return {}
+    if args.prompt_data_weights:
+        settings.complain("--prompt-data-weights", f"the mixture {name} has the weights; leave them out")
+    return {"prompt_data": list(content), "prompt_data_weights": [float(weight) for weight in content.values()]}
+
+
 def _short_text(path: str) -> str:
     """The text of a file, unless it may be endless."""
     mode = os.stat(path).st_mode

@@ -119,9 +119,18 @@ def sampling_params(request: GenerateRequest, eos: Collection[int], vocab_size: 
     """The request's parameters for vLLM, without stop strings: see `VllmEngine._completes_stop_string`."""
     params = request.params
     stops = {*params.stop_token_ids, *(() if params.ignore_eos else eos)}
-    ends = [token for token in stops if 0 <= token < vocab_size]
-    own = {"stop": [], "stop_token_ids": ends, "ignore_eos": True, "seed": None}
-    return SamplingParams(**{**params.at("openai"), **own}, logprobs=0, detokenize=False)
+    return SamplingParams(
+        max_tokens=params.max_new_tokens,
+        min_tokens=params.min_new_tokens,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        stop_token_ids=[token for token in stops if 0 <= token < vocab_size],
+        ignore_eos=True,
+        logprobs=0,
+        detokenize=False,
+    )
 
 
 class Running:

@@ -39,7 +39,7 @@ class TaskRows:
         self._prompt = self._template("prompt", task.prompt)
         self._answer = None if task.answer is None else self._template("answer", task.answer)
         self._same = self._expression("same", "none" if task.same is None else task.same)
-        templates = {"label": task.label, "choices": task.choices, **task.metadata}
+        templates = {"label": task.label, "choices": task.choices, "shared": task.shared, **task.metadata}
         self._values = {name: self._expression(name, text) for name, text in templates.items() if text is not None}
 
     def read(self, path: str, shots: int, examples: str | None, bad: BadRows) -> Iterator[tuple[str, Row]]:
@@ -88,17 +88,19 @@ class TaskRows:
         label = metadata.pop("label", None)
         if self.task.chooses:
             choices = metadata["choices"] = self._choices(values)
-            metadata |= {"right": label, "delimiter": "" if self._chat else self.task.delimiter}
-            label = choices[label]
+            metadata["right"], label = label, choices[label]
+        if self.task.plugin:
+            metadata["delimiter"] = "" if self._chat else self.task.delimiter
         return {"prompt": prompt, "label": label, "metadata": metadata}
 
     def _pair(self, row: Row) -> tuple[str, str]:
         """The question and the answer of an example."""
         if self._answer is not None:
             return self._prompt(row), self._answer(row)
-        values = {name: value(row) for name, value in self._values.items() if name in ("label", "choices")}
+        needed = ("label", "choices", "shared")
+        values = {name: value(row) for name, value in self._values.items() if name in needed}
         if self.task.chooses:
-            return self._prompt(row), self._choices(values)[values["label"]]
+            return self._prompt(row), self._choices(values)[values["label"]] + values.get("shared", "")
         if "label" not in values:
             raise ValueError(f"the task {self.task.name} has neither answer nor label to show in an example")
         return self._prompt(row), str(values["label"])

@@ -116,11 +116,6 @@ class SamplingParams:
             values[name] = tuple(value) if isinstance(value, list) else value
         return cls(**values)
 
-    def at(self, place: Place) -> dict[str, Any]:
-        """The parameters under their names at ``place``; texts and ids are lists there."""
-        values = {names[0]: getattr(self, field) for field, names in names_at(place).items()}
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-
     def after(self, count: int, room: int | None = None) -> SamplingParams:
         """What is left of them when ``count`` tokens are there and the context has ``room`` for more.
 

@@ -12,6 +12,7 @@ import numpy as np
 from slimelite.arguments import EvalDataset
 from slimelite.data.prompts import deal, load_prompts
 from slimelite.engines.params import SamplingParams
+from slimelite.engines.protocol import Engine
 from slimelite.rollout.context import PluginArgs, RolloutContext, RolloutFnEvalOutput
 from slimelite.rollout.groups import GroupGenerator, check_scored, is_finished, without_dropped
 from slimelite.rollout.pool import Outcome
@@ -119,29 +120,67 @@ async def _evaluate(
 async def choose(args: PluginArgs, sample: Sample, _params: dict[str, Any]) -> Sample:
     """Answer with the likeliest choice, whose reward is 1 if it is the right one.
 
-    ``sample.metadata`` has ``choices``, ``right``, ``delimiter`` and ``metric`` (see
-    `slimelite.arguments.evaluation.Task`), and then also ``log_likelihoods``, log p(choice | prompt) of each. The
-    tokens of a choice are those that prompt and choice have together beyond the prompt's own, as lm-evaluation-harness
-    has it.
+    ``sample.metadata`` has ``choices``, ``right``, ``delimiter``, ``metric`` and perhaps ``shared`` (see
+    `slimelite.arguments.evaluation.Task`), and then also ``log_likelihoods``, log p(choice | prompt) of each, or
+    log p(shared | prompt and choice). The tokens of a choice are those that prompt and choice have together beyond the
+    prompt's own, as lm-evaluation-harness has it.
 
     Raises:
         ValueError: a choice adds no token to the prompt, or both together exceed the context.
     """
-    context, metadata, start = args.rollout_context, sample.metadata, len(sample.tokens)
+    metadata, end = sample.metadata, sample.metadata.get("shared", "")
     choices: list[str] = metadata["choices"]
-    texts = [f"{sample.prompt}{metadata['delimiter']}{choice}" for choice in choices]
-    prompt_ids, *encoded = context.tokenizer([sample.prompt, *texts], add_special_tokens=False)["input_ids"]
-    answers = [ids[len(prompt_ids) :] for ids in encoded]
-    if not all(answers):
+    starts = [f"{sample.prompt}{metadata['delimiter']}{choice}" for choice in choices]
+    begins = starts if end else [str(sample.prompt)] * len(choices)
+    answers = [_added(args, begin, text + end) for begin, text in zip(begins, starts, strict=True)]
+    if not all(answer for _, answer in answers):
         raise ValueError(f"a choice of {choices!r:.200} adds no token to the prompt")
-    engines = context.engines
-    engine = engines.engines[engines.up[(sample.group_index or 0) % len(engines.up)]]
-    scored = await asyncio.gather(*(engine.score([*sample.tokens, *ids], start) for ids in answers))
-    likelihoods = np.array([sum(scores.log_probs) for scores in scored])
-    weights = np.array([len(choice) for choice in choices]) if metadata["metric"] == "acc_norm" else 1
-    best = int(np.argmax(likelihoods / weights))
-    sample.append_response_tokens(answers[best], scored[best].log_probs)
-    sample.response, sample.status = choices[best], Sample.Status.COMPLETED
+    # what an evaluation task begins a text with stands before the tokens of the prompt alone
+    opening = sample.tokens[: len(sample.tokens) - len(_added(args, str(sample.prompt), str(sample.prompt))[0])]
+    engine = _engine_of(args, sample)
+    prompts = [[*opening, *before] for before, _ in answers]
+    each = zip(prompts, answers, strict=True)
+    scores = await asyncio.gather(*(engine.score([*ids, *answer], len(ids)) for ids, (_, answer) in each))
+    likelihoods = np.array([sum(of_choice.log_probs) for of_choice in scores])
+    sizes = {"acc_norm": [len(choice) for choice in choices], "acc_token": [len(answer) for _, answer in answers]}
+    best = int(np.argmax(likelihoods / np.array(sizes.get(metadata["metric"], 1))))
+    if end:  # the response is what was scored, after the choice
+        sample.tokens = prompts[best]
+    sample.append_response_tokens(answers[best][1], scores[best].log_probs)
+    sample.response, sample.status = choices[best] + end, Sample.Status.COMPLETED
     sample.reward = float(best == metadata["right"])
     metadata["log_likelihoods"] = likelihoods.tolist()
     return sample
+
+
+async def go_on(args: PluginArgs, sample: Sample, _params: dict[str, Any]) -> Sample:
+    """Answer with the label, whose reward is 1 if each of its tokens is the likeliest after those before it.
+
+    ``sample.metadata`` has ``delimiter``, and then also ``log_likelihood``, log p(label | prompt).
+
+    Raises:
+        ValueError: the label adds no token to the prompt, or both together exceed the context.
+    """
+    prompt, start = str(sample.prompt), len(sample.tokens)
+    text = f"{sample.metadata['delimiter']}{sample.label}"
+    _, answer = _added(args, prompt, prompt + text)
+    if not answer:
+        raise ValueError(f"the label {sample.label!r:.200} adds no token to the prompt")
+    scores = await _engine_of(args, sample).score([*sample.tokens, *answer], start, top=1)
+    sample.append_response_tokens(answer, scores.log_probs)
+    sample.response, sample.status = str(sample.label), Sample.Status.COMPLETED
+    sample.reward = float([best[0][0] for best in scores.top] == answer)
+    sample.metadata["log_likelihood"] = sum(scores.log_probs)
+    return sample
+
+
+def _added(args: PluginArgs, before: str, text: str) -> tuple[list[int], list[int]]:
+    """The ids of ``before``, and those that ``text``, which begins with it, has beyond them."""
+    first, whole = args.rollout_context.tokenizer([before, text], add_special_tokens=False)["input_ids"]
+    return first, whole[len(first) :]
+
+
+def _engine_of(args: PluginArgs, sample: Sample) -> Engine:
+    engines = args.rollout_context.engines
+    engine: Engine = engines.engines[engines.up[(sample.group_index or 0) % len(engines.up)]]
+    return engine

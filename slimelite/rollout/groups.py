@@ -9,7 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Awaitable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -37,9 +37,11 @@ FINISHED = (Status.COMPLETED, Status.TRUNCATED, Status.FAILED)
 
 def slime_params(params: SamplingParams, seed: int | None) -> dict[str, object]:
     """The sampling parameters as the dict that custom generate functions get, under SGLang's names."""
-    values = replace(params, seed=seed).at("sglang") | {"no_stop_trim": True, "spaces_between_special_tokens": False}
-    unknown = ("ignore_eos", *(["sampling_seed"] if seed is None else []))  # slime passes no ignore_eos
-    return {name: value for name, value in values.items() if name not in unknown}
+    values = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(params).items()}
+    for unknown in ("seed", "ignore_eos", "kept"):  # slime names the seed sampling_seed and passes no ignore_eos
+        del values[unknown]
+    seeded = {} if seed is None else {"sampling_seed": seed}
+    return {**values, "no_stop_trim": True, "spaces_between_special_tokens": False, **seeded}
 
 
 def remaining_params(sample: Sample, params: SamplingParams, max_context_len: int, seed: int | None) -> SamplingParams:

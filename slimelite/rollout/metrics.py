@@ -89,6 +89,7 @@ def eval_metrics(
         **prefixed(f"eval/{name}", mean_and_error(rewards)),
         **prefixed(f"eval/{name}/", lengths),
         f"eval/{name}-truncated_ratio": truncated,
+        **prefixed(f"eval/{name}-", centred(samples, rewards)),
         **prefixed(f"eval/{name}-", pass_at_k(rewards, more_k)),
         **prefixed(f"eval/{name}/", component_means(table)),
         **prefixed(f"eval/{name}/environment/", episode_metrics(samples, reward_key)),
@@ -229,6 +230,19 @@ def mean_and_error(values: Sequence[Sequence[float]]) -> dict[str, float]:
         return {"": mean}
     squares = math.fsum(math.fsum(value - mean for value in of_prompt) ** 2 for of_prompt in values)
     return {"": mean, "-stderr": math.sqrt(squares * len(values) / (len(values) - 1)) / len(everything)}
+
+
+def centred(samples: Sequence[Sample], rewards: Sequence[Sequence[float]]) -> dict[str, float]:
+    """``centred``: the accuracy of choices where guessing has 0 and a perfect model 1, (a − c) / (1 − c), with c the
+    mean of 1 / choices (CORE, arXiv:2406.11794), and ``centred-stderr``; nothing for other samples.
+    """
+    counts = [len(sample.metadata.get("choices") or ()) for sample in samples]
+    if not counts or min(counts) < 2:
+        return {}
+    chance = statistics.fmean(1 / count for count in counts)
+    accuracy = mean_and_error(rewards)
+    scaled = {f"centred{name}": value / (1 - chance) for name, value in accuracy.items()}
+    return scaled | {"centred": (accuracy[""] - chance) / (1 - chance)}
 
 
 def is_repetitive(text: str) -> bool:

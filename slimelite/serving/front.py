@@ -42,7 +42,7 @@ RECORD = ("number", "parent", "prompt_ids", "output_ids", "log_probs", "weight_v
 
 @sampled("openai", "anthropic")
 class SessionBody(SampledBody):
-    """``POST /sessions``. Its sampling parameters are the session's defaults. ``id`` becomes a part of paths."""
+    """``/sessions``: the defaults of its sampling parameters. The ``id`` is a part of a path."""
 
     id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")
     metadata: dict[str, Any] = Field(default_factory=dict)

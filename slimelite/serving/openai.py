@@ -190,11 +190,12 @@ async def complete(model: Model, session: Session, body: CompletionBody) -> Answ
 
 async def models(model: Model) -> dict[str, Any]:
     """Answers ``/v1/models``: the one model that is served. ``max_model_len``, a name of vLLM's, is the length of its
-    context in tokens.
+    context in tokens; ``chats``, ours, whether it has a chat template, or only goes on with texts.
     """
     info = await model.engine.info()
     own = {"id": model.name, "object": "model", "created": model.created, "owned_by": "slimelite"}
-    return {"object": "list", "data": [{**own, "max_model_len": info.max_context_len}]}
+    chats = bool(model.sessions.format.tokenizer.chat_template)
+    return {"object": "list", "data": [{**own, "max_model_len": info.max_context_len, "chats": chats}]}
 
 
 def error_body(error: Exception, status: int) -> dict[str, object]:
@@ -206,12 +207,12 @@ def error_body(error: Exception, status: int) -> dict[str, object]:
 
 
 def checked_messages(messages: Sequence[Message], index: int | None = None) -> list[Message]:
-    """Check that a chat template can show these messages, and return them as a list.
+    """The messages of a request, if they are what a chat template can be shown.
 
-    ``index``: all of them were made from the request's message of this number; None: each is a message of its own.
+    ``index``: the place in the request of the message that all of them come from.
 
     Raises:
-        RequestError: a message says nothing, or the arguments of a call are no JSON.
+        RequestError: one has nothing to show, or arguments of a call that are no JSON.
     """
     for number, message in enumerate(messages):
         name = f"messages[{number if index is None else index}]"

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from slimelite.arguments import AlgorithmArgs, Args, DataArgs, RolloutArgs
 from slimelite.arguments.derive import OFFLINE_ROLLOUT
-from slimelite.arguments.evaluation import CHOOSE
+from slimelite.arguments.evaluation import CHOOSE, CONTINUE
 from slimelite.arguments.parse import FILE, GROUP, plugin_paths
 from slimelite.arguments.rollout import EPISODE, PROGRAM
 from slimelite.samples.sample import label_text
@@ -375,7 +375,7 @@ def _plugins(args: Args) -> Iterator[str]:
     """The code that flags name, ours too where the user chose it; not the rollout that a supervised loss implies."""
     yield from (f"{FILE} {path}" for path in args.import_file)
     yield from (f"{GROUP} {path}" for path in args.args_group)
-    implied = (OFFLINE_ROLLOUT, CHOOSE, EPISODE, PROGRAM)
+    implied = (OFFLINE_ROLLOUT, CHOOSE, CONTINUE, EPISODE, PROGRAM)
     yield from (f"{flag} {path}" for flag, path in plugin_paths(args) if path not in implied)
 
 

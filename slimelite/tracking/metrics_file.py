@@ -111,7 +111,7 @@ def eval_metrics(records: Iterable[Mapping[str, object]]) -> list[str]:
     """Names of the mean scores of eval datasets, in order of first appearance."""
     names = dict.fromkeys(name for r in records for name in r if name.startswith("eval/") and name.count("/") == 1)
     beside = ("eval/step", "eval/reward_errors")
-    endings = ("-truncated_ratio", "-stderr")
+    endings = ("-truncated_ratio", "-stderr", "-centred")
     return [n for n in names if n not in beside and "-pass@" not in n and not n.endswith(endings)]
 
 

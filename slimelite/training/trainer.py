@@ -353,7 +353,9 @@ class Trainer(Learner[PolicyModel]):
         """Write the policy as a Hugging Face folder, or its adapter as a folder of peft's; see `weights.save_hf`."""
         args, card = self.args, weights.model_card(self.args, self.progress.rollout_id)
         adapter = peft_config(self.model.hf, args, args.hf_checkpoint) if weights.writes_adapter(args) else None
-        weights.save_hf(Path(directory), self.model, self.world, args.tokenizer, card, adapter)
+        weights.save_hf(
+            Path(directory), self.model, self.world, args.tokenizer, card, adapter, chats=not args.loss.documents
+        )
 
     def offload(self) -> dict[str, float]:
         """Move weights and optimizer state to host memory, unless ``--fsdp-cpu-offload`` or a CPU keeps them there."""

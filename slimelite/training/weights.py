@@ -199,12 +199,15 @@ def save_hf(
     tokenizer: str | None,
     card: str,
     adapter: Mapping[str, object] | None = None,
+    *,
+    chats: bool = True,
 ) -> None:
     """Write config, weights, tokenizer files and the model card, README.md (collective; rank 0 writes).
 
     The weights have the dtype that the trainer computes in and the engines sample with, so that the saved model is the
     evaluated one. ``tokenizer``: a folder or hub id whose tokenizer files are copied; ``card``: see `model_card`;
-    ``adapter``: write only the adapters, with this config (see `peft_config`).
+    ``adapter``: write only the adapters, with this config (see `peft_config`); ``chats``: with the chat template,
+    without which programs complete texts.
     """
     named: Iterable[tuple[str, Weight]] = model.named_weights() if adapter is None else peft_weights(model.hf)
     dtype = world.compute_dtype if adapter is None else torch.float32
@@ -223,7 +226,7 @@ def save_hf(
             config.save_pretrained(directory)
         else:
             save_adapter(directory, {name: tensor.cpu().contiguous() for name, tensor in weights}, adapter)
-        _copy_tokenizer(tokenizer, directory)
+        _copy_tokenizer(tokenizer, directory, chats=chats)
         (directory / "README.md").write_text(card, encoding="utf-8")
     except (SafetensorError, OSError) as error:
         for left in directory.glob("*.partial"):
@@ -254,7 +257,7 @@ def model_card(args: Args, rollout_id: int) -> str:
     )
 
 
-def _copy_tokenizer(tokenizer: str | None, directory: Path) -> None:
+def _copy_tokenizer(tokenizer: str | None, directory: Path, *, chats: bool) -> None:
     if tokenizer is None:
         return
     source = Path(tokenizer)
@@ -262,7 +265,8 @@ def _copy_tokenizer(tokenizer: str | None, directory: Path) -> None:
         source = Path(snapshot_download(tokenizer, allow_patterns=list(COMPANIONS)))
     for pattern in COMPANIONS:
         for file in source.glob(pattern):
-            shutil.copy(file, directory / file.name)
+            if chats or pattern != "chat_template*":
+                shutil.copy(file, directory / file.name)
 
 
 def _write_weights(

@@ -68,7 +68,7 @@ def test_two_models_are_scored_compared_and_not_asked_twice(folder: Path, capsys
     assert (folder / "out" / "one" / RESULTS).stat().st_mtime_ns == written
     assert main(["eval", *words]) == 0
     said = capsys.readouterr().out
-    assert [line.split()[0] for line in said.splitlines() if line.strip()][2:4] == ["pick", "−"]
+    assert [line.split()[0] for line in said.splitlines() if line.strip()][2:5] == ["pick", "pick-centred", "−"]
 
     os.utime(folder / "one" / "config.json", (1, 1))  # another model was moved here, older than the results
     moved = evaluated(capsys, *words)

@@ -14,8 +14,9 @@ import pytest
 from sampled_run import byte_level, sample, save, save_stats, write_run
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from slimelite.apps.pieces import Pieces
 from slimelite.apps.runs import Run
-from slimelite.apps.view_samples import Pieces, pack, samples
+from slimelite.apps.view_samples import pack, samples
 from slimelite.samples.sample import Sample
 from slimelite.samples.table import SampleTable
 

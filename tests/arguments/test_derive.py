@@ -545,3 +545,15 @@ def test_an_environment_makes_the_responses_and_may_bring_its_rows() -> None:
     assert idle == (("--environment-max-turns", "needs --environment"),)
     beside = make_args(f"{words} --prompt-data y.jsonl --environment http://a:1 --environment-processes 3".split())
     assert beside.no_effect == (("--environment-processes", "needs an environment that is no address"),)
+
+
+def test_a_mixture_is_one_file_of_paths_and_weights(make: Make, problems: Problems, tmp_path: Path) -> None:
+    file = tmp_path / "mixture.yaml"
+    file.write_text("data/smoltalk/train.parquet: 3\ndata/identity/train.parquet@[:100]: 0.5\n")
+    args = make(f"--prompt-data {file}")
+    assert args.prompt_data == ["data/smoltalk/train.parquet", "data/identity/train.parquet@[:100]"]
+    assert args.prompt_data_weights == [3.0, 0.5]
+    assert problems(f"--prompt-data {file} --prompt-data-weights 1")[0].endswith("has the weights; leave them out")
+    for text in ("- a.parquet\n", "a.parquet: 0\n", "a.parquet: many\n"):
+        file.write_text(text)
+        assert "a mixture has lines `path: weight`" in " ".join(problems(f"--prompt-data {file}"))

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -136,3 +138,68 @@ def test_wrong_folders_are_answered_in_one_line(
     with pytest.raises(SystemExit):
         prepare("gsm8k", "--source", tmp_path, "--out", tmp_path / "out")
     assert "no column 'answer'; it has ['prompt']" in capsys.readouterr().err
+
+
+TALK = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
+ARC = {"question": "Which?", "choices": {"text": ["up", "down", "left"], "label": ["1", "2", "3"]}, "answerKey": "2"}
+OPTION = "\nAnswer with the letter of the correct option, as 'Answer: X'."
+
+
+@pytest.mark.parametrize(
+    ("task", "file", "row", "question", "answer"),
+    [
+        ("smoltalk", "train.jsonl", {"messages": TALK, "source": "x"}, "Hi", "Hello."),
+        (
+            "mmlu_auxiliary",
+            "auxiliary_train/train-00000.parquet",
+            {"train": {"question": "Q", "choices": ["a", "b", "c", "d"], "answer": 3, "subject": ""}},
+            "Q\nA. a\nB. b\nC. c\nD. d" + OPTION,
+            "Answer: D",
+        ),
+        ("arc_talks", "ARC-Easy/train-00000.parquet", ARC, "Which?\nA. up\nB. down\nC. left" + OPTION, "Answer: B"),
+        (
+            "gsm8k_talks",
+            "train.jsonl",
+            GSM8K,
+            GSM8K["question"] + BOXED,
+            "Natalia sold 48/2 = 24 clips in May.\nThe answer is \\boxed{1072}.",
+        ),
+    ],
+)
+def test_originals_become_conversations(
+    task: str, file: str, row: dict[str, Any], question: str, answer: str, tmp_path: Path, prepare: Callable[..., None]
+) -> None:
+    path = tmp_path / "original" / file
+    path.parent.mkdir(parents=True)
+    if file.endswith(".parquet"):
+        pq.write_table(pa.Table.from_pylist([row]), path)
+    else:
+        path.write_text(json.dumps(row))
+    prepare(task, "--source", tmp_path / "original", "--out", tmp_path / "out")
+    (file_out,) = (tmp_path / "out").rglob("train.parquet")
+    (written,) = rows(file_out)
+    assert [message["content"] for message in written["messages"]] == [question, answer]
+
+
+def test_made_conversations_are_right_and_repeatable(tmp_path: Path, prepare: Callable[..., None]) -> None:
+    for name in ("spelling", "counting", "identity"):
+        for folder in ("a", "b"):
+            prepare(name, "--rows", "200", "--name", "Nano", "--out", tmp_path / folder / name)
+        file = Path(name) / "train.parquet"
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+        for row in rows(tmp_path / "a" / file):
+            question, answer = (message["content"] for message in row["messages"])
+            if name == "spelling":
+                assert answer.replace("-", "") in question
+            elif name == "counting":
+                letter, word = re.findall(r"\b[a-z]\b", question)[0], re.findall(r"[a-z]+", question)[-1]
+                assert answer.endswith(f"#### {word.count(letter)}")
+                assert row["label"] == str(word.count(letter))
+            else:
+                assert "Nano" in answer
+    (tmp_path / "own.jsonl").write_text(json.dumps(TALK) + "\n" + json.dumps({"messages": TALK}) + "\n")
+    prepare("identity", "--source", tmp_path / "own.jsonl", "--out", tmp_path / "own")
+    assert [row["messages"] for row in rows(tmp_path / "own" / "train.parquet")] == [TALK, TALK]
+    (tmp_path / "words.txt").write_text("zebra Zebra zebra")
+    prepare("spelling", "--source", tmp_path / "words.txt", "--rows", "3", "--out", tmp_path / "words")
+    assert {row["messages"][1]["content"] for row in rows(tmp_path / "words" / "train.parquet")} == {"z-e-b-r-a"}

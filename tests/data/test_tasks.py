@@ -48,6 +48,47 @@ ROWS: dict[str, tuple[dict[str, Any], str, Any]] = {
         "Question: Which?\nAnswer:",
         "down",
     ),
+    "arc-easy": (
+        {"question": "Which?", "choices": {"text": ["up", "down"], "label": ["A", "B"]}, "answerKey": "A"},
+        "Question: Which?\nAnswer:",
+        "up",
+    ),
+    "openbookqa": (
+        {"question_stem": "Fire is", "choices": {"text": ["wet", "hot"], "label": ["A", "B"]}, "answerKey": "B"},
+        "Fire is",
+        "hot",
+    ),
+    "commonsense-qa": (
+        {"question": "Where?", "choices": {"text": ["here", "there"], "label": ["A", "B"]}, "answerKey": "B"},
+        "Question: Where?\nAnswer:",
+        "there",
+    ),
+    "hellaswag": (
+        {"activity_label": "Tea", "ctx": "She boils", "endings": ["water.", "a cat."], "label": "0"},
+        "Tea: She boils",
+        "water.",
+    ),
+    "piqa": (
+        {"goal": "open a jar", "sol1": "turn the lid", "sol2": "eat it", "label": 0},
+        "Question: open a jar\nAnswer:",
+        "turn the lid",
+    ),
+    "boolq": (
+        {"question": "is it wet", "passage": "It rains.", "answer": True},
+        "Passage: It rains.\nQuestion: is it wet?\nAnswer:",
+        "yes",
+    ),
+    "copa": (
+        {"premise": "It fell.", "choice1": "I dropped it.", "choice2": "It rains.", "question": "cause", "label": 0},
+        "It fell because",
+        "i dropped it.",
+    ),
+    "winogrande": (
+        {"sentence": "Ann saw Eve, and _ waved.", "option1": "Ann", "option2": "Eve", "answer": "2"},
+        "Ann saw Eve, and",
+        "Eve",
+    ),
+    "lambada": ({"text": "he came in and said hello"}, "he came in and said", "hello"),
     "humaneval": (
         {
             "prompt": FUNCTION,
@@ -119,6 +160,8 @@ def test_a_shipped_task_makes_a_prompt_and_a_label(name: str, tmp_path: Path) ->
         ("svamp", "Answer: The answer is \\boxed{1}.\n\n"),
         ("mmlu", "Answer: C\n\n"),
         ("arc", "Answer: down\n\n"),
+        ("winogrande", "and Eve waved.\n\n"),
+        ("lambada", "said hello\n\n"),
         ("humaneval", 'One. """\n    return 1\n\ndef one():'),
     ],
 )
@@ -184,7 +227,12 @@ def test_a_row_that_does_not_fit_is_named(text: str, row: dict[str, Any], messag
         ("name: x\nprompt: y\ndata: a/b", "needs a scorer: one of math"),
         ("name: x\nprompt: y\ndata: a/b\nscorer: mth", r"scorer mth: there is no such rule \(math\?\)"),
         ("name: x\nprompt: y\ndata: a/b\nkind: multiple-choice", "needs choices"),
-        ("name: x\nprompt: y\ndata: a/b\nkind: choice", "kind is one of generate, multiple-choice, not 'choice'"),
+        (
+            "name: x\nprompt: y\ndata: a/b\nkind: choice",
+            "kind is one of generate, multiple-choice, contin.*, not 'choice'",
+        ),
+        ("name: x\nprompt: y\ndata: a/b\nkind: continuation", "needs the text that follows as label"),
+        ("name: x\nprompt: y\ndata: a/b\nscorer: math\nshared: z", "shared ends choices"),
         ("name: x\nprompt: y\ndata: a/b\nscorer: math\nmax_tokens: 0", "max_tokens must be at least 1"),
         ("[1]", "is not a mapping"),
         ("name: x\nname: y", "name is there a second time"),

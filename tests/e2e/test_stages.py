@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+import train
+from slimelite.preflight import problems_of
 from slimelite.stages import read_stages, run_stages
 
 from .conftest import TrainPy, metrics
@@ -233,3 +235,35 @@ def test_a_stage_that_was_killed_at_its_very_end_does_not_take_later_edits(
         capsys.readouterr().err
     )
     assert len(ran) == 1
+
+
+def test_the_model_of_the_best_evaluation_goes_on(
+    task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SFT that ends early, after rollout 2, because its score was best after rollout 0: the next begins with that."""
+    rewards = tmp_path / "rewards.py"
+    rewards.write_text(
+        "from pathlib import Path\n"
+        f"lines = Path({str(tmp_path / 'out' / '0-one' / 'metrics.jsonl')!r})\n"
+        "def reward(args, sample):\n"
+        "    steps = lines.read_text().count('train/loss') if lines.exists() else 0\n"
+        "    return {0: 0.2, 1: 0.9}.get(steps, 0.1)\n"
+    )
+    (tmp_path / "texts.jsonl").write_text('{"messages": "3+4=?"}\n{"messages": "1+1=?"}\n')
+    common = {"prompt_data": [str(task / "sft.parquet")], "loss_type": "sft_loss", "rollout_batch_size": 8}
+    asked = {
+        "eval_prompt_data": ["own", str(tmp_path / "texts.jsonl")],
+        "eval_interval": 1,
+        "eval_max_response_len": 2,
+        "early_stop_patience": 2,
+        "save_best": True,
+    }
+    plugin = {"custom_rm_path": f"{rewards}:reward", "hf_checkpoint": str(task / "model"), "num_rollout": 6}
+    first = write(tmp_path / "one.yaml", **common, **asked, **plugin)
+    second = write(tmp_path / "two.yaml", **common, num_rollout=1)
+    flags = ["--launcher", "local", "--input-key", "messages", "--lr", "1e-2", "--run-dir", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", ["train.py", "--stages", str(first), str(second), *flags])
+    assert run_stages(train.main, problems_of) == 0, capsys.readouterr().err
+    assert len(metrics(tmp_path / "out" / "0-one", "train/loss")) == 3
+    config = json.loads((tmp_path / "out" / "1-two" / "config.json").read_text())
+    assert config["hf_checkpoint"] == str(tmp_path / "out" / "0-one" / "model-best")

@@ -49,7 +49,7 @@ def likelihoods(
 
 
 @pytest.mark.parametrize("begins", [False, True], ids=["", "begins"])
-@pytest.mark.parametrize("dataset", ["acc", "acc_norm"], indirect=True)
+@pytest.mark.parametrize("dataset", ["acc", "acc_norm", "acc_token"], indirect=True)
 def test_the_likeliest_choice_is_the_response(
     make_args: MakeArgs,
     dataset: EvalDataset,
@@ -74,12 +74,54 @@ def test_the_likeliest_choice_is_the_response(
         metadata = json.loads(table.metadata[row])
         truth = likelihoods(model, tokenizer, asked["q"], asked["options"])
         assert metadata["log_likelihoods"] == pytest.approx(truth, abs=1e-4)
-        lengths = [
-            len(option) if dataset.metadata_overrides["metric"] == "acc_norm" else 1 for option in asked["options"]
-        ]
+        tokens = [len(tokenizer(option)["input_ids"]) - begins for option in asked["options"]]
+        sizes = {"acc_norm": list(map(len, asked["options"])), "acc_token": tokens}
+        lengths = sizes.get(dataset.metadata_overrides["metric"], [1] * len(tokens))
         best = max(range(len(truth)), key=lambda i: truth[i] / lengths[i])
         assert table.response[row] == asked["options"][best]
         assert float(table.row_slice("rollout_log_probs", row).sum()) == pytest.approx(truth[best], abs=1e-4)
         rewards.append(float(best == asked["right"]))
     assert table.reward.tolist() == rewards
-    assert output.metrics["eval/pick"] == pytest.approx(sum(rewards) / len(rewards))
+    accuracy = sum(rewards) / len(rewards)
+    assert output.metrics["eval/pick"] == pytest.approx(accuracy)
+    chance = (3 / 2 + 3 / 3) / 6  # half of the rows have two options
+    assert output.metrics["eval/pick-centred"] == pytest.approx((accuracy - chance) / (1 - chance))
+    error = output.metrics["eval/pick-stderr"] / (1 - chance)
+    assert output.metrics["eval/pick-centred-stderr"] == pytest.approx(error)
+
+
+def test_what_follows_is_scored_after_each_choice_or_must_be_the_likeliest(
+    make_args: MakeArgs, model_folder: Path, tmp_path: Path
+) -> None:
+    """Winograd's form and LAMBADA's, beside plain forward passes."""
+    tokenizer = load_tokenizer(str(model_folder))
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_folder), dtype=torch.float32)
+    model.save_pretrained(tmp_path / "weights")
+    rows = [{"q": f"{a}+", "options": ["5", "3+4"], "end": f"={a}?", "right": a % 2} for a in range(6)]
+    for number, row in enumerate(rows):  # what follows is the model's own greedy word in every second row
+        ids = torch.tensor([tokenizer(row["q"])["input_ids"]])
+        word = int(model(ids).logits[0, -1].argmax())
+        row["next"] = tokenizer.decode([word if number % 2 else (word + 1) % len(tokenizer)])
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    common = "data: rows.jsonl\nprompt: '{{ q }}'\ndelimiter: ''\n"
+    (tmp_path / "ends.yaml").write_text(
+        f"name: ends\n{common}kind: multiple-choice\nchoices: options\nlabel: right\nshared: end\nmetric: acc_token\n"
+    )
+    (tmp_path / "next.yaml").write_text(f"name: next\n{common}kind: continuation\nlabel: next\n")
+    specs = [str(tmp_path / f"{name}.yaml") for name in ("ends", "next")]
+    datasets = tuple(EvalDataset(**load_task(spec).settings(spec, None, 0, chat=False)) for spec in specs)
+    engine = start_engine(tmp_path / "weights", tokenizer)
+    with closing(RolloutManager(make_args(eval_datasets=datasets), [engine], tokenizer)) as manager:
+        output = manager.evaluate(0)
+    asyncio.run(engine.close())
+    ends, following = output.tables["ends"], output.tables["next"]
+    for number, row in enumerate(rows):
+        truth = [likelihoods(model, tokenizer, row["q"] + option, [row["end"]])[0] for option in row["options"]]
+        assert json.loads(ends.metadata[number])["log_likelihoods"] == pytest.approx(truth, abs=1e-4)
+        assert ends.reward[number] == float((truth[1] > truth[0]) == row["right"])
+        (truth_next,) = likelihoods(model, tokenizer, row["q"], [row["next"]])
+        assert json.loads(following.metadata[number])["log_likelihood"] == pytest.approx(truth_next, abs=1e-4)
+    assert following.reward.tolist() == [0.0, 1.0] * 3
+    assert output.metrics["eval/next"] == 0.5
+    assert "eval/next-centred" not in output.metrics

@@ -16,8 +16,11 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from slimelite.apps.command import main
+from slimelite.data.tokenizer import load_tokenizer
 from tests.serving.chat import build
 from tests.serving.scripted import Scripted, Server
 
@@ -160,6 +163,21 @@ def test_a_pipe_gets_the_answer_alone(tmp_path: Path) -> None:
     assert done.returncode == 0
     assert done.stdout
     assert done.stderr == "[cut off at max_tokens]\n"
+
+
+def test_a_model_without_a_chat_template_goes_on_with_the_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = build(tmp_path / "base")
+    (folder / "chat_template.jinja").unlink()
+    tokenizer = load_tokenizer(str(folder))
+    assert not tokenizer.chat_template
+    ids = torch.tensor([tokenizer("Once upon")["input_ids"]])
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    whole = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)[0, ids.shape[1] :]
+    monkeypatch.setattr("sys.stdin", StringIO("Once upon"))
+    assert main(["chat", str(folder), "--temperature", "0", "--max-tokens", "8"]) == 0
+    assert capsys.readouterr().out.strip("\n") == tokenizer.decode(whole, skip_special_tokens=True).strip("\n")
 
 
 def test_mistakes_are_one_line(

@@ -6,6 +6,7 @@ import base64
 import json
 from typing import Any
 
+from slimelite.engines.params import names_at
 from slimelite.engines.protocol import GenerateRequest, GenerateResult
 from slimelite.samples.kept import together
 from slimelite.samples.sample import PerToken, kept_of
@@ -28,7 +29,8 @@ def request_body(
     """The JSON body for the rest of the request, in SGLang's format."""
     params = request.params.after(len(done.output_ids))
     sampling: dict[str, object] = {
-        **params.at("sglang"),
+        **{names[0]: getattr(params, field) for field, names in names_at("sglang").items()},
+        "stop": list(params.stop),
         "stop_token_ids": sorted({*params.stop_token_ids, *(() if params.ignore_eos else eos)}),
         "no_stop_trim": True,
         "spaces_between_special_tokens": False,

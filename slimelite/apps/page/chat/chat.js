@@ -13,6 +13,7 @@ const ALTERNATIVES = 5; // that are shown of a token
 
 const turns = [];
 let [model, running] = ["", null]; // running: the AbortController of the answer that comes now
+let talks = true; // false: the model has no chat template, and goes on with a text
 let following = false; // whether the next frame scrolls to the end
 const ui = {};
 
@@ -130,10 +131,12 @@ function body() {
   const said = turns.filter((turn) => turn.role === "user" || turn.content || turn.reasoning);
   const messages = said.map(({ role, content, reasoning }) => ({ role, content, ...(reasoning ? { reasoning_content: reasoning } : {}) }));
   const set = SETTINGS.map(([name]) => [name, ui[name].value]).filter(([, value]) => value !== "");
+  const numbers = Object.fromEntries(set.map(([name, value]) => [name, Number(value)]));
+  if (!talks) return { model, stream: true, prompt: said.findLast((turn) => turn.role === "user").content, ...numbers };
   return {
     model, stream: true, logprobs: true, return_token_ids: true,
     messages: [...(system ? [{ role: "system", content: system }] : []), ...messages],
-    ...Object.fromEntries(set.map(([name, value]) => [name, Number(value)])),
+    ...numbers,
   };
 }
 
@@ -151,7 +154,7 @@ async function answer() {
     for await (const { choices: [choice] = [] } of chunks(asked, control.signal)) {
       if (!choice) continue;
       waiting = [...waiting, ...(choice.logprobs?.content ?? [])];
-      if (write(turn, choice.delta ?? {}, waiting)) waiting = [];
+      if (write(turn, choice.delta ?? { content: choice.text }, waiting)) waiting = [];
       if (choice.delta?.tool_calls) calls = choice.delta.tool_calls;
       turn.finish = choice.finish_reason ?? turn.finish;
       if (choice.token_ids) turn.ids = { prompt: choice.prompt_token_ids, output: choice.token_ids };
@@ -261,6 +264,8 @@ async function meet() {
   try {
     const { data } = await (await request("v1/models")).json();
     model = data[0].id;
+    talks = data[0].chats !== false;
+    if (!talks) ui.text.placeholder = "Begin a text; the model goes on with it";
     ui.model.textContent = ui.model.title = model;
     document.title = `${model} – slimelite`;
   } catch (error) {

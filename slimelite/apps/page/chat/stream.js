@@ -26,7 +26,8 @@ async function request(path, settings = {}) {
 
 /** The chunks of a streamed answer, as they come. */
 async function* chunks(body, signal) {
-  const answer = await request("v1/chat/completions", { method: "POST", body: JSON.stringify(body), signal });
+  const path = body.messages ? "v1/chat/completions" : "v1/completions";
+  const answer = await request(path, { method: "POST", body: JSON.stringify(body), signal });
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
