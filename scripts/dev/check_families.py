@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers import AutoConfig
+from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as FAMILIES
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -47,13 +47,19 @@ FIELDS: dict[str, dict[str, Any]] = {
 }
 
 
-def verdict(family: str) -> tuple[str, str]:
-    """Which of `VERDICTS` holds for ``family`` with the defaults of its config, and the reason if it is not packed."""
+def config_of(family: str) -> PretrainedConfig:
+    """The config of ``family`` with its defaults, or with every kind of its layers where they have not."""
     fields = FIELDS.get(family, {})
     if "layer_types" in fields or "attn_layer_indices" in fields:
         fields = fields | {"num_hidden_layers": LAYERS}
+    config: PretrainedConfig = AutoConfig.for_model(family, **fields)
+    return config
+
+
+def verdict(family: str) -> tuple[str, str]:
+    """Which of `VERDICTS` holds for ``family`` with the defaults of its config, and the reason if it is not packed."""
     try:
-        config = AutoConfig.for_model(family, **fields)
+        config = config_of(family)
         return (PACKED, "") if may_pack(config, ATTENTION) else (ALONE, why_alone(config, ATTENTION))
     except NotTrainable as error:
         reason = error.reason.partition(": its log-probs differ by")[0]  # by how much is rounding's affair

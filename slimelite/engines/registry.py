@@ -146,7 +146,7 @@ ENGINES.add(
         repeats=True,
         scores=True,
         kept=True,
-        check_config="slimelite.engines.embedded.model:check_config",
+        check_config="slimelite.engines.embedded.ways:check_config",
     )
 )
 ENGINES.add(

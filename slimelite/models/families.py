@@ -6,10 +6,10 @@
 
     FAMILIES.add(Family("mistral", "MistralForCausalLM", embedded=True))
 
-in a file that ``--import-file`` names makes the embedded engine compute Mistral models, and lets the flags of a model's
-shape be checked against them. Training needs no record: whether a model can be trained, packed or with eager attention
-only, is tested on a small copy of it (`slimelite.training.packing`), whatever its family. The loss mask of
-a conversation needs none either: ``auto`` fits every chat template.
+in a file that ``--import-file`` names gives Mistral models the embedded engine's fast decoder, and lets the flags of a
+model's shape be checked against them. Training needs no record, nor does the engine's generic decoder: whether a model
+can be trained, packed or with eager attention only, is tested on a small copy of it (`slimelite.training.packing`),
+whatever its family. The loss mask of a conversation needs none either: ``auto`` fits every chat template.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Family:
         qkv_bias: of the projections to queries, keys and values; ``out_bias``: of the attention's output projection;
             ``mlp_bias``: of the MLP's three projections.
         qk_norm: whether the queries and keys of each head are normalized.
-        embedded: whether the embedded engine can run it: a dense decoder with norms before attention and MLP, rotary
-            positions and a gated MLP, with Llama's weight names.
+        embedded: whether the embedded engine's fast decoder can run it: dense, with norms before attention and MLP,
+            rotary positions and a gated MLP, with Llama's weight names. Others have the generic one.
     """
 
     name: str

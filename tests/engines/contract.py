@@ -22,6 +22,7 @@ from slimelite.engines.protocol import (
     Streaming,
     WeightBucket,
 )
+from slimelite.models.files import as_filed, saved_buffers
 from tests.engines.tiny_models import EOS, VOCAB, build_model, greedy, log_probs, next_token_probs
 
 T = TypeVar("T")
@@ -31,8 +32,8 @@ PROMPTS = [(5, 6, 7), (9,), tuple(range(20, 50)), (3, 3, 60, 61), (11, 12), (70,
 
 
 def as_buckets(model: PreTrainedModel, size: int = 4) -> list[WeightBucket]:
-    """The model's weights, tied ones once, ``size`` tensors a bucket."""
-    named = list(model.named_parameters())
+    """What the model's files hold, tied weights once, ``size`` tensors a bucket."""
+    named = list(as_filed(model, {**dict(model.named_parameters()), **saved_buffers(model)}).items())
     buckets = []
     for start in range(0, len(named), size):
         names, tensors = zip(*named[start : start + size], strict=True)

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel
+from transformers import AutoModelForCausalLM, BertConfig, PreTrainedModel, T5Config
 
 from slimelite.arguments.parse import import_files
 from slimelite.engines.embedded import EmbeddedEngine
-from slimelite.engines.embedded.model import Decoder
+from slimelite.engines.embedded.model import Decoder, not_fast
 from slimelite.engines.embedded.sampler import Scoring
 from slimelite.engines.protocol import GenerateRequest, GenerateResult, SamplingParams, WeightBucket
 from slimelite.models.families import FAMILIES
@@ -124,11 +124,9 @@ def test_variants_of_the_architectures(tmp_path: Path, family: str, changes: dic
 
 
 @pytest.mark.newest
-def test_a_family_of_a_users_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_family_of_a_users_own_file_has_the_fast_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build_model(tmp_path / "right", "mistral", sliding_window=None, tie_word_embeddings=False)
-    build_model(tmp_path / "windows", "mistral", sliding_window=8)
-    with pytest.raises(ValueError, match="model_type 'mistral'"):
-        EmbeddedEngine(str(tmp_path / "right"))
+    windows = build_model(tmp_path / "windows", "mistral", sliding_window=8)
     monkeypatch.setitem(FAMILIES, "mistral", None)  # it is gone after the test
     del FAMILIES["mistral"]
     file = tmp_path / "mine.py"
@@ -136,11 +134,14 @@ def test_a_family_of_a_users_own_file(tmp_path: Path, monkeypatch: pytest.Monkey
         "from slimelite.models.families import FAMILIES, Family\n"
         "FAMILIES.add(Family('mistral', 'MistralForCausalLM', embedded=True))\n"
     )
-    import_files([str(file)])
     requests = group(tuple(range(2, 40)), 3)
     check(model, requests, serve(tmp_path / "right", requests), 1e-4)
-    with pytest.raises(ValueError, match="sliding-window"):
-        EmbeddedEngine(str(tmp_path / "windows"))
+    assert not_fast(model.config) == "model_type 'mistral'"
+    import_files([str(file)])
+    check(model, requests, serve(tmp_path / "right", requests), 1e-4)
+    assert not_fast(model.config) == ""
+    check(windows, requests, serve(tmp_path / "windows", requests), 1e-4)
+    assert not_fast(windows.config) == "sliding-window attention"
 
 
 @pytest.mark.newest
@@ -318,25 +319,34 @@ def test_eos_comes_from_the_generation_config_too(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "said"),
+    ("family", "changes", "reason"),
     [
         ("gemma", {}, "model_type 'gemma'"),
-        ("llama", {"hidden_act": "gelu"}, "hidden_act"),
-        ("qwen2", {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 8}, "sliding-window"),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope type"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 8},
+            "sliding-window attention",
+        ),
     ],
 )
-def test_what_it_does_not_compute_is_refused(tmp_path: Path, family: str, changes: dict[str, Any], said: str) -> None:
-    build_model(tmp_path, family, **changes)
-    with pytest.raises(ValueError, match=rf"{said}.*llama, qwen2, qwen3.*--rollout-backend sglang"):
-        EmbeddedEngine(str(tmp_path))
+def test_what_the_fast_path_does_not_compute_the_generic_one_does(
+    tmp_path: Path, family: str, changes: dict[str, Any], reason: str
+) -> None:
+    model = build_model(tmp_path, family, **changes)
+    assert not_fast(model.config).startswith(reason)
+    requests = group(tuple(range(2, 40)), 3)
+    check(model, requests, serve(tmp_path, requests), 1e-4)
 
 
 @pytest.mark.newest
-def test_other_families_and_impossible_limits_are_refused(tmp_path: Path, folder: Path) -> None:
-    GPT2Config(vocab_size=VOCAB).save_pretrained(tmp_path / "gpt2")
-    with pytest.raises(ValueError, match="gpt2"):
-        EmbeddedEngine(str(tmp_path / "gpt2"))
+def test_encoders_and_impossible_limits_are_refused(tmp_path: Path, folder: Path) -> None:
+    BertConfig(vocab_size=VOCAB).save_pretrained(tmp_path / "bert")
+    with pytest.raises(ValueError, match="bert: its tokens see those that come after them; use --rollout-b"):
+        EmbeddedEngine(str(tmp_path / "bert"))
+    T5Config(vocab_size=VOCAB).save_pretrained(tmp_path / "t5")
+    with pytest.raises(ValueError, match="t5: it is an encoder–decoder"):
+        EmbeddedEngine(str(tmp_path / "t5"))
     with pytest.raises(ValueError, match="512 tokens does not fit a KV cache of 100"):
         EmbeddedEngine(str(folder), max_context_len=512, kv_cache_tokens=100)
 

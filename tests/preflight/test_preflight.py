@@ -242,7 +242,7 @@ def test_how_a_family_is_trained_is_said_before_a_start(run: str, model: Path) -
         ({"model_type": "t5"}, "can build no causal language model from its config.json (Unrecognized"),
         ({"model_type": "x", "auto_map": {"AutoConfig": "x.X", "AutoModelForCausalLM": "x.Y"}}, "needs Python files"),
         ({"layer_types": ["full_attention"]}, "must be equal to the number of `layer_types` (1)"),
-        ({"use_sliding_window": True, "sliding_window": 2, "max_window_layers": 0}, "use --rollout-backend sglang"),
+        ({"model_type": "bert"}, "its tokens see those that come after them"),
         ({"text_config": "x"}, "can build no causal language model"),
         ({"eos_token_id": 9999}, "or the tokenizer [9999]: token ids are 0 to 511"),
     ],

@@ -15,11 +15,15 @@ from transformers import GenerationConfig, PretrainedConfig
 
 from slimelite.base.threads import Gathered
 from slimelite.engines.checks import check_ids, check_score
+from slimelite.engines.embedded.batching import Batching
+from slimelite.engines.embedded.generic import GenericDecoder
+from slimelite.engines.embedded.generic_scheduler import GenericScheduler
 from slimelite.engines.embedded.memory import KVMemory
-from slimelite.engines.embedded.model import Decoder, DecoderShape, DecoderWeights
+from slimelite.engines.embedded.model import Decoder, DecoderShape, DecoderWeights, not_fast
 from slimelite.engines.embedded.rows import Running
 from slimelite.engines.embedded.sampler import Scoring, together
 from slimelite.engines.embedded.scheduler import Scheduler
+from slimelite.engines.embedded.ways import check_config
 from slimelite.engines.in_process import InProcessEngine, build_in_process
 from slimelite.engines.protocol import (
     Codec,
@@ -90,15 +94,23 @@ class EmbeddedEngine(InProcessEngine):
             ValueError: the engine does not compute this architecture, or the cache is smaller than ``max_context_len``.
         """
         super().__init__(decode, encode, http_host)
-        config = load_config(model_path)
-        shape = DecoderShape.from_config(config)
-        place = torch.device(device)
+        config, place = load_config(model_path), torch.device(device)
+        check_config(config)
         dtype = dtype or (torch.float32 if place.type == "cpu" else torch.bfloat16)
-        self._weights = DecoderWeights(shape, place, dtype)
-        self._weights.load(model_path, config, seed)
-        self._update, self._vocab_size = self._weights.incoming, shape.vocab_size
-        wanted = max_context_len or config.max_position_embeddings
-        tokens = kv_cache_tokens or default_cache_tokens(shape, place, dtype)
+        decoder: DecoderWeights | GenericDecoder
+        row_tokens = 0
+        if not not_fast(config):
+            decoder = DecoderWeights(DecoderShape.from_config(config), place, dtype)
+            decoder.load(model_path, config, seed)
+            limit, self._vocab_size = config.max_position_embeddings, decoder.shape.vocab_size
+            tokens = default_cache_tokens(decoder.shape, place, dtype)
+        else:
+            decoder = GenericDecoder(model_path, config, place, dtype, seed)
+            limit, self._vocab_size = decoder.context, decoder.vocab_size
+            tokens, row_tokens = decoder.cache_tokens(cache_bytes(place))
+        self._weights, self._update = decoder, decoder.incoming
+        tokens = kv_cache_tokens or tokens
+        wanted = max_context_len or limit or tokens
         if wanted > tokens and max_context_len:
             raise ValueError(
                 f"a context of {wanted} tokens does not fit a KV cache of {tokens} tokens; raise "
@@ -107,9 +119,13 @@ class EmbeddedEngine(InProcessEngine):
             )
         self._max_context_len = min(wanted, tokens)
         self._max_running, self._repeatable = max_running_requests, repeatable
-        decoder = Decoder(self._weights, config, self._max_context_len)
-        memory = KVMemory(shape, tokens, place, dtype)
-        self._scheduler = Scheduler(decoder, memory, max_running_requests, decode, self._listeners)
+        self._scheduler: Batching
+        batching = max_running_requests, decode, self._listeners
+        if isinstance(decoder, GenericDecoder):
+            self._scheduler = GenericScheduler(decoder, tokens, row_tokens, *batching)
+        else:
+            memory = KVMemory(decoder.shape, tokens, place, dtype)
+            self._scheduler = Scheduler(Decoder(decoder, config, self._max_context_len), memory, *batching)
         self._eos = frozenset(read_eos_ids(model_path, config) if eos_token_ids is None else eos_token_ids)
         self._device = place
         self._extra = {"model_path": model_path, "device": str(place), "dtype": str(dtype).removeprefix("torch.")}
@@ -238,8 +254,11 @@ def read_eos_ids(model_path: str, config: PretrainedConfig) -> set[int]:
 
 def default_cache_tokens(shape: DecoderShape, device: torch.device, dtype: torch.dtype) -> int:
     """How many tokens the default share of memory holds; none of it is taken before it is used."""
-    token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * dtype.itemsize
-    free = CPU_CACHE_BYTES
+    return cache_bytes(device) // (2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * dtype.itemsize)
+
+
+def cache_bytes(device: torch.device) -> int:
+    """The default share of memory for what is computed of tokens."""
     if device.type == "cuda":
-        free = math.floor(torch.cuda.mem_get_info(device)[0] * GPU_CACHE_SHARE)
-    return free // token_bytes
+        return math.floor(torch.cuda.mem_get_info(device)[0] * GPU_CACHE_SHARE)
+    return CPU_CACHE_BYTES

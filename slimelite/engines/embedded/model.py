@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import platform
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from slimelite.engines.checks import WeightUpdate
+from slimelite.engines.embedded.weights import Weights, load_model
 from slimelite.models.families import FAMILIES, is_true
-from slimelite.models.files import has_weights, load_weights
-
-logger = logging.getLogger(__name__)
 
 # refused: the cos/sin tables of these rope types depend on the sequence length, and `Decoder` keeps one table for all
 DYNAMIC_ROPE = ("dynamic", "longrope")
@@ -26,26 +22,18 @@ PACK_ELEMENTS = 2**18
 PACK_ROWS = 64
 
 
-def check_config(config: PretrainedConfig) -> None:
-    """Raise ValueError for an architecture that the embedded engine does not compute."""
-    known = [name for name, family in FAMILIES.items() if family.embedded]
+def not_fast(config: PretrainedConfig) -> str:
+    """Why the decoder here does not compute models with ``config``; empty if it does."""
     layers = getattr(config, "layer_types", None)
-    if config.model_type not in known:
-        problem = f"model_type {config.model_type!r}"
-    elif config.hidden_act != "silu":
-        problem = f"hidden_act {config.hidden_act!r}"
-    elif config.rope_parameters["rope_type"] in DYNAMIC_ROPE:
-        problem = f"rope type {config.rope_parameters['rope_type']!r}"
-    elif set(layers) != {"full_attention"} if layers else getattr(config, "sliding_window", None) is not None:
-        problem = "sliding-window attention"
-    elif getattr(config, "quantization_config", None) is not None:
-        problem = "quantized weights"
-    else:
-        return
-    raise ValueError(
-        f"the embedded engine does not compute {problem}; it knows dense, unquantized models of type "
-        f"{', '.join(known)} with full attention: use --rollout-backend sglang"
-    )
+    if config.model_type not in FAMILIES or not FAMILIES[config.model_type].embedded:
+        return f"model_type {config.model_type!r}"
+    if config.hidden_act != "silu":
+        return f"hidden_act {config.hidden_act!r}"
+    if config.rope_parameters["rope_type"] in DYNAMIC_ROPE:
+        return f"rope type {config.rope_parameters['rope_type']!r}"
+    if set(layers) != {"full_attention"} if layers else getattr(config, "sliding_window", None) is not None:
+        return "sliding-window attention"
+    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +56,7 @@ class DecoderShape:
 
     @classmethod
     def from_config(cls, config: PretrainedConfig) -> DecoderShape:
-        """Read a Hugging Face config; raises as `check_config` does."""
-        check_config(config)
+        """Read the Hugging Face config of a model for which `not_fast` is empty."""
         family, fields = FAMILIES[config.model_type], config.to_dict()
         return cls(
             vocab_size=config.vocab_size,
@@ -99,7 +86,7 @@ class Linear:
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.weight, self.bias = weight, bias
-        self._packs = (
+        self.packs = (
             weight.device.type == "cpu"
             and weight.dtype == torch.float32
             and weight.numel() >= PACK_ELEMENTS
@@ -111,8 +98,8 @@ class Linear:
         self._version: int | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, in] -> [T, out]."""
-        if not self._packs:
+        """[…, in] -> […, out]."""
+        if not self.packs:
             return F.linear(x, self.weight, self.bias)
         self._repack()
         product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
@@ -124,7 +111,7 @@ class Linear:
         In fp32 the product itself adds, which saves a pass over its result. Lower precisions round the product first,
         as a trainer's model does.
         """
-        if self._packs:
+        if self.packs:
             self._repack()
             added: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, before, self._packed, self.bias, "add")
             return added
@@ -152,16 +139,12 @@ class LayerWeights:
     down: Linear
 
 
-class DecoderWeights:
-    """All weights, plus a map from each Hugging Face name to the part of the fused storage that holds it."""
+class DecoderWeights(Weights):
+    """All weights, each Hugging Face name with the part of the fused storage that holds it."""
 
     def __init__(self, shape: DecoderShape, device: torch.device, dtype: torch.dtype) -> None:
-        self.shape = shape
-        self._device, self._dtype = device, dtype
-        self._storage: list[torch.Tensor] = []
-        self._parked: list[torch.Tensor] = []
-        # Hugging Face name -> view into the fused storage
-        self._targets: dict[str, torch.Tensor] = {}
+        super().__init__(device)
+        self.shape, self._dtype = shape, dtype
         self.embed = self._weight((shape.vocab_size, shape.hidden_size), "model.embed_tokens.weight")
         self.layers = [self._layer(f"model.layers.{i}") for i in range(shape.num_layers)]
         self.norm = self._weight((shape.hidden_size,), "model.norm.weight")
@@ -169,9 +152,7 @@ class DecoderWeights:
         if not shape.tied:
             head = self._weight((shape.vocab_size, shape.hidden_size), "lm_head.weight")
         self.head = Linear(head)
-        aliases = {"lm_head.weight": "model.embed_tokens.weight"} if shape.tied else {}
-        shapes = {name: tuple(target.shape) for name, target in self._targets.items()}
-        self.incoming = WeightUpdate(shapes, aliases)
+        self._complete({"lm_head.weight": "model.embed_tokens.weight"} if shape.tied else {})
 
     def _weight(self, size: tuple[int, ...], *names: str, rows: tuple[int, ...] = ()) -> torch.Tensor:
         """Allocate one fused weight for ``names``, stacked in this order, with ``rows[i]`` rows for the i-th."""
@@ -204,48 +185,9 @@ class DecoderWeights:
             down=linear([f"{mlp}.down_proj"], (s.hidden_size,), s.intermediate_size, s.mlp_bias),
         )
 
-    @torch.no_grad()
-    def update(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """Copy (Hugging Face name, tensor) pairs into place, all or none, while ``incoming`` has an update under way.
-
-        A tied head may be sent under either of its names, or under both.
-
-        Raises:
-            ValueError: see `WeightUpdate.taking`.
-        """
-        if self._parked:
-            raise ValueError("the weights are released; resume_memory(['weights']) before updating them")
-        with self.incoming.taking((name, tensor.shape) for name, tensor in tensors):
-            for name, tensor in tensors:
-                self._targets[self.incoming.aliases.get(name, name)].copy_(tensor)
-
-    def release(self) -> None:
-        """Move the weights to host memory and free the device's memory; on a CPU this does nothing."""
-        if self._device.type == "cpu" or self._parked:
-            return
-        self._parked = [weight.cpu() for weight in self._storage]
-        for weight in self._storage:
-            weight.untyped_storage().resize_(0)
-
-    @torch.no_grad()
-    def resume(self) -> None:
-        """The inverse of `release`; views of the weights stay valid."""
-        for weight, parked in zip(self._storage, self._parked, strict=False):  # on a CPU `_parked` is empty
-            weight.untyped_storage().resize_(parked.untyped_storage().nbytes())
-            weight.copy_(parked)
-        self._parked = []
-
     def load(self, model_path: str, config: PretrainedConfig, seed: int) -> None:
-        """Load the checkpoint at ``model_path``; if the folder holds no weights, draw random ones from ``seed``."""
-        if has_weights(model_path):
-            model = load_weights(AutoModelForCausalLM, model_path, config, dtype=self._dtype)
-        else:
-            # no warning: the pre-flight check has given one, and the first weight sync replaces these weights
-            what = "no weight files in %s: random weights (seed %d) until those of a trainer come"
-            logger.info(what, model_path, seed)
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed)
-                model = AutoModelForCausalLM.from_config(config, dtype=self._dtype)
+        """Copy the weights of `load_model` into place."""
+        model = load_model(model_path, config, self._dtype, seed)
         self.incoming.begin(0)
         self.update(list(model.state_dict().items()))
         self.incoming.end()

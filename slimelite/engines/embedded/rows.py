@@ -106,20 +106,18 @@ class RowTable:
     def __len__(self) -> int:
         return len(self.sequences)
 
-    def add(self, sequence: Running) -> None:
-        """Start or continue a row for ``sequence``, which has a place in a slab."""
+    def add(self, sequence: Running, room: int = 0) -> None:
+        """Start or continue a row for ``sequence``; ``room``: tokens that its place in a slab holds."""
         request, params = sequence.request, sequence.request.params
         row, length, start = len(self.sequences), len(sequence.tokens), len(request.input_ids)
-        place = sequence.place
-        assert place.slab is not None
         self.sequences.append(sequence)
         self.state[row] = (
             length,
             start,
             start + params.max_new_tokens,
             start + params.min_new_tokens,
-            place.base,
-            place.slab.length,
+            sequence.place.base,
+            room,
             stream_of(sequence.seed),
             request.position - start,
             tuple(getattr(params, name) for name in SHAPE.names or ()),

@@ -3,7 +3,7 @@ teacher's of a student's responses."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import chain
@@ -229,12 +229,15 @@ class Scoring:
     top: int = 0
     future: Future[Scores] = field(default_factory=Future)
 
-    def read(self, decoder: Decoder, hidden: torch.Tensor) -> Scores:
-        """What was wanted, from the ``hidden`` states of the tokens before each of ``tokens[start:]``."""
-        rows = max(1, SCORE_ELEMENTS // len(decoder.weights.head.weight))
+    def read(self, logits: Callable[[torch.Tensor], torch.Tensor], vocab: int, hidden: torch.Tensor) -> Scores:
+        """What was wanted, from the ``hidden`` states of the tokens before each of ``tokens[start:]``.
+
+        ``logits``: states [n, hidden] -> [n, ``vocab``] fp32.
+        """
+        rows = max(1, SCORE_ELEMENTS // vocab)
         scores, wanted = Scores([], []), torch.tensor(self.tokens[self.start :], device=hidden.device)
         for states, targets in zip(hidden.split(rows), wanted.split(rows), strict=True):
-            log_probs = (decoder.logits(states) / self.temperature).log_softmax(-1)
+            log_probs = (logits(states) / self.temperature).log_softmax(-1)
             scores.log_probs.extend(log_probs.gather(-1, targets[:, None])[:, 0].tolist())
             best, ids = log_probs.topk(min(self.top, log_probs.shape[-1]))
             scores.top.extend(list(zip(*row, strict=True)) for row in zip(ids.tolist(), best.tolist(), strict=True))
@@ -254,13 +257,14 @@ def together(scorings: Iterable[Scoring]) -> list[list[Scoring]]:
 def compute(group: Sequence[Scoring], decoder: Decoder) -> list[Scores]:
     """One pass over a list of `together`: the tokens before ``start`` are computed once."""
     first, device = group[0], decoder.weights.embed.device
+    head = decoder.logits, len(decoder.weights.head.weight)
     if len(group) == 1:
         tokens = torch.tensor(first.tokens, device=device)
         hidden = decoder.forward(tokens, ScorePlan([len(tokens)], device))
-        return [first.read(decoder, hidden[first.start - 1 : -1])]
+        return [first.read(*head, hidden[first.start - 1 : -1])]
     branches = [scoring.tokens[scoring.start :] for scoring in group]
     counts = [first.start, *map(len, branches)]
     tokens = torch.tensor([*first.tokens[: first.start], *chain.from_iterable(branches)], device=device)
     before, *after = decoder.forward(tokens, ScorePlan(counts, device)).split(counts)
     states = [torch.cat((before[-1:], own[:-1])) for own in after]
-    return [scoring.read(decoder, own) for scoring, own in zip(group, states, strict=True)]
+    return [scoring.read(*head, own) for scoring, own in zip(group, states, strict=True)]

@@ -1,23 +1,22 @@
-"""Continuous batching: decides which sequences run, what is prefilled, and when a sequence ends."""
+"""Continuous batching of the dense decoder: what is prefilled, and where keys and values are."""
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 import torch
 
-from slimelite.engines.checks import holds_stop
 from slimelite.engines.embedded.attention import DecodePlan, Piece, PrefillPlan, Sharing
+from slimelite.engines.embedded.batching import Batching
 from slimelite.engines.embedded.memory import KVMemory, Slab, class_length
 from slimelite.engines.embedded.model import Decoder
 from slimelite.engines.embedded.prefixes import Node, PrefixTree
-from slimelite.engines.embedded.rows import Fill, RowTable, Running
-from slimelite.engines.embedded.sampler import NOT_FINITE, Scoring, compute, sample, uniforms
-from slimelite.engines.protocol import Decode, FinishReason, OnTokens
+from slimelite.engines.embedded.rows import Fill, Running
+from slimelite.engines.embedded.sampler import Scoring, compute
+from slimelite.engines.protocol import Decode, OnTokens, Scores
 
 # most prompt tokens in one prefill call, which bounds the memory of its activations
 PREFILL_TOKENS = 1024
@@ -48,12 +47,12 @@ class Layout:
     splits: int
 
 
-class Scheduler:
-    """Runs sequences in submission order, at most ``max_rows`` at a time and as many as the memory holds.
+class Scheduler(Batching):
+    """Batching of the dense decoder: as many rows as the memory holds, in slabs; prefixes in a tree.
 
-    A sequence waits, then fills (the tokens before its last one are found in the prefix tree or prefilled), then it is
-    a row of the table and decodes. A row's last token is never in the cache: the next decoding step feeds it. So a new
-    prompt, a copied prompt, a continued response and a recomputed row all need the same decoding step.
+    The tokens of a sequence before its last one are found in the prefix tree or prefilled. A row's last token is never
+    in the cache: the next decoding step feeds it. So a new prompt, a copied prompt, a continued response and a
+    recomputed row all need the same decoding step.
     """
 
     def __init__(
@@ -64,41 +63,14 @@ class Scheduler:
         decode: Decode | None,
         listeners: Mapping[str, OnTokens] | None = None,
     ) -> None:
-        self.rows = RowTable(max_rows, decoder.weights.shape.vocab_size, memory.device)
-        self.waiting: deque[Running] = deque()
-        self.filling: list[Running] = []
-        self.scoring: deque[list[Scoring]] = deque()
-        self.weight_version = 0
+        super().__init__(decoder.weights.shape.vocab_size, memory.device, max_rows, decode, listeners)
         self.prefixes = PrefixTree(memory)
-        self._memory, self._decoder, self._decode = memory, decoder, decode
-        self._max_rows = max_rows
-        self._listeners = {} if listeners is None else listeners
+        self._memory, self._decoder = memory, decoder
         self._fills: dict[object, Fill] = {}
-        # True after a row had to give its memory back: nobody is admitted until another one ends
-        self._full = False
-        self._steps = 0
         # None after a row has come, gone or moved
         self._layout: Layout | None = None
 
-    @property
-    def has_work(self) -> bool:
-        """Whether a step would do something."""
-        return bool(self.waiting or self.filling or self.rows.sequences or self.scoring)
-
-    def request_ids(self) -> set[str]:
-        """Ids of all requests that have not ended."""
-        return {sequence.request.request_id for sequence in self._sequences()}
-
-    def set_weight_version(self, version: int) -> None:
-        """Note that the weights have changed: what they computed is dropped, and new tokens carry ``version``."""
-        self.release_cache()
-        self.weight_version = version
-        for sequence in self._sequences():
-            if sequence.versions:
-                sequence.versions.append((len(sequence.log_probs), version))
-
     def release_cache(self) -> None:
-        """Free all keys and values; sequences keep their tokens, and the next step prefills them again."""
         for row in reversed(range(len(self.rows))):
             self.filling.insert(0, self.rows.remove(row))
         for sequence in self.filling:
@@ -110,50 +82,15 @@ class Scheduler:
         self._memory.segment_tokens = 0
         self._layout = None
 
-    def step(self) -> None:
-        """Make a scoring pass, admit and prefill the requests that fit, then decode one token for every row."""
-        self._steps += 1
-        if self.scoring:
-            group = self.scoring.popleft()
-            try:
-                for scoring, scores in zip(group, compute(group, self._decoder), strict=True):
-                    scoring.future.set_result(scores)
-            except Exception as error:  # scoring changes no row, so the requests go on
-                for scoring in group:
-                    scoring.future.set_exception(error)
+    def _advance_rows(self) -> None:
         self._admit()
         self._prefill()
         self._grow()
         if self.rows.sequences:
             self._decode_step()
 
-    def abort(self, request_ids: Collection[str] | None) -> None:
-        """End these sequences (all, if None); each returns the tokens it has so far."""
-
-        def meant(sequence: Running) -> bool:
-            return request_ids is None or sequence.request.request_id in request_ids
-
-        self._end([(row, "abort") for row, sequence in enumerate(self.rows.sequences) if meant(sequence)])
-        for sequence in filter(meant, [*self.filling, *self.waiting]):
-            self._stop_filling(sequence)
-            sequence.deliver("abort")
-        self.filling = [sequence for sequence in self.filling if not meant(sequence)]
-        self.waiting = deque(sequence for sequence in self.waiting if not meant(sequence))
-
-    def fail(self, error: Exception) -> None:
-        """Pass ``error`` to every caller and drop all requests, so that the engine can serve new ones."""
-        # the cache may hold NaN, and a masked NaN still makes the attention output NaN
-        self.release_cache()
-        for sequence in self._sequences():
-            sequence.future.set_exception(error)
-        for scoring in chain.from_iterable(self.scoring):
-            scoring.future.set_exception(error)
-        self.filling.clear()
-        self.waiting.clear()
-        self.scoring.clear()
-
-    def _sequences(self) -> Iterable[Running]:
-        return (*self.rows.sequences, *self.filling, *self.waiting)
+    def _scores(self, group: Sequence[Scoring]) -> list[Scores]:
+        return compute(group, self._decoder)
 
     def _admit(self) -> None:
         """Let waiting sequences fill, first come first served, while there are rows and memory for them."""
@@ -167,10 +104,7 @@ class Scheduler:
             if busy and (self._full or expected > memory.free + self.prefixes.idle_tokens):
                 break
             previous = sequence.request.input_ids
-            self._full = False
-            if not sequence.versions:
-                sequence.versions.append((0, self.weight_version))
-            self.filling.append(self.waiting.popleft())
+            self._let_fill(sequence)
 
     def _prefill(self) -> None:
         """Prefill, at most `STEP_TOKENS` if rows wait, and make rows of the sequences that need no more of it."""
@@ -297,7 +231,7 @@ class Scheduler:
                 if node.users == 1 and node.kv is not None:
                     self.prefixes.lend(node, members[0].place)
             for sequence in members:
-                self.rows.add(sequence)
+                self.rows.add(sequence, slab.length)
             placed.update(members)
         if placed:
             self.filling = [sequence for sequence in self.filling if sequence not in placed]
@@ -359,71 +293,30 @@ class Scheduler:
         return Layout(slabs, order, back, sharing, self.prefixes.splits)
 
     def _decode_step(self) -> None:
-        rows, device = self.rows, self._memory.device
+        rows = self.rows
         state = rows.state[: len(rows)]
         lengths = state["length"]
         if self._layout is None or self._layout.splits != self.prefixes.splits:
             self._layout = self._arrange()
         layout = self._layout
-        fed = torch.from_numpy(rows.last_tokens()[layout.order]).to(device)
+        fed = torch.from_numpy(rows.last_tokens()[layout.order]).to(self._device)
         plan = DecodePlan(
             self._memory, layout.slabs, lengths[layout.order] - 1, state["base"][layout.order], layout.sharing
         )
         hidden = self._decoder.forward(fed, plan)[layout.back]
-        uniform = uniforms(state["stream"], lengths + state["stream_shift"])
-        sampled, sampled_log_probs, kept = sample(
-            self._decoder.logits(hidden), rows.sampling(), torch.from_numpy(uniform).to(device), rows.banned()
-        )
-        tokens, log_probs = sampled.cpu().numpy(), sampled_log_probs.cpu().numpy()
-        if not np.isfinite(log_probs).all():
-            raise RuntimeError(NOT_FINITE)
-        rows.append(tokens, log_probs)
-        for row, ids in kept.items():
-            rows.sequences[row].kept.append(ids)
-        if self._listeners:
-            for row, sequence in enumerate(rows.sequences):
-                if (listener := self._listeners.get(sequence.request.request_id)) is not None:
-                    listener(tokens[row : row + 1].tolist(), log_probs[row : row + 1].tolist())
-        stopped = rows.stopped(tokens)
-        for row in np.flatnonzero(state["has_stop_strings"] & ~stopped):
-            stopped[row] = self._completes_stop_string(int(row))
-        ended = np.flatnonzero(stopped | (lengths >= state["limit"])).tolist()
-        if ended:
-            self._end([(row, "stop" if stopped[row] else "length") for row in ended])
+        self._draw(self._decoder.logits(hidden))
 
-    def _completes_stop_string(self, row: int) -> bool:
-        """Whether the end of the response, including tokens from before a continuation, holds a stop string."""
-        request, state = self.rows.sequences[row].request, self.rows.state[row]
-        length = int(state["length"])
-        if length < state["min_length"]:
-            return False
-        assert self._decode is not None, "the engine takes no stop strings without a decode function"
-        prompt = len(request.input_ids) - request.position
-        return holds_stop(self._decode, self.rows.tokens[row, prompt:length], request.params.stop)
-
-    def _end(self, ended: list[tuple[int, FinishReason]]) -> None:
-        """End these rows of the table, in ascending order; the tokens of long ones stay known."""
+    def _retire(self, sequences: Sequence[Running], *, keep: bool) -> None:
+        """Let go of their nodes and places; segments get what only a row holds and others may use."""
         places: dict[Slab, list[int]] = {}
-        for row, reason in reversed(ended):
-            sequence = self.rows.remove(row)
-            self._retire(sequence, keep=True, places=places)
-            sequence.deliver(reason)
+        for sequence in sequences:
+            self._retire_one(sequence, keep=keep, places=places)
         for slab, slots in places.items():
             slab.remove(slots)
-        self._full, self._layout = False, None
+        self._layout = None
 
-    def _preempt(self) -> None:
-        """Take the memory of the table's last row back; its sequence is the next to be admitted."""
-        sequence = self.rows.remove(len(self.rows) - 1)
-        places: dict[Slab, list[int]] = {}
-        self._retire(sequence, keep=False, places=places)
-        for slab, slots in places.items():
-            slab.remove(slots)
-        self.waiting.appendleft(sequence)
-        self._full, self._layout = True, None
-
-    def _retire(self, sequence: Running, *, keep: bool, places: dict[Slab, list[int]]) -> None:
-        """Let go of a sequence's nodes and note its place; segments get what only the row holds and others may use."""
+    def _retire_one(self, sequence: Running, *, keep: bool, places: dict[Slab, list[int]]) -> None:
+        """Let go of a sequence's nodes and note its place in ``places``."""
         leaf, place = sequence.leaf, sequence.place
         assert leaf is not None
         assert place.slab is not None

@@ -1,0 +1,180 @@
+"""What both schedulers of the embedded engine do alike: how requests come, are sampled from, stop, and leave."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
+
+import numpy as np
+import torch
+
+from slimelite.engines.checks import holds_stop
+from slimelite.engines.embedded.rows import RowTable, Running
+from slimelite.engines.embedded.sampler import NOT_FINITE, Scoring, sample, uniforms
+from slimelite.engines.protocol import Decode, FinishReason, OnTokens, Scores
+
+
+class Batching(ABC):
+    """Runs sequences in submission order, at most ``max_rows`` at a time.
+
+    A sequence waits, then fills (what the model computes of its tokens is found or prefilled), then it is a row of the
+    table and decodes. A subclass says what memory that takes, and computes the logits.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        device: torch.device,
+        max_rows: int,
+        decode: Decode | None,
+        listeners: Mapping[str, OnTokens] | None = None,
+    ) -> None:
+        self.rows = RowTable(max_rows, vocab_size, device)
+        self.waiting: deque[Running] = deque()
+        self.filling: list[Running] = []
+        self.scoring: deque[list[Scoring]] = deque()
+        self.weight_version = 0
+        self._device, self._max_rows, self._decode = device, max_rows, decode
+        self._listeners = {} if listeners is None else listeners
+        # True after a row had to give its memory back: nobody is admitted until another one ends
+        self._full = False
+        self._steps = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do something."""
+        return bool(self.waiting or self.filling or self.rows.sequences or self.scoring)
+
+    def request_ids(self) -> set[str]:
+        """Ids of all requests that have not ended."""
+        return {sequence.request.request_id for sequence in self._sequences()}
+
+    def set_weight_version(self, version: int) -> None:
+        """Note that the weights have changed: what they computed is dropped, and new tokens carry ``version``."""
+        self.release_cache()
+        self.weight_version = version
+        for sequence in self._sequences():
+            if sequence.versions:
+                sequence.versions.append((len(sequence.log_probs), version))
+
+    @abstractmethod
+    def release_cache(self) -> None:
+        """Free all that was computed; sequences keep their tokens, and the next step prefills them again."""
+
+    @abstractmethod
+    def _advance_rows(self) -> None:
+        """Admit and prefill the requests that fit, then decode one token for every row."""
+
+    @abstractmethod
+    def _scores(self, group: Sequence[Scoring]) -> list[Scores]:
+        """Make a scoring pass over a list of `sampler.together`."""
+
+    @abstractmethod
+    def _stop_filling(self, sequence: Running) -> None:
+        """Drop what the prefill of a sequence that ends has taken."""
+
+    @abstractmethod
+    def _retire(self, sequences: Sequence[Running], *, keep: bool) -> None:
+        """Free the memory of sequences that were rows; ``keep``: what others may use stays known."""
+
+    def step(self) -> None:
+        """Make a scoring pass, then a step of the rows."""
+        self._steps += 1
+        if self.scoring:
+            group = self.scoring.popleft()
+            try:
+                for scoring, scores in zip(group, self._scores(group), strict=True):
+                    scoring.future.set_result(scores)
+            except Exception as error:  # scoring changes no row, so the requests go on
+                for scoring in group:
+                    scoring.future.set_exception(error)
+        self._advance_rows()
+
+    def abort(self, request_ids: Collection[str] | None) -> None:
+        """End these sequences (all, if None); each returns the tokens it has so far."""
+
+        def meant(sequence: Running) -> bool:
+            return request_ids is None or sequence.request.request_id in request_ids
+
+        self._end([(row, "abort") for row, sequence in enumerate(self.rows.sequences) if meant(sequence)])
+        for sequence in filter(meant, [*self.filling, *self.waiting]):
+            self._stop_filling(sequence)
+            sequence.deliver("abort")
+        self.filling = [sequence for sequence in self.filling if not meant(sequence)]
+        self.waiting = deque(sequence for sequence in self.waiting if not meant(sequence))
+
+    def fail(self, error: Exception) -> None:
+        """Pass ``error`` to every caller and drop all requests, so that the engine can serve new ones."""
+        # the cache may hold NaN, and a masked NaN still makes the attention output NaN
+        self.release_cache()
+        for sequence in self._sequences():
+            sequence.future.set_exception(error)
+        for scoring in chain.from_iterable(self.scoring):
+            scoring.future.set_exception(error)
+        self.filling.clear()
+        self.waiting.clear()
+        self.scoring.clear()
+
+    def _sequences(self) -> tuple[Running, ...]:
+        return (*self.rows.sequences, *self.filling, *self.waiting)
+
+    def _let_fill(self, sequence: Running) -> None:
+        """The first of ``waiting``, which is ``sequence``, fills from now on."""
+        self._full = False
+        if not sequence.versions:
+            sequence.versions.append((0, self.weight_version))
+        self.filling.append(self.waiting.popleft())
+
+    def _draw(self, logits: torch.Tensor) -> None:
+        """Draw a token for every row of the table from ``logits`` [rows, vocab] fp32, and end the rows that stop."""
+        rows = self.rows
+        state = rows.state[: len(rows)]
+        lengths = state["length"]
+        uniform = uniforms(state["stream"], lengths + state["stream_shift"])
+        sampled, sampled_log_probs, kept = sample(
+            logits, rows.sampling(), torch.from_numpy(uniform).to(self._device), rows.banned()
+        )
+        tokens, log_probs = sampled.cpu().numpy(), sampled_log_probs.cpu().numpy()
+        if not np.isfinite(log_probs).all():
+            raise RuntimeError(NOT_FINITE)
+        rows.append(tokens, log_probs)
+        for row, ids in kept.items():
+            rows.sequences[row].kept.append(ids)
+        if self._listeners:
+            for row, sequence in enumerate(rows.sequences):
+                if (listener := self._listeners.get(sequence.request.request_id)) is not None:
+                    listener(tokens[row : row + 1].tolist(), log_probs[row : row + 1].tolist())
+        stopped = rows.stopped(tokens)
+        for row in np.flatnonzero(state["has_stop_strings"] & ~stopped):
+            stopped[row] = self._completes_stop_string(int(row))
+        ended = np.flatnonzero(stopped | (lengths >= state["limit"])).tolist()
+        self._end([(row, "stop" if stopped[row] else "length") for row in ended])
+
+    def _completes_stop_string(self, row: int) -> bool:
+        """Whether the end of the response, including tokens from before a continuation, holds a stop string."""
+        request, state = self.rows.sequences[row].request, self.rows.state[row]
+        length = int(state["length"])
+        if length < state["min_length"]:
+            return False
+        assert self._decode is not None, "the engine takes no stop strings without a decode function"
+        prompt = len(request.input_ids) - request.position
+        return holds_stop(self._decode, self.rows.tokens[row, prompt:length], request.params.stop)
+
+    def _end(self, ended: Sequence[tuple[int, FinishReason]]) -> None:
+        """End these rows of the table, in ascending order; the tokens of long ones stay known."""
+        if not ended:
+            return
+        gone = [(self.rows.remove(row), reason) for row, reason in reversed(ended)]
+        self._retire([sequence for sequence, _ in gone], keep=True)
+        self._full = False
+        for sequence, reason in gone:
+            sequence.deliver(reason)
+
+    def _preempt(self) -> None:
+        """Take the memory of the table's last row back; its sequence is the next to be admitted."""
+        sequence = self.rows.remove(len(self.rows) - 1)
+        self._retire([sequence], keep=False)
+        self.waiting.appendleft(sequence)
+        self._full = True

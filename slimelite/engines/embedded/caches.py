@@ -1,0 +1,107 @@
+"""Rows of transformers' caches: some may be taken out, and several caches become the cache of one batch.
+
+A cache is an object of transformers with tensors somewhere inside, in layers, lists or dictionaries. The first
+dimension of each is the row. Keys and values have a column for each token, the last columns for the newest; the states
+of linear attention, state-space layers and convolutions have none.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PretrainedConfig
+
+# names of tensors with a column for each token, and the dimension, from the end, of their columns
+COLUMNS = {"keys": 2, "values": 2, "indexer_keys": 2, "key_cache": 2, "value_cache": 2}
+# numbers of a layer that count the tokens it has seen
+COUNTS = ("cumulative_length",)
+
+
+def with_rows(cache: Any, rows: Tensor, width: int | None = None) -> Any:
+    """A copy with ``rows`` [n], in this order; a row may be taken twice.
+
+    ``width``: the columns of the longest row, if the caches' first columns are padding that goes.
+    """
+
+    def taken(name: str, parts: Sequence[Any]) -> Any:
+        (part,) = parts
+        if not isinstance(part, Tensor):
+            return part if width is None else min(part, width)
+        if (back := COLUMNS.get(name)) is not None and width is not None:
+            columns = min(part.shape[-back], width)
+            part = part.narrow(-back, part.shape[-back] - columns, columns)
+        return part.index_select(0, rows)
+
+    return _combined([cache], taken)
+
+
+def joined(caches: Sequence[Any]) -> Any:
+    """One cache with the rows of all, in order; those with fewer columns get padding in front."""
+
+    def join(name: str, parts: Sequence[Any]) -> Any:
+        if not isinstance(parts[0], Tensor):
+            return max(parts)
+        if (back := COLUMNS.get(name)) is not None:
+            columns = max(part.shape[-back] for part in parts)
+            parts = [F.pad(part, (0, 0) * (back - 1) + (columns - part.shape[-back], 0)) for part in parts]
+        return torch.cat(list(parts))
+
+    return caches[0] if len(caches) == 1 else _combined(caches, join)
+
+
+def begun(cache: Any, columns: int) -> Any:
+    """A copy of a cache for which `is_cut` holds, with the first ``columns`` alone."""
+
+    def cut(name: str, parts: Sequence[Any]) -> Any:
+        (part,) = parts
+        return part.narrow(-COLUMNS[name], 0, columns).clone() if isinstance(part, Tensor) else part
+
+    return _combined([cache], cut)
+
+
+def is_cut(cache: Any, width: int) -> bool:
+    """Whether the first tokens of a cache of ``width`` tokens are a cache: all that it holds is a column for each."""
+    return all(name in COLUMNS and part.shape[-COLUMNS[name]] == width for name, part in tensors(cache))
+
+
+def token_bytes(cache: Any, tokens: int) -> tuple[int, int]:
+    """(bytes for each token, bytes for each row) of a cache of one row of ``tokens`` tokens."""
+    sizes = [(name in COLUMNS, part.numel() * part.element_size()) for name, part in tensors(cache)]
+    return sum(size for grows, size in sizes if grows) // tokens, sum(size for grows, size in sizes if not grows)
+
+
+def tensors(cache: Any) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor with rows, and the name of the attribute that holds it."""
+    seen: list[tuple[str, Tensor]] = []
+
+    def note(name: str, parts: Sequence[Any]) -> Any:
+        if isinstance(parts[0], Tensor):
+            seen.append((name, parts[0]))
+        return parts[0]
+
+    _combined([cache], note)
+    return iter(seen)
+
+
+def _combined(parts: Sequence[Any], leaf: Callable[[str, Sequence[Any]], Any], name: str = "") -> Any:
+    """A thing like each of ``parts``, whose tensors and counts are what ``leaf`` makes of theirs."""
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return leaf(name, parts) if first.ndim > 1 else first
+    if name in COUNTS and isinstance(first, int):
+        return leaf(name, parts)
+    if isinstance(first, list | tuple):
+        return type(first)([_combined(group, leaf, name) for group in zip(*parts, strict=True)])
+    if isinstance(first, dict):
+        return {key: _combined([part[key] for part in parts], leaf, name) for key in first}
+    if type(first).__module__.startswith("transformers.") and not isinstance(first, PretrainedConfig | type):
+        twin = copy.copy(first)
+        for field in vars(first):
+            setattr(twin, field, _combined([vars(part)[field] for part in parts], leaf, field))
+        return twin
+    return first

@@ -1,0 +1,68 @@
+"""The generic decoder: any causal LM of transformers by its own modules and caches, where there is no fast path."""
+
+from __future__ import annotations
+
+import math
+from itertools import chain
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from slimelite.engines.embedded.caches import token_bytes
+from slimelite.engines.embedded.model import Linear
+from slimelite.engines.embedded.passes import Passes
+from slimelite.engines.embedded.ways import NotComputed, Ways, ways_of
+from slimelite.engines.embedded.weights import Weights, load_model
+from slimelite.models.files import as_filed, saved_buffers
+
+# tokens of the pass that tells how much memory a token takes
+TRIAL = 4
+
+
+class GenericDecoder(Weights):
+    """A model with its ``passes``, and how they may be made (``ways``).
+
+    ``vocab_size``: rows of its embedding. ``context``: most tokens of a sequence, None if the config names none.
+    """
+
+    def __init__(
+        self, model_path: str, config: PretrainedConfig, device: torch.device, dtype: torch.dtype, seed: int
+    ) -> None:
+        super().__init__(device)
+        self.ways: Ways = ways_of(config)
+        self.dtype = dtype
+        model = load_model(model_path, config, dtype, seed, self.ways.attention)
+        self.model = model.eval().requires_grad_(False).to(device)
+        text = config.get_text_config()
+        self.vocab_size: int = text.vocab_size
+        self.context: int | None = getattr(text, "max_position_embeddings", None)
+        own = {**dict(model.named_parameters()), **saved_buffers(model)}
+        self._storage = list(own.values())
+        self._targets = as_filed(model, own)
+        storages = {tensor.untyped_storage().data_ptr() for tensor in own.values()}
+        if apart := [name for name, part in self._targets.items() if part.untyped_storage().data_ptr() not in storages]:
+            raise NotComputed(config.model_type, f"its {apart[0]} is not a part of a weight in memory")
+        names = {tensor.data_ptr(): name for name, tensor in own.items() if name in self._targets}
+        tied = ((name, names.get(tensor.data_ptr())) for name, tensor in model.state_dict().items())
+        self._complete({name: first for name, first in tied if first not in (None, name) and name not in own})
+        self.passes = Passes(model)
+        if device.type == "cpu" and dtype == torch.float32:
+            _pack(model)
+
+    @torch.inference_mode()
+    def cache_tokens(self, free: int) -> tuple[int, int]:
+        """How many tokens fit into ``free`` bytes, and how many tokens' memory the states of a row take."""
+        _, cache = self.passes.extend(torch.zeros(1, TRIAL, dtype=torch.long, device=self.model.device), None, 0)
+        each, row = (0, 0) if cache is None else token_bytes(cache, TRIAL)
+        # where a token takes nothing, memory is counted in states
+        return (free // each, math.ceil(row / each)) if each else (free // max(row, 1), 1)
+
+
+def _pack(model: nn.Module) -> None:
+    """Let the large matrices of plain layers be multiplied as `Linear` does."""
+    for module in chain(model.modules()):
+        if type(module) is nn.Linear:
+            packed = Linear(module.weight, module.bias)
+            if packed.packs:
+                module.forward = packed  # type: ignore[method-assign,assignment]

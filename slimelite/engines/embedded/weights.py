@@ -1,0 +1,82 @@
+"""The weights of a model in this process: how they are loaded and updated, and how a GPU gets its memory back."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from slimelite.engines.checks import WeightUpdate
+from slimelite.models.files import has_weights, load_weights
+
+logger = logging.getLogger(__name__)
+
+
+def load_model(
+    model_path: str, config: PretrainedConfig, dtype: torch.dtype, seed: int, attention: str | None = None
+) -> PreTrainedModel:
+    """The checkpoint at ``model_path``; if the folder holds no weights, random ones from ``seed``.
+
+    ``attention``: transformers' name of the attention to compute with; None: its default.
+    """
+    if has_weights(model_path):
+        return load_weights(AutoModelForCausalLM, model_path, config, dtype=dtype, attn_implementation=attention)
+    # no warning: the pre-flight check has given one, and the first weight sync replaces these weights
+    logger.info("no weight files in %s: random weights (seed %d) until those of a trainer come", model_path, seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    return model
+
+
+class Weights:
+    """All weights of a model. A subclass fills ``_storage`` and ``_targets``, then calls `_complete`.
+
+    ``_storage``: the tensors that hold them. ``_targets``: Hugging Face name -> the part of the storage that holds it.
+    ``incoming``: the update under way.
+    """
+
+    incoming: WeightUpdate
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._storage: list[torch.Tensor] = []
+        self._parked: list[torch.Tensor] = []
+        self._targets: dict[str, torch.Tensor] = {}
+
+    def _complete(self, aliases: Mapping[str, str]) -> None:
+        shapes = {name: tuple(target.shape) for name, target in self._targets.items()}
+        self.incoming = WeightUpdate(shapes, aliases)
+
+    @torch.no_grad()
+    def update(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        """Copy (Hugging Face name, tensor) pairs into place, all or none, while ``incoming`` has an update under way.
+
+        A tied head may be sent under either of its names, or under both.
+
+        Raises:
+            ValueError: see `WeightUpdate.taking`.
+        """
+        if self._parked:
+            raise ValueError("the weights are released; resume_memory(['weights']) before updating them")
+        with self.incoming.taking((name, tensor.shape) for name, tensor in tensors):
+            for name, tensor in tensors:
+                self._targets[self.incoming.aliases.get(name, name)].copy_(tensor)
+
+    def release(self) -> None:
+        """Move the weights to host memory and free the device's memory; on a CPU this does nothing."""
+        if self._device.type == "cpu" or self._parked:
+            return
+        self._parked = [weight.cpu() for weight in self._storage]
+        for weight in self._storage:
+            weight.untyped_storage().resize_(0)
+
+    @torch.no_grad()
+    def resume(self) -> None:
+        """The inverse of `release`; views of the weights stay valid."""
+        for weight, parked in zip(self._storage, self._parked, strict=False):  # on a CPU `_parked` is empty
+            weight.untyped_storage().resize_(parked.untyped_storage().nbytes())
+            weight.copy_(parked)
+        self._parked = []

@@ -1,0 +1,145 @@
+"""The generic decoder of the embedded engine: the contract for a kind of each, and what its caches allow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from slimelite.engines.embedded import EmbeddedEngine
+from slimelite.engines.embedded.passes import Passes
+from slimelite.engines.protocol import GenerateRequest, SamplingParams
+from tests.engines.contract import EngineContract
+from tests.engines.test_embedded_engine import check, group, run, serve
+from tests.engines.tiny_models import build_model, greedy
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"head_dim": 8, "sliding_window": 8, "num_hidden_layers": 7, "final_logit_softcapping": 20.0},
+    "gemma2": {"head_dim": 8, "sliding_window": 8, "attn_logit_softcapping": 2.0},
+    "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    "qwen3_5_text": {
+        "head_dim": 8,
+        "num_hidden_layers": 4,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 24,
+        "first_k_dense_replace": 1,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "mamba": {"state_size": 8},
+    "openai-gpt": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512},
+}
+
+
+class GenericContract(EngineContract):
+    releases_memory = True
+
+    @classmethod
+    def make_engine(cls, folder: Path, decode: Any, encode: Any, **limits: int) -> EmbeddedEngine:
+        return EmbeddedEngine(str(folder), decode=decode, encode=encode, **limits)
+
+
+class TestSlidingWindows(GenericContract):
+    """Windows, and capped logits."""
+
+    family = "gemma3_text"
+    shape: ClassVar[dict[str, Any]] = SHAPES["gemma3_text"]
+
+
+class TestStates(GenericContract):
+    """A convolution beside attention, whose states take one token at a time."""
+
+    family = "lfm2"
+    shape: ClassVar[dict[str, Any]] = SHAPES["lfm2"]
+
+
+@pytest.mark.parametrize("family", [*SHAPES])
+def test_rows_of_all_lengths_come_and_go_and_have_the_models_log_probs(tmp_path: Path, family: str) -> None:
+    model = build_model(tmp_path, family, **SHAPES[family])
+    model.set_attn_implementation("eager")  # transformers' sdpa leaves out the caps of scores
+    prompts = [tuple(range(4, 4 + length)) for length in (3, 40, 1, 21, 40)]
+    requests = [
+        GenerateRequest(f"{i}", prompts[i % 5], SamplingParams(5 + 4 * i % 17, ignore_eos=True, seed=i))
+        for i in range(10)
+    ]
+    limits = {"max_running_requests": 4, "kv_cache_tokens": 170, "max_context_len": 100}
+    check(model, requests, serve(tmp_path, requests, **limits), 1e-4)
+    requests = [GenerateRequest(f"{i}", prompts[i], SamplingParams(12, temperature=0.0)) for i in range(5)]
+    for request, result in zip(requests, serve(tmp_path, requests, eos_token_ids=[]), strict=True):
+        assert result.output_ids == greedy(model, request.input_ids, 12)
+
+
+@pytest.mark.parametrize(("family", "goes_on"), [("qwen3_moe", True), ("gemma3_text", True), ("mamba", False)])
+def test_a_prompt_is_computed_once_and_a_conversation_goes_on_where_the_cache_allows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, goes_on: bool
+) -> None:
+    model = build_model(tmp_path, family, **SHAPES[family])
+    prefilled: list[int] = []
+    extend = Passes.extend
+
+    def counting(self: Passes, ids: torch.Tensor, cache: Any, start: int) -> Any:
+        prefilled.append(ids.numel())
+        return extend(self, ids, cache, start)
+
+    monkeypatch.setattr(Passes, "extend", counting)
+    first = group(tuple(range(10, 40)), 6, max_new_tokens=70)
+
+    async def scenario() -> None:
+        engine = EmbeddedEngine(str(tmp_path))
+        prefilled.clear()
+        results = await engine.generate(first)
+        assert sum(prefilled) == 30
+        assert [r.cached_tokens for r in results] == [0, *[29] * 5]
+        prefilled.clear()
+        again = await engine.generate(first)
+        assert prefilled == []
+        assert [r.output_ids for r in again] == [r.output_ids for r in results]
+        turn = (*first[2].input_ids, *results[2].output_ids, 5, 6, 7)
+        requests = group(turn, 2)
+        check(model, requests, await engine.generate(requests), 1e-4)
+        assert sum(prefilled) == (4 if goes_on else len(turn))
+        await engine.close()
+
+    run(scenario())
+
+
+def test_a_response_that_was_aborted_goes_on_from_its_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build_model(tmp_path, "mamba", **SHAPES["mamba"])
+    (request,) = group(tuple(range(10, 30)), 1, max_new_tokens=300)
+
+    async def scenario() -> None:
+        engine, count = EmbeddedEngine(str(tmp_path)), [0]
+        step = engine._scheduler.step
+
+        def counting() -> None:
+            step()
+            count[0] += 1
+            if count[0] == 100:
+                engine._scheduler.abort(None)
+
+        engine._scheduler.step = counting  # type: ignore[method-assign]
+        (part,) = await engine.generate([request])
+        assert (len(part.output_ids), part.finish_reason) == (100, "abort")
+        rest = group((*request.input_ids, *part.output_ids), 1)
+        (result,) = await engine.generate(rest)
+        assert result.cached_tokens == 119
+        check(model, rest, [result], 1e-4)
+        await engine.close()
+
+    run(scenario())
