@@ -10,6 +10,7 @@ again. Every stage that is left is checked before the first of them begins.
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -124,6 +125,20 @@ class Stage:
 
 
 def run_stages(run: Callable[[list[str] | None], int], problems: Callable[[list[str]], list[str]]) -> int:
+    """`run_all`; of several processes that torchrun has started, the others serve rank 0 meanwhile."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return run_all(run, problems)
+    from slimelite.cluster.torchrun import follow, leave  # it needs torch
+
+    if os.environ["RANK"] != "0":
+        return follow()
+    try:
+        return run_all(run, problems)
+    finally:
+        leave()
+
+
+def run_all(run: Callable[[list[str] | None], int], problems: Callable[[list[str]], list[str]]) -> int:
     """``run`` with the command line of this process, or with that of each stage in turn; returns the exit status.
 
     ``problems``: those of a command line, by which all stages are checked before the first begins. A stage that fails

@@ -17,6 +17,7 @@ from slimelite.tracking.metrics_file import FILE_NAME, Record, axis_of, eval_met
 # the name of the evaluation before training: eval/gsm8k-start.parquet; its eval/step is -1
 START = "start"
 
+FLOPS = "perf/actor_train_flops"
 # (x on the metric's axis, values), both float64 [points], sorted by x
 Series = tuple[np.ndarray, np.ndarray]
 
@@ -75,10 +76,15 @@ class Run:
 
     @cached_property
     def series(self) -> dict[str, Series]:
-        """Metric -> (x, values), each on its own axis; of two values at one x the later one counts."""
+        """Metric -> (x, values), each on its own axis; of two values at one x the later one counts. ``rollout/flops``
+        is the sum of training's operations so far.
+        """
         names = dict.fromkeys(n for r in self.records for n in r if "/" in n and n != axis_of(n))
         points = {name: series(self.records, name) for name in names}
-        return {name: (np.array(x), np.array(values)) for name, (x, values) in points.items() if x}
+        curves = {name: (np.array(x), np.array(values)) for name, (x, values) in points.items() if x}
+        if FLOPS in curves:
+            curves["rollout/flops"] = (curves[FLOPS][0], np.cumsum(curves[FLOPS][1]))
+        return curves
 
     @cached_property
     def scores(self) -> list[str]:

@@ -16,6 +16,7 @@ from slimelite.arguments.flags import SEEDS
 from slimelite.arguments.model import model_config_from_flags
 from slimelite.arguments.rollout import EPISODE, PROGRAM
 from slimelite.arguments.sources import Settings, load_yaml, read_mixture
+from slimelite.arguments.torchrun import choose_launcher
 from slimelite.arguments.training import INNER, read_adapter, words
 from slimelite.engines.registry import ENGINES
 from slimelite.environments.registry import TOTAL, known
@@ -55,6 +56,7 @@ def derive(args: Args, explicit: frozenset[str], machine: Machine, settings: Set
     pack_documents(draft)
     if draft.args.agent_command is not None or draft.args.environment is not None:
         _environment(draft)
+    choose_launcher(draft)
     _devices(draft)
     _engines(draft)
     if draft.args.sglang_config is not None and draft.args.job.servers:

@@ -44,8 +44,12 @@ class ClusterArgs(OfJob):
     device: Literal["auto", "cpu", "cuda"] = flag(
         "auto", "training and inference compute on this", ALWAYS, auto="cuda where a GPU is found, else cpu"
     )
-    launcher: Literal["ray", "local"] = flag(
-        "ray", "workers are Ray actors; local runs the same classes in this one process, for debugging", ALWAYS
+    launcher: Literal["ray", "local", "torchrun"] = flag(
+        None,
+        "workers are Ray actors; local runs the same classes in this one process, for debugging; torchrun takes the "
+        "processes of `torchrun --nproc-per-node 8 train.py ...` as training ranks, where no engine runs",
+        ALWAYS,
+        auto="torchrun under torchrun, else ray",
     )
     actor_num_nodes: int = flag(1, "training runs on this many nodes", ALWAYS, at_least=1)
     actor_num_gpus_per_node: int = flag(
@@ -93,7 +97,7 @@ class ClusterArgs(OfJob):
         {},
         'training actors get this environment, as JSON: {"NAME": "value"}; a secret is better exported before Ray '
         "starts: everyone on the machine can read a command line",
-        TRAINING & when("--launcher ray (with another, export them)", lambda a: not a.job.local),
+        TRAINING & when("--launcher ray (with another, export them)", lambda a: a.launcher == "ray"),
     )
 
     # rollout_num_gpus / rollout_num_gpus_per_engine

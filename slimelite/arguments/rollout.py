@@ -152,7 +152,7 @@ class DataArgs(OfJob):
     micro_batch_size: int = flag(
         1,
         "a forward pass takes this many samples",
-        TRAINING & when("no --use-dynamic-batch-size", lambda a: not a.use_dynamic_batch_size),
+        TRAINING & when("no --use-dynamic-batch-size", lambda a: a.job.documents or not a.use_dynamic_batch_size),
         at_least=1,
     )
     use_dynamic_batch_size: bool = flag(

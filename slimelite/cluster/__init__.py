@@ -44,6 +44,8 @@ def launch(args: Args, progress: Progress = lambda _done, _total, _note: None) -
             with loading():
                 if args.job.local:
                     from slimelite.cluster.workers import local_workers as workers
+                elif args.launcher == "torchrun":
+                    from slimelite.cluster.torchrun import torchrun_workers as workers
                 else:
                     if "RAY_ADDRESS" not in os.environ:
                         _close_ray_to_others()

@@ -38,6 +38,7 @@ from slimelite.samples.table import TokenStats
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
 
     from slimelite.training.trainer import Trainer
 
@@ -211,6 +212,7 @@ def make_trainer(
     address: str | None = None,
     host: str = LOCAL_HOST,
     listener: socket.socket | None = None,
+    store: dist.Store | None = None,
 ) -> Trainer:
     """The trainer of a rank, which can send its weights to the run's servers.
 
@@ -220,12 +222,14 @@ def make_trainer(
         address: host:port where the ranks meet; None if there is only one rank.
         host: an address of this machine that engines can reach.
         listener: a socket at ``address``, for rank 0.
+        store: where the ranks meet, instead of ``address``.
     """
     from slimelite.training.lora import adapter_format
     from slimelite.training.parallel import meeting_store
     from slimelite.training.trainer import Trainer
 
-    store = meeting_store(args, address, rank, world_size, listener) if address else None
+    if address is not None:
+        store = meeting_store(args, address, rank, world_size, listener)
     trainer = Trainer(args, rank=rank, world_size=world_size, store=store)
     if args.job.servers:
         adapter = adapter_format(trainer.model.hf, args, args.hf_checkpoint) if args.sends_adapter else None

@@ -82,6 +82,8 @@ class Plan:
         engines = args.num_engines if args.job.engines == "own" else 0
         prompt = min(args.rollout_max_prompt_len or PROMPT, PROMPT)
         response = args.rollout_max_response_len or 0
+        if args.job.documents:
+            prompt, response = 1, args.seq_length - 1
         rows = (args.rollout_batch_size or 1, args.n_samples_per_prompt)
         work = Work(*rows, prompt, response, args.num_steps_per_rollout or 1, args.share_prefixes)
         serving = _serving(args, load.shapes, work, memory)

@@ -105,7 +105,7 @@ def _check_packages(args: Args, findings: Findings) -> None:
     engine = args.engine_kind
     runs_engine = args.job.engines == "own"
     wanted = (
-        ("ray", not args.job.local, "use --launcher local"),
+        ("ray", args.launcher == "ray", "use --launcher local"),
         (
             engine.package,
             runs_engine and not args.plan_gpu,

@@ -291,7 +291,7 @@ class InputChecks:
     def load(self) -> None:
         """Check what `read_files` could not, as far as that is possible without the weights of a model."""
         args = self.args
-        if args.dry_run or not args.job.trains or args.job.local or self._doubtful():
+        if args.dry_run or not args.job.trains or args.launcher != "ray" or self._doubtful():
             from slimelite.training.loading import inspect_models  # it needs torch
 
             problems, facts = inspect_models(args, self.broken)

@@ -367,7 +367,7 @@ def _device(args: RolloutArgs) -> str:
     if args.job.engines:
         engines = args.num_engines
         parts.append(f"{engines} {args.rollout_backend} engine{'s' if engines > 1 else ''}")
-    parts.append("in one process" if args.job.local else "Ray")
+    parts.append({"local": "in one process", "ray": "Ray"}.get(args.launcher, args.launcher))
     return ", ".join(parts)
 
 

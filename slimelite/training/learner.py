@@ -287,13 +287,18 @@ class PassTimer:
             yield
             self._seconds[name] += perf_counter() - began
 
-    def metrics(self, ranks: int) -> dict[str, float]:
-        """``perf/{name}_time``; where operations were counted, ``perf/{name}_tflops`` of one rank; and of training the
-        share of the rows' tokens that were computed.
+    def metrics(self, ranks: int, rate: float | None = None) -> dict[str, float]:
+        """``perf/{name}_time``; where operations were counted, ``perf/{name}_tflops`` of one rank, and with the
+        ``rate`` of its device [1/s] ``perf/{name}_mfu``. Of training also the operations of all ranks, and
+        the share of the rows' tokens that were computed.
         """
         metrics = {}
         for name, seconds in self._seconds.items():
             metrics[f"perf/{name}_time"] = seconds
             if name in self._flops:
                 metrics[f"perf/{name}_tflops"] = self._flops[name] / seconds / ranks / 1e12
+                if rate is not None:
+                    metrics[f"perf/{name}_mfu"] = self._flops[name] / seconds / ranks / rate
+        if "actor_train" in self._flops:
+            metrics["perf/actor_train_flops"] = self._flops["actor_train"]
         return metrics | ({"perf/computed_tokens_ratio": self._computed / self._of_rows} if self._of_rows else {})

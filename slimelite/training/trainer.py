@@ -21,6 +21,7 @@ from slimelite.base.heap import keep_freed_memory, return_freed_memory
 from slimelite.engines.protocol import Transport
 from slimelite.engines.registry import ServerAddress
 from slimelite.models.checkpoints import Checksums
+from slimelite.plan.devices import recognized
 from slimelite.samples.table import SampleTable, TokenStats
 from slimelite.training import checkpoint, weights
 from slimelite.training.batch import MicroBatch
@@ -76,6 +77,9 @@ class Trainer(Learner[PolicyModel]):
         if args.num_rollout is not None:
             self.set_num_rollout(args.num_rollout)
         self.timed = PassTimer(f"trainer_{rank}")
+        # of products on the device, by its data sheet [1/s]
+        gpu = recognized(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
+        self._rate = None if gpu is None else gpu.rate
         self._profiler = Profiler(args, rank) if args.use_pytorch_profiler or args.record_memory_history else None
         if args.use_pytorch_profiler and self._profiler is not None:
             self.timed.around = self._profiler.of_pass
@@ -437,7 +441,7 @@ class Trainer(Learner[PolicyModel]):
             {f"train/{name}": value for name, value in each.items()} for each in (means, *of_steps)
         ]
         metrics |= columns.means(self.args, computed)
-        metrics |= self.timed.metrics(self.world.ranks)
+        metrics |= self.timed.metrics(self.world.ranks, self._rate)
         if seconds := metrics.get("perf/actor_train_time"):
             metrics["perf/actor_train_tok_per_s"] = int(columns.table.total_lengths[computed].sum()) / seconds
             metrics["perf/computed_rows_ratio"] = float(computed.mean())

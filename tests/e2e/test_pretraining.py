@@ -37,13 +37,18 @@ def texts(count: int, seed: int) -> list[str]:
     return [" ".join(rng.choice(words, int(rng.integers(1, 24)))) + "." for _ in range(count)]
 
 
+def write_texts() -> None:
+    """Documents to train on and held-out ones, in this folder."""
+    for name, seed in (("train", 0), ("held", 1)):
+        Path(f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts(60, seed)))
+
+
 @pytest.fixture
 def pretrain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train_py: TrainPy) -> Run:
     """``pretrain(name, *flags)``: the run folder of a short run."""
     monkeypatch.chdir(tmp_path)
     byte_tokenizer().save_pretrained("tokenizer")
-    for name, seed in (("train", 0), ("held", 1)):
-        Path(f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts(60, seed)))
+    write_texts()
 
     def run(name: str, *flags: str) -> Path:
         done = train_py(*FLAGS, "--run-dir", name, *flags)

@@ -238,6 +238,12 @@ function rollouts([first, last], width, room = 0) {
   return found;
 }
 
+/** Rollouts `xs` as `view.over` counts them: what the run's series has by then, 0 before training; or as they are. */
+function over(view, run, xs) {
+  const sums = view.over && run.series[view.over.metric];
+  return sums ? xs.map((x) => (x < sums.x[0] ? 0 : sums.y[nearest(sums.x, x)])) : xs;
+}
+
 /** The part of a line whose x are in the span. */
 function within(span, line) {
   if (!span || (span[0] <= line.x[0] && line.x[line.x.length - 1] <= span[1])) return line;
@@ -253,7 +259,7 @@ function within(span, line) {
  */
 function lineChart({ title, unit, detail, lines, least = 0, points = false, view }) {
   const draw = (width, height) => {
-    const shown = lines.filter((line) => !view.hidden.has(line.run) && line.x.length);
+    const shown = lines.filter((line) => !view.hidden.has(line.run) && line.x.length).map((line) => ({ ...line, x: over(view, line.run, line.x) }));
     const drawn = shown.map((line) => within(view.span, { ...line, smoothed: smooth(line.y, points ? 0 : view.smoothing) }));
     const ends = (line) => (line.error ? line.y.flatMap((y, i) => [y - line.error[i], y + line.error[i]]) : line.y);
     const found = range(drawn.flatMap(ends), least, view.log);
@@ -262,8 +268,8 @@ function lineChart({ title, unit, detail, lines, least = 0, points = false, view
     const across = rollouts(view.span ?? [xs[0], xs[xs.length - 1]], width);
     const up = scale(...found, height - MARGIN.bottom, MARGIN.top, 5, view.log);
     const high = (y) => (Number.isFinite(y) && (!view.log || y > 0) ? up.place(y) : NaN);
-    const children = axes(width, height, across, up, { x: "rollout", y: unit });
-    const marked = Number.isFinite(view.mark) ? across.place(view.mark) : NaN;
+    const children = axes(width, height, across, up, { x: view.over?.label ?? "rollout", y: unit });
+    const marked = Number.isFinite(view.mark) && !view.over ? across.place(view.mark) : NaN;
     if (marked >= MARGIN.left && marked <= width - MARGIN.right) {
       children.push(svg("line", { class: "mark", x1: marked, x2: marked, y1: MARGIN.top, y2: height - MARGIN.bottom }));
     }
@@ -298,7 +304,7 @@ function lineChart({ title, unit, detail, lines, least = 0, points = false, view
       const where = line.x[i] === at ? "" : ` at ${number(line.x[i])}`;
       return [mark, line.label ?? line.run.name, number(line.y[i]) + error + raw + where];
     });
-    return { at, title: at < 0 ? "before training" : `rollout ${number(at)}`, rows };
+    return { at, title: view.over ? `${number(at)} ${view.over.label}` : at < 0 ? "before training" : `rollout ${number(at)}`, rows };
   };
 
   return chart({ title, detail, height: 200, draw, zoom: view.zoom });

@@ -56,14 +56,14 @@
     groups.push(others);
     const all = el("button", { class: "quiet", hidden: true, onclick: () => zoom() });
     function redraw() {
-      const ends = data.runs.filter((run) => !view.hidden.has(run)).flatMap((run) => run.axes.flatMap((axis) => [axis[0], axis.at(-1)]));
+      const ends = data.runs.filter((run) => !view.hidden.has(run)).flatMap((run) => run.axes.flatMap((axis) => over(view, run, [axis[0], axis.at(-1)])));
       view.span = part ?? [Math.min(...ends), Math.max(...ends)];
       groups.forEach((group) => group.panels.forEach((each) => each.redraw()));
     }
     function zoom(first, last) {
       part = first === undefined ? null : [first, last];
       all.hidden = !part;
-      if (part) all.textContent = `rollouts ${Math.ceil(first)} to ${Math.floor(last)}: show all`;
+      if (part) all.textContent = `${view.over?.label ?? "rollouts"} ${number(Math.ceil(first))} to ${number(Math.floor(last))}: show all`;
       redraw();
     }
 
@@ -80,12 +80,20 @@
       view.log = log.checked;
       redraw();
     });
+    const sums = [{ label: "tokens", metric: "rollout/tokens" }, { label: "FLOPs", metric: "rollout/flops" }];
+    const counted = sums.filter(({ metric }) => data.runs.every((run) => run.series[metric]));
+    const choice = el("select", { "aria-label": "Curves over" }, ...["rollouts", ...counted.map(({ label }) => label)].map((label) => el("option", {}, label)));
+    choice.addEventListener("change", () => {
+      view.over = counted.find(({ label }) => label === choice.value);
+      zoom();
+    });
     const more = el("button", { class: "quiet" }, `show the ${names.length} other metrics`);
     root.append(el("div", { class: "controls sticky" },
       ...legend(data, view, redraw),
       el("span", { class: "spring" }),
       all,
       search,
+      ...(counted.length ? [el("label", {}, "over", choice)] : []),
       el("label", {}, "smoothing", slider, amount),
       el("label", {}, log, "log scale"),
     ));

@@ -1,0 +1,205 @@
+"""``--launcher torchrun``: the processes that torchrun has started are the ranks of a run without engines.
+
+Rank 0 runs train.py with its loop and the rollout side, and its trainer on a thread. The others `follow`: they wait for
+calls of their trainers' methods, which travel pickled through the store at which torchrun lets ranks meet, as torch's
+own collectives of objects do.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from functools import partial
+from queue import SimpleQueue
+from threading import Thread
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from slimelite.arguments import Args
+from slimelite.cluster.remote import Closing, LocalRemote, Progress, Remote
+from slimelite.cluster.workers import Workers, make_trainer
+from slimelite.data.tokenizer import load_tokenizer
+from slimelite.rollout.manager import RolloutManager
+
+if TYPE_CHECKING:
+    from slimelite.training.trainer import Trainer
+
+R = TypeVar("R")
+V = TypeVar("V")
+# what a rank is asked beside methods of its trainer
+BEGIN, LEAVE, CPU_SECONDS = "begin a run", "leave", "cpu_seconds"
+# a wait at the store is renewed after this time, and fails if there is no store any more [s]
+RENEW_S = 60.0
+# of this process, over all of its runs, which --stages makes: calls of each rank, and runs
+_numbers: Counter[int | str] = Counter()
+
+
+def meet() -> dist.Store:
+    """A connection to torchrun's store; while one thread waits at it, others cannot use it."""
+    store, _, _ = next(dist.rendezvous("env://"))
+    return cast("dist.Store", store)
+
+
+class Desk:
+    """A thread that does what it is given, in order. It is a daemon: after an error nobody waits for a collective."""
+
+    def __init__(self, name: str) -> None:
+        self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
+        Thread(target=self._work, name=name, daemon=True).start()
+
+    def submit(self, work: Callable[[], R]) -> Future[R]:
+        """Do ``work`` after all earlier work."""
+        future: Future[R] = Future()
+        self._queue.put((future, work))
+        return future
+
+    def _work(self) -> None:
+        while True:
+            future, work = self._queue.get()
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+
+
+class Shared:
+    """A value that travels once: for other ranks it is at ``key`` of the store, here it is ``value``."""
+
+    def __init__(self, key: str, value: object = None) -> None:
+        self.key, self.value = key, value
+
+    def __reduce__(self) -> tuple[type[Shared], tuple[str]]:
+        return Shared, (self.key,)
+
+
+class OwnTrainer(Remote["Trainer"]):
+    """The trainer of rank 0, on a thread of this process."""
+
+    def __init__(self, make: Callable[[], Trainer]) -> None:
+        self.name, self._desk, self._store = "trainer_0", Desk("trainer_0"), meet()
+        self.made = self._desk.submit(make)
+
+    def start(self, method: str, /, *args: object, **kwargs: object) -> Future[Any]:
+        """See `Remote.start`."""
+        values = [arg.value if isinstance(arg, Shared) else arg for arg in args]
+        return self._desk.submit(
+            lambda: LocalRemote(self.made.result(), self.name).start(method, *values, **kwargs).result()
+        )
+
+    def cpu_seconds(self) -> Future[float]:
+        """See `Remote.cpu_seconds`."""
+        return self._desk.submit(lambda: 0.0)
+
+    def share(self, value: V) -> V:
+        """See `Remote.share`; it replaces the value that was shared before, whose verb is over."""
+        _numbers["shared"] += 1
+        self._store.delete_key(f"slimelite/shared/{_numbers['shared'] - 1}")
+        shared = Shared(f"slimelite/shared/{_numbers['shared']}", value)
+        _put(self._store, shared.key, value)
+        return cast("V", shared)
+
+
+class OtherTrainer(Remote["Trainer"]):
+    """The trainer of another rank, in its process."""
+
+    def __init__(self, rank: int) -> None:
+        self.name, self._rank = f"trainer_{rank}", rank
+        self._calls, self._answers, self._desk = meet(), meet(), Desk(f"answers of trainer_{rank}")
+
+    def start(self, method: str, /, *args: object, **kwargs: object) -> Future[Any]:
+        """See `Remote.start`."""
+        number, _numbers[self._rank] = _numbers[self._rank], _numbers[self._rank] + 1
+        _put(self._calls, f"slimelite/call/{self._rank}/{number}", (method, args, kwargs))
+        return self._desk.submit(partial(self._answer, f"slimelite/answer/{self._rank}/{number}"))
+
+    def _answer(self, key: str) -> Any:
+        value, error = _take(self._answers, key)
+        if error is not None:
+            raise error
+        return value
+
+    def cpu_seconds(self) -> Future[float]:
+        """See `Remote.cpu_seconds`."""
+        return self.start(CPU_SECONDS)
+
+
+@contextmanager
+def torchrun_workers(args: Args, progress: Progress) -> Iterator[Workers]:
+    """``--launcher torchrun``, on rank 0: the rollout side in this process, and a trainer in each."""
+    with ExitStack() as stack:
+        progress(0, 0, "reading the data")
+        rollout = RolloutManager(args, [], load_tokenizer(args.tokenizer))
+        stack.callback(rollout.close)
+        progress(0, 0, "loading the trainers")
+        _numbers["runs"] += 1
+        run, ranks = _numbers["runs"], args.training_ranks
+        others = [OtherTrainer(rank) for rank in range(1, ranks)]
+        begun = [other.start(BEGIN, args, run) for other in others]
+        own = OwnTrainer(partial(_make, args, run, 0))
+        done, _ = wait([own.made, *begun], return_when=FIRST_EXCEPTION)  # a rank that fails leaves others waiting
+        for each in done:
+            each.result()
+        yield Workers(LocalRemote(rollout, "rollout"), [own, *others], [])
+        for closing in [trainer.submit(Closing.close) for trainer in (own, *others)]:
+            closing.result()
+
+
+def follow() -> int:
+    """Be a rank other than 0: do what rank 0 asks for until it leaves; returns the exit status."""
+    rank, store, trainer = int(os.environ["RANK"]), meet(), None
+    while True:
+        number, _numbers[rank] = _numbers[rank], _numbers[rank] + 1
+        method, values, kwargs = _take(store, f"slimelite/call/{rank}/{number}")
+        if method == LEAVE:
+            return 0
+        value, problem = None, None
+        try:
+            if method == BEGIN:
+                args, run = values
+                trainer = _make(args, run, rank)
+            elif method == CPU_SECONDS:
+                value = time.process_time()
+            else:
+                values = [pickle.loads(store.get(arg.key)) if isinstance(arg, Shared) else arg for arg in values]
+                value = getattr(trainer, method)(*values, **kwargs)
+        except Exception as error:
+            problem = error
+        _put(store, f"slimelite/answer/{rank}/{number}", (value, problem))
+
+
+def leave() -> None:
+    """Rank 0: let the others end."""
+    store = meet()
+    for rank in range(1, int(os.environ["WORLD_SIZE"])):
+        _put(store, f"slimelite/call/{rank}/{_numbers[rank]}", (LEAVE, (), {}))
+
+
+def _make(args: Args, run: int, rank: int) -> Trainer:
+    if not args.job.gpus:
+        torch.set_num_threads(args.cpu_threads)
+    return make_trainer(args, rank, args.training_ranks, store=dist.PrefixStore(f"slimelite/run/{run}", meet()))
+
+
+def _put(store: dist.Store, key: str, value: object) -> None:
+    store.set(key, cast("str", pickle.dumps(value)))  # bytes, too
+
+
+def _take(store: dist.Store, key: str) -> Any:
+    """Wait for the value of ``key``, and remove it."""
+    while True:
+        try:
+            store.wait([key], timedelta(seconds=RENEW_S))
+        except dist.DistStoreError:
+            store.check([key])  # raises if there is no store any more
+        else:
+            value = pickle.loads(store.get(key))
+            store.delete_key(key)
+            return value
