@@ -33,7 +33,7 @@ def train(cluster: Cluster, tracker: Tracker) -> None:
         if evaluations.stop:
             tracker.finish_early(evaluations.stop)
             break
-        # samples with their rewards and, compared within their group there, their advantages
+        # samples with rewards and the advantages of rows (algorithms/groups.py); `train` spreads these over tokens
         with tracker.phase("generate") as phase:
             rollout = cluster.generate(rollout_id).result(progress=phase.update)
         tracker.log_rollout(rollout_id, rollout.table, rollout.metrics)

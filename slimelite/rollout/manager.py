@@ -180,7 +180,7 @@ class RolloutManager:
             metrics = {}
         seconds = time.monotonic() - started
         samples = output.flat
-        metrics |= self._set_advantages(table, samples)
+        metrics |= self._compare_groups(table, samples)
         version = self._context.version_trained_on(rollout_id) if self._context.engines.infos else None
         self._warn_of_old_weights(table, version)
         self._save(table, rollout_id)
@@ -384,7 +384,8 @@ class RolloutManager:
         table.reward += np.asarray(added)
         return metrics
 
-    def _set_advantages(self, table: SampleTable, samples: list[Sample]) -> dict[str, float]:
+    def _compare_groups(self, table: SampleTable, samples: list[Sample]) -> dict[str, float]:
+        """Set the advantage of each row; `TokenColumns.spread_advantages` makes those of tokens from it."""
         args = self.args
         if self._post_process is not None:
             raw, rewards = self._post_process(self._plugin_args(), samples)

@@ -148,8 +148,9 @@ class TokenColumns:
             factors[rows] = 1 / mean if mean > 1e-8 else 1.0
         self.pg_weights = self.pg_weights * factors[self.segments]
 
-    def set_advantages(self, args: DistillationArgs) -> None:
-        """Set the advantage of every token by ``--advantage-estimator`` (docs/algorithms.md), or by the plugin of
+    def spread_advantages(self, args: DistillationArgs) -> None:
+        """Set the advantage of every token, from that of its row, which `RolloutManager` made by comparing groups, by
+        ``--advantage-estimator`` (docs/algorithms.md), or by the plugin of
         ``--custom-advantage-function-path``, ``fn(args, table, columns)``, which sets ``columns.advantages`` and, with
         a critic, ``columns.returns``.
 

@@ -166,7 +166,11 @@ class MetricSums:
         """
         steps: list[Sums] = [{} for _ in range(self.step + 1)]
         whole: Sums = {}
-        for pairs in self._gather(self._local_sums()):
+        everyone = [self._local_sums()]
+        if self._world.dp_size > 1:
+            everyone, local = [{} for _ in range(self._world.dp_size)], everyone[0]
+            dist.all_gather_object(everyone, local)
+        for pairs in everyone:
             for (step, name), (total, weight) in pairs.items():
                 for sums in (whole, steps[step]):
                     before = sums.get(name, (0.0, 0.0))
@@ -182,13 +186,6 @@ class MetricSums:
             total, weight = zip(*[(next(values), next(values)) for _ in pairs], strict=True)
             sums[key] = (sum(total), sum(weight))
         return sums
-
-    def _gather(self, local: StepSums) -> list[StepSums]:
-        if self._world.dp_size == 1:
-            return [local]
-        everyone: list[StepSums] = [{} for _ in range(self._world.dp_size)]
-        dist.all_gather_object(everyone, local)
-        return everyone
 
 
 def _means(sums: Sums) -> dict[str, float]:

@@ -128,30 +128,27 @@ class Trainer(Learner[PolicyModel]):
         """
         self._check_no_gradient("train")
         with self._profiler.rollout(rollout_id) if self._profiler else nullcontext():
-            return self._train(rollout_id, table)
-
-    def _train(self, rollout_id: int, table: SampleTable) -> dict[str, float]:
-        self.timed.restart()
-        table = self._as_sampled(table)
-        if self.args.reset_optimizer_states:
-            self.optimizers.reset()
-        steps = split_steps(table.rollout_id, table.unit_id, self.args.global_batch_size)
-        columns, sums = self._columns(table, steps), MetricSums(self.world)
-        trains = self.critic is None or rollout_id >= self.args.num_critic_only_steps
-        computed = columns.rows_to_compute(self.args, checked=self._checked) & trains
-        self._fill(columns, passes(self.args, columns, computed, checked=self._checked), alike=self.args.ci_test)
-        if self.critic is not None:
-            schedule = self._schedule(columns, table.mask_sums > 0)
-            with self.timed(
-                "critic_train", self.critic.model, table, chain(*(step.micro_batches for step in schedule))
-            ):
-                self.critic.train(columns, schedule, sums)
-        if trains:
-            self._train_policy(columns, computed, sums, partial(self.update, sums))
-        self.progress.rollout_id = rollout_id
-        if self._saved_reference is not None and (rollout_id + 1) % (self.args.ref_update_interval or 1) == 0:
-            self._saved_reference.copy_from(self.model)
-        return self._metrics(columns, computed, sums)
+            self.timed.restart()
+            table = self._as_sampled(table)
+            if self.args.reset_optimizer_states:
+                self.optimizers.reset()
+            steps = split_steps(table.rollout_id, table.unit_id, self.args.global_batch_size)
+            columns, sums = self._columns(table, steps), MetricSums(self.world)
+            trains = self.critic is None or rollout_id >= self.args.num_critic_only_steps
+            computed = columns.rows_to_compute(self.args, checked=self._checked) & trains
+            self._fill(columns, passes(self.args, columns, computed, checked=self._checked), alike=self.args.ci_test)
+            if self.critic is not None:
+                schedule = self._schedule(columns, table.mask_sums > 0)
+                with self.timed(
+                    "critic_train", self.critic.model, table, chain(*(step.micro_batches for step in schedule))
+                ):
+                    self.critic.train(columns, schedule, sums)
+            if trains:
+                self._train_policy(columns, computed, sums, partial(self.update, sums))
+            self.progress.rollout_id = rollout_id
+            if self._saved_reference is not None and (rollout_id + 1) % (self.args.ref_update_interval or 1) == 0:
+                self._saved_reference.copy_from(self.model)
+            return self._metrics(columns, computed, sums)
 
     def forward_backward(self, table: SampleTable) -> dict[str, float]:
         """Add the gradient of ``table`` to that of earlier calls; `optim_step` applies it. The whole table counts as
@@ -401,7 +398,7 @@ class Trainer(Learner[PolicyModel]):
         columns.set_weights(self.args)
         self._fill(columns, passes(self.args, columns))
         if self.args.job.sampled and self.args.compute_advantages_and_returns:
-            columns.set_advantages(self.args)
+            columns.spread_advantages(self.args)
         return columns
 
     def _fill(self, columns: TokenColumns, todo: dict[str, np.ndarray], *, alike: bool = False) -> None:

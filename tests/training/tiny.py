@@ -111,7 +111,7 @@ def loss_batch(args: Args, table: SampleTable, rows: Sequence[int] | None = None
     columns = TokenColumns.from_table(table, steps)
     columns.set_weights(args)
     columns.values = torch.linspace(-1, 1, len(columns.mask))
-    columns.set_advantages(args)
+    columns.spread_advantages(args)
     columns.old = -torch.rand(len(columns.mask), generator=torch.Generator().manual_seed(0)) - 3.5
     chosen = np.array(range(len(table)) if rows is None else rows, np.int64)
     return MicroBatch(columns, chosen).fetch()
