@@ -356,6 +356,8 @@ def _training(args: Args) -> Iterator[str]:
         yield "--lora-sync adapter is for SGLang servers that the run starts (--rollout-backend sglang); take merged"
     if args.lora_rank and args.optimizer == "muon" and args.job.trains:
         yield "--optimizer muon with --lora-rank: Muon is for whole matrices, not for the two factors of one; take adam"
+    if args.load_in_4bit and args.compile and args.job.trains:
+        yield "--load-in-4bit with --compile: the products of 4-bit weights are not compiled here; leave one out"
     if args.lr_warmup_fraction is not None and args.lr_warmup_iters:
         yield "--lr-warmup-fraction and --lr-warmup-iters both say how long warm-up is; take one"
 

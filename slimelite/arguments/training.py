@@ -216,7 +216,13 @@ class LoraArgs(CheckpointArgs, ModelArgs):
         "a weight sync sends the adapter, which the engines compute beside the frozen weights, or the matrices that it "
         "changes, with the adapter merged into them",
         LORA & INFERENCE,
-        auto="adapter for SGLang servers of the run and the layers between embedding and LM head, else merged",
+        auto="adapter for SGLang servers of the run and the layers between embedding and LM head, without "
+        "--load-in-4bit, else merged",
+    )
+    load_in_4bit: bool = flag(
+        False,
+        "QLoRA: the frozen linear layers have 4 bits (NF4 with quantized scales, by bitsandbytes)",
+        LORA,
     )
     critic_lora_rank: int = flag(
         0, "the critic's weights are frozen too, and it learns adapters of this rank and its head", CRITIC, at_least=0

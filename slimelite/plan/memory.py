@@ -141,6 +141,8 @@ SGLANG = (
     (163840, 8192, 256, 512),
     (float("inf"), 16384, 512, 512),
 )
+# a weight of 4 bits, with a scale of 8 bits for 64 of them and one of 32 bits for 256 scales (`training/quantized.py`)
+NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)
 # resident memory of a process with Python, torch and transformers [bytes]
 BASE = 0.47e9
 
@@ -162,6 +164,7 @@ class Load:
         single: a step has one micro-batch, so that no gradient of an earlier one is held.
         on_host: weights and optimizer state stay in host memory (``--fsdp-cpu-offload``).
         lora: parameters of adapters, which alone are trained; 0: all parameters are.
+        four_bit: the frozen linear layers have 4 bits (``--load-in-4bit``).
         critic: the same of a critic of the policy's size, which is trained in turn with it; None: there is none.
         values: it is a critic, whose head has a value for each token instead of logits.
         width: bytes of a number in forward and backward: 2 on a GPU, 4 on a CPU.
@@ -180,6 +183,7 @@ class Load:
     single: bool = False
     on_host: bool = False
     lora: int = 0
+    four_bit: bool = False
     critic: int | None = None
     values: bool = False
     width: int = 2
@@ -209,7 +213,7 @@ class Load:
     def state(self) -> Parts:
         """What stays between steps: fp32 weights and AdamW's moments; frozen weights have ``width`` bytes."""
         share = 0 if self.on_host else 1 / self.shards
-        frozen = sum(each.width * each.shapes.parameters for each in self.learners if each.lora)
+        frozen = sum(each._frozen for each in self.learners if each.lora)
         return {"weights": share * (frozen + 4 * self.trained), "optimizer": share * 8 * self.trained}
 
     def process(self) -> float:
@@ -234,8 +238,9 @@ class Load:
         """The peak of a pass without gradients; a frozen model's weights are then beside the trainer's."""
         s, w, g = self.shapes, self.width, self._copied
         states = w * self.tokens * s.hidden
-        in_head: Parts = {"activations": 2 * states, "logits": 12 * self._logits, "gathered": g * (s.outer + s.layer)}
-        in_layers: Parts = {"activations": self.tokens * self.layer_bytes(), "gathered": g * (s.outer + 2 * s.layer)}
+        one, two = g * s.outer + self._of_layer, g * s.outer + 2 * self._of_layer
+        in_head: Parts = {"activations": 2 * states, "logits": 12 * self._logits, "gathered": one}
+        in_layers: Parts = {"activations": self.tokens * self.layer_bytes(), "gathered": two}
         moment = max(in_head, in_layers, self._gather(), key=total)
         frozen = w * s.parameters / self.shards if self.others else 0
         return self.state() | moment | {"reference": frozen}
@@ -265,12 +270,29 @@ class Load:
         """
         s, buffers = self.shapes, 2 if self.shards > 1 else 1
         states = self.width * self.tokens * s.hidden
-        return {"activations": states, "gathered": buffers * self._copied * (s.outer + s.layer)}
+        return {"activations": states, "gathered": buffers * (self._copied * s.outer + self._of_layer)}
+
+    @property
+    def _frozen(self) -> float:
+        """Bytes of the weights of a model whose adapters alone are trained."""
+        s = self.shapes
+        inner = s.layers * s.layer if self.four_bit else 0
+        return self.width * (s.parameters - inner) + NF4 * inner
+
+    @property
+    def _of_layer(self) -> float:
+        """Bytes of a layer's weights for a pass. One in 4 bits is gathered like that, by several ranks, and its largest
+        matrix is dequantized beside it.
+        """
+        s = self.shapes
+        if not self.four_bit:
+            return self._copied * s.layer
+        return (NF4 * s.layer if self.shards > 1 else 0) + self.width * s.hidden * s.inner
 
     @property
     def _copied(self) -> int:
-        """Bytes of a number in the copies of weights that a pass computes with."""
-        return 0 if self.plain else self.width
+        """Bytes of a number in the copies of weights that a pass computes with; see `parallel.shard_model`."""
+        return 0 if self.plain or (self.four_bit and self.shards == 1) else self.width
 
     @property
     def _logits(self) -> int:
@@ -299,13 +321,13 @@ class Load:
         # of earlier micro-batches, and of the layers above
         accumulated = 0 if self.single else 4 * self.trained if self.whole_grads else sharded
         so_far = sharded * (1 - full * s.outer / s.parameters)
-        work = g * (s.outer + 2 * s.layer)  # gathered, and the next layer with it
+        work = g * s.outer + 2 * self._of_layer  # gathered, and the next layer with it
         of_layer = full * ((4 + w) * s.layer + w * head)
         in_head = {
             "activations": s.layers * kept + 5 * states,
             # as many in the forward pass as in one for log-probs; in the backward pass a frozen head needs fewer
             "logits": (4 + w if full else 12) * self._logits,
-            "gathered": g * (s.outer + s.layer),
+            "gathered": g * s.outer + self._of_layer,
             "gradients": accumulated + full * 4 * (head + min(CHUNK[w], head)),
         }
         first_layers = {
@@ -505,6 +527,7 @@ def training_load(args: Args) -> Load | str:
         on_host=args.fsdp_cpu_offload,
         width=2 if args.job.gpus else 4,
         lora=shapes.adapter(args.lora_rank),
+        four_bit=args.load_in_4bit and args.lora_rank > 0,
         critic=shapes.adapter(args.critic_lora_rank) if args.use_critic else None,
         # with adapters the reference is the policy without them
         compiled=args.compile,

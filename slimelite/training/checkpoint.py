@@ -130,7 +130,7 @@ def _adapter(args: LoraArgs) -> dict[str, object] | None:
     """What the adapters mean that a checkpoint keeps instead of the weights."""
     if not args.lora_rank:
         return None
-    return {"rank": args.lora_rank, "scaling": args.lora_scaling}
+    return {"rank": args.lora_rank, "scaling": args.lora_scaling, **({"bits": 4} if args.load_in_4bit else {})}
 
 
 def _check_adapter(directory: Path, args: LoraArgs) -> None:
@@ -142,6 +142,8 @@ def _check_adapter(directory: Path, args: LoraArgs) -> None:
     if saved is None or own is None:
         lora = f"--lora-rank {(saved or own or {}).get('rank')}"
         raise ValueError(f"{directory} was saved {'without' if saved is None else 'with'} {lora}; resume it like that")
+    if (bits := saved.get("bits")) != own.get("bits"):
+        raise ValueError(f"{directory} was saved {'with' if bits else 'without'} --load-in-4bit; resume it like that")
     if saved != own:
         raise ValueError(
             f"{directory} was saved with adapters of rank {saved['rank']} scaled by {saved['scaling']}, and this run's "

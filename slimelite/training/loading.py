@@ -25,7 +25,14 @@ from slimelite.engines.registry import ENGINES
 from slimelite.models.checkpoints import STATE_FILE
 from slimelite.models.files import LOGIT_TRANSFORMS, check_weights, has_weights, load_config, load_weights
 from slimelite.training.attention import ATTENTION, register_attention
-from slimelite.training.lora import adapters, add_adapters, check_ranks, check_readable
+from slimelite.training.lora import (
+    adapters,
+    add_adapters,
+    check_quantizable,
+    check_ranks,
+    check_readable,
+    quantize_frozen,
+)
 from slimelite.training.model import ForwardFlops, LanguageModel, PolicyModel, ScoringModel
 from slimelite.training.packing import NoSmallModel, Packing, may_pack, one_line
 from slimelite.training.parallel import World, shard_model
@@ -74,7 +81,7 @@ def build_model(
 
     A trainable model has fp32 weights and, with ``--gradient-checkpointing``, recomputes its layers in the backward
     pass, except for matrix products and attention with ``--recompute-granularity selective``. A frozen model, and what
-    adapters leave frozen (``--lora-rank``), has the dtype that it computes in.
+    adapters leave frozen (``--lora-rank``), has the dtype that it computes in, or 4 bits with ``--load-in-4bit``.
 
     Raises:
         ValueError: see `read_config`, `may_pack`, `load_model` and `add_adapters`.
@@ -98,6 +105,8 @@ def build_model(
         add_adapters(hf, args, args.seed)
         for _, adapter in adapters(hf):
             adapter.in_place = not args.recomputes_selectively
+        if args.load_in_4bit:
+            quantize_frozen(hf)
     model = wrap(hf)
     model.flops = ForwardFlops.of(model)
     if world.device.type == "cuda" and (kernel := next(filter(None, map(stateless_kernel, hf.modules())), "")):
@@ -107,7 +116,7 @@ def build_model(
     model.shares = args.share_prefixes and packing is Packing.SHARED
     # not the buffers: rotary frequencies rounded to bf16 give angles that are radians off at position 1,000
     for parameter in model.parameters():
-        if not parameter.requires_grad:
+        if not parameter.requires_grad and parameter.is_floating_point():  # others have 4 bits
             parameter.data = parameter.data.to(world.compute_dtype)
     shard_model(model, model.layers, world, cpu_offload=trainable and args.fsdp_cpu_offload)
     if args.compile:
@@ -228,6 +237,8 @@ def inspect_model(
     if trained and (args.lora_rank or args.critic_lora_rank):
         check_ranks(empty, args)
     if trained and args.lora_rank:
+        if args.load_in_4bit:
+            check_quantizable(empty)
         add_adapters(empty, args, seed=0)
         if args.save_hf and not args.lora_merge:
             check_readable(empty)

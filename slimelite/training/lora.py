@@ -10,6 +10,7 @@ import math
 import textwrap
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ from slimelite.base.files import write_text
 from slimelite.engines.protocol import AdapterFormat
 from slimelite.models.files import has_experts, write_weights
 from slimelite.training.parallel import whole
+from slimelite.training.quantized import FrozenLinear
 
 # parameters of an adapter, as peft names those of a linear layer
 PARTS = ("lora_A", "lora_B")
@@ -68,7 +70,7 @@ class Adapter(nn.Module):
         """The weight that computes what ``weight`` and the adapter compute together, in fp32 or float64."""
 
 
-class LoraLinear(Adapter, nn.Linear):
+class LoraLinear(Adapter, FrozenLinear):
     """W x + scaling · B A dropout(x), in place of ``base``, whose weight and bias it takes over."""
 
     peft_parts = ("lora_A.weight", "lora_B.weight")
@@ -84,8 +86,9 @@ class LoraLinear(Adapter, nn.Linear):
         # passes without gradient (old log-probs, the reference) see the policy that the engines have
         kept = F.dropout(x, self.dropout) if self.dropout and torch.is_grad_enabled() else x
         low_rank = F.linear(F.linear(kept, self.lora_A), self.lora_B)
-        out = F.linear(x, self.weight, self.bias)
-        return (out.add_ if self.in_place else out.add)(low_rank, alpha=self.scaling)
+        out = self.product(x)
+        in_place = self.in_place and not self.is_quantized  # of which bitsandbytes gives a view
+        return (out.add_ if in_place else out.add)(low_rank, alpha=self.scaling)
 
     def merged(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
         """[out, in]."""
@@ -116,18 +119,25 @@ class LoraEmbedding(Adapter, nn.Embedding):
         return torch.add(weight, (b @ a).T, alpha=self.scaling)
 
 
-# a weight of the Hugging Face model: a parameter, sharded or not, or the module whose adapter changes it
-Weight = Tensor | Adapter
+# a weight of the Hugging Face model: a parameter, sharded or not, or the module that computes it: from an adapter, from
+# 4 bits or from both
+Weight = Tensor | Adapter | FrozenLinear
 
 
 def frozen(weight: Weight) -> Tensor:
-    """The parameter of the model itself, without the adapter: it has the weight's shape, dtype and device."""
+    """The parameter of the model itself, without the adapter: it has the weight's shape, dtype and device; of one in 4
+    bits the shape alone.
+    """
+    if isinstance(weight, FrozenLinear) and weight.is_quantized:
+        return weight.outline
     return weight if isinstance(weight, Tensor) else weight.weight
 
 
 def parts(weight: Weight) -> list[Tensor]:
     """The parameters, sharded or not, that a weight is computed from."""
-    return [weight] if isinstance(weight, Tensor) else weight.parts()
+    if isinstance(weight, Tensor):
+        return [weight]
+    return weight.parts() if isinstance(weight, Adapter) else [weight.weight]
 
 
 @torch.no_grad()
@@ -140,8 +150,10 @@ def gathered(weight: Weight, dtype: torch.dtype, device: torch.device | None) ->
     """
     if isinstance(weight, Tensor):
         return whole(weight.detach().to(device=device, dtype=dtype))
-    kept, a, b = (whole(part.detach().to(device=device)) for part in parts(weight))
-    return weight.merged(kept.to(a.dtype), a, b).to(dtype)
+    base, *factors = (whole(part.detach().to(device=device)) for part in parts(weight))
+    if isinstance(weight, FrozenLinear) and weight.is_quantized:
+        base = weight.dequantized(base, torch.float32)
+    return (weight.merged(base.to(factors[0].dtype), *factors) if isinstance(weight, Adapter) else base).to(dtype)
 
 
 def head_weight(head: nn.Module) -> Tensor:
@@ -167,6 +179,50 @@ def add_adapters(hf: PreTrainedModel, args: LoraArgs, seed: int) -> None:
             hf.set_submodule(name, LoraLinear(base, args) if isinstance(base, nn.Linear) else LoraEmbedding(base, args))
     if args.lora_adapter_path is not None:
         _load(hf, Path(args.lora_adapter_path))
+
+
+def quantize_frozen(hf: PreTrainedModel) -> None:
+    """Bring the frozen linear layers of ``hf``, with an adapter or without, to 4 bits; see `check_quantizable`."""
+    for name, base in _quantizable(hf):
+        module = base
+        if not isinstance(module, FrozenLinear):
+            module = FrozenLinear(base.in_features, base.out_features, False, device="meta")
+            module.weight, module.bias = base.weight, base.bias
+            hf.set_submodule(name, module)
+        module.quantize()
+
+
+def check_quantizable(hf: PreTrainedModel) -> None:
+    """Raise ValueError if ``--load-in-4bit`` would leave most of ``hf`` as it is, or cannot compute."""
+    if find_spec("bitsandbytes") is None:
+        raise ValueError("--load-in-4bit needs the package bitsandbytes: pip install 'slimelite[qlora]'")
+    kind, layers = hf.config.model_type, sum(module.weight.numel() for _, module in _quantizable(hf))
+    if has_experts(hf):
+        raise ValueError(
+            f"--load-in-4bit: the experts of {kind} are fused weights, which stay whole here, so that little would be "
+            "saved; leave it out"
+        )
+    outer = {id(_weight(module)): _weight(module).numel() for module in _outer(hf)}
+    if layers < (sum(parameter.numel() for parameter in hf.parameters()) - sum(outer.values())) / 2:
+        raise ValueError(f"--load-in-4bit: most layers of {kind} are not torch's own Linear, which alone it quantizes")
+
+
+def _quantizable(hf: PreTrainedModel) -> list[tuple[str, nn.Linear]]:
+    """(name, module) of the linear layers between embedding and LM head; a byte has two neighbours of a row."""
+    able, outer = _able(hf), _outer(hf)
+    return [
+        (name, module)
+        for name, module in hf.named_modules()
+        if (name in able or isinstance(module, LoraLinear))
+        and isinstance(module, nn.Linear)
+        and module not in outer
+        and module.in_features % 2 == 0
+    ]
+
+
+def _outer(hf: PreTrainedModel) -> list[nn.Module]:
+    """Embedding and LM head."""
+    return [hf.get_input_embeddings(), hf.get_output_embeddings()]
 
 
 def check_ranks(hf: PreTrainedModel, args: LoraArgs) -> None:

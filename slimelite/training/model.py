@@ -19,6 +19,7 @@ from slimelite.models import files as model_files
 from slimelite.training.attention import ATTENTION, varlen_attention
 from slimelite.training.batch import MicroBatch, PackedSequences, laid_out, sequences_of_pass
 from slimelite.training.lora import PARTS, Weight, adapters, head_weight
+from slimelite.training.quantized import FrozenLinear
 from slimelite.training.recurrent import take_over
 from slimelite.training.replay import KeptIds
 
@@ -263,9 +264,12 @@ class LanguageModel(nn.Module):
     def named_weights(self) -> Iterator[tuple[str, Weight]]:
         """(Hugging Face name, weight) of the model that the engines have; tied weights once.
 
-        A weight is a parameter, sharded or not, or one that an adapter changes, see `lora.gathered`.
+        A weight is a parameter, sharded or not, or a module that computes one, see `lora.gathered`.
         """
-        merged = {id(module.weight): module for _, module in adapters(self)}
+        merged: dict[int, Weight] = {id(module.weight): module for _, module in adapters(self)}
+        for module in self.modules():
+            if isinstance(module, FrozenLinear) and module.is_quantized:
+                merged[id(module.weight)] = module
         for name, parameter in self.named_parameters():
             if name.rpartition(".")[2] not in PARTS:
                 yield name.removeprefix("hf."), merged.get(id(parameter), parameter)
@@ -355,11 +359,13 @@ class ForwardFlops:
         outer = {id(head), id(model.hf.get_input_embeddings().weight)}
         matrices = [p for p in model.parameters() if p.ndim == 2 and id(p) not in outer]
         trains = bool(model.trained())
-        frozen = sum(p.numel() for p in matrices if trains and not p.requires_grad)
+        # a byte has two weights of 4 bits
+        counts = {p: p.numel() * (1 if p.is_floating_point() else 2) for p in matrices}
+        frozen = sum(counts[p] for p in matrices if trains and not p.requires_grad)
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         width = config.num_hidden_layers * config.num_attention_heads * head_dim
         return cls(
-            2.0 * sum(p.numel() for p in matrices),
+            2.0 * sum(counts.values()),
             2.0 * head.numel(),
             4.0 * width,
             2.0 * frozen,

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from slimelite.arguments import ClusterArgs, PerfArgs
+from slimelite.training.quantized import STATE
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,7 @@ def shard_model(model: nn.Module, layers: Iterable[nn.Module], world: World, *, 
         return
     # a single rank's shard is a copy, beside which the original need not stay
     full = {name: parameter.detach() for name, parameter in model.named_parameters()} if world.ranks > 1 else {}
+    kept = _kept_whole(model, world)
     on_gpu = world.device.type == "cuda"
     half = MixedPrecisionPolicy(param_dtype=world.compute_dtype, reduce_dtype=torch.float32)
     exact = world.compute_dtype == torch.float32
@@ -119,9 +121,22 @@ def shard_model(model: nn.Module, layers: Iterable[nn.Module], world: World, *, 
             mesh=world.mesh if world.mesh["replicate"].size() > 1 else world.mesh["shard"],
             mp_policy=MixedPrecisionPolicy() if exact else half,
             offload_policy=CPUOffloadPolicy() if on_gpu and cpu_offload else OffloadPolicy(),
+            ignored_params=kept,
         )
     if world.ranks > 1:
         _scatter(model, full, world, torch.device("cpu") if cpu_offload else world.device)
+
+
+def _kept_whole(model: nn.Module, world: World) -> set[nn.Parameter]:
+    """Parameters that FSDP leaves alone: of one rank with weights in 4 bits the frozen ones, which are in the dtype
+    that it computes in. There is nothing to gather, and a copy of embedding and head would cost what 4 bits save.
+    """
+    if world.ranks > 1 or not any(parameter.dtype == torch.uint8 for parameter in model.parameters()):
+        return set()
+    frozen = {parameter for parameter in model.parameters() if not parameter.requires_grad}
+    for parameter in frozen:
+        parameter.data = parameter.data.to(world.device, copy=True)  # mapped from a file, which others may write to
+    return frozen
 
 
 def _scatter(model: nn.Module, full: dict[str, Tensor], world: World, home: torch.device) -> None:
@@ -135,7 +150,8 @@ def _scatter(model: nn.Module, full: dict[str, Tensor], world: World, home: torc
         parameter.to_local().detach().copy_(part.to_local())
     saved = model.state_dict().keys()
     for name, buffer in model.named_buffers():
-        if name in saved:  # rank 0 alone has read the model's file
+        # rank 0 alone has read the model's file, and brought its weights to 4 bits
+        if name in saved or name.rpartition(".")[2] in STATE:
             dist.broadcast(buffer, 0)
 
 

@@ -24,7 +24,7 @@ from slimelite.base.files import free_space
 from slimelite.engines.protocol import WeightBucket, WeightSink
 from slimelite.models.files import INDEX, write_weights
 from slimelite.tracking.console import method
-from slimelite.training.lora import Weight, frozen, gathered, parts, peft_weights, save_adapter
+from slimelite.training.lora import Adapter, Weight, frozen, gathered, parts, peft_weights, save_adapter
 from slimelite.training.model import PolicyModel
 from slimelite.training.offload import HostMemory
 from slimelite.training.parallel import World
@@ -144,7 +144,7 @@ def push(
         sink = None
     # an exception of the sink is raised after the last gather; otherwise the other ranks would wait in the next gather
     failure: Exception | None = None
-    merged = set() if adapter_alone else {n for n, weight in model.named_weights() if not isinstance(weight, Tensor)}
+    merged = set() if adapter_alone else {n for n, weight in model.named_weights() if isinstance(weight, Adapter)}
     partial = False
     try:
         partial = sink is not None and sink.begin(version, merged or None)

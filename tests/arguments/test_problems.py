@@ -26,6 +26,7 @@ RULES = [
         "--rollout-min-p 0.1: --rollout-backend vllm does not tell which tokens it kept",
         "--rollout-backend embedded",
     ),
+    ("--lora-rank 4 --load-in-4bit --compile", "--load-in-4bit with --compile", "--debug-rollout-only"),
     ("--rollout-top-k 1", "--rollout-top-k 1: is greedy", "--debug-rollout-only"),
     ("--rollout-min-p 1.5", "--rollout-min-p 1.5: must be", "--rollout-min-p 0.5"),
     (

@@ -137,6 +137,15 @@ def test_truncated_samples_train_on_the_distribution_they_come_from(local_run: R
         assert metrics(replayed, name) == pytest.approx(metrics(run, name), rel=1e-6), name
 
 
+def test_engines_sample_from_the_quantized_model_with_its_adapter(local_run: Run) -> None:
+    """--ci-test holds log-probs of the trainer in 4 bits against those of the engine, before and after a step."""
+    qlora = ("--lora-rank", "4", "--load-in-4bit", "--use-kl-loss", "--kl-loss-coef", "0.01")
+    run = local_run("qlora", *qlora, "--num-rollout", "2", "--ci-test")
+    assert max(metrics(run, "train/train_rollout_logprob_abs_diff")) < 1e-4
+    assert metrics(run, "train/kl_loss")[0] < 1e-8
+    assert metrics(run, "train/kl_loss")[1] > 1e-8
+
+
 def test_ppo_trains_a_critic_beside_the_policy(local_run: Run, tmp_path: Path) -> None:
     checkpoints = str(tmp_path / "checkpoints")
     common = (

@@ -18,7 +18,7 @@ from slimelite.engines.sglang.server import server_fields
 from slimelite.plan import run as planning
 from slimelite.plan import time
 from slimelite.plan.devices import Machine, gpus, planned, recognized, this_machine
-from slimelite.plan.memory import CONTEXT, EMBEDDED_CACHE, NCCL, Sglang, largest, peak, total
+from slimelite.plan.memory import CONTEXT, EMBEDDED_CACHE, NCCL, USABLE, Sglang, largest, peak, total
 from slimelite.plan.report import plan_lines, verdict
 from slimelite.plan.run import Plan
 from slimelite.plan.time import Work
@@ -47,6 +47,18 @@ def plan(model: str, words: str) -> Plan:
     found = Plan.of(*run(model, words))
     assert isinstance(found, Plan)
     return found
+
+
+@pytest.mark.parametrize(("model", "gib", "rank"), [("qwen2.5-7B", 12, 16), ("qwen3-32B", 24, 8)])
+def test_qlora_fits_small_cards_and_an_engine_counts_its_copy(model: str, gib: int, rank: int) -> None:
+    room, beside = gib * 2**30 * USABLE, plan(model, "--colocate --plan-gpu rtx4090:1 --rollout-backend sglang")
+    words = f"--plan-gpu rtx4090:1 --debug-train-only --loss-type sft_loss --lora-rank {rank} --gradient-checkpointing "
+    loads = [plan(model, words + more).load for more in ("--load-in-4bit", "")]
+    needs = [peak(replace(load, tokens=512)) for load in loads]
+    assert needs[0] < room < needs[1]
+    assert largest(loads[0], room) > 800
+    weights = beside.phases()["generate"]["weights"]  # an engine has them in bf16, whatever the trainer has
+    assert weights > 0.95 * 2 * beside.load.shapes.parameters
 
 
 def test_the_verdict_comes_first_and_the_tables_fit_a_terminal() -> None:

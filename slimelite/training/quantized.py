@@ -1,0 +1,108 @@
+"""Frozen linear layers in 4 bits, as QLoRA has them (arXiv:2305.14314): NF4 in blocks of 64, whose scales are quantized
+too. bitsandbytes computes with them, on GPUs and on CPUs.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from bitsandbytes.functional import QuantState
+
+# numbers that share a scale, and scales that share one
+BLOCK, SCALES = 64, 256
+# buffers of a quantized layer: rank 0 alone has computed them
+STATE = ("absmax", "scales", "offset")
+
+
+class FrozenLinear(nn.Linear):
+    """W x + b with a frozen W, which `quantize` brings to 4 bits: ``weight`` is then uint8 [out, in / 2].
+
+    The two numbers of a byte are neighbours in a row, so that FSDP may cut it into rows like any other weight.
+    """
+
+    absmax: Tensor
+    scales: Tensor
+    offset: Tensor
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the weight has 4 bits."""
+        return self.weight.dtype == torch.uint8
+
+    @property
+    def outline(self) -> Tensor:
+        """[out, in] a tensor without data, with the shape of the weight that the layer computes with."""
+        return torch.empty(self.out_features, self.in_features, device="meta")
+
+    @torch.no_grad()
+    def quantize(self) -> None:
+        """Bring the weight to 4 bits; one on the meta device gets the shapes alone."""
+        count, device = self.weight.numel(), self.weight.device
+        packed = torch.empty(self.out_features, self.in_features // 2, dtype=torch.uint8, device=device)
+        blocks = -(-count // BLOCK)
+        state = {
+            "absmax": torch.empty(blocks, dtype=torch.uint8, device=device),
+            "scales": torch.empty(-(-blocks // SCALES), device=device),
+            "offset": torch.empty((), device=device),
+        }
+        if not self.weight.is_meta:
+            from bitsandbytes.functional import quantize_4bit
+
+            flat, found = quantize_4bit(self.weight.data, blocksize=BLOCK, compress_statistics=True, quant_type="nf4")
+            packed = flat.view(packed.shape)
+            state = {"absmax": found.absmax, "scales": found.state2.absmax, "offset": found.offset}
+        self.weight = nn.Parameter(packed, requires_grad=False)
+        for name, tensor in state.items():
+            self.register_buffer(name, tensor, persistent=False)
+
+    def product(self, x: Tensor) -> Tensor:
+        """[..., out] from [..., in]; the backward pass dequantizes the weight again."""
+        if not self.is_quantized:
+            return F.linear(x, self.weight, self.bias)
+        from bitsandbytes import matmul_4bit
+
+        result: Tensor = matmul_4bit(x, self.weight.view(-1, 1), self._state(x.device, x.dtype), bias=self.bias)
+        return result
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., out] from [..., in]."""
+        return self.product(x)
+
+    def dequantized(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
+        """[out, in] the weight that the layer computes with, from the whole ``weight``."""
+        from bitsandbytes.functional import dequantize_4bit
+
+        result: Tensor = dequantize_4bit(packed.reshape(-1, 1), self._state(packed.device, dtype))
+        return result
+
+    def _state(self, device: torch.device, dtype: torch.dtype) -> QuantState:
+        from bitsandbytes.functional import QuantState
+
+        absmax, scales, offset = (getattr(self, name).to(device) for name in STATE)
+        code, code_of_scales = (table.to(device) for table in _tables())
+        nested = QuantState(absmax=scales, code=code_of_scales, blocksize=SCALES, dtype=torch.float32)
+        return QuantState(
+            absmax=absmax,
+            shape=torch.Size((self.out_features, self.in_features)),
+            code=code,
+            blocksize=BLOCK,
+            quant_type="nf4",
+            dtype=dtype,
+            offset=offset,
+            state2=nested,
+        )
+
+
+@cache
+def _tables() -> tuple[Tensor, Tensor]:
+    """The values of NF4's 16 codes, and of the 256 codes of its scales."""
+    from bitsandbytes.functional import quantize_4bit
+
+    _, state = quantize_4bit(torch.ones(BLOCK), blocksize=BLOCK, compress_statistics=True, quant_type="nf4")
+    return state.code, state.state2.code
