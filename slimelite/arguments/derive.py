@@ -307,14 +307,8 @@ def _lora(draft: Draft) -> None:
         return
     own = args.engine_kind.adapters and not args.rollout_external_engine_addrs
     inner = set(draft.args.lora_modules) <= set(INNER)
-    # engines read the weights of the file, and a trainer in 4 bits computes with others
-    alone = own and inner and not args.load_in_4bit
+    alone = own and inner and not args.load_in_4bit  # engines read the file's weights, which are not those in 4 bits
     draft.default("lora_sync", "adapter" if alone else "merged", "what the engines take")
-    if args.load_in_4bit and draft.args.lora_sync == "adapter":
-        draft.notes.append(
-            "--lora-sync adapter with --load-in-4bit: engines compute beside the weights of the file and the trainer "
-            "beside those in 4 bits, so that their log-probs differ; merged sends what the trainer computes with"
-        )
     if args.lora_dropout:
         draft.notes.append(
             f"--lora-dropout {args.lora_dropout}: the policy that is trained is not the one that generated, and only "

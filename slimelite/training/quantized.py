@@ -54,9 +54,9 @@ class FrozenLinear(nn.Linear):
         if not self.weight.is_meta:
             from bitsandbytes.functional import quantize_4bit
 
-            flat, found = quantize_4bit(self.weight.data, blocksize=BLOCK, compress_statistics=True, quant_type="nf4")
+            flat, own = quantize_4bit(self.weight.data, blocksize=BLOCK, compress_statistics=True, quant_type="nf4")
             packed = flat.view(packed.shape)
-            state = {"absmax": found.absmax, "scales": found.state2.absmax, "offset": found.offset}
+            state = {"absmax": own.absmax, "scales": own.state2.absmax, "offset": own.offset}
         self.weight = nn.Parameter(packed, requires_grad=False)
         for name, tensor in state.items():
             self.register_buffer(name, tensor, persistent=False)
