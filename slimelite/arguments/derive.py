@@ -305,9 +305,8 @@ def _lora(draft: Draft) -> None:
                 draft.set(name, value, "--lora-adapter-path")
     if not draft.args.lora_rank:
         return
-    own = args.engine_kind.adapters and not args.rollout_external_engine_addrs
-    inner = set(draft.args.lora_modules) <= set(INNER)
-    alone = own and inner and not args.load_in_4bit  # engines read the file's weights, which are not those in 4 bits
+    own = args.engine_kind.adapters and not (args.rollout_external_engine_addrs or args.load_in_4bit)
+    alone = own and set(draft.args.lora_modules) <= set(INNER)
     draft.default("lora_sync", "adapter" if alone else "merged", "what the engines take")
     if args.lora_dropout:
         draft.notes.append(
