@@ -148,7 +148,7 @@ def merged(source: Source, folder: Path, dtype: str) -> str:
     if there.get("path", source.path) != source.path:
         raise ValueError(f"the model in {folder} was made of {there['path']}: give --output another folder")
     if there != made_of:
-        from slimelite.training.merging import write_merged
+        from slimelite.apps.merging import write_merged
 
         print(f"merging {source.path} into {source.base}", file=sys.stderr)
         shutil.rmtree(folder, ignore_errors=True)

@@ -17,8 +17,7 @@ import numpy as np
 
 from slimelite.engines.params import SamplingParams
 from slimelite.engines.registry import KEEPS_ALL, Content, EngineMemory
-from slimelite.samples.kept import Kept
-from slimelite.samples.sample import Listed, PerToken
+from slimelite.samples.sample import Kept, Listed, PerToken
 
 if TYPE_CHECKING:
     import torch

@@ -19,8 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from slimelite.base.files import FORMAT, check_format, whole
-from slimelite.samples.kept import Kept
-from slimelite.samples.sample import COLUMNS, PER_TOKEN, Column, Sample, Status, label_text
+from slimelite.samples.sample import COLUMNS, PER_TOKEN, Column, Kept, Sample, Status, label_text
 
 # entry of the metadata of a saved table: its format
 SAVED_FORMAT = b"slimelite.samples"

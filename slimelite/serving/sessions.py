@@ -24,8 +24,7 @@ from typing import Any
 
 from slimelite.engines.protocol import GenerateRequest, GenerateResult, OnTokens, SamplingParams, stream_seed
 from slimelite.engines.sampling import Sampler
-from slimelite.samples.kept import Kept, together
-from slimelite.samples.sample import Sample, Status, joined
+from slimelite.samples.sample import Kept, Sample, Status, joined, together
 from slimelite.serving.format import ChatFormat, Message, Reply, Tools, before_stop, comparable
 
 

@@ -1,4 +1,4 @@
-"""Log-probs over the token ids that an engine kept, as top-p, top-k and min-p left them (`samples.kept`)."""
+"""Log-probs over the token ids that an engine kept, as top-p, top-k and min-p left them (`sample.Kept`)."""
 
 from __future__ import annotations
 

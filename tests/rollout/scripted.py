@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Collection, Sequence
 
 from slimelite.engines.protocol import EngineInfo, GenerateRequest, GenerateResult, WeightBucket
-from slimelite.samples.kept import Kept
+from slimelite.samples.sample import Kept
 
 EOS = 2  # <|im_end|> of the test tokenizer
 FIRST_NUMBER = 13  # id of "0"

@@ -10,8 +10,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from slimelite.samples.kept import Kept
-from slimelite.samples.sample import Sample, Status
+from slimelite.samples.sample import Kept, Sample, Status
 from slimelite.samples.table import SampleTable
 
 

@@ -12,7 +12,7 @@ from slimelite.engines.embedded.memory import Place
 from slimelite.engines.embedded.prefixes import Node
 from slimelite.engines.embedded.sampler import SHAPE, SamplingBatch, stream_of
 from slimelite.engines.protocol import FinishReason, GenerateRequest, GenerateResult
-from slimelite.samples.kept import Kept
+from slimelite.samples.sample import Kept
 
 ROW = np.dtype(
     [

@@ -8,8 +8,7 @@ from typing import Any
 
 from slimelite.engines.params import names_at
 from slimelite.engines.protocol import GenerateRequest, GenerateResult
-from slimelite.samples.kept import together
-from slimelite.samples.sample import PerToken, kept_of
+from slimelite.samples.sample import PerToken, kept_of, together
 
 # tokens of an event of a stream
 EVENT_TOKENS = 4
