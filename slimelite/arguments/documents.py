@@ -20,6 +20,9 @@ def pack_documents(draft: Draft) -> None:
     """A sequence is a sample, and a forward pass holds whole ones."""
     draft.default("tokenizer_workers", len(os.sched_getaffinity(0)), "the cores of this machine")
     args, reason = draft.args, f"--loss-type {draft.args.loss_type}"
+    datasets = args.eval_prompt_data or args.eval_config or args.eval_tasks
+    if args.early_stop_metric == "eval/bpb" or (args.early_stop_metric is None and args.eval_bpb and not datasets):
+        _choose(draft, {"early_stop_mode": "min"}, "fewer bits per byte are better")
     if not args.job.documents:
         return
     if args.depth is not None:

@@ -354,7 +354,8 @@ class Tracker:
         row["eval"] = row[name]
         if (error := row.get(f"{name}-stderr")) is not None:
             row["eval-stderr"] = error
-        best, self._best = row["eval"] > self._best, max(row["eval"], self._best)
+        sign = -1 if name == "eval/bpb" else 1  # fewer bits are better
+        best, self._best = sign * row["eval"] > self._best, max(sign * row["eval"], self._best)
         return best
 
     def _remember_alarms(self) -> None:

@@ -73,6 +73,15 @@ def test_explicit_flags_win_over_the_depth(tokenizer: str) -> None:
     assert args.lr_wsd_decay_iters == round(0.4 * math.ceil(1e6 / (6 * 256)))
 
 
+def test_the_best_model_has_the_fewest_bits_per_byte() -> None:
+    words = "--hf-checkpoint owner/model --rollout-batch-size 4 --num-rollout 2 --eval-bpb e.jsonl --eval-interval 1"
+    args = pretrain(f"{words} --save-best --save-hf model")
+    assert (args.early_stop_metric, args.early_stop_mode) == ("eval/bpb", "min")
+    rollouts = f"{words} --prompt-data p.jsonl --rollout-max-response-len 8 --n-samples-per-prompt 2"
+    tasks = make_args(f"{rollouts} --eval-prompt-data e e.jsonl".split(), machine=CPU)
+    assert tasks.early_stop_mode == "max"
+
+
 def test_a_budget_of_operations_is_one_of_tokens(tokenizer: str) -> None:
     model = "--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --vocab-size 65000"
     words = f"{model} --tokenizer {tokenizer} --seq-length 128 --rollout-batch-size 4"

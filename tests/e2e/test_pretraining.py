@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from slimelite.apps.runs import Run
 from slimelite.arguments import Args
 from slimelite.data.documents import Documents
 from tests.data.tokenizers import byte_tokenizer
@@ -28,7 +29,7 @@ FLAGS = shlex.split("""
     --num-attention-heads 2 --vocab-size 272 --qk-layernorm --seq-length 48 --global-batch-size 3
     --num-steps-per-rollout 2 --lr 1e-2 --num-rollout 4
 """)
-Run = Callable[..., Path]
+Pretrain = Callable[..., Path]
 
 
 def texts(count: int, seed: int) -> list[str]:
@@ -44,7 +45,7 @@ def write_texts() -> None:
 
 
 @pytest.fixture
-def pretrain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train_py: TrainPy) -> Run:
+def pretrain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train_py: TrainPy) -> Pretrain:
     """``pretrain(name, *flags)``: the run folder of a short run."""
     monkeypatch.chdir(tmp_path)
     byte_tokenizer().save_pretrained("tokenizer")
@@ -86,7 +87,7 @@ def plain_loop(steps: int, **changes: Any) -> tuple[list[float], torch.nn.Module
 
 
 @pytest.mark.parametrize("attention", ["inside", "across"])
-def test_a_plain_loop_gives_the_same_losses(pretrain: Run, attention: str) -> None:
+def test_a_plain_loop_gives_the_same_losses(pretrain: Pretrain, attention: str) -> None:
     across = attention == "across"
     run = pretrain("plain", "--save-hf", "model", *["--cross-document-attention"] * across)
     losses, model = plain_loop(8, cross_document_attention=across)
@@ -104,7 +105,7 @@ def steps(run: Path) -> list[dict[str, float]]:
     return [row for row in rows if "train/loss" in row]
 
 
-def test_a_run_goes_on_to_the_same_bits_and_refuses_other_documents(pretrain: Run, train_py: TrainPy) -> None:
+def test_a_run_goes_on_to_the_same_bits_and_refuses_other_documents(pretrain: Pretrain, train_py: TrainPy) -> None:
     saved = ("--save", "saved", "--save-interval", "1")
     straight = pretrain("straight", *saved, "--save-hf", "straight_model")
     before = Path("straight_model/model.safetensors")
@@ -113,13 +114,18 @@ def test_a_run_goes_on_to_the_same_bits_and_refuses_other_documents(pretrain: Ru
     assert all(torch.equal(weights[name], again[name]) for name in weights)
     assert [row["train/loss"] for row in steps(resumed)] == [row["train/loss"] for row in steps(straight)][4:]
     assert metrics(resumed, "rollout/tokens") == metrics(straight, "rollout/tokens")[2:]
+    operations = Run.read(straight).series["rollout/flops"][1]  # what the page draws curves over
+    assert np.diff(operations, prepend=0).tolist() == metrics(straight, "perf/actor_train_flops")
+    parameters = 2 * (4 * 32 * 32 + 3 * 32 * 64) + 272 * 32
+    trained = metrics(straight, "rollout/tokens")[-1]
+    assert 6 * parameters * trained < operations[-1] < 8 * parameters * trained
     Path("train.jsonl").write_text(json.dumps({"text": "other"}))
     done = train_py(*FLAGS, "--run-dir", "other", "--load", "saved", "--num-rollout", "6")
     assert done.returncode == 1
     assert "the content of path 0 of --prompt-data changed" in done.stderr
 
 
-def test_bits_per_byte_are_those_of_a_model_that_reads_each_text_alone(pretrain: Run) -> None:
+def test_bits_per_byte_are_those_of_a_model_that_reads_each_text_alone(pretrain: Pretrain) -> None:
     run = pretrain(
         "bpb", "--eval-bpb", "held.jsonl", "--eval-interval", "2", "--save-hf", "model", "--seq-length", "999"
     )
