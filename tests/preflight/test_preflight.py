@@ -338,7 +338,7 @@ def test_a_reference_of_fewer_tokens(run: str, model: Path, tmp_path: Path) -> N
     config = tmp_path / "small" / "config.json"
     config.write_text(config.read_text().replace('"vocab_size": 512', '"vocab_size": 200'))
     (problem,) = problems(f"{run} --use-kl-loss --kl-loss-coef 0.1 --ref-load {tmp_path / 'small'}")
-    assert "small: its vocabulary has 200 tokens, the tokenizer 259: take a reference that" in problem
+    assert "small: its vocabulary has 200 tokens, the tokenizer 258: take a reference that" in problem
 
 
 def test_conversations_are_checked_and_some_are_made(model: Path, tmp_path: Path) -> None:
