@@ -174,8 +174,8 @@ def _amounts(tokens: float, flops: float, hours: float) -> list[str]:
 
 
 def spent(run: Run) -> tuple[float, float, float]:
-    """Tokens that were trained on, prompts included; floating-point operations of training; hours that the run took,
-    without the time between its end and a start that went on from there.
+    """Tokens that were trained on, prompts included; floating-point operations of training; hours from the
+    first record of each start to its last, so that neither the start nor the time between two starts counts.
 
     What a resume made invalid counts in none of them.
     """
@@ -208,6 +208,7 @@ def _scores(journey: Path, run: Run) -> Iterator[tuple[str, str]]:
 
 def _answers(journey: Path, run: Run) -> Iterator[tuple[str, str]]:
     """(prompt, answer) of the prompts that every stage's model was given."""
+    from slimelite.samples.sample import ROW
     from slimelite.samples.table import SampleTable
 
     source = evaluated(journey, run)
@@ -215,8 +216,9 @@ def _answers(journey: Path, run: Run) -> Iterator[tuple[str, str]]:
         return
     rows = (journey / EVALUATIONS / f"{ANSWERS}.jsonl").read_text(encoding="utf-8").splitlines()
     table = SampleTable.from_parquet(max(source.evals[ANSWERS].items())[1])
-    for row, answer in zip(rows, table.response, strict=False):
-        yield str(json.loads(row)["prompt"]), answer
+    for metadata, answer in zip(table.metadata, table.response, strict=True):
+        number = int(json.loads(metadata)[ROW].split()[1])  # "row 3 (line 4)": a prompt without an answer has no row
+        yield str(json.loads(rows[number])["prompt"]), answer
 
 
 def _html(title: str, parts: Sequence[Part]) -> str:
