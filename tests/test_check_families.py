@@ -27,19 +27,21 @@ def script() -> ModuleType:
     return module
 
 
-def rows(page: Path, script: ModuleType) -> dict[str, tuple[str, str]]:
-    """How each family in the table of ``page`` is trained, and why."""
+def rows(page: Path, script: ModuleType) -> dict[str, tuple[str, ...]]:
+    """How each family in the table of ``page`` is trained, and why; how the engine computes it, and why."""
     table = page.read_text().partition(script.BEGIN)[2].partition(script.END)[0]
     cells = [[cell.strip() for cell in line[1:-1].split("|")] for line in table.splitlines() if line.startswith("| ")]
-    return {family: (trained, why) for names, trained, why in cells[1:] for family in names.split(", ")}
+    return {family: tuple(rest) for names, *rest in cells[1:] for family in names.split(", ")}
 
 
 @pytest.mark.pinned
 def test_the_page_names_every_family_once_and_says_why(script: ModuleType) -> None:
     found = rows(ROOT / "docs" / "algorithms.md", script)
     assert set(found) == set(script.FAMILIES)
-    assert {trained for trained, _ in found.values()} == set(script.VERDICTS)
-    assert [family for family, (trained, why) in found.items() if bool(why) == (trained == script.PACKED)] == []
+    assert {trained for trained, *_ in found.values()} == set(script.VERDICTS)
+    assert [family for family, (trained, why, *_) in found.items() if bool(why) == (trained == script.PACKED)] == []
+    assert {family for family, cells in found.items() if cells[2] == script.FAST} == {"llama", "qwen2", "qwen3"}
+    assert [family for family, cells in found.items() if cells[2] == script.REFUSED and not cells[3]] == []
 
 
 def test_the_script_writes_what_it_sees(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,16 +68,28 @@ def test_the_script_writes_what_it_sees(script: ModuleType, tmp_path: Path, monk
             "Input language unknown. Please call XmodPreTrainedModel.set_default_language()",
         ),
     }
+    sampled = {
+        "qwen2": (script.FAST, ""),
+        "lfm2": (script.GENERIC, script.WHOLE_PREFIXES),
+        "bart": (script.REFUSED, "it is an encoder–decoder"),
+        "bert": (script.REFUSED, "its tokens see those that come after them"),
+        "xmod": (
+            script.REFUSED,
+            "no small copy of it can be run (Input language unknown. Please call "
+            "XmodPreTrainedModel.set_default_language() )",
+        ),
+    }
+    generic = {family: (*cells, *sampled.get(family, (script.GENERIC, ""))) for family, cells in expected.items()}
     page = tmp_path / "page.md"
     page.write_text(f"before\n{script.BEGIN}old\n{script.END}after\n")
     monkeypatch.setattr(script, "PAGE", page)
     monkeypatch.setattr(script, "FAMILIES", list(expected))
     script.main([])
-    assert rows(page, script) == expected
+    assert rows(page, script) == generic
     assert page.read_text().startswith("before\n")
     assert page.read_text().endswith("after\n")
     committed = rows(ROOT / "docs" / "algorithms.md", script)
-    assert {family: committed[family] for family in expected} == expected
+    assert {family: committed[family] for family in expected} == generic
 
 
 def test_every_family_with_experts_is_known_as_one(script: ModuleType) -> None:

@@ -13,7 +13,7 @@ import sys
 import textwrap
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from slimelite.engines.embedded.model import not_fast
+from slimelite.engines.embedded.ways import NotComputed, Rows, ways_of
 from slimelite.training.attention import ATTENTION
 from slimelite.training.packing import NoSmallModel, NotTrainable, may_pack, why_alone
 
@@ -54,6 +56,29 @@ def config_of(family: str) -> PretrainedConfig:
         fields = fields | {"num_hidden_layers": LAYERS}
     config: PretrainedConfig = AutoConfig.for_model(family, **fields)
     return config
+
+
+FAST, GENERIC = "fast", "generic"
+# what a family's cache does not allow
+LIMITS = {
+    Rows.WHOLE: "each step computes all tokens: no cache of it is right",
+    Rows.ALIKE: "rows of one length alone share a step",
+}
+WHOLE_PREFIXES = "no more than a token may follow a known prefix"
+
+
+def engine(family: str) -> tuple[str, str]:
+    """How the embedded engine computes ``family``, and what it does not do, or why it does nothing."""
+    try:
+        config = config_of(family)
+        if not not_fast(config):
+            return FAST, ""
+        ways = ways_of(config)
+    except NotComputed as error:
+        return REFUSED, error.reason
+    except Exception as error:  # a config that its own defaults do not make
+        return REFUSED, str(error)
+    return GENERIC, LIMITS.get(ways.rows, "" if ways.extends else WHOLE_PREFIXES)
 
 
 def verdict(family: str) -> tuple[str, str]:
@@ -93,24 +118,40 @@ def main(names: list[str]) -> None:
     """Look at ``names``, or at all families and write the table."""
     warnings.simplefilter("ignore")
     transformers.utils.logging.set_verbosity_error()
-    found: dict[str, tuple[str, str]] = {}
+    results: dict[str, tuple[str, str, str, str]] = {}
     for family in names or FAMILIES:
-        try:
-            with at_most(SECONDS):
-                which, reason = verdict(family)
-        except TimeoutError as error:
-            which, reason = UNSEEN, str(error)
+        cells = [*looked_at(verdict, family, UNSEEN), *looked_at(engine, family, REFUSED)]
         # a table's cell: one line of a few words
-        found[family] = which, textwrap.shorten(re.sub(r"[|<>`*\[\]]", " ", reason), 220)
-        print(f"{family}: {': '.join(filter(None, found[family]))}")
-    if names:
-        return
-    counts = Counter(which for which, _ in found.values())
-    rows = [f"| {', '.join(name for name in found if found[name][0] == PACKED)} | {PACKED} | |\n"]
-    for which in VERDICTS[1:]:
-        rows += [f"| {name} | {which} | {reason} |\n" for name, (other, reason) in found.items() if other == which]
-    head = "| family | trained | why |\n|---|---|---|\n"
-    total = "; ".join(f"{counts[which]} {which}" for which in VERDICTS)
+        why, limit = (textwrap.shorten(re.sub(r"[|<>`*\[\]]", " ", cell), 220) for cell in cells[1::2])
+        results[family] = cells[0], why, cells[2], limit
+        print(f"{family}: {': '.join(filter(None, results[family]))}")
+    if not names:
+        write(results)
+
+
+def looked_at(look: Callable[[str], tuple[str, str]], family: str, otherwise: str) -> tuple[str, str]:
+    """``look`` at a family; ``otherwise`` if that takes too long."""
+    try:
+        with at_most(SECONDS):
+            return look(family)
+    except TimeoutError as error:
+        return otherwise, str(error)
+
+
+def write(results: Mapping[str, tuple[str, str, str, str]]) -> None:
+    """Write the table: families of which the same is so stand in one row."""
+    trained = Counter(cells[0] for cells in results.values())
+    sampled = Counter(cells[2] for cells in results.values())
+    rows = []
+    for which in VERDICTS:
+        alike: dict[tuple[str, ...], list[str]] = {}
+        for family, cells in results.items():
+            if cells[0] == which:
+                alike.setdefault(cells, []).append(family)
+        rows += [f"| {', '.join(families)} | {' | '.join(cells)} |\n" for cells, families in alike.items()]
+    head = "| family | trained | why | embedded engine | why |\n|---|---|---|---|---|\n"
+    total = "; ".join(f"{trained[which]} {which}" for which in VERDICTS)
+    total += ". The embedded engine: " + "; ".join(f"{sampled[which]} {which}" for which in (FAST, GENERIC, REFUSED))
     table = f"transformers {transformers.__version__}: {total}.\n\n{head}{''.join(rows)}"
     text = PAGE.read_text()
     PAGE.write_text(re.sub(f"{BEGIN}.*{END}", lambda _: f"{BEGIN}{table}{END}", text, flags=re.DOTALL))

@@ -362,8 +362,9 @@ class ForwardFlops:
         # a byte has two weights of 4 bits
         counts = {p: p.numel() * (1 if p.is_floating_point() else 2) for p in matrices}
         frozen = sum(counts[p] for p in matrices if trains and not p.requires_grad)
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        width = config.num_hidden_layers * config.num_attention_heads * head_dim
+        heads = getattr(config, "num_attention_heads", None) or 0  # layers that carry a state alone have none
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
+        width = config.num_hidden_layers * heads * head_dim
         return cls(
             2.0 * sum(counts.values()),
             2.0 * head.numel(),

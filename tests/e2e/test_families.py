@@ -91,3 +91,20 @@ def test_a_family_trains_with_the_embedded_engine(
     family: str, small: Path, train_py: TrainPy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     follows(family, small, train_py, monkeypatch)
+
+
+def of_the_table() -> list[str]:
+    """Families that the table in docs/algorithms.md calls trained and computed by the engine, without `SAMPLED`."""
+    page = (ROOT / "docs" / "algorithms.md").read_text()
+    table = page.partition("<!-- families:")[2].partition("<!-- end of families")[0]
+    cells = [[cell.strip() for cell in line[1:-1].split("|")] for line in table.splitlines() if line.startswith("| ")]
+    rows = [row for row in cells if row[1] in ("packed", "alone") and row[3] in ("fast", "generic")]
+    return [family for row in rows for family in row[0].split(", ") if family not in SAMPLED]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", of_the_table())
+def test_every_family_of_the_table_trains_with_the_embedded_engine(
+    family: str, small: Path, train_py: TrainPy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    follows(family, small, train_py, monkeypatch)
