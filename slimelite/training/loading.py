@@ -41,6 +41,8 @@ from slimelite.training.recurrent import stateless_kernel
 logger = logging.getLogger(__name__)
 
 LM_HEAD = ("lm_head.weight",)
+# quantized checkpoints that transformers reads as ordinary weights, on CPUs too
+DEQUANTIZED = ("fp8", "mxfp4")
 # of a reward model, which begins as a language model without it
 SCORE = "score.weight"
 # operators whose results selective recomputation keeps
@@ -153,6 +155,14 @@ def read_config(path: str | None) -> PretrainedConfig:
                 f"{path} needs Python files of its own (auto_map in its config.json), which slimelite never runs"
             ) from error
         raise
+    quantized = getattr(config, "quantization_config", None)
+    if isinstance(quantized, dict):
+        if (method := quantized.get("quant_method")) not in DEQUANTIZED:
+            raise ValueError(
+                f"{path} is quantized by {method}, whose weights transformers does not give back to train; take the "
+                "model that it was made from (--lora-rank with --load-in-4bit saves as much memory)"
+            )
+        quantized["dequantize"] = True
     for name, harmless in LOGIT_TRANSFORMS.items():
         value = getattr(config, name, harmless)
         if value != harmless:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedMod
 from slimelite.arguments import Args
 from slimelite.training.batch import MicroBatch
 from slimelite.training.columns import TokenColumns
-from slimelite.training.loading import inspect_model
+from slimelite.training.loading import inspect_model, read_config
 from slimelite.training.lora import adapters, gathered, peft_weights
 from slimelite.training.model import PolicyModel
 from slimelite.training.parallel import World
@@ -211,6 +212,15 @@ def test_models_whose_weight_would_stay_whole_are_refused(tmp_path: Path) -> Non
         args = Args(hf_checkpoint=str(folder), **QLORA, lora_targets=("all-linear",))
         with pytest.raises(ValueError, match=message):
             inspect_model(args, str(folder), trained=True)
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes"])
+def test_checkpoints_that_cannot_be_trained_are_refused_by_name(tmp_path: Path, method: str) -> None:
+    folder = save_tiny_model(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": method}}))
+    with pytest.raises(ValueError, match=f"is quantized by {method}"):
+        read_config(str(folder))
 
 
 def test_one_gpu_shards_the_adapters_alone(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
