@@ -33,7 +33,7 @@ BEGIN, END = "<!-- families: written by scripts/dev/check_families.py -->\n", "<
 SECONDS = 240  # for one family
 
 PACKED, ALONE, REFUSED, UNSEEN = "packed", "alone", "refused", "alone, not compared"
-EAGER_PACKED, EAGER_ALONE = (f"refused; with `--attn-implementation eager` {how}" for how in (PACKED, ALONE))
+EAGER_PACKED, EAGER_ALONE = (f"{how}, with transformers' eager attention" for how in (PACKED, ALONE))
 VERDICTS = (PACKED, ALONE, EAGER_PACKED, EAGER_ALONE, REFUSED, UNSEEN)
 
 # where the defaults of a config have not every kind of layer, or make no model
@@ -46,6 +46,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "nemotron": {"num_key_value_heads": 8},
+    "zamba": {"use_mamba_kernels": False},
 }
 
 

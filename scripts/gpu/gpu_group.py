@@ -42,7 +42,7 @@ from slimelite.engines.protocol import GenerateRequest, SamplingParams
 from slimelite.tracking.metrics_file import read_metrics
 from slimelite.tracking.tracker import Tracker
 from slimelite.training.attention import varlen_attention
-from slimelite.training.batch import PackedSequences
+from slimelite.training.batch import PackedSequences, laid_out
 from slimelite.training.model import chunked_log_probs
 
 # dense bf16, from the data sheets
@@ -92,7 +92,8 @@ def attention_agrees(lab: Lab, window: int | None) -> Numbers:
     probe, found = torch.randn(1, sum(lengths), heads[0], width, device=lab.device).bfloat16(), []
     for dtype in (torch.bfloat16, torch.float32):
         q, k, v = leaves = [x.to(dtype).requires_grad_() for x in inputs]
-        out, _ = varlen_attention(torch.nn.Module(), q, k, v, None, sequences=layout, sliding_window=window)
+        with laid_out(layout):
+            out, _ = varlen_attention(torch.nn.Module(), q, k, v, None, sliding_window=window)
         found.append((out, *torch.autograd.grad(out, leaves, probe.to(dtype))))
     return {name: Number(relative(a, b), 2e-2) for name, a, b in zip(("values", "dq", "dk", "dv"), *found, strict=True)}
 

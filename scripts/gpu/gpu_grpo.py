@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slimelite.cluster.remote import LocalRemote, RemoteSink
 from slimelite.training.attention import varlen_attention
-from slimelite.training.batch import Nodes, PackedSequences, ranges
+from slimelite.training.batch import Nodes, PackedSequences, laid_out, ranges
 from slimelite.training.trainer import Trainer
 
 # rows of a group, which have one prompt
@@ -39,11 +39,11 @@ def tree_attends(lab: Lab, width: int) -> Numbers:
     probe, found = torch.randn(1, len(places), heads[0], width, device=lab.device).bfloat16(), []
     for dtype in (torch.bfloat16, torch.float32):
         q, k, v = leaves_ = [x.to(dtype).requires_grad_() for x in inputs]
-        if dtype == torch.bfloat16:
-            out = varlen_attention(torch.nn.Module(), q, k, v, None, sequences=tree)[0][:, places]
-        else:
-            rows = [x[:, :, places] for x in (q, k, v)]
-            out = varlen_attention(torch.nn.Module(), *rows, None, sequences=flat)[0]
+        half = dtype == torch.bfloat16
+        rows = [q, k, v] if half else [x[:, :, places] for x in (q, k, v)]
+        with laid_out(tree if half else flat):
+            out = varlen_attention(torch.nn.Module(), *rows, None)[0]
+        out = out[:, places] if half else out
         found.append((out, *torch.autograd.grad(out, leaves_, probe.to(dtype))))
     errors = zip(("values", "dq", "dk", "dv"), *found, strict=True)
     return {

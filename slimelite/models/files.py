@@ -38,6 +38,16 @@ ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2")
 Loader = Callable[..., "tuple[PreTrainedModel, Any]"]
 
 
+def logit_transform(config: PretrainedConfig) -> tuple[float, float | None]:
+    """The factor of hidden·weightᵀ, and the cap of the logits after it, cap·tanh(logits / cap); None: no cap."""
+    text = config.get_text_config()
+    scale, divisor, multiplier = (
+        getattr(text, name, None) or 1.0 for name in ("logit_scale", "logits_scaling", "lm_head_multiplier")
+    )
+    caps = (getattr(text, name, None) for name in ("final_logit_softcapping", "output_logit_soft_cap"))
+    return multiplier * scale / divisor, next(filter(None, caps), None)
+
+
 def load_config(path: str) -> PretrainedConfig:
     """The config of the model at ``path`` as transformers reads it, but for what computes attention and experts.
 

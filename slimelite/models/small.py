@@ -31,6 +31,7 @@ _SMALL: dict[int, str] = {
     2: "num_experts_per_tok moe_topk moe_k top_k_experts linear_num_key_heads n_mamba_heads",
     1: "n_group topk_group n_groups mamba_n_groups mamba_ngroups num_codebooks",
     WINDOW: "sliding_window attention_window_size attention_chunk_size index_topk",
+    CONTEXT: "floor_scale",
     VOCABULARY: "vocab_size vocab_size_per_layer_input",
 }
 SMALL = {name: value for value, names in _SMALL.items() for name in names.split()}

@@ -14,7 +14,8 @@ delta = dO·O of all keys together its gradients are exactly its part of the who
 - CPU: the kernel behind `scaled_dot_product_attention`, on blocks of similar sizes padded to one another.
 
 Where a window of tokens is shorter than the rows, or with fp32 on a GPU, the keys of a node and of its path above are
-gathered instead, as many as the window reaches.
+gathered instead, as many as the window reaches. So they are for capped scores and attention sinks, which no kernel
+computes: those have scores in memory.
 """
 
 from __future__ import annotations
@@ -64,16 +65,17 @@ def varlen_attention(
         query: [rows, heads, T, width]; ``key`` and ``value``: [rows, key/value heads, T, width].
         scaling: factor of the scores; None: 1/sqrt(width).
         sliding_window: a token attends to itself and to the sliding_window - 1 tokens before it.
+        softcap: scores s become softcap·tanh(s / softcap).
+        s_aux: [heads] the score of a key that every query sees, and whose value is zero.
 
     Returns:
         [rows, T, heads, width] and no attention weights.
 
     Raises:
-        ValueError: the model asks for dropout, capped scores or attention sinks, which are not supported.
+        ValueError: the model asks for dropout, which is not supported.
     """
-    if dropout or softcap is not None or s_aux is not None:
-        name = type(module).__name__
-        raise ValueError(f"{name} uses attention dropout, score capping or sinks, which training here does not support")
+    if dropout:
+        raise ValueError(f"{type(module).__name__} uses attention dropout, which training here does not support")
     assert attention_mask is None, "a packed row has no mask tensor"
     sequences = sequences_of_pass()
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
@@ -87,7 +89,9 @@ def varlen_attention(
     if width != q.shape[-1]:  # kernels want one width; zeros change neither scores nor results
         widest = max(width, q.shape[-1])
         q, k, v = (pad(x, (0, widest - x.shape[-1])) for x in (q, k, v))
-    if sliding_window is None and (half or not q.is_cuda):
+    if softcap is not None or s_aux is not None:
+        out = _explicit(q, k, v, sequences, scale, sliding_window, softcap, s_aux)
+    elif sliding_window is None and (half or not q.is_cuda):
         out = _MergedAttention.apply(q, k, v, sequences, scale)
     elif sliding_window is not None and q.is_cuda and half:
         out = _gathered_varlen(q, k, v, sequences, scale, sliding_window)
@@ -300,5 +304,34 @@ def _gathered_buckets(
         out = scaled_dot_product_attention(
             q_, k_, v_, attn_mask=seen, is_causal=seen is None, scale=scale, enable_gqa=True
         )
+        outputs.append(out.transpose(1, 2).flatten(0, 1).index_select(0, bucket.real))
+    return torch.cat(outputs).index_select(0, layout.inverse)
+
+
+def _explicit(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sequences: PackedSequences,
+    scale: float,
+    window: int | None,
+    cap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """[T, heads, width] as `_gathered_buckets`, for what no kernel computes; see `varlen_attention`."""
+    outputs, layout, repeats = [], sequences.window(window), q.shape[1] // k.shape[1]
+    for bucket, seen in layout.buckets:
+        parts = ((q, bucket.queries), (k, bucket.keys), (v, bucket.keys))
+        q_, k_, v_ = (x.index_select(0, at).unflatten(0, (bucket.count, -1)).transpose(1, 2) for x, at in parts)
+        k_, v_ = (x.repeat_interleave(repeats, 1) for x in (k_, v_))
+        scores = (q_ @ k_.mT * scale).to(torch.promote_types(q.dtype, torch.float32))
+        if cap is not None:
+            scores = (scores / cap).tanh() * cap
+        if seen is None:
+            seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        scores = scores.masked_fill(~seen, -math.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)], -1)
+        out = scores.softmax(-1)[..., : k_.shape[2]].to(v.dtype) @ v_
         outputs.append(out.transpose(1, 2).flatten(0, 1).index_select(0, bucket.real))
     return torch.cat(outputs).index_select(0, layout.inverse)

@@ -23,7 +23,7 @@ from slimelite.base.heap import return_freed_memory
 from slimelite.base.registry import function
 from slimelite.engines.registry import ENGINES
 from slimelite.models.checkpoints import STATE_FILE
-from slimelite.models.files import LOGIT_TRANSFORMS, check_weights, has_weights, load_config, load_weights
+from slimelite.models.files import check_weights, has_weights, load_config, load_weights
 from slimelite.training.attention import ATTENTION, register_attention
 from slimelite.training.lora import (
     adapters,
@@ -34,7 +34,7 @@ from slimelite.training.lora import (
     quantize_frozen,
 )
 from slimelite.training.model import ForwardFlops, LanguageModel, PolicyModel, ScoringModel
-from slimelite.training.packing import NoSmallModel, Packing, may_pack, one_line
+from slimelite.training.packing import NoSmallModel, NotTrainable, Packing, may_pack, one_line
 from slimelite.training.parallel import World, shard_model
 from slimelite.training.recurrent import stateless_kernel
 
@@ -51,10 +51,6 @@ KEPT = {
     *(f"aten::_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn", "fused")),
     "aten::_scaled_dot_product_flash_attention_for_cpu",
 }
-
-
-class LogitsError(ValueError):
-    """The model transforms its logits after hidden·weightᵀ."""
 
 
 Model = TypeVar("Model", bound=LanguageModel)
@@ -89,6 +85,7 @@ def build_model(
         ValueError: see `read_config`, `may_pack`, `load_model` and `add_adapters`.
     """
     config = read_config(path)
+    attention = _attention(args, config)
     packing = _may_pack(args, config, world)
     if args.loss.scores:
         config = scoring_config(config)
@@ -96,7 +93,7 @@ def build_model(
         str(path),
         config,
         seed=args.seed,
-        attention=_attention(args),
+        attention=attention,
         empty=world.rank > 0,
         new_head=new_head,
         scores=args.loss.scores,
@@ -141,7 +138,7 @@ def read_config(path: str | None) -> PretrainedConfig:
     """The config of the causal LM at ``path``, a Hugging Face folder or hub id.
 
     Raises:
-        ValueError: there is no model, it needs code of its own, or its logits are not plain hidden·weightᵀ.
+        ValueError: there is no model, or it needs code of its own.
     """
     if path is None:
         raise ValueError("no model to train; give --hf-checkpoint")
@@ -163,10 +160,6 @@ def read_config(path: str | None) -> PretrainedConfig:
                 "model that it was made from (--lora-rank with --load-in-4bit saves as much memory)"
             )
         quantized["dequantize"] = True
-    for name, harmless in LOGIT_TRANSFORMS.items():
-        value = getattr(config, name, harmless)
-        if value != harmless:
-            raise LogitsError(f"{config.model_type} with {name}={value} is not supported: the LM head here is linear")
     return config
 
 
@@ -236,8 +229,6 @@ def inspect_model(
         config = read_config(path)
         config = scoring_config(config) if scores else config
         empty = load_model(path, config, seed=0, attention="eager", empty=True, scores=scores)
-    except LogitsError:
-        raise
     except Exception as error:  # transformers may raise anything for an inconsistent config
         raise ValueError(
             "the installed transformers can build no causal language model from its config.json "
@@ -259,7 +250,7 @@ def inspect_model(
                 f"{', '.join(sorted(odd))} has an adapter too; take merged"
             )
     try:
-        return config, bool(may_pack(config, _attention(args), pairs=args.job.loss == "paired"))
+        return config, bool(may_pack(config, _attention(args, config), pairs=args.job.loss == "paired"))
     except NoSmallModel:  # the trainer warns of it
         return config, False
 
@@ -267,7 +258,7 @@ def inspect_model(
 def _may_pack(args: ModelArgs, config: PretrainedConfig, world: World) -> Packing:
     """`may_pack`, agreed on by all ranks: the least that any rank says; `Packing.ALONE` if one cannot test it."""
     try:
-        packing = may_pack(config, _attention(args), pairs=args.job.loss == "paired")
+        packing = may_pack(config, _attention(args, config), pairs=args.job.loss == "paired")
     except NoSmallModel as error:
         packing = Packing.ALONE
         logger.warning("%s", error)
@@ -275,8 +266,19 @@ def _may_pack(args: ModelArgs, config: PretrainedConfig, world: World) -> Packin
     return max(wanted for wanted, ranks in zip(Packing, refused.tolist(), strict=True) if not ranks)
 
 
-def _attention(args: ModelArgs) -> str:
-    return ATTENTION if args.attn_implementation == "auto" else args.attn_implementation
+def _attention(args: ModelArgs, config: PretrainedConfig) -> str:
+    """The attention to train with: where only transformers' own is right, that, with masks of every pair of tokens."""
+    if args.attn_implementation != "auto":
+        return args.attn_implementation
+    try:
+        may_pack(config, ATTENTION, pairs=args.job.loss == "paired")
+    except NotTrainable as error:
+        if error.eager:
+            logger.warning("%s is trained with --attn-implementation eager: %s", config.model_type, error.reason)
+            return "eager"
+    except NoSmallModel:
+        pass
+    return ATTENTION
 
 
 def inspect_models(args: Args, broken: Collection[str] = ()) -> tuple[list[str], list[str]]:

@@ -27,12 +27,42 @@ from slimelite.training.replay import KeptIds
 CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**27}
 
 
+@dataclass(frozen=True, slots=True)
+class Logits:
+    """How logits follow from z = hidden·weightᵀ + bias: ``cap``·tanh(``scale``·z / ``cap``) / ``temperature``; a cap of
+    None leaves out the tanh.
+    """
+
+    temperature: float = 1.0
+    scale: float = 1.0
+    cap: float | None = None
+
+    def of(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """[rows, V] in at least fp32."""
+        logits = _product(hidden, weight.T)
+        if bias is not None:
+            logits.add_(bias)
+        if self.cap is not None:
+            return logits.mul_(self.scale / self.cap).tanh_().mul_(self.cap / self.temperature)
+        divisor = self.temperature / self.scale
+        return logits if divisor == 1.0 else logits.div_(divisor)
+
+    def slope(self, logits: Tensor) -> Tensor | float:
+        """d logits / dz at these logits: of each [rows, V], or of all."""
+        if self.cap is None:
+            return self.scale / self.temperature
+        return (logits * (self.temperature / self.cap)).square_().neg_().add_(1).mul_(self.scale / self.temperature)
+
+
 def chunked_log_probs(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
     temperature: float = 1.0,
     *,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+    cap: float | None = None,
     entropy_grad: bool = False,
     chunk_size: int = -1,
     compiled: bool = False,
@@ -46,6 +76,7 @@ def chunked_log_probs(
     Args:
         hidden: [T, d]; ``weight``: [V, d], same dtype; ``targets``: [T] int64.
         temperature: logits are divided by it.
+        bias: [V] of the head; ``scale``, ``cap``: see `Logits`.
         entropy_grad: whether the entropy carries a gradient (it costs a little more memory and time).
         chunk_size: rows at a time; -1 chooses by vocabulary size and device.
         compiled: whether torch.compile fuses what follows and precedes the matrix products of a chunk.
@@ -57,7 +88,7 @@ def chunked_log_probs(
     if chunk_size <= 0:
         chunk_size = max(16, CHUNK_ELEMENTS[hidden.device.type] // len(weight))
     log_probs, entropy = _ChunkedLogProbs.apply(
-        hidden, weight, targets, temperature, entropy_grad, chunk_size, compiled, kept
+        hidden, weight, bias, targets, Logits(temperature, scale, cap), entropy_grad, chunk_size, compiled, kept
     )
     return log_probs, entropy
 
@@ -67,7 +98,7 @@ class _Context(FunctionCtx):
 
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]
-    temperature: float
+    form: Logits
     chunk_size: int
     entropy_grad: bool
     compiled: bool
@@ -80,8 +111,9 @@ class _ChunkedLogProbs(torch.autograd.Function):
         ctx: _Context,
         hidden: Tensor,
         weight: Tensor,
+        bias: Tensor | None,
         targets: Tensor,
-        temperature: float,
+        form: Logits,
         entropy_grad: bool,
         chunk_size: int,
         compiled: bool,
@@ -93,12 +125,12 @@ class _ChunkedLogProbs(torch.autograd.Function):
         entropy, log_z = torch.empty_like(log_probs), torch.empty_like(log_probs)
         for start in range(0, len(hidden), chunk_size):
             rows = slice(start, start + chunk_size)
-            logits = _logits(hidden[rows], weight, temperature)
+            logits = form.of(hidden[rows], weight, bias)
             log_probs[rows], entropy[rows], log_z[rows] = scores(logits, targets[rows])
             if kept is not None and (left := kept.chunk(rows)) is not None:
                 left.replace(log_probs[rows], logits, targets[rows])
-        ctx.save_for_backward(hidden, weight, targets, log_z, entropy)
-        ctx.temperature, ctx.chunk_size, ctx.entropy_grad = temperature, chunk_size, entropy_grad
+        ctx.save_for_backward(hidden, weight, targets, log_z, entropy, *([] if bias is None else [bias]))
+        ctx.form, ctx.chunk_size, ctx.entropy_grad = form, chunk_size, entropy_grad
         ctx.compiled, ctx.kept = compiled, kept
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy)
@@ -107,14 +139,17 @@ class _ChunkedLogProbs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: _Context, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, log_z, entropy = ctx.saved_tensors
+        hidden, weight, targets, log_z, entropy, *rest = ctx.saved_tensors
+        bias = rest[0] if rest else None
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         gradient = _compiled(_chunk_gradient) if ctx.compiled else _chunk_gradient
         # the chunks' contributions add up in fp32
         grad_weight = torch.zeros_like(weight, dtype=log_z.dtype) if ctx.needs_input_grad[1] else None
+        grad_bias = log_z.new_zeros(len(weight)) if ctx.needs_input_grad[2] else None
         for start in range(0, len(hidden), ctx.chunk_size):
             rows = slice(start, start + ctx.chunk_size)
-            logits = _logits(hidden[rows], weight, ctx.temperature)
+            logits = ctx.form.of(hidden[rows], weight, bias)
+            slope = ctx.form.slope(logits)
             of_entropy = (entropy[rows], grad_entropy[rows]) if ctx.entropy_grad else None
             whole, left = grad_log_probs[rows], None if ctx.kept is None else ctx.kept.chunk(rows)
             if left is not None:  # the others' logits have no part in the log-probs of such tokens
@@ -123,7 +158,10 @@ class _ChunkedLogProbs(torch.autograd.Function):
             if left is not None:
                 grad.scatter_add_(1, left.ids, added)
                 grad.scatter_add_(1, targets[rows, None], grad_log_probs[rows, None].where(left.some[:, None], 0.0))
-            grad = grad.div_(ctx.temperature).to(hidden.dtype)
+            grad = grad.mul_(slope)
+            if grad_bias is not None:
+                grad_bias += grad.sum(0)
+            grad = grad.to(hidden.dtype)
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[rows])
             if grad_weight is not None and grad_weight.dtype == grad.dtype:
@@ -133,7 +171,8 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 size = max(1, CHUNK_ELEMENTS[weight.device.type] // weight.shape[1])
                 for total, part in zip(grad_weight.split(size), grad.split(size, dim=1), strict=True):
                     total += _product(part.T, hidden[rows])
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 6
+        of_head = (None if x is None else x.to(weight.dtype) for x in (grad_weight, grad_bias))
+        return grad_hidden, *of_head, *[None] * 6
 
 
 def _chunk_scores(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -174,12 +213,6 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def _never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function`` outside compiled code; one for all models, or each would compile its layers anew."""
     return torch.compiler.disable(function)
-
-
-def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    """[rows, V] in at least fp32."""
-    logits = _product(hidden, weight.T)
-    return logits if temperature == 1.0 else logits.div_(temperature)
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
@@ -257,8 +290,12 @@ class LanguageModel(nn.Module):
     def hidden(self, batch: MicroBatch) -> Tensor:
         """[R, d] the states that predict the response tokens of ``batch``."""
         rows = batch if self.packed or len(batch.lengths) < 2 else batch.padded()
+        decoder = self.hf.get_decoder()
+        # Llama 4 names a part that its text model has not, ModernBERT its head
+        if decoder is self.hf or not isinstance(decoder, PreTrainedModel):
+            decoder = self.hf.model
         with laid_out(rows.sequences):
-            states = self.hf.get_decoder()(input_ids=rows.input_ids, position_ids=rows.position_ids, use_cache=False)
+            states = decoder(input_ids=rows.input_ids, position_ids=rows.position_ids, use_cache=False)
         return states.last_hidden_state.flatten(0, 1).index_select(0, rows.response_index)
 
     def named_weights(self) -> Iterator[tuple[str, Weight]]:
@@ -294,6 +331,7 @@ class PolicyModel(LanguageModel):
     def __init__(self, hf: PreTrainedModel, chunk_size: int = -1) -> None:
         super().__init__(hf)
         self.chunk_size = chunk_size
+        self.scale, self.cap = model_files.logit_transform(hf.config)
 
     def forward(self, batch: MicroBatch, temperature: float, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies [R] at the response tokens of ``batch``, at least fp32; logits are divided by
@@ -305,6 +343,9 @@ class PolicyModel(LanguageModel):
             weight,
             batch.targets,
             temperature,
+            bias=self.head.bias,
+            scale=self.scale,
+            cap=self.cap,
             entropy_grad=entropy_grad,
             chunk_size=self.chunk_size,
             compiled=self.compiled,

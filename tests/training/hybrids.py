@@ -86,10 +86,35 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 }
 
 
+# families whose scores are capped, with sinks, or with another head
+CAPS: dict[str, Any] = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+WINDOWED: dict[str, Any] = {"head_dim": 8, "sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"]}
+ODD: dict[str, dict[str, Any]] = {
+    "gemma2": WINDOWED | CAPS | {"query_pre_attn_scalar": 8},
+    "vaultgemma": WINDOWED | CAPS | {"query_pre_attn_scalar": 8},
+    "gemma3n_text": WINDOWED
+    | {
+        "final_logit_softcapping": 3.0,
+        "num_kv_shared_layers": 0,
+        "vocab_size_per_layer_input": VOCAB,
+        "hidden_size_per_layer_input": 8,
+        "laurel_rank": 4,
+        "activation_sparsity_pattern": None,
+    },
+    "nanochat": {"final_logit_softcapping": 3.0},
+    "cohere": {"logit_scale": 0.3},
+    "cohere2": WINDOWED | {"logit_scale": 0.3},
+    "cohere2_moe": WINDOWED | EXPERTS | {"logit_scale": 0.3},
+    "granite": {"logits_scaling": 3.0},
+    "phi": {"num_key_value_heads": 4},
+    "gpt_oss": WINDOWED | {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
+
+
 def hybrid(family: str, attention: str = ATTENTION, **changes: Any) -> PreTrainedModel:
     """A small model of ``family`` whose layers act as strongly as trained ones; the same one for any attention."""
     register_attention()
-    config = AutoConfig.for_model(family, **(SIZES | HYBRIDS[family] | changes))
+    config = AutoConfig.for_model(family, **(SIZES | (HYBRIDS | ODD)[family] | changes))
     torch.manual_seed(0)
     # "eager" experts: the others have no float64
     options = {"attn_implementation": attention, "experts_implementation": "eager", "dtype": torch.float32}

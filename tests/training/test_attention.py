@@ -196,8 +196,7 @@ def test_both_ways_to_attend_to_a_shared_prefix_agree(width: int) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("option", [{"dropout": 0.1}, {"softcap": 50.0}, {"s_aux": torch.zeros(4)}])
-def test_what_it_cannot_compute_is_refused(option: dict[str, object]) -> None:
+def test_dropout_is_refused() -> None:
     x = torch.zeros(1, 4, 3, 8)
     with pytest.raises(ValueError, match="does not support"):
-        varlen_attention(torch.nn.Module(), x, x, x, None, **option)
+        varlen_attention(torch.nn.Module(), x, x, x, None, dropout=0.1)

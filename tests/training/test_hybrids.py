@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hybrids import HYBRIDS, Exact, hybrid
+from hybrids import HYBRIDS, ODD, Exact, hybrid
 from tiny import on_ranks, one_rank, tiny_args
 from torch import Tensor
 from trees import tree_table
@@ -80,7 +80,7 @@ def test_a_packed_tree_is_its_rows_alone(family: str) -> None:
     assert_close(mine, theirs, 1e-10)
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("family", [*HYBRIDS, *ODD])
 def test_a_packed_tree_is_what_transformers_computes(family: str) -> None:
     """In fp32, by transformers' unmodified layers on each row alone."""
     columns, own = three_levels(), hybrid(family, "eager")
@@ -133,6 +133,6 @@ def test_a_step_of_a_trainer_is_that_of_rows_alone(case: str, tmp_path: Path) ->
     assert_close(mine, theirs, 1e-5)
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("family", [*HYBRIDS, *ODD])
 def test_the_probe_says_so(family: str) -> None:
     assert may_pack(hybrid(family).config, "slimelite_varlen", pairs=True) is Packing.SHARED

@@ -49,11 +49,12 @@ def test_attention_of_transformers_gives_the_same_when_it_is_asked_for(tmp_path:
 
 
 @pytest.mark.newest
-def test_logits_that_are_not_linear_are_refused(tmp_path: Path) -> None:
+def test_logits_that_are_not_transformers_own_are_refused(tmp_path: Path) -> None:
+    """The config says that logits are capped, and Qwen2 of transformers does not read it."""
     save_tiny_model(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"final_logit_softcapping": 30.0}))
-    with pytest.raises(ValueError, match="final_logit_softcapping=30"), one_rank(tiny_args(tmp_path)):
+    with pytest.raises(ValueError, match="its logits are not what its LM head gives"), one_rank(tiny_args(tmp_path)):
         pass
 
 
@@ -70,6 +71,25 @@ def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
 def full(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     log_p = torch.log_softmax(hidden @ weight.T / temperature, -1)
     return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+@pytest.mark.parametrize(("scale", "cap"), [(0.3, None), (1.0, 2.5), (0.3, 2.5)])
+def test_scaled_and_capped_logits_of_a_head_with_a_bias(scale: float, cap: float | None) -> None:
+    hidden, weight, targets = inputs()
+    bias, temperature = torch.randn(VOCAB, dtype=torch.float64).requires_grad_(), 0.7
+    mine = chunked_log_probs(
+        hidden, weight, targets, temperature, bias=bias, scale=scale, cap=cap, entropy_grad=True, chunk_size=5
+    )
+    logits = scale * (hidden @ weight.T + bias)
+    logits = logits if cap is None else cap * (logits / cap).tanh()
+    log_p = (logits / temperature).log_softmax(-1)
+    theirs = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    probe = torch.randn(2, TOKENS, dtype=torch.float64)
+    gradients = [
+        torch.autograd.grad((a * probe[0] + b * probe[1]).sum(), (hidden, weight, bias)) for a, b in (mine, theirs)
+    ]
+    for one, two in zip((*mine, *gradients[0]), (*theirs, *gradients[1]), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 23, 100, -1])

@@ -54,10 +54,8 @@ LONG_ROPE = {
     "long_factor": [4.0] * 48,
     "original_max_position_embeddings": 4096,
 }
-REFUSED: dict[str, dict[str, Any]] = {
-    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
-    "phi": {},  # its LM head has a bias
-}
+# it makes masks of its own for attention of its own
+REFUSED: dict[str, Any] = {"lru_width": 32, "attention_window_size": 5, "block_types": ["recurrent", "attention"]}
 
 
 @pytest.fixture
@@ -165,25 +163,31 @@ def test_pairs_that_padding_mixes_are_refused() -> None:
     assert may_pack(AutoConfig.for_model("nemotron_h"), ATTENTION, pairs=True) is Packing.SHARED
 
 
-@pytest.mark.parametrize("family", REFUSED)
-def test_what_is_not_right_even_alone_is_refused(family: str, tmp_path: Path) -> None:
-    folder = build(family, REFUSED[family], tmp_path)
-    said = {
-        "gpt_oss": "gpt_oss cannot be trained: .*sinks.*; --attn-implementation eager computes it right",
-        "phi": "phi cannot be trained: its LM head has a bias: its log-probs differ by .* from transformers' own",
-    }
-    with pytest.raises(ValueError, match=said[family]), one_rank(tiny_args(folder)):
+def test_what_is_not_right_even_alone_is_refused(tmp_path: Path) -> None:
+    folder = build("recurrent_gemma", REFUSED, tmp_path)
+    said = "recurrent_gemma cannot be trained: its RecurrentGemmaSdpaAttention computes something else here: its log-p"
+    with pytest.raises(ValueError, match=said), one_rank(tiny_args(folder)):
         pass
-    with pytest.raises(ValueError, match=said[family]):  # the pre-flight check, before anything starts
+    with pytest.raises(ValueError, match=said):  # the pre-flight check, before anything starts
         inspect_model(tiny_args(folder), str(folder))
 
 
-def test_the_remedy_works(tmp_path: Path) -> None:
-    folder, table = build("gpt_oss", REFUSED["gpt_oss"], tmp_path), random_table(groups=1)
-    own = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    with one_rank(tiny_args(folder, attn_implementation="eager")) as trainer:
+BLOOM = {"vocab_size": VOCAB, "hidden_size": 32, "n_head": 4, "n_layer": 2, "initializer_range": 0.2}
+
+
+def test_what_only_transformers_attention_computes_right_is_trained_with_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Bloom adds its distances to the mask; nobody has to ask for the attention that has one."""
+    torch.manual_seed(0)
+    own = AutoModelForCausalLM.from_config(AutoConfig.for_model("bloom", **BLOOM), attn_implementation="eager").eval()
+    own.save_pretrained(tmp_path)
+    table = random_table(groups=1)
+    with caplog.at_level(logging.WARNING), one_rank(tiny_args(tmp_path)) as trainer:
+        assert trainer.model.hf.config._attn_implementation == "eager"
         found = torch.from_numpy(trainer.log_probs(table))
     torch.testing.assert_close(found, transformers_own(own, table).detach(), rtol=1e-4, atol=1e-5)
+    assert "bloom is trained with --attn-implementation eager: its BloomAttention" in caplog.text
 
 
 def test_what_cannot_be_seen_is_not_packed(
@@ -232,6 +236,12 @@ def test_a_model_is_trained_as_it_is_sampled(family: str, tmp_path: Path) -> Non
             trainer.save_hf(str(tmp_path / "saved"))
     given, saved = (AutoConfig.from_pretrained(folder).to_dict() for folder in (tmp_path, tmp_path / "saved"))
     assert saved | {"_name_or_path": given["_name_or_path"]} == given
+
+
+def test_tokens_that_see_later_ones_are_refused_even_where_log_probs_are_transformers_own() -> None:
+    """Log-probs of a whole text are no probabilities to sample with, whatever they are equal to."""
+    with pytest.raises(ValueError, match="xlnet cannot be trained: its tokens see those that come after them"):
+        may_pack(AutoConfig.for_model("xlnet", n_layer=2), ATTENTION)
 
 
 def test_a_forward_pass_that_changes_the_weights_is_refused() -> None:
