@@ -12,6 +12,8 @@ from slimelite.arguments.args import Draft
 from slimelite.arguments.model import ArchitectureArgs, model_config_from_flags
 from slimelite.plan.memory import Shapes, model_shapes
 
+# the largest share of the weights that a step of Muon may forget
+FORGOTTEN = 0.1
 # ``--depth``: the depth, the batch [tokens] and the settings that others are scaled from (docs/from_bytes.md)
 DEPTH, BATCH, MUON_LR, LR, WEIGHT_DECAY, RATIO = 12, 2**19, 0.02, 3e-3, 0.1, 20.0
 
@@ -92,26 +94,36 @@ def _scale(draft: Draft, depth: int) -> None:
     other = Shapes.of(model_config_from_flags(ArchitectureArgs(**_architecture(DEPTH, vocabulary))))
     assert mine is not None
     assert other is not None
-    if not (args.train_tokens or args.train_flops or args.num_rollout or args.num_epoch):
-        draft.default("tokens_per_parameter", RATIO, reason)
-        args = draft.args
-    tokens = args.train_tokens or (args.tokens_per_parameter or RATIO) * matrices(mine)
-    if args.train_flops:
-        tokens = args.train_flops / flops_per_token(mine, args.seq_length)
-    longer = tokens / (RATIO * matrices(other))
-    if args.num_rollout is None and args.num_epoch is None and args.rollout_batch_size is None:
-        batch = 2 ** round(math.log2(BATCH * longer**0.383))
-        _choose(draft, {"global_batch_size": max(1, batch // args.seq_length)}, reason)
-    elif args.global_batch_size is None:
+    budget = args.train_tokens or args.train_flops or args.tokens_per_parameter
+    if args.num_rollout is None and args.num_epoch is not None and not budget:
+        remedy = "give --num-rollout, --train-tokens, or none of them"
+        draft.complain("--num-epoch", f"does not say how many tokens --depth scales its settings for: {remedy}")
         return
-    batch = (draft.args.global_batch_size or 1) * args.seq_length
+    each = args.num_steps_per_rollout or 1
+    rows = args.global_batch_size or (args.rollout_batch_size or 0) // each
+    if args.num_rollout is None:
+        if not budget:
+            draft.default("tokens_per_parameter", RATIO, reason)
+        tokens = args.train_tokens or (args.tokens_per_parameter or RATIO) * matrices(mine)
+        if args.train_flops:
+            tokens = args.train_flops / flops_per_token(mine, args.seq_length)
+    elif rows:
+        tokens = float(max(1, args.num_rollout) * (args.rollout_batch_size or rows * each) * args.seq_length)
+    else:
+        return  # the missing batch is reported
+    longer = tokens / (RATIO * matrices(other))
+    if not rows:
+        rows = max(1, 2 ** round(math.log2(BATCH * longer**0.383)) // args.seq_length)
+        _choose(draft, {"global_batch_size": rows}, reason)
+    batch = rows * args.seq_length
     steps, scale = max(1, math.ceil(tokens / batch)), math.sqrt(batch / BATCH)
     width = math.sqrt(_architecture(DEPTH, vocabulary)["hidden_size"] / mine.hidden)
     settings: dict[str, object] = {
         "optimizer": "muon",
         "muon_lr": MUON_LR * scale,
         "lr": LR * scale * width,
-        "weight_decay": WEIGHT_DECAY * scale / longer,
+        # in a run of a few steps a step would take more of the weights than there is
+        "weight_decay": min(WEIGHT_DECAY * scale / longer, FORGOTTEN / (MUON_LR * scale)),
         "lr_decay_style": "WSD",
         "lr_wsd_decay_style": "linear",
         "lr_warmup_iters": min(40, steps // 50),

@@ -99,6 +99,8 @@ class Documents:
         They are cut as in training, and each piece is a row.
         """
         for shard in self._held_out:
+            if not len(shard.ends):
+                continue
             pieces = cut(np.append(0, shard.ends)[:-1], shard.ends, self._args.seq_length)
             parts = np.split(pieces, np.flatnonzero(np.diff(pieces[:, 1] // HELD_OUT)) + 1)
             for part in parts:

@@ -14,15 +14,18 @@ import hashlib
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
+import time
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
@@ -48,8 +51,17 @@ ENDINGS = (".parquet", ".jsonl", ".jsonl.gz", ".txt")
 CHARACTERS = 2**20
 # texts of fewer bytes are tokenised in the process that wants them: a worker takes a second to start
 FEW_BYTES = 2**24
+# a file of the cache that a process is writing has its id as an ending; after so many seconds without a change it ended
+ABANDONED = 3600
+PARTIAL = re.compile(r"[0-9a-f]{32}\.(json|tokens|ends\.npy)\.\d+")
+# documents of each file that a start reads before it loads anything
+FIRST = 64
 # kinds of documents that are left out
 EMPTY, NUL, ENCODING, MALFORMED, BROKEN = "empty", "with a NUL", "not UTF-8", "malformed", "cut short or unreadable"
+
+
+# the value of a row that lacks the column of texts
+ABSENT = object()
 
 
 @dataclass(frozen=True)
@@ -94,7 +106,7 @@ class TextCoder:
         self.path = path
         self._tokenizer: PreTrainedTokenizerBase = load_tokenizer(path)
         if self._tokenizer.eos_token_id is None:
-            raise ValueError(f"--tokenizer {path} has no eos_token, which ends a document: name one in its config")
+            raise ValueError(f"{path} has no eos_token, which ends a document: name one in its config")
         self.end = int(self._tokenizer.eos_token_id)
         begins = beginning(self._tokenizer)
         bos = begins[-1] if begins else self._tokenizer.bos_token_id
@@ -161,6 +173,7 @@ def tokenize(
     files = [find_files(spec) for spec in specs]
     flat = [file for part in files for file in part]
     cache.mkdir(parents=True, exist_ok=True)
+    _sweep(cache)
     size = sum(file.stat().st_size if isinstance(file, Path) else file.size for file in flat)
     jobs, count = [str(file) for file in flat], min(workers, len(flat))
     if count < 2 or size < FEW_BYTES:
@@ -181,18 +194,46 @@ def tokenize(
     return parts
 
 
-def _judge(sources: Sequence[str], facts: Sequence[ShardFacts], *, skip: bool) -> None:
-    """Warn of the documents that were left out; see `tokenize`."""
-    problems = []
-    for source, shard in zip(sources, facts, strict=True):
-        if not shard.left_out:
-            continue
-        total = sum(shard.left_out.values())
-        kinds = ", ".join(f"{count} {kind} (first: {shard.places[kind]})" for kind, count in shard.left_out.items())
-        problems.append(f"{source}: {total} of {shard.documents + total} documents cannot be trained on: {kinds}")
+def check_documents(spec: str, column: str, *, skip: bool) -> None:
+    """Look for ``spec``, and read the first documents of each file that is on this machine.
+
+    Raises:
+        ValueError: as `tokenize` would.
+        OSError: a file cannot be read.
+    """
+    problems, good = [], False
+    for file in find_files(spec):
+        if not isinstance(file, Path):
+            return  # the hub has it, and the run loads it
+        left_out, places = Counter[str](), dict[str, str]()
+        first = islice(read_documents(str(file), column), FIRST)
+        count = sum(len(texts) for texts in _batches(first, left_out, places))
+        good = good or count > 0 or left_out.total() == FIRST
+        problems += [_problem(str(file), left_out, places, f"the first {left_out.total() + count}")] if left_out else []
+    _refuse(problems, skip=skip)
+    if not good:
+        raise ValueError(f"no documents in {spec}")
+
+
+def _problem(source: str, left_out: Mapping[str, int], places: Mapping[str, str], total: str) -> str:
+    kinds = ", ".join(f"{count} {kind} (first: {places[kind]})" for kind, count in left_out.items())
+    return f"{source}: {sum(left_out.values())} of {total} documents cannot be trained on: {kinds}"
+
+
+def _refuse(problems: Sequence[str], *, skip: bool) -> None:
     if problems and not skip:
         more = f"; and {len(problems) - 3} files more" if len(problems) > 3 else ""
         raise ValueError(f"{'; '.join(problems[:3])}{more}; mend them, or leave them out with --skip-bad-rows")
+
+
+def _judge(sources: Sequence[str], facts: Sequence[ShardFacts], *, skip: bool) -> None:
+    """Warn of the documents that were left out; see `tokenize`."""
+    problems = [
+        _problem(source, shard.left_out, shard.places, str(shard.documents + sum(shard.left_out.values())))
+        for source, shard in zip(sources, facts, strict=True)
+        if shard.left_out
+    ]
+    _refuse(problems, skip=skip)
     for problem in problems:
         logger.warning("%s; they are left out", problem)
 
@@ -374,6 +415,14 @@ def _is_whole(cache: Path, key: str) -> bool:
     return True
 
 
+def _sweep(cache: Path) -> None:
+    """Remove what killed processes had written of a shard: machines share a cache, so that the age decides."""
+    for path in cache.glob("*.*.[0-9]*"):
+        with suppress(FileNotFoundError):
+            if PARTIAL.fullmatch(path.name) and time.time() - path.stat().st_mtime > ABANDONED:
+                path.unlink()
+
+
 def _paths(cache: Path, key: str) -> tuple[Path, Path, Path]:
     return cache / f"{key}.json", cache / f"{key}.tokens", cache / f"{key}.ends.npy"
 
@@ -386,12 +435,14 @@ def read_documents(path: str, column: str) -> Iterator[tuple[str, str | None, st
     read = next(reader for ending, reader in READERS.items() if path.endswith(ending))
     try:
         for place, value in read(path, column):
-            yield (place, *_checked(value))
+            yield (place, *_checked(value, column))
     except (pa.ArrowInvalid, OSError, EOFError, zlib.error) as error:
         yield f"{error}", None, BROKEN
 
 
-def _checked(value: object) -> tuple[str | None, str]:
+def _checked(value: object, column: str) -> tuple[str | None, str]:
+    if value is ABSENT:
+        return None, f"without a column {column!r} (--text-key)"
     if isinstance(value, bytes):
         try:
             value = value.decode()
@@ -430,7 +481,7 @@ def _jsonl_documents(path: str, column: str) -> Iterator[tuple[str, object]]:
                 continue
             try:
                 row = json.loads(line.decode())
-                yield f"line {number}", row.get(column) if isinstance(row, dict) else None
+                yield f"line {number}", row.get(column, ABSENT) if isinstance(row, dict) else None
             except UnicodeDecodeError as error:
                 yield f"line {number}", error.object
             except (ValueError, RecursionError):

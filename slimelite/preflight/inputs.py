@@ -26,6 +26,7 @@ from slimelite.arguments.secret import masked
 from slimelite.base.files import in_units
 from slimelite.data.messages import render, try_template
 from slimelite.data.prompts import PAIR, Curriculum, deal, load_prompts
+from slimelite.data.shards import TextCoder, check_documents
 from slimelite.data.tokenizer import TOKENIZER, check_files, check_same, load_tokenizer, stop_token_ids
 from slimelite.engines.params import SamplingParams
 from slimelite.models.checkpoints import ROLLOUT_STATE, STATE_FILE, damage, read_config, read_json
@@ -111,6 +112,9 @@ class InputChecks:
                 except ValueError as error:
                     self.broken.add(str(rule))
                     findings.problems.append(one_line(error))
+        for flag, spec in self.documents():
+            with findings.blaming(flag):
+                check_documents(spec, args.text_key, skip=args.skip_bad_rows)
         for rows in self.rows():
             prompts = self.load_rows(rows, logger.debug, trial=True)  # who reads them with the tokenizer warns
             if prompts and self.are_text(rows, prompts):
@@ -195,6 +199,11 @@ class InputChecks:
             return
         with self.findings.blaming(option):
             SampleTable.from_parquet(path)
+
+    def documents(self) -> list[tuple[str, str]]:
+        """The flag and the value of each set of documents that the run reads."""
+        trained = self.args.prompt_data if self.args.job.documents else []
+        return [*(("--prompt-data", spec) for spec in trained), *(("--eval-bpb", spec) for spec in self.args.eval_bpb)]
 
     def rows(self) -> list[Rows]:
         """The files of training and of every evaluation dataset."""
@@ -323,6 +332,8 @@ class InputChecks:
             try_template(tokenizer)
             ends = stop_token_ids(args.tokenizer, tokenizer) if args.job.engines else []
             self.tokenizer = tokenizer
+            if self.documents():
+                TextCoder(args.tokenizer)
         if self.tokenizer is None:
             return
         if args.resume_directory is not None and args.job.trains and not args.finetune:

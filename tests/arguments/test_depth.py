@@ -73,6 +73,33 @@ def test_explicit_flags_win_over_the_depth(tokenizer: str) -> None:
     assert args.lr_wsd_decay_iters == round(0.4 * math.ceil(1e6 / (6 * 256)))
 
 
+@pytest.mark.parametrize(
+    ("batch", "steps"),
+    [
+        ("--global-batch-size 8", 400),
+        ("--rollout-batch-size 8", 400),
+        ("--rollout-batch-size 16 --num-steps-per-rollout 2", 800),
+        ("--rollout-batch-size 16 --global-batch-size 8", 800),
+    ],
+)
+def test_settings_are_those_of_the_batch_and_the_length_that_were_given(tokenizer: str, batch: str, steps: int) -> None:
+    args = pretrain(f"--depth 4 --tokenizer {tokenizer} --seq-length 2048 --num-rollout 400 {batch}")
+    scale = math.sqrt(8 * 2048 / 2**19)
+    assert (args.optimizer, args.lr_decay_style, args.global_batch_size) == ("muon", "WSD", 8)
+    assert args.muon_lr == pytest.approx(0.02 * scale)
+    assert (args.lr_warmup_iters, args.lr_wsd_decay_iters) == (min(40, steps // 50), round(0.4 * steps))
+    longer = steps * 8 * 2048 / (20 * matrices(shapes(pretrain(f"--depth 12 --tokenizer {tokenizer}"))))
+    assert args.weight_decay == pytest.approx(0.1 * scale / longer)
+    budget = pretrain(f"--depth 4 --tokenizer {tokenizer} --seq-length 2048 --train-tokens {steps * 8 * 2048} {batch}")
+    assert (budget.weight_decay, budget.lr_wsd_decay_iters) == (args.weight_decay, args.lr_wsd_decay_iters)
+    assert budget.num_rollout == 400
+
+
+def test_the_weights_of_a_short_run_do_not_change_sign(tokenizer: str) -> None:
+    args = pretrain(f"--depth 4 --tokenizer {tokenizer} --num-rollout 2 --global-batch-size 8")
+    assert args.muon_lr * args.weight_decay == pytest.approx(0.1)
+
+
 def test_the_best_model_has_the_fewest_bits_per_byte() -> None:
     words = "--hf-checkpoint owner/model --rollout-batch-size 4 --num-rollout 2 --eval-bpb e.jsonl --eval-interval 1"
     args = pretrain(f"{words} --save-best --save-hf model")
@@ -98,6 +125,7 @@ def test_a_budget_of_operations_is_one_of_tokens(tokenizer: str) -> None:
         ("--train-tokens 1e6 --num-rollout 3", "--train-tokens says how long the run is; leave --num-rollout"),
         ("--train-tokens 1e6 --train-flops 1e9", "leave --num-rollout, --num-epoch and other budgets out"),
         ("--depth 4 --hf-checkpoint model --num-rollout 1", "--depth defines a new model: leave --hf-checkpoint out"),
+        ("--depth 4 --num-epoch 1", "--num-epoch does not say how many tokens --depth scales.*give --num-rollout"),
         ("--depth 4 --tokenizer nowhere --num-rollout 1", "--depth needs --tokenizer, a folder with a tokenizer.json"),
     ],
 )

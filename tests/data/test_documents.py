@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -142,7 +143,12 @@ def test_held_out_documents_are_whole_and_in_order(
     tokenizer: str, corpora: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(documents, "HELD_OUT", 200)
-    data = source(tokenizer, corpora[:1], tmp_path, eval_bpb=[corpora[1]])
+    held = tmp_path / "held"
+    held.mkdir()
+    for name in ("first", "third"):
+        (held / f"{name}.jsonl").write_text("")  # an empty file among others holds nothing up
+    shutil.copy(corpora[1], held / "second.jsonl")
+    data = source(tokenizer, corpora[:1], tmp_path, eval_bpb=[str(held)])
     tables, sizes = zip(*data.held_out(), strict=True)
     assert len(tables) > 2
     assert sum(sizes) == sum(len(json.loads(line)["text"]) for line in Path(corpora[1]).read_text().splitlines())

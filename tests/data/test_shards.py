@@ -129,7 +129,8 @@ def test_what_cannot_be_trained_on_is_counted_and_named(
     message = (
         r"bad.jsonl: 8 of 9 documents cannot be trained on: 2 empty \(first: line 2\), 1 with a NUL \(first: line 3\)"
     )
-    with pytest.raises(ValueError, match=message + r", 2 not UTF-8 \(first: line 4\), 3 malformed \(first: line 6\)"):
+    message += r", 2 not UTF-8 \(first: line 4\), 2 malformed \(first: line 6\)"
+    with pytest.raises(ValueError, match=message + r", 1 without a column 'text' \(--text-key\) \(first: line 8\)"):
         make(bad, coder, cache)
     for _ in range(2):  # also when the shard is found again
         caplog.clear()
@@ -150,6 +151,20 @@ def test_what_cannot_be_trained_on_is_counted_and_named(
             make(file, coder, cache)
     with pytest.raises(ValueError, match=r"no documents in .*latin.txt"):
         make(text, coder, cache, skip=True)
+
+
+def test_what_a_kill_left_behind_is_removed(coder: TextCoder, tmp_path: Path) -> None:
+    files, cache = write_all(tmp_path), tmp_path / "cache"
+    (whole,) = make(files[0], coder, cache)
+    (tokens,) = cache.glob("*.tokens")
+    old, young, other = Path(f"{tokens}.4711"), Path(f"{tokens}.4712"), cache / "notes.2024"
+    for path in (old, young, other, *cache.iterdir()):
+        path.touch()
+        os.utime(path, (0, 0))
+    young.touch()  # somebody may be writing it
+    (again,) = make(files[0], coder, cache)
+    assert documents(again) == documents(whole)
+    assert [path.exists() for path in (old, young, other)] == [False, True, True]
 
 
 def test_a_kill_leaves_the_shards_that_were_made(coder: TextCoder, tmp_path: Path) -> None:

@@ -107,6 +107,32 @@ def test_mistakes_are_answered_without_torch_and_transformers(run: str, model: P
         assert "Traceback" not in text
 
 
+def test_documents_are_looked_at_before_the_start(model: Path, tmp_path: Path) -> None:
+    good, other, odd = (tmp_path / f"{name}.jsonl" for name in ("good", "other", "odd"))
+    good.write_text('{"text": "One."}\n' * 100)
+    other.write_text('{"content": "One."}\n' * 100)
+    odd.write_text('{"text": "One."}\n{"text": 3}\n')
+    plain = tmp_path / "plain"
+    shutil.copytree(model, plain)
+    settings = json.loads((plain / "tokenizer_config.json").read_text())
+    (plain / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": None}))
+    words = "--loss-type pretrain_loss --num-rollout 1 --rollout-batch-size 2 --eval-interval 1"
+
+    def said(prompts: Path | str, held: Path | str = good, more: str = "", folder: Path = model) -> str:
+        return "\n".join(problems(f"{words} --hf-checkpoint {folder} --prompt-data {prompts} --eval-bpb {held} {more}"))
+
+    assert said(good) == ""
+    missing = said("nowhere.jsonl", "nowhere2.jsonl")
+    assert "--prompt-data: no such file: nowhere.jsonl" in missing
+    assert "--eval-bpb: no such file: nowhere2.jsonl" in missing
+    lacks = "the first 64 documents cannot be trained on: 64 without a column 'text' (--text-key) (first: line 1)"
+    assert lacks in said(other)
+    assert said(other, other, "--text-key content") == ""
+    assert "1 of the first 2 documents cannot be trained on: 1 malformed (first: line 2)" in said(good, odd)
+    assert said(odd, more="--skip-bad-rows") == ""
+    assert "has no eos_token, which ends a document" in said(good, folder=plain)
+
+
 def test_a_dry_run_with_a_mistake_says_what_is_left_out(run: str) -> None:
     """Memory and tokens take the imports that the answer to a mistake does not wait for."""
     (left,) = [w for w in inspect(parse(f"{run} --dry-run --label-key answer"), CPU).warnings if "once the" in w]
