@@ -132,6 +132,7 @@ LEVELS = Registry(
         Choice("sequence", "a response has one ratio, the product of its tokens'"),
         Choice("geometric", "a response has one ratio, the geometric mean of its tokens'"),
     ),
+    closed=True,
 )
 
 MODES = Registry(
@@ -143,6 +144,7 @@ MODES = Registry(
         Choice("clip", "the weight is the ratio, clamped into the bounds", reads=("mis_lower_bound",)),
         Choice("none", "every weight is 1"),
     ),
+    closed=True,
 )
 
 
@@ -162,6 +164,7 @@ KL_KINDS = Registry(
         KlKind("k3", "e^(−d) − 1 + d"),
         KlKind("low_var_kl", "k3 clamped to ±10"),
     ),
+    closed=True,
 )
 
 AGGREGATIONS = Registry(
@@ -172,6 +175,7 @@ AGGREGATIONS = Registry(
         Choice("token", "the loss is the mean over tokens"),
         Choice("constant", "the loss is the sum over tokens, over a constant length (Dr.GRPO)"),
     ),
+    closed=True,
 )
 
 DPO_KINDS = Registry(
@@ -185,4 +189,5 @@ DPO_KINDS = Registry(
         ),
         Choice("ipo", "(Δ − 1/(2β))², Δ the difference of the replies' mean log-ratios"),
     ),
+    closed=True,
 )

@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Iterator, Mapping
 
-from slimelite.algorithms.losses import KL_KINDS
+from slimelite.algorithms.losses import CORRECTIONS, KL_KINDS, LOSSES
 from slimelite.arguments.algorithm import CorrectionArgs, DistillationArgs
 from slimelite.arguments.args import Args
 from slimelite.arguments.conditions import SGLANG
@@ -288,6 +288,9 @@ def _truncation(args: Args) -> Iterator[str]:
 
 
 def _loss(args: Args) -> Iterator[str]:
+    for registry, name in ((LOSSES, args.loss_type), (CORRECTIONS, args.correction)):
+        if name not in registry.initial and registry[name].function is None:
+            yield f"{registry.option} {name}: its record has no function; give it one: function=..."
     if args.use_reference and not args.ref_load:
         yield "--ref-load is missing: a KL term, DPO or KTO compares with a reference model"
     penalised = args.job.sampled and args.kl_coef != 0
@@ -315,6 +318,12 @@ def _loss(args: Args) -> Iterator[str]:
         yield f"--loss-type {args.loss_type} is a mean over {what}: leave {how} out"
     if args.loss.judged and args.label_key is None and not args.job.saved:
         yield f"--loss-type {args.loss_type} reads from --label-key which replies are desirable: name the column"
+    replies, size = (args.rollout_batch_size or 0) * args.n_samples_per_prompt, args.global_batch_size
+    if args.loss.judged and size and (size == 1 or replies % size == 1):
+        yield (
+            f"--loss-type {args.loss_type} --global-batch-size {size}: of {replies} replies a step has one, and the KL "
+            "is measured with the prompts of other ones; give sizes that leave no such step"
+        )
     if args.loss.scores and args.lora_rank:
         yield f"--loss-type {args.loss_type} trains all weights: leave --lora-rank out"
     if args.loss.scores and args.job.evaluates:

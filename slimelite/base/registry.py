@@ -37,23 +37,30 @@ R = TypeVar("R", bound=Record)
 class Registry(dict[str, R], Generic[R]):
     """Records by name, in the order in which they were added."""
 
-    def __init__(self, what: str, option: str, records: Iterable[R] = (), instead: str = "") -> None:
+    def __init__(
+        self, what: str, option: str, records: Iterable[R] = (), instead: str = "", closed: bool = False
+    ) -> None:
         """``what``: name of an entry in messages, as "advantage estimator"; ``option``: the flag that takes the name;
-        ``records``: initial records; ``instead``: what a name that nothing resembles may have been meant to be.
+        ``records``: the `initial` ones; ``closed``: there are no others;
+        ``instead``: what a name that nothing resembles may have been meant to be.
         """
         super().__init__()
         self.what = what
         self.option = option
         self.instead = instead
+        self.closed = False
         for record in records:
             self.add(record)
+        self.initial, self.closed = frozenset(self), closed
 
     def add(self, record: R) -> R:
         """Register ``record``.
 
         Raises:
-            ValueError: another record has its name.
+            ValueError: another record has its name, or the registry is closed.
         """
+        if self.closed:
+            raise ValueError(f"{self.option} takes no {self.what} of your own; known are {', '.join(self)}")
         if record.name in self:
             raise ValueError(f"another {self.what} is called {record.name!r} already; give yours another name")
         self[record.name] = record

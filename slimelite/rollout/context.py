@@ -113,6 +113,7 @@ class PluginArgs(argparse.Namespace):
     serves HTTP, its address as ``sglang_router_ip`` and ``sglang_router_port``.
     """
 
+    keeps_ids: bool
     rollout_context: RolloutContext
     sglang_router_ip: str | None
     sglang_router_port: int | None
@@ -171,7 +172,7 @@ class RolloutContext:
                 reasoning_parser=args.reasoning_parser,
                 end_ids=stop_token_ids(str(args.tokenizer), self.tokenizer),
             )
-            settings = (limit, args.rollout_seed, args.keeps_ids)
+            settings = (limit, args.rollout_seed, args.keeps_ids, args.engine_kind.kept)
             self.agents = PooledSessions(chat_format, self.engines, self.states, *settings)
         return self.agents
 
@@ -201,10 +202,14 @@ class RolloutContext:
     def __deepcopy__(self, memo: dict[int, Any]) -> RolloutContext:
         return self  # plugins deep-copy their args, but the engines must stay the same objects
 
-    async def plugin_args(self, engine: int | None = None) -> PluginArgs:
-        """A fresh copy of the arguments for a plugin, with the address of ``engine`` (None: of no engine)."""
+    async def plugin_args(self, engine: int | None = None, *, evaluation: bool = False) -> PluginArgs:
+        """A fresh copy of the arguments for a plugin, with the address of ``engine`` (None: of no engine).
+
+        Its ``keeps_ids`` is that of the run, but False in an evaluation, whose tokens are not trained on.
+        """
         values = {f.name: getattr(self.args, f.name) for f in fields(self.args)}
         args = PluginArgs(**PLUGIN_CONSTANTS | self.args.custom_config, **values, rollout_context=self)
+        args.keeps_ids = self.args.keeps_ids and not evaluation
         if engine is not None:
             address = urlsplit(await self.engines.url(engine))
             # with the key that it may have, for plugins make an address of both again

@@ -21,7 +21,7 @@ from slimelite.base.guard import PluginError, own_traceback
 from slimelite.engines.protocol import GenerateRequest, GenerateResult, SamplingParams, stream_seed
 from slimelite.rewards.grader import RewardError, route_of
 from slimelite.rollout.context import Plugin, PluginArgs, RolloutContext, flatten
-from slimelite.rollout.pool import IS_GONE, AgentState, Outcome
+from slimelite.rollout.pool import IS_GONE, TELLS, AgentState, Outcome
 from slimelite.samples.sample import FINISH_STATUS, UNSTAMPED, Generated, Sample, Status
 from slimelite.slime.plugins import load_function
 
@@ -282,7 +282,7 @@ class GroupGenerator:
     async def _ask_plugin(self, samples: list[Sample], path: str, engine: int) -> Outcome:
         """Replace each unfinished sample by the plugin's result; a sample that the plugin fails on is not changed."""
         function, ours = load_function(path), path in (EPISODE, PROGRAM)  # which need no engine's address
-        args = await self.context.plugin_args(None if ours else engine)
+        args = await self.context.plugin_args(None if ours else engine, evaluation=self.evaluation)
         pending = [s for s in samples if s.status not in FINISHED]
         answers = await self.context.each(self._attempt(function, args, s, engine) for s in pending)
         error = next((a for a in answers if isinstance(a, Exception)), None)
@@ -293,7 +293,8 @@ class GroupGenerator:
         self, function: Plugin, args: PluginArgs, sample: Sample, engine: int
     ) -> list[Sample] | Exception:
         session_id = self.session_id(sample)
-        state = self.context.states[session_id] = AgentState(engine)
+        state = self.context.states[session_id] = AgentState(engine, args.keeps_ids)
+        TELLS.set(args.keeps_ids)
         # the engines live on the rollout's event loop, and the plugin's may be another
         IS_GONE.set(lambda: self.context.thread.result(self.context.engines.is_gone(engine)))
         try:

@@ -215,7 +215,7 @@ class RolloutManager:
 
         def plugin_args(function: Plugin | None = None) -> PluginArgs:
             args = self._plugin_args(function)
-            args.eval_datasets = datasets
+            args.eval_datasets, args.keeps_ids = datasets, False
             return args
 
         with self._watched():

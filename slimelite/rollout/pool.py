@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.5
 # in a generate function: asks whether the engine that it was given is gone
 IS_GONE: ContextVar[Callable[[], Awaitable[bool]] | None] = ContextVar("IS_GONE", default=None)
+# in a generate function: whether its tokens are trained on with the ids that they were drawn from
+TELLS: ContextVar[bool] = ContextVar("TELLS", default=True)
 # an engine that dies more often than this ends the run: the cause is then not a single machine failure
 MOST_DEATHS = 5
 # the samples of one prompt, and the error of the last attempt if they could not be generated
@@ -38,10 +40,12 @@ Outcome = tuple[list[Sample], Exception | None]
 class AgentState:
     """Where an agent's requests go: the ``engine`` that its group's room is reserved on; and its clock.
 
+    ``tells``: its tokens come with the ids that they were drawn from, see `SamplingParams.telling`.
     ``since``: since when the agent is paused [s, monotonic]; None: it is not. ``before``: seconds of earlier pauses.
     """
 
     engine: int
+    tells: bool
     since: float | None = None
     before: float = 0.0
 

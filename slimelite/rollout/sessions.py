@@ -38,7 +38,8 @@ class PooledSessions(Sessions):
 
     ``states``: session id of a sample that an agent works on -> its `AgentState`.
     ``waiting``: group index -> a group that waits for the next rollout. ``keeps_ids``: tokens come with the ids that
-    they were drawn from, whatever parameters a program sends.
+    they were drawn from, whatever parameters a program sends; the state of a sample has its own word.
+    ``engines_tell``: whether engines can tell these.
     """
 
     def __init__(
@@ -49,11 +50,12 @@ class PooledSessions(Sessions):
         limit: int,
         seed: int,
         keeps_ids: bool = False,
+        engines_tell: bool = True,
     ) -> None:
         super().__init__(chat_format, self._sample, limit)
         self.states = states
         self.waiting: dict[int | None, WaitingGroup] = {}
-        self._pool, self._seed, self._keeps_ids = pool, seed, keeps_ids
+        self._pool, self._seed, self._keeps_ids, self._engines_tell = pool, seed, keeps_ids, engines_tell
         self._paused: str | None = None
 
     def open(
@@ -101,12 +103,24 @@ class PooledSessions(Sessions):
         return any(s.running for s in self._open.values() if self._paused is not None and s.id.startswith(self._paused))
 
     async def _sample(self, request: GenerateRequest, on_tokens: OnTokens | None) -> GenerateResult:
-        """Ask the engine of the session's sample, or another one when that is gone."""
+        """Ask the engine of the session's sample, or another one when that is gone.
+
+        Raises:
+            ValueError: tokens are left out of what is trained on, and the engine does not tell which.
+        """
         assert request.prefix_key is not None
-        if self._keeps_ids:
-            request = replace(request, params=request.params.telling())
         owners = _owners(str(request.prefix_key))
-        own = next((self.states[name].engine for name in owners if name in self.states), None)
+        state = next((self.states[name] for name in owners if name in self.states), None)
+        own = None if state is None else state.engine
+        if self._keeps_ids if state is None else state.tells:
+            truncated = request.params.truncation()
+            request = replace(request, params=request.params.telling())
+            if truncated and not self._engines_tell:
+                raise ValueError(
+                    f"{' and '.join(truncated)}: this engine does not tell which tokens it kept, so "
+                    "that training would not fit; leave them out of the request, or start the run with "
+                    "--allow-truncated-sampling"
+                )
         tries = 0
         while True:
             engine = await self._pool.usable(own)

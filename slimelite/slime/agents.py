@@ -56,7 +56,7 @@ class Adapter:
         """
         tools, thinking = _known(TOOL_FORMATS, tool_parser), _known(REASONING_FORMATS, reasoning_parser)
         chat_format = ChatFormat(tokenizer, tool_parser=tools, reasoning_parser=thinking)
-        engine = _Server(sglang_url.rstrip("/"))
+        engine = self._engine = _Server(sglang_url.rstrip("/"))
         self.sessions = Sessions(chat_format, engine.sample, LONGEST)
         self.app = _ByKey(self.sessions, engine, "slime-actor", max_turns_per_sid).application()
 
@@ -65,10 +65,16 @@ class Adapter:
     ) -> None:
         """Open a session; ``sampling_defaults`` have SGLang's names.
 
+        In a generate function its tokens come with the ids that they were drawn from if the run trains on these.
+
         Raises:
             ValueError: the name is taken, or a parameter is not supported.
         """
+        from slimelite.rollout.pool import TELLS
+
         session = self.sessions.open(sid, defaults=parse_sampling_params(dict(sampling_defaults or {})))
+        if TELLS.get():
+            self._engine.telling.add(sid)
         session.max_context_len = max_context_tokens or LONGEST
 
     async def finish_session(
@@ -100,6 +106,7 @@ class Adapter:
     shutdown_session = drop_session
 
     async def _closed(self, sid: str, wait_timeout: float) -> Session | None:
+        self._engine.telling.discard(sid)
         try:
             session = self.sessions.close(sid)
         except LookupError:
@@ -149,10 +156,14 @@ class _ByKey(Front):
 
 
 class _Server:
-    """Engines behind one address, as SGLang's router is."""
+    """Engines behind one address, as SGLang's router is.
+
+    ``telling``: names of the sessions whose tokens come with the ids that they were drawn from.
+    """
 
     def __init__(self, url: str) -> None:
         self._url, self._client = url, Client()
+        self.telling: set[str] = set()
 
     async def sample(self, request: GenerateRequest, _: OnTokens | None) -> GenerateResult:
         """See `Sampler`."""
@@ -165,7 +176,8 @@ class _Server:
 
     async def _one(self, request: GenerateRequest) -> GenerateResult:
         result = GenerateResult(request.request_id)
-        request = replace(request, params=request.params.telling())
+        if request.prefix_key in self.telling:
+            request = replace(request, params=request.params.telling())
         body = request_body(request, result, request.request_id, eos=(), seeds=True)
         extend(result, await self._client.post(f"{self._url}/generate", body))
         return result

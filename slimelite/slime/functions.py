@@ -34,7 +34,7 @@ class GenerateState:
         context = args.rollout_context
         self.args, self.tokenizer = context.args, context.tokenizer
         params = SamplingParams.of(context.args, "rollout")
-        self.sampling_params = slime_params(params.telling() if context.args.keeps_ids else params, seed=None)
+        self.sampling_params = slime_params(params.telling() if args.keeps_ids else params, seed=None)
 
 
 def get_model_url(args: PluginArgs, name: str = "actor", endpoint: str = "/generate") -> str:  # noqa: ARG001
@@ -79,7 +79,8 @@ async def generate(args: PluginArgs, sample: Sample, sampling_params: dict[str, 
         return sample
     params = {**sampling_params, "max_new_tokens": left}
     body = {"input_ids": sample.tokens, "sampling_params": params, "return_logprob": True}
-    if args.keeps_ids and parse_sampling_params(sampling_params).truncation():
+    if args.keeps_ids and (telling := parse_sampling_params(sampling_params).telling()).tells:
+        params["top_k"] = telling.top_k  # SGLang tells what a finite top-k kept
         body["return_sampling_mask"] = True
     answer = await post(get_model_url(args), body)
     pairs = answer["meta_info"].get("output_token_logprobs", [])

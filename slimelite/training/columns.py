@@ -270,6 +270,8 @@ class TokenColumns:
     def _check_kept(self, args: Args, vocab_size: int) -> None:
         """Check the token ids that log-probs are renormalised over: a sampled token is always among its own."""
         table, truncated = self.table, SamplingParams.of(args, "rollout").truncation()
+        if truncated.get("top_k", 0) >= vocab_size:  # no limit
+            del truncated["top_k"]
         counts = np.zeros(len(self.mask), np.int32) if table.kept_counts is None else table.kept_counts
         if truncated and args.job.loss == "policy" and not args.allow_truncated_sampling:
             flags = " and ".join(f"--rollout-{name.replace('_', '-')}" for name in truncated)

@@ -64,8 +64,11 @@ def micro_batch_loss(args: Args, batch: MicroBatch, log_probs: Tensor, entropy: 
             plugin = load_function(str(args.custom_loss_function_path), "--custom-loss-function-path")
             losses, metrics = plugin(args, batch, log_probs, entropy)
         case name:
-            assert args.loss.function is not None, f"the record of --loss-type {name} has no function"
-            losses, metrics = function(args.loss.function, LOSSES.option, name)(args, batch, log_probs, entropy)
+            assert args.loss.function is not None  # `problems` has checked it
+            made = function(args.loss.function, LOSSES.option, name)(args, batch, log_probs, entropy)
+            if isinstance(made, Loss):
+                return made
+            losses, metrics = made
     if losses.shape != log_probs.shape or not losses.requires_grad:
         whose = args.custom_loss_function_path or args.loss_type
         raise ValueError(
@@ -195,7 +198,7 @@ def corrected(args: CorrectionArgs, batch: MicroBatch, losses: Tensor) -> tuple[
             return correct_by_plugin(args, batch, losses)
         case name:
             own = CORRECTIONS[name].function
-            assert own is not None, f"the record of --correction {name} has no function"
+            assert own is not None  # `problems` has checked it
             result: tuple[Tensor, Metrics] = function(own, CORRECTIONS.option, name)(args, batch, losses, batch.old)
             return result
 

@@ -268,17 +268,12 @@ class Trainer(Learner[PolicyModel]):
         """Nats, the mean over a step's replies of their log-ratio to the reference after the prompt of the next row.
 
         The replies are those with a trained token; the last one comes after the first prompt (arXiv:2402.01306, 4.1).
-
-        Raises:
-            ValueError: there is one reply, which has no other prompt.
+        Where removals leave a single one, which has no other prompt, it is 0, with a warning.
         """
         rows = rows[columns.table.mask_sums[rows] > 0]
         if len(rows) == 1:
-            raise ValueError(
-                "--loss-type kto_loss measures a KL with the prompts of other rows, and a step has one reply to train "
-                "on: raise --global-batch-size, or give a number of rows that leaves no such step"
-            )
-        if not len(rows):
+            logger.warning("a step of --loss-type kto_loss has one reply, and no other prompt: its KL counts as 0")
+        if len(rows) < 2:
             return 0.0
         assert self.reference is not None
         table, others = columns.table.select(rows), columns.table.select(np.roll(rows, -1))

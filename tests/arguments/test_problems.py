@@ -27,6 +27,12 @@ RULES = [
         "--rollout-backend embedded",
     ),
     ("--lora-rank 4 --load-in-4bit --compile", "--load-in-4bit with --compile", "--debug-rollout-only"),
+    (
+        "--loss-type kto_loss --label-key y --ref-load r --n-samples-per-prompt 1 --rollout-batch-size 3 "
+        "--global-batch-size 2",
+        "--loss-type kto_loss --global-batch-size 2: of 3 replies a step has one",
+        "--rollout-batch-size 4",
+    ),
     ("--rollout-top-k 1", "--rollout-top-k 1: is greedy", "--debug-rollout-only"),
     ("--rollout-min-p 1.5", "--rollout-min-p 1.5: must be", "--rollout-min-p 0.5"),
     (

@@ -18,7 +18,7 @@ from scripts.lib.arithmetic import write_model_folder
 from slimelite.algorithms.advantages import RolloutTokens, token_advantages
 from slimelite.algorithms.estimators import ESTIMATORS
 from slimelite.algorithms.groups import group_advantages
-from slimelite.algorithms.losses import CORRECTIONS, DPO_KINDS, LEVELS, LOSSES, MODES
+from slimelite.algorithms.losses import AGGREGATIONS, CORRECTIONS, DPO_KINDS, KL_KINDS, LEVELS, LOSSES, MODES
 from slimelite.algorithms.policy import policy_loss
 from slimelite.arguments import Args, RewardArgs
 from slimelite.arguments.flags import ArgumentError, all_flags
@@ -34,7 +34,7 @@ from slimelite.models.families import LOSS_MASKS
 from slimelite.rewards.grader import Grader
 from slimelite.rewards.rules import RULES
 from slimelite.samples.sample import COLUMNS
-from slimelite.training.loss import corrected, micro_batch_loss
+from slimelite.training.loss import Loss, corrected, micro_batch_loss
 
 ROOT = Path(__file__).parents[2]
 TREES = {path: ast.parse(path.read_text()) for path in sorted((ROOT / "slimelite").rglob("*.py"))}
@@ -180,3 +180,26 @@ def test_what_a_users_function_raises_names_the_option_and_the_line(
     for reference in ("no.such.module:fn", "slimelite.base.registry:no_such_function"):
         with pytest.raises(ValueError, match=f"'{reference}' of a record is no function"):
             function(reference)
+
+
+def test_names_that_code_branches_on_take_no_others() -> None:
+    for registry in (LEVELS, MODES, KL_KINDS, AGGREGATIONS, DPO_KINDS):
+        with pytest.raises(ValueError, match=rf"{registry.option} takes no {registry.what} of your own"):
+            registry.add(replace(next(iter(registry.values())), name="own"))  # type: ignore[attr-defined]
+        assert "own" not in registry
+
+
+def test_a_registered_loss_may_return_a_whole_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch: Any = SimpleNamespace()
+    whole = Loss(torch.ones(()), {})
+    monkeypatch.setitem(LOSSES, "own", replace(LOSSES["custom_loss"], name="own", function=lambda *_: whole))
+    assert micro_batch_loss(Args(loss_type="own"), batch, torch.ones(2), torch.ones(2)) is whole
+
+
+@pytest.mark.parametrize("registry", [LOSSES, CORRECTIONS])
+def test_a_record_without_a_function_is_refused_before_the_start(
+    registry: Registry[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(registry, "own", replace(registry["policy_loss" if registry is LOSSES else "tis"], name="own"))
+    with pytest.raises(ArgumentError, match=rf"{registry.option} own: its record has no function"):
+        make_args(f"{RUN} {registry.option} own".split())

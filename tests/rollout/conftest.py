@@ -98,6 +98,7 @@ def make_args(model_folder: Path, prompt_file: str) -> MakeArgs:
             "n_samples_per_prompt": 4,
             "rollout_max_response_len": 12,
             "rollout_num_gpus": 1,
+            "rollout_backend": "embedded",
         }
         values = defaults | given
         values.setdefault("over_sampling_batch_size", values["rollout_batch_size"])

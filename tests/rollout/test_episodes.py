@@ -78,7 +78,7 @@ def play(tmp_path: Path) -> Iterator[Play]:
             "tokenizer": str(tmp_path),
         }
         engine = Speaker(spoken, says, **({} if holds is None else {"holds": holds, "partial": 1}))
-        managers.append(RolloutManager(Args(**values | given), [engine], spoken))
+        managers.append(RolloutManager(Args(**{"rollout_backend": "embedded"} | values | given), [engine], spoken))
         if holds is None:
             return managers[-1].generate(0)
         first = managers[-1].generate(0)

@@ -173,5 +173,7 @@ def test_tokens_without_their_ids_are_refused_unless_it_is_insisted(model: Path)
         ) % WORDS
         with pytest.raises(ValueError, match=r"samples \[2\] have tokens that are not among the ids"):
             trainer.train(0, table)
+    with one_rank(tiny_args(model, rollout_top_k=WORDS)) as trainer:  # limits nothing
+        assert trainer.train(0, none)["train/grad_norm"] > 0
     with one_rank(tiny_args(model, rollout_top_p=0.9, allow_truncated_sampling=True)) as trainer:
         assert trainer.train(0, none)["train/grad_norm"] > 0

@@ -21,7 +21,8 @@ ended: Counter[str] = Counter()
 async def talk(args: PluginArgs, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
     """Samples of a conversation of `TURNS` turns."""
     sessions = args.rollout_context.sessions()
-    defaults = SamplingParams(sampling_params["max_new_tokens"], sampling_params["temperature"])
+    limits = sampling_params["max_new_tokens"], sampling_params["temperature"], sampling_params["top_p"]
+    defaults = SamplingParams(*limits)
     session = sessions.open(sample.session_id, defaults=defaults)
     begun[session.id] += 1
     messages = [{"role": "user", "content": "2+3=?"}]
