@@ -181,7 +181,7 @@ def _lightning_attention_forward(mixer: Any, hidden_states: Tensor, *_: object, 
     """[rows, L, d] from [rows, L, d]."""
     mixed = mixer.act_fn(mixer.qkv_proj(hidden_states)).unflatten(-1, (mixer.num_attention_heads, -1))
     query, key, value = mixed.chunk(3, -1)
-    g = -mixer.slope_rate[:, 0, 0].to(mixed.dtype).expand(*mixed.shape[:3])
+    g = -_exact(mixer.slope_rate[:, 0, 0]).expand(*mixed.shape[:3])
     y = mixer.norm(over_tree(decayed_attention, query, key, value, g).flatten(2))
     return mixer.out_proj(mixer.output_gate(hidden_states).sigmoid() * y), None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import sys
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tests.data.tokenizers import byte_tokenizer
 
@@ -64,16 +66,39 @@ def test_two_ranks_of_torchrun_go_on_to_the_same_bits(folder: Path) -> None:
     assert all(torch.equal(weights[name], resumed[name]) for name in weights)
 
 
+ROWS = shlex.split("""
+    --device cpu --hf-checkpoint model --prompt-data rows.jsonl --input-key messages --global-batch-size 4
+    --rollout-batch-size 8 --lr 1e-2 --num-rollout 2 --use-dynamic-batch-size --max-tokens-per-gpu 512
+""")
+LOSSES = {"pretrain_loss": WORDS, "sft_loss": ROWS, "dpo_loss": ROWS, "reward_model_loss": ROWS}
+
+
+def write_rows(*, paired: bool) -> None:
+    """A model, and conversations or questions with a better and a worse answer, in this folder."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16, "vocab_size": 272}
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(Qwen3Config(**sizes, num_attention_heads=2, num_key_value_heads=2)).save_pretrained("model")
+    byte_tokenizer().save_pretrained("model")
+    rows = []
+    for i in range(16):
+        asked = {"role": "user", "content": f"{i}+1="}
+        right, wrong = ({"role": "assistant", "content": str(i + k)} for k in (1, 3))
+        pair = {"messages": [asked], "chosen": [right], "rejected": [wrong]}
+        rows.append(pair if paired else {"messages": [asked, right]})
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", ["pretrain_loss"])
+@pytest.mark.parametrize("loss", LOSSES)
 def test_torchrun_gives_rays_bits(folder: Path, loss: str) -> None:
-    words = [*WORDS, "--loss-type", loss, "--deterministic-mode"]
+    write_rows(paired=loss != "sft_loss")
+    words = [*LOSSES[loss], "--loss-type", loss, "--deterministic-mode"]
     torchrun(folder, *words, "--save-hf", "torchrun", "--run-dir", "torchrun-run")
     ranks = shlex.split("--launcher ray --actor-num-gpus-per-node 2 --save-hf ray --run-dir ray-run")
     done = run_process(sys.executable, str(ROOT / "train.py"), *words, *ranks, env={**os.environ, **ENV}, cwd=folder)
     assert done.returncode == 0, done.stderr
     one, other = load_file("torchrun/model.safetensors"), load_file("ray/model.safetensors")
     assert all(torch.equal(one[name], other[name]) for name in one)
-    assert [row["train/loss"] for row in steps(folder / "torchrun-run")] == [
-        row["train/loss"] for row in steps(folder / "ray-run")
-    ]
+    norms = [[row["train/grad_norm"] for row in steps(folder / name)] for name in ("torchrun-run", "ray-run")]
+    assert norms[0] == norms[1]
+    assert min(norms[0]) > 0

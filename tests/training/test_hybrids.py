@@ -101,6 +101,20 @@ def test_a_packed_tree_is_what_transformers_computes(family: str) -> None:
     assert_close(mine, theirs, 1e-4)
 
 
+def test_the_decay_of_lightning_attention_is_not_rounded() -> None:
+    """In bf16: a decay that bf16 does not have gives something else than the nearest that it has."""
+    columns, results = three_levels(), []
+    for rounded in (False, True):
+        model = hybrid("minimax").bfloat16()
+        for layer in model.modules():
+            if isinstance(slope := getattr(layer, "slope_rate", None), Tensor):
+                exact = slope.float() * 1.003
+                layer.slope_rate = exact.bfloat16().float() if rounded else exact
+        with torch.no_grad():
+            results.append(log_probs(PolicyModel(model), columns, [0]))
+    assert not torch.equal(*results)
+
+
 def step(trainer: Trainer, table: SampleTable) -> Gradient:
     """The gradient of every parameter that is trained, of one step over the whole table."""
     trainer.forward_backward(table)
