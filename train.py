@@ -76,8 +76,8 @@ def main(argv: list[str] | None = None) -> int:
 
         try:
             folders = {"--run-dir": args.run_dir, "--save": args.save}
-            words = sys.argv[1:] if argv is None else argv
-            memory = [sys.executable, "-m", "slimelite.plan.run", *words]  # what a run that is killed needed
+            # what a run that is killed needed; words of the command line may be secret, and `ps` shows them
+            memory = [sys.executable, "-m", "slimelite.plan.run", "--config", f"{args.run_dir}/config.yaml"]
             with (
                 hold(folders),
                 Watchdog(args.run_dir, memory),

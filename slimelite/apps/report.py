@@ -50,6 +50,7 @@ def main(argv: Sequence[str]) -> int:
         prog="slimelite report",
         description="Write one page, in HTML and in Markdown, of what train.py --stages made: stages, cost, bits per "
         "byte, evaluations and answers after every stage, curves, versions.",
+        epilog="example: slimelite report runs/journey",
     )
     add = parser.add_argument
     add("journey", metavar="JOURNEY", type=Path, help="the --run-dir of train.py --stages")

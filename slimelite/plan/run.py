@@ -1,7 +1,7 @@
 """A run on its devices: what each phase holds, does and takes, from its arguments; and what an out-of-memory error ends
 with: what was needed, what was there, and the flags that would have fitted.
 
-    python -m slimelite.plan.run ARGUMENTS OF train.py
+    python -m slimelite.plan.run ARGUMENTS OF train.py, such as --config RUN/config.yaml
 
 prints the latter for a run that was killed.
 """

@@ -195,7 +195,7 @@ def quantize_frozen(hf: PreTrainedModel) -> None:
 def check_quantizable(hf: PreTrainedModel) -> None:
     """Raise ValueError if ``--load-in-4bit`` would leave most of ``hf`` as it is, or cannot compute."""
     if find_spec("bitsandbytes") is None:
-        raise ValueError("--load-in-4bit needs the package bitsandbytes: pip install 'slimelite[qlora]'")
+        raise ValueError("--load-in-4bit needs the package bitsandbytes: pip install -e '.[qlora]'")
     kind, layers = hf.config.model_type, sum(module.weight.numel() for _, module in _quantizable(hf))
     if has_experts(hf):
         raise ValueError(

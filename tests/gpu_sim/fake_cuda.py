@@ -85,6 +85,7 @@ def install() -> None:
         "current_device": 0,
         "current_stream": stream,
         "get_device_capability": (9, 0),
+        "get_device_name": "NVIDIA H100 80GB HBM3",
         "is_current_stream_capturing": False,
         "mem_get_info": (80 * 10**9, 80 * 10**9),
         "_lazy_init": None,

@@ -147,7 +147,7 @@ def trainable() -> list[str]:
     """The families that docs/algorithms.md calls trainable, but for emu3, whose small copy transformers cannot load."""
     table = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
     rows = [[cell.strip() for cell in line[1:-1].split("|")] for line in table.splitlines() if line.startswith("| ")]
-    trained = {family for names, how, _ in rows[1:] if how not in (REFUSED, UNSEEN) for family in names.split(", ")}
+    trained = {family for names, how, *_ in rows[1:] if how not in (REFUSED, UNSEEN) for family in names.split(", ")}
     return sorted(trained - {"emu3"})
 
 

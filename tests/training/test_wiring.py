@@ -244,6 +244,10 @@ CASES: list[tuple[Flags, Flags, Callable[[Known], Tensor]]] = [
 ]
 # flags of the loss that other tests have
 ELSEWHERE = {
+    "allow_truncated_sampling": "test_sampling_replay.py",
+    "kto_desirable_weight": "test_preference_losses.py",
+    "kto_undesirable_weight": "test_preference_losses.py",
+    "orpo_lambda": "test_preference_losses.py",
     "dpo_beta": "test_oracle.py",
     "dpo_loss": "test_oracle.py",
     "dpo_label_smoothing": "test_oracle.py",
