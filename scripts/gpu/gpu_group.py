@@ -321,7 +321,7 @@ def offload_speed(lab: Lab) -> Numbers:
                 move()
                 took.append(time.perf_counter() - start)
         trainer.memory.offload()
-        size = trainer.memory.nbytes / 1e9
+        size = sum(taken for _, _, taken in trainer.memory.away.values()) / 1e9
         reserved = torch.cuda.memory_reserved() / 1e9 if lab.cuda else 0.0
     return {
         "GB": Number(size),

@@ -85,10 +85,15 @@ def keep_the_hosts_numbers() -> None:
         elif callable(method) and not name.startswith("__"):
             setattr(TokenColumns, name, fake_cuda.outside(method))
     MetricSums._local_sums = lambda sums: dict.fromkeys(sums._pairs, (1.0, 1.0))
-    MetricSums._gather = lambda sums, local: [local]
+    dist.all_gather_object = alone
     critic.explained_variance = lambda *_: (1.0, 1.0)
     loading._may_pack = lambda *_: Packing.SHARED  # seen on a small copy of the model, with numbers
     trainer.join_world = fake_cuda.outside(parallel.join_world)
+
+
+def alone(everyone: list[Any], own: Any) -> None:
+    """What a rank gathers of objects when no other answers."""
+    everyone[:] = [own]
 
 
 def plain_attention(*qkv: Any) -> torch.Tensor:
