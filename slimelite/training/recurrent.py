@@ -11,15 +11,18 @@ transformers' own is seen before a run starts, whatever the module's name (`slim
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
 
 from slimelite.training.batch import sequences_of_pass
 from slimelite.training.scans import decayed_attention, gated_delta_rule, selective_scan, state_space_duality
@@ -50,9 +53,14 @@ def over_tree(scan: Scan, *inputs: Tensor) -> Tensor:
 
 def causal_convolution(conv: nn.Conv1d, x: Tensor) -> Tensor:
     """[rows, channels, L] from [rows, channels, L]: each token with the kernel's other tokens before it on its path."""
-    positions, ends = sequences_of_pass().with_tokens_before(conv.kernel_size[0] - 1)
+    return _convolution(x, conv.weight, conv.bias)
+
+
+def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`causal_convolution` with a ``weight`` of [channels, 1, kernel]."""
+    positions, ends = sequences_of_pass().with_tokens_before(weight.shape[-1] - 1)
     tokens = _and_zero(x.transpose(1, 2).flatten(0, 1)).index_select(0, positions)
-    out = F.conv1d(tokens.T[None], conv.weight, conv.bias, groups=conv.groups)[0].T
+    out = F.conv1d(tokens.T[None], weight, bias, groups=len(weight))[0].T
     return out.index_select(0, ends).unflatten(0, (len(x), -1)).transpose(1, 2)
 
 
@@ -70,6 +78,25 @@ def _gated_delta(mixer: Any) -> None:
         # a class of its own has tokens before channels, an activation, and a state that nobody reads here
         own = type(conv) is not nn.Conv1d
         conv.forward = partial(_activated if own else causal_convolution, conv)
+
+
+def _gated_delta_of_file(mixer: Any) -> None:
+    """The same of transformers 5.23, where the module calls functions of its file: its forward pass gets others."""
+    forward = inspect.unwrap(type(mixer).forward)
+    functions = {
+        CHUNKED_RULE: partial(_gated_delta_kernel, forward.__globals__[CHUNKED_RULE]),
+        "causal_conv1d_fn": _activated_convolution,
+    }
+    own = FunctionType(forward.__code__, forward.__globals__ | functions, closure=forward.__closure__)
+    own.__defaults__, own.__kwdefaults__ = forward.__defaults__, forward.__kwdefaults__
+    mixer.forward = partial(own, mixer)
+
+
+def _activated_convolution(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: object
+) -> Tensor:
+    out = _convolution(x, weight[:, None], bias)
+    return out if activation is None else ACT2FN[activation](out)
 
 
 def _gated_delta_kernel(
@@ -121,8 +148,8 @@ def _mamba_2_forward(mixer: Any, kernel: Kernel | None, hidden_states: Tensor, *
 
 
 def _step_limits(mixer: Any, kernel: Kernel | None) -> tuple[float, float]:
-    """Between which values a step is. Without kernels Nemotron-H and Zamba2 of transformers read another field."""
-    if kernel is None and hasattr(mixer, "use_mem_eff_path"):
+    """Between which values a step is. Without kernels Nemotron-H and Zamba2 of transformers 5.12 read another field."""
+    if kernel is None and hasattr(mixer, "use_mem_eff_path") and hasattr(mixer, "time_step_min"):
         return mixer.time_step_min, torch.inf
     return mixer.time_step_limit or (0.0, torch.inf)
 
@@ -150,9 +177,9 @@ def _mamba_1_forward(
     x = mixer.act(causal_convolution(mixer.conv1d, x.mT)).mT
     sizes = [mixer.time_step_rank, mixer.ssm_state_size, mixer.ssm_state_size]
     steps, b, c = mixer.x_proj(x).split(sizes, -1)
-    if hasattr(mixer, "dt_layernorm"):  # Jamba
+    if hasattr(mixer, "dt_layernorm"):  # Jamba, Falcon Mamba
         steps, b, c = mixer.dt_layernorm(steps), mixer.b_layernorm(b), mixer.c_layernorm(c)
-    if hasattr(mixer, "rms_eps"):  # Falcon Mamba
+    elif hasattr(mixer, "rms_eps"):  # Falcon Mamba of transformers 5.12
         steps, b, c = (F.rms_norm(_exact(z), z.shape[-1:], eps=mixer.rms_eps).to(z.dtype) for z in (steps, b, c))
     steps, a = F.softplus(mixer.dt_proj(steps)), -_exact(mixer.A_log).exp()
     y = over_tree(lambda x, dt, b, c, state: selective_scan(x, dt, a, b, c, state), x, steps, b, c)
@@ -210,19 +237,30 @@ class Kind:
         name: for people.
         attributes: those that tell such a module from others.
         take_over: exchanges what of it goes from token to token.
+        function: one of its file that its forward pass must call besides; "": none.
     """
 
     name: str
     attributes: tuple[str, ...]
     take_over: Callable[[Any], None]
+    function: str = ""
+
+    def is_of(self, module: nn.Module) -> bool:
+        """Whether ``module`` is such a one."""
+        if not all(hasattr(module, name) for name in self.attributes):
+            return False
+        return not self.function or self.function in inspect.unwrap(type(module).forward).__code__.co_names
 
 
+CHUNKED_RULE = "torch_chunk_gated_delta_rule"
 MAMBA_1 = ("in_proj", "conv1d", "x_proj", "dt_proj", "A_log", "D")
 KINDS = (
     Kind("gated delta rule", ("chunk_gated_delta_rule",), _gated_delta),
+    Kind("gated delta rule", ("conv1d", "dt_bias", "A_log"), _gated_delta_of_file, CHUNKED_RULE),
     Kind("Mamba-1", MAMBA_1, _mamba_1),
     Kind("Mamba-2", ("in_proj", "conv1d", "dt_bias", "A_log", "D"), _mamba_2),
     Kind("short convolution", ("in_proj", "conv", "L_cache"), _short_convolution),
+    Kind("short convolution", ("in_proj", "conv", "conv_kernel_size"), _short_convolution),  # transformers 5.23
     Kind("lightning attention", ("qkv_proj", "slope_rate", "output_gate"), _lightning_attention),
 )
 
@@ -231,7 +269,7 @@ def take_over(model: nn.Module) -> list[nn.Module]:
     """Let the layers of ``model`` that carry a state follow the layout of the forward pass; the modules."""
     modules = []
     for module in list(model.modules()):
-        kind = next((kind for kind in KINDS if all(hasattr(module, name) for name in kind.attributes)), None)
+        kind = next((kind for kind in KINDS if kind.is_of(module)), None)
         if kind is not None:
             kind.take_over(module)
             modules.append(module)

@@ -69,6 +69,7 @@ class TestStates(GenericContract):
     shape: ClassVar[dict[str, Any]] = SHAPES["lfm2"]
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("family", [*SHAPES])
 def test_rows_of_all_lengths_come_and_go_and_have_the_models_log_probs(tmp_path: Path, family: str) -> None:
     model = build_model(tmp_path, family, **SHAPES[family])

@@ -80,6 +80,7 @@ def test_a_packed_tree_is_its_rows_alone(family: str) -> None:
     assert_close(mine, theirs, 1e-10)
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("family", [*HYBRIDS, *ODD])
 def test_a_packed_tree_is_what_transformers_computes(family: str) -> None:
     """In fp32, by transformers' unmodified layers on each row alone."""
@@ -143,7 +144,7 @@ def test_a_step_of_a_trainer_is_that_of_rows_alone(case: str, tmp_path: Path) ->
         with one_rank(args) as trainer:
             assert trainer.model.shares
             mine = step(trainer, columns.table)
-    assert any("dt_proj" in name for name in mine)
+    assert any(".mamba." in name for name in mine)
     assert_close(mine, theirs, 1e-5)
 
 

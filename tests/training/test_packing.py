@@ -165,7 +165,7 @@ def test_pairs_that_padding_mixes_are_refused() -> None:
 
 def test_what_is_not_right_even_alone_is_refused(tmp_path: Path) -> None:
     folder = build("recurrent_gemma", REFUSED, tmp_path)
-    said = "recurrent_gemma cannot be trained: its RecurrentGemmaSdpaAttention computes something else here: its log-p"
+    said = "recurrent_gemma cannot be trained: its .*: its log-p"  # of its attention; transformers 5.23: of its logits
     with pytest.raises(ValueError, match=said), one_rank(tiny_args(folder)):
         pass
     with pytest.raises(ValueError, match=said):  # the pre-flight check, before anything starts

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig
 
 from slimelite.engines.embedded.caches import token_bytes
@@ -39,7 +42,8 @@ class GenericDecoder(Weights):
         self.context: int | None = getattr(text, "max_position_embeddings", None)
         own = {**dict(model.named_parameters()), **saved_buffers(model)}
         self._storage = list(own.values())
-        self._targets = as_filed(model, own)
+        with _Views():
+            self._targets = as_filed(model, own)
         storages = {tensor.untyped_storage().data_ptr() for tensor in own.values()}
         if apart := [name for name, part in self._targets.items() if part.untyped_storage().data_ptr() not in storages]:
             raise NotComputed(config.model_type, f"its {apart[0]} is not a part of a weight in memory")
@@ -57,6 +61,15 @@ class GenericDecoder(Weights):
         each, row = (0, 0) if cache is None else token_bytes(cache, TRIAL)
         # where a token takes nothing, memory is counted in states
         return (free // each, math.ceil(row / each)) if each else (free // max(row, 1), 1)
+
+
+class _Views(TorchFunctionMode):
+    """Parts of a tensor stay parts of it: transformers 5.23 copies each half of a layer's experts."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return args[0] if func is torch.Tensor.contiguous else func(*args, **(kwargs or {}))
 
 
 def _pack(model: nn.Module) -> None:
