@@ -116,7 +116,7 @@ class _Stop(BaseException):
 
 @dataclass
 class _Rendering:
-    """One that runs in a thread: the ``clock`` of the thread's CPU time, and when by it it is stopped."""
+    """A rendering in a thread. ``clock`` counts the thread's CPU time; at ``until`` the rendering is stopped."""
 
     clock: int
     until: float

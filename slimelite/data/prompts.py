@@ -415,7 +415,7 @@ class DataSource:
 
 
 class Curriculum:
-    """``--curriculum-threshold``: prompts of a task become harder when enough of its answers are right.
+    """``--curriculum-threshold``: a task goes on to its next level when this share of its answers is right.
 
     Rows have ``level``, and perhaps ``task``, in their metadata; each task is at one level, at first its lowest.
 

@@ -27,7 +27,7 @@ class Nim:
     """
 
     def reset(self, row: Row) -> Start:
-        """Lay the pile."""
+        """Begin a game: the row, or chance, says how many stones the pile has."""
         self._chance = random.Random(row.seed)
         self._pile = int(row.metadata.get("pile") or self._chance.choice(PILES))
         self._opponent = row.metadata.get("opponent", "self")

@@ -61,7 +61,7 @@ class Ended:
 
 
 class Programs:
-    """Runs ``command`` for one sample after the other, on one event loop.
+    """Runs ``command`` once for each sample, on one event loop.
 
     Args:
         command: with its arguments; no shell reads it.

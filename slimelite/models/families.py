@@ -80,7 +80,7 @@ def family_of(model_type: str) -> Family | None:
 
 @dataclass(frozen=True)
 class LossMask:
-    """A way to find the tokens of the assistant in a conversation.
+    """Finds the tokens of the assistant in a conversation.
 
     Args:
         name: what ``--loss-mask-type`` takes.

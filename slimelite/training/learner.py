@@ -198,8 +198,8 @@ def _means(sums: Sums) -> dict[str, float]:
 
 
 class Scores:
-    """A model's outputs for a table's response tokens (log-prob and entropy, or value), collected from micro-batches
-    and then from ranks.
+    """Collects what a model computes for each response token of a table (log-prob and entropy, or value): first from
+    micro-batches, then from ranks.
 
     They stay on their device until `gather`, so that adding never waits for a GPU. ``parts``: what was added.
     """

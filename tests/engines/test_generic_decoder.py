@@ -11,8 +11,7 @@ import torch
 from slimelite.engines.embedded import EmbeddedEngine
 from slimelite.engines.embedded.passes import Passes
 from slimelite.engines.protocol import GenerateRequest, SamplingParams
-from tests.engines.contract import EngineContract
-from tests.engines.test_embedded_engine import check, group, run, serve
+from tests.engines.test_embedded_engine import EmbeddedContract, check, group, run, serve
 from tests.engines.tiny_models import build_model, greedy
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -47,22 +46,14 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-class GenericContract(EngineContract):
-    releases_memory = True
-
-    @classmethod
-    def make_engine(cls, folder: Path, decode: Any, encode: Any, **limits: int) -> EmbeddedEngine:
-        return EmbeddedEngine(str(folder), decode=decode, encode=encode, **limits)
-
-
-class TestSlidingWindows(GenericContract):
+class TestSlidingWindows(EmbeddedContract):
     """Windows, and capped logits."""
 
     family = "gemma3_text"
     shape: ClassVar[dict[str, Any]] = SHAPES["gemma3_text"]
 
 
-class TestStates(GenericContract):
+class TestStates(EmbeddedContract):
     """A convolution beside attention, whose states take one token at a time."""
 
     family = "lfm2"

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hybrids import SIZES
 from tiny import VOCAB, one_rank, random_table, save_tiny_model, tiny_args
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -25,16 +26,6 @@ from slimelite.training.packing import NoSmallModel, Packing, may_pack
 
 pytestmark = pytest.mark.newest
 
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 2,
-    "pad_token_id": 0,
-    "initializer_range": 0.2,
-}
 LEAKING: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {
         "head_dim": 8,

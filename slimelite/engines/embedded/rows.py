@@ -75,7 +75,7 @@ class Running:
         return self.request.params.max_new_tokens - len(self.log_probs)
 
     def deliver(self, reason: FinishReason) -> None:
-        """End the request: its caller gets the tokens, log-probs and weight versions, and the ``reason`` of the end."""
+        """End the request. The caller gets the tokens, log-probs, weight versions and the ``reason`` why it ended."""
         starts = np.array([start for start, _ in self.versions], np.int64)
         counts = np.diff(starts, append=len(self.log_probs))
         versions = np.repeat([version for _, version in self.versions], counts)
