@@ -36,8 +36,9 @@ class Family:
         qkv_bias: of the projections to queries, keys and values; ``out_bias``: of the attention's output projection;
             ``mlp_bias``: of the MLP's three projections.
         qk_norm: whether the queries and keys of each head are normalized.
-        embedded: whether the embedded engine's fast decoder can run it: dense, with norms before attention and MLP,
-            rotary positions and a gated MLP, with Llama's weight names. Others have the generic one.
+        embedded: whether the embedded engine's fast decoder can run it: norms before attention and MLP, rotary
+            positions and a gated MLP, with Llama's weight names; experts, if any, with Qwen3-MoE's names of fields and
+            weights. Others have the generic one.
     """
 
     name: str
@@ -57,6 +58,7 @@ FAMILIES = Registry(
         Family("llama", "LlamaForCausalLM", qkv_bias=_BIAS, out_bias=_BIAS, mlp_bias="mlp_bias", embedded=True),
         Family("qwen2", "Qwen2ForCausalLM", qkv_bias=True, embedded=True),
         Family("qwen3", "Qwen3ForCausalLM", qkv_bias=_BIAS, out_bias=_BIAS, qk_norm=True, embedded=True),
+        Family("qwen3_moe", "Qwen3MoeForCausalLM", qkv_bias=_BIAS, out_bias=_BIAS, qk_norm=True, embedded=True),
     ),
 )
 
@@ -73,7 +75,7 @@ def is_true(fact: bool | str, config: Mapping[str, object]) -> bool:
 
 
 def family_of(model_type: str) -> Family | None:
-    """The family of that name, or else the one whose name is its prefix: ``qwen3_moe`` has Qwen3's attention."""
+    """The family of that name, or else the one whose name is its prefix: ``qwen2_moe`` has Qwen2's attention."""
     kin = [family for name, family in FAMILIES.items() if model_type == name or model_type.startswith(f"{name}_")]
     return max(kin, key=lambda family: len(family.name), default=None)
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -22,6 +22,8 @@ from slimelite.models.families import FAMILIES
 from tests.engines.contract import EngineContract, as_buckets
 from tests.engines.tiny_models import EOS, VOCAB, build_model, greedy, log_probs
 
+EXPERTS = {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
 
 class EmbeddedContract(EngineContract):
     releases_memory = True
@@ -35,13 +37,16 @@ class TestQwen2(EmbeddedContract):
     family = "qwen2"
 
 
-@pytest.mark.newest
-class TestQwen3(EmbeddedContract):
-    family = "qwen3"
-
-
 class TestLlama(EmbeddedContract):
     family = "llama"
+
+
+@pytest.mark.newest
+class TestQwen3MoE(EmbeddedContract):
+    """A layer of experts, and one of Qwen3."""
+
+    family = "qwen3_moe"
+    shape: ClassVar[dict[str, Any]] = {**EXPERTS, "mlp_only_layers": [1]}
 
 
 class TestSmallCache(EmbeddedContract):
@@ -98,6 +103,8 @@ def check(model: PreTrainedModel, requests: list[GenerateRequest], results: list
         ("llama", {"head_dim": 24, "num_key_value_heads": 1}),
         ("qwen3", {"tie_word_embeddings": False, "attention_bias": True, "head_dim": 16}),
         ("qwen2", {"tie_word_embeddings": False, "num_key_value_heads": 4}),
+        ("qwen3_moe", {**EXPERTS, "norm_topk_prob": True, "num_hidden_layers": 3, "mlp_only_layers": [1]}),
+        ("qwen3_moe", {**EXPERTS, "decoder_sparse_step": 2, "num_experts_per_tok": 4}),
         ("qwen2", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
         ("qwen2", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}),
         (

@@ -7,23 +7,29 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from slimelite.engines.embedded.model import PACK_ELEMENTS, DecoderShape, DecoderWeights, Linear
+from slimelite.engines.embedded.model import PACK_ELEMENTS, DecoderShape, DecoderWeights, Linear, Mixture, MixtureShape
+from slimelite.models.files import as_filed
 from tests.engines.tiny_models import build_model
 
 CPU = torch.device("cpu")
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
+EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [1]}
+
+
 def load(folder: Path, family: str) -> tuple[DecoderWeights, dict[str, torch.Tensor]]:
-    model = build_model(folder, family)
+    model = build_model(folder, family, **(EXPERTS if family == "qwen3_moe" else {}))
     weights = DecoderWeights(DecoderShape.from_config(AutoConfig.from_pretrained(folder)), CPU, torch.float32)
     weights.incoming.begin(1)
-    return weights, model.state_dict()
+    filed = as_filed(model, model.state_dict())
+    return weights, dict(sorted(filed.items(), key=lambda item: item[0] == HEAD))  # a tied head comes last
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "qwen3_moe"])
 def test_every_name_of_the_checkpoint_has_a_place_of_its_own(tmp_path: Path, family: str) -> None:
     weights, state = load(tmp_path, family)
     assert set(weights.incoming.missing()) == set(state) - ({HEAD} if weights.shape.tied else set())
@@ -36,7 +42,7 @@ def test_every_name_of_the_checkpoint_has_a_place_of_its_own(tmp_path: Path, fam
     qkv = [state[f"{prefix}.self_attn.{x}_proj.weight"] for x in "qkv"]
     assert torch.equal(layer.qkv.weight, torch.cat(qkv))
     assert torch.equal(
-        layer.gate_up.weight, torch.cat([state[f"{prefix}.mlp.{x}_proj.weight"] for x in ("gate", "up")])
+        layer.mlp.gate_up.weight, torch.cat([state[f"{prefix}.mlp.{x}_proj.weight"] for x in ("gate", "up")])
     )
     weights.incoming.begin(2)
     assert len(weights.incoming.missing()) == len(state) - weights.shape.tied
@@ -60,6 +66,30 @@ def test_a_bad_bucket_changes_nothing(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=said):
             weights.update([(EMBED, state[EMBED] + 1), bad])
         assert torch.equal(weights.embed, state[EMBED])
+
+
+@pytest.mark.parametrize("width", [24, PACK_ELEMENTS // 64])  # grouped products, and packed copies of each expert
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mixture_computes_what_transformers_computes(width: int, dtype: torch.dtype) -> None:
+    shape = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": width, "hidden_size": 32}
+    config = AutoConfig.for_model("qwen3_moe", **shape, norm_topk_prob=True)
+    config._experts_implementation = "eager"
+    torch.manual_seed(0)
+    block = Qwen3MoeSparseMoeBlock(config)
+    for weight in block.parameters():
+        torch.nn.init.normal_(weight, std=0.2)
+    block.to(dtype)
+    mixture = MixtureShape.from_config(config)
+    assert mixture is not None
+    experts = block.experts.gate_up_proj.detach(), block.experts.down_proj.detach()
+    ours = Mixture(mixture, Linear(block.gate.weight.detach()), *experts)
+    x, before = torch.randn(2, 33, 32, dtype=dtype)
+    for rows in (33, 1):  # of one row some experts see nothing
+        expected = before[:rows] + block(x[None, :rows])[0]
+        with torch.inference_mode():
+            found = ours.added_to(before[:rows].clone(), x[:rows])
+        error = (found - expected).abs().max() / expected.abs().max()
+        assert error < (1e-5 if dtype == torch.float32 else 2e-2)
 
 
 def test_a_packed_copy_follows_its_weight() -> None:

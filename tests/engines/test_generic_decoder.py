@@ -17,7 +17,7 @@ from tests.engines.tiny_models import build_model, greedy
 SHAPES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"head_dim": 8, "sliding_window": 8, "num_hidden_layers": 7, "final_logit_softcapping": 20.0},
     "gemma2": {"head_dim": 8, "sliding_window": 8, "attn_logit_softcapping": 2.0},
-    "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24},
     "qwen3_5_text": {
         "head_dim": 8,
         "num_hidden_layers": 4,
@@ -77,7 +77,7 @@ def test_rows_of_all_lengths_come_and_go_and_have_the_models_log_probs(tmp_path:
         assert result.output_ids == greedy(model, request.input_ids, 12)
 
 
-@pytest.mark.parametrize(("family", "goes_on"), [("qwen3_moe", True), ("gemma3_text", True), ("mamba", False)])
+@pytest.mark.parametrize(("family", "goes_on"), [("olmoe", True), ("gemma3_text", True), ("mamba", False)])
 def test_a_prompt_is_computed_once_and_a_conversation_goes_on_where_the_cache_allows_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, goes_on: bool
 ) -> None:

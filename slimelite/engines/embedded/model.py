@@ -1,4 +1,4 @@
-"""The dense decoders of `FAMILIES`: weights fused for decoding, and a forward pass without autograd."""
+"""The fast decoders of `FAMILIES`: weights fused for decoding, and a forward pass without autograd."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from slimelite.engines.embedded.weights import Weights, load_model
 from slimelite.models.families import FAMILIES, is_true
+from slimelite.models.files import as_filed
 
 # refused: the cos/sin tables of these rope types depend on the sequence length, and `Decoder` keeps one table for all
 DYNAMIC_ROPE = ("dynamic", "longrope")
@@ -37,6 +38,29 @@ def not_fast(config: PretrainedConfig) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class MixtureShape:
+    """``count`` experts of width ``size``, of which each token goes through ``each``, in ``layers``.
+
+    ``norm``: whether the weights of a token's experts are divided by their sum.
+    """
+
+    count: int
+    each: int
+    size: int
+    norm: bool
+    layers: frozenset[int]
+
+    @classmethod
+    def from_config(cls, config: PretrainedConfig) -> MixtureShape | None:
+        """What config.json says with Qwen3-MoE's names; None for a model without experts."""
+        if not (count := getattr(config, "num_experts", None)):
+            return None
+        step, dense = config.decoder_sparse_step, config.mlp_only_layers
+        layers = frozenset(i for i in range(config.num_hidden_layers) if i not in dense and not (i + 1) % step)
+        return cls(count, config.num_experts_per_tok, config.moe_intermediate_size, config.norm_topk_prob, layers)
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderShape:
     """Dimensions of a decoder; ``*_bias`` and ``qk_norm`` say which optional weights it has."""
 
@@ -53,6 +77,7 @@ class DecoderShape:
     out_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    mixture: MixtureShape | None = None
 
     @classmethod
     def from_config(cls, config: PretrainedConfig) -> DecoderShape:
@@ -72,6 +97,7 @@ class DecoderShape:
             out_bias=is_true(family.out_bias, fields),
             mlp_bias=is_true(family.mlp_bias, fields),
             qk_norm=family.qk_norm,
+            mixture=MixtureShape.from_config(config),
         )
 
 
@@ -126,8 +152,64 @@ class Linear:
 
 
 @dataclass(slots=True)
+class GatedMLP:
+    """An MLP, or an expert. ``gate_up`` stacks the rows of gate and up."""
+
+    gate_up: Linear
+    down: Linear
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, hidden] -> [T, width], which ``down`` takes."""
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    def added_to(self, before: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """``before`` [T, hidden], which may be overwritten, plus the result for ``x`` [T, hidden]."""
+        return self.down.added_to(before, self.inner(x))
+
+
+class Mixture:
+    """A mixture of experts. ``gate_up`` [experts, 2 * width, hidden] and ``down`` [experts, hidden, width] hold all.
+
+    Tokens are sorted by expert. Where experts are large enough for packed copies, each multiplies its own tokens;
+    elsewhere one grouped product is as fast.
+    """
+
+    def __init__(self, shape: MixtureShape, router: Linear, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+        self._shape, self._router, self._gate_up, self._down = shape, router, gate_up, down
+        self._experts = [GatedMLP(Linear(one), Linear(two)) for one, two in zip(gate_up, down, strict=True)]
+        for expert in self._experts:
+            expert.down.packs = expert.gate_up.packs
+
+    def added_to(self, before: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """See `GatedMLP.added_to`. Sums over a token's experts are in the order of their probabilities."""
+        shape = self._shape
+        logits = self._router(x)
+        weights, chosen = logits.softmax(-1, dtype=torch.float32).topk(shape.each, -1)
+        if shape.norm:
+            weights /= weights.sum(-1, keepdim=True)
+        experts, order = chosen.flatten().sort()
+        counts = torch.zeros(shape.count, dtype=torch.int64, device=x.device)
+        counts.scatter_add_(0, experts, torch.ones_like(experts))
+        outs = self._products(x.index_select(0, order // shape.each), counts)
+        outs.mul_(weights.to(logits.dtype).flatten()[order, None])
+        back = torch.empty_like(outs).index_copy_(0, order, outs)
+        return before.add_(back.view(len(x), shape.each, -1).sum(1))
+
+    def _products(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """[tokens of each expert, one expert after the other, hidden] -> the same, through the experts."""
+        if not self._experts[0].gate_up.packs:
+            ends = counts.cumsum(0, dtype=torch.int32)
+            gate, up = F.grouped_mm(x, self._gate_up.transpose(1, 2), offs=ends).chunk(2, dim=-1)
+            product: torch.Tensor = F.grouped_mm(F.silu(gate).mul_(up), self._down.transpose(1, 2), offs=ends)
+            return product
+        parts = zip(self._experts, x.split(counts.tolist()), strict=True)
+        return torch.cat([expert.down(expert.inner(part)) for expert, part in parts if len(part)])
+
+
+@dataclass(slots=True)
 class LayerWeights:
-    """One layer. ``qkv`` stacks the rows of query, key and value heads; ``gate_up`` those of gate and up."""
+    """One layer. ``qkv`` stacks the rows of query, key and value heads."""
 
     input_norm: torch.Tensor
     qkv: Linear
@@ -135,8 +217,7 @@ class LayerWeights:
     k_norm: torch.Tensor | None
     out: Linear
     mlp_norm: torch.Tensor
-    gate_up: Linear
-    down: Linear
+    mlp: GatedMLP | Mixture
 
 
 class DecoderWeights(Weights):
@@ -146,7 +227,7 @@ class DecoderWeights(Weights):
         super().__init__(device)
         self.shape, self._dtype = shape, dtype
         self.embed = self._weight((shape.vocab_size, shape.hidden_size), "model.embed_tokens.weight")
-        self.layers = [self._layer(f"model.layers.{i}") for i in range(shape.num_layers)]
+        self.layers = [self._layer(i) for i in range(shape.num_layers)]
         self.norm = self._weight((shape.hidden_size,), "model.norm.weight")
         head = self.embed
         if not shape.tied:
@@ -158,38 +239,54 @@ class DecoderWeights(Weights):
         """Allocate one fused weight for ``names``, stacked in this order, with ``rows[i]`` rows for the i-th."""
         weight = torch.empty(size, device=self._device, dtype=self._dtype)
         self._storage.append(weight)
-        self._targets.update(zip(names, weight.split(rows or size[0]), strict=True))
+        if names:
+            self._targets.update(zip(names, weight.split(rows or size[0]), strict=True))
         return weight
 
-    def _layer(self, prefix: str) -> LayerWeights:
+    def _linear(self, names: list[str], rows: tuple[int, ...], columns: int, has_bias: bool) -> Linear:
+        weight = self._weight((sum(rows), columns), *(f"{n}.weight" for n in names), rows=rows)
+        bias = self._weight((sum(rows),), *(f"{n}.bias" for n in names), rows=rows) if has_bias else None
+        return Linear(weight, bias)
+
+    def _mlp(self, name: str) -> GatedMLP:
         s = self.shape
+        gate_up = [f"{name}.gate_proj", f"{name}.up_proj"]
+        return GatedMLP(
+            self._linear(gate_up, (s.intermediate_size, s.intermediate_size), s.hidden_size, s.mlp_bias),
+            self._linear([f"{name}.down_proj"], (s.hidden_size,), s.intermediate_size, s.mlp_bias),
+        )
+
+    def _mixture(self, name: str, mixture: MixtureShape) -> Mixture:
+        hidden, size = self.shape.hidden_size, mixture.size
+        router = Linear(self._weight((mixture.count, hidden), f"{name}.gate.weight"))
+        gate_up, down = self._weight((mixture.count, 2 * size, hidden)), self._weight((mixture.count, hidden, size))
+        for number in range(mixture.count):
+            expert = f"{name}.experts.{number}"
+            gate, up = gate_up[number].split(size)
+            parts = {"gate_proj": gate, "up_proj": up, "down_proj": down[number]}
+            self._targets.update({f"{expert}.{part}.weight": target for part, target in parts.items()})
+        return Mixture(mixture, router, gate_up, down)
+
+    def _layer(self, index: int) -> LayerWeights:
+        s, prefix = self.shape, f"model.layers.{index}"
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
         qkv_names = [f"{attention}.{x}_proj" for x in "qkv"]
         qkv_rows = (s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim, s.num_kv_heads * s.head_dim)
-        gate_up_names = [f"{mlp}.gate_proj", f"{mlp}.up_proj"]
-        gate_up_rows = (s.intermediate_size, s.intermediate_size)
-
-        def linear(names: list[str], rows: tuple[int, ...], columns: int, has_bias: bool) -> Linear:
-            weight = self._weight((sum(rows), columns), *(f"{n}.weight" for n in names), rows=rows)
-            bias = self._weight((sum(rows),), *(f"{n}.bias" for n in names), rows=rows) if has_bias else None
-            return Linear(weight, bias)
-
         return LayerWeights(
             input_norm=self._weight((s.hidden_size,), f"{prefix}.input_layernorm.weight"),
-            qkv=linear(qkv_names, qkv_rows, s.hidden_size, s.qkv_bias),
+            qkv=self._linear(qkv_names, qkv_rows, s.hidden_size, s.qkv_bias),
             q_norm=self._weight((s.head_dim,), f"{attention}.q_norm.weight") if s.qk_norm else None,
             k_norm=self._weight((s.head_dim,), f"{attention}.k_norm.weight") if s.qk_norm else None,
-            out=linear([f"{attention}.o_proj"], (s.hidden_size,), qkv_rows[0], s.out_bias),
+            out=self._linear([f"{attention}.o_proj"], (s.hidden_size,), qkv_rows[0], s.out_bias),
             mlp_norm=self._weight((s.hidden_size,), f"{prefix}.post_attention_layernorm.weight"),
-            gate_up=linear(gate_up_names, gate_up_rows, s.hidden_size, s.mlp_bias),
-            down=linear([f"{mlp}.down_proj"], (s.hidden_size,), s.intermediate_size, s.mlp_bias),
+            mlp=self._mixture(mlp, s.mixture) if s.mixture and index in s.mixture.layers else self._mlp(mlp),
         )
 
     def load(self, model_path: str, config: PretrainedConfig, seed: int) -> None:
         """Copy the weights of `load_model` into place."""
         model = load_model(model_path, config, self._dtype, seed)
         self.incoming.begin(0)
-        self.update(list(model.state_dict().items()))
+        self.update(list(as_filed(model, model.state_dict()).items()))
         self.incoming.end()
         self.incoming.complete = False  # the trainer's weights may be others
 
@@ -250,8 +347,7 @@ class Decoder:
                 break
             x = layer.out.added_to(x, plan.attend(index, query))
             normed = F.rms_norm(x, hidden, layer.mlp_norm, shape.norm_eps)
-            gate, up = layer.gate_up(normed).chunk(2, dim=-1)
-            x = layer.down.added_to(x, F.silu(gate).mul_(up))
+            x = layer.mlp.added_to(x, normed)
         return F.rms_norm(x, hidden, w.norm, shape.norm_eps)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
