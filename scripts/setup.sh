@@ -10,7 +10,15 @@ GPU=false; compgen -G "/dev/nvidia[0-9]*" >/dev/null && GPU=true
 DEV=false; [[ "${1:-}" == "--dev" ]] && DEV=true
 
 versions="$(cat constraints.txt pyproject.toml | cksum | cut -d' ' -f1)-gpu-$GPU"
-[[ -e "$VENV/.slimelite-$versions-dev-$DEV" ]] && exit 0
+stamp="$VENV/.slimelite-$versions-dev-$DEV"
+if [[ -e "$stamp" ]]; then
+    # somebody may have changed the packages since
+    changed=$(find "$VENV"/lib/python*/site-packages -maxdepth 1 -name '*.dist-info' -newer "$stamp" -print -quit)
+    [[ -z "$changed" ]] && exit 0
+    if said=$("$VENV/bin/python" -m slimelite.apps.command doctor --versions); then touch "$stamp" && exit 0; fi
+    echo "$said"
+    echo "the packages of $VENV have changed: installing again ..."
+fi
 "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "slimelite needs Python 3.11 or newer; set PYTHON=" >&2; exit 1; }
 [[ -x "$VENV/bin/python" ]] || "$PYTHON" -m venv "$VENV"
 pip() { "$VENV/bin/python" -m pip --disable-pip-version-check --quiet "$@"; }

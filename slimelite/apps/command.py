@@ -12,20 +12,30 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import NamedTuple
 
+from slimelite import __version__
+
 
 class Command(NamedTuple):
     """One command: what it does and an example for the list of commands; ``module``: its ``main`` takes the arguments.
 
-    ``connects``: it has network connections, and must not end when the other end of one has gone.
+    ``connects``: it has network connections, and must not end when the other end of one has gone. ``own``: its process
+    has signals and messages of its own.
     """
 
     summary: str
     example: str
     module: str
     connects: bool = False
+    own: bool = False
 
 
 COMMANDS = {
+    "train": Command(
+        "make a run: `python train.py`, which an installed wheel has inside",
+        "slimelite train --config run.yaml --lr 1e-6",
+        "slimelite.apps.train",
+        own=True,
+    ),
     "view": Command(
         "write one HTML page that shows runs: curves, times, flags",
         "slimelite view runs/a runs/b -o two.html",
@@ -69,6 +79,16 @@ COMMANDS = {
         "slimelite.apps.chat",
         connects=True,
     ),
+    "completion": Command(
+        "print completion for bash and zsh, of this program and of train.py",
+        'slimelite completion    (in ~/.bashrc: eval "$(slimelite completion)")',
+        "slimelite.apps.completion",
+    ),
+    "doctor": Command(
+        "check this machine: packages, GPU and driver, compiler, Ray, disk, hub",
+        "slimelite doctor --json",
+        "slimelite.apps.doctor",
+    ),
 }
 
 
@@ -78,18 +98,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     After Ctrl-C it is 130.
     """
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
-    if argv is None:  # a process of its own
+    if argv is None and not (name in COMMANDS and COMMANDS[name].own):
         _set_signals(connects=name in COMMANDS and COMMANDS[name].connects)
     if name in ("-h", "--help"):
         print(_help())
+        return 0
+    if "--version" in (name, *rest[:1]):
+        print(f"slimelite {__version__}")
         return 0
     if name not in COMMANDS:
         near = get_close_matches(name, COMMANDS, 1)
         meant = f"; did you mean {near[0]}?" if near else ""
         print(f"slimelite: there is no command {name}{meant}\n\n{_help()}", file=sys.stderr)
         return 2
+    command = import_module(COMMANDS[name].module)
+    if COMMANDS[name].own:
+        command.main(rest)
     try:
-        status: int = import_module(COMMANDS[name].module).main(rest)
+        status: int = command.main(rest)
         return status
     except (ValueError, OSError) as error:
         print("\n".join(f"slimelite {name}: {line}" for line in str(error).splitlines()), file=sys.stderr)

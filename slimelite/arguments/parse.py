@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from slimelite import __version__
 from slimelite.arguments.args import Args, Derivation
 from slimelite.arguments.derive import derive
 from slimelite.arguments.flags import ArgumentError, all_flags
@@ -203,6 +204,9 @@ def parse_args(
     """
     own_process = argv is None
     argv = sys.argv[1:] if argv is None else argv
+    if "--version" in argv:
+        print(f"slimelite {__version__}")
+        raise SystemExit(0)
     try:
         if is_asked(argv):
             text = help_text(args_type(argv, groups), argv)

@@ -73,6 +73,12 @@ def named(path: Path) -> Iterator[None]:
         raise OSError(error.errno, f"{os.strerror(error.errno)}; {remedy}", str(path)) from error
 
 
+def beside_package(name: str) -> Path:
+    """A file of the checkout that a wheel has inside the package: train.py, constraints.txt."""
+    package = Path(__file__).parents[1]
+    return next((path for path in (package / name, package.parent / name) if path.is_file()), package / name)
+
+
 def free_space(folder: Path) -> str:
     """The free space of the disk that ``folder`` is on, as text."""
     return in_units(shutil.disk_usage(folder).free)

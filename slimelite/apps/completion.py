@@ -1,0 +1,54 @@
+"""``slimelite completion``: completes commands and flags of ``slimelite`` and ``train.py`` in bash and zsh.
+
+    eval "$(slimelite completion)"          in ~/.bashrc or ~/.zshrc
+
+Flags are read from ``--help`` when Tab is pressed first, so that they are those of the installed version.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+SCRIPT = r"""
+if [[ -n "${ZSH_VERSION:-}" ]]; then autoload -U +X compinit bashcompinit && compinit -u && bashcompinit; fi
+_slimelite_flags() { # NAME COMMAND...: the flags in the help that COMMAND prints; a shell variable keeps them by NAME
+    local kept="_slimelite_flags_of_$1"; shift
+    eval "_slimelite_have=\${$kept:-}"
+    if [[ -z "$_slimelite_have" ]]; then
+        _slimelite_have="$("$@" 2>/dev/null | grep -oE -- '--[a-z0-9-]+' | sort -u | tr '\n' ' ')"
+        eval "$kept=\$_slimelite_have"
+    fi
+}
+_slimelite_train() { # after `python train.py`, `./train.py`, `slimelite train`
+    local word="${COMP_WORDS[COMP_CWORD]}" script="" each
+    [[ "$word" == -* ]] || return
+    for each in "${COMP_WORDS[@]}"; do [[ "$each" == */train.py || "$each" == train.py ]] && script="$each"; done
+    [[ -n "$script" ]] || return
+    local runner=("${COMP_WORDS[0]}" "$script"); [[ "${COMP_WORDS[0]}" == "$script" ]] && runner=("$script")
+    _slimelite_flags train "${runner[@]}" --help-all
+    COMPREPLY=($(compgen -W "$_slimelite_have" -- "$word"))
+}
+_slimelite() {
+    local word="${COMP_WORDS[COMP_CWORD]}" command="${COMP_WORDS[1]}" help=--help
+    if [[ "$COMP_CWORD" == 1 ]]; then COMPREPLY=($(compgen -W "COMMANDS" -- "$word")); return; fi
+    [[ "$word" == -* ]] || return
+    [[ "$command" == train ]] && help=--help-all
+    _slimelite_flags "${command//-/_}" "${COMP_WORDS[0]}" "$command" "$help"
+    COMPREPLY=($(compgen -W "$_slimelite_have" -- "$word"))
+}
+complete -o default -F _slimelite slimelite
+complete -o default -F _slimelite_train python python3 train.py ./train.py
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the script; returns 0."""
+    from slimelite.apps.command import COMMANDS
+
+    parser = argparse.ArgumentParser(
+        prog="slimelite completion", description='Print completion for bash and zsh: eval "$(slimelite completion)"'
+    )
+    parser.parse_args(argv)
+    print(SCRIPT.strip().replace("COMMANDS", " ".join(COMMANDS)))
+    return 0

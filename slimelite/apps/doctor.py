@@ -1,0 +1,268 @@
+"""``slimelite doctor``: what of this machine and its environment would stop a run or slow it down.
+
+    slimelite doctor                 all checks; exit status 1 if something is broken
+    slimelite doctor --versions      the installed packages alone, without the network
+
+Nothing is changed. Each check names the part, what is wrong, what that costs, and the remedy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import importlib.metadata as metadata
+import json
+import os
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+from urllib.error import HTTPError, URLError
+from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
+
+from slimelite.base.files import beside_package, in_units
+from slimelite.plan.devices import host_bytes, this_machine
+from slimelite.rewards.confine import gaps
+
+# what runs are tried with; other packages follow from these
+MAIN = ("torch", "transformers", "accelerate", "ray", "sglang", "peft", "wandb", "pyarrow", "datasets", "bitsandbytes")
+COSTS = {
+    "sglang": "rollouts use the embedded engine",
+    "datasets": "datasets cannot be read from the hub",
+    "bitsandbytes": "--load-in-4bit cannot be used",
+}
+GLIBC = (2, 28)  # of the wheels of torch (manylinux_2_28)
+FILES = 4096  # open files: a run on Ray with 8 engines was seen with about 1,500
+SPACE = 20e9
+SHARED = 1e9
+RAY_PORTS = {6379: "GCS", 8265: "dashboard"}
+PROXIES = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
+HUB_SECONDS = 5
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check says: ``state`` "broken" stops runs, "warning" costs something, "ok" is said for certainty."""
+
+    part: str
+    state: Literal["ok", "warning", "broken"]
+    text: str
+    remedy: str = ""
+
+
+def versions() -> Iterator[Finding]:
+    """The installed packages against pyproject.toml's ranges and constraints.txt's tested versions."""
+    # part of what setuptools and pip bring; without it no range can be read
+    from packaging.requirements import Requirement
+
+    tested = _tested()
+    needs = map(Requirement, metadata.requires("slimelite") or ())
+    required = {need.name.lower(): need for need in needs if not need.marker}  # those of extras have a marker
+    optional = {name for name in MAIN if name not in required}
+    differs = []
+    for name in sorted({*required, *optional}):
+        have = _installed(name)
+        if have is None:
+            if name in required:
+                yield Finding(name, "broken", "is not installed", "bash scripts/setup.sh, or pip install -e .")
+            elif name in COSTS:
+                yield Finding(name, "ok", f"is not installed: {COSTS[name]}")
+            continue
+        if name in required and not required[name].specifier.contains(have, prereleases=True):
+            wanted = f"{have} is installed, slimelite needs {required[name].specifier}"
+            yield Finding(name, "broken", wanted, f"pip install '{name}{required[name].specifier}'")
+        elif have.partition("+")[0] != tested.get(name, have).partition("+")[0]:
+            differs.append(f"{name} {have} (tested: {tested[name]})")
+    if differs:
+        text = f"other versions than the tested ones: {', '.join(differs)}"
+        yield Finding("packages", "warning", text, "pip install -c constraints.txt -e . takes the tested ones")
+    else:
+        yield Finding("packages", "ok", f"the {len(required)} required ones are those of constraints.txt")
+
+
+def _tested() -> dict[str, str]:
+    lines = beside_package("constraints.txt").read_text(encoding="utf-8").splitlines()
+    pairs = (line.partition("==") for line in lines if "==" in line and not line.startswith("#"))
+    return {name.strip().lower(): version.strip() for name, _, version in pairs}
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def system() -> Iterator[Finding]:
+    """Python, the C library, a compiler, limits of a process."""
+    yield Finding("Python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    library, version = platform.libc_ver()
+    if library == "glibc" and tuple(map(int, version.split(".")[:2])) < GLIBC:
+        text = f"{version} is older than {'.'.join(map(str, GLIBC))}, which the wheels of torch need"
+        yield Finding("glibc", "broken", text, "use a newer system, or a container")
+    elif library != "glibc":
+        yield Finding("glibc", "warning", f"the C library is {library or 'another one'}", "wheels of torch need glibc")
+    compiler = shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc")
+    if compiler is None:
+        text = "there is no C compiler (cc, gcc): --compile and Triton's kernels cannot be built"
+        yield Finding("compiler", "warning", text, "apt-get install build-essential, or leave --compile out")
+    else:
+        yield Finding("compiler", "ok", compiler)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < FILES:
+        text = f"a process may open {soft} files: many engines and environments need more"
+        yield Finding("open files", "warning", text, f"ulimit -n {FILES if hard < 0 else min(FILES, hard)}")
+    cores, threads = len(os.sched_getaffinity(0)), os.environ.get("OMP_NUM_THREADS", "")
+    if threads and (not threads.isdigit() or int(threads) > cores):
+        text = f"OMP_NUM_THREADS={threads}, and this machine has {cores} cores: threads wait for each other"
+        yield Finding("threads", "warning", text, f"export OMP_NUM_THREADS={cores}, or unset it")
+    if sys.getfilesystemencoding().lower() != "utf-8":
+        text = f"files have {sys.getfilesystemencoding()} names: prompts in other scripts cannot be written"
+        yield Finding("locale", "broken", text, "export PYTHONUTF8=1")
+    if missing := gaps():
+        text = f"the sandbox of code answers does without {', '.join(missing)}"
+        yield Finding("sandbox", "warning", text, "run on Linux 5.13 or newer, or score code in a container")
+    else:
+        yield Finding("sandbox", "ok", "code answers run under Landlock, seccomp and limits")
+
+
+def graphics() -> Iterator[Finding]:
+    """GPUs, the driver, and whether torch can use them."""
+    machine = this_machine()
+    if not glob.glob("/dev/nvidia[0-9]*") and not machine.gpus:
+        yield Finding("GPU", "ok", f"none: runs use the CPU ({len(os.sched_getaffinity(0))} cores)")
+        return
+    # a process of its own: torch takes seconds, and a broken driver may end a process
+    code = "import torch; print(torch.__version__, torch.version.cuda, torch.cuda.is_available())"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    words = said.stdout.split()
+    if len(words) != 3:
+        last = (said.stderr.strip().splitlines() or ["no message"])[-1]
+        yield Finding("torch", "broken", f"cannot be imported: {last}", "bash scripts/setup.sh")
+    elif words[1] == "None":
+        text = f"torch {words[0]} is a build for CPUs, and this machine has GPUs"
+        yield Finding("GPU", "broken", text, "remove .venv and run bash scripts/setup.sh")
+    elif words[2] != "True":
+        text = f"torch {words[0]} for CUDA {words[1]} cannot use the GPU; driver {machine.driver or 'not found'}"
+        yield Finding("GPU", "broken", text, "update the driver, or install a torch for the CUDA that it runs")
+    else:
+        yield Finding("GPU", "ok", f"{machine.gpus} with driver {machine.driver}, torch {words[0]}")
+
+
+def ray() -> Iterator[Finding]:
+    """Whether a Ray of a run's own can start here, or the one that is named answers."""
+    if address := os.environ.get("RAY_ADDRESS"):
+        host, _, port = address.rpartition("//")[2].rpartition(":")
+        try:
+            socket.create_connection((host or "127.0.0.1", int(port)), 3).close()
+            yield Finding("Ray", "ok", f"RAY_ADDRESS={address} answers")
+        except (OSError, ValueError) as error:
+            text = f"RAY_ADDRESS={address} does not answer ({error}): every run would wait for it"
+            yield Finding("Ray", "broken", text, "unset RAY_ADDRESS, or ray start --head there")
+        return
+    try:
+        socket.gethostbyname(socket.gethostname())
+    except OSError:
+        text = f"the host name {socket.gethostname()} has no address"
+        yield Finding("host name", "warning", text, "add it to /etc/hosts: gloo and Ray look it up")
+    for number, purpose in RAY_PORTS.items():
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", number)) == 0:
+                text = f"port {number} ({purpose}) is taken: `ray start --head` needs it; a run's own Ray takes others"
+                yield Finding("Ray", "warning", text, "ray stop, if an old Ray has it")
+
+
+def storage() -> Iterator[Finding]:
+    """Room on disks, in shared memory and in memory."""
+    for purpose, folder in (("this folder", Path.cwd()), ("temporary files", Path(tempfile.gettempdir()))):
+        usage = shutil.disk_usage(folder)
+        text = f"{folder} has {in_units(usage.free)} free"
+        if usage.free < SPACE or usage.free < 0.05 * usage.total:
+            text += ": checkpoints need three to seven times a model's size, and Ray stops above 95 %"
+            yield Finding(purpose, "warning", text, "free some, or name another disk (--run-dir, --save, TMPDIR)")
+        else:
+            yield Finding(purpose, "ok", text)
+    named = os.environ.get("TMPDIR")
+    if named and not os.access(named, os.W_OK | os.X_OK):
+        text = f"TMPDIR={named} cannot be written; {tempfile.gettempdir()} is used"
+        yield Finding("temporary files", "warning", text, "name a folder that exists, or unset TMPDIR")
+    shared = Path("/dev/shm")
+    if not shared.is_dir() or shutil.disk_usage(shared).total < SHARED:
+        size = in_units(shutil.disk_usage(shared).total) if shared.is_dir() else "nothing"
+        text = f"/dev/shm has {size}: Ray keeps its objects on disk instead, NCCL fails"
+        yield Finding("shared memory", "warning", text, "start the container with --shm-size 10g or --ipc host")
+    yield Finding("memory", "ok", f"{in_units(host_bytes())} for this process and its children")
+
+
+def hub() -> Iterator[Finding]:
+    """The hub, its cache, proxies and token."""
+    environment = os.environ
+    cache = Path(environment.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    there = next(folder for folder in (cache, *cache.parents) if folder.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK)):
+        yield Finding("hub", "broken", f"its cache {cache} cannot be written", "set HF_HOME to a folder of yours")
+    proxy = _proxy(environment)
+    if proxy and not any(word in _lower(environment, "no_proxy") for word in ("localhost", "127.0.0.1", "*")):
+        text = f"{proxy} is set and no_proxy does not name localhost: calls to engines on this machine go to the proxy"
+        yield Finding("proxy", "warning", text, "export no_proxy=localhost,127.0.0.1")
+    if environment.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
+        yield Finding("hub", "ok", "not asked: HF_HUB_OFFLINE is set; models and data come from local folders")
+        return
+    endpoint = environment.get("HF_ENDPOINT", "https://huggingface.co")
+    try:
+        urlopen(Request(endpoint, method="HEAD"), timeout=HUB_SECONDS).close()
+    except HTTPError:
+        pass  # it answers
+    except (URLError, OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        text = f"{urlsplit(endpoint).netloc or endpoint} does not answer ({reason}): models by name cannot be loaded"
+        way = f" by way of {proxy}" if proxy else ""
+        yield Finding("hub", "warning", text + way, "use local folders and export HF_HUB_OFFLINE=1, or set HTTPS_PROXY")
+        return
+    token = "a token" if environment.get("HF_TOKEN") or (cache / "token").is_file() else "no token: public models only"
+    yield Finding("hub", "ok", f"{endpoint} answers; {token}")
+
+
+def _proxy(environment: Mapping[str, str]) -> str:
+    """The first variable that names a proxy; its value may hold a password."""
+    return next((name for name in PROXIES if environment.get(name)), "")
+
+
+def _lower(environment: Mapping[str, str], name: str) -> str:
+    return environment.get(name, environment.get(name.upper(), "")).lower()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the findings; returns 1 if something is broken, else 0."""
+    parser = argparse.ArgumentParser(
+        prog="slimelite doctor",
+        description="Check this machine and its environment: packages, GPU and driver, compiler, Ray, disk, hub.",
+    )
+    parser.add_argument("--versions", action="store_true", help="check the installed packages alone")
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    args = parser.parse_args(argv)
+    checks = [versions()] if args.versions else [versions(), system(), graphics(), ray(), storage(), hub()]
+    findings = [finding for check in checks for finding in check]
+    if args.json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        print("\n".join(_lines(findings)))
+    return int(any(finding.state == "broken" for finding in findings))
+
+
+def _lines(findings: Sequence[Finding]) -> Iterator[str]:
+    width = max(len(finding.part) for finding in findings)
+    for finding in findings:
+        yield f"{finding.state:<8} {finding.part:<{width}}  {finding.text}"
+        if finding.remedy:
+            yield f"{'':<8} {'':<{width}}  -> {finding.remedy}"
+    counts = {state: sum(finding.state == state for finding in findings) for state in ("broken", "warning")}
+    yield f"{counts['broken']} broken, {counts['warning']} warnings"

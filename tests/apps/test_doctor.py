@@ -1,0 +1,130 @@
+"""slimelite doctor: an environment in order has no findings, and each planted fault is named with its remedy."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from slimelite import __version__
+
+ROOT = Path(__file__).parents[2]
+QUIET = (
+    "RAY_ADDRESS",
+    "HF_HOME",
+    "HF_TOKEN",
+    "OMP_NUM_THREADS",
+    "TMPDIR",
+    "CC",
+    "HTTPS_PROXY",
+    "HTTP_PROXY",
+    "no_proxy",
+)
+
+
+def doctor(
+    *arguments: str, files: int | None = None, **environment: str
+) -> tuple[int, dict[str, list[dict[str, str]]]]:
+    """Exit status, and findings by state."""
+    kept = {name: value for name, value in os.environ.items() if name not in QUIET}
+    done = subprocess.run(
+        [sys.executable, "-m", "slimelite.apps.command", "doctor", "--json", *arguments],
+        cwd=ROOT,
+        env={**kept, "HF_HUB_OFFLINE": "1", **environment},
+        preexec_fn=(lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))) if files else None,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert not done.stderr, done.stderr
+    findings = json.loads(done.stdout)
+    return done.returncode, {
+        state: [finding for finding in findings if finding["state"] == state] for state in ("ok", "warning", "broken")
+    }
+
+
+def overlay(folder: Path, name: str, version: str) -> str:
+    """A path for PYTHONPATH on which ``name`` has another ``version``."""
+    info = folder / f"{name}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    return f"{folder}{os.pathsep}{ROOT}"
+
+
+@pytest.fixture
+def taken() -> Iterator[None]:
+    """Ray's port of the dashboard is somebody's."""
+    with socket.socket() as other:
+        try:
+            other.bind(("127.0.0.1", 8265))
+            other.listen()
+        except OSError:
+            pass  # it is taken already
+        yield
+
+
+def closed_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        number: int = probe.getsockname()[1]
+        return number
+
+
+def test_the_tested_environment_is_in_order() -> None:
+    status, findings = doctor("--versions")
+    assert (status, findings["broken"], findings["warning"]) == (0, [], [])
+
+
+FAULTS = {
+    "a package too old": ("transformers 4.9", "broken", "transformers"),
+    "a package newer than the tested": ("accelerate 99", "warning", "packages"),
+    "few open files": ("files", "warning", "open files"),
+    "too many threads": ("OMP_NUM_THREADS=512", "warning", "threads"),
+    "no compiler": ("CC=/nowhere/cc PATH=/nowhere", "warning", "compiler"),
+    "a dead cluster": ("RAY_ADDRESS=127.0.0.1:PORT", "broken", "Ray"),
+    "a cache that is a file": ("HF_HOME=/dev/null", "broken", "hub"),
+    "a proxy for everything": ("HTTPS_PROXY=http://user:secret@127.0.0.1:PORT", "warning", "proxy"),
+    "no hub": ("HF_HUB_OFFLINE=0 HF_ENDPOINT=http://127.0.0.1:PORT", "warning", "hub"),
+    "no temporary folder": ("TMPDIR=/nowhere", "warning", "temporary files"),
+    "a file system in ASCII": ("LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0", "broken", "locale"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_planted_fault_is_named(fault: str, tmp_path: Path) -> None:
+    planted, state, part = FAULTS[fault]
+    assignments = dict(
+        word.split("=", 1) for word in planted.replace("PORT", str(closed_port())).split() if "=" in word
+    )
+    if not assignments and planted != "files":
+        name, version = planted.split()
+        assignments = {"PYTHONPATH": overlay(tmp_path, name, version)}
+    status, findings = doctor(files=64 if planted == "files" else None, **assignments)
+    named = [finding for finding in findings[state] if finding["part"] == part]
+    assert named, findings
+    assert named[0]["remedy"]
+    assert "secret" not in json.dumps(findings)
+    assert status == int(bool(findings["broken"]))
+    others = [finding for kind in ("warning", "broken") for finding in findings[kind] if finding["part"] != part]
+    assert [finding["part"] for finding in others if finding["part"] not in ("Ray", "this folder")] == []
+
+
+@pytest.mark.usefixtures("taken")
+def test_a_port_of_rays_that_is_taken_is_named() -> None:
+    _, findings = doctor()
+    assert any("8265 (dashboard) is taken" in finding["text"] for finding in findings["warning"])
+
+
+@pytest.mark.parametrize(
+    "words", [["train.py"], ["-m", "slimelite.apps.command"], ["-m", "slimelite.apps.command", "eval"]]
+)
+def test_every_program_tells_its_version(words: list[str]) -> None:
+    done = subprocess.run([sys.executable, *words, "--version"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == f"slimelite {__version__}\n"
