@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from slimelite.rewards.rules import RULES
 from slimelite.samples.table import SampleTable
 from tests.base.traces import assert_laid_out, spans
 
-from .conftest import metrics
+from .conftest import metrics, run_process
 
 pytestmark = pytest.mark.e2e
 Run = Callable[..., Path]
@@ -58,9 +59,13 @@ def test_memory_is_logged_around_every_phase(local_run: Run) -> None:
         assert 0.05 < min(before, after) <= max(before, after) < psutil.virtual_memory().total / 1e9
 
 
-def test_a_trace_and_a_profile_say_where_the_time_went(local_run: Run) -> None:
-    profiled = ("--use-pytorch-profiler", "--profile-rollouts", "1", "--profile-target", "train_actor")
-    run = local_run("traced", "--num-rollout", "2", "--trace", *profiled)
+def test_a_trace_and_a_profile_say_where_the_time_went(grpo_args: list[str], tmp_path: Path) -> None:
+    run = tmp_path / "traced"
+    flags = ["--launcher", "local", "--run-dir", str(run), "--num-rollout", "2", "--trace"]
+    profiled = ["--use-pytorch-profiler", "--profile-rollouts", "1", "--profile-target", "train_actor"]
+    # in a process of its own: after thousands of tests torch's profiler may spin at its start, for good
+    done = run_process(sys.executable, "train.py", *grpo_args, *flags, *profiled)
+    assert done.returncode == 0, done.stderr
     bars = spans((run / "trace.json").read_text())
     assert_laid_out(bars)
     seen = {(bar["worker"], bar["track"].split()[0], bar["name"]) for bar in bars}
