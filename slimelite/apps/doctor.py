@@ -142,10 +142,10 @@ def graphics() -> Iterator[Finding]:
         return
     # a process of its own: torch takes seconds, and a broken driver may end a process
     code = "import torch; print(torch.__version__, torch.version.cuda, torch.cuda.is_available())"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    words = said.stdout.split()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    words = done.stdout.split()
     if len(words) != 3:
-        last = (said.stderr.strip().splitlines() or ["no message"])[-1]
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         yield Finding("torch", "broken", f"cannot be imported: {last}", "bash scripts/setup.sh")
     elif words[1] == "None":
         text = f"torch {words[0]} is a build for CPUs, and this machine has GPUs"
