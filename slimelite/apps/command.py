@@ -68,6 +68,11 @@ COMMANDS = {
         "slimelite.apps.eval",
         connects=True,
     ),
+    "env": Command(
+        "play scripted episodes of an environment and report its faults, before a model trains in it",
+        "slimelite env check my_env.py --prompt-data rows.jsonl",
+        "slimelite.apps.env",
+    ),
     "report": Command(
         "write one page of the stages of train.py --stages: cost, scores and answers after each, curves",
         "slimelite report runs/journey --tasks arc-easy,gsm8k --price 2.5",

@@ -89,6 +89,15 @@ def raised_at(error: BaseException) -> str:
     return _place(own)
 
 
+def defined_at(thing: Callable[..., object]) -> str:
+    """Where a user's function, method or class is, for a message: `` (file, line 3)``; empty if not known, or ours."""
+    try:
+        file, (_, line) = inspect.getsourcefile(inspect.unwrap(thing)), inspect.getsourcelines(inspect.unwrap(thing))
+    except (TypeError, OSError):  # of a C function, or without its file
+        return ""
+    return f" ({file}, line {line})" if file is not None and not Path(file).is_relative_to(PACKAGE) else ""
+
+
 def import_failure(option: str, path: str, error: BaseException) -> str:
     """The message for ``error``, raised when the user's file at ``path``, which ``option`` names, was run."""
     file = str(Path(path).resolve())

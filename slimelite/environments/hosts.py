@@ -14,14 +14,15 @@ from dataclasses import asdict
 from functools import wraps
 from typing import Any, NoReturn
 
-from slimelite.base.guard import raised_at
+from slimelite.base.guard import defined_at, raised_at
 from slimelite.base.http_client import Client, HttpError, shown
 from slimelite.base.lifecycle import start_module
 from slimelite.base.registry import function
 from slimelite.base.threads import call
 from slimelite.data.messages import A_TOOL, read_messages, sound
-from slimelite.environments.protocol import Environment, Row, Start, Step
+from slimelite.environments.protocol import Environment, Message, Row, Start, Step
 from slimelite.environments.registry import ENVIRONMENTS, is_address, known
+from slimelite.serving.format import content_text
 from slimelite.slime.plugins import files_run, load_function
 
 # time for a worker process to import and to load what its environment reads [s]
@@ -142,7 +143,8 @@ class Host:
             raise EnvironmentFailure("exception", _described(error)) from error
         if lacking := [name for name in ("reset", "step") if not callable(getattr(made, name, None))]:
             what = f"{type(made).__name__} has no method {' and no method '.join(lacking)}"
-            raise EnvironmentFailure("invalid", f"{what}: an environment has reset and step (docs/agents.md)")
+            where = defined_at(type(made))
+            raise EnvironmentFailure("invalid", f"{what}: an environment has reset and step (docs/agents.md){where}")
         return Live(made, self)
 
     async def close(self) -> None:
@@ -165,13 +167,18 @@ class Live:
         Raises:
             EnvironmentFailure: the environment failed, or its limit of time is used up; as `step`.
         """
-        start: Start = _sound(await self._within(self._environment.reset, row), "reset", Start)
+        start: Start = _sound(await self._within(self._environment.reset, row), self._environment.reset, Start)
         return start
 
     async def step(self, reply: Mapping[str, Any]) -> Step:
         """Answer a reply; raises as `reset`."""
-        step: Step = _sound(await self._within(self._environment.step, reply), "step", Step)
+        step: Step = _sound(await self._within(self._environment.step, reply), self._environment.step, Step)
         return step
+
+    async def golden(self) -> list[str | Message] | None:
+        """The replies of `protocol.Environment.golden`, if there is one; raises as `reset`."""
+        best = getattr(self._environment, "golden", None)
+        return None if best is None else list(await self._within(best))  # type: ignore[call-overload]
 
     async def close(self) -> None:
         """Let the environment clean up; raises as `reset`."""
@@ -207,26 +214,28 @@ class Live:
         return task.result()
 
 
-def _sound(result: object, method: str, wanted: type[Start] | type[Step]) -> Any:
-    """``found``, which ``method`` returned, if it is a ``wanted`` with readable messages and numbers that are finite.
+def _sound(result: object, method: Callable[..., object], wanted: type[Start] | type[Step]) -> Any:
+    """``result``, which ``method`` returned, if it is a ``wanted`` with readable messages and numbers that are finite.
 
     Raises:
         EnvironmentFailure: it is not; found out later, it would look like a failure of the engine, and be tried again.
     """
     if not isinstance(result, wanted):
-        raise EnvironmentFailure("invalid", f"{method} returned a {type(result).__name__}, not a {wanted.__name__}")
+        what = f"{method.__name__} returned a {type(result).__name__}, not a {wanted.__name__}"
+        raise EnvironmentFailure("invalid", what + defined_at(method))
     try:
         if len(result.messages):
-            sound(read_messages(list(result.messages)), "messages")
+            for place, message in enumerate(read_messages(list(result.messages))):
+                sound(message, "messages")
+                content_text(message["content"], f"message {place}: content")
         if not isinstance(result.role, str | None):
             raise TypeError(f"the role is {result.role!r:.60}, not text")
         if isinstance(result, Start):
             if not len(result.messages):
                 raise ValueError("there is no message that the model could answer")
-            for tool in result.tools:
-                function = tool.get("function") if isinstance(tool, dict) else None
-                if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-                    raise TypeError(f"{tool!r:.60} is no tool; one looks like {A_TOOL}")
+            names = list(map(_tool_name, result.tools))
+            if twice := [name for name in names if names.count(name) > 1]:
+                raise ValueError(f"two tools have the name {twice[0]}")
             return result
         if isinstance(result.done, str):  # which would be true
             raise TypeError(f"done is {result.done!r:.60}, not True or False")
@@ -237,8 +246,21 @@ def _sound(result: object, method: str, wanted: type[Start] | type[Step]) -> Any
         any(map(math.isnan, result.metrics.values()))  # raises where one is no number
     except (TypeError, ValueError, AttributeError, OverflowError) as error:
         problem = getattr(error, "problem", error)  # of a `BadCell`, which speaks of the column of a file
-        raise EnvironmentFailure("invalid", f"{method} returned what cannot be used: {problem}") from error
+        what = f"{method.__name__} returned what cannot be used: {problem}{defined_at(method)}"
+        raise EnvironmentFailure("invalid", what) from error
     return result
+
+
+def _tool_name(tool: object) -> str:
+    """The name of a tool in OpenAI's form; TypeError if it is not in that form."""
+    function = tool.get("function") if isinstance(tool, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(function, dict) or not isinstance(name, str) or not name:
+        raise TypeError(f"{tool!r:.60} is no tool; one looks like {A_TOOL}")
+    shape = function.get("parameters", {})
+    if not isinstance(shape, dict) or not isinstance(shape.get("properties", {}), dict):
+        raise TypeError(f"the parameters of the tool {name} are {shape!r:.60}, not a JSON schema of an object")
+    return name
 
 
 def _described(error: BaseException) -> str:

@@ -76,6 +76,9 @@ class Step:
 class Environment(Protocol):
     """One object for each episode. A method ``close(self) -> None`` is called at the end, if there is one.
 
+    A method ``golden(self)`` may return the replies of the best episode after `reset`, as texts or messages:
+    ``slimelite env check`` plays them. Without it the label of the row is the golden answer.
+
     What a method raises ends the episode; ``--reward-error`` says what becomes of it.
     """
 

@@ -1,0 +1,301 @@
+"""What `slimelite env check` concludes from the episodes that `slimelite.environments.probe` played.
+
+Each check is a function of what was observed; it yields sentences, one for each fault. A reward is held to the golden
+answer's: 0 is the least reward that any kind of reply had on average, 1 is what the golden answer has.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, median
+from typing import Any, NamedTuple
+
+# a reply without an answer may have this much of what the golden answer gains; a constant one may be right by chance
+SHARE, LUCKY = 0.2, 0.9
+# equal rewards, for rounding
+SAME = 1e-6
+# an episode that holds the event loop for longer stops all others [s]
+LAG_SECONDS = 0.25
+# share of rows in which a leak is seen; fewer are chance, and a label that many rows have says nothing
+LEAKS, ROWS_OF_A_LEAK, LABELS_OF_A_LEAK = 0.8, 3, 3
+REVEALS = r"answer|label|solution|expected|target|correct|right|secret|truth|hidden|number|word|was|is"
+PLACE = re.compile(r"\([^()]+, line \d+[^()]*\)$")
+REWARDS = re.compile(
+    r"\b(?:reward|score|points?)\b[^\w-]{0,4}(?:is|was|of)?[^\w-]{0,2}(-?\d+(?:\.\d+)?)", re.IGNORECASE
+)
+
+Record = Mapping[str, Any]
+
+
+@dataclass
+class Observed:
+    """What one process of the probe wrote.
+
+    ``problem``: why nothing could be played; ``hung``, ``died``: what was played when the process no longer answered,
+    or ended, and how.
+    """
+
+    episodes: list[Record] = field(default_factory=list)
+    labels: list[str | None] = field(default_factory=list)
+    end: Record = field(default_factory=dict)
+    problem: str | None = None
+    hung: str | None = None
+    died: str | None = None
+
+    def of(self, kind: str, part: str | None = None) -> list[Record]:
+        """The episodes of a kind of script that did not fail; ``part``: when they were played, else at any time."""
+        return [e for e in self.episodes if e["kind"] == kind and part in (None, e["part"]) and not e["failure"]]
+
+    def digests(self, part: str) -> dict[tuple[str, int], str]:
+        """Of each script and row, what happened."""
+        return {(e["name"], e["row"]): e["digest"] for e in self.episodes if e["part"] == part}
+
+    def golden(self) -> list[Record]:
+        """The episodes with golden answers, written in the way that scores most."""
+        by_name: dict[str, list[Record]] = {}
+        for episode in self.of("golden", "first"):
+            by_name.setdefault(episode["name"], []).append(episode)
+        return max(by_name.values(), key=lambda each: mean(each) or -1e9, default=[])
+
+
+class Finding(NamedTuple):
+    """A fault: the check that it fails, and what is wrong."""
+
+    check: str
+    says: str
+
+
+def mean(episodes: Sequence[Record]) -> float | None:
+    """The mean reward of those that have one."""
+    rewards = [e["reward"] for e in episodes if e["reward"] is not None]
+    return fmean(rewards) if rewards else None
+
+
+Check = Callable[[Observed, Observed], Iterator[str]]
+CHECKS: dict[str, tuple[str, Check]] = {}
+
+
+def check(name: str, healthy: str) -> Callable[[Check], Check]:
+    """Register a check; ``healthy``: what the table says if it finds nothing."""
+
+    def register(function: Check) -> Check:
+        CHECKS[name] = healthy, function
+        return function
+
+    return register
+
+
+def judge(one: Observed, two: Observed) -> list[Finding]:
+    """The faults that two processes of the probe show; ``two`` played the first part alone."""
+    return [Finding(name, says) for name, (_, find) in CHECKS.items() for says in dict.fromkeys(find(one, two))]
+
+
+@check("runs", "every episode begins, goes on and ends without an error")
+def _runs(one: Observed, _: Observed) -> Iterator[str]:
+    failures: dict[str, list[Record]] = {}
+    for episode in one.episodes:
+        if episode["failure"] and episode["failure"][0] != "timeout":
+            place = PLACE.search(episode["failure"][1])  # one line of the user's may fail with many texts
+            failures.setdefault(place[0] if place else episode["failure"][1], []).append(episode)
+    for episodes in failures.values():
+        everything = len(episodes) == len(one.episodes)
+        yield f"{'each episode' if everything else 'after ' + episodes[0]['name']}: {episodes[0]['failure'][1]}"
+    if one.died is not None:
+        yield f"the process ended during {one.died}"
+
+
+@check("in time", "no call hangs or holds the event loop")
+def _in_time(one: Observed, two: Observed) -> Iterator[str]:
+    for episode in one.episodes:
+        if episode["failure"] and episode["failure"][0] == "timeout":
+            yield f"after {episode['name']}: {episode['failure'][1]}; the checks that follow were not run"
+    hung = one.hung or two.hung
+    if hung is not None:
+        yield f"it hangs and holds Python's lock or the event loop during {hung}; the checks that follow were not run"
+    lags = [lag for episode in one.episodes for lag in episode.get("lags", [])]
+    long = [lag for lag in lags if lag > LAG_SECONDS]
+    if len(long) >= 3 and len(long) >= len(lags) / 10:
+        yield f"calls hold the event loop for {median(long):.1f} s: all other episodes stop; await what takes time"
+
+
+@check("ends", "episodes end by themselves")
+def _ends(one: Observed, _: Observed) -> Iterator[str]:
+    whole = [e for e in one.episodes if not e["failure"] and e["kind"] != "cut"]
+    mute = [e for e in whole if e["end"] == "mute"]
+    if mute:
+        yield f"after {mute[0]['name']}: a step that is not done has no message that the model could answer"
+    if len(whole) >= 8 and all(e["end"] == "limit" for e in whole):
+        yield f"no episode is ever done, whatever the replies (after {len(whole[0]['turns'])} turns)"
+
+
+@check("first message", "an episode begins with a message to answer")
+def _first_message(one: Observed, _: Observed) -> Iterator[str]:
+    starts = [e["start"] for e in one.episodes if e["start"]]
+    if starts and all('"role": "assistant"' in start["messages"].rpartition("{")[2] for start in starts):
+        yield "reset ends with a message of the assistant: the model has nothing to answer"
+    single = [e for e in one.of("wrong", "first") if len(e["turns"]) == 1]
+    labels = {label for label in one.labels if label is not None}
+    if len(single) >= 4 and len(single) == len(one.of("wrong", "first")) and len(labels) > 1:
+        shown = {e["start"]["messages"] for e in single}
+        if len(shown) == 1:
+            yield f"rows with {len(labels)} labels all begin with the same messages: the model cannot know the question"
+
+
+@check("same seed", "the same row and seed give the same episode, in another process too")
+def _same_seed(one: Observed, two: Observed) -> Iterator[str]:
+    here, there = one.digests("first"), two.digests("first")
+    different = [key for key in here.keys() & there.keys() if here[key] != there[key]]
+    if different:
+        name, row = min(different)
+        yield f"row {row} after {name} is another episode in a second process: take all chance from Row.seed"
+
+
+@check("clean reset", "an episode does not depend on those before it or beside it")
+def _clean(one: Observed, two: Observed) -> Iterator[str]:
+    if any(True for _ in _same_seed(one, two)):
+        return
+    first = one.digests("first")
+    for part, why in (
+        (
+            "again",
+            "is another episode after others were played: what is left of them (in class or module variables)?",
+        ),
+        ("together", "is another episode while another one is played: they share variables"),
+    ):
+        now = one.digests(part)
+        if different := [key for key in now if first.get(key, now[key]) != now[key]]:
+            yield f"row {min(different)[1]} {why}"
+            return
+    if any(e.get("changed") for e in one.episodes):
+        yield "it changes the row (prompt, label or metadata), which a group's episodes share: copy what you change"
+    for what, number in one.end.get("grown", {}).items():
+        if number > 0.5 * one.end["episodes"] > 5:
+            yield f"{number} {what} are still open after {one.end['episodes']} episodes: release them in close"
+
+
+@check("golden answer", "the golden answer scores most")
+def _golden(one: Observed, _: Observed) -> Iterator[str]:
+    golden, wrong = one.golden(), mean(one.of("wrong", "first"))
+    best = mean(golden)
+    if best is None:
+        if golden and wrong is not None:
+            yield "episodes with the golden answer have no reward, and others have one"
+        return
+    low = wrong if wrong is not None else -1e9
+    if best <= low + SAME:
+        yield f"the golden answer scores {best:.3g} on average, and nonsense {low:.3g}"
+        return
+    failing = [e for e in golden if e["reward"] is None or e["reward"] <= low + (best - low) / 10]
+    if failing:
+        rows = ", ".join(str(e["row"]) for e in failing[:5])
+        share = f"{len(failing)} of {len(golden)} rows (row {rows})"
+        yield f"the golden answer scores nothing in {share}: is the label right?"
+    for kind in ("empty", "constant", "copied", "long", "injection"):
+        for name, episodes in _by_name(one.of(kind)).items():
+            high = mean(episodes)
+            if high is not None and high > best + SAME:
+                yield f"{name} scores {high:.3g}, more than the golden answer ({best:.3g})"
+
+
+@check("cheap answers", "empty, constant, copied, very long and injected answers score least")
+def _cheap(one: Observed, _: Observed) -> Iterator[str]:
+    best, means = mean(one.golden()), {"nonsense": mean(one.of("wrong", "first"))}
+    kinds = dict.fromkeys(["nonsense"], "wrong")
+    for kind in ("empty", "constant", "copied", "long", "injection", "code"):
+        for name, episodes in _by_name(one.of(kind)).items():
+            means[name], kinds[name] = mean(episodes), kind
+    scored = {name: score for name, score in means.items() if score is not None}
+    if not scored:
+        return
+    least = min(scored.values())
+    if best is None or best <= least + SAME:
+        low, empty = scored.get("nonsense"), scored.get("an empty reply")
+        if best is None and low is not None and empty is not None and min(low, empty) > SAME:
+            yield f"nonsense scores {low:.3g}, and an empty reply {empty:.3g}: anything is rewarded"
+        return
+    for name, score in scored.items():
+        share = (score - least) / (best - least)
+        if share > (LUCKY if kinds[name] in ("constant", "wrong") else SHARE):
+            yield f"{name} scores {score:.3g} on average, and the golden answer {best:.3g}"
+
+
+def _by_name(episodes: Sequence[Record]) -> dict[str, list[Record]]:
+    by_name: dict[str, list[Record]] = {}
+    for episode in episodes:
+        by_name.setdefault(episode["name"], []).append(episode)
+    return by_name
+
+
+@check("no code", "replies never run as code")
+def _no_code(one: Observed, _: Observed) -> Iterator[str]:
+    ran = [e["name"] for e in one.episodes if e.get("ran")]
+    if ran:
+        yield f"{ran[0]} ran in the environment's process and made a file: never eval what the model writes"
+
+
+@check("no leak", "neither the answer nor the reward is shown")
+def _no_leak(one: Observed, _: Observed) -> Iterator[str]:
+    starts = {e["row"]: e["start"] for e in one.episodes if e["start"]}
+    labels = {row: label for row, label in enumerate(one.labels) if label}
+    shown = {row: f"{start['messages']} {start['tools']}" for row, start in starts.items()}
+    if _leaks(shown, labels):
+        yield "the first messages or the tools show the answer: the label stands there after a word such as answer"
+    later = [e for e in one.of("wrong", "first") if len(e["turns"]) > 1 or e["end"] != "done"]
+    after = {e["row"]: " ".join(turn["messages"] for turn in e["turns"] if not turn["done"]) for e in later}
+    if _leaks(after, labels):
+        yield "a message after a wrong reply tells the right answer, and the episode goes on"
+    telling = [e for e in one.episodes if e["kind"] in ("wrong", "empty", "golden") and _tells_reward(e)]
+    if len(telling) >= ROWS_OF_A_LEAK:
+        yield "messages tell the model its reward while the episode goes on"
+
+
+def _leaks(texts: Mapping[int, str], labels: Mapping[int, str]) -> bool:
+    """Whether the texts of most rows have the row's label after a word that announces it."""
+    rows = [row for row in texts if row in labels and texts[row]]
+    if len(rows) < ROWS_OF_A_LEAK or len({labels[row] for row in rows}) < LABELS_OF_A_LEAK:
+        return False
+    seen = [row for row in rows if _announced(labels[row], texts[row])]
+    others = [
+        row for row in rows for other in rows if labels[other] != labels[row] and _announced(labels[other], texts[row])
+    ]
+    return len(seen) >= LEAKS * len(rows) and len(others) < len(seen)
+
+
+def _announced(label: str, text: str) -> bool:
+    word = rf"(?<!\w)({REVEALS})\b\W{{0,12}}((is|was|of|to)\b)?\W{{0,6}}"
+    return re.search(rf"{word}{re.escape(label)}(?!\w)", text, re.IGNORECASE) is not None
+
+
+def _tells_reward(episode: Record) -> bool:
+    """Whether a message that goes on names the reward of its own step."""
+    for turn in episode["turns"]:
+        reward = turn["reward"]
+        if turn["done"] or not isinstance(reward, int | float):
+            continue
+        if any(abs(float(number) - reward) < SAME for number in REWARDS.findall(turn["messages"])):
+            return True
+    return False
+
+
+@check("rewards", "rewards go to who spoke")
+def _rewards(one: Observed, _: Observed) -> Iterator[str]:
+    speakers = {turn["role"] for e in one.episodes for turn in e["turns"]}
+    who = ", ".join(map(repr, sorted(speakers)))
+    for role in dict.fromkeys(role for e in one.episodes for turn in e["turns"] for role in turn["rewards"]):
+        if role not in speakers:
+            yield f"a step has a reward for the role {role!r}, which never speaks; there are {who}"
+    done = [e for e in one.episodes if e["end"] == "done"]
+    scored = [e for e in done if e["reward"] is not None]
+    if scored and len(scored) < len(done):
+        missing = next(e for e in done if e["reward"] is None)
+        yield f"after {missing['name']} an episode is done without a reward, and others have one"
+
+
+@check("tools", "tools are described in OpenAI's form, and each call is answered")
+def _tools(one: Observed, _: Observed) -> Iterator[str]:
+    for episode in one.of("tools"):
+        if any(turn["unanswered"] for turn in episode["turns"]):
+            yield f"after {episode['name']}: a call has no answer (a message of the role tool with its tool_call_id)"
+            return
