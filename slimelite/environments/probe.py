@@ -109,14 +109,14 @@ class Scene:
     best: list[str | Message] | None  # the replies of the environment's own `golden`
 
 
-def said(content: str | None, **more: object) -> Message:
+def reply_of(content: str | None, **more: object) -> Message:
     """A reply as `Episode` passes it on."""
     return {"role": "assistant", "content": content, "malformed": [], "finish_reason": "stop", **more}
 
 
 def always(kind: str, name: str, content: str) -> Script:
     """One reply, turn after turn."""
-    return Script(kind, name, lambda _scene, _turn: said(content))
+    return Script(kind, name, lambda _scene, _turn: reply_of(content))
 
 
 def label_text(row: Row) -> str | None:
@@ -129,7 +129,7 @@ def label_text(row: Row) -> str | None:
 def _golden(frame: str) -> Script:
     def reply(scene: Scene, _turn: int) -> Message | None:
         label = label_text(scene.row)
-        return None if label is None else said(frame.format(label))
+        return None if label is None else reply_of(frame.format(label))
 
     return Script("golden", f"the label as {frame!r}", reply)
 
@@ -138,11 +138,11 @@ def _own(scene: Scene, turn: int) -> Message | None:
     if scene.best is None or turn >= len(scene.best):
         return None
     reply = scene.best[turn]
-    return said(reply) if isinstance(reply, str) else {**said(None), **reply}
+    return reply_of(reply) if isinstance(reply, str) else {**reply_of(None), **reply}
 
 
 def _copied(scene: Scene, _turn: int) -> Message:
-    return said("\n".join(content_text(message.get("content")) for message in scene.shown))
+    return reply_of("\n".join(content_text(message.get("content")) for message in scene.shown))
 
 
 def call_of(name: str, arguments: object, number: int = 0) -> dict[str, object]:
@@ -166,13 +166,13 @@ def _calls(text: str, extra: Mapping[str, object] | None = None) -> Callable[[Sc
         if not scene.start.tools:
             return None
         if turn:
-            return said(NONSENSE)
+            return reply_of(NONSENSE)
         calls = list[dict[str, object]]()
         for tool in scene.start.tools:
             wanted = tool["function"].get("parameters", {}).get("properties", {})
             fitting = {name: _example(shape, text) for name, shape in wanted.items()}
             calls.append(call_of(tool["function"]["name"], fitting if extra is None else extra, len(calls)))
-        return said(None, tool_calls=calls)
+        return reply_of(None, tool_calls=calls)
 
     return reply
 
@@ -180,13 +180,13 @@ def _calls(text: str, extra: Mapping[str, object] | None = None) -> Callable[[Sc
 def _unknown_tool(scene: Scene, turn: int) -> Message | None:
     if not scene.start.tools:
         return None
-    return said(NONSENSE) if turn else said(None, tool_calls=[call_of("no_such_tool", {})])
+    return reply_of(NONSENSE) if turn else reply_of(None, tool_calls=[call_of("no_such_tool", {})])
 
 
 def _malformed(scene: Scene, turn: int) -> Message | None:
     if not scene.start.tools:
         return None
-    return said(NONSENSE, malformed=[] if turn else ["a call could not be read"])
+    return reply_of(NONSENSE, malformed=[] if turn else ["a call could not be read"])
 
 
 def more_scripts(rows: Sequence[Row], frame: str, canary: str) -> list[Script]:
@@ -203,7 +203,7 @@ def more_scripts(rows: Sequence[Row], frame: str, canary: str) -> list[Script]:
     replies += [("code", "a shell command", f"$(touch {canary}); touch {canary} #")]
     scripts = [always(kind, name, each.format(text)) for kind, name, text in replies for each in frames]
     scripts += [Script("copied", "the prompt, copied", _copied)]
-    scripts += [Script("cut", "a reply cut off by a limit", lambda _s, _t: said("The ans", finish_reason="length"))]
+    scripts += [Script("cut", "a reply cut off by a limit", lambda _s, _t: reply_of("The ans", finish_reason="length"))]
     scripts += [
         Script("tools", "a call of each tool", _calls("x")),
         Script("tools", "calls without arguments", _calls("x", {})),
@@ -316,7 +316,7 @@ class Player:
             record["turns"].append(
                 {
                     "role": role,
-                    "said": str(reply.get("content"))[:200],
+                    "reply": str(reply.get("content"))[:200],
                     "messages": list(step.messages),
                     "reward": dict(step.reward) if isinstance(step.reward, Mapping) else step.reward,
                     "rewards": dict(step.rewards),
