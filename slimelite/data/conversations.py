@@ -34,7 +34,7 @@ MARKS = re.compile(r"\{%-?\+?\s*generation\s*-?\+?%\}")
 # label and reward of the two samples of a pair, in this order
 SIDES = (("chosen", 1.0), ("rejected", 0.0))
 # label of a reply -> its reward
-JUDGEMENTS = {"true": 1.0, "1": 1.0, "false": 0.0, "0": 0.0}
+JUDGEMENTS = {"true": 1.0, "1": 1.0, "1.0": 1.0, "false": 0.0, "0": 0.0, "0.0": 0.0}
 
 
 class Piece(NamedTuple):

@@ -9,7 +9,6 @@ are not.
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
 import logging
@@ -18,7 +17,6 @@ import re
 import subprocess
 import sys
 import time
-import zlib
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,13 +29,11 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 import slimelite
 from slimelite.base.files import FORMAT, named, write_text
-from slimelite.data.hub import HubFile, hub_files
-from slimelite.data.reader import HUB_ID
+from slimelite.data.hub import HubFile
+from slimelite.data.texts import find_files, read_documents
 from slimelite.data.tokenizer import beginning, fingerprint, load_tokenizer
 
 if TYPE_CHECKING:
@@ -45,8 +41,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# endings of files of documents
-ENDINGS = (".parquet", ".jsonl", ".jsonl.gz", ".txt")
 # characters that the tokenizer gets at once; a longer document is cut after a line
 CHARACTERS = 2**20
 # texts of fewer bytes are tokenised in the process that wants them: a worker takes a second to start
@@ -56,12 +50,6 @@ ABANDONED = 3600
 PARTIAL = re.compile(r"[0-9a-f]{32}\.(json|tokens|ends\.npy)\.\d+")
 # documents of each file that a start reads before it loads anything
 FIRST = 64
-# kinds of documents that are left out
-EMPTY, NUL, ENCODING, MALFORMED, BROKEN = "empty", "with a NUL", "not UTF-8", "malformed", "cut short or unreadable"
-
-
-# the value of a row that lacks the column of texts
-ABSENT = object()
 
 
 @dataclass(frozen=True)
@@ -124,31 +112,6 @@ class TextCoder:
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ``ids``, special tokens included."""
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
-
-
-def find_files(spec: str) -> list[Path | HubFile]:
-    """The files of documents that ``spec`` names: a file, a folder (with those below it), a pattern, or a hub dataset.
-
-    Raises:
-        ValueError: there are none.
-    """
-    path = Path(spec)
-    if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.name.endswith(ENDINGS) and file.is_file())
-    elif any(sign in spec for sign in "*?["):
-        files = sorted(Path(path.anchor or ".").glob(str(path.relative_to(path.anchor) if path.anchor else path)))
-    else:
-        files = [path]
-    if not path.exists() and HUB_ID.fullmatch(spec):
-        return [*hub_files(spec, ENDINGS)]
-    if not files:
-        raise ValueError(f"{spec}: no file here ends with {', '.join(ENDINGS)}")
-    for file in files:
-        if not file.is_file():
-            raise ValueError(f"no such file: {file} (--prompt-data, --eval-bpb)")
-        if not file.name.endswith(ENDINGS):
-            raise ValueError(f"{file}: a file of documents ends with {', '.join(ENDINGS)}")
-    return [*files]
 
 
 def tokenize(
@@ -425,79 +388,6 @@ def _sweep(cache: Path) -> None:
 
 def _paths(cache: Path, key: str) -> tuple[Path, Path, Path]:
     return cache / f"{key}.json", cache / f"{key}.tokens", cache / f"{key}.ends.npy"
-
-
-def read_documents(path: str, column: str) -> Iterator[tuple[str, str | None, str]]:
-    """(place, text, "") for each document of a file, or (place, None, kind) for one that cannot be trained on.
-
-    Memory for a part of the file is enough. A ``.txt`` file is one document.
-    """
-    read = next(reader for ending, reader in READERS.items() if path.endswith(ending))
-    try:
-        for place, value in read(path, column):
-            yield (place, *_checked(value, column))
-    except (pa.ArrowInvalid, OSError, EOFError, zlib.error) as error:
-        yield f"{error}", None, BROKEN
-
-
-def _checked(value: object, column: str) -> tuple[str | None, str]:
-    if value is ABSENT:
-        return None, f"without a column {column!r} (--text-key)"
-    if isinstance(value, bytes):
-        try:
-            value = value.decode()
-        except UnicodeDecodeError:
-            return None, ENCODING
-    if not isinstance(value, str):
-        return None, MALFORMED
-    if not value.strip():
-        return None, EMPTY
-    if "\0" in value:
-        return None, NUL
-    try:
-        value.encode()
-    except UnicodeEncodeError:  # half of a character, as JSON can spell it
-        return None, ENCODING
-    return value, ""
-
-
-def _parquet_documents(path: str, column: str) -> Iterator[tuple[str, object]]:
-    with pq.ParquetFile(path) as file:
-        if column not in file.schema_arrow.names:
-            raise ValueError(f"{path} has no column {column!r}; its columns are {file.schema_arrow.names} (--text-key)")
-        row = 0
-        for batch in file.iter_batches(1024, columns=[column]):
-            values = batch.column(0)
-            texts = pa.types.is_string(values.type) or pa.types.is_large_string(values.type)
-            for value in (values.cast(pa.large_binary()) if texts else values).to_pylist():
-                yield f"row {row}", value
-                row += 1
-
-
-def _jsonl_documents(path: str, column: str) -> Iterator[tuple[str, object]]:
-    with (gzip.open if path.endswith(".gz") else open)(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line.decode())
-                yield f"line {number}", row.get(column, ABSENT) if isinstance(row, dict) else None
-            except UnicodeDecodeError as error:
-                yield f"line {number}", error.object
-            except (ValueError, RecursionError):
-                yield f"line {number}", None
-
-
-def _text_document(path: str, _column: str) -> Iterator[tuple[str, object]]:
-    yield "the file", Path(path).read_bytes()
-
-
-READERS: dict[str, Callable[[str, str], Iterator[tuple[str, object]]]] = {
-    ".parquet": _parquet_documents,
-    ".jsonl": _jsonl_documents,
-    ".jsonl.gz": _jsonl_documents,
-    ".txt": _text_document,
-}
 
 
 def _digest(content: bytes) -> str:

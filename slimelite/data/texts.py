@@ -5,130 +5,88 @@ from __future__ import annotations
 import codecs
 import gzip
 import json
-from collections.abc import Iterable, Iterator
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from slimelite.data.reader import HUB_ID, ZIPPED, BadRows
+from slimelite.data.hub import HubFile, hub_files
+from slimelite.data.reader import HUB_ID, BadRows
 
+# endings of files of documents
+ENDINGS = (".parquet", ".jsonl", ".jsonl.gz", ".txt")
+# endings of plain texts that a folder may have besides
+PLAIN = (".md", ".rst", ".text")
 # a plain text is cut at the first end of a line after so many bytes: a file is read in pieces
 PIECE = 1 << 16
-# rows of a parquet file that are in memory at once
-BATCH = 256
-ROWS = (".parquet", ".jsonl", ZIPPED)
-PLAIN = (".txt", ".md", ".rst", ".text")
+# kinds of documents that are left out
+EMPTY, NUL, ENCODING, MALFORMED, BROKEN = "empty", "with a NUL", "not UTF-8", "malformed", "cut short or unreadable"
+# the value of a row that lacks the column of texts
+ABSENT = object()
 
 
-def text_files(spec: str) -> list[str]:
-    """The files that ``spec`` names, sorted: a file, a folder, a pattern such as ``shards/*.parquet``; or itself, if it
-    is a dataset of the hub, ``owner/name[:config][:split]``.
+def find_files(spec: str, *, plain: bool = False) -> list[Path | HubFile]:
+    """The files of documents that ``spec`` names: a file, a folder (with those below it), a pattern, or a hub dataset.
+
+    ``plain``: files that are named may have any ending, and folders those of `PLAIN`.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there are none.
     """
-    path = Path(spec)
-    if path.is_file():
-        return [spec]
-    pattern = spec if any(sign in spec for sign in "*?[") else None
-    root, inner = (path, "**/*") if pattern is None else (Path(path.anchor or "."), str(path).removeprefix(path.anchor))
-    files = sorted(str(file) for file in root.glob(inner) if file.is_file())
-    if pattern is None:  # of a folder, the files that are read without being named
-        files = [file for file in files if file.endswith((*ROWS, *PLAIN))]
-    if files:
-        return files
+    path, endings = Path(spec), (*ENDINGS, *PLAIN) if plain else ENDINGS
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.name.endswith(endings) and file.is_file())
+    elif any(sign in spec for sign in "*?["):
+        files = sorted(Path(path.anchor or ".").glob(str(path.relative_to(path.anchor) if path.anchor else path)))
+        files = [file for file in files if file.is_file()]
+    else:
+        files = [path]
     if not path.exists() and HUB_ID.fullmatch(spec):
-        return [spec]
-    raise ValueError(
-        f"no texts at {spec!r}: name a file, a folder with {', '.join((*ROWS, *PLAIN))}, a pattern in quotation marks, "
-        "or a dataset of the hub as owner/name[:config][:split]"
-    )
+        return [*hub_files(spec, ENDINGS)]
+    if not files:
+        raise ValueError(f"{spec}: no file here ends with {', '.join(endings)}")
+    for file in files:
+        if not file.is_file():
+            raise ValueError(f"no such file: {file}")
+        if not plain and not file.name.endswith(endings):
+            raise ValueError(f"{file}: a file of documents ends with {', '.join(ENDINGS)}")
+    return [*files]
 
 
 def read_texts(spec: str, column: str = "text", *, skip_bad: bool = False) -> Iterator[str]:
-    """Each text of ``spec`` (see `text_files`), in order; memory holds one batch of rows or one piece of a file.
+    """Each text of ``spec`` (see `find_files`), in order; memory holds one batch of rows or one piece of a file.
 
-    ``column``: the one with the text, of files that have columns. Rows without a text, empty ones, and such as hold
-    NUL or are no UTF-8 are malformed: with ``skip_bad`` they are counted, named in a warning and left out.
+    ``column``: the one with the text, of files that have columns. With ``skip_bad`` rows that cannot be trained on are
+    counted, named in a warning and left out.
 
     Raises:
-        ValueError: there is no such file or column, or at the end of a file with malformed rows.
+        ValueError: there is no such file or column, a file is cut short, or at the end of a file with such rows.
     """
-    for file in text_files(spec):
-        bad = BadRows(skip=skip_bad)
-        for place, value in _values(file, column):
-            bad.rows += 1
-            if (problem := _problem(value, column)) is None:
-                yield str(value)
-            else:
-                bad.add(place, problem)
-        bad.close(file)
+    for file in find_files(spec, plain=True):
+        if isinstance(file, Path):
+            yield from _texts(str(file), str(file), column, skip_bad=skip_bad)
+            continue
+        with tempfile.TemporaryDirectory() as folder, file.downloaded(Path(folder)) as copy:
+            yield from _texts(copy, f"{file.dataset}: {file.file}", column, skip_bad=skip_bad)
 
 
-def _problem(value: object, column: str) -> str | None:
-    """Why ``value`` is not a text to train on; None if it is one."""
-    if isinstance(value, ValueError):
-        return str(value)
-    if not isinstance(value, str):
-        return f"{column!r} holds no text"
-    if not value.strip():
-        return "an empty text"
-    if "\0" in value:
-        return "a text with NUL"
-    # JSON may hold half of a character that UTF-16 writes as two, and nothing can encode it
-    return "half a character" if any("\ud800" <= letter <= "\udfff" for letter in value) else None
-
-
-def _values(file: str, column: str) -> Iterator[tuple[str, object]]:
-    """(place, text, or else what is there instead, or the error) of one file or dataset."""
-    if not Path(file).is_file():
-        return _hub(file, column)
-    if file.endswith(".parquet"):
-        return _parquet(file, column)
-    return _lines(file, column) if file.endswith((".jsonl", ZIPPED)) else _pieces(file)
-
-
-def _parquet(file: str, column: str) -> Iterator[tuple[str, object]]:
-    try:
-        with pq.ParquetFile(file) as content:
-            names = content.schema_arrow.names
-            if column not in names:
-                raise ValueError(f"{file} has no column {column!r}; its columns are {names}")
-            row = 0
-            for batch in content.iter_batches(BATCH, columns=[column]):
-                for value in batch.column(0):
-                    yield f"row {row}", _python(value)
-                    row += 1
-    except (pa.ArrowInvalid, OSError) as error:
-        raise ValueError(f"{file} is not a readable parquet file: {error}") from error
-
-
-def _python(value: pa.Scalar) -> object:
-    try:
-        return value.as_py()
-    except UnicodeDecodeError:
-        return ValueError("no UTF-8")
-
-
-def _lines(file: str, column: str) -> Iterator[tuple[str, object]]:
-    with gzip.open(file) if file.endswith(ZIPPED) else open(file, "rb") as lines:
-        try:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield f"line {number}", _field(line, column)
-        except (OSError, EOFError) as error:
-            raise ValueError(f"{file} is not a readable gzip file: {error}") from error
-
-
-def _field(line: bytes, column: str) -> object:
-    try:
-        row = json.loads(line)
-    except UnicodeDecodeError:
-        return ValueError("no UTF-8")
-    except (ValueError, RecursionError) as error:
-        return ValueError(f"not JSON ({error})")
-    return row.get(column) if isinstance(row, dict) else None
+def _texts(path: str, name: str, column: str, *, skip_bad: bool) -> Iterator[str]:
+    """Those of one file, which messages call ``name``."""
+    bad = BadRows(skip=skip_bad)
+    rows = path.endswith(tuple(ending for ending in ENDINGS if READERS[ending] is not _text_document))
+    documents = read_documents(path, column) if rows else ((place, *_checked(v, column)) for place, v in _pieces(path))
+    for place, text, kind in documents:
+        if kind == BROKEN:
+            raise ValueError(f"{name} is {BROKEN}: {place}")
+        bad.rows += 1
+        if text is None:
+            bad.add(place, kind)
+        else:
+            yield text
+    bad.close(name)
 
 
 def _pieces(file: str) -> Iterator[tuple[str, object]]:
@@ -142,21 +100,78 @@ def _pieces(file: str) -> Iterator[tuple[str, object]]:
                     yield f"bytes from {start}", text
             except UnicodeDecodeError:
                 decoder.reset()
-                yield f"bytes from {start}", ValueError("no UTF-8")
+                yield f"bytes from {start}", data
             start = content.tell()
 
 
-def _hub(name: str, column: str) -> Iterator[tuple[str, object]]:
+def read_documents(path: str, column: str) -> Iterator[tuple[str, str | None, str]]:
+    """(place, text, "") for each document of a file, or (place, None, kind) for one that cannot be trained on.
+
+    Memory for a part of the file is enough. A ``.txt`` file is one document.
+    """
+    read = next(reader for ending, reader in READERS.items() if path.endswith(ending))
     try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise ValueError(f"no file {name!r}; to read it as a hub dataset: pip install -e '.[hub]'") from error
-    dataset, *rest = name.split(":")
+        for place, value in read(path, column):
+            yield (place, *_checked(value, column))
+    except (pa.ArrowInvalid, OSError, EOFError, zlib.error) as error:
+        yield f"{error}", None, BROKEN
+
+
+def _checked(value: object, column: str) -> tuple[str | None, str]:
+    if value is ABSENT:
+        return None, f"without a column {column!r} (--text-key)"
+    if isinstance(value, bytes):
+        try:
+            value = value.decode()
+        except UnicodeDecodeError:
+            return None, ENCODING
+    if not isinstance(value, str):
+        return None, MALFORMED
+    if not value.strip():
+        return None, EMPTY
+    if "\0" in value:
+        return None, NUL
     try:
-        rows: Iterable[dict[str, object]] = load_dataset(
-            dataset, rest[0] if len(rest) == 2 else None, split=rest[-1] if rest else "train", streaming=True
-        )
-        for number, row in enumerate(rows):
-            yield f"row {number}", row.get(column)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"no file {name!r}, and the hub gives no texts for it: {error}") from error
+        value.encode()
+    except UnicodeEncodeError:  # half of a character, as JSON can spell it
+        return None, ENCODING
+    return value, ""
+
+
+def _parquet_documents(path: str, column: str) -> Iterator[tuple[str, object]]:
+    with pq.ParquetFile(path) as file:
+        if column not in file.schema_arrow.names:
+            raise ValueError(f"{path} has no column {column!r}; its columns are {file.schema_arrow.names} (--text-key)")
+        row = 0
+        for batch in file.iter_batches(1024, columns=[column]):
+            values = batch.column(0)
+            texts = pa.types.is_string(values.type) or pa.types.is_large_string(values.type)
+            for value in (values.cast(pa.large_binary()) if texts else values).to_pylist():
+                yield f"row {row}", value
+                row += 1
+
+
+def _jsonl_documents(path: str, column: str) -> Iterator[tuple[str, object]]:
+    with (gzip.open if path.endswith(".gz") else open)(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line.decode())
+                yield f"line {number}", row.get(column, ABSENT) if isinstance(row, dict) else None
+            except UnicodeDecodeError as error:
+                yield f"line {number}", error.object
+            except (ValueError, RecursionError):
+                yield f"line {number}", None
+
+
+def _text_document(path: str, _column: str) -> Iterator[tuple[str, object]]:
+    yield "the file", Path(path).read_bytes()
+
+
+READERS: dict[str, Callable[[str, str], Iterator[tuple[str, object]]]] = {
+    ".parquet": _parquet_documents,
+    ".jsonl": _jsonl_documents,
+    ".jsonl.gz": _jsonl_documents,
+    ".txt": _text_document,
+}

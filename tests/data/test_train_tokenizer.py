@@ -130,7 +130,7 @@ def test_damaged_texts_are_named_and_left_out_if_asked(tmp_path: Path, caplog: p
         '{"text": "b"}',
     ]
     (tmp_path / "a.jsonl").write_bytes("\n".join(lines).encode() + b'\n{"text": "\xff"}\n')
-    with pytest.raises(ValueError, match=r"6 of 8 rows are malformed: line 2: an empty text; line 3: a text with NUL"):
+    with pytest.raises(ValueError, match=r"6 of 8 rows are malformed: line 2: empty; line 3: with a NUL"):
         list(read_texts(str(tmp_path / "a.jsonl")))
     assert list(read_texts(str(tmp_path), skip_bad=True)) == ["a", "b"]
     assert "6 of 8 rows are malformed and left out" in caplog.text
@@ -141,10 +141,10 @@ def test_damaged_texts_are_named_and_left_out_if_asked(tmp_path: Path, caplog: p
     assert "".join(pieces) == text
     assert len(pieces) > 1
     (tmp_path / "b.txt").write_bytes(b"caf\xe9")
-    with pytest.raises(ValueError, match="bytes from 0: no UTF-8"):
+    with pytest.raises(ValueError, match="bytes from 0: not UTF-8"):
         list(read_texts(str(tmp_path)))
-    with pytest.raises(ValueError, match="no texts at"):
+    with pytest.raises(ValueError, match="no such file"):
         list(read_texts(str(tmp_path / "none")))
     (tmp_path / "c.parquet").write_bytes(b"PAR1")
-    with pytest.raises(ValueError, match="not a readable parquet file"):
+    with pytest.raises(ValueError, match=r"c\.parquet is cut short or unreadable"):
         list(read_texts(str(tmp_path / "c.parquet")))

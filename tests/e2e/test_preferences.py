@@ -115,8 +115,8 @@ def test_a_reward_model_is_trained_and_read_and_replies_are_judged(task: Path, t
     scores = model.scores([Exchange("", answer, row["messages"]) for answer in answers])
     assert scores[0] > scores[1]
 
-    talks = [
-        {"messages": [*row["messages"], *row[side]], "good": side == "chosen"}
+    talks = [  # labels as pandas writes a column with gaps
+        {"messages": [*row["messages"], *row[side]], "good": float(side == "chosen")}
         for row in pq.read_table(task / "pairs.parquet").to_pylist()[:60]
         for side in ("chosen", "rejected")
     ]

@@ -127,7 +127,8 @@ def test_a_run_goes_on_to_the_same_bits_and_refuses_other_documents(pretrain: Pr
 
 def test_bits_per_byte_are_those_of_a_model_that_reads_each_text_alone(pretrain: Pretrain) -> None:
     run = pretrain(
-        "bpb", "--eval-bpb", "held.jsonl", "--eval-interval", "2", "--save-hf", "model", "--seq-length", "999"
+        *("bpb", "--eval-bpb", "held.jsonl", "--eval-interval", "2", "--save-hf", "model", "--seq-length", "999"),
+        *("--early-stop-patience", "1"),  # fewer bits are better, so that it never acts here
     )
     model = AutoModelForCausalLM.from_pretrained("model", dtype=torch.float32)
     tokenizer, nats, size = byte_tokenizer(), 0.0, 0
@@ -140,3 +141,10 @@ def test_bits_per_byte_are_those_of_a_model_that_reads_each_text_alone(pretrain:
     assert len(found) == 3
     assert found[-1] == pytest.approx(nats / math.log(2) / size, rel=1e-5)
     assert found[-1] < found[0]
+
+
+def test_a_run_whose_bits_per_byte_do_not_fall_ends_early(pretrain: Pretrain) -> None:
+    flags = ("--eval-bpb", "held.jsonl", "--eval-interval", "1", "--early-stop-patience", "1", "--lr", "1e-30")
+    run = pretrain("early", *flags)
+    assert len(metrics(run, "eval/bpb")) == 2, "before training, and after the first of four rollouts"
+    assert "eval/bpb" in json.loads((run / "status.json").read_text())["message"]
