@@ -66,6 +66,7 @@ class Episode:
         self.status = Status.COMPLETED
         self.failure: EnvironmentFailure | None = None
         self.counts: Counter[str] = Counter(turns=0, tool_calls=0, malformed_calls=0, timeouts=0, errors=0)
+        self.counts.update(context_full=0, turn_limit=0)
         self.metrics: Counter[str] = Counter()
         self.seconds = 0.0  # in calls of the environment
         self._environment: Live | None = None
@@ -118,11 +119,13 @@ class Episode:
                 raise EnvironmentFailure("invalid", f"the role {name!r} speaks, but has no message to answer")
             params = self._params.after(0, None if self._max_tokens is None else self._max_tokens - self._tokens)
             if params.max_new_tokens <= 0 or self.counts["turns"] >= self._max_turns:
+                self.counts["turn_limit"] = int(params.max_new_tokens > 0)
                 self.status = Status.TRUNCATED
                 return
             try:
                 turn = await role.session.chat(role.messages, tools or None, params)
             except ContextFullError as error:
+                self.counts["context_full"] = 1
                 if not self.counts["turns"]:
                     raise EnvironmentFailure("too_long", f"an episode begins too long: {error}; {REMEDY}") from error
                 self.status = Status.TRUNCATED

@@ -127,6 +127,7 @@ def _samples(sample: Sample, session: Session, ended: Ended, failure: Failure | 
         "malformed_calls": sum(len(turn.reply.malformed) for turn in turns),
         "timeouts": int(ended.status is None),
         "errors": int(failure is not None and ended.status is not None),
+        "context_full": int(session.overflows > 0),
         "seconds": ended.seconds,
         "metrics": {"silent_programs": float(not turns)},
     }

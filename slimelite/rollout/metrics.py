@@ -22,6 +22,10 @@ REPETITION_TAIL = 10_000
 REPETITION_RATIO = 10
 
 
+# what is counted of episodes as totals, others as means
+TOTALS = ("timeouts", "errors", "context_full")
+
+
 def rollout_metrics(
     args: TrackingArgs,
     groups: Sequence[Sequence[Sample]],
@@ -155,8 +159,10 @@ def _conversations(samples: Sequence[Sample], table: SampleTable) -> dict[str, f
 
 
 def episode_metrics(samples: Sequence[Sample], reward_key: str | None) -> dict[str, float]:
-    """Of ``--environment``: means over the episodes, ``timeouts`` and ``errors`` as totals, and rewards by role."""
-    episodes = {(s.group_index, s.index): facts for s in samples if (facts := s.metadata.get(FACTS))}.values()
+    """Of ``--environment``: means over the episodes, ``TOTALS`` as totals, and rewards by role."""
+    by_episode = {(s.group_index, s.index): facts for s in samples if (facts := s.metadata.get(FACTS))}
+    trained = {(s.group_index, s.index) for s in samples if not s.remove_sample and _has_trained_token(s)}
+    episodes = by_episode.values()
     if not episodes:
         return {}
     totals: Counter[str] = Counter()
@@ -165,7 +171,7 @@ def episode_metrics(samples: Sequence[Sample], reward_key: str | None) -> dict[s
         own = facts["metrics"]
         seen.update(own.keys())
         totals.update({**facts, **own, "metrics": 0})
-    counts = {name: totals[name] for name in ("timeouts", "errors")}
+    counts: dict[str, float] = {name: totals[name] for name in TOTALS}
     means = {name: total / (seen[name] or len(episodes)) for name, total in totals.items() if name not in counts}
     del means["metrics"]
     roles: dict[str, list[Sample]] = {}
@@ -176,7 +182,13 @@ def episode_metrics(samples: Sequence[Sample], reward_key: str | None) -> dict[s
         f"reward/{name}": mean_of_rollouts([s.reward_value(reward_key) for s in played], [s.index for s in played])
         for name, played in roles.items()
     }
-    return {**counts, **means, **rewards}
+    number = {"episodes": len(episodes), "untrained": len(by_episode.keys() - trained)}
+    return {**counts, **number, **means, **rewards}
+
+
+def _has_trained_token(sample: Sample) -> bool:
+    mask = vars(sample).get("loss_mask")
+    return sample.response_length > 0 and (mask is None or bool(np.any(np.asarray(mask))))
 
 
 def perf_metrics(gpus: int, generated: Sequence[Generated], seconds: float) -> dict[str, float]:

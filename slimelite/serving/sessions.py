@@ -116,7 +116,8 @@ class Session:
     """A conversation with its branches; `Sessions.open` makes one.
 
     ``key`` opens this session alone. ``turns``: the finished ones, in the order in which they finished. ``running``:
-    number of requests that the sampler has now. ``used``: when it was opened, or a turn last ended [s, monotonic].
+    number of requests that the sampler has now. ``overflows``: prompts that left no
+    room for a reply. ``used``: when it was opened, or a turn last ended [s, monotonic].
     """
 
     def __init__(
@@ -133,7 +134,7 @@ class Session:
         self.defaults = defaults or SamplingParams(max_new_tokens=max_context_len)
         self.turns: list[Turn] = []
         self._unfinished: dict[int, GenerateResult] = {}  # by turn, what the sampler has given so far
-        self.running = 0
+        self.running = self.overflows = 0
         self._sampler, self._seed = sampler, seed
         self._begun = 0
         self.used = time.monotonic()
@@ -247,6 +248,7 @@ class Session:
             sent = (*before[0].sent, *sent[len(before[0].sent) :])
         rendered = self.format.render(whole, tools, **template_kwargs)
         if self.format.exceeds(rendered, self.max_context_len):
+            self.overflows += 1
             raise ContextFullError(
                 f"the prompt has {len(rendered):,} characters, which leave no room for a reply in a context of "
                 f"{self.max_context_len} tokens"
@@ -286,6 +288,7 @@ class Session:
         prompt_ids = turn.prompt_ids
         room = self.max_context_len - len(prompt_ids)
         if room <= 0:
+            self.overflows += 1
             raise ContextFullError(
                 f"the prompt has {len(prompt_ids)} tokens, which leaves no room for a reply in a context of "
                 f"{self.max_context_len}"

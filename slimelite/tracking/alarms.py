@@ -28,6 +28,7 @@ ERRORS = 4.0  # standard errors from which on two scores differ, the earlier one
 UNKNOWN_ERROR = 0.04  # of an evaluation that does not say its standard error: that of 150 answers, right or wrong
 ALL = 0.9  # share of groups that counts as all of them: one lucky group in ten changes nothing
 SOLVED = 0.9  # an eval score from which on there is little left to learn
+AGENTS = 0.1  # share of episodes that fail: as many as a run with flaky programs may lose, and no more
 MISMATCH_LIMIT = 0.02  # nats; engines that compute in bfloat16 stay below 0.01
 
 METRICS = {
@@ -42,6 +43,7 @@ METRICS = {
     "wrong": "",
     "right": "",
     "deaths": "rollout/engine_deaths",
+    "turn_limit": "rollout/environment/turn_limit",
     "seconds": "",  # of the rollout without its evaluation and saving
 }
 EQUAL = "rollout/zero_std/count_"
@@ -434,6 +436,70 @@ def stall(h: History) -> Seen | None:
         return None
     says = f"the rollout took {now:.0f} s, and {usual:.0f} s are usual"
     return Seen(says, lambda h: h.values["seconds"][-1] >= max(5 * usual, usual + 60))
+
+
+@kind(
+    "a tenth of a rollout's agent programs or environments failed or crashed",
+    "log.txt has each error, and agents/programs.log the end of what programs printed. `slimelite env check` finds "
+    "faults of an environment. --reward-error says what their samples are worth.",
+)
+def agent_errors(h: History) -> Seen | None:
+    """A tenth, and two at least: one program of many that falls over is usual."""
+    return _share_of_episodes(h, "errors", "failed or crashed")
+
+
+@kind(
+    "a tenth of a rollout's agent programs or environments took too long",
+    "Look for a tool or a request that waits. Raise --agent-timeout, --environment-call-timeout or "
+    "--environment-timeout; fewer --agent-programs at once leave each more of the machine.",
+)
+def agent_timeouts(h: History) -> Seen | None:
+    """As `agent_errors`."""
+    return _share_of_episodes(h, "timeouts", "took too long")
+
+
+@kind(
+    "a tenth of a rollout's episodes have no token that is trained on",
+    "These episodes ended before the first reply, or their replies are masked: does the program ask the model at "
+    "OPENAI_BASE_URL, does reset leave room in the context?",
+)
+def untrained_episodes(h: History) -> Seen | None:
+    """As `agent_errors`."""
+    return _share_of_episodes(h, "untrained", "have no token that is trained on")
+
+
+@kind(
+    "a tenth of a rollout's episodes have a prompt that leaves no room for a reply",
+    "Let tools and messages say less, end episodes earlier (--environment-max-turns), or raise "
+    "--rollout-max-context-len.",
+)
+def context_overflow(h: History) -> Seen | None:
+    """As `agent_errors`."""
+    return _share_of_episodes(h, "context_full", "ran out of context")
+
+
+@kind(
+    "half of the episodes of 3 rollouts end at --environment-max-turns",
+    "Read the ends of such episodes: does the environment end an episode that is solved or lost? If they need more "
+    "turns, raise --environment-max-turns.",
+)
+def turn_limit(h: History) -> Seen | None:
+    """Half, in three rollouts: a model that does not know yet how to end runs on, and learns it."""
+    limit = h.values["turn_limit"]
+    if len(limit) < QUIET or min(limit[-QUIET:]) < 0.5:
+        return None
+    says = f"{limit[-1]:.0%} of the episodes ended at their most turns (--environment-max-turns)"
+    return Seen(says, lambda h: h.now("turn_limit", QUIET) >= 0.5)
+
+
+def _share_of_episodes(h: History, name: str, what: str) -> Seen | None:
+    """An alarm if a tenth of the episodes, and two at least, count in ``rollout/environment/{name}``."""
+    episodes, number = (h.row.get(f"rollout/environment/{each}", 0.0) for each in ("episodes", name))
+    if number < max(AGENTS * episodes, 2):
+        return None
+    return Seen(
+        f"{number:.0f} of {episodes:.0f} episodes {what}", lambda h: _share_of_episodes(h, name, what) is not None
+    )
 
 
 @dataclass(frozen=True, slots=True)

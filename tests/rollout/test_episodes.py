@@ -121,8 +121,8 @@ def test_tools_are_called_and_only_what_the_model_wrote_is_trained_on(play: Play
         assert sample.metadata["episode"]["tool_calls"] == sample.index
     found = {name.rpartition("/")[2]: v for name, v in output.metrics.items() if name.startswith("rollout/environment")}
     assert found.pop("seconds") > 0
-    zeros = dict.fromkeys(["malformed_calls", "timeouts", "errors"], 0.0)
-    assert found == {"turns": 2.5, "tool_calls": 1.5, **zeros}
+    zeros = ["malformed_calls", "timeouts", "errors", "untrained", "context_full", "turn_limit"]
+    assert found == {"episodes": 4, "turns": 2.5, "tool_calls": 1.5, **dict.fromkeys(zeros, 0.0)}
 
 
 FAMILIES = {
@@ -181,6 +181,7 @@ def test_limits_end_an_episode_as_truncated(play: Play, limit: dict[str, int], t
         assert str(sample.status) == "truncated"
         assert sample.metadata["episode"]["turns"] == turns
         assert sample.reward == 1.5 * turns
+    assert output.metrics["rollout/environment/turn_limit"] == float("environment_max_turns" in limit)
 
 
 @pytest.mark.parametrize("processes", [0, 1])
@@ -225,6 +226,7 @@ def test_an_episode_that_begins_longer_than_the_context_is_counted_and_said(
     output = play(of("Echo"), lambda *_: "end", prompt_data=[str(tmp_path / "some.jsonl")])
     assert output.table.removed.tolist() == [False, False, True, True]
     assert output.metrics["rollout/environment/errors"] == output.metrics["rollout/reward_errors/too_long"] == 2
+    assert output.metrics["rollout/environment/context_full"] == output.metrics["rollout/environment/untrained"] == 2
     assert output.metrics["rollout/response_len/mean"] == output.table.loss_mask.sum() / 2
     said = [record.getMessage() for record in caplog.records if "begins too long" in record.getMessage()]
     assert len(said) == 1
