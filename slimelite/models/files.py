@@ -306,7 +306,7 @@ def check_architecture(args: ArchitectureArgs, config: dict[str, Any]) -> list[s
         "norm_epsilon": config.get("rms_norm_eps", config.get("layer_norm_epsilon")),
         "rotary_base": rope.get("rope_theta"),
         "position_embedding_type": "rope" if _rotates(config, rope) else None,
-        "rotary_percent": config.get("partial_rotary_factor", 1.0),
+        "rotary_percent": rope.get("partial_rotary_factor", 1.0),
         "rotary_scaling_factor": rope.get("factor"),
     }
     problems = []
