@@ -27,7 +27,7 @@ from slimelite.rewards.rules import RULES
 
 SHIPPED = Path(__file__).parents[1] / "data" / "tasks"
 # suffixes of files with rows, as in `slimelite.data.prompts`
-SUFFIXES = (".parquet", ".jsonl", ".json", ".jsonl.gz")
+SUFFIXES = (".parquet", ".jsonl", ".json", ".jsonl.gz", ".csv", ".arrow")
 # score the choices of a row, and the text that follows
 CHOOSE, CONTINUE = "slimelite.rollout.evaluation.choose", "slimelite.rollout.evaluation.go_on"
 

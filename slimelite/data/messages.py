@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from slimelite.data.shapes import share_gpt
+
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -225,6 +227,7 @@ def read_messages(content: object, column: str = "messages") -> Messages:
     called: dict[str | int, str] = {}  # id of a call -> name of the tool
     unanswered: list[str] = []
     for number, raw in enumerate(content):
+        raw = (share_gpt(raw) or raw) if isinstance(raw, dict) else raw
         if not isinstance(raw, dict) or not isinstance(raw.get("role"), str):
             raise BadCell(column, f"message {number} needs a role and a content, got {raw!r:.60}")
         message = {key: value for key, value in raw.items() if value is not None}

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from slimelite.arguments import Args, DataArgs
 from slimelite.data.messages import A_TOOL, BadCell, Messages, Tools, TooSlow, parsed, read_messages, render, sound
-from slimelite.data.reader import ENVIRONMENT, BadRows, Row, read_rows, split_path
+from slimelite.data.reader import ENVIRONMENT, BadRows, Row, column_names, read_rows, split_path
+from slimelite.data.shapes import Shape, shape_of
 from slimelite.data.tokenizer import encode_text, load_tokenizer
 from slimelite.samples.sample import Sample, label_text, plain
 from slimelite.slime.plugins import load_function
@@ -99,7 +100,12 @@ def load_prompts(
             named = replace(columns, input_key="input", label_key="label", **DEFAULT_COLUMNS)
         required = dict.fromkeys(c for c in (named.input_key, named.label_key, *(replies or ())) if c is not None)
         try:
-            for place, row in _rows(named, path, [*required], bad):
+            shape = _shape(named, path, replies)
+            if shape is not None:
+                left_out.append(f"{path}: read as {shape.name}")
+                required = dict.fromkeys([*shape.columns, *(c for c in required if c != named.input_key)])
+                named = replace(named, input_key=shape.columns[0])
+            for place, row in _rows(named, path, [*required], bad, shape):
                 unseen = {key: name for key, name in unseen.items() if name not in row} if unseen else unseen
                 try:
                     prompt = _read_prompt(row, named, tokenizer, replies, keep_messages=keep_messages)
@@ -130,10 +136,23 @@ def load_prompts(
     return kept
 
 
-def _rows(columns: Columns, path: str, required: Sequence[str], bad: BadRows) -> Iterator[tuple[str, Row]]:
-    """The rows of a file, or what a task makes of them."""
+def _shape(columns: Columns, path: str, replies: tuple[str, str] | None) -> Shape | None:
+    """The common shape of a file's rows, if their columns are not those that the flags name."""
+    if path.startswith(ENVIRONMENT) or getattr(columns, "task", None) is not None or columns.input_key != "input":
+        return None
+    job = getattr(columns, "job", None)
+    answers = job is not None and job.loss == "supervised"
+    return shape_of(column_names(path), columns.input_key, answers=answers, chosen=replies and replies[0])
+
+
+def _rows(
+    columns: Columns, path: str, required: Sequence[str], bad: BadRows, shape: Shape | None = None
+) -> Iterator[tuple[str, Row]]:
+    """The rows of a file, or what a task makes of them; ``shape``: its prompt is put into the first of its columns."""
     if (spec := getattr(columns, "task", None)) is None:
-        return read_rows(path, required, (columns.metadata_key, columns.tool_key), bad)
+        extra = () if shape is None else shape.optional
+        rows = read_rows(path, required, (columns.metadata_key, columns.tool_key, *extra), bad)
+        return rows if shape is None else ((place, {**row, columns.input_key: shape.read(row)}) for place, row in rows)
     from slimelite.data.rendering import TaskRows  # it needs Jinja
 
     dataset = cast("EvalDataset", columns)

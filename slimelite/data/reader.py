@@ -1,7 +1,10 @@
-"""Reads rows of parquet, jsonl, jsonl.gz and json files and of hub datasets, each with its place in the file."""
+"""Reads rows of files (parquet, jsonl, jsonl.gz, json, csv, arrow), of folders that ``datasets`` saved and of hub
+datasets, each with its place in the file.
+"""
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 import logging
@@ -12,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.ipc
 import pyarrow.parquet as pq
 
 from slimelite.base.registry import function
@@ -23,10 +27,14 @@ logger = logging.getLogger(__name__)
 Row = dict[str, object]
 # the place in the file ("row 3 (line 4)", rows counted from 0), and the row or the reason why it cannot be read
 Found = tuple[str, Row | str]
+# (path, slice of rows, required columns, optional columns) -> rows
+Reader = Callable[[str, slice, Sequence[str], Sequence[str] | None], Iterator[Found]]
 
 # most kinds of problems that a message about malformed rows of a file lists
 EXAMPLES = 3
 ZIPPED = ".jsonl.gz"
+# of a folder that datasets saved
+SAVED = "state.json"
 # before the name of an environment: the rows that it brings
 ENVIRONMENT = "environment:"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+){0,2}")
@@ -86,9 +94,10 @@ def read_rows(
 ) -> Iterator[tuple[str, Row]]:
     """(place, row) for each row of ``spec``, in order. Columns that are not named may be left out of a row.
 
-    ``spec``: a .parquet, .jsonl, .jsonl.gz or .json (one list) file, a hub dataset ``owner/name[:config][:split]``
-    (split ``train`` unless named), or ``environment:name[:spec]``, what an environment brings; ``@[a:b]`` after it
-    takes a slice. ``optional`` None: keep all columns.
+    ``spec``: a .parquet, .jsonl, .jsonl.gz, .json (one list), .csv or .arrow file, a folder that ``datasets`` saved
+    (`save_to_disk`), a hub dataset ``owner/name[:config][:split]`` (split ``train`` unless named), or
+    ``environment:name[:spec]``, what an environment brings; ``@[a:b]`` after it takes a slice. ``optional`` None: keep
+    all columns.
 
     Raises:
         ValueError: there is no such file, it is of another kind, the slice is empty, or a required column is missing;
@@ -96,19 +105,7 @@ def read_rows(
     """
     bad = bad or BadRows()
     name, part = split_path(spec)
-    path = Path(name)
-    read = _jsonl_rows if name.endswith(ZIPPED) else READERS.get(path.suffix)
-    read = _environment_rows if name.startswith(ENVIRONMENT) else read
-    if path.is_dir():
-        raise ValueError(
-            f"{name} is a folder; name one file of it: {sorted(p.name for p in path.iterdir() if p.suffix in READERS)}"
-        )
-    if read is None and not path.exists() and HUB_ID.fullmatch(name):
-        read = _hub_rows
-    elif read is None or (read is not _environment_rows and not path.is_file()):
-        reason = f"cannot read {name}: not one of {', '.join(READERS)}" if path.exists() else f"no such file: {name}"
-        raise ValueError(f"{reason} (--prompt-data, --eval-prompt-data)")
-    for place, row in read(name, part, [*required], optional):
+    for place, row in _reader(name)(name, part, [*required], optional):
         bad.rows += 1
         if isinstance(row, str):
             bad.add(place, row)
@@ -121,6 +118,41 @@ def read_rows(
         first = part.start is None and part.step is None and part.stop is not None and part.stop > 0
         raise ValueError(f"{name} holds no rows" if first or part == slice(None) else f"{spec!r} selects no rows")
     bad.close(spec)
+
+
+def _reader(name: str) -> Reader:
+    """What reads ``name``, which has no slice."""
+    path = Path(name)
+    if name.startswith(ENVIRONMENT):
+        return _environment_rows
+    if path.is_dir():
+        if (path / SAVED).is_file():
+            return _saved_rows
+        inside = sorted(p.name for p in path.iterdir() if p.suffix in READERS or (p / SAVED).is_file())
+        raise ValueError(f"{name} is a folder; name one file or split of it: {inside}")
+    read = _jsonl_rows if name.endswith(ZIPPED) else READERS.get(path.suffix)
+    if read is None and not path.exists() and HUB_ID.fullmatch(name):
+        return _hub_rows
+    if read is None or not path.is_file():
+        reason = f"cannot read {name}: not one of {', '.join(READERS)}" if path.exists() else f"no such file: {name}"
+        raise ValueError(f"{reason} (--prompt-data, --eval-prompt-data)")
+    return read
+
+
+def column_names(spec: str) -> list[str]:
+    """The columns of a file, or of its first row that can be read; none if there is none.
+
+    Raises:
+        ValueError: as `read_rows` for the file.
+    """
+    name, _ = split_path(spec)
+    if name.endswith(".parquet") and Path(name).is_file():
+        try:
+            return list(pq.read_schema(name).names)
+        except (pa.ArrowInvalid, OSError) as error:
+            raise ValueError(f"{name} is not a readable parquet file: {error}") from error
+    rows = (row for _, row in _reader(name)(name, slice(None), [], None) if isinstance(row, dict))
+    return list(next(rows, {}))
 
 
 def _environment_rows(path: str, part: slice, *_: object) -> Iterator[Found]:
@@ -145,11 +177,64 @@ def _parquet_rows(path: str, part: slice, required: Sequence[str], optional: Seq
         table = file.read(columns=[c for c in names if optional is None or c in {*required, *optional}])
     except (pa.ArrowInvalid, OSError) as error:
         raise ValueError(f"{path} is not a readable parquet file: {error}") from error
+    yield from _table_rows(table, part)
+
+
+def _table_rows(table: pa.Table, part: slice) -> Iterator[Found]:
     places = range(table.num_rows)[part]
     for start in range(0, len(places), 4096):
         chunk = places[start : start + 4096]
         for number, values in zip(chunk, table.take(pa.array(chunk, pa.int64())).to_pylist(), strict=True):
             yield f"row {number}", {k: _without_nulls(v) for k, v in values.items()}
+
+
+def _arrow_rows(path: str, part: slice, required: Sequence[str], _optional: object) -> Iterator[Found]:
+    yield from _saved_table([Path(path)], path, part, required)
+
+
+def _saved_rows(path: str, part: slice, required: Sequence[str], _optional: object) -> Iterator[Found]:
+    """Of a folder that ``datasets`` saved: its state names the files, in order."""
+    try:
+        files = [each["filename"] for each in json.loads(Path(path, SAVED).read_text(encoding="utf-8"))["_data_files"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}/{SAVED} does not name the dataset's files ({error!r:.80})") from error
+    yield from _saved_table([Path(path, file) for file in files], path, part, required)
+
+
+def _saved_table(files: Sequence[Path], name: str, part: slice, required: Sequence[str]) -> Iterator[Found]:
+    tables = []
+    for file in files:
+        try:
+            with pa.memory_map(str(file)) as source:
+                try:
+                    tables.append(pa.ipc.open_stream(source).read_all())
+                except pa.ArrowInvalid:  # the other of Arrow's two forms, which `feather` writes
+                    tables.append(pa.ipc.open_file(source).read_all())
+        except (pa.ArrowInvalid, OSError) as error:
+            raise ValueError(f"{file} is not a readable Arrow file: {error}") from error
+    if not tables:
+        raise ValueError(f"{name} holds no rows")
+    table = pa.concat_tables(tables)
+    _check_columns(name, table.column_names, required)
+    yield from _table_rows(table, part)
+
+
+def _csv_rows(path: str, part: slice, required: Sequence[str], _optional: object) -> Iterator[Found]:
+    """Every cell is text, so that a label such as 007 stays; an empty cell is left out."""
+    csv.field_size_limit(2**31 - 1)
+    try:
+        with Path(path).open(encoding="utf-8-sig", newline="") as file:
+            rows = list(csv.DictReader(file, strict=True))
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not a readable CSV file in UTF-8: {error}") from error
+    if rows:
+        _check_columns(path, [str(name) for name in rows[0]], required)
+    for index in range(len(rows))[part]:
+        row = rows[index]
+        if None in row or None in row.values():
+            yield f"row {index}", f"it has {'more' if None in row else 'fewer'} cells than the header has names"
+        else:
+            yield f"row {index}", {name: cell for name, cell in row.items() if cell != ""}
 
 
 def _without_nulls(value: object) -> object:
@@ -232,9 +317,11 @@ def _check_columns(name: str, columns: Sequence[str], required: Sequence[str]) -
         )
 
 
-# suffix -> its reader: (path, slice of rows, required columns, optional columns) -> rows
-READERS: dict[str, Callable[[str, slice, Sequence[str], Sequence[str] | None], Iterator[Found]]] = {
+# suffix -> its reader
+READERS: dict[str, Reader] = {
     ".parquet": _parquet_rows,
     ".jsonl": _jsonl_rows,
     ".json": _json_rows,
+    ".csv": _csv_rows,
+    ".arrow": _arrow_rows,
 }

@@ -103,14 +103,14 @@ def test_wrong_columns_are_answered_with_those_there_are(file: str) -> None:
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 no")
-    (tmp_path / "a.csv").write_text("x")
+    (tmp_path / "a.xml").write_text("x")
     (tmp_path / "one.json").write_text("{}")
     for name, message in {
         "nothing.parquet": "no such file",
         "broken.parquet": "not a readable parquet file",
-        "a.csv": r"not one of \.parquet, \.jsonl, \.json",
+        "a.xml": r"not one of \.parquet, \.jsonl, \.json",
         "one.json": "is a list of objects",
-        "": r"is a folder; name one file of it: \['broken.parquet', 'one.json'\]",
+        "": r"is a folder; name one file or split of it: \['broken.parquet', 'one.json'\]",
     }.items():
         with pytest.raises(ValueError, match=message):
             inputs(str(tmp_path / name))

@@ -1,0 +1,88 @@
+"""Common shapes of rows that are read without a flag: ShareGPT, Alpaca, prompt and completion, messages.
+
+They are looked for only where ``--input-key`` is not given and no column has its default name; a run says which was
+taken. `docs/data_formats.md` shows each beside the flags that read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+# who speaks, in ShareGPT's words
+SPEAKERS = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "function_response": "tool",
+    "observation": "tool",
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """``columns`` of a row that tell the shape, and the prompt or conversation that ``read`` makes of a row."""
+
+    name: str
+    columns: tuple[str, ...]
+    read: Callable[[Mapping[str, object]], object]
+    optional: tuple[str, ...] = ()
+
+
+def _conversation(question: object, answer: object, system: object = None) -> list[dict[str, object]]:
+    turns = [("system", system), ("user", question), ("assistant", answer)]
+    return [{"role": role, "content": content} for role, content in turns if content not in (None, "")]
+
+
+def _alpaca(row: Mapping[str, object]) -> object:
+    question = "\n\n".join(str(row[name]) for name in ("instruction", "input") if row.get(name))
+    return _conversation(question, row["output"], row.get("system"))
+
+
+def _completion(row: Mapping[str, object]) -> object:
+    prompt, completion = row["prompt"], row["completion"]
+    if isinstance(prompt, list) and isinstance(completion, list):
+        return [*prompt, *completion]
+    return _conversation(prompt, completion)
+
+
+ALPACA = Shape("Alpaca: instruction/input/output", ("instruction", "output"), _alpaca, ("input", "system"))
+# with an answer to train on
+ANSWERED = (ALPACA, Shape("prompt and completion: prompt/completion", ("prompt", "completion"), _completion))
+SHAPES = (
+    Shape("messages: messages", ("messages",), lambda row: row["messages"]),
+    Shape("ShareGPT: conversations/from/value", ("conversations",), lambda row: row["conversations"]),
+    Shape("prompts: prompt", ("prompt",), lambda row: row["prompt"]),
+)
+
+
+def shape_of(names: Collection[str], input_key: str, *, answers: bool, chosen: str | None = None) -> Shape | None:
+    """The shape of rows with columns ``names``; None if ``input_key`` is one of them, or no shape is known.
+
+    Args:
+        answers: the run trains on answers that rows hold (SFT, KTO).
+        chosen: the column of the preferred replies of pairs, which may hold the prompt as well.
+    """
+    # Alpaca's column "input" is only part of the prompt
+    if input_key in names and not (answers and set(ALPACA.columns) <= set(names)):
+        return None
+    for shape in (*(ANSWERED if answers else ()), *SHAPES):
+        if set(shape.columns) <= set(names):
+            return shape
+    if chosen is not None and chosen in names:
+        return Shape(f"pairs: the prompt is in {chosen!r}", (chosen,), lambda row: row[chosen])
+    return None
+
+
+def share_gpt(message: Mapping[str, object]) -> dict[str, object] | None:
+    """A message of ShareGPT, ``{"from": "human", "value": ...}``, in OpenAI's form; None if it is not one."""
+    speaker, text = message.get("from"), message.get("value")
+    if "role" in message or not isinstance(speaker, str) or speaker not in SPEAKERS:
+        return None
+    return {"role": SPEAKERS[speaker], "content": text}

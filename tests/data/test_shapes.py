@@ -1,0 +1,119 @@
+"""Each row of docs/data_formats.md is read with the flags beside it; files of every kind give the same rows."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from slimelite.arguments import make_args
+from slimelite.data.prompts import PAIR, load_prompts
+from slimelite.data.reader import read_rows
+from slimelite.samples.sample import Sample
+
+from .tokenizers import byte_tokenizer
+
+PAGE = Path(__file__).parents[2] / "docs" / "data_formats.md"
+ROWS = re.findall(r"^<!-- rows: (.*?) -->\n```json\n(.*?)\n```$", PAGE.read_text(), re.MULTILINE)
+BASE = (
+    "--hf-checkpoint m --rollout-max-response-len 8 --rollout-batch-size 4 --num-rollout 1 --n-samples-per-prompt {n}"
+)
+QUESTION = {"role": "user", "content": "What is 2+3?"}
+ANSWER = {"role": "assistant", "content": "5"}
+
+
+def load(file: Path, flags: str, warnings: list[str]) -> Sample:
+    paired, supervised = "dpo" in flags, "loss-type" in flags
+    base = BASE.format(n=1 if supervised else 4) + (" --ref-load m" if "dpo" in flags or "kto" in flags else "")
+    args = make_args([*base.split(), "--prompt-data", str(file), *flags.split()])
+    return load_prompts(
+        args,
+        byte_tokenizer() if args.apply_chat_template else None,
+        [str(file)],
+        replies=(args.chosen_key, args.rejected_key) if paired else None,
+        keep_messages=True,
+        warn=warnings.append,
+    )[0]
+
+
+@pytest.mark.parametrize(("flags", "row"), ROWS)
+def test_each_row_of_the_page_is_read_with_its_flags(flags: str, row: str, tmp_path: Path) -> None:
+    file, warnings = tmp_path / "rows.jsonl", list[str]()
+    file.write_text(row + "\n")
+    sample = load(file, flags, warnings)
+    named = "--input-key" in flags
+    assert [text for text in warnings if f"{file}: read as " in text] == ([] if named else warnings)
+    assert len(warnings) == (0 if named else 1)
+    text = json.loads(row)
+    if "loss-type" not in flags:
+        assert sample.label == text["answer"]
+        assert ("Rome" if "tools" in text else "2+3") in sample.prompt
+    elif PAIR in sample.metadata:
+        replies = sample.metadata[PAIR]
+        assert replies in (["5", "6"], [[QUESTION, ANSWER], [QUESTION, {**ANSWER, "content": "6"}]])
+    else:
+        question = {**QUESTION, "content": "Add the numbers.\n\n2 and 3"} if "instruction" in text else QUESTION
+        assert sample.metadata["messages"] == [question, ANSWER]
+        assert sample.label == text.get("label")
+
+
+def test_the_page_has_every_shape() -> None:
+    assert len(ROWS) == 10
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [row for _, row in read_rows(str(path))]
+
+
+def test_files_of_every_kind_give_the_same_rows(tmp_path: Path) -> None:
+    rows = [
+        {"question": "2+3?", "answer": "007"},
+        {"question": 'a, "b"\nc', "answer": "ü"},
+        {"question": "x", "answer": "y"},
+    ]
+    table = pa.Table.from_pylist(rows)
+    pq.write_table(table, tmp_path / "a.parquet")
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    cells = ['"' + row[name].replace('"', '""') + '"' for row in rows for name in ("question", "answer")]
+    lines = [f"{q},{a}" for q, a in zip(cells[::2], cells[1::2], strict=True)]
+    (tmp_path / "a.csv").write_text("\ufeffquestion,answer\r\n" + "\r\n".join(lines), encoding="utf-8", newline="")
+    with pa.ipc.new_stream(tmp_path / "stream.arrow", table.schema) as writer:
+        writer.write_table(table)
+    with pa.ipc.new_file(tmp_path / "file.arrow", table.schema) as writer:
+        writer.write_table(table)
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    for number in (0, 1):  # as datasets writes shards
+        with pa.ipc.new_stream(saved / f"data-0000{number}-of-00002.arrow", table.schema) as writer:
+            writer.write_table(table.slice(2 * number, 2 - number))
+    names = [{"filename": f"data-0000{number}-of-00002.arrow"} for number in (0, 1)]
+    (saved / "state.json").write_text(json.dumps({"_data_files": names, "_format_type": None}))
+    for file in ("a.parquet", "a.jsonl", "a.json", "a.csv", "stream.arrow", "file.arrow", "saved"):
+        assert rows_of(tmp_path / file) == rows, file
+        assert [row for _, row in read_rows(f"{tmp_path / file}@[1:2]")] == rows[1:2], file
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.csv", b"q,a\n1,2\n3\n", "1 of 2 rows is malformed: row 1: it has fewer cells"),
+        ("a.csv", b"q,a\n1,2,3\n", "row 0: it has more cells"),
+        ("a.csv", b"q,a\n\xff,2\n", "not a readable CSV file in UTF-8"),
+        ("a.csv", b"q,a\n", "holds no rows"),
+        ("a.arrow", b"ARROW", "not a readable Arrow file"),
+        ("a/state.json", b"{}", "does not name the dataset's files"),
+        ("all/train/state.json", b"{}", r"is a folder; name one file or split of it: \['train'\]"),
+    ],
+)
+def test_files_that_are_broken_are_named(name: str, text: bytes, message: str, tmp_path: Path) -> None:
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True, parents=True)
+    file.write_bytes(text)
+    with pytest.raises(ValueError, match=message):
+        rows_of(tmp_path / name.partition("/")[0])
