@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 from slimelite.arguments import Args, DataArgs
 from slimelite.data.messages import A_TOOL, BadCell, Messages, Tools, TooSlow, parsed, read_messages, render, sound
 from slimelite.data.reader import ENVIRONMENT, BadRows, Row, column_names, read_rows, split_path
-from slimelite.data.shapes import Shape, shape_of
+from slimelite.data.shapes import shape_of
 from slimelite.data.tokenizer import encode_text, load_tokenizer
 from slimelite.samples.sample import Sample, label_text, plain
 from slimelite.slime.plugins import load_function
@@ -95,17 +95,10 @@ def load_prompts(
     whole = bool(files) and (whole or all(split_path(path)[0].endswith(".parquet") for path in files))
     unseen = {k: name for k, usual in DEFAULT_COLUMNS.items() if (name := getattr(columns, k)) != usual and whole}
     for path in paths:
-        bad, named = BadRows(skip_bad_rows, left_out.append), columns
-        if path not in files:
-            named = replace(columns, input_key="input", label_key="label", **DEFAULT_COLUMNS)
-        required = dict.fromkeys(c for c in (named.input_key, named.label_key, *(replies or ())) if c is not None)
+        bad = BadRows(skip_bad_rows, left_out.append)
         try:
-            shape = _shape(named, path, replies)
-            if shape is not None:
-                left_out.append(f"{path}: read as {shape.name}")
-                required = dict.fromkeys([*shape.columns, *(c for c in required if c != named.input_key)])
-                named = replace(named, input_key=shape.columns[0])
-            for place, row in _rows(named, path, [*required], bad, shape):
+            named, rows = _open(columns, path, replies, bad, left_out)
+            for place, row in rows:
                 unseen = {key: name for key, name in unseen.items() if name not in row} if unseen else unseen
                 try:
                     prompt = _read_prompt(row, named, tokenizer, replies, keep_messages=keep_messages)
@@ -136,27 +129,34 @@ def load_prompts(
     return kept
 
 
-def _shape(columns: Columns, path: str, replies: tuple[str, str] | None) -> Shape | None:
-    """The common shape of a file's rows, if their columns are not those that the flags name."""
-    if path.startswith(ENVIRONMENT) or getattr(columns, "task", None) is not None or columns.input_key != "input":
-        return None
-    job = getattr(columns, "job", None)
-    answers = job is not None and job.loss == "supervised"
-    return shape_of(column_names(path), columns.input_key, answers=answers, chosen=replies and replies[0])
+def _open(
+    columns: Columns, path: str, replies: tuple[str, str] | None, bad: BadRows, notes: list[str]
+) -> tuple[Columns, Iterator[tuple[str, Row]]]:
+    """The names of a file's columns, and its rows or what a task makes of them; ``notes`` gets their shape."""
+    if (spec := getattr(columns, "task", None)) is not None:
+        from slimelite.data.rendering import TaskRows  # it needs Jinja
 
-
-def _rows(
-    columns: Columns, path: str, required: Sequence[str], bad: BadRows, shape: Shape | None = None
-) -> Iterator[tuple[str, Row]]:
-    """The rows of a file, or what a task makes of them; ``shape``: its prompt is put into the first of its columns."""
-    if (spec := getattr(columns, "task", None)) is None:
-        extra = () if shape is None else shape.optional
-        rows = read_rows(path, required, (columns.metadata_key, columns.tool_key, *extra), bad)
-        return rows if shape is None else ((place, {**row, columns.input_key: shape.read(row)}) for place, row in rows)
-    from slimelite.data.rendering import TaskRows  # it needs Jinja
-
-    dataset = cast("EvalDataset", columns)
-    return TaskRows(spec, chat=dataset.apply_chat_template).read(path, dataset.fewshot, dataset.examples, bad)
+        dataset = cast("EvalDataset", columns)
+        task = TaskRows(spec, chat=dataset.apply_chat_template)
+        return columns, task.read(path, dataset.fewshot, dataset.examples, bad)
+    shape = None
+    if path.startswith(ENVIRONMENT):
+        columns = replace(columns, input_key="input", label_key="label", **DEFAULT_COLUMNS)
+    elif columns.input_key == DataArgs.input_key:
+        job = getattr(columns, "job", None)
+        answers = job is not None and job.loss == "supervised"
+        shape = shape_of(column_names(path), columns.input_key, answers=answers, chosen=replies and replies[0])
+    optional: tuple[str, ...] = (columns.metadata_key, columns.tool_key)
+    prompt: tuple[str, ...] = (columns.input_key,)
+    if shape is not None:
+        notes.append(f"{path}: read as {shape.name}")
+        optional, prompt = (*optional, *shape.optional), shape.columns
+        columns = replace(columns, input_key=prompt[0])
+    required = dict.fromkeys(name for name in (*prompt, columns.label_key, *(replies or ())) if name is not None)
+    rows = read_rows(path, [*required], optional, bad)
+    if shape is None:
+        return columns, rows
+    return columns, ((place, {**row, columns.input_key: shape.read(row)}) for place, row in rows)
 
 
 def _measured(prompt: Sample, row: Row, columns: Columns, tokenizer: PreTrainedTokenizerBase | None) -> str:
