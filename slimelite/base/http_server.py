@@ -110,6 +110,10 @@ class Server(ABC):
         """The JSON about an error."""
         return {"error": {"message": str(error)}}
 
+    def _last(self, http: web.Request, described: dict[str, Any], written: int) -> bytes:  # noqa: ARG002
+        """The event that ends a stream with an error, after so many others."""
+        return sse(described, described.get("type"))
+
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
@@ -129,14 +133,15 @@ class Server(ABC):
             response = web.StreamResponse(headers=headers)
             await response.prepare(http)
             await response.write(first)
+            written = 1
             try:
                 async for event in answer:
                     await response.write(event)
+                    written += 1
             except (ConnectionResetError, ConnectionAbortedError):
                 return response  # the client has gone
             except Exception as error:
-                body = self._described(http, error, _status(error))
-                await response.write(sse(body, body.get("type")))
+                await response.write(self._last(http, self._described(http, error, _status(error)), written))
             return response
 
 

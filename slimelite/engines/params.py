@@ -14,7 +14,7 @@ from typing import Any, Literal
 MOST_KEPT = 1024
 # who takes sampling parameters under names of its own: --rollout-* and --eval-* flags, the settings of an evaluation
 # dataset, and the dialects; "sglang" is /generate and what slime's generate functions get
-Place = Literal["rollout", "eval", "dataset", "openai", "anthropic", "sglang"]
+Place = Literal["rollout", "eval", "dataset", "openai", "responses", "anthropic", "sglang"]
 PREFIXED: tuple[Place, ...] = ("rollout", "eval")
 
 
@@ -54,32 +54,33 @@ class SamplingParams:
         eval="max_response_len",
         dataset="max_response_len",
         openai="max_tokens max_completion_tokens",
+        responses="max_output_tokens",
         anthropic="max_tokens",
     )
     temperature: float = parameter(
         1.0,
         "responses are sampled at this temperature; 0 is greedy",
-        "rollout eval dataset openai anthropic sglang",
+        "rollout eval dataset openai responses anthropic sglang",
         bounds={"at_least": 0},
     )
     top_p: float = parameter(
         1.0,
         "nucleus sampling takes the likeliest tokens up to this share",
-        "rollout eval dataset openai anthropic sglang",
+        "rollout eval dataset openai responses anthropic sglang",
         truncates="below 1",
         bounds={"above": 0, "at_most": 1},
     )
     top_k: int = parameter(
         -1,
         "only the k likeliest tokens are sampled, -1 means all",
-        "rollout eval dataset openai anthropic sglang",
+        "rollout eval dataset openai responses anthropic sglang",
         truncates="another number",
         bounds={"at_least": 1, "except_for": -1},
     )
     min_p: float = parameter(
         0.0,
         "tokens with less than this share of the likeliest one's probability are not sampled",
-        "rollout eval dataset openai sglang",
+        "rollout eval dataset openai responses sglang",
         truncates="above 0",
         bounds={"at_least": 0, "at_most": 1},
     )
@@ -89,18 +90,21 @@ class SamplingParams:
         "eval dataset sglang",
         bounds={"at_least": 0},
         openai="min_tokens",
+        responses="min_tokens",
     )
     # the stop string stays in the output (slime's no_stop_trim); the token that completes it is the last one
     stop: tuple[str, ...] = parameter(
-        (), "these texts end a response", "rollout dataset openai sglang", anthropic="stop_sequences"
+        (), "these texts end a response", "rollout dataset openai responses sglang", anthropic="stop_sequences"
     )
-    stop_token_ids: tuple[int, ...] = parameter((), "these token ids end a response", "rollout dataset openai sglang")
-    ignore_eos: bool = parameter(False, own="openai sglang")
+    stop_token_ids: tuple[int, ...] = parameter(
+        (), "these token ids end a response", "rollout dataset openai responses sglang"
+    )
+    ignore_eos: bool = parameter(False, own="openai responses sglang")
     skip_special_tokens: bool = parameter(
         False, "the text of a response leaves special tokens out", "rollout dataset sglang"
     )
     # seed of this request's random stream: the draw of token t depends only on (seed, t); None: not repeatable
-    seed: int | None = parameter(None, own="openai", sglang="sampling_seed")
+    seed: int | None = parameter(None, own="openai responses", sglang="sampling_seed")
     # a JSON schema that the text is held to, where the engine can (`EngineInfo.schemas`)
     json_schema: str | None = parameter(None)
     # the ids that each token was drawn from are told, where top-p, top-k or min-p left others out; see `telling`

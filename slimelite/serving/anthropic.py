@@ -184,7 +184,7 @@ def _conversation(body: CountBody) -> tuple[list[Message], list[dict[str, Any]] 
     """Messages and tools in OpenAI's form, and of which tools one must be called."""
     conversation: list[Message] = [{"role": "system", "content": _text(body.system)}] if body.system else []
     for index, message in enumerate(body.messages):
-        conversation += checked_messages(_messages(message), index)
+        conversation += checked_messages(_messages(message), f"messages[{index}]")
     if conversation[-1]["role"] == "assistant":  # as newer models of theirs do; it would be a message of its own here
         raise RequestError(f"messages[{index}]: the assistant's reply cannot be begun for it", param="messages")
     functions = [

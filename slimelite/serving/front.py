@@ -19,7 +19,7 @@ from slimelite.base.http_server import Answer, Handler, RequestError
 from slimelite.engines.http_front import GenerateBody, GenerateServer, SampledBody, sampled
 from slimelite.engines.protocol import GenerateRequest, GenerateResult, OnTokens, SamplingParams
 from slimelite.engines.sampling import Generating
-from slimelite.serving import anthropic, openai
+from slimelite.serving import anthropic, openai, responses
 from slimelite.serving.replies import Model
 from slimelite.serving.sessions import Session, Sessions, Turn
 
@@ -32,6 +32,7 @@ IDLE_S = 24 * 3600.0
 SAMPLING_ROUTES: dict[str, tuple[type[Body], Callable[[Model, Session, Any], Awaitable[Answer]]]] = {
     "/v1/chat/completions": (openai.ChatBody, openai.chat),
     "/v1/completions": (openai.CompletionBody, openai.complete),
+    "/v1/responses": (responses.ResponsesBody, responses.respond),
     "/v1/messages": (anthropic.MessagesBody, anthropic.messages),
     "/v1/messages/count_tokens": (anthropic.CountBody, anthropic.count_tokens),
 }
@@ -40,7 +41,7 @@ SESSION = r"/sessions/{session}"
 RECORD = ("number", "parent", "prompt_ids", "output_ids", "log_probs", "weight_versions", "finish_reason")
 
 
-@sampled("openai", "anthropic")
+@sampled("openai", "responses", "anthropic")
 class SessionBody(SampledBody):
     """``/sessions``: the defaults of its sampling parameters. The ``id`` is a part of a path."""
 
@@ -79,6 +80,11 @@ class Front(GenerateServer):
         models = [
             web.get(f"{place}/v1/models{name}", self._models) for place in ("", SESSION) for name in ("", "/{name:.+}")
         ]
+        stored = [
+            method(f"{place}/v1/responses/{{response}}", self._stored)
+            for place in ("", SESSION)
+            for method in (web.get, web.delete)
+        ]
         sessions = [
             web.post(f"{SESSION}/generate", self._generate),
             web.post("/sessions", self._open),
@@ -86,7 +92,7 @@ class Front(GenerateServer):
             web.delete(SESSION, self._close),
         ]
         page = [web.get("/", self._page)] if self._html is not None else []
-        return [*super()._routes(), *sampling, *models, *sessions, *page]
+        return [*super()._routes(), *sampling, *models, *stored, *sessions, *page]
 
     def _bodies(self) -> dict[str, type[Body]]:
         sampling = {path: kind for path, (kind, _) in SAMPLING_ROUTES.items()}
@@ -106,6 +112,12 @@ class Front(GenerateServer):
         """As the dialect describes errors."""
         return (anthropic if "/v1/messages" in http.path else openai).error_body(error, status)
 
+    def _last(self, http: web.Request, described: dict[str, Any], written: int) -> bytes:
+        """As the dialect's streams end with an error."""
+        if "/v1/responses" in http.path:
+            return responses.failed(described["error"], written)
+        return super()._last(http, described, written)
+
     def _public(self) -> list[Handler]:
         return [*super()._public(), self._page]
 
@@ -114,7 +126,7 @@ class Front(GenerateServer):
         session = http.match_info.get("session")
         if self.key is not None and super()._opens(http, key):
             return True
-        if session is None or http.method == "DELETE":
+        if session is None or (http.method == "DELETE" and "response" not in http.match_info):
             return self.key is None
         try:
             self._model.sessions.get(session, key)
@@ -133,6 +145,15 @@ class Front(GenerateServer):
         path = http.path.removeprefix(f"/sessions/{http.match_info.get('session')}")
         kind, answered = SAMPLING_ROUTES[path]
         return await self._respond(http, await answered(self._model, session, await read_body(http, kind)))
+
+    async def _stored(self, http: web.Request) -> web.Response:
+        """An answer that is kept, or the end of that."""
+        name, owner = http.match_info["response"], http.match_info.get("session", "")
+        answer = self._model.stored.record(owner, name).answer
+        if http.method == "DELETE":
+            self._model.stored.delete(owner, name)
+            answer = {"id": name, "object": "response", "deleted": True}
+        return web.json_response(answer)
 
     async def _generate(self, http: web.Request) -> web.StreamResponse:
         if "session" not in http.match_info:

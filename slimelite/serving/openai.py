@@ -206,16 +206,16 @@ def error_body(error: Exception, status: int) -> dict[str, object]:
     return {"error": {"message": str(error), "type": kind, "param": param, "code": code}}
 
 
-def checked_messages(messages: Sequence[Message], index: int | None = None) -> list[Message]:
+def checked_messages(messages: Sequence[Message], place: str = "") -> list[Message]:
     """The messages of a request, if they are what a chat template can be shown.
 
-    ``index``: the place in the request of the message that all of them come from.
+    ``place``: in the request, of what all of them come from.
 
     Raises:
         RequestError: one has nothing to show, or arguments of a call that are no JSON.
     """
     for number, message in enumerate(messages):
-        name = f"messages[{number if index is None else index}]"
+        name = place or f"messages[{number}]"
         try:
             content_text(message.get("content"), f"{name}.content")
             read_messages([message])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from slimelite.engines.protocol import OnTokens, SamplingParams
@@ -12,6 +12,7 @@ from slimelite.engines.sampling import Generating, news
 from slimelite.serving.calls import ToolCall
 from slimelite.serving.format import ChatFormat, before_stop
 from slimelite.serving.sessions import Session, Sessions, Turn
+from slimelite.serving.stored import Stored
 from slimelite.serving.tools import certain_channels
 
 # a turn, which has its prompt, and how its response is sampled
@@ -20,12 +21,13 @@ PlannedTurn = tuple[Turn, SamplingParams]
 
 @dataclass(frozen=True)
 class Model:
-    """What a front serves; ``name``: in its answers; ``created``: when it began [s since 1970]."""
+    """What a front serves; ``name``: in its answers; ``created``: when it began [s since 1970]; ``stored``: answers."""
 
     name: str
     sessions: Sessions
     engine: Generating
     created: int
+    stored: Stored = field(default_factory=Stored)
 
 
 @dataclass(frozen=True)

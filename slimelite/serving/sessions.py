@@ -408,6 +408,10 @@ class Sessions:
         """Number of open sessions."""
         return len(self._open)
 
+    def __contains__(self, session: Session) -> bool:
+        """Whether the session is open; an anonymous one never is."""
+        return self._open.get(session.id) is session
+
     def close(self, session_id: str) -> Session:
         """Forget the session, which is returned; a request that runs is not ended.
 

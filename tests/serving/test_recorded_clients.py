@@ -31,4 +31,5 @@ def test_answers_have_the_form_that_the_client_understood(file: Path) -> None:
 
 
 def test_every_client_is_recorded() -> None:
-    assert {file.stem for file in RECORDED} == {"anthropic", "claude-code", "openai", "openai-agents"}
+    programs = {"claude-code", "codex", "openai-agents", "pydantic-ai"}
+    assert {file.stem for file in RECORDED} == {"anthropic", "openai", *programs}

@@ -19,6 +19,7 @@ from slimelite.engines.params import SamplingParams, names_at
 from slimelite.serving.anthropic import CountBody, MessagesBody
 from slimelite.serving.front import SAMPLING_ROUTES, SessionBody
 from slimelite.serving.openai import ChatBody, CompletionBody
+from slimelite.serving.responses import ResponsesBody
 from tests.arguments.test_sampling import SET
 from tests.serving.chat import build
 from tests.serving.fronts import engine_front, run
@@ -62,7 +63,7 @@ def test_the_schema_is_published_and_a_body_made_from_it_is_answered(tmp_path: P
                 schema = operations["post"]["requestBody"]["content"]["application/json"]["schema"]
                 body = made(schema, known)
                 if path.startswith("/v1/") and "count" not in path:
-                    body |= {"max_tokens": 2}
+                    body |= {"max_output_tokens" if "responses" in path else "max_tokens": 2}
                 extra = {"/generate": {"text": "abc"}, "/abort_request": {"abort_all": True}}.get(path, {})
                 if "messages" in body:
                     body["messages"][0] |= {"content": "abc"}
@@ -83,8 +84,10 @@ def test_the_schema_is_published_and_a_body_made_from_it_is_answered(tmp_path: P
 DIALECTS: list[tuple[str, type, dict[str, Any]]] = [
     ("openai", ChatBody, {"messages": [{"role": "user", "content": "a"}]}),
     ("openai", CompletionBody, {"prompt": "a"}),
+    ("responses", ResponsesBody, {"input": "a"}),
     ("anthropic", MessagesBody, {"messages": [{"role": "user", "content": "a"}], "max_tokens": 9}),
     ("openai", SessionBody, {}),
+    ("responses", SessionBody, {}),
     ("anthropic", SessionBody, {}),
 ]
 

@@ -35,13 +35,14 @@ CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</
 # a tool that the model may be shown -> how it calls it
 CALLS = {
     "get_weather": CALL,
+    "exec_command": '<tool_call>\n{"name": "exec_command", "arguments": {"cmd": "echo 12 degrees"}}\n</tool_call>',
     "Bash": '<tool_call>\n{"name": "Bash", "arguments": {"command": "echo 12 degrees"}}\n</tool_call>',
 }
 FORCED = '<tool_call>\n{"name": "get_weather", "arguments": {'
 # names whose values belong to the form of an answer
 LITERAL = ("event", "finish_reason", "name", "object", "role", "stop_reason", "stop_sequence", "type")
 # longer texts [characters] and lists of a request are cut in the record, and what belongs to a machine is left out
-LONGEST, MOST, OWN = 80, 4, re.compile(r"[0-9a-f]{16,}|[0-9a-f]{8}-[0-9a-f-]{27}|/tmp/\w+")
+LONGEST, MOST, OWN = 80, 12, re.compile(r"[0-9a-f]{16,}|[0-9a-f]{8}-[0-9a-f-]{27}|/tmp/\w+")
 # the most tokens of a conversation; a byte is one, and Claude Code begins with 80,000
 CONTEXT = 1 << 19
 # headers of requests that say something about the dialect
@@ -94,10 +95,11 @@ def ruled_front(key: str | None = KEY) -> RecordingFront:
     return RecordingFront(Sessions(chat_format, engine_sampler(engine), CONTEXT), engine, "ruled", key=key)
 
 
-def short(value: Any) -> Any:
-    """A body as it is recorded."""
+def short(value: Any, name: str = "") -> Any:
+    """A body as it is recorded; ``name``: of the field that it is the value of."""
     if isinstance(value, dict):
-        return {name: short(one) for name, one in value.items()}
+        few = dict(list(value.items())[:2]) if name == "properties" else value
+        return {key: short(one, key) for key, one in few.items()}
     if isinstance(value, list):
         return [short(one) for one in value[:MOST]]
     return OWN.sub("…", value[:LONGEST]) if isinstance(value, str) else value

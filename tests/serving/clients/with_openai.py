@@ -87,6 +87,43 @@ def log_probs(tiny: openai.OpenAI) -> None:
     assert {part.choices[0].index for part in parts} == {0, 1, 2, 3}
 
 
+def responses(ruled: openai.OpenAI) -> None:
+    said = ruled.responses.create(model="ruled", input="What is it?", instructions="Be short.", max_output_tokens=3)
+    assert (said.status, said.incomplete_details.reason, said.usage.output_tokens) == (
+        "incomplete",
+        "max_output_tokens",
+        3,
+    )
+    said = ruled.responses.create(model="ruled", input="What is it?")
+    assert (said.output_text, said.status, said.usage.total_tokens) == (
+        "It is 42.", "completed", said.usage.input_tokens + said.usage.output_tokens)  # fmt: skip
+    again = ruled.responses.create(model="ruled", input="Is it?", previous_response_id=said.id)
+    assert again.usage.input_tokens > said.usage.total_tokens
+    assert ruled.responses.retrieve(said.id) == said
+    ruled.responses.delete(said.id)
+    lost = partial(ruled.responses.create, model="ruled", input="Is it?", previous_response_id=said.id)
+    assert refused(openai.NotFoundError, lost).code == "previous_response_not_found"
+    tool = {"type": "function", "strict": False, **TOOL["function"]}
+    asked: dict[str, Any] = {"model": "ruled", "store": False, "tools": [tool, {"type": "web_search"}]}
+    with ruled.responses.stream(**asked, input=ASK) as stream:
+        events = [event.type for event in stream]
+        final = stream.get_final_response()
+    assert events[:4] == [
+        *("response.created", "response.in_progress"),
+        *("response.output_item.added", "response.content_part.added"),
+    ]
+    text, call = final.output
+    assert (text.content[0].text, call.name, call.arguments) == ("I look it up.", "get_weather", '{"city": "Paris"}')
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "12 degrees"}
+    said = ruled.responses.create(**asked, input=[*ASK, text, call, result])
+    assert said.output_text == "It is 12 degrees in Paris."
+    for choice in ("required", {"type": "function", "name": "get_weather"}):
+        (call,) = ruled.responses.create(**asked, input=ASK, tool_choice=choice).output
+        assert call.name == "get_weather"
+    shape = {"format": {"type": "json_object"}}
+    assert refused(openai.BadRequestError, partial(ruled.responses.create, model="ruled", input="x", text=shape))
+
+
 def refused(kind: type[Exception], ask: Callable[[], Any]) -> Any:
     """The error of this kind that asking ends in."""
     try:
@@ -130,6 +167,7 @@ if __name__ == "__main__":
     chats(ruled)
     tools(ruled)
     errors(ruled)
+    responses(ruled)
     log_probs(client("TINY_URL"))
     session()
-    print(f"openai {openai.__version__}: chat, streams, tools, log-probs, completions, errors, a session")
+    print(f"openai {openai.__version__}: chat, responses, streams, tools, log-probs, completions, errors, a session")

@@ -1,0 +1,87 @@
+"""Answers that are kept, so that the next request of a conversation names the last one and sends what is new."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slimelite.base.http_server import RequestError
+
+# those used longest ago are forgotten when all have more characters of JSON
+MOST_CHARACTERS = 1 << 26
+
+
+@dataclass(frozen=True)
+class Record:
+    """An answer, and what its request added to the conversation.
+
+    ``owner``: the session that it belongs to, or "". ``before``: id of the answer that the conversation goes on from,
+    or "". ``sent``: the items of the request; ``output``: id -> item of the answer. ``size``: all of it [characters].
+    """
+
+    owner: str
+    before: str
+    sent: Sequence[Any]
+    output: Mapping[str, Any]
+    answer: dict[str, Any]
+    size: int
+
+
+class Stored:
+    """Answers by their id. An owner sees its own alone."""
+
+    def __init__(self) -> None:
+        self._records: dict[str, Record] = {}  # those used last at the end
+        self._answers: dict[str, str] = {}  # id of an item -> of its answer
+        self._size = 0
+
+    def keep(self, record: Record) -> None:
+        """Keep an answer; it stays as long as there is room, and the answers before it too if it is used."""
+        name = record.answer["id"]
+        self._records[name] = record
+        self._answers |= dict.fromkeys(record.output, name)
+        self._size += record.size
+        while self._size > MOST_CHARACTERS and len(self._records) > 1:
+            self._drop(next(iter(self._records)))
+
+    def record(self, owner: str, name: str) -> Record:
+        """The answer of this id.
+
+        Raises:
+            RequestError: there is none, or none of this owner.
+        """
+        record = self._records.get(name)
+        if record is None or record.owner != owner:
+            raise RequestError(
+                f"there is no response {name!r}: it was not stored, or was forgotten to make room; send the whole "
+                "conversation as input",
+                404,
+                "previous_response_id",
+                "previous_response_not_found",
+            )
+        self._records[name] = self._records.pop(name)
+        return record
+
+    def items(self, owner: str, name: str) -> list[Any]:
+        """The conversation up to the answer of this id, which is its end; raises as `record` does."""
+        records: list[Record] = []
+        while name:
+            records.append(self.record(owner, name))
+            name = records[-1].before
+        return [item for record in reversed(records) for item in (*record.sent, *record.output.values())]
+
+    def item(self, owner: str, name: str) -> Any:
+        """The item of this id; raises as `record` does."""
+        return self.record(owner, self._answers.get(name, name)).output[name]
+
+    def delete(self, owner: str, name: str) -> None:
+        """Forget an answer; a conversation that goes on from it cannot either. Raises as `record` does."""
+        self.record(owner, name)
+        self._drop(name)
+
+    def _drop(self, name: str) -> None:
+        record = self._records.pop(name)
+        self._size -= record.size
+        for item in record.output:
+            del self._answers[item]
