@@ -1,6 +1,8 @@
 """``slimelite env check``: is an environment fit to train in? Scripted episodes find out before a GPU hour is spent.
 
 The environment runs in processes of its own: one plays every script, a second one the first scripts again, to compare.
+With ``--hf-checkpoint`` the model plays groups of episodes too: the spread of their rewards says whether there is
+anything to learn from.
 """
 
 from __future__ import annotations
@@ -41,11 +43,19 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         ValueError: there is no such file, or no class in it.
     """
-    options = _parser().parse_args(argv)
+    words = list(argv)
+    own, more = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
+    options = _parser().parse_args(own)
+    if more and options.hf_checkpoint is None:
+        raise ValueError("flags of train.py after -- need --hf-checkpoint")
     targets = [name for target in options.environments for name in classes_of(target)]
     status, reports = FINE, list[dict[str, Any]]()
     for name in targets:
         report = check(name, options)
+        if options.hf_checkpoint is not None and report["characters_a_step"] is not None:  # some step ended well
+            from slimelite.apps.env_model import play
+
+            report["model"] = play(name, options, more)
         reports.append(report)
         status = max(status, UNUSABLE if report["problem"] else FAULTY if report["faults"] else FINE)
         if not options.json:
@@ -63,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
         help="play scripted episodes and report faults",
         description="Play scripted episodes of environments in processes of their own, and report faults. The exit "
         "status is 0 without faults, 1 with some, and 2 if an environment cannot be checked.",
+        epilog="after --: flags of train.py for the model's episodes, such as -- --rollout-max-response-len 512",
     )
     add = check.add_argument
     add(
@@ -80,6 +91,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-turns", type=int, default=16, metavar="N", help="replies of an episode (default: %(default)s)")
     add("--call-timeout", type=float, default=10.0, metavar="S", help="seconds of one call (default: %(default)s)")
     add("--seconds", type=float, default=120.0, metavar="S", help="begin no script later (default: %(default)s)")
+    add("--hf-checkpoint", metavar="MODEL", help="let this model play groups of episodes, too")
+    add("--groups", type=int, default=8, metavar="N", help="groups that the model plays (default: %(default)s)")
+    add("--samples", type=int, default=8, metavar="N", help="episodes of a group (default: %(default)s)")
     add("--json", action="store_true", help="print all facts as JSON")
     return parser
 
@@ -271,6 +285,10 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
             f"  a call takes {1000 * calls['median']:.3g} ms (median), {1000 * calls['max']:.3g} ms at most; "
             f"a step says {says:.0f} characters; an episode has {turns:.3g} turns"
         )
+    if model := report.get("model"):
+        from slimelite.apps.env_model import lines
+
+        yield from lines(model)
     number = len(report["faults"])
     yield "  no faults" if not number else f"  {number} fault{'s' if number > 1 else ''}"
 

@@ -49,6 +49,17 @@ GROUPS: dict[str, tuple[Panel, ...]] = {
         Panel("truncated responses", "share of samples", ("rollout/truncated_ratio",), 0.1),
         Panel("repetitive responses", "share of samples", ("rollout/repetition_frac",), 0.1),
     ),
+    "Agents": (
+        Panel("replies of an episode", "replies", ("rollout/environment/turns", "rollout/turns_per_episode"), 1),
+        Panel("tool calls of an episode", "calls", ("rollout/environment/tool_calls",), 1),
+        Panel("branches of an episode", "samples", ("rollout/branches_per_episode",), 1),
+        Panel("time in the environment or program", "seconds", ("rollout/environment/seconds",)),
+        Panel("episodes that failed", "episodes", ("rollout/environment/errors",), 1),
+        Panel("episodes that took too long", "episodes", ("rollout/environment/timeouts",), 1),
+        Panel("episodes without a trained token", "episodes", ("rollout/environment/untrained",), 1),
+        Panel("episodes out of context", "episodes", ("rollout/environment/context_full",), 1),
+        Panel("episodes at the most turns", "share of episodes", ("rollout/environment/turn_limit",), 0.1),
+    ),
     "Optimizer": (
         Panel("loss", "loss", ("train/loss",), 1e-4, picture=True),
         Panel("gradient norm", "norm", ("train/grad_norm",), picture=True),

@@ -8,15 +8,21 @@ from __future__ import annotations
 import ast
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast
 
 from slimelite.apps.command import main
 from slimelite.apps.env import classes_of
 from slimelite.apps.env_checks import CHECKS, Observed, judge
 from slimelite.environments.probe import Plan, Player
+from tests.engines.tiny_models import VOCAB, build_model
 
 FILE = Path(__file__).parent / "planted" / "faulty_environments.py"
 # class -> the checks that find its fault
@@ -46,7 +52,7 @@ def checked(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, list[
     return status, json.loads(capsys.readouterr().out)
 
 
-def observed_here(environment: str, data: Path | None, tmp_path: Path) -> Observed:
+def observed_here(environment: str, data: Path | None, tmp_path: Path, rows: int = 4) -> Observed:
     """What the probe shows, without a process of its own."""
     observed = Observed()
 
@@ -59,8 +65,9 @@ def observed_here(environment: str, data: Path | None, tmp_path: Path) -> Observ
             observed.end = event
 
     columns = {"path": str(data), "input": "input", "label": "label", "meta": "metadata"}
-    rows = None if data is None else columns
-    plan = Plan(environment, rows, 4, 4, 5.0, 60.0, str(tmp_path / "canary"), whole=True)
+    plan = Plan(
+        environment, None if data is None else columns, rows, 4, 5.0, 60.0, str(tmp_path / "canary"), whole=True
+    )
     asyncio.run(Player(plan, note).play())
     return observed
 
@@ -113,6 +120,42 @@ def test_a_file_means_its_classes(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "a.py, line 2: " in capsys.readouterr().err
 
 
+SHARE_OF_EVEN = """
+from slimelite.environments.protocol import Start, Step
+
+class Even:
+    def reset(self, row):
+        self.turn = 0
+        return Start([{"role": "user", "content": f"{row.seed % 64}"}])
+
+    def step(self, reply):
+        words = reply["content"].split()
+        self.turn += 1
+        share = sum(int(word) % 2 == 0 for word in words if word.isdigit()) / max(len(words), 1)
+        return Step([{"role": "user", "content": "9"}], share, done=self.turn == 2)
+"""
+
+
+def test_a_model_plays_groups_of_episodes(tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    build_model(tmp_path / "model")
+    words = Tokenizer(WordLevel({str(token): token for token in range(VOCAB)}, unk_token="0"))
+    words.pre_tokenizer = WhitespaceSplit()
+    template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    fast = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="1", chat_template=template)
+    fast.save_pretrained(tmp_path / "model")
+    (tmp_path / "even.py").write_text(SHARE_OF_EVEN)
+    limits = ["--rows", "2", "--seconds", "0.1", "--max-turns", "3", "--groups", "3", "--samples", "4"]
+    named = [str(tmp_path / "even.py"), "--prompt-data", str(data), "--hf-checkpoint", str(tmp_path / "model"), *limits]
+    main(["env", "check", *named, "--", "--device", "cpu", "--rollout-max-response-len", "6"])
+    text = capsys.readouterr().out
+    shown = re.search(r"played 12 episodes of 3 groups: reward (\S+), spread in a group (\S+); (\d+)% of the", text)
+    assert shown is not None, text
+    assert 0 < float(shown[1]) <= 2
+    assert float(shown[2]) > 0
+    assert int(shown[3]) > 50
+    assert "tokens, which fit --rollout-max-context-len 128\n" in text
+
+
 @pytest.mark.slow
 def test_of_all_planted_faults_nearly_all_are_found(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, reports = checked(capsys, str(FILE), "--prompt-data", str(data), "--call-timeout", "1", "--seconds", "20")
@@ -127,13 +170,13 @@ def test_of_all_planted_faults_nearly_all_are_found(data: Path, capsys: pytest.C
 
 
 @pytest.mark.slow
-def test_healthy_environments_raise_few_alarms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_healthy_environments_raise_few_alarms(tmp_path: Path) -> None:
+    """In this process: to import reasoning-gym for each of its sets would take longer than the episodes."""
     pytest.importorskip("reasoning_gym")
     from reasoning_gym.factory import DATASETS
 
     names = [f"reasoning-gym:{name}?size=12" for name in sorted({*DATASETS} - UNUSABLE)]
     names += ["calculator", "nim", "nim:random", "nim:perfect"]
-    _, reports = checked(capsys, *names, "--seconds", "30")
-    alarms = {report["environment"]: report["faults"] for report in reports if report["faults"] or report["problem"]}
-    assert len(reports) >= 100
-    assert len(alarms) <= 2 * len(reports) / 100, alarms
+    alarms = {name: found for name in names if (found := judge(observed_here(name, None, tmp_path, 12), Observed()))}
+    assert len(names) >= 100
+    assert len(alarms) <= 2 * len(names) / 100, alarms

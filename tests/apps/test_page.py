@@ -96,6 +96,16 @@ def test_evaluations_have_their_standard_error(file: Path, open_page: OpenPage) 
 
 
 @pytest.mark.browser
+def test_the_overview_has_the_curves_that_say_most(file: Path, open_page: OpenPage) -> None:
+    page = open_page(file, "overview")
+    charts = page.locator("#panel-overview .chart")
+    charts.first.wait_for()
+    titles = charts.locator("h3").all_inner_texts()
+    assert {"reward", "response length", "eval/sums"} <= {*titles}
+    assert charts.first.locator("path.line").count() == 2, "a line a run"
+
+
+@pytest.mark.browser
 def test_hostile_text_is_shown_as_text(file: Path, open_page: OpenPage) -> None:
     page = open_page(file, "overview")
     assert page.locator(".run h2").nth(1).inner_text() == f"short {EVIL}"

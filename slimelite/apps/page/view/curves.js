@@ -1,18 +1,29 @@
-// The tab "Curves": the metrics of all runs over rollouts, in groups, with one legend, smoothing and a search.
+// Panels of curves, and the tab "Curves": the metrics of all runs over rollouts, in groups, with one legend, smoothing
+// and a search.
+
+const NONE = { x: [], y: [] };
+
+/** One line a run that has one of the metrics. */
+const linesOf = (data, metrics) =>
+  data.runs.flatMap((run) => {
+    const name = metrics.find((metric) => run.series[metric]);
+    if (!name) return [];
+    const { x, y } = run.series[name];
+    const errors = run.series[`${name}-stderr`] ?? NONE;
+    const error = errors.x.length ? x.map((at) => errors.y[errors.x.indexOf(at)] ?? 0) : null;
+    return [{ run, x, y, error }];
+  });
+
+/** A chart of the first of the metrics of `spec` that a run has; null if none has one. */
+const curvePanel = (data, spec, view) => {
+  const lines = linesOf(data, spec.metrics);
+  if (!lines.length) return null;
+  const detail = spec.metrics.find((name) => data.runs.some((run) => run.series[name]));
+  const made = lineChart({ ...spec, detail, lines, view });
+  return { ...made, words: `${spec.title} ${spec.metrics.join(" ")}`.toLowerCase() };
+};
+
 {
-  const NONE = { x: [], y: [] };
-
-  /** One line a run that has one of the metrics. */
-  const linesOf = (data, metrics) =>
-    data.runs.flatMap((run) => {
-      const name = metrics.find((metric) => run.series[metric]);
-      if (!name) return [];
-      const { x, y } = run.series[name];
-      const errors = run.series[`${name}-stderr`] ?? NONE;
-      const error = errors.x.length ? x.map((at) => errors.y[errors.x.indexOf(at)] ?? 0) : null;
-      return [{ run, x, y, error }];
-    });
-
   /** The panels of a group with the evaluations and the components of the reward, which runs name themselves. */
   const withOwn = (data, panels) => {
     const all = [...new Set(data.runs.flatMap((run) => Object.keys(run.series)))];
@@ -21,14 +32,6 @@
     const parts = all.filter((name) => name.startsWith("rollout/reward/"));
     const components = parts.map((name) => ({ title: `reward: ${name.slice(15)}`, unit: "reward", metrics: [name] }));
     return [panels[0], ...evals, ...components, ...panels.slice(1)];
-  };
-
-  const panel = (data, spec, view) => {
-    const lines = linesOf(data, spec.metrics);
-    if (!lines.length) return null;
-    const detail = spec.metrics.find((name) => data.runs.some((run) => run.series[name]));
-    const made = lineChart({ ...spec, detail, lines, view });
-    return { ...made, words: `${spec.title} ${spec.metrics.join(" ")}`.toLowerCase() };
   };
 
   const legend = (data, view, redraw) =>
@@ -46,7 +49,7 @@
     const view = { smoothing: 0, log: false, hidden: new Set(), mark: NaN, zoom };
     let part = null; // the rollouts that all panels are zoomed to
     const groups = Object.entries(data.groups).map(([title, specs], i) => {
-      const panels = (i ? specs : withOwn(data, specs)).map((spec) => panel(data, spec, view)).filter(Boolean);
+      const panels = (i ? specs : withOwn(data, specs)).map((spec) => curvePanel(data, spec, view)).filter(Boolean);
       return { title, panels };
     });
     const used = new Set(Object.values(data.groups).flat().flatMap((spec) => spec.metrics));
@@ -110,7 +113,7 @@
       const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
       const fits = (text) => words.every((word) => text.includes(word));
       if ((words.length || more.hidden) && !others.panels.length) {
-        others.panels = names.map((name) => panel(data, { title: name, unit: data.units[name], metrics: [name], points: name.startsWith("eval/") }, view));
+        others.panels = names.map((name) => curvePanel(data, { title: name, unit: data.units[name], metrics: [name], points: name.startsWith("eval/") }, view));
         others.grid.append(...others.panels.map((each) => each.card));
       }
       for (const group of groups) {

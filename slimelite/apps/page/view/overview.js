@@ -74,7 +74,23 @@
     return el("section", { class: "card alarms" }, el("h2", {}, title), found.length ? el("ul", {}, ...found) : null);
   };
 
+  // titles of the panels that stand on this tab, beside the scores of the runs
+  const CHOSEN = ["reward", "response length", "replies of an episode", "episodes that failed"];
+
+  /** The curves that say most, each a link to all of them. */
+  const curves = (data) => {
+    const scores = [...new Set(data.runs.flatMap((run) => run.scores))].slice(0, 2);
+    const chosen = Object.values(data.groups).flat().filter(({ title }) => CHOSEN.includes(title));
+    const specs = [...chosen, ...scores.map((name) => ({ title: name, unit: "score", metrics: [name], points: true }))];
+    const view = { smoothing: 0, log: false, hidden: new Set(), mark: NaN, zoom: () => go("curves") };
+    const ends = data.runs.flatMap((run) => run.axes.flatMap((axis) => [axis[0], axis.at(-1)]));
+    view.span = [Math.min(...ends), Math.max(...ends)];
+    const panels = specs.map((spec) => curvePanel(data, spec, view)).filter(Boolean);
+    panels.forEach((each) => each.redraw());
+    return panels.length ? el("section", {}, el("h2", {}, "Curves"), el("div", { class: "charts" }, ...panels.map((each) => each.card))) : null;
+  };
+
   tab("overview", "Overview", (root, data) => {
-    root.append(el("div", { class: "runs" }, ...data.runs.map(card)), alarms(data));
+    root.append(...[el("div", { class: "runs" }, ...data.runs.map(card)), alarms(data), curves(data)].filter(Boolean));
   });
 }
