@@ -22,7 +22,7 @@ def model_args(environment: str, options: argparse.Namespace, flags: Sequence[st
     """The arguments of the rollout; ``flags``: more words of train.py's command line, which win.
 
     Raises:
-        ValueError: with every problem found, one line each.
+        ValueError: with every problem played, one line each.
     """
     words = ["--debug-rollout-only", "--num-rollout", "1", "--launcher", "local", "--environment", environment]
     words += ["--rollout-batch-size", str(options.groups), "--n-samples-per-prompt", str(options.samples)]
@@ -85,19 +85,19 @@ def facts(table: Any, metrics: Mapping[str, float], seconds: float) -> dict[str,
     }
 
 
-def lines(found: Mapping[str, Any]) -> list[str]:
+def lines(played: Mapping[str, Any]) -> list[str]:
     """The facts for people."""
-    share, groups = found["groups_with_gradient"], found["groups"]
+    share, groups = played["groups_with_gradient"], played["groups"]
     text = [
-        f"  {found['model']} played {found['episodes']} episodes of {groups} groups: reward {found['reward']:.3g}, "
-        f"spread in a group {found['spread']:.3g}; {share:.0%} of the groups have a gradient",
-        f"  {found['episodes_per_hour']:,.0f} episodes an hour here, {found['tokens_a_turn']:.0f} sampled tokens a "
-        f"turn; the longest sample has {found['longest']} tokens, which fit --rollout-max-context-len "
-        f"{found['context']}",
+        f"  {played['model']} played {played['episodes']} episodes of {groups} groups: reward {played['reward']:.3g}, "
+        f"spread in a group {played['spread']:.3g}; {share:.0%} of the groups have a gradient",
+        f"  {played['episodes_per_hour']:,.0f} episodes an hour here, {played['tokens_a_turn']:.0f} sampled tokens a "
+        f"turn; the longest sample has {played['longest']} tokens, which fit --rollout-max-context-len "
+        f"{played['context']}",
     ]
-    if found["truncated"] or found["failed"]:
-        cut = f"{found['truncated']:.0%} of the samples were cut off by a limit"
-        text.append(f"  {cut}, and {found['failed']:.0f} episodes failed")
+    if played["truncated"] or played["failed"]:
+        cut = f"{played['truncated']:.0%} of the samples were cut off by a limit"
+        text.append(f"  {cut}, and {played['failed']:.0f} episodes failed")
     if not share:
         text.append("  no group has a gradient: the model gets the same reward each time, and would learn nothing here")
     return text
