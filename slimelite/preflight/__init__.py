@@ -95,10 +95,21 @@ def inspect(args: Args, machine: Machine, *, files_only: bool = False) -> Findin
             return findings
         check_torch(args, machine, findings)
         checks.load()
+        if args.dry_run and args.job.loss == "policy":
+            _try_estimator(args, findings)
         findings.complete = True
     except OSError as error:  # such as a folder that cannot be read; the text names it
         findings.problems.append(str(error))
     return findings
+
+
+def _try_estimator(args: Args, findings: Findings) -> None:
+    from slimelite.preflight.learning import try_estimator  # it needs numpy
+
+    try:
+        findings.facts += filter(None, [try_estimator(args)])
+    except ValueError as error:
+        findings.problems.append(one_line(error))
 
 
 def _check_packages(args: Args, findings: Findings) -> None:

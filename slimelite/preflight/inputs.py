@@ -33,6 +33,7 @@ from slimelite.models.checkpoints import ROLLOUT_STATE, STATE_FILE, damage, read
 from slimelite.models.families import FAMILIES, text_config
 from slimelite.models.files import check_architecture, has_weights, looks_sound, shape_problems, weight_shapes
 from slimelite.preflight.findings import Findings, fill, one_line
+from slimelite.preflight.learning import first_prompt, without_template
 from slimelite.rewards.grader import check_reward
 from slimelite.rewards.rules import RULES
 from slimelite.samples.sample import Sample
@@ -291,6 +292,11 @@ class InputChecks:
                         "entries, so that the flag has no effect"
                     )
                 label = f"{prompt.label!r:.60}"
+                if settings.custom_rm_path and response == "the bare label" and reward == 0:
+                    self.findings.warnings.append(
+                        f"{rows.name}: the custom reward gives the label of the first row, as the response, 0 (label "
+                        f"{label}): if that is a right answer, nothing will be learned"
+                    )
                 self.findings.facts.append(
                     f"{rows.name}: {response} as the response to the first prompt gets {reward} (label {label})"
                 )
@@ -398,12 +404,13 @@ class InputChecks:
     def check_rows(self, rows: Rows) -> None:
         """Check prompts, pairs or conversations and one reward; without a tokenizer, lengths are not checked."""
         name, findings = rows.name, self.findings
+        columns = rows.dataset or self.args
         prompts = self.load_rows(rows, findings.warnings.append)
         if not prompts or not self.are_text(rows, prompts):
             return
         ends = {prompt.metadata.get("messages", [{"role": "user"}])[-1]["role"] for prompt in prompts}
         if not rows.any_form and "assistant" in ends:
-            column = (rows.dataset or self.args).input_key
+            column = columns.input_key
             findings.warnings.append(
                 f"{name}: conversations in column {column!r} end with an answer of the assistant, which the model sees "
                 "before it writes its own: leave it out of the prompts"
@@ -421,6 +428,12 @@ class InputChecks:
             findings.longest_prompt = longest
         self._check_lengths(rows, longest)
         self._warn_of_hidden_tools(rows, prompts)
+        if self.tokenizer is not None and rows.generate is None and prompts[0].tokens:
+            if self.args.dry_run:
+                findings.facts.append(f"{name}: {first_prompt(prompts[0], self.tokenizer)}")
+            warning = None if columns.apply_chat_template else without_template(prompts[0], self.tokenizer)
+            if warning:
+                findings.warnings.append(f"{name}: {warning}")
         if rows.generate == EPISODE:
             with findings.blaming(f"--environment {masked('environment', self.args.environment)}"):
                 begins, length = check_environment(self.args, self.tokenizer, prompts[0])

@@ -1,0 +1,110 @@
+"""Where a run would start and not learn: what the model sees, and what one's own estimator does with made-up rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from slimelite.algorithms.estimators import ESTIMATORS, Estimator
+from slimelite.algorithms.groups import group_advantages
+from slimelite.base.registry import function
+
+if TYPE_CHECKING:
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+    from slimelite.arguments import Args
+    from slimelite.samples.sample import Sample
+
+# tokens at each end of the first prompt, and characters of it, that a dry run prints
+EDGE, CHARACTERS = 4, 600
+
+
+def first_prompt(prompt: Sample, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The first prompt as the model sees it, with the tokens at its ends, where a template goes wrong."""
+    text = str(prompt.prompt)
+    if len(text) > CHARACTERS:
+        text = f"{text[: CHARACTERS // 2]} [... {len(text) - CHARACTERS} characters ...] {text[-CHARACTERS // 2 :]}"
+    shown = [repr(tokenizer.decode([token])) for token in prompt.tokens]
+    ends = " ".join(shown) if len(shown) <= 2 * EDGE else f"{' '.join(shown[:EDGE])} ... {' '.join(shown[-EDGE:])}"
+    return f"the first prompt as the model sees it: {text!r}; its {len(shown)} tokens: {ends}"
+
+
+def without_template(prompt: Sample, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """A warning if a chat model would see text without its template."""
+    marks = [mark for mark in tokenizer.all_special_tokens if mark in str(prompt.prompt)]
+    if not tokenizer.chat_template or marks:
+        return None
+    return (
+        "the prompts are text, and the model's chat template is not used: add --apply-chat-template if this is a chat "
+        "model; leave it out for a base model"
+    )
+
+
+def try_estimator(args: Args) -> str | None:
+    """Call the functions of a user's estimator, and of its loss, on two groups of four made-up responses.
+
+    Returns:
+        What was tried, for the dry run's report; None if all of the estimator is ours.
+
+    Raises:
+        ValueError: a function fails, or does not return one finite number a response or a token.
+    """
+    record = ESTIMATORS[args.advantage_estimator]
+    if not any(_is_own(each) for each in (record.group, record.token, record.loss)):
+        return None
+    import torch
+
+    from slimelite.algorithms.advantages import RolloutTokens, token_advantages
+
+    rewards, index = np.array([0.0, 1.0, 0.5, 1.0, 0.0, 0.0, 0.0, 0.0]), np.arange(8)
+    try:
+        of_rows, _ = group_advantages(rewards, index // 4, index, record.name)
+        advantages = torch.from_numpy(of_rows).float()
+        mask = torch.ones(24, dtype=torch.bool)
+        rows = torch.from_numpy(index)
+        tokens = RolloutTokens(
+            advantages,
+            torch.zeros(24),
+            mask,
+            rows.repeat_interleave(3),
+            values=torch.zeros(24) if record.needs_critic else None,
+            groups=rows // 4,
+            rollouts=rows,
+            kl_coef=args.kl_coef,
+            gamma=args.gamma,
+            lambd=args.lambd,
+        )
+        of_tokens, _ = token_advantages(record.name, tokens)
+        losses = _losses(record, args, of_tokens)
+    except Exception as error:  # of a user's code: anything
+        raise ValueError(
+            f"--advantage-estimator {record.name} fails on two groups of four made-up responses with rewards "
+            f"{rewards.tolist()}: {type(error).__name__}: {error}"
+        ) from error
+    for name, values in (("advantages", of_tokens), ("losses", losses)):
+        if not bool(values.isfinite().all()):
+            raise ValueError(
+                f"--advantage-estimator {record.name} makes {name} that are not finite of rewards {rewards.tolist()}, "
+                "the last four of one prompt: divide by something that is never 0"
+            )
+    spread = ", ".join(f"{value:.3g}" for value in of_rows[:4])
+    return f"--advantage-estimator {record.name}: rewards 0, 1, 0.5, 1 of one prompt give {spread}; equal ones are fine"
+
+
+def _losses(record: Estimator, args: Args, advantages: Any) -> Any:
+    """[T] losses of the estimator for a policy that has moved a little."""
+    import torch
+
+    old = torch.full_like(advantages, -1.0)
+    new = (old + torch.linspace(-0.3, 0.3, len(old))).requires_grad_()
+    call = function(record.loss, ESTIMATORS.option, record.name)
+    clip = {"eps_clip": args.eps_clip, "eps_clip_high": args.eps_clip_high, "eps_clip_c": args.eps_clip_c}
+    losses, _ = call(new, new - old, advantages, **clip)
+    losses.sum().backward()
+    return losses.detach()
+
+
+def _is_own(what: object) -> bool:
+    module = what.partition(":")[0] if isinstance(what, str) else getattr(what, "__module__", "")
+    return what is not None and not str(module).startswith("slimelite.")

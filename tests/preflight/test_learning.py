@@ -1,0 +1,92 @@
+"""The dry run shows what the model sees, and says where a run would start and not learn."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from slimelite.algorithms.estimators import ESTIMATORS
+from slimelite.arguments import make_args
+from slimelite.plan.devices import Machine
+from slimelite.preflight import preflight
+
+FLAGS = (
+    "--input-key prompt --label-key label --num-rollout 2 --rollout-batch-size 4 --n-samples-per-prompt 2 "
+    "--rollout-max-response-len 16 --launcher local --dry-run"
+)
+Report = Callable[..., str]
+
+
+@pytest.fixture
+def report(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Report:
+    """``report(flags, own)``: a dry run's report; OWN in ``flags`` is a file with the text ``own``."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{i}+1=", "label": str(i + 1)}) + "\n" for i in range(8)))
+
+    def text(flags: str, own: str = "") -> str:
+        file = tmp_path / "own.py"
+        file.write_text(own)
+        words = f"--hf-checkpoint {model} --prompt-data {rows} {FLAGS} {flags.replace('OWN', str(file))}"
+        preflight(make_args(words.split(), machine=Machine(gpus=0)))
+        return capsys.readouterr().out
+
+    return text
+
+
+def test_the_first_prompt_is_shown_as_the_model_sees_it(report: Report) -> None:
+    shown = report("--rm-type math --apply-chat-template")
+    (line,) = [line for line in shown.splitlines() if "the first prompt as the model sees it" in line]
+    assert "'<|im_start|>user\\n0+1=<|im_end|>\\n<|im_start|>assistant\\n'" in line
+    assert "tokens: '<|im_start|>' 'u'" in line
+    assert "template is not used" not in shown
+
+
+def test_a_template_that_is_not_used_is_a_warning(report: Report) -> None:
+    assert "--prompt-data: the prompts are text, and the model's chat template is not used" in report("--rm-type math")
+
+
+REWARD = "async def reward(args, sample, **kwargs):\n    return {}"
+
+
+@pytest.mark.parametrize(("value", "warns"), [("0", True), ("float(sample.response == sample.label)", False)])
+def test_a_right_label_that_earns_nothing_is_a_warning(report: Report, value: str, warns: bool) -> None:
+    shown = report("--custom-rm-path OWN:reward", REWARD.format(value))
+    assert ("nothing will be learned" in shown) == warns
+
+
+OWN = """
+import torch
+from slimelite.algorithms.estimators import ESTIMATORS, Estimator
+
+def group(rewards):
+    {group}
+
+def loss(log_probs, log_ratio, advantages, *, eps_clip, eps_clip_high, eps_clip_c):
+    {loss}
+
+ESTIMATORS.add(Estimator("own-{name}", "mine", group=group, loss=loss))
+"""
+RIGHT = {"group": "return rewards.centered", "loss": "return -log_ratio.exp() * advantages, {}"}
+
+
+@pytest.mark.parametrize(
+    ("name", "parts", "expected"),
+    [
+        ("right", {}, "rewards 0, 1, 0.5, 1 of one prompt give -0.625, 0.375, -0.125, 0.375"),
+        ("fails", {"group": "return rewards.nothing"}, "AttributeError: 'GroupedRewards' object has no attribute"),
+        ("short", {"group": "return rewards.centered[:3]"}, "own-short"),
+        ("nan", {"group": "return rewards.centered / rewards.std[rewards.group]"}, "are not finite"),
+        ("loss", {"loss": "return log_probs.missing, {}"}, "AttributeError"),
+    ],
+)
+def test_an_estimator_of_ones_own_is_tried(report: Report, name: str, parts: dict[str, str], expected: str) -> None:
+    own = OWN.format(name=name, **{**RIGHT, **parts})
+    try:
+        shown = report(f"--rm-type math --import-file OWN --advantage-estimator own-{name}", own)
+    finally:
+        ESTIMATORS.pop(f"own-{name}", None)
+    assert expected in shown
+    assert shown.endswith("ready to start\n" if not parts else "1 problem(s) found\n")
