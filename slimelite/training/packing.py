@@ -51,6 +51,8 @@ class NotTrainable(ValueError):
 
 
 AHEAD = "its tokens see those that come after them"
+FAILS = "its forward pass fails here"
+MASKED = "its layers read a mask tensor, and packed rows have none"
 
 
 class Packing(IntEnum):
@@ -87,7 +89,7 @@ def _may_pack(pickled: bytes, attention: str, pairs: bool) -> Packing:
         return packed
     eager = attention != "eager" and not small.compare("eager", pairs)[1]
     if eager:  # which differs by its masks alone
-        problem = problem.replace(" here", " without mask tensors")
+        problem = MASKED if problem.startswith(FAILS) else problem.replace(" here", " without mask tensors")
     raise NotTrainable(config.model_type, problem, eager)
 
 
@@ -151,7 +153,7 @@ class SmallModel:
         except Exception as error:  # models may raise anything when they are called in an unsupported way
             if isinstance(error, KeyError) and attention in str(error):
                 return Packing.ALONE, "it has attention of its own, which cannot be exchanged"
-            return Packing.ALONE, f"its forward pass fails here: {one_line(error)}"
+            return Packing.ALONE, f"{FAILS}: {one_line(error)}"
         problem = why and f"{why}: its log-probs differ by {apart:.1e} from transformers' own"
         return max(right, default=Packing.ALONE), problem
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -151,3 +152,25 @@ def test_a_step_of_a_trainer_is_that_of_rows_alone(case: str, tmp_path: Path) ->
 @pytest.mark.parametrize("family", [*HYBRIDS, *ODD])
 def test_the_probe_says_so(family: str) -> None:
     assert may_pack(hybrid(family).config, "slimelite_varlen", pairs=True) is Packing.SHARED
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2", "mamba2", "jamba"])
+def test_compiled_layers_with_states_are_plain_ones(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced as for a GPU, and then run without the code that a compiler would write."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    counters: Any = torch._dynamo.utils.counters
+    counters.clear()
+    columns, runs = three_levels(), []
+    everyone = list(range(len(columns.table)))
+    weights = torch.cat([weights_of_tokens(columns, row) for row in everyone]).float()
+    for compiled in (False, True):
+        model = PolicyModel(hybrid(family))
+        if compiled:
+            model.compile_layers()
+        packed = log_probs(model, columns, everyone)
+        runs.append((packed.detach(), gradient(model, (packed * weights).sum())))
+    assert counters["stats"]["unique_graphs"]
+    torch.testing.assert_close(runs[1][0], runs[0][0], rtol=0, atol=1e-5)
+    assert_close(runs[1][1], runs[0][1], 1e-5)

@@ -98,6 +98,22 @@ def test_the_adapter_and_its_gradients_are_pefts_on_the_same_base(model: Path, t
         torch.testing.assert_close(gradient, named[name], rtol=1e-4, atol=1e-5 * float(named[name].abs().max()) + 1e-8)
 
 
+def test_dpo_trains_the_adapter_and_its_reference_is_the_quantized_model_without_it(model: Path) -> None:
+    table = random_table(seed=3, groups=4, group_size=2)
+    table.loss_mask[table.response_offsets[:-1]] = True
+    table.rollout_id = table.unit_id = table.group_id.copy()
+    table.reward = np.tile([1.0, 0.0], 4)
+    flags = {"loss_type": "dpo_loss", "use_reference": True, "dpo_beta": 0.5, "global_batch_size": 4}
+    with one_rank(tiny_args(model, **QLORA | flags)) as trainer:
+        assert any(isinstance(module, FrozenLinear) and module.is_quantized for module in trainer.model.hf.modules())
+        steps = [trainer.train(i, table) for i in range(4)]
+    # at the start the policy is its reference, so that the loss is that of a coin
+    assert steps[0]["train/loss"] == pytest.approx(np.log(2), abs=1e-6)
+    margins = [step["train/rewards/margins"] for step in steps]
+    assert margins[0] == pytest.approx(0, abs=1e-6)
+    assert margins[0] < margins[1] < margins[2] < margins[3]
+
+
 def test_every_frozen_linear_layer_has_4_bits_and_nothing_else(model: Path) -> None:
     flags = {"lora_target_modules": ["q_proj"], "lora_targets": ("q_proj",)}
     with one_rank(tiny_args(model, **QLORA | flags)) as trainer:
