@@ -22,7 +22,7 @@ def model_args(environment: str, options: argparse.Namespace, flags: Sequence[st
     """The arguments of the rollout; ``flags``: more words of train.py's command line, which win.
 
     Raises:
-        ValueError: with every problem played, one line each.
+        ValueError: with every problem, one line each.
     """
     words = ["--debug-rollout-only", "--num-rollout", "1", "--launcher", "local", "--environment", environment]
     words += ["--rollout-batch-size", str(options.groups), "--n-samples-per-prompt", str(options.samples)]

@@ -16,6 +16,8 @@ from slimelite.samples.sample import Sample, Status
 from slimelite.serving.sessions import ContextFullError, Session, Turn
 
 logger = logging.getLogger(__name__)
+# turns of an episode that its timeline has
+MOST_TURNS = 200
 REMEDY = "let reset say less, or raise --rollout-max-context-len"
 
 
@@ -164,6 +166,7 @@ class Episode:
         made: list[Sample] = []
         scored = any(role.total is not None for role in self.roles.values())
         facts = {**self.counts, "seconds": self.seconds, "metrics": dict(self.metrics)}
+        facts["timeline"] = timeline([role.session for role in self.roles.values()])
         for name, role in self.roles.items():
             if not role.session.turns:
                 continue
@@ -179,6 +182,25 @@ class Episode:
             each.status, each.non_generation_time = self.status, self.seconds
             each.rollout_id = sample.index if len(made) > 1 else each.rollout_id
         return made
+
+
+def timeline(sessions: Sequence[Session]) -> list[dict[str, object]]:
+    """The first turns of conversations, as they began: when [s], their tokens and calls; ``parent``: the turn that one
+    goes on from, None if it begins a branch."""
+    turns = [(turn.began, place, turn) for place, session in enumerate(sessions) for turn in session.turns]
+    first = min((began for began, _, _ in turns), default=0.0)
+    return [
+        {
+            "role": place,
+            "turn": turn.number,
+            "parent": turn.parent,
+            "begin": round(began - first, 3),
+            "seconds": round(turn.ended - began, 3),
+            "tokens": len(turn.output_ids),
+            "calls": [call.name for call in turn.reply.tool_calls],
+        }
+        for began, place, turn in sorted(turns, key=lambda each: each[0])[:MOST_TURNS]
+    ]
 
 
 def turn_rewards(path: Sequence[Turn], sample: Sample) -> list[float]:

@@ -9,8 +9,8 @@ from typing import Any
 from slimelite.arguments.secret import masked
 from slimelite.engines.http_front import parse_sampling_params
 from slimelite.engines.protocol import stream_seed
-from slimelite.environments.episode import Episode, row_of
-from slimelite.environments.program import Ended
+from slimelite.environments.episode import Episode, row_of, timeline
+from slimelite.environments.program import LOGGED, Ended
 from slimelite.environments.registry import FACTS
 from slimelite.rewards.rules import Failure
 from slimelite.rollout.context import PluginArgs
@@ -130,10 +130,16 @@ def _samples(sample: Sample, session: Session, ended: Ended, failure: Failure | 
         "context_full": int(session.overflows > 0),
         "seconds": ended.seconds,
         "metrics": {"silent_programs": float(not turns)},
+        "timeline": timeline([session]),
     }
     made = session.samples(sample) if turns else [replace(sample, remove_sample=True)]
     for each in made:
         each.metadata = {**each.metadata, FACTS: facts}
+        if each is made[0]:
+            each.metadata[FACTS] = {
+                **facts,
+                "log": {"stdout": ended.output[-LOGGED:], "stderr": ended.errors[-LOGGED:]},
+            }
         each.non_generation_time = ended.seconds
         if failure is None:
             each.reward = ended.reward

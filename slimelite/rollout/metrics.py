@@ -170,10 +170,9 @@ def episode_metrics(samples: Sequence[Sample], reward_key: str | None) -> dict[s
     for facts in episodes:
         own = facts["metrics"]
         seen.update(own.keys())
-        totals.update({**facts, **own, "metrics": 0})
+        totals.update({name: value for name, value in facts.items() if isinstance(value, int | float)} | own)
     counts: dict[str, float] = {name: totals[name] for name in TOTALS}
     means = {name: total / (seen[name] or len(episodes)) for name, total in totals.items() if name not in counts}
-    del means["metrics"]
     roles: dict[str, list[Sample]] = {}
     for sample in samples:
         if "role" in sample.metadata and FACTS in sample.metadata:

@@ -46,7 +46,8 @@ class Turn:
     ``tools``: those that the model is shown. ``sent``: what is `comparable` of the messages as the client sent them;
     ``echoes``: of the reply as a client may send it back, with and without its stop string. ``log_probs``,
     ``weight_versions``: one for each of ``output_ids``; ``kept``: see `GenerateResult`.
-    ``finish_reason``: "stop", "length" or "abort". ``reward``: for the environment to set.
+    ``finish_reason``: "stop", "length" or "abort". ``reward``: for the environment to set. ``began``, ``ended``: [s,
+    monotonic].
     """
 
     number: int
@@ -67,6 +68,8 @@ class Turn:
     cached_tokens: int = 0
     reply: Reply = field(default_factory=lambda: Reply(""))
     reward: float | dict[str, float] | None = None
+    began: float = field(default_factory=time.monotonic, repr=False, compare=False)
+    ended: float = field(default=0.0, repr=False, compare=False)
 
     @property
     def parent(self) -> int | None:
@@ -311,7 +314,7 @@ class Session:
         shown = {**message, "content": before_stop(turn.reply.content, params.stop)}
         turn.echoes = comparable(message), comparable(shown)
         self.turns.append(turn)
-        self.used = time.monotonic()
+        self.used = turn.ended = time.monotonic()
         return turn
 
     async def _whole(

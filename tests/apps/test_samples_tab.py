@@ -173,6 +173,47 @@ def test_rows_are_sorted_and_filtered_by_their_numbers(file: Path, open_page: Op
     level(page, "samples", "Samples 1")
 
 
+def test_an_episode_is_a_tree_over_time_with_the_log_of_its_program(tmp_path: Path, open_page: OpenPage) -> None:
+    tokenizer = byte_level(tmp_path / "model")
+    folder = write_run(tmp_path / "run", tmp_path / "model", 1)
+    calls = {"role": 0, "tokens": 5, "calls": ["look", EVIL]}
+    turns = [
+        {**calls, "turn": 0, "parent": None, "begin": 0.0, "seconds": 1.0},
+        {**calls, "turn": 1, "parent": 0, "begin": 2.0, "seconds": 2.0},
+        {**calls, "turn": 2, "parent": 0, "begin": 3.0, "seconds": 1.0},
+        {**calls, "turn": 3, "parent": 1, "begin": 4.0, "seconds": 1.0},
+        {**calls, "turn": 4, "parent": 3, "begin": EVIL, "seconds": 1.0},
+    ]
+    log = {"stdout": f"it says {EVIL}", "stderr": ""}
+    facts = {"episode": {"turns": 4, "errors": 0, "timeline": turns, "log": log}, "town": "Bonn"}
+    broken = {"episode": {"timeline": [None, 3, {"turn": EVIL}], "log": {"stdout": [EVIL]}}}
+    texts = [json.dumps(facts), json.dumps(broken)]
+    groups = [[sample(tokenizer, i, i, "q", "a", 1.0, metadata=json.loads(text)) for i, text in enumerate(texts)]]
+    save(folder / "rollouts" / "0000000.parquet", groups)
+    write_page([Run.read(folder)], tmp_path / "view.html")
+    page = open_page(tmp_path / "view.html", "samples?level=samples&sample=0")
+    rows = page.locator(".episode-turns li")
+    rows.first.wait_for()
+    said = ["turn 0 begins", "turn 1 after 0", "turn 3 after 1", "↳ turn 2 after 0"]
+    assert rows.locator(".turn").all_inner_texts() == said
+    assert page.locator(".episode .fact").all_inner_texts() == ["turns\n4"]
+    lane, bar = (rows.nth(1).locator(name).bounding_box() for name in (".lane", ".bar"))
+    assert lane is not None
+    assert bar is not None
+    assert (bar["x"] - lane["x"]) / lane["width"] == pytest.approx(2 / 5, abs=0.01)
+    assert bar["width"] / lane["width"] == pytest.approx(2 / 5, abs=0.01)
+    assert EVIL in page.locator(".episode details").inner_text()
+    assert EVIL in rows.first.inner_text()
+    metadata = page.locator("details", has_text="Metadata").inner_text()
+    assert "Bonn" in metadata
+    assert "timeline" not in metadata
+    page.goto((tmp_path / "view.html").as_uri() + "#samples?level=samples&sample=1")
+    page.locator(".sample .episode h4").wait_for()
+    assert page.locator(".episode-turns, .episode details").count() == 0
+    assert page.locator("img").count() == 0
+    assert page.title() == "slimelite"
+
+
 def test_a_sample_is_found_by_its_text_and_the_hits_are_marked(file: Path, open_page: OpenPage) -> None:
     page = open_page(file, "samples?level=samples")
     search = page.get_by_role("searchbox")

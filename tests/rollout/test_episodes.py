@@ -119,6 +119,12 @@ def test_tools_are_called_and_only_what_the_model_wrote_is_trained_on(play: Play
         assert sample.reward == float(sample.index)
         assert str(sample.status) == "completed"
         assert sample.metadata["episode"]["tool_calls"] == sample.index
+        turns = sample.metadata["episode"]["timeline"]
+        assert [turn["calls"] for turn in turns] == [["weather"]] * sample.index + [[]]
+        assert [turn["parent"] for turn in turns] == [None, *range(sample.index)]
+        assert sum(turn["tokens"] for turn in turns) == sum(mask)
+        ends = [turn["begin"] + turn["seconds"] for turn in turns]
+        assert all(end <= turn["begin"] + 1e-3 for end, turn in zip(ends, turns[1:], strict=False))
     found = {name.rpartition("/")[2]: v for name, v in output.metrics.items() if name.startswith("rollout/environment")}
     assert found.pop("seconds") > 0
     zeros = ["malformed_calls", "timeouts", "errors", "untrained", "context_full", "turn_limit"]

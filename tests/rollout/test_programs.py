@@ -103,6 +103,10 @@ def test_programs_make_samples_and_failures_are_counted(make: Make, tmp_path: Pa
     metrics = {name.rpartition("/")[2]: v for name, v in output.metrics.items() if "/environment/" in name}
     assert (metrics["turns"], metrics["errors"], metrics["timeouts"]) == (pytest.approx(16 / 9), 4, 0)
     assert metrics["silent_programs"] == pytest.approx(1 / 9)
+    facts = found["reward"].metadata["episode"]
+    assert [(turn["tokens"], turn["parent"]) for turn in facts["timeline"]] == [(5, None), (5, 0)]
+    assert '"reward": 0.5' in facts["log"]["stdout"]
+    assert len(found["loud"].metadata["episode"]["log"]["stdout"]) <= program.LOGGED
     log = (tmp_path / "run" / "agents" / "programs.log").read_text()
     assert "2 replies, reward 0.5" in log
     assert "--- stderr\nno idea" in log

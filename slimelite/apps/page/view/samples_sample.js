@@ -91,6 +91,7 @@ function sampleBody(samples, sample, opened, query) {
     longText(pre, found, query);
     return el("details", { open }, el("summary", {}, title), pre);
   };
+  const { episode, rest } = episodeOf(opened.metadata);
   const label = el("div", { class: "text label" });
   longText(label, opened.label, query);
   return [
@@ -98,7 +99,8 @@ function sampleBody(samples, sample, opened, query) {
     el("section", {}, ...responseParts(samples, sample, opened, query)),
     opened.label === "" ? null : section("Label", label),
     isNumbers(opened.rewards) ? null : folded("Reward", opened.rewards, true), // numbers stand above
-    folded("Metadata", opened.metadata, opened.metadata.length < 2000),
+    episodeElement(episode, query),
+    folded("Metadata", rest, rest.length < 2000),
   ].filter(Boolean);
 }
 
