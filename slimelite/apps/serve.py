@@ -7,6 +7,9 @@ import asyncio
 import errno
 import importlib.util
 import json
+import logging
+import math
+import re
 import shlex
 import signal
 import sys
@@ -15,7 +18,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.resources import files
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from slimelite.apps.html import document
 from slimelite.apps.runnable import resolve_models, runnable
@@ -25,6 +28,9 @@ from slimelite.engines.protocol import Codec, Engine, EngineInfo, EngineSetup
 from slimelite.engines.registry import ENGINES, ServerAddress
 from slimelite.serving.tools import REASONING_FORMATS, TOOL_FORMATS
 from slimelite.tracking.noise import quiet_transformers
+
+if TYPE_CHECKING:
+    from slimelite.serving.front import Front
 
 
 def main(argv: Sequence[str]) -> int:
@@ -39,6 +45,15 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError("--api-key is empty: give a key, or leave the flag out")
     if not 0 <= args.port < 1 << 16:
         raise ValueError(f"--port is a number from 0 to 65535, not {args.port}")
+    if args.api_key is None and "*" in args.cors_origin:
+        raise ValueError("--cors-origin * lets every page use the model: choose an --api-key, or name the origins")
+    for origin in {*args.cors_origin} - {"*"}:
+        if not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#\s]+", origin):
+            raise ValueError(
+                f"--cors-origin {origin} is no origin: write it as https://chat.example.org, without a path"
+            )
+    if not 0 <= args.drain_seconds < math.inf:
+        raise ValueError(f"--drain-seconds must be 0 or more, not {args.drain_seconds:g}")
     if args.api_key is None and not is_loopback(args.host):
         raise ValueError(f"--host {args.host} lets other machines in: choose an --api-key, or listen on 127.0.0.1")
     asyncio.run(_serve(args))
@@ -51,6 +66,20 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--host", default="127.0.0.1", help="address of this machine to listen on; another needs a key")
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one")
     parser.add_argument("--api-key", help="clients must send it; without one, whoever reaches the port may do all")
+    parser.add_argument(
+        "--cors-origin",
+        metavar="ORIGIN",
+        nargs="+",
+        default=[],
+        help="pages of these sites may ask the server, as https://chat.example.org; * for all",
+    )
+    parser.add_argument(
+        "--drain-seconds",
+        type=float,
+        default=10.0,
+        help="after SIGTERM or Ctrl-C, requests that run have so long to end; a second signal ends them",
+    )
+    parser.add_argument("--access-log", action="store_true", help="write a line for each request to standard error")
     parser.add_argument("--web", action="store_true", help="also serve a page to chat with the model")
     add_model_flags(parser)
     return parser
@@ -76,24 +105,38 @@ def add_model_flags(parser: argparse._ActionsContainer) -> None:
 
 
 async def _serve(args: argparse.Namespace) -> None:
-    async with serving(args) as server:
+    if args.access_log:
+        log = logging.getLogger("slimelite.access")
+        log.addHandler(logging.StreamHandler())
+        log.setLevel(logging.INFO)
+        log.propagate = False
+    async with serving(args, origins=frozenset(args.cors_origin), logs=args.access_log) as server:
         print(f"{server.path} ({server.info.name}, {server.info.max_context_len} tokens of context) at {server.url}")
         print(_example(server.url, args.api_key, chats=server.chats), flush=True)
         await _interrupt()
+        again, drained = (
+            asyncio.ensure_future(work) for work in (_interrupt(), server.front.drain(args.drain_seconds))
+        )
+        await asyncio.wait({again, drained}, return_when=asyncio.FIRST_COMPLETED)
 
 
 class Served(NamedTuple):
-    """What is served: its folder or hub id, where, by which engine, and whether it has a chat template."""
+    """What is served: its folder or hub id, where, by which engine, whether it has a chat template, and by whom."""
 
     path: str
     url: str
     info: EngineInfo
     chats: bool
+    front: Front
 
 
 @asynccontextmanager
-async def serving(args: argparse.Namespace) -> AsyncIterator[Served]:
+async def serving(
+    args: argparse.Namespace, *, origins: frozenset[str] = frozenset(), logs: bool = False
+) -> AsyncIterator[Served]:
     """A server of ``args.model``, on the event loop that runs, until the block ends.
+
+    ``origins``, ``logs``: of the `Server`.
 
     Raises:
         ValueError: there is no such model.
@@ -147,8 +190,9 @@ async def serving(args: argparse.Namespace) -> AsyncIterator[Served]:
         name = Path(args.model).resolve().name if Path(args.model).exists() else args.model
         page = chat_page() if args.web else None
         front = Front(sessions, engine, name, key=args.api_key, host=args.host, port=args.port, page=page)
+        front.origins, front.logs = origins, logs
         stack.push_async_callback(front.stop)
-        yield Served(source.path, await front.start(), info, bool(tokenizer.chat_template))
+        yield Served(source.path, await front.start(), info, bool(tokenizer.chat_template), front)
 
 
 async def _try_address(host: str, port: int) -> None:

@@ -16,7 +16,7 @@ import json
 import logging
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from contextlib import aclosing, suppress
 from typing import Any
 from urllib.parse import urlsplit
@@ -32,6 +32,8 @@ Answer = dict[str, object] | AsyncGenerator[bytes]
 LAST_S, RETRY_S = 1.0, 1
 # a connection has so long to send the head of a request, and a request to send its body [s]
 HEAD_S, BODY_S = 75.0, 120.0
+# a line of the access log: who, what, status, bytes of the answer, seconds
+LINE = '%a "%r" %s %b %Tf'
 # how a body that gzip packed begins, and no JSON
 GZIP = b"\x1f\x8b"
 
@@ -48,13 +50,18 @@ class Server(ABC):
     """A server in the event loop of whoever starts it; a subclass has `_routes`.
 
     ``most_bytes``: longer bodies are refused unread. ``key``: what a request must bring, unless its answer is
-    `_public`; None: nothing, see the top of this file.
+    `_public`; None: nothing, see the top of this file. ``origins``: sites whose pages may ask it, "*" for all; set them
+    before the start. ``logs``: each request is written to the log ``slimelite.access``.
     """
 
     def __init__(self, most_bytes: int, host: str, port: int, key: str | None = None) -> None:
         self.key = key
+        self.origins: frozenset[str] = frozenset()
+        self.logs = False
         self._most_bytes, self._host, self._port = most_bytes, host, port
         self._runner: web.AppRunner | None = None
+        self._answering: set[asyncio.Task[Any]] = set()
+        self._drains = self._ends = False  # nothing new is answered; and what runs ends with an error
 
     async def start(self) -> str:
         """Listen, and return the base URL.
@@ -62,8 +69,20 @@ class Server(ABC):
         Raises:
             OSError: the host is not an address of this machine, or the port is taken.
         """
-        self._runner, url = await listen(self.application(), self._host, self._port, unpacks=False)
+        log = logging.getLogger("slimelite.access") if self.logs else None
+        self._runner, url = await listen(self.application(), self._host, self._port, unpacks=False, log=log)
         return url
+
+    async def drain(self, seconds: float) -> None:
+        """Refuse new requests, and wait so long for those that run; what runs still ends with an error, 503."""
+        self._drains = True
+        if self._answering:
+            await asyncio.wait(self._answering, timeout=seconds)
+        self._ends = True
+        for task in (running := set(self._answering)):
+            task.cancel()
+        if running:
+            await asyncio.wait(running, timeout=LAST_S)
 
     async def stop(self) -> None:
         """Stop listening; requests that run are cancelled."""
@@ -75,7 +94,19 @@ class Server(ABC):
         """What answers the requests, for a server of one's own."""
         app = web.Application(client_max_size=self._most_bytes, middlewares=[self._guarded])
         app.add_routes(self._routes())
+        app.on_response_prepare.append(self._share)
         return app
+
+    async def _share(self, http: web.Request, response: web.StreamResponse) -> None:
+        """Let a page of ``origins`` read an answer (CORS)."""
+        if self.origins:
+            response.headers["Vary"] = "Origin"
+            if self._is_shared(http):
+                response.headers["Access-Control-Allow-Origin"] = http.headers["Origin"]
+                response.headers["Access-Control-Expose-Headers"] = "Retry-After"
+
+    def _is_shared(self, http: web.Request) -> bool:
+        return bool({"*", http.headers.get("Origin")} & self.origins) and "Origin" in http.headers
 
     @abstractmethod
     def _routes(self) -> list[web.RouteDef]:
@@ -97,7 +128,7 @@ class Server(ABC):
         """
         if http.match_info.handler not in self._public():
             # what has no key listens to this machine alone, whose browser may be showing somebody's page
-            if self.key is None and not _is_asked_from_here(http):
+            if self.key is None and not _is_asked_from_here(http, self.origins):
                 raise RequestError("a page of another site may not use a server without an API key", 403)
             if not self._opens(http, request_key(http)):
                 raise RequestError("this needs the server's API key", 401, code="invalid_api_key")
@@ -116,12 +147,36 @@ class Server(ABC):
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.method == "OPTIONS" and self._is_shared(request):  # what a browser asks before a page's request
+            names = request.headers.get("Access-Control-Request-Headers", "*")
+            may = {"Access-Control-Allow-Methods": "GET, POST, DELETE", "Access-Control-Allow-Headers": names}
+            return web.Response(status=204, headers={**may, "Access-Control-Max-Age": "600"})
+        if (task := asyncio.current_task()) is not None and not self._drains:
+            self._answering.add(task)
+            task.add_done_callback(self._answering.discard)
         try:
+            if self._drains:
+                raise self._stopping()
             return await self._handled(request, handler)
-        except Exception as error:
-            status = _status(error)
-            headers = {"Retry-After": str(RETRY_S)} if status == 429 else None
-            return web.json_response(self._described(request, error, status), status=status, headers=headers)
+        except (Exception, asyncio.CancelledError) as error:
+            told = self._told(error)
+            status = _status(told)
+            headers = {"Retry-After": str(RETRY_S)} if status in (429, 503) else None
+            return web.json_response(self._described(request, told, status), status=status, headers=headers)
+
+    def _told(self, error: BaseException) -> Exception:
+        """What a client is told of an error; a request that was cancelled by `drain` is told of that."""
+        if isinstance(error, asyncio.CancelledError):
+            if not self._ends:
+                raise error
+            if (task := asyncio.current_task()) is not None:
+                task.uncancel()
+            return self._stopping()
+        assert isinstance(error, Exception)
+        return error
+
+    def _stopping(self) -> RequestError:
+        return RequestError("the server is stopping; ask again when it is back", 503)
 
     async def _respond(self, http: web.Request, answer: Answer) -> web.StreamResponse:
         """Send an answer, events as they come. An error before the first one gets a status; a later one is an event."""
@@ -140,8 +195,9 @@ class Server(ABC):
                     written += 1
             except (ConnectionResetError, ConnectionAbortedError):
                 return response  # the client has gone
-            except Exception as error:
-                await response.write(self._last(http, self._described(http, error, _status(error)), written))
+            except (Exception, asyncio.CancelledError) as error:
+                told = self._told(error)
+                await response.write(self._last(http, self._described(http, told, _status(told)), written))
             return response
 
 
@@ -153,10 +209,11 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _is_asked_from_here(http: web.Request) -> bool:
-    """Whether a request names this machine, and so does the page that sends it, if it is one."""
+def _is_asked_from_here(http: web.Request, origins: Collection[str]) -> bool:
+    """Whether a request names this machine, and so does the page that sends it, if it is one of no ``origins``."""
     try:
-        names = [http.url.host, *(urlsplit(origin).hostname for origin in http.headers.getall("Origin", []))]
+        pages = [origin for origin in http.headers.getall("Origin", []) if origin not in origins]
+        names = [http.url.host, *(urlsplit(origin).hostname for origin in pages)]
     except ValueError:  # no address at all
         return False
     return all(is_loopback(name or "") for name in names)
@@ -177,11 +234,13 @@ def request_key(http: web.Request) -> str:
     return http.headers.get("x-api-key") or (token.strip() if scheme.lower() == "bearer" else header)
 
 
-async def listen(app: web.Application, host: str, port: int, *, unpacks: bool = True) -> tuple[web.AppRunner, str]:
+async def listen(
+    app: web.Application, host: str, port: int, *, unpacks: bool = True, log: logging.Logger | None = None
+) -> tuple[web.AppRunner, str]:
     """Serve ``app`` from the running event loop; returns what stops it, and the base URL. Port 0 takes a free one.
 
     ``unpacks``: aiohttp unpacks bodies before a handler sees them; one that it cannot unpack never gets there, and is
-    answered in plain text.
+    answered in plain text. ``log``: gets a line for each request.
 
     Raises:
         OSError: the host is not an address of this machine, or the port is taken.
@@ -190,7 +249,8 @@ async def listen(app: web.Application, host: str, port: int, *, unpacks: bool = 
     runner = web.AppRunner(
         app,
         handler_cancellation=True,
-        access_log=None,
+        access_log=log,
+        access_log_format=LINE,
         shutdown_timeout=LAST_S,
         keepalive_timeout=HEAD_S,
         auto_decompress=unpacks,

@@ -172,6 +172,7 @@ class GenerateServer(Server):
     ) -> None:
         super().__init__(BODY_BYTES + BODY_BYTES_PER_TOKEN * max_context_len, host, port, key)
         self._engine, self._encode, self._decode = engine, encode, decode
+        self._sampler = engine_sampler(engine)
 
     def _routes(self) -> list[web.RouteDef]:
         return [
@@ -192,9 +193,7 @@ class GenerateServer(Server):
         return web.json_response(document(self._bodies()))
 
     async def _generate(self, http: web.Request) -> web.StreamResponse:
-        return await self._respond(
-            http, await self._sampled(await read_body(http, GenerateBody), engine_sampler(self._engine))
-        )
+        return await self._respond(http, await self._sampled(await read_body(http, GenerateBody), self._sampler))
 
     async def _sampled(self, body: GenerateBody, sample: Sampler) -> Answer:
         """The answer to a body of ``/generate``.

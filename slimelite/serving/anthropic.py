@@ -21,7 +21,7 @@ from slimelite.engines.params import SamplingParams
 from slimelite.serving.format import ChatFormat, Message
 from slimelite.serving.openai import checked_messages, shown_tools
 from slimelite.serving.replies import Model, Part, PlannedTurn, parts
-from slimelite.serving.sessions import Session, Turn
+from slimelite.serving.sessions import ContextFullError, Session, Turn
 
 # the variable by which Qwen3's, GLM's and others' templates let a model think
 SWITCH_NAME = "enable_thinking"
@@ -175,9 +175,12 @@ async def count_tokens(model: Model, session: Session, body: CountBody) -> Answe
 def error_body(error: Exception, status: int) -> dict[str, object]:
     """Anthropic's JSON for an error."""
     kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
-    kinds |= {429: "rate_limit_error", 529: "overloaded_error"}
+    kinds |= {429: "rate_limit_error", 503: "overloaded_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": str(error)}}
+    message = str(error)
+    if isinstance(error, ContextFullError):  # clients look for these words; the reply needs a token of the context
+        message = f"prompt is too long: {error.tokens} tokens > {error.most - 1} maximum"
+    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 def _conversation(body: CountBody) -> tuple[list[Message], list[dict[str, Any]] | None, list[str]]:

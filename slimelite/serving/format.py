@@ -162,8 +162,8 @@ class ChatFormat:
         """Token ids of a text that is no chat: it begins as the tokenizer says."""
         return encode_text(self.tokenizer, [text.encode(errors="replace").decode()])[0]
 
-    def exceeds(self, text: str, most: int) -> bool:
-        """Whether a text is so long that it has more than ``most`` tokens for certain; seen without encoding all of it.
+    def excess(self, text: str, most: int) -> int:
+        """About how many tokens a text has, if it has more than ``most`` for certain, else 0; it is not encoded whole.
 
         A text that cannot be read in a context may have many million characters, and encoding it takes minutes. Its
         beginning is encoded in slices. Where slices are cut there may be more tokens than in the whole, so that a text
@@ -173,8 +173,8 @@ class ChatFormat:
         for at in range(0, len(text) if len(text) > LONG_TEXT * most else 0, SLICE):
             count += len(self.encode(text[at : at + SLICE]))
             if count > 2 * most:
-                return True
-        return False
+                return count * len(text) // min(at + SLICE, len(text))
+        return 0
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens included."""

@@ -20,6 +20,7 @@ from slimelite.engines.http_front import GenerateBody, GenerateServer, SampledBo
 from slimelite.engines.protocol import GenerateRequest, GenerateResult, OnTokens, SamplingParams
 from slimelite.engines.sampling import Generating
 from slimelite.serving import anthropic, openai, responses
+from slimelite.serving.metrics import Counts
 from slimelite.serving.replies import Model
 from slimelite.serving.sessions import Session, Sessions, Turn
 
@@ -72,6 +73,9 @@ class Front(GenerateServer):
     ) -> None:
         chat_format = sessions.format
         super().__init__(engine, chat_format.encode_text, chat_format.decode, sessions.max_context_len, host, port, key)
+        self._counts = Counts()
+        self._sampler = self._counts.counted(self._sampler)
+        sessions.sampler = self._counts.counted(sessions.sampler)
         self._model = Model(name, sessions, engine, int(time.time()))
         self._html, self._running = page, 0
 
@@ -92,7 +96,8 @@ class Front(GenerateServer):
             web.delete(SESSION, self._close),
         ]
         page = [web.get("/", self._page)] if self._html is not None else []
-        return [*super()._routes(), *sampling, *models, *stored, *sessions, *page]
+        metrics = web.get("/metrics", self._metrics)
+        return [*super()._routes(), metrics, *sampling, *models, *stored, *sessions, *page]
 
     def _bodies(self) -> dict[str, type[Body]]:
         sampling = {path: kind for path, (kind, _) in SAMPLING_ROUTES.items()}
@@ -107,6 +112,16 @@ class Front(GenerateServer):
             return await super()._handled(http, handler)
         finally:
             self._running -= 1
+
+    @web.middleware
+    async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """As every server; and each answer counts."""
+        answer = await super()._guarded(request, handler)
+        # a path that is no route is anything at all
+        resource = request.match_info.route.resource
+        path = resource.canonical if resource is not None else ""
+        self._counts.requests[request.method if path else "", path, answer.status] += 1
+        return answer
 
     def _described(self, http: web.Request, error: Exception, status: int) -> dict[str, object]:
         """As the dialect describes errors."""
@@ -170,6 +185,11 @@ class Front(GenerateServer):
     async def _models(self, http: web.Request) -> web.Response:
         known = await openai.models(self._model)
         return web.json_response(known["data"][0] if "name" in http.match_info else known)
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        most = (await self._model.engine.info()).max_running_requests
+        text = self._counts.text(self._running, len(self._model.sessions), most)
+        return web.Response(text=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     async def _open(self, http: web.Request) -> web.Response:
         """Open a session; sampling parameters in the body are its defaults."""

@@ -200,9 +200,10 @@ async def models(model: Model) -> dict[str, Any]:
 
 def error_body(error: Exception, status: int) -> dict[str, object]:
     """OpenAI's JSON for an error."""
-    kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+    kinds = {403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
-    param, code = getattr(error, "param", None), getattr(error, "code", None)
+    codes = {429: "rate_limit_exceeded", 503: "service_unavailable"}
+    param, code = getattr(error, "param", None), getattr(error, "code", None) or codes.get(status)
     return {"error": {"message": str(error), "type": kind, "param": param, "code": code}}
 
 

@@ -29,9 +29,19 @@ from slimelite.serving.format import ChatFormat, Message, Reply, Tools, before_s
 
 
 class ContextFullError(ValueError):
-    """The prompt leaves no room for a reply; ``code`` is OpenAI's for it."""
+    """The prompt leaves no room for a reply. Its words and ``code`` are OpenAI's, which clients look for.
+
+    ``tokens``: of the prompt, estimated for one that is far too long; ``most``: of the context.
+    """
 
     code = "context_length_exceeded"
+
+    def __init__(self, tokens: int, most: int) -> None:
+        super().__init__(
+            f"This model's maximum context length is {most} tokens. However, your messages resulted in {tokens} "
+            "tokens, which leaves no room for a reply. Please reduce the length of the messages."
+        )
+        self.tokens, self.most = tokens, most
 
 
 @dataclass
@@ -250,12 +260,9 @@ class Session:
         if before:  # most of it is there already
             sent = (*before[0].sent, *sent[len(before[0].sent) :])
         rendered = self.format.render(whole, tools, **template_kwargs)
-        if self.format.exceeds(rendered, self.max_context_len):
+        if tokens := self.format.excess(rendered, self.max_context_len):
             self.overflows += 1
-            raise ContextFullError(
-                f"the prompt has {len(rendered):,} characters, which leave no room for a reply in a context of "
-                f"{self.max_context_len} tokens"
-            )
+            raise ContextFullError(tokens, self.max_context_len)
         opening = self.format.opening(whole, rendered, forced, tools, **template_kwargs) if forced else []
         ends = self.format.call_ends(tools) if one_call else ()
         for parent in before:
@@ -292,10 +299,7 @@ class Session:
         room = self.max_context_len - len(prompt_ids)
         if room <= 0:
             self.overflows += 1
-            raise ContextFullError(
-                f"the prompt has {len(prompt_ids)} tokens, which leaves no room for a reply in a context of "
-                f"{self.max_context_len}"
-            )
+            raise ContextFullError(len(prompt_ids), self.max_context_len)
         seed = params.seed
         if seed is None and self._seed is not None:
             seed = stream_seed(self._seed, turn.number)

@@ -45,21 +45,15 @@ class Stored:
         while self._size > MOST_CHARACTERS and len(self._records) > 1:
             self._drop(next(iter(self._records)))
 
-    def record(self, owner: str, name: str) -> Record:
+    def record(self, owner: str, name: str, status: int = 404) -> Record:
         """The answer of this id.
 
         Raises:
-            RequestError: there is none, or none of this owner.
+            RequestError: there is none, or none of this owner; with this status.
         """
         record = self._records.get(name)
         if record is None or record.owner != owner:
-            raise RequestError(
-                f"there is no response {name!r}: it was not stored, or was forgotten to make room; send the whole "
-                "conversation as input",
-                404,
-                "previous_response_id",
-                "previous_response_not_found",
-            )
+            raise _lost(name, status)
         self._records[name] = self._records.pop(name)
         return record
 
@@ -67,13 +61,15 @@ class Stored:
         """The conversation up to the answer of this id, which is its end; raises as `record` does."""
         records: list[Record] = []
         while name:
-            records.append(self.record(owner, name))
+            records.append(self.record(owner, name, 400))
             name = records[-1].before
         return [item for record in reversed(records) for item in (*record.sent, *record.output.values())]
 
     def item(self, owner: str, name: str) -> Any:
         """The item of this id; raises as `record` does."""
-        return self.record(owner, self._answers.get(name, name)).output[name]
+        if name not in self._answers:
+            raise _lost(name, 400)
+        return self.record(owner, self._answers[name], 400).output[name]
 
     def delete(self, owner: str, name: str) -> None:
         """Forget an answer; a conversation that goes on from it cannot either. Raises as `record` does."""
@@ -85,3 +81,13 @@ class Stored:
         self._size -= record.size
         for item in record.output:
             del self._answers[item]
+
+
+def _lost(name: str, status: int) -> RequestError:
+    return RequestError(
+        f"there is no response or item {name!r}: it was not stored, or was forgotten to make room; send the whole "
+        "conversation as input",
+        status,
+        "previous_response_id",
+        "previous_response_not_found",
+    )

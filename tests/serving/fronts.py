@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -49,7 +49,9 @@ class Speaking(Scripted):
 
 
 class Asking:
-    """Asks the front at ``url``, with ``key`` if it is given."""
+    """Asks the ``front`` at ``url``, with ``key`` if it is given."""
+
+    front: Front
 
     def __init__(self, http: aiohttp.ClientSession, url: str, key: str | None = None) -> None:
         self.http, self.url, self.key = http, url, key
@@ -80,12 +82,17 @@ def event(block: str) -> tuple[str | None, Any]:
 
 
 @asynccontextmanager
-async def front_over(sessions: Sessions, engine: Any, **settings: Any) -> AsyncIterator[Asking]:
+async def front_over(
+    sessions: Sessions, engine: Any, *, origins: Sequence[str] = (), logs: bool = False, **settings: Any
+) -> AsyncIterator[Asking]:
     front = Front(sessions, engine, "tiny", **settings)
+    front.origins, front.logs = frozenset(origins), logs
     url = await front.start()
     try:
         async with aiohttp.ClientSession() as http:
-            yield Asking(http, url, settings.get("key"))
+            asking = Asking(http, url, settings.get("key"))
+            asking.front = front
+            yield asking
     finally:
         await front.stop()
 

@@ -40,6 +40,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_is_served_until_it_is_interrupted(run_folder: Path) -> None:
     command = [sys.executable, "-m", "slimelite.apps.command", "serve", str(run_folder), "--port", "0"]
     command += ["--api-key", "k y", "--context-length", "8193"]
+    command += ["--drain-seconds", "0.2", "--access-log"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert server.stdout is not None
     try:
@@ -56,9 +57,17 @@ def test_a_run_is_served_until_it_is_interrupted(run_folder: Path) -> None:
         request = urllib.request.Request(curl[1], curl[-1].encode(), headers)
         with urllib.request.urlopen(request, timeout=60) as answer:
             assert json.load(answer)["usage"]["completion_tokens"] > 0
+        long = {**json.loads(curl[-1]), "max_tokens": 8000, "ignore_eos": True, "stream": True}
+        with urllib.request.urlopen(urllib.request.Request(curl[1], json.dumps(long).encode(), headers)) as stream:
+            assert b"chat.completion.chunk" in stream.readline()
+            server.send_signal(signal.SIGTERM)
+            last = json.loads(stream.read().strip().rpartition(b"data: ")[2])
+        assert last["error"]["message"] == "the server is stopping; ask again when it is back"
     finally:
         server.send_signal(signal.SIGTERM)
-    assert "warning: --context-length 8193 is more than the model's 8192 tokens" in server.communicate(timeout=30)[1]
+    said = server.communicate(timeout=30)[1]
+    assert "warning: --context-length 8193 is more than the model's 8192 tokens" in said
+    assert '127.0.0.1 "POST /v1/chat/completions HTTP/1.1" 200' in said
     assert server.returncode == 0
 
 
@@ -70,6 +79,9 @@ def test_a_run_is_served_until_it_is_interrupted(run_folder: Path) -> None:
         (["{run}", "--host", "0.0.0.0"], "--api-key"),
         (["{run}", "--host", "192.0.2.1", "--api-key", "k"], "192.0.2.1"),
         (["{run}", "--api-key", ""], "--api-key is empty"),
+        (["{run}", "--cors-origin", "*"], "--cors-origin * lets every page use the model"),
+        (["{run}", "--cors-origin", "a.org/"], "--cors-origin a.org/ is no origin: write it as https://"),
+        (["{run}", "--drain-seconds", "-1"], "--drain-seconds must be 0 or more, not -1"),
         (["{run}", "--port", "65536"], "--port is a number from 0 to 65535, not 65536"),
         (["{run}", "--context-length", "0"], "--context-length must be at least 1, not 0"),
         pytest.param(

@@ -102,7 +102,7 @@ def responses(ruled: openai.OpenAI) -> None:
     assert ruled.responses.retrieve(said.id) == said
     ruled.responses.delete(said.id)
     lost = partial(ruled.responses.create, model="ruled", input="Is it?", previous_response_id=said.id)
-    assert refused(openai.NotFoundError, lost).code == "previous_response_not_found"
+    assert refused(openai.BadRequestError, lost).code == "previous_response_not_found"
     tool = {"type": "function", "strict": False, **TOOL["function"]}
     asked: dict[str, Any] = {"model": "ruled", "store": False, "tools": [tool, {"type": "web_search"}]}
     with ruled.responses.stream(**asked, input=ASK) as stream:

@@ -1,0 +1,61 @@
+"""Counts of a server in Prometheus' text format, for ``/metrics``."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+from slimelite.engines.protocol import GenerateRequest, GenerateResult, OnTokens
+from slimelite.engines.sampling import Sampler
+
+# name -> type, help
+METRICS = {
+    "requests_total": ("counter", "answered requests"),
+    "requests_running": ("gauge", "requests that are answered or wait"),
+    "responses_running": ("gauge", "responses that the engine samples"),
+    "responses_waiting": ("gauge", "responses beyond the number that the engine samples at a time"),
+    "prompt_tokens_total": ("counter", "tokens of prompts whose response ended"),
+    "cached_prompt_tokens_total": ("counter", "those of them that the engine had in its cache"),
+    "generated_tokens_total": ("counter", "sampled tokens of responses that ended"),
+    "sessions_open": ("gauge", "open sessions"),
+}
+
+
+class Counts:
+    """What a server counts."""
+
+    def __init__(self) -> None:
+        self.requests: Counter[tuple[str, str, int]] = Counter()  # by method, path of the route, and status
+        self.sampling = 0
+        self._tokens: Counter[str] = Counter()
+
+    def counted(self, sampler: Sampler) -> Sampler:
+        """The sampler, whose responses count."""
+
+        async def sample(request: GenerateRequest, on_tokens: OnTokens | None) -> GenerateResult:
+            self.sampling += 1
+            try:
+                result = await sampler(request, on_tokens)
+            finally:
+                self.sampling -= 1
+            self._tokens["prompt_tokens_total"] += len(request.input_ids)
+            self._tokens["cached_prompt_tokens_total"] += result.cached_tokens
+            self._tokens["generated_tokens_total"] += len(result.output_ids)
+            return result
+
+        return sample
+
+    def text(self, running: int, sessions: int, most: int) -> str:
+        """The text of ``/metrics``. ``running``: requests; ``most``: responses that the engine samples at a time."""
+        values = {"requests_running": running, "sessions_open": sessions}
+        values |= {"responses_running": min(self.sampling, most), "responses_waiting": max(0, self.sampling - most)}
+        lines = []
+        for name, (kind, meaning) in METRICS.items():
+            lines += [f"# HELP slimelite_{name} {meaning}", f"# TYPE slimelite_{name} {kind}"]
+            if name == "requests_total":
+                for (method, path, status), number in sorted(self.requests.items()):
+                    labels = f'method={json.dumps(method)},path={json.dumps(path)},status="{status}"'
+                    lines.append(f"slimelite_{name}{{{labels}}} {number}")
+            else:
+                lines.append(f"slimelite_{name} {values.get(name, self._tokens[name])}")
+        return "\n".join(lines) + "\n"
