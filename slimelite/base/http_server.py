@@ -159,12 +159,12 @@ class Server(ABC):
                 raise self._stopping()
             return await self._handled(request, handler)
         except (Exception, asyncio.CancelledError) as error:
-            told = self._told(error)
-            status = _status(told)
+            problem = self._problem(error)
+            status = _status(problem)
             headers = {"Retry-After": str(RETRY_S)} if status in (429, 503) else None
-            return web.json_response(self._described(request, told, status), status=status, headers=headers)
+            return web.json_response(self._described(request, problem, status), status=status, headers=headers)
 
-    def _told(self, error: BaseException) -> Exception:
+    def _problem(self, error: BaseException) -> Exception:
         """What a client is told of an error; a request that was cancelled by `drain` is told of that."""
         if isinstance(error, asyncio.CancelledError):
             if not self._ends:
@@ -196,8 +196,8 @@ class Server(ABC):
             except (ConnectionResetError, ConnectionAbortedError):
                 return response  # the client has gone
             except (Exception, asyncio.CancelledError) as error:
-                told = self._told(error)
-                await response.write(self._last(http, self._described(http, told, _status(told)), written))
+                problem = self._problem(error)
+                await response.write(self._last(http, self._described(http, problem, _status(problem)), written))
             return response
 
 
