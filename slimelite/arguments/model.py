@@ -235,6 +235,14 @@ class CheckpointArgs(OfJob):
         TRAINING,
         metavar="TEMPLATE",
     )
+    save_hf_dtype: Literal["fp32", "bf16", "fp16"] | None = flag(
+        None,
+        "the weights of --save-hf are written in this dtype",
+        TRAINING
+        & when("--save-hf", lambda a: a.save_hf)
+        & when("a whole model, as adapters have fp32", lambda a: a.lora_rank == 0 or a.lora_merge),
+        auto="that of --hf-checkpoint; for a new model the dtype of training",
+    )
     save_best: bool = flag(
         False,
         "what the best evaluation so far measured is kept: under --save its checkpoint, named in "

@@ -373,7 +373,8 @@ def peft_config(hf: nn.Module, args: LoraArgs, base: str | None) -> dict[str, ob
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        # absolute, so that peft finds it from any folder; a name on the hub is no folder here
+        "base_model_name_or_path": str(Path(base).resolve()) if base and Path(base).is_dir() else base,
         "r": args.lora_rank,
         "lora_alpha": args.lora_alpha,
         "lora_dropout": 0.0 if weights else args.lora_dropout,  # peft refuses dropout with target_parameters

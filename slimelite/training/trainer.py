@@ -350,7 +350,14 @@ class Trainer(Learner[PolicyModel]):
         args, card = self.args, weights.model_card(self.args, self.progress.rollout_id)
         adapter = peft_config(self.model.hf, args, args.hf_checkpoint) if weights.writes_adapter(args) else None
         weights.save_hf(
-            Path(directory), self.model, self.world, args.tokenizer, card, adapter, chats=not args.loss.documents
+            Path(directory),
+            self.model,
+            self.world,
+            args.tokenizer,
+            card,
+            adapter,
+            dtype=weights.saved_dtype(args, self.world),
+            chats=not args.loss.documents,
         )
 
     def offload(self) -> dict[str, float]:

@@ -156,6 +156,21 @@ def test_a_saved_model_opens_in_transformers(
     torch.testing.assert_close(log_p[-n:], torch.from_numpy(expected[:n]), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("flag", [None, "fp32", "fp16"])
+def test_a_model_is_saved_in_the_dtype_that_it_came_in(flag: str | None, model: Path, tmp_path: Path) -> None:
+    dtype = {None: torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}[flag]
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    with one_rank(tiny_args(model, save_hf_dtype=flag)) as trainer:
+        trainer.train(0, random_table())
+        trainer.save_hf(str(tmp_path / "hf"))
+        exact = {name: weight.detach().clone() for name, weight in trainer.model.named_weights()}
+    saved = load_file(tmp_path / "hf" / "model.safetensors")
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+    assert saved.keys() == exact.keys()
+    assert all(torch.equal(weight, exact[name].to(dtype)) for name, weight in saved.items())
+
+
 def scored_and_saved(trainer: Trainer, folder: str) -> np.ndarray:
     trainer.save_hf(folder)
     return trainer.log_probs(random_table())
