@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from slimelite.arguments import Args
+from slimelite.arguments.secret import masked
 from slimelite.base.guard import PluginError, raised_at
 from slimelite.base.lifecycle import RolloutError
 from slimelite.rollout.context import PluginArgs
@@ -192,11 +193,18 @@ class DroppedGroups:
         self._failures += 1
         if self._failures >= self._most_failures:
             path = self._args.custom_generate_function_path
-            by = f" by --custom-generate-function-path {path}" if path else ""
+            by = f" by {self._generator(path)}" if path else ""
             where = raised_at(error) if path and not isinstance(error, PluginError) else ""
             raise self._end(
                 f"{self._failures} groups in a row could not be generated{by}; the last one: {error!r}{where}"
             ) from error
+
+    def _generator(self, path: str) -> str:
+        """The flag of the user's that says how samples are generated."""
+        for name in ("environment", "agent_command"):
+            if value := getattr(self._args, name):
+                return f"--{name.replace('_', '-')} {masked(name, value)}"
+        return f"--custom-generate-function-path {path}"
 
     def dropped(self, samples: list[Sample], reason: str) -> None:
         """Count a group that the filter dropped.

@@ -195,7 +195,7 @@ def test_an_episode_is_a_tree_over_time_with_the_log_of_its_program(tmp_path: Pa
     rows = page.locator(".episode-turns li")
     rows.first.wait_for()
     said = ["turn 0 begins", "turn 1 after 0", "turn 3 after 1", "↳ turn 2 after 0"]
-    assert rows.locator(".turn").all_inner_texts() == said
+    assert rows.locator(".node").all_inner_texts() == said
     assert page.locator(".episode .fact").all_inner_texts() == ["turns\n4"]
     lane, bar = (rows.nth(1).locator(name).bounding_box() for name in (".lane", ".bar"))
     assert lane is not None

@@ -42,7 +42,7 @@ function timelineElement(turns) {
       style: { left: `${(100 * turn.begin) / end}%`, width: `${(100 * turn.seconds) / end}%`, "--run": `var(--run-${turn.role % 8})` },
     });
     return el("li", {},
-      el("span", { class: "turn", style: { "padding-left": `${14 * Math.min(depth, MOST_INDENTS)}px` } },
+      el("span", { class: "node", style: { "padding-left": `${14 * Math.min(depth, MOST_INDENTS)}px` } },
         `${depth ? "↳ " : ""}turn ${turn.turn} `, el("span", { class: "dim" }, from)),
       el("span", { class: "lane" }, bar),
       el("span", { class: "said" }, `${number(turn.tokens)} tokens, ${duration(turn.seconds)} `,
