@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 # a reply without an answer may have this much of what the golden answer gains; a constant one may be right by chance
 SHARE, LUCKY = 0.2, 0.9
+# without a golden answer, nothing should be worth so much of a full reward of 1
+PAID = 0.5
 # equal rewards, for rounding
 SAME = 1e-6
 # an episode that holds the event loop for longer stops all others [s]
@@ -127,7 +129,7 @@ def _ends(one: Observed, _: Observed) -> Iterator[str]:
     if mute:
         yield f"after {mute[0]['name']}: a step that is not done has no message that the model could answer"
     if len(whole) >= 8 and all(e["end"] == "limit" for e in whole):
-        yield f"no episode is ever done, whatever the replies (after {len(whole[0]['turns'])} turns)"
+        yield f"no episode is ever done, whatever the replies (after {max(len(e['turns']) for e in whole)} turns)"
 
 
 @check("first message", "an episode begins with a message to answer")
@@ -212,7 +214,8 @@ def _cheap(one: Observed, _: Observed) -> Iterator[str]:
     least = min(scored.values())
     if best is None or best <= least + SAME:
         low, empty = scored.get("nonsense"), scored.get("an empty reply")
-        if best is None and low is not None and empty is not None and min(low, empty) > SAME:
+        # a game may pay a little for how far it came, or for having begun
+        if best is None and low is not None and empty is not None and min(low, empty) >= PAID:
             yield f"nonsense scores {low:.3g}, and an empty reply {empty:.3g}: anything is rewarded"
         return
     for name, score in scored.items():
@@ -284,7 +287,7 @@ def _rewards(one: Observed, _: Observed) -> Iterator[str]:
     speakers = {turn["role"] for e in one.episodes for turn in e["turns"]}
     who = ", ".join(map(repr, sorted(speakers)))
     for role in dict.fromkeys(role for e in one.episodes for turn in e["turns"] for role in turn["rewards"]):
-        if role not in speakers:
+        if role not in speakers and mean(one.golden()) is not None:  # else the first reply may have ended the game
             yield f"a step has a reward for the role {role!r}, which never speaks; there are {who}"
     done = [e for e in one.episodes if e["end"] == "done"]
     scored = [e for e in done if e["reward"] is not None]

@@ -33,6 +33,8 @@ from slimelite.slime.plugins import run_file
 BEAT_SECONDS = 0.1
 # rows with which the ways to write a golden answer are tried
 ROWS_TO_TRY = 3
+# replies of one last episode where none was done before: a game may be long
+LONG_TURNS = 256
 # what is kept of a text for the checks [characters]
 KEPT = 20_000
 # how a golden answer may have to be written
@@ -221,7 +223,7 @@ class Player:
     def __init__(self, plan: Plan, out: Callable[[dict[str, object]], None]) -> None:
         self._plan, self._out, self._end = plan, out, time.monotonic() + plan.seconds
         self._lag = 0.0  # longest time in which the event loop was not free since the last call began [s]
-        self._played, self._skipped = 0, 0
+        self._played, self._skipped, self._done, self._turns = 0, 0, 0, plan.turns
         self._host = Host(plan.environment, call_seconds=plan.call_seconds, seconds=1e9)
 
     async def play(self) -> None:
@@ -242,6 +244,10 @@ class Player:
             before, count = _left_open(), self._played
             await self._all("more", more_scripts(rows, frame, self._plan.canary), rows)
             grown = {name: number - before[name] for name, number in _left_open().items()}
+            if not self._done:
+                self._turns = max(LONG_TURNS, self._plan.turns)
+                await self._all("more", [always("wrong", f"nonsense, {self._turns} times", NONSENSE)], rows[:1])
+                self._turns = self._plan.turns
             await self._all("again", [wrong, golden], rows)
             for pair in zip(rows[::2], rows[1::2], strict=False):
                 self._out({"event": "begin", "name": "two episodes at the same time"})
@@ -296,6 +302,7 @@ class Player:
         record["ran"] = Path(self._plan.canary).exists()
         Path(self._plan.canary).unlink(missing_ok=True)
         self._played += 1
+        self._done += record["end"] == "done" and script.kind != "cut"
         self._out(_short(record))
         if record["failure"] and record["failure"][0] == "timeout":  # its thread goes on, and would disturb the others
             self._out({"event": "end", "stopped": script.name})
@@ -305,7 +312,7 @@ class Player:
     async def _talk(self, record: dict[str, Any], script: Script, live: Live, scene: Scene) -> bool:
         """Take turns until the end; False if the script has nothing to say."""
         role, last = scene.start.role, {scene.start.role: scene.start.messages[-1].get("role")}
-        for turn in range(self._plan.turns):
+        for turn in range(self._turns):
             reply = script.reply(scene, turn)
             if reply is None:
                 return bool(turn)
