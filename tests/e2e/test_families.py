@@ -20,8 +20,8 @@ from .conftest import ROOT, TrainPy, metrics
 pytestmark = pytest.mark.e2e
 # enough for every kind of layer
 LAYERS = 6
-# a kind of each: windows, experts, linear attention, convolutions, Mamba beside attention
-SAMPLED = ("gemma3_text", "qwen3_moe", "qwen3_5_text", "lfm2", "jamba")
+# a kind of each: windows, experts, linear attention, convolutions
+SAMPLED = ("gemma3_text", "qwen3_moe", "qwen3_5_text", "lfm2")
 GRPO = """
     --launcher local --device cpu --hf-checkpoint model --prompt-data data/train.jsonl --input-key prompt
     --label-key label --custom-rm-path reward.py:digits --rollout-batch-size 2 --n-samples-per-prompt 4
