@@ -20,9 +20,10 @@ def test_answers_have_the_form_that_the_client_understood(file: Path) -> None:
         front = ruled_front()
         url = await front.start()
         try:
+            ids: dict[str, str] = {}
             async with aiohttp.ClientSession() as http:
                 for recorded in json.loads(file.read_text()):
-                    found = await answered(http, url, recorded)
+                    found = await answered(http, url, recorded, ids)
                     assert found == {"status": recorded["status"], "answer": recorded["answer"]}, recorded["body"]
         finally:
             await front.stop()
@@ -31,5 +32,5 @@ def test_answers_have_the_form_that_the_client_understood(file: Path) -> None:
 
 
 def test_every_client_is_recorded() -> None:
-    programs = {"claude-code", "codex", "openai-agents", "pydantic-ai"}
+    programs = {"ai-sdk", "claude-code", "codex", "inspect", "openai-agents", "pydantic-ai"}
     assert {file.stem for file in RECORDED} == {"anthropic", "openai", *programs}

@@ -115,11 +115,19 @@ def form(value: Any, key: str = "") -> Any:
     return value if key in LITERAL else type(value).__name__
 
 
-async def answered(http: aiohttp.ClientSession, url: str, request: dict[str, Any]) -> dict[str, Any]:
-    """Status and form of the answer to a recorded request, of a stream that of its events."""
-    body = None if request["body"] is None else json.dumps(request["body"])
+async def answered(
+    http: aiohttp.ClientSession, url: str, request: dict[str, Any], ids: dict[str, str]
+) -> dict[str, Any]:
+    """Status and form of the answer to a recorded request, of a stream that of its events.
+
+    ``ids``: kind -> the last id of an answer, which the request means where the record has "kind_…".
+    """
+    body = None if request["body"] is None else json.dumps(request["body"], ensure_ascii=False)
+    for kind, own in ids.items():
+        body = body and body.replace(f'"{kind}_…"', f'"{own}"')
     async with http.request(request["method"], url + request["path"], data=body, headers=request["headers"]) as answer:
         text, kind = await answer.text(), answer.content_type
+    ids |= {kind: own for own, kind in re.findall(r'"id": "((msg|rs|fc|resp)_[0-9a-f]{32})"', text)}
     if kind == "application/json":
         return {"status": answer.status, "answer": form(json.loads(text))}
     assert kind == "text/event-stream"
@@ -141,7 +149,9 @@ async def main(command: Sequence[str], record: Path | None) -> int:
         status = await process.wait()
         if record is not None and status == 0:
             record.parent.mkdir(exist_ok=True)
-            lines = [json.dumps({**asked, **await answered(http, ruled, asked)}) for asked in list(front.recorded)]
+            ids: dict[str, str] = {}
+            asked = list(front.recorded)
+            lines = [json.dumps({**one, **await answered(http, ruled, one, ids)}) for one in asked]
             record.write_text("[\n" + ",\n".join(lines) + "\n]\n")
     return status
 
