@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import ray
+from ray._private.state import available_resources_per_node
 from ray.exceptions import RayError, RayTaskError, UnserializableException
 from ray.util.placement_group import (
     PlacementGroup,
@@ -20,12 +24,14 @@ from ray.util.placement_group import (
     placement_group_table,
     remove_placement_group,
 )
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from slimelite.arguments import Args, ClusterArgs
+from slimelite.arguments.engines import EnginePlace
 from slimelite.arguments.secret import public_part
 from slimelite.base import trace
 from slimelite.base.heap import loading, set_heap
+from slimelite.base.reading import last_reading
 from slimelite.base.registry import function
 from slimelite.cluster.ray_session import connected, explained, last_line
 from slimelite.cluster.remote import Closing, ClusterError, Progress, Remote
@@ -43,7 +49,13 @@ logger = logging.getLogger(__name__)
 
 # Trainer and engine of a colocated job share a bundle of one device: slime's fractions.
 TRAINER_SHARE, ENGINE_SHARE = 0.4, 0.2
-WAIT_REPORT_S, WAIT_LIMIT_S = 10, 300
+WAIT_REPORT_S, WAIT_LIMIT_S, WAIT_POLL_S = 10, 300, 0.1
+# interval between two looks at the log of a rank that loads [s]
+LOG_POLL_S = 1.0
+# other nodes see a new file in a shared folder within this time [s]
+SEEN_S = 10
+# label that Ray gives to each node, with its id
+NODE_LABEL = "ray.io/node-id"
 # glibc would keep gigabytes of freed activations; above this size [bytes], freed blocks go back to the system at once
 BLOCK = 4 << 20
 
@@ -111,6 +123,15 @@ class Host:
         """CPU time of this process since it began."""
         return time.process_time()
 
+    def sees(self, file: str) -> bool:
+        """Whether there is ``file``; a network's file system may show it after a while."""
+        end = time.monotonic() + SEEN_S
+        while not os.path.exists(file):
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.1)
+        return True
+
 
 class AsyncHost(Host):
     """An actor around an object whose methods are coroutines; they run on the actor's event loop.
@@ -147,6 +168,10 @@ class RayRemote(Remote[T]):
     def cpu_seconds(self) -> Future[float]:
         """See `Remote.cpu_seconds`."""
         return self.future(self.handle.cpu_seconds.remote())
+
+    def sees(self, file: Path) -> Future[bool]:
+        """See `Host.sees`."""
+        return self.future(self.handle.sees.remote(str(file)))
 
     def share(self, value: V) -> V:
         """See `Remote.share`."""
@@ -201,19 +226,17 @@ class Actors:
         self.factory = EngineFactory(args)
         self.started: list[RayRemote[object]] = []
         self._nodes = placement_group_table(group)["bundles_to_node_id"]
-        self._bundles = bundles_by_node(self._nodes, str(ray.get_runtime_context().get_node_id()))
+        self._here = str(ray.get_runtime_context().get_node_id())
         self._hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
 
     def trainers(self) -> list[RayRemote[Trainer]]:
         """One actor for each rank; `start_workers` makes the trainers in them."""
         # a process may have to begin with variables of the user's, such as LD_LIBRARY_PATH
         shown = public_part(self.args.train_env_vars)[0]
-        options = {"runtime_env": {"env_vars": shown}} if shown else {}
+        options, threads = {"runtime_env": {"env_vars": shown}} if shown else {}, self.args.cpu_threads
         return [
-            self._start(
-                Host, f"trainer_{n}", bundle, options | self._place(bundle, TRAINER_SHARE), _env(self.args.cpu_threads)
-            )
-            for n, bundle in enumerate(self._bundles[: self.world])
+            self._start(Host, f"trainer_{n}", self._nodes[n], options | self._place(n, TRAINER_SHARE), _env(threads))
+            for n in range(self.world)
         ]
 
     def engines(self, count: int) -> list[RayRemote[Any]]:
@@ -222,43 +245,64 @@ class Actors:
         first = 0 if args.colocate else self.world
         for n in range(count):
             place = args.engine_place(n)
-            own = self._bundles[first + place.first_gpu :][: place.width]
-            options, env = self._place(own[0], ENGINE_SHARE), _env(args.cpu_threads) | self._gpus_of(own)
+            own = list(range(first + place.first_gpu, first + place.first_gpu + place.width))
+            node, options = self._nodes[own[0]], self._place(own[0], ENGINE_SHARE)
+            env = _env(args.cpu_threads) | self._gpus_of(own)
             # on a single node, engines listen on the loopback address only
-            host = self._host(own[0]) if len(set(self._hosts.values())) > 1 else LOCAL_HOST
+            host = str(self._hosts[node]) if len(set(self._hosts.values())) > 1 else LOCAL_HOST
             if args.job.servers:
                 # other calls must be answered while a server restarts
                 options |= {"max_concurrency": 4}
-                actors.append(self._start(Host, f"engine_{n}", own[0], options, env, self.factory.server, n, host))
+                actors.append(self._start(Host, f"engine_{n}", node, options, env, self.factory.server, n, host))
             else:
-                actors.append(self._start(AsyncHost, f"engine_{n}", own[0], options, env, self.factory.desk, n, host))
+                actors.append(self._start(AsyncHost, f"engine_{n}", node, options, env, self.factory.desk, n, host))
         return actors
 
     def rollout(
         self, engines: Sequence[Target], processes: Sequence[Remote[ServerProcess]]
     ) -> RayRemote[RolloutManager]:
         """The actor of the rollout side, on the driver's node; see `EngineFactory.rollout_manager`."""
-        options = {"num_cpus": 0, "max_concurrency": 4}
+        here = NodeAffinitySchedulingStrategy(self._here, soft=False)
+        options = {"num_cpus": 0, "max_concurrency": 4, "scheduling_strategy": here}
         make = (self.factory.rollout_manager, engines, processes)
-        return self._start(Host, "rollout", self._bundles[0], options, _env(1), *make)
+        return self._start(Host, "rollout", self._here, options, _env(1), *make)
+
+    def check_shared(self, trainers: Sequence[RayRemote[Trainer]]) -> None:
+        """Refuse folders that every rank writes to, or rank 0 in place of the driver, and that are not on all nodes.
+
+        Raises:
+            ClusterError: a rank on another node does not see the driver's file in a folder.
+        """
+        others = [trainer for n, trainer in enumerate(trainers) if self._nodes[n] != self._here]
+        places = {"--save": self.args.save, "--save-hf": self.args.save_hf and str(Path(self.args.save_hf).parent)}
+        for flag, place in places.items():
+            asked = others if flag == "--save" else [trainer for trainer in others if trainer is trainers[0]]
+            if place is None or "{" in place or not asked:
+                continue
+            folder = Path(place).absolute()
+            folder.mkdir(parents=True, exist_ok=True)
+            with NamedTemporaryFile(dir=folder, prefix=".shared-") as file:
+                seen = [(trainer, trainer.sees(Path(file.name))) for trainer in asked]
+                if blind := [f"{trainer.name} on {trainer.host}" for trainer, sees in seen if not sees.result()]:
+                    raise ClusterError(
+                        f"{flag} {folder}: {', '.join(blind)} cannot see what {platform.node()} writes there. Each "
+                        "machine would keep a part for itself, and a run could not go on from the parts: name a folder "
+                        "on a disk that all machines share"
+                    )
 
     def _start(
-        self, kind: type[Host], name: str, bundle: int, options: dict[str, Any], env: dict[str, str], *make: Any
+        self, kind: type[Host], name: str, node: str, options: dict[str, Any], env: dict[str, str], *make: Any
     ) -> RayRemote[Any]:
         folder = Path(self.args.run_dir).absolute()
         log, trace_file = folder / "logs" / f"{name}.log", None
         if self.args.trace:
             # several machines cannot append to one file
-            here = self._nodes[bundle] == str(ray.get_runtime_context().get_node_id())
-            trace_file = folder / trace.FILE if here else folder / f"trace-{self._host(bundle)}.json"
+            trace_file = folder / (trace.FILE if node == self._here else f"trace-{self._hosts[node]}.json")
         # `ps` shows the name of the class: ray::trainer
         actor = ray.remote(type(name.rstrip("_0123456789"), (kind,), {})).options(**options)
         handle = actor.remote(os.getcwd(), str(log), name, trace_file, env, *make)
-        self.started.append(RayRemote(handle, name, log, self._host(bundle)))
+        self.started.append(RayRemote(handle, name, log, str(self._hosts[node])))
         return self.started[-1]
-
-    def _host(self, bundle: int) -> str:
-        return str(self._hosts[self._nodes[bundle]])
 
     def _place(self, bundle: int, share: float) -> dict[str, object]:
         """Options of an actor that has ``share`` of the device of ``bundle``."""
@@ -295,8 +339,9 @@ def ray_workers(args: Args, progress: Progress) -> Iterator[Workers]:
     progress(0, 0, "waiting for Ray")
     world = args.training_ranks if args.job.trains else 0
     count = args.num_engines if args.job.engines == "own" else 0
-    bundles = max(world, (0 if args.colocate else world) + (args.rollout_num_gpus if count else 0))
-    with _one_message(), connected(bundles) as kept, _reserved(args, bundles, progress, kept) as group:
+    widths = beside_ranks(args, world, [args.engine_place(number) for number in range(count)])
+    bundles = world + sum(widths)
+    with _one_message(), connected(bundles) as kept, _reserved(args, world, widths, progress, kept) as group:
         actors = Actors(args, group, world)
         try:
             engines, trainers = actors.engines(count), actors.trainers()
@@ -305,6 +350,7 @@ def ray_workers(args: Args, progress: Progress) -> Iterator[Workers]:
             if args.job.servers and args.job.engines:
                 targets = actors.factory.addresses(processes)
             rollout = actors.rollout(targets, processes)
+            actors.check_shared(trainers)
             start_workers(args, rollout, trainers, engines, progress)
             yield Workers(rollout, trainers, targets, engines)
             closing: list[Remote[Closing]] = [*trainers, rollout, *processes]
@@ -344,40 +390,55 @@ def start_workers(
         place = (rank, len(trainers), address, trainer.host)
         made = trainer.make("slimelite.cluster.workers:make_trainer", secrets, args, *place)
         loading[made] = trainer.name
-    _wait_until_up(loading, progress)
+    _wait_until_up(loading, progress, trainers[0].log if trainers else None)
 
 
-def _wait_until_up(starting: dict[Future[object], str], progress: Progress) -> None:
-    """Wait for all workers. ``starting``: a future that is done when a worker is up -> the worker's name."""
-    waiting = set(starting)
+def _wait_until_up(starting: dict[Future[object], str], progress: Progress, log: Path | None = None) -> None:
+    """Wait for all workers. ``starting``: a future that is done when a worker is up -> the worker's name; ``log``: of
+    rank 0, which says how much of the model it has read."""
+    waiting, said = set(starting), ""
     while waiting:
         names = sorted(starting[future] for future in waiting)
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         up = len(starting) - len(waiting)
-        progress(up, len(starting), f"workers are up; waiting for {', '.join(names[:3])}{more} to load")
-        finished, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+        reading = last_reading(log) if log else None
+        note = f"workers are up; waiting for {', '.join(names[:3])}{more} to load{f' ({reading})' if reading else ''}"
+        if note != said:
+            progress(up, len(starting), said := note)
+        finished, waiting = wait(waiting, timeout=LOG_POLL_S, return_when=FIRST_COMPLETED)
         for future in finished:
             future.result()
     progress(len(starting), len(starting), "workers are up")
 
 
 @contextmanager
-def _reserved(args: ClusterArgs, bundles: int, progress: Progress, kept: bool) -> Iterator[PlacementGroup]:
-    device = "GPU" if args.job.gpus else "CPU"
-    total = int(ray.cluster_resources().get(device, 0))
-    if total < bundles:
-        nodes = sum(1 for node in ray.nodes() if node["Alive"])
+def _reserved(
+    args: ClusterArgs, ranks: int, widths: Sequence[int], progress: Progress, kept: bool
+) -> Iterator[PlacementGroup]:
+    """A placement group: a bundle for each of ``ranks``, in order, then for each device of engines of ``widths``."""
+    device, bundles = "GPU" if args.job.gpus else "CPU", ranks + sum(widths)
+    alive = {node["NodeID"]: int(node["Resources"].get(device, 0)) for node in ray.nodes() if node["Alive"]}
+    here = str(ray.get_runtime_context().get_node_id())
+    plan = partial(nodes_of_bundles, first=here, nodes=args.actor_num_nodes if ranks else 1, ranks=ranks, widths=widths)
+    if plan(alive) is None:
+        has = ", ".join(map(str, sorted(alive.values(), reverse=True)))
         raise ClusterError(
-            f"the job needs {bundles} {device}s ({args.actor_num_nodes} x {args.actor_num_gpus_per_node} ranks and "
-            f"{args.num_engines} engines on {args.rollout_num_gpus}, colocate={args.colocate}) but Ray has "
-            f"{total} on {nodes} node(s): lower --actor-num-gpus-per-node or --rollout-num-gpus, add --colocate, or "
-            "add nodes"
+            f"the job needs {bundles} {device}s ({args.actor_num_nodes} nodes x {args.actor_num_gpus_per_node} ranks, "
+            f"and {args.num_engines} engines on {args.rollout_num_gpus}, colocate={args.colocate}; an engine stays "
+            f"within a node) but Ray has {has} on {len(alive)} node(s): "
+            "lower --actor-num-nodes, --actor-num-gpus-per-node or --rollout-num-gpus, add --colocate, or add nodes"
         )
+    progress(0, 0, f"waiting for {bundles} {device}s from Ray")
     bundle = {"CPU": 1.0, "GPU": 1.0} if device == "GPU" else {"CPU": 1.0}
-    group = placement_group([dict(bundle) for _ in range(bundles)], strategy="PACK")
+    places = _wait_for(plan, alive, device, f"{bundles} x {bundle}")
+    group = placement_group(
+        [dict(bundle) for _ in range(bundles)],
+        strategy="PACK",
+        bundle_label_selector=[{NODE_LABEL: node} for node in places] if len(alive) > 1 else None,
+    )
     try:
-        progress(0, 0, f"waiting for {bundles} {device}s from Ray")
-        _wait_for(group, device, total, f"{bundles} x {bundle}")
+        if not group.wait(timeout_seconds=WAIT_LIMIT_S):
+            raise ClusterError(f"Ray did not reserve {bundles} x {bundle} in {WAIT_LIMIT_S} s; another job was faster")
         yield group
     finally:
         # a scheduler's SIGTERM may have ended this run's own Ray daemons; removal would then wait a minute for them
@@ -385,25 +446,65 @@ def _reserved(args: ClusterArgs, bundles: int, progress: Progress, kept: bool) -
             remove_placement_group(group)
 
 
-def _wait_for(group: PlacementGroup, device: str, total: int, wanted: str) -> None:
-    begin = time.monotonic()
-    while not group.wait(timeout_seconds=WAIT_REPORT_S):
+def _wait_for(
+    plan: Callable[[dict[str, int]], list[str] | None], alive: dict[str, int], device: str, wanted: str
+) -> list[str]:
+    """The node of each bundle, when there is room for all of them."""
+    begin = said = time.monotonic()
+    while True:
+        free = {node: free.get(device, 0) for node, free in available_resources_per_node().items() if node in alive}
+        if (places := plan({node: int(count) for node, count in free.items()})) is not None:
+            return places
         waited = time.monotonic() - begin
-        free = ray.available_resources()
-        state = f"{free.get(device, 0):g} of {total} {device}s and {free.get('CPU', 0):g} CPUs are free"
+        state = f"{sum(free.values()):g} of {sum(alive.values())} {device}s are free"
         if waited > WAIT_LIMIT_S:
             raise ClusterError(
                 f"gave up after {waited:.0f} s waiting for {wanted}: {state}; another job holds the rest"
             )
-        logger.warning("waiting for %s from Ray, %.0f s so far: %s", wanted, waited, state)
+        if time.monotonic() - said > WAIT_REPORT_S:
+            logger.warning("waiting for %s from Ray, %.0f s so far: %s", wanted, waited, state)
+            said = time.monotonic()
+        time.sleep(WAIT_POLL_S)
 
 
-def bundles_by_node(nodes: dict[int, str], first: str) -> list[int]:
-    """Bundle indices grouped by node, node ``first`` in front, so that neighbouring ranks share a node.
+def beside_ranks(args: ClusterArgs, ranks: int, engines: Sequence[EnginePlace]) -> list[int]:
+    """Widths of what takes devices besides those of the ranks: engines, and devices between them that stay free."""
+    first, taken, widths = (0 if args.colocate else ranks), ranks, list[int]()
+    for place in engines:
+        begin, end = max(first + place.first_gpu, taken), first + place.first_gpu + place.width
+        if end > taken:
+            widths += [1] * (begin - taken) + [end - begin]
+            taken = end
+    total = max(ranks, first + args.rollout_num_gpus) if engines else ranks
+    return widths + [1] * (total - taken)
 
-    ``nodes``: bundle index -> node id; Ray guarantees no order of bundles.
+
+def nodes_of_bundles(
+    free: Mapping[str, int], *, first: str, nodes: int, ranks: int, widths: Sequence[int]
+) -> list[str] | None:
+    """The node of each rank and then of each device of engines; None: there is no room.
+
+    Ranks are on as many ``nodes`` as were asked for, each with the same number, node ``first`` in front. Engines of
+    ``widths`` follow, each within a node, the widest first and each where most is free.
+
+    Args:
+        free: node id -> devices that are free there.
     """
-    return sorted(nodes, key=lambda bundle: (nodes[bundle] != first, nodes[bundle], bundle))
+    left, per_node = dict(free), ranks // nodes
+    room = sorted((n for n in left if left[n] >= per_node), key=lambda n: (n != first, -left[n], n))[:nodes]
+    if len(room) < nodes:
+        return None
+    places = [node for node in room for _ in range(per_node)]
+    for node in places:
+        left[node] -= 1
+    of_engines = dict[int, str]()
+    for number in sorted(range(len(widths)), key=lambda n: -widths[n]):
+        node = max(left, key=lambda n: (left[n], n == first, n))
+        if left[node] < widths[number]:
+            return None
+        left[node] -= widths[number]
+        of_engines[number] = node
+    return places + [of_engines[number] for number, width in enumerate(widths) for _ in range(width)]
 
 
 def _env(threads: int) -> dict[str, str]:

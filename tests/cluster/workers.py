@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 from slimelite.cluster.remote import LocalRemote, Remote
@@ -24,7 +25,7 @@ class Noting(Remote[Any]):
     def __init__(self, name: str, calls: list[str], answers: dict[str, Any] | None = None, waits: str = "") -> None:
         self.name, self.calls, self.answers, self.waits = name, calls, answers or {}, waits
         self.open: list[Future[Any]] = []
-        self.host = "here"
+        self.host, self.log = "here", Path("none.log")
 
     def start(self, method: str, /, *args: Any, **_: Any) -> Future[Any]:
         tags = args[0] if method == "resume_memory" else ()

@@ -6,15 +6,10 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
-import pyarrow.parquet as pq
 import pytest
 
-import train
-from slimelite.samples.table import SampleTable
 from tests.base.traces import assert_laid_out, spans
 
 from .conftest import ROOT, metrics, run_process
@@ -77,75 +72,6 @@ def test_grpo_learns(grpo_args: list[str], task: Path, tmp_path: Path) -> None:
     # Ray's and the engines' noise is in the run folder
     assert "(pid=" not in done.stdout + done.stderr
     assert (run / "logs" / "engine_0.log").is_file()
-
-
-@pytest.fixture(scope="module")
-def two_nodes() -> Iterator[str]:
-    """The address of a Ray cluster of two nodes with one CPU each."""
-    import ray
-    from ray.cluster_utils import Cluster
-
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
-    try:
-        cluster.add_node(num_cpus=1)
-        cluster.wait_for_nodes()
-        yield cluster.address
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
-
-
-def test_two_nodes_train_as_one_process_does(
-    grpo_args: list[str], two_nodes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """5 rollouts of one step: on a rank and an engine on each node, and on one of each in this process."""
-    monkeypatch.setenv("RAY_ADDRESS", two_nodes)
-    common = ["--deterministic-mode", "--num-rollout", "5", "--use-kl-loss", "--kl-loss-coef", "0.1"]
-    ranks = ["--actor-num-gpus-per-node", "1", "--actor-num-nodes"]
-    one, two = tmp_path / "one", tmp_path / "two"
-    assert train.main([*grpo_args, *common, "--launcher", "local", "--run-dir", str(one)]) == 0
-    assert train.main([*grpo_args, *common, *ranks, "2", "--run-dir", str(two)]) == 0
-    assert metrics(two, "rollout/raw_reward") == metrics(one, "rollout/raw_reward")
-    for name in ("train/loss", "train/kl_loss", "train/grad_norm"):
-        assert metrics(two, name) == pytest.approx(metrics(one, name), rel=1e-5, abs=1e-6), name
-    assert metrics(one, "train/kl_loss")[-1] > 1e-3
-    for file in sorted(two.glob("rollouts/*")):
-        table, stats = SampleTable.from_parquet(file), pq.read_table(two / "token_stats" / file.name).to_pydict()
-        assert stats["sample_id"] == table.sample_id.tolist()
-        np.testing.assert_allclose(np.concatenate(stats["log_probs"]), table.rollout_log_probs, atol=1e-3)
-    assert {"engine_0.log", "engine_1.log", "trainer_0.log", "trainer_1.log"} <= {
-        log.name for log in (two / "logs").iterdir()
-    }
-    # a third rank has no place: an answer with the numbers, not a wait
-    assert train.main([*grpo_args, *ranks, "3", "--num-rollout", "1", "--run-dir", str(tmp_path / "too-many")]) == 1
-    status = json.loads((tmp_path / "too-many" / "status.json").read_text())
-    assert "needs 3 CPUs" in json.dumps(status)
-    assert "Ray has 2" in json.dumps(status)
-
-
-def test_a_worker_that_raises_is_one_message(
-    grpo_args: list[str],
-    two_nodes: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    """A reward that raises from the second row on, so that the check of one row does not see it; run from elsewhere."""
-    (tmp_path / "reward.py").write_text(
-        "def grade(args, sample, **kwargs):\n"
-        "    if sample.index > 3:\n        raise KeyError('broken')\n"
-        "    return 1.0\n"
-    )
-    monkeypatch.setenv("RAY_ADDRESS", two_nodes)
-    monkeypatch.chdir(tmp_path)
-    flags = ["--custom-rm-path", "reward.py:grade", "--reward-error", "fail", "--num-rollout", "1", "--run-dir", "run"]
-    assert train.main([*grpo_args, *flags]) == 1
-    said = capfd.readouterr().err
-    # the user's own function with its line, not ours or Ray's
-    assert "train.py: reward reward.py:grade of sample" in said
-    assert 'reward.py", line 3, in grade' in said
-    assert "ray::" not in said
-    assert json.loads((tmp_path / "run" / "status.json").read_text())["status"] == "failed"
 
 
 def gsm8k_script(grpo_args: list[str], task: Path, run: Path) -> tuple[list[str], dict[str, str]]:

@@ -1,0 +1,46 @@
+"""How far a process is that reads a large model: it prints that, and others read it in its log."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from slimelite.base.files import in_units
+
+# interval between two lines [s]
+SAY_S = 5.0
+# how a line begins
+READ = "read"
+
+
+class Reading:
+    """Prints how much of ``total`` bytes has been read, and how fast, now and then; it goes to the log of the rank."""
+
+    def __init__(self, total: int) -> None:
+        self._total, self._done = total, 0
+        self._begin = self._said = time.monotonic()
+
+    def __enter__(self) -> Reading:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None and self._said > self._begin:
+            self._say()
+
+    def add(self, count: int) -> None:
+        """Note ``count`` more bytes."""
+        self._done += count
+        if time.monotonic() - self._said > SAY_S:
+            self._say()
+
+    def _say(self) -> None:
+        self._said = time.monotonic()
+        rate = self._done / max(self._said - self._begin, 1e-3)
+        done, total, each = in_units(self._done), in_units(self._total), in_units(rate)
+        print(f"{READ} {done} of this rank's {total} of weights, {each} a second", flush=True)
+
+
+def last_reading(log: Path) -> str | None:
+    """What `Reading` has printed last to the file ``log``, if that is the end of it."""
+    lines = log.read_text(encoding="utf-8", errors="replace")[-300:].splitlines() if log.is_file() else []
+    return lines[-1] if lines and lines[-1].startswith(READ) else None

@@ -1,0 +1,148 @@
+"""Runs of train.py on several nodes: machines of a network of their own, in Linux namespaces."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+import train
+from slimelite.models.checkpoints import find_checkpoint
+from slimelite.samples.table import SampleTable
+from tests.base.traces import spans
+from tests.support.machines import CLUSTER, Machine, machines, start_ray
+
+from .conftest import ROOT, metrics
+
+pytestmark = pytest.mark.e2e
+
+Nodes = tuple[list[Machine], Machine, str]
+
+
+@pytest.fixture(scope="module")
+def local_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of which each machine has its own."""
+    return tmp_path_factory.mktemp("local")
+
+
+@pytest.fixture(scope="module")
+def two_nodes(tmp_path_factory: pytest.TempPathFactory, local_folder: Path) -> Iterator[Nodes]:
+    """Two machines with a Ray of 4 CPUs each, one outside, and the address of Ray's head."""
+    with machines(2, private=[local_folder]) as (nodes, outside):
+        yield nodes, outside, start_ray(nodes, tmp_path_factory.mktemp("ray"), cpus=4)
+
+
+@pytest.fixture
+def on_two_nodes(grpo_args: list[str]) -> list[str]:
+    """A run with a rank and an engine on each of two nodes."""
+    own = [
+        *grpo_args,
+        "--num-rollout",
+        "2",
+        "--rollout-num-gpus",
+        "2",
+        "--actor-num-gpus-per-node",
+        "1",
+        "--actor-num-nodes",
+        "2",
+    ]
+    own.remove("--colocate")
+    return own
+
+
+def test_two_nodes_train_as_one_process_does(
+    grpo_args: list[str], on_two_nodes: list[str], two_nodes: Nodes, tmp_path: Path
+) -> None:
+    """2 rollouts of one step: on a rank and an engine on each of two nodes, and on one of each in this process."""
+    (head, _), _, address = two_nodes
+    common = ["--deterministic-mode", "--use-kl-loss", "--kl-loss-coef", "0.1"]
+    one, two = tmp_path / "one", tmp_path / "two"
+    kept = ["--save", str(tmp_path / "saved"), "--save-interval", "2", "--trace", "--run-dir", str(two)]
+    done = head.run(sys.executable, "train.py", *on_two_nodes, *common, *kept, env={**CLUSTER, "RAY_ADDRESS": address})
+    assert done.returncode == 0, done.stderr
+    alone = ["--num-rollout", "2", "--launcher", "local", "--run-dir", str(one)]
+    assert train.main([*grpo_args, *common, *alone]) == 0
+    assert metrics(two, "rollout/raw_reward") == metrics(one, "rollout/raw_reward")
+    for name in ("train/loss", "train/kl_loss", "train/grad_norm"):
+        assert metrics(two, name) == pytest.approx(metrics(one, name), rel=1e-5, abs=1e-6), name
+    # though the first node has room for all; its file also has what the rollout side sees of both engines
+    first, second = ((two / file).read_text().rstrip(",]\n") + "]" for file in ("trace.json", "trace-10.77.0.2.json"))
+    assert {bar["worker"] for bar in spans(second)} == {"trainer_1", "engine_1"}
+    assert {bar["worker"] for bar in spans(first)} >= {"trainer_0", "engine_0"}
+    assert "trainer_1" not in {bar["worker"] for bar in spans(first)}
+    assert find_checkpoint(tmp_path / "saved")[0] is not None
+    for file in sorted(two.glob("rollouts/*")):
+        table, stats = SampleTable.from_parquet(file), pq.read_table(two / "token_stats" / file.name).to_pydict()
+        assert stats["sample_id"] == table.sample_id.tolist()
+        np.testing.assert_allclose(np.concatenate(stats["log_probs"]), table.rollout_log_probs, atol=1e-3)
+    names = {f"{kind}_{n}.log" for kind in ("engine", "trainer") for n in (0, 1)}
+    assert names <= {log.name for log in (two / "logs").iterdir()}
+
+
+def test_a_worker_that_raises_is_one_message(grpo_args: list[str], two_nodes: Nodes, tmp_path: Path) -> None:
+    """A reward that raises from the second row on, so that the check of one row does not see it; run from elsewhere."""
+    (head, _), _, address = two_nodes
+    (tmp_path / "reward.py").write_text(
+        "def grade(args, sample, **kwargs):\n"
+        "    if sample.index > 3:\n        raise KeyError('broken')\n"
+        "    return 1.0\n"
+    )
+    flags = ["--custom-rm-path", "reward.py:grade", "--reward-error", "fail", "--num-rollout", "1", "--run-dir", "run"]
+    elsewhere = ["env", "--chdir", str(tmp_path), sys.executable, str(ROOT / "train.py")]
+    done = head.run(*elsewhere, *grpo_args, *flags, env={**CLUSTER, "RAY_ADDRESS": address})
+    assert done.returncode == 1
+    # the user's own function with its line, not ours or Ray's
+    assert "train.py: reward reward.py:grade of sample" in done.stderr
+    assert 'reward.py", line 3, in grade' in done.stderr
+    assert "ray::" not in done.stderr
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["status"] == "failed"
+
+
+@pytest.mark.slow
+def test_a_job_from_outside_a_folder_of_each_node_and_a_lost_node(
+    on_two_nodes: list[str], local_folder: Path, tmp_path: Path
+) -> None:
+    with machines(2, private=[local_folder]) as (nodes, outside):
+        address = start_ray(nodes, tmp_path, cpus=4, dashboard=True)
+        env = {**CLUSTER, "RAY_ADDRESS": address}
+        # a third node is not there: an answer with the numbers, not a wait
+        many = [*on_two_nodes[:-1], "3", "--rollout-num-gpus", "1", "--run-dir", f"{tmp_path}/many"]
+        refused = nodes[0].run(sys.executable, "train.py", *many, env=env)
+        assert refused.returncode == 1
+        assert "needs 4 CPUs (3 nodes x 1 ranks" in refused.stderr
+        assert "Ray has 4, 4 on 2 node(s)" in refused.stderr
+
+        save = ["--save", str(local_folder), "--save-interval", "1"]
+        refused = nodes[0].run(sys.executable, "train.py", *on_two_nodes, *save, "--run-dir", f"{tmp_path}/r", env=env)
+        assert refused.returncode == 1
+        assert f"--save {local_folder}: trainer_1 on 10.77.0.2 cannot see what node1 writes there" in refused.stderr
+        assert "Traceback" not in refused.stderr
+        assert not list(local_folder.iterdir())
+
+        words = [sys.executable, "train.py", *on_two_nodes, "--run-dir", f"{tmp_path}/job", "--num-rollout", "1"]
+        submit = [sys.executable, "-m", "ray.scripts.scripts", "job", "submit", "--address", "http://10.77.0.1:8265"]
+        without = outside.run(*submit, "--", *words, env={"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64})
+        assert without.returncode != 0  # the token is another one
+        done = outside.run(*submit, "--", "env", "--chdir", str(ROOT), *words, env=CLUSTER, timeout=240)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert len(metrics(tmp_path / "job", "rollout/raw_reward")) == 1
+
+        lost = [*on_two_nodes, "--num-rollout", "200", "--run-dir", f"{tmp_path}/lost"]
+        run = nodes[0].start(sys.executable, "train.py", *lost, env=env)
+        file = tmp_path / "lost" / "metrics.jsonl"
+        while not file.is_file() or not metrics(file.parent, "train/loss"):
+            assert run.poll() is None, run.communicate()
+            time.sleep(0.2)
+        nodes[1].kill()
+        _, err = run.communicate(timeout=60)
+        assert run.returncode == 1
+        assert "Traceback" not in err
+        assert "10.77.0.2" in err or "machine" in err, err
+        assert json.loads((tmp_path / "lost" / "status.json").read_text())["status"] == "failed"
+        assert "ray::trainer" not in nodes[0].run("ps", "ax").stdout
