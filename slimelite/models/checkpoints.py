@@ -161,6 +161,11 @@ def folder_of(save: str | Path, rollout_id: int) -> Path:
     return Path(save).absolute() / f"iter_{rollout_id:07d}"
 
 
+def part_file(directory: Path, rank: int) -> Path:
+    """In a checkpoint that is being written with ``--async-save``: what says how the part of a rank has ended."""
+    return directory / f"part-{rank}.json"
+
+
 def model_folder(template: str, rollout_id: int | Literal["best"]) -> Path:
     """The folder of ``--save-hf``, a template, for the model after rollout ``rollout_id`` or of the best evaluation.
 
@@ -179,7 +184,7 @@ def best_of(root: str | Path) -> int | None:
     return int(word) if word.isdecimal() else None
 
 
-def mark_best(final: Path, interval: int, retain: int | None) -> None:
+def mark_best(final: Path, interval: int | None, retain: int | None) -> None:
     """Mark ``final`` (see `folder_of`) as the checkpoint of the best evaluation, which no later save removes.
 
     The one marked before is removed, unless it stays for ``--save-interval`` and ``--save-retain-interval``.
@@ -188,7 +193,7 @@ def mark_best(final: Path, interval: int, retain: int | None) -> None:
     write_text(final.parent / BEST_MARKER, str(int(final.name.removeprefix("iter_"))))
     if before is None or folder_of(final.parent, before) == final:
         return
-    if (before + 1) % interval or (retain is not None and (before + 1) % retain):
+    if interval is None or (before + 1) % interval or (retain is not None and (before + 1) % retain):
         shutil.rmtree(folder_of(final.parent, before), ignore_errors=True)
 
 

@@ -23,12 +23,16 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PretrainedConfig, PreTrainedModel
 
+    from slimelite.models.sources import Source
+
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 # files that transformers opens: the first that exists
 ENTRIES = (WHOLE, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
 # other files that look like parts of a model
 PARTS = ("*.safetensors", "pytorch_model*.bin")
+# what a model on the hub is taken to have [bytes]
+UNKNOWN_BYTES = 150 * 10**9
 REMEDY = "copy or save the model anew"
 # config attribute that transforms the logits after hidden·weightᵀ -> the value that has no effect
 LOGIT_TRANSFORMS: dict[str, float | None] = {"final_logit_softcapping": None, "logit_scale": 1, "logits_scaling": 1}
@@ -74,6 +78,14 @@ def has_weights(path: str | Path) -> bool:
     return any((folder / name).is_file() for name in ENTRIES) or any(any(folder.glob(part)) for part in PARTS)
 
 
+def weight_bytes(path: str) -> int:
+    """The size of the files with weights at ``path``; of a hub id, which is perhaps not here yet, `UNKNOWN_BYTES`."""
+    folder = Path(path)
+    if not folder.is_dir():
+        return UNKNOWN_BYTES
+    return sum(file.stat().st_size for part in PARTS for file in folder.glob(part))
+
+
 def write_weights(weights: Mapping[str, Tensor], file: Path) -> None:
     """Write ``weights`` as a safetensors file with the umask's mode; the library itself makes it private."""
     from safetensors.torch import save_file
@@ -115,16 +127,30 @@ def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]] | None:
     Raises:
         ValueError: a file is missing, empty, cut short or no safetensors file; the message names it.
     """
-    entry = next((name for name in ENTRIES if (folder / name).is_file()), None)
+    entry = _entry(folder)
     if entry is None:
         names = sorted(file.name for part in PARTS for file in folder.glob(part))
         raise ValueError(
             f"{folder} holds {_some(names) or 'no weights'}, and neither {WHOLE} nor an index that names them: {REMEDY}"
         )
-    if entry == WHOLE:
-        return _header(folder / WHOLE)
-    if entry != INDEX:
+    if entry not in (WHOLE, INDEX):
         return None
+    return {name: shape for file in _safetensors(folder) for name, shape in _header(file).items()}
+
+
+def _entry(folder: Path) -> str | None:
+    """The file that transformers opens; None: there is none."""
+    return next((name for name in ENTRIES if (folder / name).is_file()), None)
+
+
+def _safetensors(folder: Path) -> list[Path]:
+    """The safetensors files of a model; their headers are not read.
+
+    Raises:
+        ValueError: the index is damaged, or names a file that is missing.
+    """
+    if _entry(folder) == WHOLE:
+        return [folder / WHOLE]
     try:
         files = dict(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"])
     except (ValueError, KeyError, TypeError) as error:
@@ -132,7 +158,7 @@ def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]] | None:
     shards = sorted({str(file) for file in files.values()})
     if missing := [file for file in shards if not (folder / file).is_file()]:
         raise ValueError(f"{folder / INDEX} names {_some(missing)}, not in this folder: {REMEDY}")
-    return {name: shape for file in shards for name, shape in _header(folder / file).items()}
+    return [folder / file for file in shards]
 
 
 def _header(file: Path) -> dict[str, tuple[int, ...]]:
@@ -160,11 +186,44 @@ def check_weights(path: str, empty: PreTrainedModel, *, unread: Iterable[str] = 
     folder = Path(path)
     shapes = weight_shapes(folder) if folder.is_dir() and has_weights(folder) else None
     if shapes is not None:
-        # transformers' own matching of names, on tensors without data
-        tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-        options = {"config": copy.deepcopy(empty.config), "state_dict": tensors, "device_map": "meta"}
-        # no progress bar: no weights are loaded here
-        _load(path, unread, partial(type(empty).from_pretrained, None, **options), bar=False)
+        _match(path, empty, {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}, unread)
+
+
+def weight_sources(path: str, empty: PreTrainedModel, *, unread: Iterable[str] = ()) -> dict[str, Source] | None:
+    """Where the weights and saved buffers of the model ``empty`` stand in the files at ``path``, by name.
+
+    Those of ``unread`` may be missing. None: the weights cannot be read in parts, since the files are of another format
+    or of a quantized model, or belong to a hub id.
+
+    Raises:
+        ValueError: see `check_weights`.
+    """
+    from slimelite.models.sources import Recorder, stored
+
+    folder = Path(path)
+    if not folder.is_dir() or getattr(empty.config, "quantization_config", None) or not has_weights(folder):
+        return None
+    if weight_shapes(folder) is None:
+        return None
+    try:
+        recorder = Recorder(stored(_safetensors(folder)))
+    except KeyError:
+        return None
+    with recorder:
+        model = _match(path, empty, recorder.tensors(), unread)
+    tensors = dict(model.named_parameters()) | saved_buffers(model)
+    sources = {name: recorder.source(tensor) for name, tensor in tensors.items()}
+    found = {name: source for name, source in sources.items() if source is not None}
+    return found if found.keys() | set(unread) >= sources.keys() else None
+
+
+def _match(path: str, empty: PreTrainedModel, tensors: Mapping[str, Tensor], unread: Iterable[str]) -> PreTrainedModel:
+    """The model ``empty`` with ``tensors`` of a file, which have no data, by transformers' own matching of names."""
+    import torch
+
+    options = {"config": copy.deepcopy(empty.config), "state_dict": tensors, "device_map": "meta"}
+    load = partial(type(empty).from_pretrained, None, dtype=torch.float32, **options)
+    return _load(path, unread, load, bar=False)  # no progress bar: no weights are loaded here
 
 
 def load_weights(

@@ -216,6 +216,16 @@ class Load:
         frozen = sum(each._frozen for each in self.learners if each.lora)
         return {"weights": share * (frozen + 4 * self.trained), "optimizer": share * 8 * self.trained}
 
+    def reading(self) -> float:
+        """Host memory of a rank while it reads the model [bytes]: its part, if that stays there, and the rows that it
+        has of the largest weight, as they are in the file. One rank alone reads the whole model in fp32.
+        """
+        if self.shards == 1:
+            return 4 * self.shapes.parameters
+        part = 4 * self.shapes.parameters / self.shards if self.on_host or self.width == 4 else 0
+        whole = 4 * self.shapes.hidden * self.shapes.inner if self.four_bit else 0  # to find its scales
+        return part + max(2 * self.shapes.head / self.shards, whole)
+
     def process(self) -> float:
         """What a trainer's process on a CPU holds besides tensors: its libraries, and the holes of its heap.
 

@@ -119,6 +119,7 @@ def _memory(plan: Plan) -> Iterator[str]:
         frozen = plan.load.width * plan.load.shapes.parameters * plan.load.others / plan.load.shards
         state = total(replace(plan.load, on_host=False).state())
         host = (state if plan.args.offload_train or plan.load.on_host else 0) + frozen
+        yield f"  host memory for each rank while it reads the model: {plan.load.reading() / 1e9:.1f} GB at most"
         if host:
             yield f"  host memory for each rank: {host / 1e9:.1f} GB of weights, moments and reference"
         args, weights = plan.args, plan.load.width * plan.load.shapes.parameters

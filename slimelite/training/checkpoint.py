@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import pickle
+import time
 from collections.abc import Collection, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from io import BytesIO
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.staging import DefaultStager
 
 from slimelite.arguments import LoraArgs
-from slimelite.models.checkpoints import BASE, REMEDY, STATE_FILE, Checksums, checksums, read_state, write_state
+from slimelite.base.files import write_text
+from slimelite.models.checkpoints import (
+    BASE,
+    REMEDY,
+    STATE_FILE,
+    Checksums,
+    checksums,
+    part_file,
+    read_state,
+    write_state,
+)
 from slimelite.training.learner import Learner, Progress
 from slimelite.training.lora import PARTS
 from slimelite.training.model import LanguageModel
@@ -36,8 +50,29 @@ State = dict[str, dict[str, Tensor]]
 Reference = Mapping[str, Tensor] | None
 
 
-def save(directory: Path, learner: Learner[LanguageModel], reference: Reference = None) -> Checksums:
-    """Write weights, optimizer state (unless ``--no-save-optim``), random states and progress (collective).
+@dataclass(frozen=True)
+class Snapshot:
+    """What a checkpoint of a learner holds: ``tensors``, {"part": {"name": tensor}}, and ``facts``, its other state."""
+
+    rank: int
+    tensors: State
+    facts: dict[str, object]
+
+    def staged(self, stager: DefaultStager) -> Snapshot:
+        """A copy in host memory, which training does not change."""
+        tensors = stager.stage(self.tensors)
+        assert isinstance(tensors, dict)
+        return replace(self, tensors=tensors)
+
+
+def snapshot(learner: Learner[LanguageModel], reference: Reference = None) -> Snapshot:
+    """Weights, optimizer state (unless ``--no-save-optim``), random states and progress; the tensors are not copied."""
+    facts = {**asdict(learner.progress), BASE: learner.args.hf_checkpoint, ADAPTER: _adapter(learner.args)}
+    return Snapshot(learner.world.rank, _state(learner, reference), facts)
+
+
+def save(directory: Path, saved: Snapshot, group: dist.ProcessGroup | None = None) -> Checksums:
+    """Write ``saved`` (collective, by ``group``; None: by the group of all ranks).
 
     Returns:
         checksums of the files that this rank wrote.
@@ -46,16 +81,42 @@ def save(directory: Path, learner: Learner[LanguageModel], reference: Reference 
         OSError: the files cannot be written.
     """
     try:
-        dcp.save(_state(learner, reference), checkpoint_id=directory)
+        dcp.save(saved.tensors, checkpoint_id=directory, process_group=group)
     except CheckpointException as error:  # not an Exception, and its text is several tracebacks
         cause = failure(error)
         raise (cause if isinstance(cause, OSError) else OSError(f"{type(cause).__name__}: {cause}")) from error
-    files = list(directory.glob(f"__{learner.world.rank}_*.distcp"))
-    if learner.world.rank == 0:
-        state = {**asdict(learner.progress), BASE: learner.args.hf_checkpoint, ADAPTER: _adapter(learner.args)}
-        write_state(directory, state)
+    files = list(directory.glob(f"__{saved.rank}_*.distcp"))
+    if saved.rank == 0:
+        write_state(directory, saved.facts)
         files += [directory / STATE_FILE, directory / METADATA]
     return checksums(directory, files)
+
+
+def save_parts(directory: Path, parts: Mapping[str, Snapshot], group: dist.ProcessGroup | None = None) -> Checksums:
+    """Write the parts of a checkpoint, by their folder in it; see `save`."""
+    written = Checksums()
+    for folder, part in parts.items():
+        sums = save(directory / folder, part, group)
+        written |= {str(Path(folder) / name): each for name, each in sums.items()}
+    return written
+
+
+def save_and_tell(directory: Path, parts: Mapping[str, Snapshot], group: dist.ProcessGroup) -> None:
+    """`save_parts`; a file says when and how it has ended, for `cluster.saving.Saving`."""
+    file = part_file(directory, dist.get_rank())
+    try:
+        result: dict[str, object] = {"checksums": save_parts(directory, parts, group)}
+    except Exception as error:  # of a full disk, or of anything else: the driver raises it
+        result = {"error": f"{type(error).__name__}: {error}", "errno": getattr(error, "errno", None)}
+        for part in directory.rglob(f"__{dist.get_rank()}_*.distcp"):
+            part.unlink()  # a full disk has room for the message then
+    while directory.is_dir():  # else the driver has given up
+        try:
+            write_text(file, json.dumps(result))
+            break
+        except OSError:
+            logger.exception("%s cannot be written; once more", file)
+            time.sleep(1)
 
 
 def size(learner: Learner[LanguageModel], reference: Reference = None) -> int:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from slimelite.algorithms.packed import upcast, weighted_sum
 from slimelite.algorithms.policy import explained_variance, value_loss
 from slimelite.arguments import Args
-from slimelite.models.checkpoints import STATE_FILE, Checksums
+from slimelite.models.checkpoints import STATE_FILE
 from slimelite.training import checkpoint
 from slimelite.training.batch import MicroBatch
 from slimelite.training.columns import TokenColumns
@@ -40,7 +40,7 @@ class ValueModel(LanguageModel):
     def __init__(self, hf: PreTrainedModel) -> None:
         super().__init__(hf)
         weight = hf.get_output_embeddings().weight
-        head = nn.Linear(weight.shape[1], 1, device=weight.device, dtype=weight.dtype)
+        head = nn.Linear(weight.shape[1], 1, dtype=weight.dtype)
         nn.init.zeros_(head.weight)
         nn.init.zeros_(head.bias)
         hf.set_output_embeddings(head)
@@ -120,12 +120,6 @@ class Critic(Learner[ValueModel]):
         in_step = columns.mask & torch.isin(columns.segments, torch.from_numpy(step.rows))
         sums.add("critic-explained_variance", *explained_variance(old, returns, in_step))
         return loss
-
-    def save(self, directory: str, rollout_id: int) -> Checksums:
-        """Write the critic's part of the checkpoint at ``directory``, which `load` and ``--critic-load`` read."""
-        self.progress.rollout_id = rollout_id
-        written = checkpoint.save(Path(directory) / FOLDER, self)
-        return {f"{FOLDER}/{name}": each for name, each in written.items()}
 
     def load(self, directory: str) -> None:
         """Resume from the checkpoint at ``directory``.

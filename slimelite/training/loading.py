@@ -23,7 +23,16 @@ from slimelite.base.heap import return_freed_memory
 from slimelite.base.registry import function
 from slimelite.engines.registry import ENGINES
 from slimelite.models.checkpoints import STATE_FILE
-from slimelite.models.files import check_weights, has_weights, load_config, load_weights
+from slimelite.models.files import (
+    check_weights,
+    has_weights,
+    load_config,
+    load_weights,
+    saved_buffers,
+    weight_bytes,
+    weight_sources,
+)
+from slimelite.models.sources import everything
 from slimelite.training.attention import ATTENTION, register_attention
 from slimelite.training.lora import (
     adapters,
@@ -36,6 +45,7 @@ from slimelite.training.lora import (
 from slimelite.training.model import ForwardFlops, LanguageModel, PolicyModel, ScoringModel
 from slimelite.training.packing import NoSmallModel, NotTrainable, Packing, may_pack, one_line
 from slimelite.training.parallel import World, shard_model
+from slimelite.training.quantized import SOURCE
 from slimelite.training.recurrent import stateless_kernel
 
 logger = logging.getLogger(__name__)
@@ -43,6 +53,8 @@ logger = logging.getLogger(__name__)
 LM_HEAD = ("lm_head.weight",)
 # quantized checkpoints that transformers reads as ordinary weights, on CPUs too
 DEQUANTIZED = ("fp8", "mxfp4")
+# bytes that a slow disk gives in a second
+SLOW_DISK = 50e6
 # of a reward model, which begins as a language model without it
 SCORE = "score.weight"
 # operators whose results selective recomputation keeps
@@ -89,19 +101,14 @@ def build_model(
     packing = _may_pack(args, config, world)
     if args.loss.scores:
         config = scoring_config(config)
-    hf = load_model(
-        str(path),
-        config,
-        seed=args.seed,
-        attention=attention,
-        empty=world.rank > 0,
-        new_head=new_head,
-        scores=args.loss.scores,
-    )
+    load = partial(load_model, str(path), config, seed=args.seed, attention=attention, scores=args.loss.scores)
+    hf = load(empty=world.ranks > 1, new_head=new_head)
+    if world.ranks > 1 and not _has_sources(hf, str(path), new_head=new_head) and world.rank == 0:
+        hf = load(empty=False, new_head=new_head)
     if not trainable:
         hf.requires_grad_(False)
     elif args.lora_rank:
-        add_adapters(hf, args, args.seed)
+        add_adapters(hf, args, args.seed, "cpu" if world.rank == 0 else "meta")
         for _, adapter in adapters(hf):
             adapter.in_place = not args.recomputes_selectively
         if args.load_in_4bit:
@@ -126,6 +133,30 @@ def build_model(
     if world.device.type == "cpu":  # it was built in twice the memory that it keeps
         return_freed_memory(above=0)
     return model
+
+
+@torch.no_grad()
+def _has_sources(hf: PreTrainedModel, path: str, *, new_head: bool) -> bool:
+    """Note at each parameter of the empty ``hf`` where it stands in the files at ``path``, for `shard_model`, and read
+    its buffers. False: the files cannot be read in parts, or a new head is to be drawn at random, so that rank 0 reads
+    all of them and sends the others theirs. ``new_head``: see `build_model`.
+    """
+    sources = weight_sources(path, hf, unread=(*LM_HEAD * new_head, SCORE))
+    if sources is None or (hasattr(hf, "score") and SCORE not in sources):
+        return False
+    for name, parameter in hf.named_parameters():
+        setattr(parameter, SOURCE, sources.get(name))
+    for name, buffer in saved_buffers(hf).items():
+        buffer.copy_(everything(sources[name]))
+    return True
+
+
+def loading_minutes(args: Args) -> float:
+    """How long a rank waits for another one while models load [min]: as long as the files need on a slow disk."""
+    paths = [path for _, path in _models(args)]
+    if args.use_reference and args.hf_checkpoint is not None:
+        paths.append(args.hf_checkpoint)
+    return args.distributed_timeout_minutes + sum(map(weight_bytes, paths)) / SLOW_DISK / 60
 
 
 def _keeps(_: SelectiveCheckpointContext, operator: OpOverload, *__: object, **___: object) -> CheckpointPolicy:

@@ -54,10 +54,11 @@ class Adapter(nn.Module):
     # what peft calls the two parts in a file
     peft_parts: tuple[str, str]
 
-    def adapt(self, rows: int, columns: int, args: LoraArgs) -> None:
-        """Add the trainable parameters ``lora_A`` [rank, ``columns``] and ``lora_B`` [``rows``, rank] to the module."""
+    def adapt(self, rows: int, columns: int, args: LoraArgs, device: str | None) -> None:
+        """Add the trainable parameters ``lora_A`` [rank, ``columns``] and ``lora_B`` [``rows``, rank] to the module, on
+        ``device`` (None: on that of the weight)."""
         self.scaling, self.dropout = args.lora_scaling, args.lora_dropout
-        device = self.weight.device
+        device = device or str(self.weight.device)
         self.lora_A = nn.Parameter(torch.empty(args.lora_rank, columns, device=device))
         self.lora_B = nn.Parameter(torch.zeros(rows, args.lora_rank, device=device))
 
@@ -75,10 +76,10 @@ class LoraLinear(Adapter, FrozenLinear):
 
     peft_parts = ("lora_A.weight", "lora_B.weight")
 
-    def __init__(self, base: nn.Linear, args: LoraArgs) -> None:
+    def __init__(self, base: nn.Linear, args: LoraArgs, device: str | None = None) -> None:
         super().__init__(base.in_features, base.out_features, base.bias is not None, device="meta")
         self.weight, self.bias = base.weight, base.bias
-        self.adapt(base.out_features, base.in_features, args)
+        self.adapt(base.out_features, base.in_features, args, device)
         nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -102,10 +103,10 @@ class LoraEmbedding(Adapter, nn.Embedding):
 
     peft_parts = ("lora_embedding_A", "lora_embedding_B")
 
-    def __init__(self, base: nn.Embedding, args: LoraArgs) -> None:
+    def __init__(self, base: nn.Embedding, args: LoraArgs, device: str | None = None) -> None:
         super().__init__(base.num_embeddings, base.embedding_dim, base.padding_idx, device="meta")
         self.weight = base.weight
-        self.adapt(base.embedding_dim, base.num_embeddings, args)
+        self.adapt(base.embedding_dim, base.num_embeddings, args, device)
         nn.init.zeros_(self.lora_A)
         nn.init.normal_(self.lora_B)
 
@@ -164,9 +165,9 @@ def head_weight(head: nn.Module) -> Tensor:
     return head.merged(*head.parts())
 
 
-def add_adapters(hf: PreTrainedModel, args: LoraArgs, seed: int) -> None:
+def add_adapters(hf: PreTrainedModel, args: LoraArgs, seed: int, device: str | None = None) -> None:
     """Freeze ``hf`` and give the modules that ``args`` name an adapter; those of ``--lora-adapter-path``, or new ones
-    from ``seed``.
+    from ``seed``. They are on ``device`` (None: on that of the weights).
 
     Raises:
         ValueError: a name fits no module, an adapter cannot be there, or the saved adapter is another model's.
@@ -176,7 +177,8 @@ def add_adapters(hf: PreTrainedModel, args: LoraArgs, seed: int) -> None:
         torch.manual_seed(seed)
         for name in _targets(hf, args):
             base = hf.get_submodule(name)
-            hf.set_submodule(name, LoraLinear(base, args) if isinstance(base, nn.Linear) else LoraEmbedding(base, args))
+            kind = LoraLinear if isinstance(base, nn.Linear) else LoraEmbedding
+            hf.set_submodule(name, kind(base, args, device))
     if args.lora_adapter_path is not None:
         _load(hf, Path(args.lora_adapter_path))
 

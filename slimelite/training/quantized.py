@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 BLOCK, SCALES = 64, 256
 # buffers of a quantized layer: rank 0 alone has computed them
 STATE = ("absmax", "scales", "offset")
+# attribute of a parameter without data: where it stands in files, see `models.sources`
+SOURCE = "_slimelite_source"
 
 
 class FrozenLinear(nn.Linear):
@@ -57,9 +59,22 @@ class FrozenLinear(nn.Linear):
             flat, own = quantize_4bit(self.weight.data, blocksize=BLOCK, compress_statistics=True, quant_type="nf4")
             packed = flat.view(packed.shape)
             state = {"absmax": own.absmax, "scales": own.state2.absmax, "offset": own.offset}
+        source = getattr(self.weight, SOURCE, None)
         self.weight = nn.Parameter(packed, requires_grad=False)
+        setattr(self.weight, SOURCE, source)
         for name, tensor in state.items():
             self.register_buffer(name, tensor, persistent=False)
+
+    @torch.no_grad()
+    def quantized(self, weight: Tensor) -> Tensor:
+        """[out, in / 2] the bytes of the whole fp32 ``weight`` of a layer whose own is elsewhere or sharded; the layer
+        gets their scales."""
+        alone = FrozenLinear(self.in_features, self.out_features, bias=False, device="meta")
+        alone.weight = nn.Parameter(weight, requires_grad=False)
+        alone.quantize()
+        for name in STATE:
+            getattr(self, name).copy_(getattr(alone, name))
+        return alone.weight
 
     def product(self, x: Tensor) -> Tensor:
         """[..., out] from [..., in]; the backward pass dequantizes the weight again."""

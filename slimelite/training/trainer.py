@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from threading import Thread
 
 import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from slimelite.algorithms.packed import select
 from slimelite.arguments import Args, CriticArgs
@@ -26,9 +28,9 @@ from slimelite.samples.table import SampleTable, TokenStats
 from slimelite.training import checkpoint, weights
 from slimelite.training.batch import MicroBatch
 from slimelite.training.columns import TokenColumns, normalizes, passes
-from slimelite.training.critic import Critic, FrozenPolicy, build_reference
+from slimelite.training.critic import FOLDER, Critic, FrozenPolicy, build_reference
 from slimelite.training.learner import Learner, MetricSums, PassTimer, Scores, table_scores
-from slimelite.training.loading import build_policy, build_scorer
+from slimelite.training.loading import build_policy, build_scorer, loading_minutes
 from slimelite.training.lora import peft_config
 from slimelite.training.loss import check_first_step, micro_batch_loss
 from slimelite.training.model import LanguageModel, PolicyModel
@@ -59,6 +61,7 @@ class Trainer(Learner[PolicyModel]):
     def __init__(self, args: Args, *, rank: int = 0, world_size: int = 1, store: dist.Store | None = None) -> None:
         _check(args)
         world = join_world(args, rank, world_size, store)
+        world.wait_at_most(loading_minutes(args))
         torch.manual_seed(args.seed + rank)
         if args.deterministic_mode:
             be_deterministic()
@@ -70,8 +73,16 @@ class Trainer(Learner[PolicyModel]):
         teaches = args.use_opd and args.opd_type == "trainer"
         self.teacher = FrozenPolicy(args, self.world, args.opd_teacher_load) if teaches else None
         self.critic = Critic(args, self.world) if args.use_critic else None
+        world.wait_at_most(args.distributed_timeout_minutes)
         self.learners: list[Learner[LanguageModel]] = [self, *([self.critic] if self.critic else [])]
         self.memory = HostMemory(lambda: chain.from_iterable(each.tensors() for each in self.learners), world.device)
+        # for `begin_save`: its copies, and a group whose collectives are beside those of training
+        pinned = world.device.type == "cuda"
+        staging = StagingOptions(
+            use_pinned_memory=pinned, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=pinned
+        )
+        self._stager = DefaultStager(staging) if args.async_save else None
+        self._writers = dist.new_group(backend="gloo") if args.async_save else None
         # if training updates the reference, checkpoints include it
         self._saved_reference = self.reference if args.ref_update_interval else None
         if args.num_rollout is not None:
@@ -323,10 +334,30 @@ class Trainer(Learner[PolicyModel]):
         Returns:
             checksums of the files that this rank wrote.
         """
-        self.progress.rollout_id = rollout_id
+        with self._snapshots(rollout_id) as parts:
+            return checkpoint.save_parts(Path(directory), parts)
+
+    def begin_save(self, directory: str, rollout_id: int) -> None:
+        """Copy the state to host memory and write the checkpoint from there while training goes on
+        (``--async-save``). A file `checkpoints.part_file` in ``directory`` says when this rank has finished.
+        """
+        assert self._stager is not None
+        assert self._writers is not None
+        with self._snapshots(rollout_id) as parts:
+            copies = {folder: part.staged(self._stager) for folder, part in parts.items()}
+        work = partial(checkpoint.save_and_tell, Path(directory), copies, self._writers)
+        Thread(target=work, name="checkpoint", daemon=True).start()
+
+    @contextmanager
+    def _snapshots(self, rollout_id: int) -> Iterator[dict[str, checkpoint.Snapshot]]:
+        """The parts of a checkpoint, by their folder in it, while the state stays as it is."""
         with self._reference_weights() as reference:
-            written = checkpoint.save(Path(directory), self, reference)
-        return written if self.critic is None else written | self.critic.save(directory, rollout_id)
+            self.progress.rollout_id = rollout_id
+            parts = {"": checkpoint.snapshot(self, reference)}
+            if self.critic is not None:
+                self.critic.progress.rollout_id = rollout_id
+                parts[FOLDER] = checkpoint.snapshot(self.critic)
+            yield parts
 
     def checkpoint_size(self) -> int:
         """About how many bytes a checkpoint takes that `save` writes: the parts of all ranks together."""

@@ -18,7 +18,7 @@ from slimelite.engines.sglang.server import server_fields
 from slimelite.plan import run as planning
 from slimelite.plan import time
 from slimelite.plan.devices import Machine, gpus, planned, recognized, this_machine
-from slimelite.plan.memory import CONTEXT, EMBEDDED_CACHE, NCCL, USABLE, Sglang, largest, peak, total
+from slimelite.plan.memory import CONTEXT, EMBEDDED_CACHE, NCCL, USABLE, Load, Sglang, Shapes, largest, peak, total
 from slimelite.plan.report import plan_lines, verdict
 from slimelite.plan.run import Plan
 from slimelite.plan.time import Work
@@ -274,11 +274,24 @@ def test_compile_is_proposed_where_it_gains() -> None:
 def test_what_is_offloaded_is_counted_on_the_host() -> None:
     def host(words: str) -> list[str]:
         lines = "\n".join(plan_lines(*run("qwen2.5-7B", f"--plan-gpu h100:8 {words}"))).splitlines()
-        return [line for line in lines if "host memory for each rank" in line]
+        return [line for line in lines if "host memory for each rank:" in line]
 
     assert "11.4 GB" in host("--colocate")[0]
     assert host("--colocate --fsdp-cpu-offload") == host("--colocate")
     assert not host("--actor-num-gpus-per-node 4 --rollout-num-gpus 4")
+
+
+def test_a_rank_reads_its_part_of_a_model() -> None:
+    """Llama-3.1-70B on eight ranks that keep their parts in host memory; one rank reads it all."""
+    sizes = {"num_hidden_layers": 80, "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64}
+    shapes = Shapes.of({"model_type": "llama", **sizes, "num_key_value_heads": 8, "vocab_size": 128256})
+    assert shapes is not None
+    part = 4 * shapes.parameters / 8
+    assert 35e9 < part < Load(shapes, tokens=1, shards=8, on_host=True).reading() < 1.3 * part
+    assert Load(shapes, tokens=1, shards=8).reading() < 0.3e9
+    assert Load(shapes, tokens=1, shards=8, four_bit=True).reading() < 1e9
+    lines = "\n".join(plan_lines(*run("qwen2.5-7B", "--plan-gpu h100:8 --colocate"))).splitlines()
+    assert "  host memory for each rank while it reads the model: 0.1 GB at most" in lines
 
 
 def test_weights_of_an_engine_that_wait_in_host_memory_are_counted() -> None:

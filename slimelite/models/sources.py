@@ -1,0 +1,196 @@
+"""Where each weight of a model stands in its safetensors files, so that a rank reads its own rows and no others.
+
+transformers joins some weights of files, such as the experts of a layer. Its own loader is run once on tensors without
+data, and what it does to them is recorded: weights are renamed, viewed, stacked and concatenated.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# operators that put tensors together or copy them: what they give -> how
+STACK, CAT, COPIES = "aten::stack", "aten::cat", ("aten::clone", "aten::contiguous", "aten::_to_copy")
+# of safetensors files; a file with another one is left to transformers
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+class Source(Protocol):
+    """A tensor that is read when it is needed."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its whole shape."""
+        ...
+
+    def rows(self, begin: int, end: int) -> Tensor:
+        """Rows ``begin`` to ``end`` (of one number: all of it), in the dtype of the file."""
+        ...
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a safetensors file; ``begin``: its first byte there."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    begin: int
+
+    def rows(self, begin: int, end: int) -> Tensor:
+        """See `Source.rows`."""
+        shape = (end - begin, *self.shape[1:]) if self.shape else ()
+        part = torch.empty(shape, dtype=self.dtype)
+        if part.numel() == 0:
+            return part
+        buffer = part.reshape(-1).view(torch.uint8).numpy().data
+        with self.file.open("rb", buffering=0) as file:
+            file.seek(self.begin + (begin * math.prod(self.shape[1:]) * part.element_size() if self.shape else 0))
+            while buffer:
+                if not (count := file.readinto(buffer)):
+                    raise OSError(f"{self.file}: ends too early")
+                buffer = buffer[count:]
+        return part
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Tensors that are stacked, or concatenated, along ``dim``."""
+
+    parts: Sequence[Source]
+    shape: tuple[int, ...]
+    dim: int
+    stacked: bool
+
+    def rows(self, begin: int, end: int) -> Tensor:
+        """See `Source.rows`."""
+        join = torch.stack if self.stacked else torch.cat
+        if self.dim:
+            return join([part.rows(begin, end) for part in self.parts], self.dim)
+        if self.stacked:
+            chosen = [everything(part) for part in self.parts[begin:end]]
+            return torch.stack(chosen) if chosen else everything(self.parts[0]).new_empty(0, *self.shape[1:])
+        found, at = list[Tensor](), 0
+        for part in self.parts:
+            found.append(part.rows(min(max(begin - at, 0), part.shape[0]), min(max(end - at, 0), part.shape[0])))
+            at += part.shape[0]
+        return torch.cat(found)
+
+
+@dataclass(frozen=True)
+class View:
+    """A view of ``base``, as torch describes one."""
+
+    base: Source
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def rows(self, begin: int, end: int) -> Tensor:
+        """See `Source.rows`."""
+        row = math.prod(self.shape[1:])
+        same = self.base.shape[1:] == self.shape[1:] and self.stride == _dense(self.shape)
+        if self.shape and row and same and self.offset % row == 0:
+            return self.base.rows(self.offset // row + begin, self.offset // row + end)
+        whole = everything(self.base).as_strided(self.shape, self.stride, self.offset)
+        return whole[begin:end] if self.shape else whole
+
+
+def everything(source: Source) -> Tensor:
+    """All of a tensor, in the dtype of the file."""
+    return source.rows(0, source.shape[0] if source.shape else 1)
+
+
+def _dense(shape: Sequence[int]) -> tuple[int, ...]:
+    """The stride of a tensor without gaps."""
+    return tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
+
+
+def stored(files: Sequence[Path]) -> dict[str, Stored]:
+    """Every tensor of safetensors files, by its name there; only the headers are read.
+
+    Raises:
+        KeyError: a dtype is not in `DTYPES`.
+    """
+    found = dict[str, Stored]()
+    for path in files:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header: dict[str, Any] = json.loads(file.read(size))
+        for name, entry in header.items():
+            if name != "__metadata__":
+                begin = 8 + size + int(entry["data_offsets"][0])
+                found[name] = Stored(path, tuple(entry["shape"]), DTYPES[entry["dtype"]], begin)
+    return found
+
+
+class Recorder(TorchDispatchMode):
+    """While it is active it records how tensors without data are made from those of ``weights``."""
+
+    def __init__(self, weights: Mapping[str, Stored]) -> None:
+        super().__init__()
+        self._weights = weights
+        self._known: dict[int, Source] = {}
+        # tensors whose storages are known: none of these may be freed, since another one would get its address
+        self._kept: list[Tensor] = []
+
+    def tensors(self) -> dict[str, Tensor]:
+        """A tensor without data for each of the weights; numbers with a point have fp32, so that nobody casts them."""
+        empty = dict[str, Tensor]()
+        for name, weight in self._weights.items():
+            dtype = torch.float32 if weight.dtype.is_floating_point else weight.dtype
+            empty[name] = torch.empty(weight.shape, dtype=dtype, device="meta")
+            self._note(empty[name], weight)
+        return empty
+
+    def source(self, tensor: Tensor) -> Source | None:
+        """What ``tensor`` is made from; None if not from the weights alone."""
+        base = self._known.get(_storage(tensor))
+        shape, stride, offset = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+        if base is None or (base.shape == shape and stride == _dense(shape) and not offset):
+            return base
+        return View(base, shape, stride, offset)
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an operator, and note what its result is made from."""
+        result, name = func(*args, **(kwargs or {})), func._schema.name
+        if name in (STACK, CAT):
+            parts = [self.source(part) for part in args[0]]
+            dim = (args[1] if len(args) > 1 else (kwargs or {}).get("dim", 0)) % result.dim()
+            known = [part for part in parts if part is not None]
+            if len(known) == len(parts):
+                self._note(result, Joined(known, tuple(result.shape), dim, stacked=name == STACK))
+        elif name in COPIES and _storage(result) != _storage(args[0]) and (source := self.source(args[0])) is not None:
+            self._note(result, source)
+        elif func._schema.is_mutable and args and isinstance(args[0], Tensor):
+            self._known.pop(_storage(args[0]), None)  # such as a new weight that is drawn at random
+        return result
+
+    def _note(self, tensor: Tensor, source: Source) -> None:
+        self._known[_storage(tensor)] = source
+        self._kept.append(tensor)
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
