@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from slimelite.arguments import parse_args
 from slimelite.base.lifecycle import StopSignals, Watchdog
-from slimelite.loop import Evaluations, due, evaluate, sync
+from slimelite.loop import Evaluations, Saves, due, evaluate, sync
 from slimelite.preflight import preflight, problems, problems_of
 from slimelite.stages import run_stages
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 def train(cluster: Cluster, tracker: Tracker) -> None:
     """Run every rollout from the first to the last; colocation requires this order. Each verb returns a future."""
     args, evaluations = cluster.args, Evaluations(cluster.args)
+    saves = Saves(args, args.num_rollout)
     sync(cluster, tracker, version=args.start_rollout_id)
     if args.job.evaluates and evaluations.due_at_start():
         evaluate(cluster, tracker, evaluations, args.start_rollout_id - 1)
@@ -48,7 +49,7 @@ def train(cluster: Cluster, tracker: Tracker) -> None:
             with tracker.phase("train"):
                 trained = cluster.train(rollout_id, rollout.table).result()
             tracker.log_train(rollout_id, *trained)
-            if due(args.save_interval, rollout_id, args.num_rollout):
+            if saves.due(rollout_id):
                 with tracker.phase("save_model"):
                     cluster.save(rollout_id).result()
             if args.save_hf and due(args.save_interval, rollout_id, args.num_rollout, last=True):

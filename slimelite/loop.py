@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from slimelite.arguments import EvalArgs
+from slimelite.arguments import CheckpointArgs, EvalArgs
 from slimelite.arguments.evaluation import seeks_best
 from slimelite.base.files import write_text
 from slimelite.models.checkpoints import (
@@ -30,6 +31,23 @@ def due(interval: int | None, rollout_id: int, num_rollout: int, *, last: bool =
     if rollout_id + 1 == num_rollout:
         return interval is not None or last
     return interval is not None and (rollout_id + 1) % interval == 0
+
+
+class Saves:
+    """Says after which rollouts a checkpoint is due: ``--save-interval``, ``--save-interval-minutes`` and the last."""
+
+    def __init__(self, args: CheckpointArgs, num_rollout: int) -> None:
+        self._args, self._num_rollout = args, num_rollout
+        self._last = time.monotonic()
+
+    def due(self, rollout_id: int) -> bool:
+        """Whether a checkpoint is due now; the minutes count anew from here then."""
+        interval, minutes = self._args.save_interval, self._args.save_interval_minutes
+        now = due(interval, rollout_id, self._num_rollout, last=minutes is not None)
+        now |= minutes is not None and time.monotonic() - self._last >= 60 * minutes
+        if now:
+            self._last = time.monotonic()
+        return now
 
 
 class Evaluations:
@@ -100,7 +118,7 @@ class Evaluations:
     def mark(self, rollout_id: int) -> None:
         """Note that the checkpoint of ``rollout_id`` is the best; see `mark_best`."""
         args = self._args
-        if args.save is not None and args.save_interval is not None:
+        if args.save is not None:
             mark_best(folder_of(args.save, rollout_id), args.save_interval, args.save_retain_interval)
 
     def facts(self) -> dict[str, str]:
@@ -176,8 +194,7 @@ def evaluate(cluster: Cluster, tracker: Tracker, evaluations: Evaluations, rollo
     evaluations.note(rollout_id, metrics)
     best, last = evaluations.improved(rollout_id), evaluations.stop is not None
     # the loop has saved before this evaluation what was due then; it has not before one at the start of a resumed run
-    saved = rollout_id >= args.start_rollout_id and due(args.save_interval, rollout_id, args.num_rollout)
-    checkpoint = args.save is not None and not saved and (best or last)
+    checkpoint = args.save is not None and cluster.last_saved != rollout_id and (best or last)
     models: list[int | Literal["best"]] = []
     if args.save_hf is not None:
         models += ["best"] * best
@@ -195,5 +212,6 @@ def evaluate(cluster: Cluster, tracker: Tracker, evaluations: Evaluations, rollo
         if args.offload_rollout or args.offload_train:
             sync(cluster, tracker, version=rollout_id + 1)
     if best:
+        cluster.finish_saving().result()
         evaluations.mark(rollout_id)
     evaluations.write()

@@ -211,7 +211,7 @@ def _stage(number: int, file: str, folder: Path, common: list[str]) -> Stage:
     checkpoints = values.get("save", str(place / "checkpoints"))
     model = values.get("save_hf", str(place / "model"))
     argv += ["--run-dir", str(place), "--save-hf", model, "--load", values.get("load", checkpoints)]
-    if "save_interval" in values:
+    if {"save_interval", "save_interval_minutes"} & values.keys():
         argv += ["--save", checkpoints]
     if values.get("lora_rank") or values.get("lora_adapter_path"):
         argv += ["--lora-merge"]  # the next stage starts from a whole model

@@ -213,7 +213,9 @@ class CheckpointArgs(OfJob):
         "checkpoints are written to this folder",
         TRAINING
         & when(
-            "--save-interval", lambda a: a.save_interval, ": after how many rollouts? The last is saved too"
+            "--save-interval",
+            lambda a: a.save_interval or a.save_interval_minutes,
+            ": after how many rollouts? The last is saved too",
         ).strictly(),
         metavar="DIR",
     )
@@ -222,6 +224,18 @@ class CheckpointArgs(OfJob):
         "a checkpoint is saved every this many rollouts, and after the last one",
         TRAINING & when("--save", lambda a: a.save, ": in which folder?").strictly(),
         at_least=1,
+    )
+    save_interval_minutes: float | None = flag(
+        None,
+        "a checkpoint is also saved after the first rollout that ends this long after the last one [min]",
+        TRAINING & when("--save", lambda a: a.save, ": in which folder?").strictly(),
+        above=0,
+    )
+    async_save: bool = flag(
+        False,
+        "training goes on while a checkpoint is written; before, its state is copied to host memory, which needs room "
+        "for it",
+        SAVE,
     )
     save_retain_interval: int | None = flag(
         None,

@@ -7,7 +7,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,6 +32,7 @@ from slimelite.cluster.remote import (
     check_table,
     with_memory,
 )
+from slimelite.cluster.saving import Saving
 from slimelite.cluster.workers import Target, TrainOutput
 from slimelite.engines.protocol import MEMORY_TAGS, Engine, WeightSyncError
 from slimelite.engines.registry import ServerAddress
@@ -104,6 +105,8 @@ class Cluster:
         self._released: set[str] = set()  # memory of the engines that no verb has resumed
         self._order = threading.RLock()  # keeps the order of calls the same on every rank
         self._memory: dict[str, Future[float]] = {}
+        self._saving: Saving | None = None  # a checkpoint that is being written
+        self.last_saved: int | None = None  # the rollout after which this run saved its last checkpoint
 
     def __enter__(self) -> Cluster:
         return self
@@ -113,8 +116,11 @@ class Cluster:
         try:
             if error is not None:
                 self._turns.stop()
+                if self._saving is not None:
+                    self._saving.drop()
             else:
                 self._turns.finish()
+                self._finish_saving()
                 whole = True
         finally:
             self._turns.close()
@@ -174,6 +180,8 @@ class Cluster:
         check_table("train", table)
 
         def work() -> TrainOutput:
+            if self._saving is not None and self._saving.failed:
+                self._finish_saving()  # raises
             with self._memory_of("train"):
                 metrics = self._change(Trainer.train, rollout_id, self._shared(table))
             return TrainOutput(metrics, *self._trainers[0].ask(Trainer.outcome))
@@ -221,18 +229,45 @@ class Cluster:
             ahead |= {later: rollout for later, rollout in self._ahead.items() if later > rollout_id}
             if len(ahead) > 1:
                 raise ValueError(f"save: rollouts {', '.join(map(str, ahead))} are ahead; a checkpoint holds one")
+            self._finish_saving()
             final, size = folder_of(self.args.save, rollout_id), max(self._all(Trainer.checkpoint_size))
-            with writing(final, size, self.args.save_retain_interval) as (directory, checksums):
-                state = {**self._rollout.ask(RolloutManager.state_dict), ROLLOUT_SEED: self.args.rollout_seed}
-                for number, output in ahead.items():
-                    output.table.to_parquet(directory / AHEAD)
-                    state["ahead"] = {"rollout_id": number, "metrics": output.metrics}
-                for part in self._all(Trainer.save, str(directory), rollout_id):
-                    checksums.update(part)
-                (directory / ROLLOUT_STATE).write_text(json.dumps(state))
+            retain = self.args.save_retain_interval
+            if self.args.async_save:
+                self._saving = saving = Saving(final, size, retain, len(self._trainers))
+                try:
+                    self._write_state(saving.directory(), ahead)
+                    self._all(Trainer.begin_save, str(saving.directory()), rollout_id)
+                except BaseException:
+                    self._saving = None
+                    saving.drop()
+                    raise
+                saving.begin()
+            else:
+                with writing(final, size, retain) as (directory, checksums):
+                    self._write_state(directory, ahead)
+                    for part in self._all(Trainer.save, str(directory), rollout_id):
+                        checksums.update(part)
+            self.last_saved = rollout_id
             return final
 
         return self._take(work, engines=True)
+
+    def finish_saving(self) -> Pending[None]:
+        """Wait until the checkpoint that is being written is whole (``--async-save``)."""
+        return self._take(self._finish_saving)
+
+    def _finish_saving(self) -> None:
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.finish()
+
+    def _write_state(self, directory: Path, ahead: Mapping[int, RolloutOutput]) -> None:
+        """Write the rollout side's part of a checkpoint."""
+        state = {**self._rollout.ask(RolloutManager.state_dict), ROLLOUT_SEED: self.args.rollout_seed}
+        for number, output in ahead.items():
+            output.table.to_parquet(directory / AHEAD)
+            state["ahead"] = {"rollout_id": number, "metrics": output.metrics}
+        (directory / ROLLOUT_STATE).write_text(json.dumps(state))
 
     def load(self, folder: str | Path, step: int | None = None) -> Pending[int]:
         """Load the newest checkpoint in ``folder``, or that of rollout ``step``; returns the next rollout's id.

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +13,9 @@ import pytest
 
 from slimelite.arguments import Args
 from slimelite.cluster.cluster import Cluster
-from slimelite.models.checkpoints import STATE_FILE, Checksums, find_checkpoint, folder_of, mark_best
+from slimelite.loop import Saves
+from slimelite.models.checkpoints import STATE_FILE, Checksums, find_checkpoint, folder_of, mark_best, part_file
+from slimelite.samples.table import SampleTable
 from tests.cluster.workers import Worker
 
 
@@ -117,3 +123,97 @@ def test_only_checkpoints_of_the_retained_rollouts_stay(tmp_path: Path) -> None:
     assert sorted(int(path.name[5:]) for path in tmp_path.glob("iter_*")) == [3, 7, 11], (
         "the last whole one outlives a save that fails"
     )
+
+
+class Writer(Trainer):
+    """Copies its weights, and writes when the test says so."""
+
+    def begin_save(self, directory: str, rollout_id: int) -> None:
+        self.copied = self.weights, Path(directory)
+
+    def write(self, error: str | None = None) -> None:
+        weights, directory = self.copied
+        (directory / STATE_FILE).write_text('{"steps": 1}')
+        (directory / "first").write_text(weights)
+        result = {"error": error, "errno": 28} if error else {"checksums": {}}
+        part_file(directory, 0).write_text(json.dumps(result))
+
+    def train(self, *_: object) -> dict[str, float]:
+        return {}
+
+    def outcome(self) -> tuple[list[dict[str, float]], dict[str, Any], None]:
+        return [], {}, None
+
+
+@contextmanager
+def asynchronous(root: Path, trainer: Writer) -> Iterator[Cluster]:
+    args = Args(launcher="local", save=str(root), async_save=True)
+    with Cluster(args, Rollout(), [trainer], []) as cluster:
+        yield cluster
+
+
+def test_a_run_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
+    with asynchronous(tmp_path, writer := Writer("old")) as cluster:
+        first = cluster.save(0).result()
+        assert cluster.last_saved == 0
+        assert find_checkpoint(tmp_path)[0] is None, "it is not whole yet"
+        writer.weights = "new"  # training goes on
+        writer.write()
+        cluster.save(1).result()  # waits for the first
+        assert contents(tmp_path) == {"first": "old"}
+        assert find_checkpoint(tmp_path)[0] == first
+        writer.write()
+        cluster.finish_saving().result()
+        assert contents(tmp_path) == {"first": "new"}
+        cluster.save(2).result()
+        writer.write()
+    assert find_checkpoint(tmp_path)[0] == folder_of(tmp_path, 2), "the end of the run waits for it"
+    assert not list(tmp_path.rglob("part-*"))
+
+
+def test_a_run_that_fails_while_a_checkpoint_is_written_leaves_the_one_before(tmp_path: Path) -> None:
+    def run() -> None:
+        with asynchronous(tmp_path, writer := Writer("old")) as cluster:
+            cluster.save(0).result()
+            writer.write()
+            cluster.save(1).result()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        run()
+    assert find_checkpoint(tmp_path)[0] == folder_of(tmp_path, 0)
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_rank_that_cannot_write_ends_the_run_at_the_next_step(tmp_path: Path) -> None:
+    def run() -> None:
+        with asynchronous(tmp_path, writer := Writer("old")) as cluster:
+            cluster.save(0).result()
+            writer.write("No space left on device")
+            for rollout_id in range(1000):
+                time.sleep(0.01)
+                cluster.train(rollout_id, SampleTable.from_samples([])).result()
+
+    with pytest.raises(OSError, match=r"cannot be written .*No space left.* are free there"):
+        run()
+    assert find_checkpoint(tmp_path)[0] is None
+
+
+def test_a_checkpoint_is_due_by_rollouts_by_minutes_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+
+    def rollouts(**flags: Any) -> list[int]:
+        """Those of ten that take 50 seconds each after which a checkpoint is saved."""
+        nonlocal now
+        saves, saved = Saves(Args(save="here", **flags), 10), []
+        for rollout_id in range(10):
+            now += 50
+            if saves.due(rollout_id):
+                saved.append(rollout_id)
+        return saved
+
+    assert rollouts() == []
+    assert rollouts(save_interval=4) == [3, 7, 9]
+    assert rollouts(save_interval_minutes=2) == [2, 5, 8, 9]
+    assert rollouts(save_interval=4, save_interval_minutes=2.0) == [2, 3, 6, 7, 9]

@@ -1,0 +1,89 @@
+"""A checkpoint that is written while training goes on (``--async-save``)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from threading import Event, Thread
+
+from slimelite.models.checkpoints import Checksums, part_file, writing
+
+POLL_S = 0.1
+
+
+class Saving(Thread):
+    """Waits until every rank has written its part of the checkpoint ``final``, and completes it; see `writing`.
+
+    The ranks and the caller write to ``directory``. A run that dies meanwhile leaves the checkpoint before it.
+    """
+
+    def __init__(self, final: Path, size: int, retain: int | None, ranks: int) -> None:
+        super().__init__(name="saving", daemon=True)
+        self.final = final
+        self._size, self._retain, self._ranks = size, retain, ranks
+        self._made, self._begun, self._dropped = Event(), Event(), Event()
+        self._directory: Path | None = None
+        self._error: BaseException | None = None
+        self.start()
+
+    def directory(self) -> Path:
+        """The folder to write to.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        self._made.wait()
+        if self._directory is None:
+            self.finish()
+        assert self._directory is not None
+        return self._directory
+
+    def begin(self) -> None:
+        """Note that every rank writes, and that the caller has written what it had to."""
+        self._begun.set()
+
+    def drop(self) -> None:
+        """Give up: what there is of the checkpoint is removed."""
+        self._dropped.set()
+        self._begun.set()
+        self.join()
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has ended with an error, which `finish` raises."""
+        return self._error is not None
+
+    def finish(self) -> None:
+        """Wait until the checkpoint is whole.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        self.join()
+        if self._error is not None:
+            raise self._error
+
+    def run(self) -> None:
+        """See the class."""
+        try:
+            with writing(self.final, self._size, self._retain) as (directory, checksums):
+                self._directory = directory
+                self._made.set()
+                self._begun.wait()
+                for rank in range(self._ranks):
+                    checksums.update(self._part(part_file(directory, rank)))
+        except BaseException as error:  # `finish` raises it where somebody reads it
+            self._error = error
+        finally:
+            self._made.set()
+
+    def _part(self, file: Path) -> Checksums:
+        while not file.is_file():
+            if self._dropped.wait(POLL_S):
+                raise InterruptedError("the run has ended meanwhile")
+        result = json.loads(file.read_text())
+        file.unlink()
+        if "error" in result:
+            raise OSError(result["errno"], result["error"])
+        checksums: Checksums = result["checksums"]
+        return checksums
