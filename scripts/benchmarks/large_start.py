@@ -78,14 +78,14 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=12)
-    given = parser.parse_args()
+    options = parser.parse_args()
     sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 16384, "tie_word_embeddings": False}
     with tempfile.TemporaryDirectory() as folder:
-        for name, hidden, layers in (("model", given.hidden, given.layers), ("tiny", 64, 1)):
+        for name, hidden, layers in (("model", options.hidden, options.layers), ("tiny", 64, 1)):
             sizes |= {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": layers}
             config = AutoConfig.for_model("qwen2", **sizes)
             AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(f"{folder}/{name}")
-        mp.start_processes(work, (given.ranks, folder, f"{folder}/tiny"), nprocs=given.ranks, start_method="spawn")
+        mp.start_processes(work, (options.ranks, folder, f"{folder}/tiny"), nprocs=options.ranks, start_method="spawn")
 
 
 if __name__ == "__main__":

@@ -18,24 +18,24 @@ class Reading:
 
     def __init__(self, total: int) -> None:
         self._total, self._done = total, 0
-        self._begin = self._said = time.monotonic()
+        self._begin = self._printed = time.monotonic()
 
     def __enter__(self) -> Reading:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None and self._said > self._begin:
+        if kind is None and self._printed > self._begin:
             self._say()
 
     def add(self, count: int) -> None:
         """Note ``count`` more bytes."""
         self._done += count
-        if time.monotonic() - self._said > SAY_S:
+        if time.monotonic() - self._printed > SAY_S:
             self._say()
 
     def _say(self) -> None:
-        self._said = time.monotonic()
-        rate = self._done / max(self._said - self._begin, 1e-3)
+        self._printed = time.monotonic()
+        rate = self._done / max(self._printed - self._begin, 1e-3)
         done, total, each = in_units(self._done), in_units(self._total), in_units(rate)
         print(f"{READ} {done} of this rank's {total} of weights, {each} a second", flush=True)
 

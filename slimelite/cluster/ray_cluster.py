@@ -276,13 +276,13 @@ class Actors:
         others = [trainer for n, trainer in enumerate(trainers) if self._nodes[n] != self._here]
         places = {"--save": self.args.save, "--save-hf": self.args.save_hf and str(Path(self.args.save_hf).parent)}
         for flag, place in places.items():
-            asked = others if flag == "--save" else [trainer for trainer in others if trainer is trainers[0]]
-            if place is None or "{" in place or not asked:
+            writers = others if flag == "--save" else [trainer for trainer in others if trainer is trainers[0]]
+            if place is None or "{" in place or not writers:
                 continue
             folder = Path(place).absolute()
             folder.mkdir(parents=True, exist_ok=True)
             with NamedTemporaryFile(dir=folder, prefix=".shared-") as file:
-                seen = [(trainer, trainer.sees(Path(file.name))) for trainer in asked]
+                seen = [(trainer, trainer.sees(Path(file.name))) for trainer in writers]
                 if blind := [f"{trainer.name} on {trainer.host}" for trainer, sees in seen if not sees.result()]:
                     raise ClusterError(
                         f"{flag} {folder}: {', '.join(blind)} cannot see what {platform.node()} writes there. Each "
@@ -396,15 +396,15 @@ def start_workers(
 def _wait_until_up(starting: dict[Future[object], str], progress: Progress, log: Path | None = None) -> None:
     """Wait for all workers. ``starting``: a future that is done when a worker is up -> the worker's name; ``log``: of
     rank 0, which says how much of the model it has read."""
-    waiting, said = set(starting), ""
+    waiting, noted = set(starting), ""
     while waiting:
         names = sorted(starting[future] for future in waiting)
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         up = len(starting) - len(waiting)
         reading = last_reading(log) if log else None
         note = f"workers are up; waiting for {', '.join(names[:3])}{more} to load{f' ({reading})' if reading else ''}"
-        if note != said:
-            progress(up, len(starting), said := note)
+        if note != noted:
+            progress(up, len(starting), noted := note)
         finished, waiting = wait(waiting, timeout=LOG_POLL_S, return_when=FIRST_COMPLETED)
         for future in finished:
             future.result()
@@ -450,7 +450,7 @@ def _wait_for(
     plan: Callable[[dict[str, int]], list[str] | None], alive: dict[str, int], device: str, wanted: str
 ) -> list[str]:
     """The node of each bundle, when there is room for all of them."""
-    begin = said = time.monotonic()
+    begin = noted = time.monotonic()
     while True:
         free = {node: free.get(device, 0) for node, free in available_resources_per_node().items() if node in alive}
         if (places := plan({node: int(count) for node, count in free.items()})) is not None:
@@ -461,9 +461,9 @@ def _wait_for(
             raise ClusterError(
                 f"gave up after {waited:.0f} s waiting for {wanted}: {state}; another job holds the rest"
             )
-        if time.monotonic() - said > WAIT_REPORT_S:
+        if time.monotonic() - noted > WAIT_REPORT_S:
             logger.warning("waiting for %s from Ray, %.0f s so far: %s", wanted, waited, state)
-            said = time.monotonic()
+            noted = time.monotonic()
         time.sleep(WAIT_POLL_S)
 
 

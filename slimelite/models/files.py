@@ -213,8 +213,8 @@ def weight_sources(path: str, empty: PreTrainedModel, *, unread: Iterable[str] =
         model = _match(path, empty, recorder.tensors(), unread)
     tensors = dict(model.named_parameters()) | saved_buffers(model)
     sources = {name: recorder.source(tensor) for name, tensor in tensors.items()}
-    found = {name: source for name, source in sources.items() if source is not None}
-    return found if found.keys() | set(unread) >= sources.keys() else None
+    known = {name: source for name, source in sources.items() if source is not None}
+    return known if known.keys() | set(unread) >= sources.keys() else None
 
 
 def _match(path: str, empty: PreTrainedModel, tensors: Mapping[str, Tensor], unread: Iterable[str]) -> PreTrainedModel:

@@ -89,11 +89,11 @@ class Joined:
         if self.stacked:
             chosen = [everything(part) for part in self.parts[begin:end]]
             return torch.stack(chosen) if chosen else everything(self.parts[0]).new_empty(0, *self.shape[1:])
-        found, at = list[Tensor](), 0
+        tensors, at = list[Tensor](), 0
         for part in self.parts:
-            found.append(part.rows(min(max(begin - at, 0), part.shape[0]), min(max(end - at, 0), part.shape[0])))
+            tensors.append(part.rows(min(max(begin - at, 0), part.shape[0]), min(max(end - at, 0), part.shape[0])))
             at += part.shape[0]
-        return torch.cat(found)
+        return torch.cat(tensors)
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def stored(files: Sequence[Path]) -> dict[str, Stored]:
     Raises:
         KeyError: a dtype is not in `DTYPES`.
     """
-    found = dict[str, Stored]()
+    tensors = dict[str, Stored]()
     for path in files:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
@@ -139,8 +139,8 @@ def stored(files: Sequence[Path]) -> dict[str, Stored]:
         for name, entry in header.items():
             if name != "__metadata__":
                 begin = 8 + size + int(entry["data_offsets"][0])
-                found[name] = Stored(path, tuple(entry["shape"]), DTYPES[entry["dtype"]], begin)
-    return found
+                tensors[name] = Stored(path, tuple(entry["shape"]), DTYPES[entry["dtype"]], begin)
+    return tensors
 
 
 class Recorder(TorchDispatchMode):

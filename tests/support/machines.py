@@ -32,7 +32,7 @@ REMEDY = (
     f"kernel.apparmor_restrict_unprivileged_userns=0), or leave these tests out with {SKIP}=1"
 )
 READY = "ready"
-START_S = 60
+START_S = 180
 
 
 @dataclass
