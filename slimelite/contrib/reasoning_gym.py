@@ -29,6 +29,8 @@ from slimelite.serving.calls import PYTHON
 APART = 1_000_000
 # for the score of one answer; for the first import, which compiles the library [s]; processes
 SCORE_SECONDS, START_SECONDS, SCORERS = 10.0, 300.0, 2
+# tasks whose questions and answers depend on Python's hash seed too, so that a scoring process has others
+CHANGING = ("list_functions", "polynomial_multiplication")
 OWN = {"size": 500, "seed": 0, "levels": 0, "prompt": "default"}
 
 
@@ -69,8 +71,8 @@ def _dataset(task: str, level: int | None, seed: int, size: int, settings: str) 
 
     if task not in DATASETS or task == "composite":
         raise ValueError(f"reasoning-gym has no task {task}; it has {', '.join(sorted({*DATASETS} - {'composite'}))}")
-    if task == "list_functions":
-        raise ValueError("reasoning-gym:list_functions makes other questions of the same seed each time: not usable")
+    if task in CHANGING:
+        raise ValueError(f"reasoning-gym:{task} makes other questions of the same seed each time: not usable")
     config = DATASETS[task][1]()
     overrides = {key: value for key, value in json.loads(settings).items() if hasattr(config, key)}
     for key, value in overrides.items():

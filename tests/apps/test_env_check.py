@@ -32,7 +32,17 @@ PLANTED = {
     if isinstance(node, ast.ClassDef) and node.name != "Sound"
 }
 # tasks of reasoning-gym that cannot be used: docs/agents.md
-UNUSABLE = {"composite", "graph_color", "rubiks_cube", "boxnet", "rush_hour", "propositional_logic", "list_functions"}
+UNUSABLE = {
+    "composite",
+    "graph_color",
+    "rubiks_cube",
+    "boxnet",
+    "rush_hour",
+    "propositional_logic",
+    "list_functions",
+} | {"polynomial_multiplication"}
+# tasks whose reward has a fault of its own: any reply is right; nan is right
+FAULTY = {"game_of_life_halting", "complex_arithmetic"}
 FASTEST = [
     *("StepIsADict", "NumberAsContent", "FlatTools", "HidesTheQuestion", "ListOfTheClass", "ChangesTheRow"),
     *("TurnedAround", "LabelInReply", "ToolEvaluates", "AnswerInATool", "MisspeltRole", "OneAnswerForTwoCalls"),
@@ -175,7 +185,7 @@ def test_healthy_environments_raise_few_alarms(tmp_path: Path) -> None:
     pytest.importorskip("reasoning_gym")
     from reasoning_gym.factory import DATASETS
 
-    names = [f"reasoning-gym:{name}?size=12" for name in sorted({*DATASETS} - UNUSABLE)]
+    names = [f"reasoning-gym:{name}?size=12" for name in sorted({*DATASETS} - UNUSABLE - FAULTY)]
     names += ["calculator", "nim", "nim:random", "nim:perfect"]
     alarms = {name: found for name in names if (found := judge(observed_here(name, None, tmp_path, 12), Observed()))}
     assert len(names) >= 100
