@@ -2,19 +2,26 @@
 # Set up .venv and pass the tests: linter, type checker, test suite.   bash scripts/test.sh [pytest arguments]
 # Without arguments scripts/test_newest.sh follows: the tests marked newest, with the newest transformers and peft.
 # The tests marked sglang start real SGLang servers, on the CPU where there is no GPU; -m 'not sglang and not vllm' leaves them out.
-# REQUIRE_BROWSER=1 runs the tests marked browser too, which need chromium or Google Chrome.
+# REQUIRE_BROWSER=1 runs the tests marked browser too, which need chromium or Google Chrome; REQUIRE_BWRAP=1 those marked
+# bwrap, which need bubblewrap.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if compgen -G "/dev/nvidia[0-9]*" >/dev/null; then bash scripts/setup.sh --dev; else bash scripts/install_sglang_cpu.sh; fi
 source scripts/lib/programs.sh
 # two cores and several processes: more OpenMP threads than cores make all of them crawl
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
-marked=()
-if [[ "${REQUIRE_BROWSER:-}" == 1 ]]; then marked=(-m "not vllm and not slow")
-else echo "the tests marked browser are left out; REQUIRE_BROWSER=1 runs them, and needs chromium"; fi
+left_out="not vllm and not slow"
+if [[ "${REQUIRE_BROWSER:-}" != 1 ]]; then
+    left_out+=" and not browser"
+    echo "the tests marked browser are left out; REQUIRE_BROWSER=1 runs them, and needs chromium"
+fi
+if [[ "${REQUIRE_BWRAP:-}" != 1 ]]; then
+    left_out+=" and not bwrap"
+    echo "the tests marked bwrap are left out; REQUIRE_BWRAP=1 runs them, and needs bubblewrap"
+fi
 ruff check .
 ruff format --check .
 mypy
 # two processes, each with a file at a time, in the order of the names; -n 0 runs all tests in one
-python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder "${marked[@]}" "$@"
+python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "$left_out" "$@"
 if [[ $# -eq 0 ]]; then bash scripts/test_newest.sh; fi

@@ -33,9 +33,9 @@ if torch.__version__.split("+")[0] != sys.argv[1]:
 if not transformers.__file__.startswith(sys.prefix):
     print("The newest transformers is the pinned one: these tests say nothing new.")
 EOF
-marked=(-m "newest and not sglang and not vllm and not browser and not slow")
+marked=(-m "newest and not sglang and not vllm and not browser and not bwrap and not slow")
 if [[ "${1:-}" == all ]]; then
-    marked=(-m "not pinned and not sglang and not vllm and not browser and not slow")
+    marked=(-m "not pinned and not sglang and not vllm and not browser and not bwrap and not slow")
     shift
 elif [[ $# -eq 0 ]]; then
     mapfile -t files < <(grep -rlF --include='*.py' pytest.mark.newest tests) # no others are imported, in each process

@@ -75,6 +75,10 @@ def test_ray_is_imported_in_cluster_alone() -> None:
             ("slimelite.rollout", "slimelite.training", "slimelite.cluster", "slimelite.arguments", "torch"),
         ),
         ("rewards", ("slimelite.rollout", "slimelite.training", "slimelite.engines")),
+        (
+            "sandbox",
+            ("slimelite.rollout", "slimelite.arguments", "slimelite.rewards", "slimelite.environments", "torch"),
+        ),
         ("serving", ("slimelite.rollout", "slimelite.training", "slimelite.cluster", "slimelite.rewards", "torch")),
         ("plan", ("slimelite.rollout", "slimelite.cluster", "slimelite.rewards", "slimelite.preflight", "torch.nn")),
         ("data", ("slimelite.rollout", "slimelite.training", "slimelite.engines", "slimelite.rewards")),
@@ -111,6 +115,7 @@ def test_arguments_know_records_and_no_room() -> None:
         "slimelite.plan.devices",
         "slimelite.plan.memory",
         "slimelite.rewards.rules",
+        "slimelite.sandbox.registry",
         "slimelite.serving.tools",
         "slimelite.slime.plugins",
     }

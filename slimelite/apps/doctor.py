@@ -30,7 +30,7 @@ from urllib.request import Request, urlopen
 
 from slimelite.base.files import beside_package, in_units
 from slimelite.plan.devices import host_bytes, this_machine
-from slimelite.rewards.confine import gaps
+from slimelite.sandbox.confine import gaps
 
 # what runs are tried with; other packages follow from these
 MAIN = ("torch", "transformers", "accelerate", "ray", "sglang", "peft", "wandb", "pyarrow", "datasets", "bitsandbytes")

@@ -99,6 +99,8 @@ def _modes(args: Args) -> Iterator[str]:
     for flag, (value, function) in ours.items():
         if value and args.custom_generate_function_path != function:
             yield f"{flag} and --custom-generate-function-path both make the responses; take one"
+    if args.agent_command and args.agent_network == "none" and (args.agent_sandbox or "none") != "none":
+        yield "--agent-network none: the programs of --agent-command could not reach their model; take loopback"
     if not job.engines and job.sampled and not (job.saved or args.rollout_function_path):
         yield (
             "--debug-train-only has nothing to train on: give --load-debug-rollout-data, or a --loss-type that "

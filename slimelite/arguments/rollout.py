@@ -29,6 +29,7 @@ from slimelite.engines.registry import ENGINES, EngineKind
 from slimelite.environments.registry import ENVIRONMENTS, is_address
 from slimelite.models.families import LOSS_MASKS
 from slimelite.rewards.rules import GRADER_MEMORY_MB, RULES
+from slimelite.sandbox.registry import SANDBOXES, SandboxSettings
 from slimelite.serving.tools import REASONING_FORMATS, TOOL_FORMATS
 
 OWN_GENERATE = when(
@@ -286,6 +287,17 @@ class RolloutArgs(DataArgs, ClusterArgs):
         choices=REASONING_FORMATS,
         auto="what the chat template shows",
     )
+    agent_sandbox: str | None = flag(
+        None,
+        lambda: (
+            "programs of --agent-command, servers of --environment mcp and the code that a model writes run in this: "
+            + "".join(f"{kind.name} ({kind.summary}), " for kind in SANDBOXES.values())
+            + "or a class as path/to/file.py:Class"
+        ),
+        SAMPLING,
+        metavar="NAME",
+        auto="process for the code that a model writes, none for the others",
+    )
     rollout_sample_hook_path: list[str] = flag(
         [],
         "this plugin sees a sample before its reward: fn(args, sample); it may be given several times",
@@ -413,6 +425,7 @@ class RewardArgs(RolloutArgs):
 EPISODE, PROGRAM = "slimelite.rollout.episodes.play", "slimelite.rollout.episodes.run"
 PROGRAMS = SAMPLING & NEW_ROLLOUTS & use_of("--agent-command")
 EPISODES = SAMPLING & NEW_ROLLOUTS & use_of("--environment")
+BOXED = SAMPLING & when("an --agent-sandbox of programs", lambda a: (a.agent_sandbox or "none") != "none")
 IN_THIS_RUN = EPISODES & when(
     "an environment that is no address", lambda a: a.environment is None or not is_address(a.environment)
 )
@@ -461,3 +474,36 @@ class EnvironmentArgs(RolloutArgs):
     )
     agent_timeout: float = flag(600.0, "a program takes at most this long, or it has failed [s]", PROGRAMS, above=0)
     agent_programs: int = flag(256, "at most this many programs run at the same time", PROGRAMS, at_least=1)
+    agent_network: Literal["none", "loopback", "full"] = flag(
+        "loopback",
+        "a program in a sandbox may connect to nothing, to the model alone (loopback), or to everything",
+        BOXED,
+    )
+    agent_sandbox_read: list[str] = flag(
+        [],
+        "a program in a sandbox may read these files and folders too, besides the system's and those that its command "
+        "names",
+        BOXED,
+        metavar="PATH",
+    )
+    agent_memory_mb: int = flag(
+        4096, "a program in a sandbox, with all that it starts, has this much memory [MiB]", BOXED, at_least=64
+    )
+    agent_processes: int = flag(
+        256, "a program in a sandbox has at most this many processes and threads", BOXED, at_least=8
+    )
+    agent_disk_mb: int = flag(
+        1024, "the files of a program in a sandbox hold at most this much together [MiB]", BOXED, at_least=1
+    )
+
+    @property
+    def sandbox(self) -> SandboxSettings:
+        """The flags of ``--agent-sandbox``."""
+        return SandboxSettings(
+            self.agent_sandbox,
+            self.agent_network,
+            tuple(self.agent_sandbox_read),
+            self.agent_memory_mb,
+            self.agent_processes,
+            self.agent_disk_mb,
+        )

@@ -18,6 +18,7 @@ from typing import Any
 from slimelite.environments.protocol import Row, Start
 from slimelite.environments.registry import is_address
 from slimelite.environments.tools import MOST_CHARACTERS, Tool, ToolEnvironment
+from slimelite.sandbox.registry import NO_WISHES, Launch, SandboxSettings, open_sandbox
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ class McpEnvironment(ToolEnvironment):
             ready.set_exception(ConnectionError(f"the MCP server does not answer: {inner!r}"))
 
 
-def make(spec: str) -> Callable[[], McpEnvironment]:
+def make(spec: str, sandbox: SandboxSettings = NO_WISHES) -> Callable[[], McpEnvironment]:
     """The factory of episodes with the server at an address, or with one that a command starts.
 
     Raises:
@@ -112,6 +113,8 @@ def make(spec: str) -> Callable[[], McpEnvironment]:
     words = shlex.split(spec)
     if not words or shutil.which(words[0]) is None:
         raise ValueError(f"--environment mcp:{spec}: there is no program {words[0] if words else ''!r}")
+    box = open_sandbox(sandbox)
     # all variables: the run finds its processes by one of them when it ends
-    server = StdioServerParameters(command=words[0], args=words[1:], env=dict(os.environ))
+    launch = Launch(words, dict(os.environ)) if box is None else box.launch(words, {}, None)
+    server = StdioServerParameters(command=launch.words[0], args=launch.words[1:], env=launch.environment)
     return lambda: McpEnvironment(server)

@@ -20,9 +20,9 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from slimelite.environments.protocol import Row, Start, Step
-from slimelite.rewards.confine import confine
 from slimelite.rewards.rules import GRADER_MEMORY_MB, Answer, Failure, Reward
 from slimelite.rewards.workers import WorkerPool, serve
+from slimelite.sandbox.confine import confine
 from slimelite.serving.calls import PYTHON
 
 # the library makes entry i of a data set from its seed + i: seeds of ours are this far apart, so none share an entry

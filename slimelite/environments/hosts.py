@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import math
 import os
 import subprocess
@@ -22,6 +23,7 @@ from slimelite.base.threads import call
 from slimelite.data.messages import A_TOOL, read_messages, sound
 from slimelite.environments.protocol import Environment, Message, Row, Start, Step
 from slimelite.environments.registry import ENVIRONMENTS, is_address, known
+from slimelite.sandbox.registry import NO_WISHES, SandboxSettings
 from slimelite.serving.format import content_text
 from slimelite.slime.plugins import files_run, load_function
 
@@ -41,8 +43,10 @@ class EnvironmentFailure(Exception):
         self.kind = kind
 
 
-def load(environment: str) -> Callable[[], Environment]:
+def load(environment: str, sandbox: SandboxSettings = NO_WISHES) -> Callable[[], Environment]:
     """What makes the environment of one episode in this process; ``environment``: a value of ``--environment``.
+
+    ``sandbox``: for the programs that it starts.
 
     Raises:
         ValueError: there is no such environment, or it refuses its spec.
@@ -56,7 +60,8 @@ def load(environment: str) -> Callable[[], Environment]:
         except Exception as error:  # a user's file may raise anything when it is imported
             raise ValueError(f"cannot load {environment!r}: {_described(error)}") from error
     kind, spec = entry
-    make: Callable[[], Environment] = function(kind.make, ENVIRONMENTS.option, kind.name)(spec)
+    words = (spec, sandbox) if kind.boxed else (spec,)
+    make: Callable[[], Environment] = function(kind.make, ENVIRONMENTS.option, kind.name)(*words)
     return make
 
 
@@ -100,12 +105,21 @@ class Host:
         processes: ``--environment-processes``; 0: this process.
         call_seconds: limit of one call, ``--environment-call-timeout``.
         seconds: limit of all calls of an episode together, ``--environment-timeout``.
+        sandbox: for the programs that the environment starts.
 
     Raises:
         ValueError: see `load`.
     """
 
-    def __init__(self, environment: str, *, processes: int = 0, call_seconds: float, seconds: float) -> None:
+    def __init__(
+        self,
+        environment: str,
+        *,
+        processes: int = 0,
+        call_seconds: float,
+        seconds: float,
+        sandbox: SandboxSettings = NO_WISHES,
+    ) -> None:
         self.call_seconds, self.seconds = call_seconds, seconds
         self._client = Client(texts=True)
         self._make: Callable[[], Environment] | None = None
@@ -114,9 +128,9 @@ class Host:
         if is_address(environment):
             return
         if processes:
-            self._workers = [_Worker(environment) for _ in range(processes)]
+            self._workers = [_Worker(environment, sandbox) for _ in range(processes)]
         else:
-            self._make = _guarded(load(environment))
+            self._make = _guarded(load(environment, sandbox))
             os._exit = _guarded_exit  # such a call would end the run, its exit status the environment's
 
     async def open(self) -> Live:
@@ -323,10 +337,10 @@ class _InWorker(_Remote):
 class _Worker:
     """A process that serves environments on a loopback port; it ends with this one, whose end closes its stdin."""
 
-    def __init__(self, environment: str) -> None:
+    def __init__(self, environment: str, sandbox: SandboxSettings) -> None:
         self.open: set[_InWorker] = set()
         self.url = ""
-        self._environment = environment
+        self._environment, self._sandbox = environment, json.dumps(asdict(sandbox))
         self._process: subprocess.Popen[str] | None = None
         self._lock = asyncio.Lock()
 
@@ -341,7 +355,13 @@ class _Worker:
                     raise ValueError(f"no environment process within {START_SECONDS:g} s; stderr says why") from None
 
     def _start(self) -> None:
-        words = [self._environment, "--worker", *(word for file in files_run for word in ("--import-file", file))]
+        words = [
+            self._environment,
+            "--worker",
+            "--sandbox",
+            self._sandbox,
+            *(word for file in files_run for word in ("--import-file", file)),
+        ]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         self._process = start_module("slimelite.environments.serve", *words, text=True, **pipes)
         assert self._process.stdout is not None

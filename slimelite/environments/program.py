@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
+from slimelite.sandbox.registry import Launch, Sandbox
+
 # what is kept of stdout and of stderr: the end, and of that what goes into the log [bytes]
 KEPT, LOGGED = 1 << 16, 4000
 # size of the log, which is begun anew beyond it; the one before is kept as programs.log.1 [bytes]
@@ -68,30 +70,44 @@ class Programs:
         at_once: most programs that run at the same time; others wait.
         seconds: for one program, without the time for which it is paused.
         folder: gets ``programs.log``.
+        sandbox: for each program; None: it runs as this user, with the environment of this process.
     """
 
-    def __init__(self, command: str, at_once: int, seconds: float, folder: Path) -> None:
-        self._words, self._seconds = shlex.split(command), seconds
+    def __init__(
+        self, command: str, at_once: int, seconds: float, folder: Path, sandbox: Sandbox | None = None
+    ) -> None:
+        self._words, self._seconds, self._sandbox = shlex.split(command), seconds, sandbox
+        # a sandbox ends by itself what its program started
+        self._end = signal.SIGKILL if sandbox is None else signal.SIGINT
         self._room = asyncio.Semaphore(at_once)
         folder.mkdir(parents=True, exist_ok=True)
         self._log = RotatingFileHandler(folder / "programs.log", maxBytes=LOG_BYTES, backupCount=1, delay=True)
 
-    async def run(self, row: Mapping[str, object], variables: Mapping[str, str], pause: Callable[[], float]) -> Ended:
+    async def run(
+        self, row: Mapping[str, object], variables: Mapping[str, str], endpoint: str, pause: Callable[[], float]
+    ) -> Ended:
         """Run the program with ``row`` as a line of JSON on stdin; when this returns, its process group is gone.
 
-        ``pause``: seconds for which the program was paused so far.
+        ``variables``: of its environment; ``endpoint``: the URL of the model; ``pause``: seconds for
+        which the program was paused so far.
 
         Raises:
             OSError: it cannot be started.
         """
         async with self._room:
-            proxies = {name: f"{ON_LOOPBACK},{os.environ.get(name, '')}" for name in ("NO_PROXY", "no_proxy")}
+            more = {} if self._sandbox else os.environ
+            proxies = {name: f"{ON_LOOPBACK},{more.get(name, '')}" for name in ("NO_PROXY", "no_proxy")}
+            variables = {**proxies, **variables}
+            if self._sandbox is None:
+                launch = Launch(self._words, {**os.environ, **variables})
+            else:
+                launch = self._sandbox.launch(self._words, variables, endpoint)
             process = await asyncio.create_subprocess_exec(
-                *self._words,
+                *launch.words,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
-                env={**os.environ, **proxies, **variables},
+                env=launch.environment,
                 start_new_session=True,
             )
             begin = time.monotonic() - pause()
@@ -104,15 +120,16 @@ class Programs:
             ]
             try:
                 status = await self._wait(process, begin + self._seconds, pause)
-                _signal(process, signal.SIGKILL)  # what it left running, and holds its output open
+                _signal(process, self._end)  # what it left running, and holds its output open
                 await asyncio.wait(talk, timeout=GRACE_SECONDS)
             finally:
-                _signal(process, signal.SIGKILL)
+                _signal(process, self._end)
                 for task in talk:
                     task.cancel()
                 with suppress(TimeoutError):  # not in a task of its own, which the end of a run would cancel
                     async with asyncio.timeout(GRACE_SECONDS):
                         await process.wait()
+                _signal(process, signal.SIGKILL)
             texts = [bytes(end).decode("utf-8", "replace") for end in ends]
             return Ended(status, texts[0], texts[1], time.monotonic() - pause() - begin)
 

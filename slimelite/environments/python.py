@@ -12,6 +12,7 @@ from slimelite.environments.tools import ToolEnvironment
 from slimelite.rewards.code import run_code
 from slimelite.rewards.rules import Failure
 from slimelite.rewards.workers import WorkerPool, serve
+from slimelite.sandbox.registry import NO_WISHES, SandboxSettings
 
 # default limit of one call [s], and its memory [MiB]
 SECONDS = 10.0
@@ -48,7 +49,7 @@ class Python(ToolEnvironment):
         return [self.python]
 
 
-def make(spec: str) -> Callable[[], Python]:
+def make(spec: str, sandbox: SandboxSettings = NO_WISHES) -> Callable[[], Python]:
     """``spec``: seconds that a call may take.
 
     Raises:
@@ -60,15 +61,15 @@ def make(spec: str) -> Callable[[], Python]:
         raise ValueError(
             f"--environment python:{spec}: what follows is the seconds of a call, as in python:5"
         ) from None
-    pool = WorkerPool(os.cpu_count() or 1, seconds + 5, program=(__name__,), chunk=1)
+    pool = WorkerPool(os.cpu_count() or 1, seconds + 5, program=(__name__, sandbox.name or "process"), chunk=1)
     return partial(Python, pool, seconds)
 
 
-def _results(tasks: Iterable[tuple[str, float]]) -> Iterator[dict[str, object]]:
+def _results(sandbox: str, tasks: Iterable[tuple[str, float]]) -> Iterator[dict[str, object]]:
     for code, seconds in tasks:
-        run = run_code(PROGRAM.format(code=code), None, "", seconds=seconds, memory_mb=MEMORY_MB)
+        run = run_code(PROGRAM.format(code=code), None, "", seconds=seconds, memory_mb=MEMORY_MB, sandbox=sandbox)
         yield {"finished": run.finished, "output": run.output}
 
 
 if __name__ == "__main__":
-    serve(int(sys.argv[1]), float(sys.argv[2]), _results)  # type: ignore[type-var]
+    serve(int(sys.argv[2]), float(sys.argv[3]), partial(_results, sys.argv[1]))

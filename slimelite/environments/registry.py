@@ -31,6 +31,7 @@ class EnvironmentKind:
         summary: what the model does in it, for the help.
         make: ``fn(spec) -> factory``, called once in a process (it may load a corpus); the factory makes the
             environment of one episode, and may be its class. ``spec`` is "" if none is given.
+        boxed: ``make(spec, settings)`` gets the `SandboxSettings` of the run too, for the programs that it starts.
         package: a module that must be installed; the extra of ours that brings it has the name of the environment.
         rows: ``fn(spec) -> rows``: dicts with ``input`` (text or messages), perhaps ``label`` and ``metadata``, the
             same at each call. They are the prompts of a run without ``--prompt-data``, and the file
@@ -42,6 +43,7 @@ class EnvironmentKind:
     make: Function
     package: str | None = None
     rows: Function | None = None
+    boxed: bool = False
 
 
 _HERE, _CONTRIB = "slimelite.environments", "slimelite.contrib"
@@ -52,7 +54,7 @@ ENVIRONMENTS: Registry[EnvironmentKind] = Registry(
         EnvironmentKind(
             "calculator", "arithmetic with a tool", f"{_HERE}.calculator:make", rows=f"{_HERE}.calculator:rows"
         ),
-        EnvironmentKind("python", "a tool that runs Python in a sandbox", f"{_HERE}.python:make"),
+        EnvironmentKind("python", "a tool that runs Python in a sandbox", f"{_HERE}.python:make", boxed=True),
         EnvironmentKind("search", "a tool that searches the folder or file after the colon", f"{_CONTRIB}.search:make"),
         EnvironmentKind("nim", "a game, both sides played by the model", f"{_HERE}.nim:make", rows=f"{_HERE}.nim:rows"),
         EnvironmentKind(
@@ -70,7 +72,11 @@ ENVIRONMENTS: Registry[EnvironmentKind] = Registry(
             rows=f"{_CONTRIB}.textarena:rows",
         ),
         EnvironmentKind(
-            "mcp", "the tools of the MCP server whose command or address follows", f"{_CONTRIB}.mcp:make", package="mcp"
+            "mcp",
+            "the tools of the MCP server whose command or address follows",
+            f"{_CONTRIB}.mcp:make",
+            package="mcp",
+            boxed=True,
         ),
     ),
     instead="; a class of your own is path/to/file.py:Class, and a server http://host:port",

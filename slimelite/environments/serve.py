@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import secrets
 import sys
@@ -32,6 +33,7 @@ from slimelite.base.http_server import Handler, RequestError, Server, is_loopbac
 from slimelite.base.threads import call
 from slimelite.environments.hosts import load
 from slimelite.environments.protocol import Environment, Row
+from slimelite.sandbox.registry import SandboxSettings
 from slimelite.slime.plugins import run_file
 
 # an episode that nobody has stepped for this long is forgotten: its client is gone [s]
@@ -130,6 +132,7 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1", help=f"any other address needs a key in {KEY_VARIABLE}")
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--import-file", action="append", default=[])
+    parser.add_argument("--sandbox", type=json.loads, default={}, help="fields of SandboxSettings, as JSON")
     parser.add_argument("--worker", action="store_true", help="end when stdin does")
     options = parser.parse_args()
     out, key = sys.stdout, os.environ.get(KEY_VARIABLE) or None
@@ -144,7 +147,7 @@ def main() -> None:
     try:
         for file in options.import_file:
             run_file(file, "--import-file")
-        make = load(options.environment)
+        make = load(options.environment, SandboxSettings(**options.sandbox))
     except ValueError as error:
         sys.exit(print(error, file=out, flush=True) or 2)
     try:

@@ -37,6 +37,7 @@ from slimelite.preflight.learning import first_prompt, without_template
 from slimelite.rewards.grader import check_reward
 from slimelite.rewards.rules import RULES
 from slimelite.samples.sample import Sample
+from slimelite.sandbox.registry import cautions
 from slimelite.slime.plugins import load_function
 
 if TYPE_CHECKING:
@@ -100,6 +101,8 @@ class InputChecks:
         if args.agent_command is not None:
             with findings.blaming("--agent-command"):
                 check_program(args.agent_command)
+        with findings.blaming("--agent-sandbox"):
+            findings.warnings += cautions(args.sandbox, programs=args.agent_command is not None)
         if args.job.saved:
             self.read_saved_rollout(args.job.saved)
         if args.tokenizer is not None and (args.tokenizer != args.hf_checkpoint or self.config):

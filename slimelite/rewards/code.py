@@ -29,8 +29,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from slimelite.rewards.confine import FILE_BYTES, confine, gaps, hide
+from slimelite.base.registry import function
 from slimelite.rewards.rules import Answer
+from slimelite.sandbox.confine import FILE_BYTES, answer_filter, confine, gaps, hide, interpreter_paths
+from slimelite.sandbox.registry import SANDBOXES
 
 FENCE = "```"
 PYTHON = ("", "python", "py", "python3")
@@ -89,15 +91,16 @@ def slow(answer: Answer) -> float:
     tests = read_tests(answer)
     block = _code(answer.response, tests)
     code = f"{tests.prefix}\n{block}" if tests.prefix else block or ""
-    memory, end = answer.settings.code_memory_mb, time.monotonic() + answer.settings.code_timeout
+    settings = answer.settings
+    memory, sandbox, end = settings.code_memory_mb, settings.sandbox, time.monotonic() + settings.code_timeout
     if tests.script is not None:
-        run = run_code(code, tests.script, "", seconds=answer.settings.code_timeout, memory_mb=memory)
+        run = run_code(code, tests.script, "", seconds=settings.code_timeout, memory_mb=memory, sandbox=sandbox)
         return float(run.finished)
     for stdin, stdout in tests.cases:
         left = end - time.monotonic()
         if left <= 0:
             return 0.0
-        run = run_code(code, None, stdin, seconds=left, memory_mb=memory)
+        run = run_code(code, None, stdin, seconds=left, memory_mb=memory, sandbox=sandbox)
         if not run.finished or lines(run.output) != lines(stdout):
             return 0.0
     return 1.0
@@ -170,12 +173,16 @@ class Run:
     output: str
 
 
-def run_code(code: str, tests: str | None, stdin: str, *, seconds: float, memory_mb: int) -> Run:
+def run_code(
+    code: str, tests: str | None, stdin: str, *, seconds: float, memory_mb: int, sandbox: str = "process"
+) -> Run:
     """Run ``code``, then ``tests`` in the same namespace, for at most ``seconds`` of wall time and of processor time.
 
     The program runs in an empty temporary folder, with a minimal environment and ``stdin`` as standard input. Output
     beyond 16 MiB is an error of the program, and so are files beyond `DISK_BYTES` or `ENTRIES`. When this returns, its
     process group has been killed.
+
+    ``sandbox``: of `SANDBOXES`; one that has nothing of its own for answers means ``process``.
     """
     hide()
     token = secrets.token_hex(16)
@@ -185,16 +192,26 @@ def run_code(code: str, tests: str | None, stdin: str, *, seconds: float, memory
         stack.callback(_remove, folder)
         files = [_file(stack, payload), _file(stack, stdin), _file(stack), _file(stack)]
         numbers = [file.fileno() for file in files]
+        words = [sys.executable, "-I", "-B", "-c", RUNNER, str(numbers[0]), str(numbers[3])]
+        kind = SANDBOXES.get(sandbox)
+        inside: list[str] = []
+        if kind is not None and kind.answers is not None:
+            inside = function(kind.answers)(folder, interpreter_paths(), DISK_BYTES)
+            program = stack.enter_context(tempfile.TemporaryFile())
+            program.write(answer_filter())
+            program.seek(0)
+            inside += ["--seccomp", str(program.fileno()), "--"]
+            numbers.append(program.fileno())
         process = subprocess.Popen(
-            [sys.executable, "-I", "-B", "-c", RUNNER, str(numbers[0]), str(numbers[3])],
+            [*inside, *words],
             stdin=files[1],
             stdout=files[2],
             stderr=subprocess.DEVNULL,
-            pass_fds=(numbers[0], numbers[3]),
+            pass_fds=(numbers[0], *numbers[3:]),
             cwd=folder,
             env={**ENVIRONMENT, "HOME": folder, "TMPDIR": folder},
             start_new_session=True,
-            preexec_fn=lambda: confine(folder, int(seconds) + 1, memory_mb << 20),
+            preexec_fn=lambda: confine(folder, int(seconds) + 1, memory_mb << 20, alone=not inside),
         )
         try:
             code_of_exit = _wait(process, folder, seconds)

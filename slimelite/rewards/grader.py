@@ -106,7 +106,9 @@ class Grader:
         self._scorers: dict[str, Scorer] = {}
         self._functions: dict[str, Callable[..., Any]] = {}
         self._pool = WorkerPool(workers or max(1, min(8, (os.cpu_count() or 2) // 2)), args.reward_timeout)
-        self._settings = Settings(args.code_timeout, args.code_memory_mb, args.format_regex)
+        self._settings = Settings(
+            args.code_timeout, args.code_memory_mb, args.format_regex, args.agent_sandbox or "process"
+        )
         self._loop = RewardLoop()
         if args.rm_type is not None:
             self._rule(args.rm_type, args.reward_key)

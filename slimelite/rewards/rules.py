@@ -40,11 +40,13 @@ class TooCostly(BaseException):
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The flags that rules read. ``code_timeout``: [s] for all tests; ``code_memory_mb``: [MiB]."""
+    """The flags that rules read. ``code_timeout``: [s] for all tests; ``code_memory_mb``: [MiB]; ``sandbox``:
+    the name of one."""
 
     code_timeout: float = 10.0
     code_memory_mb: int = 1024
     format_regex: str | None = None
+    sandbox: str = "process"
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,7 +89,7 @@ async def run(
     row = row_of(sample, stream_seed(args.rollout_seed, stream, sample.group_index))
     try:
         state = context.states[str(sample.session_id)]
-        ended = await context.programs.run(vars(row), variables, lambda: state.paused)
+        ended = await context.programs.run(vars(row), variables, front, lambda: state.paused)
     finally:
         sessions.close(session.id)
     failure = _failure(ended, session)

@@ -37,6 +37,7 @@ from slimelite.rollout.metrics import eval_metrics, perf_metrics, prefixed, roll
 from slimelite.rollout.pool import EnginePool
 from slimelite.samples.sample import Sample, Status
 from slimelite.samples.table import SampleTable
+from slimelite.sandbox.registry import open_sandbox
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -111,12 +112,14 @@ class RolloutManager:
                 processes=args.environment_processes,
                 call_seconds=args.environment_call_timeout,
                 seconds=args.environment_timeout,
+                sandbox=args.sandbox,
             )
         if args.agent_command is not None:
             from slimelite.environments.program import Programs
 
             limits = args.agent_programs, args.agent_timeout
-            self._context.programs = Programs(args.agent_command, *limits, Path(args.run_dir) / "agents")
+            logs = Path(args.run_dir) / "agents"
+            self._context.programs = Programs(args.agent_command, *limits, logs, open_sandbox(args.sandbox))
         rollout = load_plugin(args.rollout_function_path, "--rollout-function-path")
         self._rollout_function: Plugin = rollout or generate_rollout
         self._eval_function = load_plugin(args.eval_function_path, "--eval-function-path") or self._rollout_function

@@ -17,15 +17,18 @@ from slimelite.data.reader import read_rows
 from slimelite.data.tokenizer import load_tokenizer
 from slimelite.environments.hosts import EnvironmentFailure, Host
 from slimelite.environments.protocol import Row, Start, Step
+from slimelite.sandbox.registry import NO_WISHES, SandboxSettings
 
 SUMS = "chain_sum,gcd?size=3&levels=2&prompt=none&min_value=2"
 
 
-def episode(environment: str, row: Row, replies: Sequence[Any]) -> tuple[Start, list[Step]]:
+def episode(
+    environment: str, row: Row, replies: Sequence[Any], sandbox: SandboxSettings = NO_WISHES
+) -> tuple[Start, list[Step]]:
     """The start and the steps of an episode with these replies, as a run plays it."""
 
     async def play() -> tuple[Start, list[Step]]:
-        host = Host(environment, call_seconds=60.0, seconds=120.0)
+        host = Host(environment, call_seconds=60.0, seconds=120.0, sandbox=sandbox)
         try:
             live = await host.open()
             try:

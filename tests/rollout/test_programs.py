@@ -113,6 +113,17 @@ def test_programs_make_samples_and_failures_are_counted(make: Make, tmp_path: Pa
     assert len(log) < 20_000  # the end of what the loud one said
 
 
+def test_programs_in_a_sandbox_reach_their_model_and_nothing_of_the_run(make: Make, tmp_path: Path) -> None:
+    """The child cannot write its id outside; the program has what stdin and its address give."""
+    given = {"agent_timeout": 60.0, "agent_sandbox": "process", "agent_sandbox_read": [os.path.relpath(PLUGINS)]}
+    output = make("reward", "fail", "child", **given).generate(0)
+    samples: list[Sample] = [sample for group in output.table.to_samples() for sample in group]
+    found = {sample.metadata["number"]: sample for sample in samples}
+    assert (found[0].reward, int(np.sum(found[0].loss_mask))) == (0.5, 10)
+    assert "exit status 1: no idea" in found[1].metadata["reward_error"]
+    assert "Permission denied" in found[2].metadata["reward_error"]
+
+
 def test_a_program_that_hangs_is_ended_with_what_it_started(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

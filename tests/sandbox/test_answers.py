@@ -20,8 +20,8 @@ from pathlib import Path
 import pytest
 
 from slimelite.arguments import RewardArgs
-from slimelite.rewards import confine
 from slimelite.rewards.grader import Grader
+from slimelite.sandbox import confine
 
 ROOT = Path(__file__).parents[2]
 
@@ -148,7 +148,7 @@ def in_sandbox(
     user: str, layers: str, program: str, python: Path | str = sys.executable
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [python, str(ROOT / "tests/rewards/sandbox_host.py"), user, layers],
+        [python, str(ROOT / "tests/sandbox/answers_host.py"), user, layers],
         input=program,
         env={**os.environ, "PYTHONPATH": str(ROOT), "WANDB_API_KEY": "a-secret"},
         capture_output=True,

@@ -1,4 +1,4 @@
-"""Runs a program in the sandbox, as a grading process does: ``python sandbox_host.py USER LAYERS < program``.
+"""Runs a program in the sandbox, as a grading process does: ``python answers_host.py USER LAYERS < program``.
 
 USER is ``root``, or ``plain``: root's capabilities are given up first. LAYERS is ``all``, or the one that is left on:
 ``seccomp`` or ``landlock``. Prints what the program printed. It finds in ``HOST`` the id of this process, which has a
@@ -11,13 +11,13 @@ import ctypes
 import os
 import sys
 
-from slimelite.rewards import confine
 from slimelite.rewards.code import run_code
+from slimelite.sandbox import confine
 
 user, layers = sys.argv[1:]
 if user == "plain":
     confine.KEPT_CAPABILITIES = 0
-    confine._drop_capabilities(ctypes.CDLL(None, use_errno=True))
+    confine.drop_capabilities(ctypes.CDLL(None, use_errno=True), 0)
 if layers == "seccomp":
     confine.landlock_abi = lambda: 0
 if layers == "landlock":

@@ -1,0 +1,290 @@
+"""Restrictions that a process puts on itself before it runs a program that is not trusted (Linux).
+
+There are three layers, where the kernel has them (`gaps` says what is missing): limits and dropped capabilities;
+seccomp, which refuses system calls; Landlock, which refuses files, signals and the memory of other processes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import struct
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+
+TYPE_CHECKING = False  # typing takes 4 ms, for which each program would wait
+if TYPE_CHECKING:
+    from typing import ClassVar
+
+# a system call that fails with EPERM for some arguments: its number by machine, which argument, values, whether these
+# are the ones that are allowed or refused, and the bits that count
+Arguments = tuple[dict[str, int], int, tuple[int, ...], bool, int]
+ALL_BITS = 0xFFFFFFFF
+
+# the machines that `system_calls.toml` knows
+MACHINES = ("x86_64", "aarch64")
+# fcntl F_SETOWN, F_SETSIG, F_SETOWN_EX and ioctl FIOSETOWN, SIOCSPGRP make the kernel send a signal to any process;
+# ioctl FS_IOC_SETFLAGS, FS_IOC_FSSETXATTR change attributes even of files that are opened only for reading
+OWNERS: tuple[Arguments, ...] = (
+    ({"x86_64": 72, "aarch64": 25}, 1, (8, 10, 15), False, ALL_BITS),
+    ({"x86_64": 16, "aarch64": 29}, 1, (0x8901, 0x8902, 0x40086602, 0x401C5820), False, ALL_BITS),
+)
+# prctl PR_SET_PDEATHSIG would cancel the signal that kills the program with the process that grades it, and
+# PR_SET_DUMPABLE hide its open files from that process, which counts them
+PRCTL: Arguments = ({"x86_64": 157, "aarch64": 167}, 0, (1, 4), False, ALL_BITS)
+# socketpair of any kind but a stream, which asyncio needs: the others send to the address of any socket
+STREAM_PAIRS: Arguments = ({"x86_64": 53, "aarch64": 199}, 1, (1,), True, 0xF)
+# prlimit64 is allowed only for this process
+PRLIMIT: Arguments = ({"x86_64": 302, "aarch64": 261}, 0, (0,), True, ALL_BITS)
+SOCKET = {"x86_64": 41, "aarch64": 198}
+# clone with a CLONE_NEW flag makes namespaces; clone3, whose flags no filter sees, must look as if it did not exist
+CLONE: Arguments = ({"x86_64": 56, "aarch64": 220}, 0, (0,), True, 0x7E020000)
+CLONE3 = 435
+UNIX, INET, INET6 = 1, 2, 10
+STREAM, DATAGRAM = 1, 2
+AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+LOAD, AND, JUMP_EQUAL, JUMP_ABOVE, RETURN = 0x20, 0x54, 0x15, 0x35, 0x06  # classic BPF
+ALLOW, EPERM, ENOSYS, KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
+X32_ABI = 0x40000000
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 24, 38
+FILTER = 2
+EFAULT = 14
+SIGKILL = 9
+
+# root keeps these, to read an interpreter that another user installed; Landlock still limits which files
+KEPT_CAPABILITIES = 1 << 1 | 1 << 2  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
+CAPABILITY_VERSION = 0x20080522
+
+# Landlock, the same numbers on every machine
+CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
+READ = 1 << 0 | 1 << 2 | 1 << 3  # execute, read files, read folders
+OF_FILES = 1 << 0 | 1 << 1 | 1 << 2 | 1 << 14 | 1 << 15
+# all rights on files that a version of Landlock knows
+RIGHTS = {0: 0, 1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1, 5: (1 << 16) - 1}
+TCP, CONNECT = 1 << 0 | 1 << 1, 1 << 1  # bind and connect; connect
+FILE_RULE, PORT_RULE = 1, 2
+SCOPES = 1 << 0 | 1 << 1  # abstract unix sockets, signals
+
+# paths beside the interpreter's own folders that the loader and the standard library read
+READABLE = (
+    *("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo"),
+    *("/etc/ld.so.cache", "/etc/localtime", "/dev/zero", "/dev/random", "/dev/urandom"),
+)
+
+OPEN_FILES = 64
+FILE_BYTES = 16 << 20
+
+
+class _Filter(ctypes.Structure):
+    """``struct sock_fprog``."""
+
+    _fields_: ClassVar = [("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p)]
+
+
+def gaps() -> list[str]:
+    """A sentence for each missing layer: what a program can then do on this machine. Empty if all layers are there."""
+    missing = []
+    if not has_seccomp():
+        missing.append("there is no seccomp: it can start processes, send signals and open sockets")
+    if landlock_abi() == 0:
+        missing.append(
+            "there is no Landlock: it can read and write what this user may, in /proc too, but for its grader's"
+        )
+    return missing
+
+
+def confine(folder: str, cpu_seconds: int, memory_bytes: int, *, alone: bool = True) -> None:
+    """Limit this process permanently, and have it killed with its parent.
+
+    Limits are processor time, address space, 16 MiB a file (also for output that goes to a file), 64 open files, no
+    core dump, no more processes or threads. It may write only in ``folder``, and read there and what Python needs.
+    ``memory_bytes`` must be below the caller's own limit. Not ``alone``: only the limits, before a program that makes
+    a sandbox and the process in it.
+
+    Raises:
+        OSError: the kernel has a layer, but setting it up failed.
+    """
+    limits = {
+        resource.RLIMIT_CPU: cpu_seconds,
+        resource.RLIMIT_AS: memory_bytes,
+        resource.RLIMIT_FSIZE: FILE_BYTES,
+        resource.RLIMIT_NOFILE: OPEN_FILES,
+        resource.RLIMIT_CORE: 0,
+        **({resource.RLIMIT_NPROC: 0} if alone else {}),
+    }
+    for kind, limit in limits.items():
+        resource.setrlimit(kind, (limit, limit))
+    if sys.platform == "linux" and alone:
+        libc = ctypes.CDLL(None, use_errno=True)
+        _check(libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0), "PR_SET_PDEATHSIG")
+        drop_capabilities(libc, KEPT_CAPABILITIES)
+        _check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "PR_SET_NO_NEW_PRIVS")
+        program = answer_filter() if has_seccomp() else None  # from a file that is out of reach afterwards
+        if landlock_abi():
+            restrict_files([*interpreter_paths(), *READABLE], [folder])
+        if program is not None:
+            install(program)
+
+
+def interpreter_paths() -> list[str]:
+    """The folders and files of this interpreter and its packages."""
+    # an environment may take packages from another one; other folders of sys.path are the user's own
+    packages = [path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")]
+    return [sys.prefix, sys.base_prefix, sys.base_exec_prefix, os.path.realpath(sys.executable), *packages]
+
+
+def hide() -> None:
+    """Where Landlock is missing, mark this process as not dumpable, so that the programs it runs cannot read its memory
+    and environment in /proc."""
+    if sys.platform == "linux" and landlock_abi() == 0:
+        libc = ctypes.CDLL(None, use_errno=True)
+        _check(libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "PR_SET_DUMPABLE")
+
+
+def has_seccomp() -> bool:
+    """Whether this kernel can filter system calls, and ``DENIED`` has their numbers for this machine."""
+    if sys.platform != "linux" or os.uname().machine not in MACHINES:
+        return False
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(PR_SET_SECCOMP, FILTER, None, 0, 0)  # the NULL filter gives EFAULT where filters exist
+    return ctypes.get_errno() == EFAULT
+
+
+def landlock_abi() -> int:
+    """The version of Landlock that this kernel has; 0: none."""
+    if sys.platform != "linux":
+        return 0
+    return max(int(ctypes.CDLL(None).syscall(CREATE_RULESET, None, 0, 1)), 0)
+
+
+def drop_capabilities(libc: ctypes.CDLL, keep: int) -> None:
+    """Root without capabilities cannot signal or trace other users' processes, nor raise its limits."""
+    for capability in range(64):
+        if not keep >> capability & 1:
+            libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)  # fails for users other than root, who have none
+    header, data = struct.pack("Ii", CAPABILITY_VERSION, 0), ctypes.create_string_buffer(24)
+    _check(libc.capget(header, data), "capget")
+    kept = [word & keep for word in struct.unpack("6I", data.raw)[:2]]
+    _check(libc.capset(header, struct.pack("6I", *kept, 0, 0, 0, 0)), "capset")
+
+
+def restrict_files(readable: Iterable[str], writable: Iterable[str], ports: Sequence[int] | None = ()) -> None:
+    """Landlock: only these files and folders, TCP only to ``ports`` (None: to all), no signals or abstract sockets to
+    processes outside."""
+    libc, abi = ctypes.CDLL(None, use_errno=True), landlock_abi()
+    rights = RIGHTS[min(abi, 5)]
+    attributes = struct.pack("3Q", rights, TCP if ports is not None else 0, SCOPES)
+    attributes = attributes[: 8 if abi < 4 else 16 if abi < 6 else 24]
+    ruleset = _check(libc.syscall(CREATE_RULESET, attributes, len(attributes), 0), "landlock_create_ruleset")
+    allowed = {**dict.fromkeys(readable, READ), "/dev/null": rights, **dict.fromkeys(writable, rights)}
+    for path, granted in allowed.items():
+        try:
+            descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        except OSError:
+            continue  # not every system has all of these paths
+        granted &= rights if os.path.isdir(path) else rights & OF_FILES
+        rule = struct.pack("=Qi", granted, descriptor)
+        _check(libc.syscall(ADD_RULE, ruleset, FILE_RULE, rule, 0), f"landlock_add_rule {path}")
+        os.close(descriptor)
+    for port in ports or () if abi >= 4 else ():
+        rule = struct.pack("=QQ", CONNECT, port)
+        _check(libc.syscall(ADD_RULE, ruleset, PORT_RULE, rule, 0), f"landlock_add_rule {port}")
+    _check(libc.syscall(RESTRICT_SELF, ruleset, 0), "landlock_restrict_self")
+    os.close(ruleset)
+
+
+def install(program: bytes) -> None:
+    """Filter this process's system calls from now on; it must have given up new privileges, or be root."""
+    packed = _Filter(len(program) // 8, program)
+    libc = ctypes.CDLL(None, use_errno=True)
+    _check(libc.prctl(PR_SET_SECCOMP, FILTER, ctypes.byref(packed), 0, 0), "PR_SET_SECCOMP")
+
+
+def answer_filter() -> bytes:
+    """The filter for the code of an answer: one process, without sockets."""
+    denied = [number for numbers in _system_calls().values() for number in numbers]
+    return _packed(denied, (*OWNERS, PRCTL, STREAM_PAIRS, PRLIMIT))
+
+
+def program_filter(
+    families: Sequence[int], *, datagrams: bool, own_files: bool, disk_counted: bool, memory_counted: bool
+) -> bytes:
+    """The filter for a program, which may start others and signal them.
+
+    ``families``: of its sockets. ``datagrams``: sockets may be others than streams. ``own_files``: nothing outside
+    the sandbox is this user's, so that it may change modes and times. ``disk_counted``, ``memory_counted``: the kernel
+    limits what its files, and its files in memory, hold.
+    """
+    groups = _system_calls()
+    socket = SOCKET[os.uname().machine]
+    allowed = {*groups["processes"], *groups["signals"], *groups["sending"], socket}
+    if own_files:
+        allowed |= {*groups["file_attributes"]}
+    if disk_counted:
+        allowed |= {*groups["disk"]}
+    if memory_counted:
+        allowed |= {*groups["files_in_memory"]}
+    denied = [number for numbers in groups.values() for number in numbers if number not in allowed]
+    kinds = (STREAM, DATAGRAM) if datagrams else (STREAM,)
+    rules: list[Arguments] = [
+        *OWNERS,
+        PRLIMIT,
+        CLONE,
+        (SOCKET, 0, tuple(families), True, ALL_BITS),
+        (SOCKET, 1, kinds, True, 0xF),
+        *(() if UNIX in families else (STREAM_PAIRS,)),
+    ]
+    return _packed(denied, rules, missing=(CLONE3,))
+
+
+@cache
+def _system_calls() -> dict[str, list[int]]:
+    """The numbers on this machine, by group."""
+    import tomllib  # the supervisor of a sandbox does without it
+
+    with open(os.path.join(os.path.dirname(__file__), "system_calls.toml"), "rb") as file:
+        groups: dict[str, list[int]] = tomllib.load(file)[os.uname().machine]
+    return groups
+
+
+def _packed(denied: Iterable[int], rules: Iterable[Arguments], missing: Iterable[int] = ()) -> bytes:
+    instructions = _instructions(os.uname().machine, denied, rules, missing)
+    return b"".join(struct.pack("HBBI", *instruction) for instruction in instructions)
+
+
+def _instructions(
+    machine: str, denied: Iterable[int], rules: Iterable[Arguments], missing: Iterable[int]
+) -> Iterator[tuple[int, int, int, int]]:
+    """The filter's instructions: (code, instructions to skip if true, instructions to skip if false, operand)."""
+    deny = (RETURN, 0, 0, EPERM)
+    yield (LOAD, 0, 0, 4)
+    yield (JUMP_EQUAL, 1, 0, AUDIT_ARCH[machine])
+    yield (RETURN, 0, 0, KILL)
+    yield (LOAD, 0, 0, 0)
+    yield (JUMP_ABOVE, 0, 1, X32_ABI)
+    yield deny
+    for call in missing:
+        yield (JUMP_EQUAL, 0, 1, call)
+        yield (RETURN, 0, 0, ENOSYS)
+    for call in denied:
+        yield (JUMP_EQUAL, 0, 1, call)
+        yield deny
+    for numbers, argument, values, allowed, mask in rules:
+        count = len(values)
+        yield (LOAD, 0, 0, 0)
+        yield (JUMP_EQUAL, 0, 3 + count, numbers[machine])
+        yield (LOAD, 0, 0, 16 + 8 * argument)
+        yield (AND, 0, 0, mask)
+        for place, value in enumerate(values, 1):
+            # to the refusal, or past it
+            yield (JUMP_EQUAL, count - place + allowed, int(not allowed and place == count), value)
+        yield deny
+    yield (RETURN, 0, 0, ALLOW)
+
+
+def _check(result: int, what: str) -> int:
+    if result < 0:
+        raise OSError(ctypes.get_errno(), what)
+    return result

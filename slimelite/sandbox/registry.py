@@ -1,0 +1,149 @@
+"""The sandboxes that ``--agent-sandbox`` knows by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypedDict
+
+from slimelite.base.registry import Function, Registry, function
+
+# what a program may connect to: nothing, the address of its model, or everything
+NETWORKS = ("none", "loopback", "full")
+# flag -> what it is for, where a message names it
+OPTION = "--agent-sandbox"
+
+
+@dataclass(frozen=True)
+class SandboxSettings:
+    """What is the same for every program of a run.
+
+    Args:
+        name: that of a `SandboxKind`, or the path of a class; None: ``process`` for what a model writes, else ``none``.
+        network: one of `NETWORKS`.
+        read: files and folders that a program may read beside the system's and its own.
+        memory_mb: of all its processes together where the kernel can count that, else of each [MiB].
+        processes: with their threads.
+        disk_mb: of all its files together, and of each [MiB].
+        image: of a container.
+    """
+
+    name: str | None = None
+    network: str = "loopback"
+    read: tuple[str, ...] = ()
+    memory_mb: int = 4096
+    processes: int = 256
+    disk_mb: int = 1024
+    image: str | None = None
+
+
+NO_WISHES = SandboxSettings()
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a program is started: these ``words`` in this ``environment``; SIGINT ends it with all that it started."""
+
+    words: list[str]
+    environment: dict[str, str]
+
+
+class Plan(TypedDict):
+    """``words``: the program, ``prefix`` before it where another program makes the sandbox.
+
+    ``confined``: it restricts itself, with ``read`` as what it may read. ``filter``: of system calls.
+    ``endpoint``: host and port of the model. ``cgroups``: folders of controllers, with the files that hold the limits.
+    """
+
+    words: list[str]
+    prefix: list[str]
+    environment: dict[str, str]
+    confined: bool
+    read: list[str]
+    filter: bytes
+    network: str
+    endpoint: tuple[str, int] | None
+    memory: int
+    processes: int
+    disk: int
+    cgroups: dict[str, dict[str, str]]
+
+
+class Sandbox(Protocol):
+    """Made once a run from `SandboxSettings`."""
+
+    def check(self) -> list[str]:
+        """What it does not do on this machine, a sentence each.
+
+        Raises:
+            ValueError: it cannot be used; the message has the remedy.
+        """
+        ...
+
+    def launch(self, words: Sequence[str], variables: Mapping[str, str], endpoint: str | None) -> Launch:
+        """How to start ``words`` for one episode.
+
+        ``variables``: what it gets of the run; ``endpoint``: the URL of its model on loopback, which it may reach.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class SandboxKind:
+    """One kind of sandbox.
+
+    Args:
+        name: what ``--agent-sandbox`` takes.
+        summary: for the help.
+        make: ``fn(settings) -> Sandbox``; None: programs run as the user who trains.
+        answers: ``fn(folder, readable, memory_bytes) -> words`` before those of a program that a model wrote, which
+            the code reward and the python tool start in ``folder``; None: they have ``process``.
+    """
+
+    name: str
+    summary: str
+    make: Function | None = None
+    answers: Function | None = None
+
+
+_BOXES = "slimelite.sandbox.boxes"
+SANDBOXES: Registry[SandboxKind] = Registry(
+    "sandbox",
+    OPTION,
+    (
+        SandboxKind("none", "as the user who trains"),
+        SandboxKind("process", "Landlock, seccomp and limits, without privileges", f"{_BOXES}:ProcessSandbox"),
+        SandboxKind(
+            "bwrap", "namespaces by bubblewrap", f"{_BOXES}:BubblewrapSandbox", f"{_BOXES}:bubblewrap_of_answer"
+        ),
+    ),
+    instead="; a class of your own is path/to/file.py:Class",
+)
+
+
+def open_sandbox(settings: SandboxSettings) -> Sandbox | None:
+    """The sandbox of programs; None for ``none``.
+
+    Raises:
+        ValueError: there is no such sandbox.
+    """
+    name = settings.name or "none"
+    if name not in SANDBOXES and "." in name:
+        from slimelite.slime.plugins import load_function
+
+        made: Sandbox = load_function(name)(settings)
+        return made
+    kind = SANDBOXES[name]
+    return None if kind.make is None else function(kind.make, OPTION, name)(settings)
+
+
+def cautions(settings: SandboxSettings, *, programs: bool) -> list[str]:
+    """What a user should know of the sandbox before a run, a sentence each. ``programs``: it starts some.
+
+    Raises:
+        ValueError: the sandbox cannot be used on this machine.
+    """
+    sandbox = open_sandbox(settings)
+    if sandbox is not None:
+        return [f"{OPTION} {settings.name}: {what}" for what in sandbox.check()]
+    return [f"programs run as you do, with your files and network; {OPTION} process limits them"] if programs else []

@@ -1,0 +1,379 @@
+"""Runs one program in a sandbox, and ends everything that it started: SIGINT at once, SIGTERM after a moment.
+
+`boxes` starts it as ``python -I -S -c``, with a `Plan`, marshalled, in the environment. It is the parent of what runs
+in the sandbox, and of what that leaves behind. It imports little (not json, say), since each episode waits for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import marshal
+import os
+import resource
+import select
+import signal
+import socket
+import stat
+import struct
+import sys
+import threading
+import time
+from contextlib import suppress
+
+from slimelite.sandbox import confine
+
+TYPE_CHECKING = False  # as in `confine`
+if TYPE_CHECKING:
+    from slimelite.sandbox.registry import Plan
+
+VARIABLE = "SLIMELITE_SANDBOX"
+# the exit status where the sandbox ended the program, or could not start it
+ENDED, NO_START = 125, 126
+# between two looks at what a program uses, and between SIGTERM and the end [s]
+FIRST_LOOK, LOOK, GRACE = 0.02, 0.25, 1.5
+OPEN_FILES = 1024
+CONNECTIONS = 64
+PR_SET_KEEPCAPS, PR_SET_CHILD_SUBREAPER, PR_CAP_AMBIENT = 8, 36, 47
+READ_SEARCH = 2  # CAP_DAC_READ_SEARCH
+NEW_USER, NEW_NET = 0x10000000, 0x40000000
+# users that no system has; the process's id makes one for each program
+FIRST_USER = 1 << 30
+SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)
+
+
+def main() -> None:
+    """Run the program of the plan, and exit as it does."""
+    plan: Plan = marshal.loads(bytes.fromhex(os.environ.pop(VARIABLE)))
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    parent = os.getppid()
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    run = _Run(plan, libc)
+    try:
+        status = run.to_the_end(parent)
+    finally:
+        run.clean()
+    if status < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        if -status != signal.SIGKILL:
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    sys.exit(status)
+
+
+class _Run:
+    """One program: its folder, its cgroups and its processes."""
+
+    def __init__(self, plan: Plan, libc: ctypes.CDLL) -> None:
+        self._plan, self._libc = plan, libc
+        self._user = FIRST_USER + os.getpid() if os.geteuid() == 0 and plan["confined"] else None
+        self._groups = _make_groups(plan["cgroups"])
+        self.folder = ""
+        if plan["confined"]:
+            parent = os.environ.get("TMPDIR") or "/tmp"
+            self.folder = os.path.join(parent, f"slimelite-{os.urandom(8).hex()}")
+            os.mkdir(self.folder, 0o700)
+            for name in ("home", "tmp"):
+                os.mkdir(f"{self.folder}/{name}")
+            plan["environment"].update(HOME=f"{self.folder}/home", TMPDIR=f"{self.folder}/tmp")
+        ours, theirs = socket.socketpair()
+        self._program = os.fork()
+        if not self._program:
+            try:
+                ours.close()
+                self._become_program(theirs)
+            except BaseException as error:
+                print(f"the sandbox does not start {plan['words'][0]}: {error}", file=sys.stderr, flush=True)
+            os._exit(NO_START)
+        theirs.close()
+        listener = _received(ours)
+        if listener is not None and plan["endpoint"] is not None:
+            threading.Thread(target=_relay, args=(listener, plan["endpoint"]), daemon=True).start()
+
+    def to_the_end(self, parent: int) -> int:
+        """Wait for the program, and for signals; its exit status, below 0 for a signal."""
+        look, over = FIRST_LOOK, float("inf")
+        while True:
+            received = signal.sigtimedwait(SIGNALS, min(look, max(over - time.monotonic(), 0.0)))
+            ended, status = os.waitpid(self._program, os.WNOHANG)
+            if ended:
+                code = os.waitstatus_to_exitcode(status)
+                return (code and self._why()) or code
+            number = 0 if received is None else received.si_signo
+            if number == signal.SIGINT or os.getppid() != parent or time.monotonic() >= over:
+                return -signal.SIGKILL
+            if number == signal.SIGTERM:
+                over = time.monotonic() + GRACE
+                with suppress(ProcessLookupError):
+                    os.killpg(self._program, signal.SIGTERM)
+            begin = time.monotonic()
+            if excess := self._excess():
+                return _say(excess)
+            look = max(min(1.5 * look, LOOK), 10 * (time.monotonic() - begin))
+
+    def _why(self) -> int:
+        """`ENDED` if the kernel ended it, or a process of it, for its memory."""
+        for folder in self._groups:
+            for name in ("memory.oom_control", "memory.events"):
+                with suppress(OSError), open(f"{folder}/{name}") as file:
+                    if any(line.startswith("oom_kill ") and line.split()[1] != "0" for line in file):
+                        return _say(f"it used more than {self._plan['memory'] >> 20} MiB of memory (--agent-memory-mb)")
+        return 0
+
+    def _excess(self) -> str:
+        """What the program uses beyond its limits, where the kernel does not count that."""
+        plan, pids = self._plan, []
+        if self.folder or not self._groups:
+            pids = self._processes()
+        if not self._groups:
+            if len(pids) > plan["processes"]:
+                return f"it had more than {plan['processes']} processes (--agent-processes)"
+            if sum(map(_resident, pids)) > plan["memory"]:
+                return f"it used more than {plan['memory'] >> 20} MiB of memory (--agent-memory-mb)"
+        if self.folder and _used(self.folder, plan["disk"]) + _unnamed(pids) > plan["disk"]:
+            return f"its files held more than {plan['disk'] >> 20} MiB (--agent-disk-mb)"
+        return ""
+
+    def clean(self) -> None:
+        """End all processes, and remove what was made for them."""
+        while self._has_children():
+            self._kill_all()
+            time.sleep(0.001)
+        for folder in self._groups:
+            for _ in range(100):
+                with suppress(OSError):
+                    os.rmdir(folder)
+                    break
+                time.sleep(0.005)
+        if self.folder:
+            words = ["rm", "-rf", self.folder]
+            os.waitpid(os.posix_spawnp("rm", words, os.environ), 0)
+
+    def _has_children(self) -> bool:
+        """Whether processes are left, all of which are this one's descendants; those that have ended are reaped."""
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+            return True
+        return False
+
+    def _kill_all(self) -> None:
+        """Kill every process once. All stop before the first ends, or they would go on to fork."""
+        if self._user is not None:
+            killer = os.fork()
+            if not killer:
+                with suppress(OSError):
+                    os.setresuid(self._user, self._user, self._user)
+                    os.kill(-1, signal.SIGKILL)  # at once
+                os._exit(0)
+            os.waitpid(killer, 0)
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in self._processes():
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, number)
+
+    def _processes(self) -> list[int]:
+        """The ids of the program's processes: descendants of this one."""
+        children: dict[int, list[int]] = {}
+        for name in os.listdir("/proc"):
+            if name.isdigit():
+                with suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
+                    children.setdefault(int(file.read().rpartition(b")")[2].split()[1]), []).append(int(name))
+        descendants = list(children.get(os.getpid(), ()))
+        for pid in descendants:
+            descendants += children.get(pid, ())
+        return descendants
+
+    def _become_program(self, sender: socket.socket) -> None:
+        """In the child: restrict it, and then be the program."""
+        plan = self._plan
+        os.setsid()
+        for folder in self._groups:
+            with open(f"{folder}/cgroup.procs", "w") as file:
+                file.write("0")
+        own_network = "" if plan["network"] == "full" else self._own_network(sender)
+        sender.close()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        disk, memory = plan["disk"], plan["memory"]
+        limits = {
+            resource.RLIMIT_CORE: 0,
+            resource.RLIMIT_FSIZE: disk,
+            resource.RLIMIT_NOFILE: OPEN_FILES,
+            # address space would end programs that reserve much and use little
+            **({} if self._groups else {resource.RLIMIT_DATA: memory}),
+        }
+        if self._user is not None or own_network == "user":  # else all processes of the user would count
+            limits[resource.RLIMIT_NPROC] = plan["processes"]
+        words, environment = plan["words"], plan["environment"]
+        if plan["confined"]:
+            os.chdir(f"{self.folder}/home")
+            self._confine(limits, own_network)
+        else:
+            _limit(limits)
+            descriptor = os.memfd_create("filter", 0)
+            os.write(descriptor, plan["filter"])
+            os.lseek(descriptor, 0, os.SEEK_SET)
+            words = [*plan["prefix"], "--seccomp", str(descriptor), "--", *words]
+        os.execvpe(words[0], words, environment)
+
+    def _confine(self, limits: dict[int, int], own_network: str) -> None:
+        plan, libc = self._plan, self._libc
+        if self._user is not None:
+            for path in (self.folder, f"{self.folder}/home", f"{self.folder}/tmp"):
+                os.chown(path, self._user, self._user)
+            libc.prctl(PR_SET_KEEPCAPS, 1, 0, 0, 0)
+            os.setgroups([])
+            os.setresgid(self._user, self._user, self._user)
+            _limit(limits)
+            os.setresuid(self._user, self._user, self._user)
+            _read_all_files(libc)
+        else:
+            _limit(limits)
+            confine.drop_capabilities(libc, 0)
+        libc.prctl(confine.PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        libc.prctl(confine.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+        ports = [plan["endpoint"][1]] if plan["network"] == "loopback" and plan["endpoint"] else []
+        open_ports = own_network or plan["network"] == "full"
+        if ports and not open_ports and confine.landlock_abi() < 4:
+            raise OSError("this user may not make a network namespace, and Landlock limits no TCP before Linux 6.7")
+        confine.restrict_files(plan["read"], [self.folder], None if open_ports else ports)
+        confine.install(plan["filter"])
+
+    def _own_network(self, sender: socket.socket) -> str:
+        """Have a loopback of one's own; the supervisor gets a socket that listens there at the endpoint's address.
+
+        "root" or "user": how it was made; "": this user may not make one, which ``--agent-sandbox process`` does
+        without.
+        """
+        user, group, how = os.getuid(), os.getgid(), "root" if os.geteuid() == 0 else "user"
+        if self._libc.unshare(NEW_NET if how == "root" else NEW_NET | NEW_USER):
+            if self._plan["confined"]:
+                return ""
+            raise OSError(ctypes.get_errno(), "this user may not make a network namespace")
+        if how == "user":
+            for name, text in (
+                ("setgroups", "deny"),
+                ("uid_map", f"{user} {user} 1"),
+                ("gid_map", f"{group} {group} 1"),
+            ):
+                with open(f"/proc/self/{name}", "w") as file:
+                    file.write(text)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+            fcntl.ioctl(any_socket, 0x8914, struct.pack("16sH14x", b"lo", 1))  # SIOCSIFFLAGS: up
+        if self._plan["network"] == "loopback" and self._plan["endpoint"] is not None:
+            with socket.socket() as listener:
+                listener.bind(("127.0.0.1", self._plan["endpoint"][1]))
+                listener.listen(CONNECTIONS)
+                socket.send_fds(sender, [b"x"], [listener.fileno()])
+        return how
+
+
+def _read_all_files(libc: ctypes.CDLL) -> None:
+    """Keep, across exec, the right to read what another user may; Landlock says which files."""
+    confine.drop_capabilities(libc, 1 << READ_SEARCH)
+    header = struct.pack("Ii", confine.CAPABILITY_VERSION, 0)
+    word = 1 << READ_SEARCH
+    libc.capset(header, struct.pack("6I", word, word, word, 0, 0, 0))
+    libc.prctl(PR_CAP_AMBIENT, 2, READ_SEARCH, 0, 0)
+
+
+def _limit(limits: dict[int, int]) -> None:
+    for kind, limit in limits.items():
+        hard = resource.getrlimit(kind)[1]
+        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(kind, (limit, limit))
+
+
+def _make_groups(parents: dict[str, dict[str, str]]) -> list[str]:
+    """A cgroup in each of ``parents``, with these limits."""
+    made = []
+    for parent, files in parents.items():
+        folder = f"{parent}/slimelite-{os.getpid()}"
+        os.mkdir(folder)
+        made.append(folder)
+        for name, limit in files.items():
+            with suppress(FileNotFoundError), open(f"{folder}/{name}", "w") as file:
+                file.write(limit)
+    return made
+
+
+def _received(ours: socket.socket) -> socket.socket | None:
+    """The listener that the child sent; None if it has none."""
+    with ours:
+        descriptors = socket.recv_fds(ours, 1, 1)[1]
+        return socket.socket(fileno=descriptors[0]) if descriptors else None
+
+
+def _relay(listener: socket.socket, endpoint: tuple[str, int]) -> None:
+    """Connect whoever comes with the endpoint."""
+    room = threading.BoundedSemaphore(CONNECTIONS)
+    while True:
+        theirs = listener.accept()[0]
+        room.acquire()
+        threading.Thread(target=_join, args=(theirs, endpoint, room), daemon=True).start()
+
+
+def _join(theirs: socket.socket, endpoint: tuple[str, int], room: threading.BoundedSemaphore) -> None:
+    with suppress(OSError), theirs, socket.create_connection(endpoint, 30.0) as model:
+        model.settimeout(None)
+        other = {theirs: model, model: theirs}
+        open_sides = list(other)
+        while open_sides:
+            for side in select.select(open_sides, (), ())[0]:
+                data = side.recv(1 << 16)
+                if data:
+                    other[side].sendall(data)
+                else:
+                    open_sides.remove(side)
+                    other[side].shutdown(socket.SHUT_WR)
+    room.release()
+
+
+def _say(what: str) -> int:
+    print(f"the sandbox ended the program: {what}", file=sys.stderr, flush=True)
+    return ENDED
+
+
+def _resident(pid: int) -> int:
+    """Bytes of memory that a process holds."""
+    with suppress(OSError), open(f"/proc/{pid}/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+    return 0
+
+
+def _used(folder: str, most: int) -> int:
+    """Bytes of all files in ``folder``, until they are more than ``most``; folders that are too deep are more."""
+    used, places = 0, [folder]
+    while places and used <= most:
+        try:
+            entries = list(os.scandir(places.pop()))
+        except FileNotFoundError:
+            continue
+        except OSError:
+            return most + 1
+        used += 1024 * len(entries)
+        for entry in entries:
+            try:
+                used += 512 * entry.stat(follow_symlinks=False).st_blocks
+                if entry.is_dir(follow_symlinks=False):
+                    places.append(entry.path)
+            except FileNotFoundError:
+                continue
+            except OSError:
+                return most + 1
+    return used
+
+
+def _unnamed(pids: list[int]) -> int:
+    """Bytes of files that are deleted, and that these processes have open."""
+    sizes: dict[tuple[int, int], int] = {}
+    for pid in pids:
+        with suppress(OSError):
+            for number in os.listdir(f"/proc/{pid}/fd"):
+                with suppress(OSError):
+                    info = os.stat(f"/proc/{pid}/fd/{number}")
+                    if stat.S_ISREG(info.st_mode) and info.st_nlink == 0:
+                        sizes[info.st_dev, info.st_ino] = 512 * info.st_blocks
+    return sum(sizes.values())

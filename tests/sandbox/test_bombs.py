@@ -1,0 +1,82 @@
+"""Programs that use a resource without end get no more than their sandbox has, and leave nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from slimelite.environments.program import Ended, Programs
+from slimelite.sandbox.registry import SandboxSettings, open_sandbox
+from tests.sandbox.bombs import BOMBS, MARK
+from tests.sandbox.sandboxes import SANDBOXES_HERE, is_running
+
+SECONDS = 1.5
+MEMORY, PROCESSES, DISK = 96, 40, 32
+# what a program may reach: with what it uses itself, and with what it gets before anybody looks at its disk
+MOST = {
+    "memory": 1.3 * MEMORY,
+    "shared": DISK,
+    "processes": PROCESSES,
+    "levels": 1e9,
+    "disk": 6 * DISK,
+    "descriptors": 1024,
+    "seconds": 0,
+}
+
+
+@functools.cache
+def ends(sandbox: str, folder: Path) -> dict[str, Ended]:
+    """How each bomb ended; four are tried at a time."""
+    box = open_sandbox(SandboxSettings(sandbox, memory_mb=MEMORY, processes=PROCESSES, disk_mb=DISK))
+
+    async def run() -> list[Ended]:
+        jobs = []
+        for name in BOMBS:
+            command = (
+                f"{os.path.realpath(sys.executable)} {Path(__file__).with_name('bombs.py')} {name.replace(' ', '_')}"
+            )
+            jobs.append(Programs(command, 1, SECONDS, folder, box))
+        room = asyncio.Semaphore(4)
+
+        async def one(job: Programs) -> Ended:
+            async with room:
+                return await job.run({}, {}, "http://127.0.0.1:9", lambda: 0.0)
+
+        return await asyncio.gather(*map(one, jobs))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(folder))
+        return dict(zip(BOMBS, asyncio.run(run()), strict=True))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("bombs")
+
+
+@pytest.mark.parametrize("name", BOMBS)
+@pytest.mark.parametrize("sandbox", SANDBOXES_HERE)
+def test_a_bomb_is_contained(sandbox: str, name: str, folder: Path) -> None:
+    ended = ends(sandbox, folder)[name]
+    kind = BOMBS[name][0]
+    reached = [int(line) for line in ended.output.split() if line.isdigit()]
+    assert max(reached, default=0) <= MOST[kind]
+    assert ended.status != 0
+    assert ended.seconds < SECONDS + 3
+    assert "does not start" not in ended.errors
+
+
+@pytest.mark.parametrize("sandbox", SANDBOXES_HERE)
+def test_nothing_is_left_of_bombs(sandbox: str, folder: Path) -> None:
+    ends(sandbox, folder)
+    end = time.monotonic() + 5
+    while is_running("bombs.py") or is_running(MARK):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    assert [path.name for path in folder.iterdir() if path.name.startswith("slimelite-")] == []
