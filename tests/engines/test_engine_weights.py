@@ -90,6 +90,8 @@ def test_a_mixture_computes_what_transformers_computes(width: int, dtype: torch.
             found = ours.added_to(before[:rows].clone(), x[:rows])
         error = (found - expected).abs().max() / expected.abs().max()
         assert error < (1e-5 if dtype == torch.float32 else 2e-2)
+        for part in experts:  # new weights, which are the block's too
+            part.mul_(1.25)
 
 
 def test_a_packed_copy_follows_its_weight() -> None:
