@@ -41,13 +41,15 @@ def main(argv: Sequence[str]) -> int:
     """Run the command; returns the exit status: 1 if an environment has faults, 2 if one cannot be checked.
 
     Raises:
-        ValueError: there is no such file, or no class in it.
+        ValueError: there is no such file, or no class in it, or a number makes no sense.
     """
     words = list(argv)
     own, more = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
     options = _parser().parse_args(own)
     if more and options.hf_checkpoint is None:
         raise ValueError("flags of train.py after -- need --hf-checkpoint")
+    if min(options.rows, options.max_turns, options.call_timeout, options.groups, options.samples) <= 0:
+        raise ValueError("--rows, --max-turns, --call-timeout, --groups and --samples are numbers above 0")
     targets = [name for target in options.environments for name in classes_of(target)]
     status, reports = FINE, list[dict[str, Any]]()
     for name in targets:

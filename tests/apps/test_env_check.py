@@ -125,6 +125,8 @@ def test_a_file_means_its_classes(tmp_path: Path, capsys: pytest.CaptureFixture[
     (tmp_path / "a.py").write_text("class Row:\n    pass\n")
     assert main(["env", "check", str(tmp_path / "a.py")]) == 1
     assert "has no class with reset and step" in capsys.readouterr().err
+    assert main(["env", "check", "nim", "--rows", "0"]) == 1, "nothing played is not sound"
+    assert "--rows, --max-turns" in capsys.readouterr().err
     (tmp_path / "a.py").write_text("class A:\n  def reset(self:\n")
     assert main(["env", "check", str(tmp_path / "a.py")]) == 1
     assert "a.py, line 2: " in capsys.readouterr().err
