@@ -17,7 +17,7 @@ from slimelite.sandbox.registry import OPTION, Launch, Plan, SandboxSettings
 from slimelite.sandbox.supervisor import VARIABLE
 
 ROOT = str(Path(__file__).parents[2])
-# -I -S: nothing of the user's is imported; the package is folders wherever it is
+# -I -S: nothing of the user's is imported; the package is found wherever it is
 RUN = f"import sys; sys.path.insert(0, {ROOT!r}); from slimelite.sandbox.supervisor import main; main()"
 SUPERVISOR = ("-I", "-S", "-c", RUN)
 # what programs and their libraries read of a system; of /etc and /proc nothing that is of this machine's users
