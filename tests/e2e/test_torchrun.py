@@ -102,3 +102,23 @@ def test_torchrun_gives_rays_bits(folder: Path, loss: str) -> None:
     norms = [[row["train/grad_norm"] for row in steps(folder / name)] for name in ("torchrun-run", "ray-run")]
     assert norms[0] == norms[1]
     assert min(norms[0]) > 0
+
+
+@pytest.mark.slow
+def test_stages_under_torchrun_are_the_runs_one_by_one(folder: Path) -> None:
+    write_rows(paired=False)
+    texts = {"loss_type": "pretrain_loss", "prompt_data": ["train.jsonl"], "seq_length": 48, "token_cache": "cache"}
+    talks = {"loss_type": "sft_loss", "prompt_data": ["rows.jsonl"], "input_key": "messages", "tokenizer": "model"}
+    stages = {"base": {**texts, "hf_checkpoint": "model"}, "sft": {**talks, "save_interval": 1}}
+    for name, flags in stages.items():
+        Path(f"{name}.yaml").write_text(json.dumps(flags))
+    common = shlex.split("--device cpu --rollout-batch-size 8 --global-batch-size 4 --lr 1e-2 --num-rollout 2")
+    journey = ["--stages", "base.yaml", "sft.yaml", "--run-dir", "journey", *common]
+    torchrun(folder, *journey)
+    assert torchrun(folder, *journey).count("is finished") == 2
+    torchrun(folder, *common, "--config", "base.yaml", "--save-hf", "one", "--run-dir", "one-run")
+    after = ["--hf-checkpoint", "one", "--save", "saved", "--save-hf", "two", "--run-dir", "two-run"]
+    torchrun(folder, *common, "--config", "sft.yaml", *after)
+    for single, stage in (("one", "0-base"), ("two", "1-sft")):
+        weights, mine = (load_file(Path(path, "model.safetensors")) for path in (single, f"journey/{stage}/model"))
+        assert all(torch.equal(weights[name], mine[name]) for name in weights), stage
