@@ -90,6 +90,10 @@ MODEL_HELP = (
 )
 
 
+# what SGLang and vLLM take of a generation_config.json; and the flag that turns it off
+DEFAULTS, NEUTRAL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"), "--sampling-defaults openai"
+
+
 def add_model_flags(parser: argparse._ActionsContainer) -> None:
     """The flags that `serving` reads beside those of the server."""
     parser.add_argument(
@@ -100,6 +104,13 @@ def add_model_flags(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--engine", default="embedded", choices=list(ENGINES), help="what computes")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: a GPU if there is one")
     parser.add_argument("--context-length", type=int, help="most tokens of prompt and response together")
+    parser.add_argument(
+        "--sampling-defaults",
+        choices=["model", "openai"],
+        default="model",
+        help="model: temperature, top-p, top-k, min-p and repetition penalty of generation_config.json where a request "
+        "brings none, as SGLang and vLLM take them; openai: temperature 1, and all tokens",
+    )
     parser.add_argument("--tool-call-parser", choices=list(TOOL_FORMATS), help="default: by the chat template")
     parser.add_argument("--reasoning-parser", choices=list(REASONING_FORMATS), help="default: by the chat template")
 
@@ -183,16 +194,38 @@ async def serving(
         if known is not None and (args.context_length or 0) > known:
             what = f"--context-length {args.context_length} is more than the model's {known} tokens"
             print(f"warning: {what}; it has not learned to go on beyond them", file=sys.stderr)
-        codec = Codec(chat_format.decode, chat_format.encode_text, ends)
+        codec = Codec(chat_format.decode, chat_format.encode_text, ends, tokenizer)
         engine = await stack.enter_async_context(_engine(args, path, device, codec))
         info = await engine.info()
-        sessions = Sessions(chat_format, engine_sampler(engine), info.max_context_len)
+        defaults = sampling_defaults(path) if args.sampling_defaults == "model" else {}
+        sessions = Sessions(chat_format, engine_sampler(engine), info.max_context_len, defaults)
         name = Path(args.model).resolve().name if Path(args.model).exists() else args.model
         page = chat_page() if args.web else None
         front = Front(sessions, engine, name, key=args.api_key, host=args.host, port=args.port, page=page)
         front.origins, front.logs = origins, logs
         stack.push_async_callback(front.stop)
         yield Served(source.path, await front.start(), info, bool(tokenizer.chat_template), front)
+
+
+def sampling_defaults(path: str) -> dict[str, float]:
+    """What the ``generation_config.json`` of a model says of sampling, under the names of `SamplingParams`.
+
+    Raises:
+        ValueError: a value is no number.
+    """
+    from transformers.utils import cached_file
+
+    from slimelite.models.checkpoints import read_json
+
+    file = cached_file(path, "generation_config.json", _raise_exceptions_for_missing_entries=False)
+    config = read_json(Path(file)) if file is not None else {}
+    config |= {"top_k": -1} if config.get("top_k") == 0 else {}
+    found = {name: config[name] for name in DEFAULTS if config.get(name) is not None}
+    if wrong := [
+        name for name, value in found.items() if isinstance(value, bool) or not isinstance(value, int | float)
+    ]:
+        raise ValueError(f"{file}: {wrong[0]} is {found[wrong[0]]!r:.60}, not a number: mend it, or give {NEUTRAL}")
+    return found
 
 
 async def _try_address(host: str, port: int) -> None:

@@ -260,8 +260,15 @@ def _data(args: Args) -> Iterator[str]:
 
 
 def _truncation(args: Args) -> Iterator[str]:
-    """What training needs of samples that top-p, top-k or min-p cut: the tokens that were kept."""
+    """What training needs of samples that top-p, top-k, min-p or a grammar cut: the tokens that were kept."""
     params = SamplingParams.of(args, "rollout")
+    if args.train_constrained and args.allow_truncated_sampling:
+        yield "--train-constrained needs the ids that --allow-truncated-sampling leaves out; take one of them"
+    elif args.train_constrained and args.job.syncs and not args.engine_kind.kept:
+        yield (
+            f"--train-constrained: --rollout-backend {args.rollout_backend} does not tell which tokens a grammar "
+            "allowed; take embedded or sglang"
+        )
     if not params.truncation() or args.job.loss != "policy" or not args.job.syncs or args.allow_truncated_sampling:
         return
     name, value = next(iter(params.truncation().items()))

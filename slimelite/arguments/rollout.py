@@ -212,6 +212,12 @@ class RolloutArgs(DataArgs, ClusterArgs):
             lambda a: SamplingParams.of(a, "rollout").truncation(),
         ),
     )
+    train_constrained: bool = flag(
+        False,
+        "tokens that were sampled under a grammar, such as a JSON schema of an agent's request, are trained on, with "
+        "log-probs over the tokens that it allowed; without it they get loss mask 0",
+        POLICY,
+    )
     rollout_max_context_len: int | None = flag(
         None, "prompt and response together have at most this length [tokens]", ALWAYS, at_least=1
     )

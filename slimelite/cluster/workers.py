@@ -177,6 +177,7 @@ class EngineFactory:
             decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
             encode=lambda text: encode_text(tokenizer, [text])[0],
             eos_token_ids=stop_token_ids(path, tokenizer),
+            tokenizer=tokenizer,
         )
 
 

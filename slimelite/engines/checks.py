@@ -16,6 +16,7 @@ from slimelite.models.files import as_filed, load_config, saved_buffers
 LOWEST_TEMPERATURE = 1e-6
 LARGEST = 1e30
 MOST_STOPS = 256
+MOST_BIASES = 1024
 INT32 = 2**31
 
 
@@ -32,7 +33,7 @@ def check_request(request: GenerateRequest, vocab_size: int, max_context_len: in
     check_tokens(ids, vocab_size, name)
     if not is_whole(request.position, 0, len(ids) - 1):
         raise ValueError(f"{name}: position {request.position!r} leaves no prompt in {len(ids)} input_ids")
-    for problem in _problems(params):
+    for problem in _problems(params, vocab_size):
         raise ValueError(f"{name}: {problem}")
     if len(ids) + params.max_new_tokens > max_context_len:
         raise ValueError(
@@ -92,7 +93,7 @@ def is_temperature(value: object, *, greedy: bool) -> bool:
     return is_number(value) and (value >= LOWEST_TEMPERATURE or (greedy and value == 0))
 
 
-def _problems(params: SamplingParams) -> Iterator[str]:
+def _problems(params: SamplingParams, vocab_size: int) -> Iterator[str]:
     if not is_whole(params.max_new_tokens, 1, INT32):
         yield f"max_new_tokens must be an integer of at least 1, not {params.max_new_tokens!r:.60}"
     if not is_whole(params.min_new_tokens, 0, params.max_new_tokens):
@@ -105,6 +106,21 @@ def _problems(params: SamplingParams) -> Iterator[str]:
         yield f"top_k must be an integer, -1 for all tokens, not {params.top_k!r:.60}"
     if not is_number(params.min_p) or not 0 <= params.min_p <= 1:
         yield f"min_p must be from 0 to 1, not {params.min_p!r:.60}"
+    if not is_number(params.repetition_penalty) or not 0 < params.repetition_penalty <= 2:
+        yield f"repetition_penalty must be above 0 and at most 2, not {params.repetition_penalty!r:.60}"
+    for name in ("presence_penalty", "frequency_penalty"):
+        if not is_number(value := getattr(params, name)) or not -2 <= value <= 2:
+            yield f"{name} must be from -2 to 2, not {value!r:.60}"
+    bias = params.logit_bias or {}
+    if (
+        not isinstance(bias, dict)
+        or len(bias) > MOST_BIASES
+        or not all(
+            str(token).isdecimal() and int(token) < vocab_size and is_number(value) and abs(value) <= 100
+            for token, value in bias.items()
+        )
+    ):
+        yield f"logit_bias must be from at most {MOST_BIASES} of the model's token ids to numbers from -100 to 100"
     if params.seed is not None and not is_whole(params.seed, -(2**63), 2**64):
         yield f"the seed (sampling_seed) must be an integer, not {params.seed!r:.60}"
     for switch in ("ignore_eos", "skip_special_tokens"):

@@ -29,10 +29,11 @@ from slimelite.base.http_body import (
     unread,
     with_fields,
 )
-from slimelite.base.http_server import Answer, Server, sse
-from slimelite.engines.params import Place, SamplingParams, names_at
+from slimelite.base.http_server import Answer, RequestError, Server, sse
+from slimelite.engines.params import GRAMMARS, Place, SamplingParams, names_at
 from slimelite.engines.protocol import Decode, GenerateRequest, GenerateResult
 from slimelite.engines.sampling import Generating, Sampler, engine_sampler, news
+from slimelite.samples.sample import CONSTRAINED
 
 TEXTS = Text | FirstError[list[Text]]
 # type of a parameter -> of its field in a body
@@ -41,6 +42,8 @@ TYPES: dict[str, Any] = {
     "int | None": int,
     "float": float,
     "bool": bool,
+    "str | None": Text,
+    "dict[str, float] | None": dict[str, float],
     "tuple[str, ...]": TEXTS,
     "tuple[int, ...]": Ids,
 }
@@ -59,9 +62,19 @@ class SampledBody(Body):
             for field, names in names_at(dialect).items():
                 for name in names:
                     if (value := getattr(self, name)) is not None:
-                        value = [value] if isinstance(value, str) else value
+                        value = [value] if isinstance(value, str) and field == "stop" else value
                         values[field] = tuple(value) if isinstance(value, list) else value
+        own = ((name, name, values[name]) for name in GRAMMARS if values.get(name) is not None)
+        if grammars := [*own, *self.grammars()]:
+            if len(grammars) > 1:
+                named = " and ".join(name for name, _, _ in grammars)
+                raise RequestError(f"{named}: a response is held to one grammar; leave the others out")
+            values |= {**dict.fromkeys(GRAMMARS), grammars[0][1]: grammars[0][2]}
         return replace(defaults, **values)
+
+    def grammars(self) -> list[tuple[str, str, str]]:
+        """(the body's word for it, parameter, text) of grammars that have names of their own here."""
+        return []
 
 
 S = TypeVar("S", bound=SampledBody)
@@ -98,9 +111,6 @@ DEFAULTS = SamplingParams(128, skip_special_tokens=True)
     unread(
         *("no_stop_trim", "spaces_between_special_tokens", "stream_interval"),
         n=1,
-        frequency_penalty=0,
-        presence_penalty=0,
-        repetition_penalty=1,
     )
 )
 class Sampling(SampledBody):
@@ -300,6 +310,8 @@ class GenerateServer(Server):
         if body.return_sampling_mask and result.kept is not None:
             meta["output_token_sampling_mask"] = result.kept.rows()
             meta["output_token_sampling_logprobs"] = result.log_probs
+        if result.constrained is not None:
+            meta[CONSTRAINED] = result.constrained.astype(int).tolist()
         text = self._decode(result.output_ids) if self._decode and result.output_ids else ""
         return {"text": text, "output_ids": result.output_ids, "meta_info": meta}
 

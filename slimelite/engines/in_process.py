@@ -163,6 +163,8 @@ class InProcessEngine(Engine):
             check_request(request, self._vocab_size, self._max_context_len)
             if request.params.stop and self._decode is None:
                 raise ValueError(f"request {request.request_id}: stop strings need an engine with a decode function")
+            if request.params.grammar is not None:  # to compile one takes time, which other requests go on in
+                await asyncio.to_thread(self._check, request)
         call = _Call(requests, listener)
         self._arriving.add(call)
         try:
@@ -212,6 +214,15 @@ class InProcessEngine(Engine):
             self._jobs.put(None)
         await asyncio.to_thread(self._worker.join)
         await self._front.stop()
+
+    def _check(self, request: GenerateRequest) -> None:
+        """Refuse a grammar that the engine cannot hold a response to.
+
+        Raises:
+            ValueError: it is malformed or too large, or the engine knows no grammars.
+        """
+        if request.params.held and request.params.grammar is not None:
+            raise ValueError(f"{request.params.grammar[0]}: the {self.name} engine holds no response to a grammar")
 
     def _accept(self, calls: list[_Call]) -> None:
         def submit() -> None:

@@ -16,6 +16,9 @@ MOST_KEPT = 1024
 # dataset, and the dialects; "sglang" is /generate and what slime's generate functions get
 Place = Literal["rollout", "eval", "dataset", "openai", "responses", "anthropic", "sglang"]
 PREFIXED: tuple[Place, ...] = ("rollout", "eval")
+# the parameters that change logits, and those that hold a response to a grammar
+SHIFTS = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
+GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag", "calls")
 
 
 def parameter(
@@ -105,9 +108,53 @@ class SamplingParams:
     )
     # seed of this request's random stream: the draw of token t depends only on (seed, t); None: not repeatable
     seed: int | None = parameter(None, own="openai responses", sglang="sampling_seed")
-    # a JSON schema that the text is held to, where the engine can (`EngineInfo.schemas`)
-    json_schema: str | None = parameter(None)
-    # the ids that each token was drawn from are told, where top-p, top-k or min-p left others out; see `telling`
+    # these change the logits before a token is drawn by them; log-probs stay those of the model
+    repetition_penalty: float = parameter(
+        1.0,
+        "logits of tokens of prompt and response are divided by this, negative ones multiplied",
+        "openai responses sglang",
+        bounds={"above": 0, "at_most": 2},
+    )
+    presence_penalty: float = parameter(
+        0.0,
+        "logits of tokens of the response are lowered by this",
+        "openai responses sglang",
+        bounds={"at_least": -2, "at_most": 2},
+    )
+    frequency_penalty: float = parameter(
+        0.0,
+        "logits of tokens of the response are lowered by this, as often as they occur",
+        "openai responses sglang",
+        bounds={"at_least": -2, "at_most": 2},
+    )
+    logit_bias: dict[str, float] | None = parameter(
+        None, "token id -> what is added to its logit", "openai responses sglang"
+    )
+    # the grammar that the text is held to, at most one of these, where the engine can (`EngineInfo.schemas`)
+    json_schema: str | None = parameter(None, "the response is JSON that fits this schema", "sglang")
+    regex: str | None = parameter(
+        None,
+        "the response matches this regular expression",
+        "sglang",
+        openai="guided_regex regex",
+        responses="guided_regex regex",
+    )
+    ebnf: str | None = parameter(
+        None,
+        "the response fits this grammar, in Lark's or llama.cpp's notation",
+        "sglang",
+        openai="guided_grammar ebnf",
+        responses="guided_grammar ebnf",
+    )
+    structural_tag: str | None = parameter(
+        None, "JSON in SGLang's form: what follows each trigger fits the schema of a structure", "sglang"
+    )
+    # as structural_tag, of tools that are strict: an engine that cannot go back and forth lets them be
+    calls: str | None = parameter(None)
+    # the grammar holds after this text, such as the end of the thinking; and the text that a response begins with
+    grammar_after: str = parameter("")
+    begun: str = parameter("")
+    # the ids that each token was drawn from are told, where top-p, top-k, min-p or a grammar left others out: `telling`
     kept: bool = parameter(False)
 
     @classmethod
@@ -130,18 +177,35 @@ class SamplingParams:
         fewest = min(max(0, self.min_new_tokens - count), max(0, left))
         return replace(self, max_new_tokens=left, min_new_tokens=fewest)
 
-    def telling(self) -> SamplingParams:
+    def telling(self, *, constrained: bool = False) -> SamplingParams:
         """The same for a response that is trained on, over the tokens that each of its own was drawn from.
 
-        Where top-p or min-p is the only limit these are at most `MOST_KEPT`.
+        Where top-p, min-p or a grammar is the only limit these are at most `MOST_KEPT`. ``constrained``: tokens that a
+        grammar constrained are trained on too.
         """
-        unlimited = self.top_k < 1 and self.truncation()
+        unlimited = self.top_k < 1 and (self.truncation() or (constrained and self.grammar is not None))
         return replace(self, kept=True, top_k=MOST_KEPT if unlimited else self.top_k)
 
     @property
     def tells(self) -> bool:
         """Whether a result has the ids that its tokens were drawn from."""
         return self.kept and bool(self.truncation())
+
+    @property
+    def grammar(self) -> tuple[str, str] | None:
+        """(parameter, text) of the grammar that the response is held to."""
+        named = ((name, getattr(self, name)) for name in GRAMMARS)
+        return next(((name, text) for name, text in named if text is not None), None)
+
+    @property
+    def held(self) -> bool:
+        """Whether every engine that knows grammars holds the response to one."""
+        return any(getattr(self, name) is not None for name in GRAMMARS[:-1])
+
+    def shifts(self) -> list[str]:
+        """Names of the parameters that change logits; no log-probs are those of what they draw."""
+        defaults = {f.name: f.default for f in fields(self)}
+        return [name for name in SHIFTS if (getattr(self, name) or defaults[name]) != defaults[name]]
 
     def truncation(self) -> dict[str, float]:
         """Name -> value of the parameters that leave likely tokens out."""

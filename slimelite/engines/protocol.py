@@ -90,11 +90,15 @@ class AdapterFormat:
 
 @dataclass(frozen=True)
 class Codec:
-    """Tokens to text (special tokens included) and back, and the tokens that end a response."""
+    """Tokens to text (special tokens included) and back, and the tokens that end a response.
+
+    ``tokenizer``: that of transformers, for grammars.
+    """
 
     decode: Decode
     encode: Callable[[str], list[int]]
     eos_token_ids: Sequence[int]
+    tokenizer: Any = None
 
 
 @dataclass(frozen=True)
@@ -144,6 +148,8 @@ class GenerateResult:
     greedy requests (temperature 0 or top_k 1) report the same quantity, with temperature 1 in place of 0.
     ``kept``: for a request with `SamplingParams.kept`, the ids that each token was drawn from, if any were left out;
     log-probs of tokens that have them are renormalised over them, and a greedy request keeps the token itself.
+    ``constrained``: for a request with a grammar, whether that left tokens out when each token was drawn; likewise for
+    one with penalties or biases.
     ``weight_versions``: one per token, the version of the weights that produced it.
     ``cached_tokens``: number of prompt tokens whose keys and values were cached already.
     """
@@ -155,6 +161,7 @@ class GenerateResult:
     finish_reason: FinishReason = ""  # type: ignore[assignment]  # abort, where there are no tokens
     cached_tokens: int = 0
     kept: Kept | None = None
+    constrained: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         if not self.finish_reason:
@@ -183,15 +190,16 @@ class GenerateResult:
         # Ray would send each array as a buffer of its own, 768 of them for 256 responses: that took it twice the time
         kept = () if self.kept is None else (self.kept.ids, self.kept.counts)
         columns = [(c.tobytes(), c.dtype.char) if isinstance(c, np.ndarray) else c for c in (*self.columns, *kept)]
-        return _unpickled, (self.request_id, self.finish_reason, self.cached_tokens, *columns)
+        return _unpickled, (self.request_id, self.finish_reason, self.cached_tokens, self.constrained, *columns)
 
 
-def _unpickled(request_id: str, finish_reason: FinishReason, cached_tokens: int, *columns: object) -> GenerateResult:
+def _unpickled(
+    request_id: str, finish_reason: FinishReason, cached_tokens: int, constrained: np.ndarray | None, *columns: object
+) -> GenerateResult:
     fields: list[Any] = [np.frombuffer(*value) if isinstance(value, tuple) else value for value in columns]
     ids, log_probs, versions, *kept = fields
-    return GenerateResult(
-        request_id, ids, log_probs, versions, finish_reason, cached_tokens, Kept(*kept) if kept else None
-    )
+    told = Kept(*kept) if kept else None
+    return GenerateResult(request_id, ids, log_probs, versions, finish_reason, cached_tokens, told, constrained)
 
 
 # the per-token columns of a result, and the dtypes of their arrays
@@ -243,7 +251,7 @@ class EngineInfo:
     """What an engine reports about itself; ``weight_version`` is -1 for a server that no weight sync has reached yet.
 
     ``seeds``: whether `SamplingParams.seed` is used. ``scores``: whether `Engine.score` is supported, at temperature 1
-    at least. ``schemas``: whether `SamplingParams.json_schema` is.
+    at least. ``schemas``: whether `SamplingParams.grammar` is.
     ``url``: base URL of its HTTP server with SGLang's /generate, if one is running.
     """
 

@@ -171,8 +171,11 @@ class Episode:
             if not role.session.turns:
                 continue
             total = role.total or 0.0 if scored else None
+            seen: set[int] = set()
             for branch, path in zip(role.session.samples(sample), role.session.paths, strict=True):
-                vars(branch).update(turn_rewards=turn_rewards(path, branch), role=role.number)
+                own = [turn for turn in path if turn.number not in seen]
+                seen.update(turn.number for turn in own)
+                vars(branch).update(turn_rewards=turn_rewards(own, branch), role=role.number)
                 branch.reward = total if not role.parts else {**role.parts, TOTAL: total}
                 branch.metadata = {**branch.metadata, FACTS: facts, **({"role": name} if name else {})}
                 made.append(branch)
@@ -203,15 +206,19 @@ def timeline(sessions: Sequence[Session]) -> list[dict[str, object]]:
     ]
 
 
-def turn_rewards(path: Sequence[Turn], sample: Sample) -> list[float]:
-    """A number for each response token: where a trained reply of ``path`` ends its reward, elsewhere NaN."""
+def turn_rewards(own: Sequence[Turn], sample: Sample) -> list[float]:
+    """A number for each response token: where a reply that is the branch's ``own`` ends its reward, elsewhere NaN.
+
+    It ends with its last trained token; a grammar may have left later ones out.
+    """
     rewards = [math.nan] * sample.response_length
     mask = vars(sample)["loss_mask"]
-    for turn in path:
-        end = len(turn.token_ids) - 1 - sample.prompt_length
-        if turn.output_ids and mask[end]:
+    for turn in own:
+        end = len(turn.token_ids) - sample.prompt_length
+        if turn.output_ids:
             assert not isinstance(turn.reward, dict)
-            rewards[end] = turn.reward or 0.0
+            places = range(end - len(turn.output_ids), end)
+            rewards[max((place for place in places if mask[place]), default=end - 1)] = turn.reward or 0.0
     return rewards
 
 

@@ -172,7 +172,7 @@ class RolloutContext:
                 reasoning_parser=args.reasoning_parser,
                 end_ids=stop_token_ids(str(args.tokenizer), self.tokenizer),
             )
-            settings = (limit, args.rollout_seed, args.keeps_ids, args.engine_kind.kept)
+            settings = (limit, args.rollout_seed, args.keeps_ids, args.engine_kind.kept, args.train_constrained)
             self.agents = PooledSessions(chat_format, self.engines, self.states, *settings)
         return self.agents
 

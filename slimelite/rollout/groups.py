@@ -38,7 +38,8 @@ FINISHED = (Status.COMPLETED, Status.TRUNCATED, Status.FAILED)
 def slime_params(params: SamplingParams, seed: int | None) -> dict[str, object]:
     """The sampling parameters as the dict that custom generate functions get, under SGLang's names."""
     values = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(params).items()}
-    for unknown in ("seed", "ignore_eos", "kept"):  # slime names the seed sampling_seed and passes no ignore_eos
+    # slime names the seed sampling_seed and passes no ignore_eos
+    for unknown in ("seed", "ignore_eos", "kept", "calls", "grammar_after", "begun"):
         del values[unknown]
     seeded = {} if seed is None else {"sampling_seed": seed}
     return {**values, "no_stop_trim": True, "spaces_between_special_tokens": False, **seeded}
@@ -52,7 +53,9 @@ def remaining_params(sample: Sample, params: SamplingParams, max_context_len: in
 def add_result(sample: Sample, result: GenerateResult, tokenizer: PreTrainedTokenizerBase, skip_special: bool) -> None:
     """Append an engine's tokens; decode the whole response again, because a token may be half a character."""
     ids, log_probs, versions = result.columns
-    sample.append_response_tokens(ids, log_probs, weight_versions=versions, kept=result.kept)
+    sample.append_response_tokens(
+        ids, log_probs, weight_versions=versions, kept=result.kept, constrained=result.constrained
+    )
     sample.response = str(tokenizer.decode(sample.response_ids, skip_special_tokens=skip_special))
     sample.status = FINISH_STATUS[result.finish_reason]
 

@@ -14,7 +14,7 @@ import numpy as np
 from slimelite.arguments import TrackingArgs
 from slimelite.environments.registry import FACTS
 from slimelite.rollout.filters import rollout_rewards
-from slimelite.samples.sample import Generated, Sample, Status
+from slimelite.samples.sample import CONSTRAINED_TOKENS, Generated, Sample, Status
 from slimelite.samples.table import SampleTable
 
 # a response repeats itself when its last characters compress better than this
@@ -43,6 +43,9 @@ def rollout_metrics(
     if not args.job.sampled:
         return metrics
     metrics |= prefixed("rollout/", _conversations(samples, table))
+    if any(CONSTRAINED_TOKENS in s.metadata for s in samples):
+        constrained = sum(s.metadata.get(CONSTRAINED_TOKENS, 0) for s in samples)
+        metrics["rollout/constrained_token_ratio"] = constrained / sum(s.response_length for s in samples)
     metrics |= prefixed("rollout/environment/", episode_metrics(samples, reward_key))
     raw = [s.metadata.get("raw_reward", s.reward_value(reward_key)) for s in samples]
     metrics["rollout/raw_reward"] = mean_of_rollouts(raw, table.rollout_id)

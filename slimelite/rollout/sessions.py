@@ -39,7 +39,7 @@ class PooledSessions(Sessions):
     ``states``: session id of a sample that an agent works on -> its `AgentState`.
     ``waiting``: group index -> a group that waits for the next rollout. ``keeps_ids``: tokens come with the ids that
     they were drawn from, whatever parameters a program sends; the state of a sample has its own word.
-    ``engines_tell``: whether engines can tell these.
+    ``engines_tell``: whether engines can tell these. ``trains_constrained``: see `Session`.
     """
 
     def __init__(
@@ -51,11 +51,13 @@ class PooledSessions(Sessions):
         seed: int,
         keeps_ids: bool = False,
         engines_tell: bool = True,
+        trains_constrained: bool = False,
     ) -> None:
         super().__init__(chat_format, self._sample, limit)
         self.states = states
         self.waiting: dict[int | None, WaitingGroup] = {}
         self._pool, self._seed, self._keeps_ids, self._engines_tell = pool, seed, keeps_ids, engines_tell
+        self._trains_constrained = trains_constrained
         self._paused: str | None = None
 
     def open(
@@ -65,6 +67,7 @@ class PooledSessions(Sessions):
         if seed is None and session_id is not None:
             seed = stream_seed(self._seed, session_id)
         session = super().open(session_id, defaults=defaults, seed=seed)
+        session.trains_constrained = self._trains_constrained
         if self._paused is not None and session.id.startswith(self._paused):
             session.pause()
         return session
@@ -114,7 +117,12 @@ class PooledSessions(Sessions):
         own = None if state is None else state.engine
         if self._keeps_ids if state is None else state.tells:
             truncated = request.params.truncation()
-            request = replace(request, params=request.params.telling())
+            if self._trains_constrained and (shifts := request.params.shifts()):
+                raise ValueError(
+                    f"{' and '.join(shifts)}: nothing tells what such tokens were drawn by, so that they cannot be "
+                    "trained on; leave it out of the request, or start the run without --train-constrained"
+                )
+            request = replace(request, params=request.params.telling(constrained=self._trains_constrained))
             if truncated and not self._engines_tell:
                 raise ValueError(
                     f"{' and '.join(truncated)}: this engine does not tell which tokens it kept, so "

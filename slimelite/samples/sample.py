@@ -131,6 +131,10 @@ UNSTAMPED = -2
 # finish reason of an engine -> status of the sample
 FINISH_STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 
+# key of an answer's meta_info: for each token 1 if a grammar left others out, else 0; key of a sample's metadata: the
+# number of such tokens
+CONSTRAINED, CONSTRAINED_TOKENS = "output_token_constrained", "constrained_tokens"
+
 # fields of slime's Sample that are not supported -> their contents; None and empty values are accepted
 NOT_HERE = {
     "multimodal_inputs": "images, video or audio",
@@ -270,6 +274,7 @@ class Sample:
         weight_version: int | None = None,
         weight_versions: PerToken | None = None,
         kept: Kept | None = None,
+        constrained: PerToken | None = None,
         meta_info: dict[str, Any] | None = None,
         update_terminal_info: bool = True,
     ) -> None:
@@ -280,7 +285,8 @@ class Sample:
         ``log_probs``: the engine's, one for each token; tokens of a tool or environment (``trainable=False``) get mask
         0 and log-prob 0. ``weight_version``: of the weights that sampled the tokens (``weight_versions``: one for
         each token); without either, the version that the engine had when the generate function was called.
-        ``kept``: the ids that each token was drawn from; ``log_probs`` are then over these.
+        ``kept``: the ids that each token was drawn from; ``log_probs`` are then over these. ``constrained``: for each
+        token whether a grammar left others out; it then gets mask 0, and counts in ``metadata``.
         ``meta_info``: from the engine's answer, with weight versions, finish reason and, if the request asked for them
         by ``return_sampling_mask``, the kept ids; log-probs over these replace ``log_probs``. The status is set from it
         unless ``update_terminal_info`` is False.
@@ -299,9 +305,12 @@ class Sample:
             weight_versions = versions_of(meta_info, count)
         if meta_info is not None and kept is None and trainable and "output_token_sampling_mask" in meta_info:
             kept, log_probs = kept_of(meta_info, count, log_probs)
+        if meta_info is not None and constrained is None and trainable:
+            constrained = meta_info.get(CONSTRAINED)
         version = UNSTAMPED if weight_version is None else weight_version
         versions = [version] * count if weight_versions is None else weight_versions
         every = {"log_probs": log_probs, "weight_versions": versions} | ({} if kept is None else {"kept": kept.counts})
+        every |= {} if constrained is None else {"constrained": constrained}
         for name, values in every.items():
             if len(values) != count:
                 raise ValueError(f"{count} response tokens but {len(values)} {name}; they must be one to one")
@@ -312,10 +321,14 @@ class Sample:
             self.loss_mask = mask
         self.check_aligned()
         self.tokens = joined(np.asarray(before, added.dtype) if packed else before, added)
+        trained = np.full(count, int(trainable), np.int8)
+        if constrained is not None:
+            trained[np.asarray(constrained, bool)] = 0
+            self.count_constrained(constrained)
         if isinstance(mask, np.ndarray):
-            self.loss_mask = joined(mask, np.full(count, int(trainable), np.int8))
+            self.loss_mask = joined(mask, trained)
         else:  # in place, as in slime: its retool example keeps a reference to the list and assigns it again at the end
-            mask.extend([int(trainable)] * count)
+            mask.extend(trained.tolist())
         self.rollout_log_probs = joined(now["rollout_log_probs"], log_probs)
         self.weight_versions = joined(now["weight_versions"], versions)
         self.kept = together(self.kept, self.response_length, kept, count)
@@ -323,6 +336,11 @@ class Sample:
         self.response += text or ""
         if meta_info is not None and update_terminal_info:
             self.update_from_meta_info(None, meta_info)
+
+    def count_constrained(self, constrained: PerToken) -> None:
+        """Count the tokens that a grammar constrained, in ``metadata``, where a metric finds them."""
+        count = self.metadata.get(CONSTRAINED_TOKENS, 0) + int(np.count_nonzero(constrained))
+        self.metadata = {**self.metadata, CONSTRAINED_TOKENS: count}
 
     def update_from_meta_info(self, args: object, meta_info: dict[str, Any]) -> None:  # noqa: ARG002
         """Set the status from the engine's finish reason; the signature is slime's."""

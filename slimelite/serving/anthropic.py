@@ -16,15 +16,14 @@ from pydantic import Field
 
 from slimelite.base.http_body import Body, FirstError, Shape, Text, unread, with_fields
 from slimelite.base.http_server import Answer, RequestError, sse
-from slimelite.engines.http_front import TEXTS, SampledBody, sampled
+from slimelite.engines.http_front import TEXTS, sampled
 from slimelite.engines.params import SamplingParams
-from slimelite.serving.format import ChatFormat, Message
-from slimelite.serving.openai import checked_messages, shown_tools
+from slimelite.serving.format import SWITCH_NAME, ChatFormat, Message
+from slimelite.serving.grammars import HeldBody, ResponseFormat, named_schema
+from slimelite.serving.openai import checked_messages, held_params, shown_tools
 from slimelite.serving.replies import Model, Part, PlannedTurn, parts
 from slimelite.serving.sessions import ContextFullError, Session, Turn
 
-# the variable by which Qwen3's, GLM's and others' templates let a model think
-SWITCH_NAME = "enable_thinking"
 STOP_REASONS = {"length": "max_tokens", "abort": "abort"}
 # type of a block -> its field that comes in pieces; the type of a piece, and what its text is called there
 DELTAS = {
@@ -76,6 +75,7 @@ class Tool(Shape):
     name: Text
     description: str = ""
     input_schema: dict[str, Any] = Field(default_factory=dict)
+    strict: bool = False
 
 
 class ToolChoice(Shape):
@@ -88,10 +88,8 @@ class ThinkingSwitch(Shape):
     type: Literal["enabled", "disabled", "adaptive"] = "adaptive"
 
 
-# a format would be another answer
-@with_fields(unread(format=None))
 class OutputConfig(Body):
-    # known by no chat template
+    format: ResponseFormat = ResponseFormat()
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
 
@@ -143,11 +141,15 @@ class CountBody(Body):
 
 
 @sampled("anthropic")
-class MessagesBody(CountBody, SampledBody):
+class MessagesBody(CountBody, HeldBody):
     """``/v1/messages``."""
 
     max_tokens: int = Field(ge=1)
     stream: bool = False
+
+    def response_schema(self) -> str | None:
+        """See `HeldBody.response_schema`."""
+        return named_schema(self.output_config.format, "output_config.format")
 
 
 async def messages(model: Model, session: Session, body: MessagesBody) -> Answer:
@@ -156,7 +158,7 @@ async def messages(model: Model, session: Session, body: MessagesBody) -> Answer
     conversation = _conversation(body)
     turn = session.turn(*conversation, _template_kwargs(body, session.format), one_call=one)
     _check_clears(body, conversation[0], len(turn.prompt_ids))
-    planned = turn, body.params(session.defaults)
+    planned = turn, await held_params(model, session, body, conversation[2])
     head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": model.name}
     if body.stream:
         return _stream(head, session, planned)
@@ -191,7 +193,9 @@ def _conversation(body: CountBody) -> tuple[list[Message], list[dict[str, Any]] 
     if conversation[-1]["role"] == "assistant":  # as newer models of theirs do; it would be a message of its own here
         raise RequestError(f"messages[{index}]: the assistant's reply cannot be begun for it", param="messages")
     functions = [
-        {"name": tool.name, "description": tool.description, "parameters": tool.input_schema} for tool in body.tools
+        {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+        | ({"strict": True} if tool.strict else {})
+        for tool in body.tools
     ]
     choice = body.tool_choice
     named = {"type": "function", "function": {"name": choice.name}}
@@ -220,11 +224,13 @@ def _check_clears(body: CountBody, messages: list[Message], tokens: int) -> None
 
 
 def _template_kwargs(body: CountBody, chat_format: ChatFormat) -> dict[str, Any]:
-    """What ``thinking`` sets in the chat template, where that has a switch; nothing holds the model to a budget."""
-    kind = body.thinking.type
+    """What effort and ``thinking`` set in the chat template, where that knows them; nothing holds the model to a
+    budget.
+    """
+    kind, effort = body.thinking.type, chat_format.effort_kwargs(body.output_config.effort)
     if kind == "adaptive" or SWITCH_NAME not in str(chat_format.tokenizer.chat_template):
-        return {}
-    return {SWITCH_NAME: kind == "enabled"}
+        return effort
+    return {**effort, SWITCH_NAME: kind == "enabled"}
 
 
 def _messages(message: UserMessage | AssistantMessage) -> list[Message]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product, takewhile
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from slimelite.data.messages import Message, Messages, read_messages, render
 from slimelite.data.replies import PROBE
 from slimelite.data.tokenizer import encode_text
+from slimelite.engines.params import SamplingParams
 from slimelite.serving.calls import ToolCall, short
 from slimelite.serving.tools import TOOL_FORMATS, ToolFormat, read_reasoning, read_tools, reasoning_format, tool_format
 
@@ -97,6 +98,12 @@ LONG_TEXT, SLICE = 8, 1 << 16
 Tools = Sequence[Mapping[str, Any]] | None
 # fields in which chat templates look for the thinking of a message; the first that a template names
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+# the variable by which Qwen3's, GLM's and others' templates let a model think
+SWITCH_NAME = "enable_thinking"
+# efforts that templates do not know -> the nearest that GPT-OSS knows
+EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
+# what the answer of GPT-OSS and its kin begins with, after other channels
+FINAL = "<|channel|>final<|message|>"
 # what a template must be able to show of a call, and its format to read
 PROBED = {"text": 'say "it\'s"\nso', "count": 3, "list": ["a", 2]}
 
@@ -270,6 +277,29 @@ class ChatFormat:
             raise ValueError(f"tool_choice: calls of {named} begin with different tokens: take one function")
         return opening
 
+    def begun(
+        self, messages: Sequence[Message], reply: Message, rendered: str, tools: Tools = None, /, **kwargs: object
+    ) -> list[int]:
+        """The tokens of a reply that is to go on, after the prompt ``rendered`` of the ``messages`` before it.
+
+        Raises:
+            ValueError: it is no reply of text, or the template shows none that goes on from the prompt.
+        """
+        content = content_text(reply.get("content"))
+        if not content or reply.get("tool_calls"):
+            raise ValueError("continue_final_message: the last message must have text, and no calls")
+        text, mark, _ = self._apply([*messages, {**reply, "content": content + PROBE}], tools, kwargs).partition(PROBE)
+        if not mark or not text.startswith(rendered):
+            raise ValueError("continue_final_message: the chat template shows no reply that goes on from the prompt")
+        return self.encode(text[len(rendered) :])
+
+    def effort_kwargs(self, effort: str | None) -> dict[str, object]:
+        """What a reasoning effort, of OpenAI or Anthropic, sets in a chat template that knows efforts or a switch."""
+        template = str(self.tokenizer.chat_template or "")
+        if effort is not None and "reasoning_effort" in template:
+            return {"reasoning_effort": EFFORTS.get(effort, effort)}
+        return {SWITCH_NAME: False} if effort == "none" and SWITCH_NAME in template else {}
+
     def call_ends(self, tools: Tools) -> tuple[str, ...]:
         """The text that ends a reply of at most one call; nothing if the reply can have none.
 
@@ -284,6 +314,50 @@ class ChatFormat:
                 "end there; leave it out"
             )
         return (self.tools.closes,)
+
+    def held(self, params: SamplingParams, rendered: str, tools: Tools, given_ids: Sequence[int]) -> SamplingParams:
+        """``params`` of a reply to the prompt ``rendered``, with what an engine must know to hold it to a grammar.
+
+        The grammar holds after the thinking; a reply with a schema may call ``tools`` instead; calls of tools that are
+        strict fit their schemas, where the model writes arguments as JSON.
+
+        Raises:
+            ValueError: a schema comes with tools, and calls of the model's format are not known as a grammar.
+        """
+        functions = [tool.get("function", tool) for tool in tools or ()]
+        strict = any(function.get("strict") is True for function in functions)
+        if not params.held and not strict:
+            return params
+        channels = self.reasoning is not None and self.reasoning.channels
+        after = self.reasoning.end if self.reasoning is not None and self.opens_thinking(rendered) else ""
+        calls = None
+        if functions and not channels:
+            if self._call_form is not None:
+                begin, end = self._call_form
+                calls = structural_tag(functions, begin, end)
+            elif params.held:
+                raise ValueError("a reply to a schema cannot call tools of this model's format: leave one of them out")
+        begun = self.decode(given_ids) if given_ids else ""
+        return replace(params, calls=calls, grammar_after=FINAL if channels else after, begun=begun)
+
+    @cached_property
+    def _call_form(self) -> tuple[str, str] | None:
+        """The text of a call before and after its arguments, with `PROBE` for its name; None: these are not JSON."""
+        if self.tools is None or self.tools.closes is None:
+            return None
+        question, call = [{"role": "user", "content": "x"}], _called(PROBE, {PROBE * 2: ""})
+        try:
+            whole = self._apply([*question, {"role": "assistant", "content": "", "tool_calls": [call]}], None, {})
+        except ValueError:
+            return None
+        parts = re.split(rf'\{{\s*"{PROBE * 2}":\s*""\s*\}}', whole)
+        before, closed, _ = parts[-1].partition(self.tools.closes)
+        starts = [at for mark in self.tools.begins if (at := parts[0].rfind(mark)) >= 0]
+        begin = parts[0][min(starts, default=0) :]
+        if len(parts) != 2 or not starts or not closed or PROBE not in begin:
+            return None
+        _, calls, malformed = read_tools(f"{begin}{{}}{before}{closed}", self.tools, {}, "")
+        return (begin, before + closed) if [call.name for call in calls] == [PROBE] and not malformed else None
 
     @cached_property
     def end_ids(self) -> frozenset[int]:
@@ -446,6 +520,22 @@ class ChatFormat:
 def _called(name: str, arguments: Mapping[str, object]) -> dict[str, object]:
     """A tool call; Mistral's templates want an id of nine characters."""
     return {"id": "0" * 9, "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
+
+
+def structural_tag(functions: Sequence[Mapping[str, Any]], begin: str, end: str) -> str:
+    """Calls of ``functions`` as a structural tag; ``begin``, ``end``: see `ChatFormat._call_form`."""
+    trigger = begin[: begin.index(PROBE)]
+    structures = [
+        {
+            "begin": begin.replace(PROBE, str(function["name"])),
+            "schema": (function.get("parameters") if function.get("strict") is True else None) or {"type": "object"},
+            "end": end,
+        }
+        for function in functions
+    ]
+    # what only white space follows begins the call: a model may write that otherwise
+    mark = re.match(r"\S+?>|\S+", trigger)
+    return json.dumps({"structures": structures, "triggers": [mark[0] if mark else trigger]})
 
 
 def _probes(reply: Message) -> Iterator[Message]:

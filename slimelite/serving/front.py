@@ -17,7 +17,7 @@ from pydantic import Field
 from slimelite.base.http_body import Body, read_body
 from slimelite.base.http_server import Answer, Handler, RequestError
 from slimelite.engines.http_front import GenerateBody, GenerateServer, SampledBody, sampled
-from slimelite.engines.protocol import GenerateRequest, GenerateResult, OnTokens, SamplingParams
+from slimelite.engines.protocol import GenerateRequest, GenerateResult, OnTokens
 from slimelite.engines.sampling import Generating
 from slimelite.serving import anthropic, openai, responses
 from slimelite.serving.metrics import Counts
@@ -178,7 +178,8 @@ class Front(GenerateServer):
         async def sample(request: GenerateRequest, on_tokens: OnTokens | None) -> GenerateResult:
             turn = await session.sample(session.raw_turn(request.input_ids), request.params, on_tokens)
             columns = turn.output_ids, turn.log_probs, turn.weight_versions
-            return GenerateResult(request.request_id, *columns, turn.finish_reason, turn.cached_tokens, turn.kept)  # type: ignore[arg-type]
+            ids = turn.kept, turn.constrained
+            return GenerateResult(request.request_id, *columns, turn.finish_reason, turn.cached_tokens, *ids)  # type: ignore[arg-type]
 
         return await self._respond(http, await self._sampled(await read_body(http, GenerateBody), sample))
 
@@ -197,8 +198,8 @@ class Front(GenerateServer):
         self._model.sessions.forget(IDLE_S)
         if len(self._model.sessions) >= MOST_SESSIONS:
             raise RequestError(f"{MOST_SESSIONS} sessions are open; close some (DELETE /sessions/<id>)", 429)
-        whole = SamplingParams(max_new_tokens=self._model.sessions.max_context_len)
-        session = self._model.sessions.open(body.id, defaults=body.params(whole))
+        sessions = self._model.sessions
+        session = sessions.open(body.id, defaults=body.params(sessions.defaults))
         return web.json_response({"id": session.id, "key": session.key, "path": f"/sessions/{session.id}"})
 
     async def _record(self, http: web.Request) -> web.Response:

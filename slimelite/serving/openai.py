@@ -3,12 +3,12 @@
 What OpenAI's documentation leaves open: the log-probs of sampled tokens, and their alternatives, are of the
 distribution that was sampled from, with temperature 1 in place of 0; those of a prompt (``echo``) are at temperature 1.
 Any name of a model is answered. Beyond OpenAI's parameters there are ``top_k``, ``min_tokens``, ``stop_token_ids``,
-``ignore_eos``, ``chat_template_kwargs`` and ``return_token_ids``.
+``ignore_eos``, ``repetition_penalty``, ``chat_template_kwargs``, ``continue_final_message``, ``return_token_ids`` and
+the grammars of `HeldBody`.
 """
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -22,10 +22,12 @@ from pydantic import Field
 from slimelite.base.http_body import Ids, Like, Shape, Text, unread, with_fields
 from slimelite.base.http_server import Answer, RequestError, sse
 from slimelite.data.messages import BadCell, read_messages
-from slimelite.engines.http_front import SampledBody, sampled
+from slimelite.engines.http_front import sampled
+from slimelite.engines.params import GRAMMARS
 from slimelite.engines.protocol import SamplingParams, Scores
 from slimelite.engines.sampling import Generating
 from slimelite.serving.format import ChatFormat, Message, content_text
+from slimelite.serving.grammars import HeldBody, ResponseFormat, named_schema
 from slimelite.serving.replies import Model, Part, PlannedTurn, parts
 from slimelite.serving.sessions import Session, Turn
 
@@ -62,41 +64,18 @@ class StreamOptions(Shape):
     include_usage: bool = False
 
 
-class Schema(Shape):
-    value: dict[str, Any] = Field(alias="schema")
-
-
-class ResponseFormat(Shape):
-    """The form of the reply, where the engine can hold it to one."""
-
-    type: Literal["text", "json_object", "json_schema"] = "text"
-    json_schema: Schema | None = None
-
-    def schema_text(self) -> str | None:
-        """The JSON schema that the reply is held to; None: to none."""
-        if self.type == "json_schema" and self.json_schema is None:
-            raise RequestError("response_format of type json_schema needs a json_schema", param="response_format")
-        if self.type == "json_schema" and self.json_schema is not None:
-            return json.dumps(self.json_schema.value)
-        return json.dumps({"type": "object"}) if self.type == "json_object" else None
-
-
 @sampled("openai")
 @with_fields(
     unread(
         *("user", "metadata", "store", "service_tier", "safety_identifier"),
         *("prompt_cache_key", "prompt_cache_retention"),
-        frequency_penalty=0,
-        presence_penalty=0,
-        repetition_penalty=1,
         best_of=1,
-        logit_bias={},
         suffix="",
         modalities=["text"],
         skip_special_tokens=True,
     )
 )
-class CommonBody(SampledBody):
+class CommonBody(HeldBody):
     model: Text = ""
     n: int = Field(1, ge=1, le=MOST_CHOICES)
     stream: bool = False
@@ -115,6 +94,13 @@ class ChatBody(CommonBody):
     top_logprobs: int = Field(0, ge=0, le=MOST_ALTERNATIVES)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     parallel_tool_calls: bool = True
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    continue_final_message: bool = False
+    add_generation_prompt: bool = True
+
+    def response_schema(self) -> str | None:
+        """See `HeldBody.response_schema`."""
+        return named_schema(self.response_format, "response_format")
 
 
 class CompletionBody(CommonBody):
@@ -143,21 +129,33 @@ async def chat(model: Model, session: Session, body: ChatBody) -> Answer:
     tools, forced = shown_tools(body.tools, body.tool_choice)
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs=true", param="top_logprobs")
-    schema = body.response_format.schema_text()
-    if schema is not None and not (info := await model.engine.info()).schemas:
-        raise RequestError(f"the {info.name} engine holds no reply to a JSON schema", param="response_format")
-    # a call that is asked for is no answer that has the form
-    params = replace(body.params(session.defaults), json_schema=None if forced else schema)
-    kwargs = body.chat_template_kwargs
+    params = await held_params(model, session, body, forced)
+    kwargs = {**session.format.effort_kwargs(body.reasoning_effort), **body.chat_template_kwargs}
+    if not (body.add_generation_prompt or body.continue_final_message):
+        raise RequestError(
+            "add_generation_prompt=false needs continue_final_message=true", param="add_generation_prompt"
+        )
     if "chat_template" in kwargs:  # a template is a program, which could stop the server, or a run, for everybody
         raise RequestError("a request cannot bring a chat_template of its own", param="chat_template_kwargs")
-    planned = [
-        (session.turn(messages, tools, forced, kwargs, one_call=not body.parallel_tool_calls), _seeded(params, copy))
-        for copy in range(body.n)
-    ]
+    how = {"one_call": not body.parallel_tool_calls, "goes_on": body.continue_final_message}
+    planned = [(session.turn(messages, tools, forced, kwargs, **how), _seeded(params, copy)) for copy in range(body.n)]
     top = body.top_logprobs if body.logprobs else None
     choices = ChatChoices(model.engine, session.format, params, top, ids=body.return_token_ids)
     return await _answer(model, session, body, planned, choices)
+
+
+async def held_params(model: Model, session: Session, body: HeldBody, forced: Sequence[str] = ()) -> SamplingParams:
+    """The sampling parameters of a body; ``forced``: the tools of which one is called.
+
+    Raises:
+        RequestError: the engine holds no reply to a grammar.
+    """
+    params = body.params(session.defaults)
+    if params.held and not (info := await model.engine.info()).schemas:
+        raise RequestError(f"the {info.name} engine holds no reply to a schema or another grammar")
+    # a call that is asked for is no answer that has the form
+    none: dict[str, Any] = dict.fromkeys(GRAMMARS)
+    return replace(params, **none) if forced else params
 
 
 async def complete(model: Model, session: Session, body: CompletionBody) -> Answer:
@@ -175,7 +173,8 @@ async def complete(model: Model, session: Session, body: CompletionBody) -> Answ
         if entries > MOST_LOG_PROBS:
             message = f"this asks for {entries} log-probs; a request may ask for {MOST_LOG_PROBS}; send several"
             raise RequestError(message, param="logprobs")
-    params = replace(body.params(session.defaults), max_new_tokens=wanted or session.defaults.max_new_tokens)
+    params = await held_params(model, session, body)
+    params = replace(params, max_new_tokens=wanted or session.defaults.max_new_tokens)
     planned = [
         # nothing is sampled after a prompt that is only scored
         (session.raw_turn(prompt) if wanted else Turn(0, None, (), "", prompt, finish_reason="length"), seeded)
@@ -190,12 +189,18 @@ async def complete(model: Model, session: Session, body: CompletionBody) -> Answ
 
 async def models(model: Model) -> dict[str, Any]:
     """Answers ``/v1/models``: the one model that is served. ``max_model_len``, a name of vLLM's, is the length of its
-    context in tokens; ``chats``, ours, whether it has a chat template, or only goes on with texts.
+    context in tokens; of ours are ``chats``, whether it has a chat template, or only goes on with texts, and
+    ``sampling``, the parameters of a request that brings none.
     """
     info = await model.engine.info()
     own = {"id": model.name, "object": "model", "created": model.created, "owned_by": "slimelite"}
     chats = bool(model.sessions.format.tokenizer.chat_template)
-    return {"object": "list", "data": [{**own, "max_model_len": info.max_context_len, "chats": chats}]}
+    defaults = model.sessions.defaults
+    sampling = {name: getattr(defaults, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+    return {
+        "object": "list",
+        "data": [{**own, "max_model_len": info.max_context_len, "chats": chats, "sampling": sampling}],
+    }
 
 
 def error_body(error: Exception, status: int) -> dict[str, object]:

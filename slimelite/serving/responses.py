@@ -20,19 +20,17 @@ from pydantic import Discriminator, Field, Tag, TypeAdapter
 
 from slimelite.base.http_body import FirstError, Shape, Text, unread, with_fields
 from slimelite.base.http_server import Answer, RequestError, sse
-from slimelite.engines.http_front import SampledBody, sampled
-from slimelite.serving.anthropic import SWITCH_NAME
+from slimelite.engines.http_front import sampled
 from slimelite.serving.calls import ToolCall
 from slimelite.serving.format import ChatFormat, Message
-from slimelite.serving.openai import checked_messages, shown_tools
+from slimelite.serving.grammars import HeldBody, ResponseFormat, named_schema
+from slimelite.serving.openai import checked_messages, held_params, shown_tools
 from slimelite.serving.replies import Model, Part, PlannedTurn, parts
 from slimelite.serving.sessions import Session, Turn
 from slimelite.serving.stored import Record
 
 # how thinking begins that comes back as ``encrypted_content``: it is packed, and no secret
 PACKED = "slimelite:"
-# the variable by which GPT-OSS's and others' templates say how long a model thinks
-EFFORT_NAME = "reasoning_effort"
 # the only parameter of a custom tool, which takes a text
 INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
@@ -116,6 +114,7 @@ class FunctionTool(Shape):
     name: Text
     description: str = ""
     parameters: dict[str, Any] = Field(default_factory=dict)
+    strict: bool = False
 
 
 class Grammar(Shape):
@@ -156,12 +155,8 @@ class HostedTool(Shape):
 Tool = Annotated[FunctionTool | CustomTool | NamespaceTool | HostedTool, Field(discriminator="type")]
 
 
-class TextFormat(Shape):
-    type: Literal["text"] = "text"
-
-
 class TextConfig(Shape):
-    format: TextFormat = TextFormat()
+    format: ResponseFormat = ResponseFormat()
 
 
 class Reasoning(Shape):
@@ -180,7 +175,7 @@ class Reasoning(Shape):
         top_logprobs=0,
     )
 )
-class ResponsesBody(SampledBody):
+class ResponsesBody(HeldBody):
     """``/v1/responses``."""
 
     model: Text = ""
@@ -213,6 +208,10 @@ class ResponsesBody(SampledBody):
     stream: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
+    def response_schema(self) -> str | None:
+        """See `HeldBody.response_schema`."""
+        return named_schema(self.text.format, "text.format")
+
 
 ITEM: TypeAdapter[Any] = TypeAdapter(Item)
 
@@ -225,7 +224,7 @@ async def respond(model: Model, session: Session, body: ResponsesBody) -> Answer
     sent = [model.stored.item(owner, item.id) if isinstance(item, Reference) else item for item in sent]
     tools = Tools(body.tools)
     shown, forced = shown_tools(tools.functions, tools.choice(body.tool_choice))
-    kwargs = {**_template_kwargs(body, session.format), **body.chat_template_kwargs}
+    kwargs = {**session.format.effort_kwargs(body.reasoning.effort), **body.chat_template_kwargs}
     messages = _messages(body.instructions, before, sent)
     turn = session.turn(messages, shown, forced, kwargs, one_call=not body.parallel_tool_calls)
     output = Output(tools, packs="reasoning.encrypted_content" in body.include)
@@ -239,7 +238,7 @@ async def respond(model: Model, session: Session, body: ResponsesBody) -> Answer
             model.stored.keep(Record(owner, body.previous_response_id, sent, kept, answer, size))
         return answer
 
-    planned = turn, body.params(session.defaults)
+    planned = turn, await held_params(model, session, body, forced)
     if body.stream:
         return _stream(session, planned, output, head, done)
     (part,) = [part async for part in parts(session, [planned], stream=False)]
@@ -303,6 +302,7 @@ class Tools:
         elif tool.format.definition:
             description = f"{description}\nThe input has this grammar:\n{tool.format.definition}"
         function = {"name": name, "description": description, "parameters": parameters}
+        function |= {"strict": True} if isinstance(tool, FunctionTool) and tool.strict else {}
         self.functions.append({"type": "function", "function": function})
 
 
@@ -433,13 +433,6 @@ def _usage(turn: Turn, chat_format: ChatFormat) -> dict[str, Any]:
         "output_tokens_details": {"reasoning_tokens": min(thought, written)},
         "total_tokens": read + written,
     }
-
-
-def _template_kwargs(body: ResponsesBody, chat_format: ChatFormat) -> dict[str, Any]:
-    """What ``reasoning.effort`` sets in the chat template, where that has such a variable."""
-    effort, template = body.reasoning.effort, str(chat_format.tokenizer.chat_template)
-    kwargs: dict[str, Any] = {EFFORT_NAME: effort} if effort and EFFORT_NAME in template else {}
-    return {**kwargs, SWITCH_NAME: False} if effort == "none" and SWITCH_NAME in template else kwargs
 
 
 def _messages(instructions: str, before: Sequence[Any], sent: Sequence[Any]) -> list[Message]:

@@ -22,6 +22,8 @@ from functools import cached_property
 from itertools import count
 from typing import Any
 
+import numpy as np
+
 from slimelite.engines.protocol import GenerateRequest, GenerateResult, OnTokens, SamplingParams, stream_seed
 from slimelite.engines.sampling import Sampler
 from slimelite.samples.sample import Kept, Sample, Status, joined, together
@@ -55,7 +57,7 @@ class Turn:
     ``ends``: texts that end the reply and are part of what is shown of it, unlike a request's stop strings.
     ``tools``: those that the model is shown. ``sent``: what is `comparable` of the messages as the client sent them;
     ``echoes``: of the reply as a client may send it back, with and without its stop string. ``log_probs``,
-    ``weight_versions``: one for each of ``output_ids``; ``kept``: see `GenerateResult`.
+    ``weight_versions``: one for each of ``output_ids``; ``kept``, ``constrained``: see `GenerateResult`.
     ``finish_reason``: "stop", "length" or "abort". ``reward``: for the environment to set. ``began``, ``ended``: [s,
     monotonic].
     """
@@ -74,6 +76,7 @@ class Turn:
     log_probs: list[float] = field(default_factory=list, repr=False)
     weight_versions: list[int] = field(default_factory=list, repr=False)
     kept: Kept | None = field(default=None, repr=False)
+    constrained: np.ndarray | None = field(default=None, repr=False)
     finish_reason: str = ""
     cached_tokens: int = 0
     reply: Reply = field(default_factory=lambda: Reply(""))
@@ -129,8 +132,9 @@ class Session:
     """A conversation with its branches; `Sessions.open` makes one.
 
     ``key`` opens this session alone. ``turns``: the finished ones, in the order in which they finished. ``running``:
-    number of requests that the sampler has now. ``overflows``: prompts that left no
-    room for a reply. ``used``: when it was opened, or a turn last ended [s, monotonic].
+    number of requests that the sampler has now. ``overflows``: prompts that left no room for a reply.
+    ``trains_constrained``: whether tokens that a grammar constrained are trained on. ``used``: when it was opened, or a
+    turn last ended [s, monotonic].
     """
 
     def __init__(
@@ -148,6 +152,7 @@ class Session:
         self.turns: list[Turn] = []
         self._unfinished: dict[int, GenerateResult] = {}  # by turn, what the sampler has given so far
         self.running = self.overflows = 0
+        self.trains_constrained = False
         self._sampler, self._seed = sampler, seed
         self._begun = 0
         self.used = time.monotonic()
@@ -192,9 +197,10 @@ class Session:
     def samples(self, sample: Sample) -> list[Sample]:
         """Copies of ``sample``, one for each leaf of the tree, with the tokens of the path to it.
 
-        The prompt is what the path's first turn answers. The loss mask is 1 on sampled tokens alone, and a turn that
-        several paths have is trained on in the first of them only. Branches share a rollout id, so that the episode
-        counts once. ``metadata`` gets the number of ``turns``, and of ``malformed_tool_calls`` if there are any.
+        The prompt is what the path's first turn answers. The loss mask is 1 on sampled tokens alone, without those that
+        a grammar constrained unless the session ``trains_constrained``. A turn that several paths have is trained on in
+        the first of them only. Branches share a rollout id, so that the episode counts once. ``metadata`` gets the
+        number of ``turns``, and of ``malformed_tool_calls`` if there are any.
 
         Raises:
             ValueError: the session has no turn.
@@ -213,11 +219,16 @@ class Session:
                     branch.append_response_tokens(turn.added_ids, trainable=False)
                 branch.append_response_tokens(turn.given_ids, trainable=False)
                 trained = turn.number not in seen
+                constrained = turn.constrained if trained else None
+                if constrained is not None and self.trains_constrained:
+                    branch.count_constrained(constrained)
+                    constrained = None
                 branch.append_response_tokens(
                     turn.output_ids,
                     turn.log_probs,
                     weight_versions=turn.weight_versions,
                     kept=turn.kept,
+                    constrained=constrained,
                     trainable=trained,
                 )
             new = [turn for turn in path if turn.number not in seen]
@@ -242,16 +253,21 @@ class Session:
         template_kwargs: Mapping[str, object] | None = None,
         *,
         one_call: bool = False,
+        goes_on: bool = False,
     ) -> Turn:
         """The turn that answers ``messages``, with its place in the tree and its prompt; `sample` does the rest.
 
         ``forced``: the reply begins as a call of one of these tools does. ``one_call``: it ends with its first call.
+        ``goes_on``: it begins with the last of the messages, a reply of the assistant's.
 
         Raises:
             ValueError: the chat template refuses the messages, or shows no call that could be forced; or nothing shows
                 where the first call ends.
         """
         template_kwargs = template_kwargs or {}
+        if goes_on and messages[-1]["role"] != "assistant":
+            raise ValueError("continue_final_message: the last message must be the assistant's")
+        messages, begun = (messages[:-1], messages[-1]) if goes_on else (messages, None)
         sent = tuple(comparable(message) for message in messages)
         before = [turn for turn in self.turns if turn.messages and _begins(messages, sent, turn)]
         before.sort(key=lambda turn: -len(turn.messages))
@@ -263,7 +279,12 @@ class Session:
         if tokens := self.format.excess(rendered, self.max_context_len):
             self.overflows += 1
             raise ContextFullError(tokens, self.max_context_len)
-        opening = self.format.opening(whole, rendered, forced, tools, **template_kwargs) if forced else []
+        if begun is not None:
+            if forced:
+                raise ValueError("continue_final_message: a reply that was begun is no call; take tool_choice auto")
+            opening = self.format.begun(whole, begun, rendered, tools, **template_kwargs)
+        else:
+            opening = self.format.opening(whole, rendered, forced, tools, **template_kwargs) if forced else []
         ends = self.format.call_ends(tools) if one_call else ()
         for parent in before:
             thinking = (parent.reply.reasoning or "").strip()
@@ -305,12 +326,13 @@ class Session:
             seed = stream_seed(self._seed, turn.number)
         params = replace(params.after(0, room), seed=seed)
         try:
-            whole = replace(params, stop=(*params.stop, *turn.ends))
+            known = self.format.held(params, turn.rendered, turn.tools, turn.given_ids)
+            whole = replace(known, stop=(*params.stop, *turn.ends))
             result = await self._whole(turn, prompt_ids, whole, on_tokens)
         finally:
             self._unfinished.pop(turn.number, None)
         turn.output_ids, turn.log_probs = result.output_ids, result.log_probs
-        turn.weight_versions, turn.kept = result.weight_versions, result.kept
+        turn.weight_versions, turn.kept, turn.constrained = result.weight_versions, result.kept, result.constrained
         turn.finish_reason, turn.cached_tokens = result.finish_reason, result.cached_tokens
         opened = self.format.opens_thinking(turn.rendered)
         turn.reply = self.format.reply(turn.reply_ids, turn.tools, opened=opened, salt=f"{self.id}/{turn.number}")
@@ -329,10 +351,10 @@ class Session:
         self._unfinished[turn.number] = whole
         for part in count():
             await self._going.wait()
-            if whole.length and params.json_schema is not None:
-                # an engine holds a text to a schema from its first token on
+            if whole.length and params.held:
+                # SGLang holds a text to a grammar from its first token on
                 if on_tokens is not None:
-                    raise ConnectionError("the reply was interrupted, and one in JSON cannot go on: ask again")
+                    raise ConnectionError("the reply was interrupted, and one in a grammar cannot go on: ask again")
                 whole = self._unfinished[turn.number] = GenerateResult(whole.request_id)
             done = whole.length
             request = GenerateRequest(
@@ -349,6 +371,9 @@ class Session:
                 self.running -= 1
             columns = map(joined, whole.columns, result.columns)
             whole.kept = together(whole.kept, done, result.kept, result.length)
+            if whole.constrained is not None and result.constrained is not None:
+                result.constrained = np.concatenate([whole.constrained, result.constrained])
+            whole.constrained = result.constrained
             whole.output_ids, whole.log_probs, whole.weight_versions = columns
             whole.finish_reason = result.finish_reason
             whole.cached_tokens = whole.cached_tokens if part else result.cached_tokens
@@ -365,10 +390,14 @@ class Sessions:
 
     Args:
         max_context_len: most tokens of prompt and reply together.
+        defaults: sampling parameters of sessions that bring none; ``max_new_tokens`` is ``max_context_len``.
     """
 
-    def __init__(self, chat_format: ChatFormat, sampler: Sampler, max_context_len: int) -> None:
+    def __init__(
+        self, chat_format: ChatFormat, sampler: Sampler, max_context_len: int, defaults: Mapping[str, Any] | None = None
+    ) -> None:
         self.format, self.sampler, self.max_context_len = chat_format, sampler, max_context_len
+        self.defaults = SamplingParams(max_new_tokens=max_context_len, **(defaults or {}))
         self._open: dict[str, Session] = {}
 
     def open(
@@ -380,7 +409,8 @@ class Sessions:
         Raises:
             ValueError: the id is taken.
         """
-        if defaults is not None and seed is None:  # two turns with one seed would draw the same numbers
+        defaults = self.defaults if defaults is None else defaults
+        if seed is None:  # two turns with one seed would draw the same numbers
             defaults, seed = replace(defaults, seed=None), defaults.seed
         session_id = uuid.uuid4().hex if session_id is None else session_id
         if session_id in self._open:
@@ -436,7 +466,7 @@ class Sessions:
 
     def anonymous(self) -> Session:
         """A session that only its caller knows, for a request that belongs to none."""
-        return Session(uuid.uuid4().hex, self.format, self.sampler, self.max_context_len)
+        return Session(uuid.uuid4().hex, self.format, self.sampler, self.max_context_len, self.defaults)
 
 
 def _begins(messages: Sequence[Message], sent: Sequence[tuple[object, ...]], turn: Turn) -> bool:

@@ -179,7 +179,7 @@ class _Server:
         if request.prefix_key in self.telling:
             request = replace(request, params=request.params.telling())
         body = request_body(request, result, request.request_id, eos=(), seeds=True)
-        extend(result, await self._client.post(f"{self._url}/generate", body))
+        extend(result, await self._client.post(f"{self._url}/generate", body), request.params)
         return result
 
     async def info(self) -> EngineInfo:

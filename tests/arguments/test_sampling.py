@@ -24,7 +24,17 @@ SET: dict[str, Any] = {
     "ignore_eos": True,
     "skip_special_tokens": True,
     "seed": 4,
+    "repetition_penalty": 1.5,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.25,
+    "logit_bias": {"5": 1.0},
     "json_schema": "{}",
+    "regex": "a",
+    "ebnf": "b",
+    "structural_tag": "{}",
+    "calls": "{}",
+    "grammar_after": "c",
+    "begun": "d",
     "kept": True,
 }
 

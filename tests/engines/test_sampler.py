@@ -20,7 +20,7 @@ def batch(
     min_p: float = 0.0,
     kept: bool = False,
 ) -> SamplingBatch:
-    return SamplingBatch.build(np.array([(temperature, top_p, top_k, min_p, kept)] * n, SHAPE), vocab, CPU)
+    return SamplingBatch.build(np.array([(temperature, top_p, top_k, min_p, kept, False)] * n, SHAPE), vocab, CPU)
 
 
 def test_uniforms_are_splitmix64() -> None:
@@ -96,7 +96,7 @@ def test_truncation_keeps_the_likeliest_and_the_log_probs(top_p: float, top_k: i
 
 def test_a_greedy_row_keeps_its_token_and_an_unlimited_one_tells_nothing() -> None:
     logits = torch.randn(3, 400, generator=torch.Generator().manual_seed(2))
-    shapes = [(1.0, 1.0, -1, 0.0, True), (0.0, 0.9, -1, 0.0, True), (1.0, 1.0, 1, 0.0, True)]
+    shapes = [(1.0, 1.0, -1, 0.0, True, False), (0.0, 0.9, -1, 0.0, True, False), (1.0, 1.0, 1, 0.0, True, False)]
     mixed = SamplingBatch.build(np.array(shapes, SHAPE), 400, CPU)
     tokens, log_probs, told = sample(logits.clone(), mixed, torch.full((3,), 0.5, dtype=torch.float64))
     assert {row: ids.tolist() for row, ids in told.items()} == {1: [tokens[1]], 2: [tokens[2]]}
@@ -114,7 +114,7 @@ def test_each_row_is_sampled_its_own_way() -> None:
         (0.5, 1.0, -1, 0.3, False),
         (1.0, 0.1, 0, 0.0, True),
     ]
-    mixed = SamplingBatch.build(np.array(shapes, SHAPE), 400, CPU)
+    mixed = SamplingBatch.build(np.array([(*shape, False) for shape in shapes], SHAPE), 400, CPU)
     tokens, log_probs, _ = sample(logits.clone(), mixed, uniform)
     for row, shape in enumerate(shapes):
         alone = batch(1, 400, *shape)
@@ -128,8 +128,10 @@ def test_banned_tokens_are_not_drawn_even_when_nothing_else_is_likely() -> None:
     logits = torch.full((2, 300), -120.0)
     logits[:, 7] = 0.0
     logits[:, 9] = -110.0
-    banned = (torch.tensor([0]), torch.tensor([7]))
-    tokens, log_probs, _ = sample(logits.clone(), batch(2, 300), torch.full((2,), 0.3, dtype=torch.float64), banned)
+    without = logits[:1].clone()
+    without[0, 7] = -torch.inf
+    changed = torch.tensor([0]), without
+    tokens, log_probs, _ = sample(logits.clone(), batch(2, 300), torch.full((2,), 0.3, dtype=torch.float64), changed)
     assert tokens.tolist() == [9, 7]
     assert torch.isfinite(log_probs).all()
 

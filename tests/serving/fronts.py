@@ -113,7 +113,7 @@ async def engine_front(
     chat_format = ChatFormat(tokenizer())
     if begin:
         begin_with(chat_format.tokenizer, begin)
-    codec = {"decode": chat_format.decode, "encode": chat_format.encode_text}
+    codec = {"decode": chat_format.decode, "encode": chat_format.encode_text, "tokenizer": chat_format.tokenizer}
     engine = EmbeddedEngine(str(folder), max_running_requests=8, max_context_len=2000, **codec)
     try:
         async with front_over(Sessions(chat_format, engine_sampler(engine), 2000), engine, **settings) as ask:

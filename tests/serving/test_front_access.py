@@ -259,7 +259,7 @@ def test_a_session_keeps_the_tokens_of_all_dialects(folder: Path) -> None:
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     *(("/v1/chat/completions", {**CHAT, name: value}, name) for name, value in {
-        "frequency": 1, "frequency_penalty": 0.5, "functions": [], "logit_bias": {"5": 1}, "temperature": "hot",
+        "frequency": 1, "frequency_penalty": 5, "functions": [], "logit_bias": {"x": 1}, "temperature": "hot",
         "max_tokens": "x", "n": 0, "stop": 5, "seed": 0.5, "stream": "yes", "tools": [{"type": "web"}],
         "tool_choice": "required", "top_logprobs": 3, "response_format": {"type": "xml"}, "messages": [],
         "parallel_tool_calls": 0, "stop_token_ids": ["a"], "min_tokens": "x", "top_k": "x",
@@ -268,7 +268,14 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/chat/completions", {**CHAT, "tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice"),
     ("/v1/chat/completions", {**CHAT, "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}},
      "one of the tools, which are search"),
-    ("/v1/chat/completions", {**CHAT, "response_format": {"type": "json_object"}}, "schema"),
+    *(("/v1/chat/completions", {**CHAT, "stream": stream, "response_format": {
+        "type": "json_schema", "json_schema": {"schema": {"type": "objec"}}}}, "json_schema: no grammar: Invalid type")
+      for stream in (False, True)),
+    ("/v1/chat/completions", {**CHAT, "response_format": {"type": "json_object"}, "guided_regex": "a"},
+     "regex and response_format: a response is held to one grammar"),
+    ("/v1/chat/completions", {**CHAT, "guided_choice": [""]}, "guided_choice"),
+    ("/v1/chat/completions", {**CHAT, "repetition_penalty": 0}, "repetition_penalty"),
+    ("/v1/chat/completions", {**CHAT, "logit_bias": {"100000": 1}}, "logit_bias"),
     ("/v1/chat/completions", {"messages": [{"role": "robot", "content": "a"}]}, "messages[0]"),
     ("/v1/chat/completions", {"messages": [*ASK, {"role": "user", "content": [{"type": "text", "text": "a" * 99}, {
         "type": "image_url", "image_url": {"url": "data:"}}]}]}, "messages[1].content[1] is of type 'image_url'"),

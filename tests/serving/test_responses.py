@@ -277,7 +277,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": "required"}, "tool_choice"),
     (
         {"text": {"format": {"type": "json_schema", "name": "a", "schema": {}}}},
-        "text.format.type: Input should be 'text'",
+        "the scripted engine holds no reply to a schema",
     ),
     ({"include": ["message.output_text.logprobs"]}, "include[0]"),
     ({"top_logprobs": 3}, "top_logprobs"),

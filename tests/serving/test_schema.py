@@ -129,7 +129,7 @@ WRONG: list[tuple[type, dict[str, Any], str]] = [
     (ChatBody, {"response_format": {"type": "json_schema", "json_schema": {}}},
      "response_format.json_schema.schema: Field required"),
     (ChatBody, {"frequency": 1}, "frequency: unknown parameter, leave it out"),
-    (ChatBody, {"frequency_penalty": 0.5}, "frequency_penalty: Input should be 0 or left out (got 0.5)"),
+    (ChatBody, {"best_of": 2}, "best_of: Input should be 1 or left out (got 2)"),
     (CompletionBody, {"prompt": [[1], "a", 5]}, "prompt[2]: Input should be a valid list or Input should be a valid"),
     (MessagesBody, {"max_tokens": None}, "max_tokens: Field required"),
     (MessagesBody, {"output_config": {"task": 5}}, "output_config.task: unknown parameter, leave it out"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import os
@@ -14,13 +15,19 @@ import urllib.request
 from itertools import pairwise
 from pathlib import Path
 
+import aiohttp
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from slimelite.apps.command import main
-from tests.serving.chat import build
+from slimelite.apps.serve import add_model_flags, sampling_defaults, serving
+from slimelite.engines.params import SamplingParams
+from slimelite.serving.format import ChatFormat
+from slimelite.serving.sessions import Sessions
+from tests.serving.chat import build, tokenizer
+from tests.serving.fronts import run
 
 
 @pytest.fixture(scope="module")
@@ -118,3 +125,43 @@ def test_an_engine_that_is_not_installed_is_one_line(
     assert main(["serve", str(run_folder), "--engine", "sglang"]) == 1
     said = "--engine sglang: sglang is not installed: docs/install.md says how; or take embedded"
     assert capsys.readouterr().err == f"slimelite serve: {said}\n"
+
+
+def test_sampling_defaults_are_those_of_the_model_unless_they_are_turned_off(tmp_path: Path) -> None:
+    """Of SmolLM2's kind of file; a greedy temperature shows that they reach the engine."""
+    build(tmp_path)
+    file = tmp_path / "generation_config.json"
+    known = {
+        "temperature": 0.2,
+        "top_k": 0,
+        "top_p": 0.9,
+        "repetition_penalty": 1.1,
+        "max_new_tokens": 5,
+        "min_p": None,
+    }
+    file.write_text(json.dumps(known))
+    found = {"temperature": 0.2, "top_k": -1, "top_p": 0.9, "repetition_penalty": 1.1}
+    assert sampling_defaults(str(tmp_path)) == found
+    sessions = Sessions(ChatFormat(tokenizer()), None, 99, found)  # type: ignore[arg-type]
+    for defaults in (sessions.anonymous().defaults, sessions.open().defaults):
+        assert defaults == SamplingParams(99, **found)
+    file.write_text('{"temperature": "hot"}')
+    with pytest.raises(ValueError, match="temperature is 'hot', not a number: mend it, or give --sampling-defaults"):
+        sampling_defaults(str(tmp_path))
+    file.write_text('{"temperature": 0, "do_sample": true}')
+
+    async def replies(*flags: str) -> list[str]:
+        parser = argparse.ArgumentParser()
+        add_model_flags(parser)
+        args = parser.parse_args(["--context-length", "100", *flags])
+        args.model, args.host, args.port, args.api_key, args.web = str(tmp_path), "127.0.0.1", 0, None, False
+        async with serving(args) as server, aiohttp.ClientSession() as http:
+            said = []
+            for _ in range(2):
+                async with http.post(f"{server.url}/v1/completions", json={"prompt": "abc"}) as answer:
+                    said.append((await answer.json())["choices"][0]["text"])
+            return said
+
+    one, other = run(replies())
+    assert one == other
+    assert len({*run(replies("--sampling-defaults", "openai"))}) == 2

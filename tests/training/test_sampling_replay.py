@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,15 @@ from tiny import exact_norms, on_ranks, one_rank, random_table, save_tiny_model,
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from slimelite.engines.embedded.engine import EmbeddedEngine
+from slimelite.engines.params import SamplingParams
+from slimelite.engines.protocol import GenerateRequest
+from slimelite.samples.sample import Sample
 from slimelite.samples.table import SampleTable
 from slimelite.training.model import chunked_log_probs
 from slimelite.training.replay import KeptIds
 from slimelite.training.trainer import Trainer
+from tests.serving.chat import build, tokenizer
 
 TERMS = {"use_kl_loss": True, "kl_loss_coef": 0.1, "use_reference": True, "entropy_coef": 0.01}
 TRUNCATED = {"rollout_top_p": 0.9, "rollout_temperature": 0.8, **TERMS}
@@ -177,3 +184,39 @@ def test_tokens_without_their_ids_are_refused_unless_it_is_insisted(model: Path)
         assert trainer.train(0, none)["train/grad_norm"] > 0
     with one_rank(tiny_args(model, rollout_top_p=0.9, allow_truncated_sampling=True)) as trainer:
         assert trainer.train(0, none)["train/grad_norm"] > 0
+
+
+def test_tokens_of_a_grammar_are_trained_over_the_ids_that_it_allowed(tmp_path: Path) -> None:
+    """``--train-constrained``, from the engine to the trainer's log-probs, against a naive softmax over these ids."""
+    words = tokenizer()
+    folder = build(tmp_path / "model", max_position_embeddings=512)
+    engine = EmbeddedEngine(str(folder), tokenizer=words, max_context_len=300)
+    params = SamplingParams(60, temperature=0.8, regex='[a-z ]{20}(yes|no)"?').telling(constrained=True)
+    prompts = [tuple(words(text, add_special_tokens=False)["input_ids"]) for text in ("ab", "abc def")]
+    requests = [GenerateRequest(f"{n}", prompt, replace(params, seed=n)) for n, prompt in enumerate(prompts)]
+    results = asyncio.run(engine.generate(requests))
+    asyncio.run(engine.close())
+    samples = []
+    for n, (prompt, result) in enumerate(zip(prompts, results, strict=True)):
+        assert result.constrained is not None
+        assert result.constrained.all()
+        sample = Sample(index=n, group_index=n, tokens=list(prompt), reward=float(n))
+        sample.append_response_tokens(
+            result.output_ids, result.log_probs, weight_versions=result.weight_versions, kept=result.kept
+        )
+        samples.append(sample)
+    table = SampleTable.from_samples([[sample] for sample in samples], None)
+    with one_rank(tiny_args(folder, **{**TRUNCATED, "rollout_top_p": 1.0})) as trainer:
+        found = trainer.log_probs(table)
+    hf = AutoModelForCausalLM.from_pretrained(folder)
+    for row, (prompt, result) in enumerate(zip(prompts, results, strict=True)):
+        assert result.kept is not None
+        with torch.no_grad():
+            logits = hf(torch.tensor([[*prompt, *result.output_ids]])).logits[0, len(prompt) - 1 : -1] / 0.8
+        naive = [
+            float(logits[at, ids].log_softmax(0)[ids.index(token)])
+            for at, (token, ids) in enumerate(zip(result.output_ids, result.kept.rows(), strict=True))
+        ]
+        mine = found[slice(*table.response_offsets[row : row + 2])]
+        assert np.abs(mine - naive).max() < 1e-5
+        assert np.abs(np.array(result.log_probs) - naive).max() < 1e-5

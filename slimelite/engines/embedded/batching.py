@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from slimelite.engines.checks import holds_stop
+from slimelite.engines.embedded.changes import changed, follow
 from slimelite.engines.embedded.rows import RowTable, Running
 from slimelite.engines.embedded.sampler import NOT_FINITE, Scoring, sample, uniforms
 from slimelite.engines.protocol import Decode, FinishReason, OnTokens, Scores
@@ -134,7 +135,7 @@ class Batching(ABC):
         lengths = state["length"]
         uniform = uniforms(state["stream"], lengths + state["stream_shift"])
         sampled, sampled_log_probs, kept = sample(
-            logits, rows.sampling(), torch.from_numpy(uniform).to(self._device), rows.banned()
+            logits, rows.sampling(), torch.from_numpy(uniform).to(self._device), changed(rows, logits)
         )
         tokens, log_probs = sampled.cpu().numpy(), sampled_log_probs.cpu().numpy()
         if not np.isfinite(log_probs).all():
@@ -147,6 +148,8 @@ class Batching(ABC):
                 if (listener := self._listeners.get(sequence.request.request_id)) is not None:
                     listener(tokens[row : row + 1].tolist(), log_probs[row : row + 1].tolist())
         stopped = rows.stopped(tokens)
+        if state["changes"].any():
+            follow(rows, tokens, stopped)
         for row in np.flatnonzero(state["has_stop_strings"] & ~stopped):
             stopped[row] = self._completes_stop_string(int(row))
         ended = np.flatnonzero(stopped | (lengths >= state["limit"])).tolist()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from slimelite.engines.checks import check_ids, check_score
 from slimelite.engines.embedded.batching import Batching
 from slimelite.engines.embedded.generic import GenericDecoder
 from slimelite.engines.embedded.generic_scheduler import GenericScheduler
+from slimelite.engines.embedded.grammars import Grammars, Held
 from slimelite.engines.embedded.memory import KVMemory
 from slimelite.engines.embedded.model import Decoder, DecoderShape, DecoderWeights, not_fast
 from slimelite.engines.embedded.rows import Running
@@ -73,6 +75,7 @@ class EmbeddedEngine(InProcessEngine):
         eos_token_ids: Iterable[int] | None = None,
         seed: int = 0,
         http_host: str = "127.0.0.1",
+        tokenizer: Any = None,
     ) -> None:
         """Load the model and start the worker.
 
@@ -89,6 +92,7 @@ class EmbeddedEngine(InProcessEngine):
             eos_token_ids: default: those of generation_config.json and config.json.
             seed: seeds random weights, and the seeds of requests that bring none.
             http_host: address of this machine that `start_http` listens on, and that its URL names.
+            tokenizer: that of the model, for grammars.
 
         Raises:
             ValueError: the engine does not compute this architecture, or the cache is smaller than ``max_context_len``.
@@ -127,7 +131,8 @@ class EmbeddedEngine(InProcessEngine):
             memory = KVMemory(decoder.shape, tokens, place, dtype)
             self._scheduler = Scheduler(Decoder(decoder, config, self._max_context_len), memory, *batching)
         self._eos = frozenset(read_eos_ids(model_path, config) if eos_token_ids is None else eos_token_ids)
-        self._device = place
+        self._device, self._tokenizer = place, tokenizer
+        self._grammars: Grammars | None = None
         self._extra = {"model_path": model_path, "device": str(place), "dtype": str(dtype).removeprefix("torch.")}
         self._seeds = np.random.default_rng(seed)
         # tags of memory that is released: no step runs until all is back; only the worker thread touches this set
@@ -143,6 +148,7 @@ class EmbeddedEngine(InProcessEngine):
             max_running_requests=self._max_running,
             seeds=True,
             scores=True,
+            schemas=self._tokenizer is not None,
             url=self._front.url,
             extra=dict(self._extra),
         )
@@ -206,11 +212,34 @@ class EmbeddedEngine(InProcessEngine):
                 seed=int(self._seeds.integers(2**63)) if params.seed is None else params.seed,
                 stop_ids=tuple(sorted(t for t in stop_ids if 0 <= t < self._vocab_size)),
                 tokens=np.array(request.input_ids, np.int64),
+                held=self._held(request),
             )
             running.future.set_running_or_notify_cancel()
             taken.append(running)
         self._scheduler.waiting.extend(taken)
         return [running.future for running in taken]
+
+    def _check(self, request: GenerateRequest) -> None:
+        self._held(request)
+
+    def _held(self, request: GenerateRequest) -> Held | None:
+        """The response's place in its grammar.
+
+        Raises:
+            ValueError: the grammar is malformed or too large, or a response that goes on is not in it.
+        """
+        params = request.params
+        if params.grammar is None or (self._tokenizer is None and not params.held):
+            return None
+        if self._tokenizer is None:
+            raise ValueError(f"{params.grammar[0]}: this engine was built without a tokenizer, and holds no grammar")
+        if self._grammars is None:
+            self._grammars = Grammars(self._tokenizer, self._vocab_size, self._eos)
+        held = self._grammars.held(params)
+        if held is not None:
+            held.advance(self._grammars.tokens.tokenize_str(params.begun))
+            held.advance(request.input_ids[len(request.input_ids) - request.position :])
+        return held
 
     def _abort(self, request_ids: Collection[str] | None) -> None:
         self._scheduler.abort(request_ids)
@@ -240,7 +269,8 @@ class EmbeddedEngine(InProcessEngine):
 
 def build(setup: EngineSetup, codec: Codec) -> InProcessEngine:
     """Build the engine of a run."""
-    engine = partial(EmbeddedEngine, kv_cache_tokens=setup.kv_cache_tokens, repeatable=setup.repeatable)
+    own = {"kv_cache_tokens": setup.kv_cache_tokens, "repeatable": setup.repeatable, "tokenizer": codec.tokenizer}
+    engine = partial(EmbeddedEngine, **own)
     return build_in_process(engine, setup, codec)
 
 

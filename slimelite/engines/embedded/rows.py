@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from slimelite.engines.embedded.grammars import Held
 from slimelite.engines.embedded.memory import Place
 from slimelite.engines.embedded.prefixes import Node
 from slimelite.engines.embedded.sampler import SHAPE, SamplingBatch, stream_of
@@ -26,6 +27,7 @@ ROW = np.dtype(
         ("stream_shift", np.int64),  # add it to the length for the position in the stream
         ("shape", SHAPE),
         ("has_stop_strings", np.bool_),
+        ("changes", np.bool_),  # its logits are changed before a token is drawn
     ]
 )
 
@@ -62,6 +64,9 @@ class Running:
     future: Future[GenerateResult] = field(default_factory=Future)
     log_probs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
     kept: list[np.ndarray] = field(default_factory=list)
+    held: Held | None = None
+    constrained: list[bool] = field(default_factory=list)
+    error: ValueError | None = None
     versions: list[tuple[int, int]] = field(default_factory=list)
     cached_tokens: int | None = None
     leaf: Node | None = None
@@ -75,14 +80,18 @@ class Running:
         return self.request.params.max_new_tokens - len(self.log_probs)
 
     def deliver(self, reason: FinishReason) -> None:
-        """End the request. The caller gets the tokens, log-probs, weight versions and the ``reason`` why it ended."""
+        """End the request. The caller gets the error, or tokens, log-probs, versions and ``reason`` why it ended."""
+        if self.error is not None:
+            self.future.set_exception(self.error)
+            return
         starts = np.array([start for start, _ in self.versions], np.int64)
         counts = np.diff(starts, append=len(self.log_probs))
         versions = np.repeat([version for _, version in self.versions], counts)
         tokens = self.tokens[len(self.request.input_ids) :]
         columns = tokens, self.log_probs, versions
         kept = Kept.of(self.kept) if self.kept else None
-        result = GenerateResult(self.request.request_id, *columns, reason, self.cached_tokens or 0, kept)
+        constrained = np.array(self.constrained, np.bool_) if self.constrained else None
+        result = GenerateResult(self.request.request_id, *columns, reason, self.cached_tokens or 0, kept, constrained)
         self.future.set_result(result.packed())
 
 
@@ -120,8 +129,9 @@ class RowTable:
             room,
             stream_of(sequence.seed),
             request.position - start,
-            tuple(getattr(params, name) for name in SHAPE.names or ()),
+            (params.temperature, params.top_p, params.top_k, params.min_p, params.kept, sequence.held is not None),
             bool(params.stop),
+            sequence.held is not None or bool(params.shifts()),
         )
         self._widen(length)
         self.tokens[row, :length] = sequence.tokens
@@ -170,18 +180,13 @@ class RowTable:
             self._sampling = SamplingBatch.build(self.state["shape"][: len(self)], self._vocab_size, self._device)
         return self._sampling
 
-    def banned(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """(rows, tokens): stop ids of rows that have not reached min_new_tokens; None if there are none."""
+    def changing(self) -> np.ndarray:
+        """The rows whose logits are changed: by a grammar, or because they have not reached min_new_tokens."""
         state = self.state[: len(self)]
-        early = state["length"] < state["min_length"]
-        if not early.any():
-            return None
-        rows, columns = np.nonzero((self.stop_ids[: len(self)] >= 0) & early[:, None])
-        tokens = self.stop_ids[rows, columns]
-        return torch.from_numpy(rows).to(self._device), torch.from_numpy(tokens).to(self._device)
+        return np.flatnonzero(state["changes"] | (state["length"] < state["min_length"]))
 
     def stopped(self, tokens: np.ndarray) -> np.ndarray:
-        """[rows] bool: the new token is a stop id of the row; `banned` prevents that before min_new_tokens."""
+        """[rows] bool: the new token is a stop id of the row; `changes.changed` prevents that before min_new_tokens."""
         return (tokens[:, None] == self.stop_ids[: len(self)]).any(1)
 
     def _widen(self, length: int) -> None:

@@ -24,7 +24,8 @@ BLOCK = 256
 # top-p and top-k first look among this many likeliest tokens; a wider nucleus sorts the whole vocabulary
 CANDIDATES = 1024
 BELOW_ONE = 1 - 2**-50
-# the sampling parameters that shape the distribution of a row, and whether what truncation leaves is told
+# the sampling parameters that shape the distribution of a row, whether what these leave is told, and whether a grammar
+# leaves tokens out too
 SHAPE = np.dtype(
     [
         ("temperature", np.float64),
@@ -32,6 +33,7 @@ SHAPE = np.dtype(
         ("top_k", np.int64),
         ("min_p", np.float64),
         ("kept", np.bool_),
+        ("held", np.bool_),
     ]
 )
 
@@ -83,11 +85,13 @@ class SamplingBatch:
     @classmethod
     def build(cls, shapes: np.ndarray, vocab: int, device: torch.device) -> SamplingBatch:
         """Build from `SHAPE` [n]; temperature 0 or top_k 1 means greedy, top_k below 1 means no limit."""
-        temperature, top_p, top_k, min_p, kept = (shapes[name] for name in SHAPE.names or ())
+        temperature, top_p, top_k, min_p, kept, held = (shapes[name] for name in SHAPE.names or ())
         greedy = (temperature == 0) | (top_k == 1)
+        # of a grammar alone nothing is told, unless `SamplingParams.telling` has set a limit to it
+        told = held & kept & (top_k >= 1)
         scale = np.where(temperature == 0, 1, temperature)
         top_k = np.where(top_k < 1, vocab, top_k)
-        limited = (top_p < 1) | (top_k < vocab) | (min_p > 0)
+        limited = (top_p < 1) | (top_k < vocab) | (min_p > 0) | told
         rows, tells = np.flatnonzero(limited & ~greedy), kept & limited
 
         def column(values: np.ndarray) -> torch.Tensor:
@@ -109,36 +113,39 @@ def sample(
     logits: torch.Tensor,
     batch: SamplingBatch,
     uniform: torch.Tensor,
-    banned: tuple[torch.Tensor, torch.Tensor] | None = None,
+    changed: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, dict[int, np.ndarray]]:
     """Draw one token a row by inverting the cumulative distribution at ``uniform``.
 
     Args:
         logits: [n, vocab] fp32; overwritten.
         uniform: [n] float64 in (0, 1).
-        banned: (rows [m], tokens [m]) that must not be drawn now (stop ids before min_new_tokens).
+        changed: (rows [m], logits [m, vocab] that these are drawn by, -inf for tokens that must not come; overwritten).
 
     Returns:
-        Tokens [n] int64; their log-probs [n] fp32 under softmax(logits / temperature), before bans and truncation;
+        Tokens [n] int64; their log-probs [n] fp32 under softmax(logits / temperature), before changes and truncation;
         and by row, if it tells them, the ids that its token was drawn from, int32. The log-prob of such a token is
         renormalised over them.
     """
     if batch.temperature is not None:
         logits.div_(batch.temperature)
     probs = weights = logits.softmax(-1)
-    if banned is not None:
-        weights = logits.index_put(banned, logits.new_tensor(-torch.inf)).softmax(-1)
+    if changed is not None:
+        rows, drawn_by = changed
+        if batch.temperature is not None:
+            drawn_by.div_(batch.temperature[rows])
+        weights = probs.index_copy(0, rows, drawn_by.softmax(-1))
     left: tuple[torch.Tensor, torch.Tensor] | None = None
     if batch.all_greedy:
         tokens = weights.argmax(-1, keepdim=True)
     else:
         tokens = _invert(weights, uniform[:, None])
-        if (rows := batch.truncated) is not None:
-            left = _truncated(weights[rows], batch)
-            tokens[rows] = left[1].gather(-1, _search(left[0], uniform[rows, None])[0])
+        if (cut := batch.truncated) is not None:
+            left = _truncated(weights[cut], batch)
+            tokens[cut] = left[1].gather(-1, _search(left[0], uniform[cut, None])[0])
         if batch.greedy is not None:
             tokens = torch.where(batch.greedy[:, None], weights.argmax(-1, keepdim=True), tokens)
-    # the probability of a drawn token can be 0 only if a ban left no likelier one; the floor keeps its log finite
+    # the probability of a drawn token can be 0 only if a change left no likelier one; the floor keeps its log finite
     log_probs = probs.gather(-1, tokens).clamp_min(torch.finfo(torch.float32).tiny).log().squeeze(-1)
     return tokens.squeeze(-1), log_probs, {} if batch.tells is None else _tell(batch, tokens, weights, log_probs, left)
 

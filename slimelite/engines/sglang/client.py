@@ -281,10 +281,10 @@ class SglangEngine(Engine):
             if self._released:
                 await asyncio.sleep(POLL_S)
                 continue
-            if result.output_ids and request.params.json_schema is not None:  # its grammar begins with the first token
+            if result.output_ids and request.params.held:  # its grammar begins with the first token
                 if sent:
                     raise RuntimeError(
-                        f"request {request.request_id}: interrupted, and a response in JSON cannot go on"
+                        f"request {request.request_id}: interrupted, and a response in a grammar cannot go on"
                     )
                 result = GenerateResult(request.request_id)
             # SGLang aborts every request whose id starts with the given one, so no id may be a prefix of another
@@ -343,7 +343,7 @@ class SglangEngine(Engine):
     def _longer(self, request: GenerateRequest, before: GenerateResult, answer: dict[str, object]) -> GenerateResult:
         """``before`` with the tokens of an answer, cut where the response ends."""
         result = copy.deepcopy(before)
-        extend(result, answer)
+        extend(result, answer, request.params)
         if request.params.tells and result.length and result.kept is None:
             raise ValueError(f"{self.url} {NO_MASKS}")
         self._cut(request, result)

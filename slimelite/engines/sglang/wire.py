@@ -6,9 +6,11 @@ import base64
 import json
 from typing import Any
 
-from slimelite.engines.params import names_at
+import numpy as np
+
+from slimelite.engines.params import SamplingParams, names_at
 from slimelite.engines.protocol import GenerateRequest, GenerateResult
-from slimelite.samples.sample import PerToken, kept_of, together
+from slimelite.samples.sample import CONSTRAINED, PerToken, kept_of, together
 
 # tokens of an event of a stream
 EVENT_TOKENS = 4
@@ -27,8 +29,9 @@ def request_body(
 ) -> dict[str, object]:
     """The JSON body for the rest of the request, in SGLang's format."""
     params = request.params.after(len(done.output_ids))
+    own = {names[0]: getattr(params, field) for field, names in names_at("sglang").items()}
     sampling: dict[str, object] = {
-        **{names[0]: getattr(params, field) for field, names in names_at("sglang").items()},
+        **{name: value for name, value in own.items() if value is not None},
         "stop": list(params.stop),
         "stop_token_ids": sorted({*params.stop_token_ids, *(() if params.ignore_eos else eos)}),
         "no_stop_trim": True,
@@ -42,11 +45,9 @@ def request_body(
         # if all running requests are greedy, SGLang reports log-probs without temperature; a top-p that keeps one
         # token is greedy as well, and its log-probs always use the temperature
         sampling |= {"top_p": 1e-6, "top_k": -1}
-    if params.json_schema is not None:
-        sampling["json_schema"] = params.json_schema
     # SGLang's random stream depends on the position in the sequence, so a continued response continues it
     if not seeds or params.seed is None:
-        del sampling["sampling_seed"]
+        sampling.pop("sampling_seed", None)
     return {
         "rid": rid,
         "input_ids": [*request.input_ids, *done.output_ids],
@@ -56,8 +57,8 @@ def request_body(
     }
 
 
-def extend(result: GenerateResult, answer: dict[str, Any]) -> None:
-    """Append the tokens of one ``/generate`` answer."""
+def extend(result: GenerateResult, answer: dict[str, Any], params: SamplingParams) -> None:
+    """Append the tokens of one ``/generate`` answer to a request with ``params``."""
     meta = answer["meta_info"]
     pairs = meta.get("output_token_logprobs") or []
     if not result.output_ids:
@@ -67,6 +68,10 @@ def extend(result: GenerateResult, answer: dict[str, Any]) -> None:
     if "output_token_sampling_mask" in meta:
         kept, log_probs = kept_of(meta, len(pairs), log_probs)
     result.kept = together(result.kept, result.length, kept, len(pairs))
+    if params.held or params.shifts():  # SGLang does not tell which tokens its grammar left alone; our own fronts do
+        known = np.zeros(result.length, np.bool_) if result.constrained is None else result.constrained
+        new = np.array(meta.get(CONSTRAINED, [1] * len(pairs)), np.bool_)
+        result.constrained = np.concatenate([known, new])
     result.output_ids += [token for _, token, _ in pairs]
     result.log_probs += list(log_probs)
     spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0}]

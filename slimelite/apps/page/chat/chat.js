@@ -265,6 +265,7 @@ async function meet() {
     const { data } = await (await request("v1/models")).json();
     model = data[0].id;
     talks = data[0].chats !== false;
+    for (const [name, value] of Object.entries(data[0].sampling ?? {})) if (ui[name]) ui[name].value = value;
     if (!talks) ui.text.placeholder = "Begin a text; the model goes on with it";
     ui.model.textContent = ui.model.title = model;
     document.title = `${model} – slimelite`;

@@ -1,0 +1,260 @@
+"""Responses that are held to a grammar: which tokens may come next in each row, by llguidance.
+
+A grammar holds from the first token on, or after a text, such as the end of the thinking. A structural tag holds from
+each of its triggers to the end of the structure that the model chose; the text around is free.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from slimelite.engines.params import SamplingParams
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+# longest grammar [characters]; llguidance takes up to half a second to compile so much
+LONGEST = 1 << 16
+# compiled grammars that an engine keeps
+MOST_COMPILED = 64
+# white space between two tokens of JSON: enough to indent, and not so much that a small model never comes to an end
+JSON_OPTIONS: Any = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}"}
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What a structural tag allows after a trigger: the text ``begin``, JSON by ``schema``, and the text ``end``."""
+
+    begin: str
+    schema: Any
+    end: str
+
+
+class Grammars:
+    """The grammars of an engine.
+
+    Args:
+        tokenizer: a fast one of transformers.
+        vocab_size: of the model; its last tokens may have no text.
+        end_ids: tokens that end a response.
+
+    Raises:
+        ValueError: the tokens of this tokenizer have no texts that llguidance can read.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, end_ids: Collection[int]) -> None:
+        from llguidance import LLParserLimits
+        from llguidance.hf import from_tokenizer
+
+        self.end_ids = sorted(i for i in end_ids if i < vocab_size) or [tokenizer.eos_token_id or 0]
+        try:
+            self.tokens: LLTokenizer = from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=self.end_ids)
+        except Exception as error:  # a slow tokenizer, or one of another kind
+            raise ValueError(f"no grammar can be held with this tokenizer: {error!s:.200}") from error
+        # their texts are no text in a grammar, which names them by their ids
+        added = tokenizer.added_tokens_decoder
+        self.special = {token.content: i for i, token in added.items() if self.tokens.is_special_token(i)}
+        self._special_texts = {i: text.encode() for text, i in self.special.items()}
+        self._limits = LLParserLimits(verbose_errors=False, max_grammar_size=100_000)
+        self._known: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._lock = Lock()
+
+    def held(self, params: SamplingParams) -> Held | None:
+        """How the response to a request is held; None: it is free.
+
+        Raises:
+            ValueError: the grammar is malformed, or too large.
+        """
+        found = params.grammar
+        if found is None:
+            return None
+        kind, text = found
+        if kind in ("structural_tag", "calls"):
+            triggers, structures = read_tag(text)
+            written = {trigger: (kind, self._alternatives(trigger, structures)) for trigger in triggers}
+        elif kind == "json_schema" and params.calls is not None:
+            _, structures = read_tag(params.calls)
+            written = {params.grammar_after: ("calls", self._alternatives("", structures, schema=_parsed(text)))}
+        else:
+            written = {params.grammar_after: found}
+        for grammar in written.values():
+            self.compiled(*grammar)
+        return Held(self, written, repeats=kind in ("structural_tag", "calls"))
+
+    def text(self, token: int) -> bytes:
+        """The text of a token, special ones included."""
+        return self._special_texts.get(token) or self.tokens.decode_bytes([token])
+
+    def compiled(self, kind: str, text: str) -> LLMatcher:
+        """A matcher at the beginning of a grammar; llguidance compiles without the GIL, in a bounded time."""
+        from llguidance import LLMatcher
+
+        key = f"{kind} {text}"
+        with self._lock:
+            if key in self._known:
+                self._known.move_to_end(key)
+                return self._known[key].deep_copy()
+        if len(text) > LONGEST:
+            raise ValueError(f"{kind}: the grammar has {len(text)} characters; {LONGEST} are the most")
+        matcher = LLMatcher(self.tokens, _written(kind, text), log_level=0, limits=self._limits)
+        if matcher.is_error():
+            name = "the schema of a strict tool" if kind == "calls" else kind
+            raise ValueError(f"{name}: no grammar: {_short(matcher.get_error())}")
+        with self._lock:
+            self._known[key] = matcher
+            while len(self._known) > MOST_COMPILED:
+                self._known.popitem(last=False)
+        return matcher.deep_copy()
+
+    def _alternatives(self, trigger: str, structures: Sequence[Structure], schema: Any = None) -> str:
+        """The grammar of what follows a trigger: the rest of one of the structures that begin with it.
+
+        ``schema``: in place of structures, of which there may then be several, JSON of this schema.
+        """
+        known = [s for s in structures if s.begin.startswith(trigger)]
+        parts = ((self._literal(s.begin[len(trigger) :]), _with_options(s.schema), self._literal(s.end)) for s in known)
+        rules = [f"structure_{n}: {begin} %json {schema} {end}" for n, (begin, schema, end) in enumerate(parts)]
+        one = " | ".join(f"structure_{n}" for n in range(len(rules)))
+        if schema is None:
+            return "\n".join([f"start: {one}", *rules, ""])
+        answer = f"answer: %json {_with_options(schema)}"
+        return "\n".join([f"start: answer | one (SPACE? one)*\none: {one}\nSPACE: /[ \\n]{{1,2}}/", answer, *rules, ""])
+
+    def _literal(self, text: str) -> str:
+        parts = re.split(f"({'|'.join(map(re.escape, self.special))})", text) if self.special else [text]
+        named = {part: f"<[{self.special[part]}]>" for part in parts if part in self.special}
+        return " ".join(named.get(part, json.dumps(part, ensure_ascii=False)) for part in parts if part)
+
+
+class Held:
+    """How far a response is in its grammar.
+
+    Args:
+        written: text after which a grammar holds -> that grammar, as (kind, text); an empty one: from the beginning.
+        repeats: after its end the response is free, until the next of these texts; else the response ends there.
+    """
+
+    def __init__(self, grammars: Grammars, written: Mapping[str, tuple[str, str]], *, repeats: bool) -> None:
+        self._grammars, self._written, self._repeats = grammars, written, repeats
+        self._triggers = {trigger.encode(): trigger for trigger in written}
+        self._longest = max(map(len, self._triggers))
+        self._matcher: LLMatcher | None = None
+        self._text = b""  # the end of the free text
+        self._find()
+
+    @property
+    def end_ids(self) -> Sequence[int]:
+        """The tokens that llguidance takes for an end."""
+        return self._grammars.end_ids
+
+    @property
+    def active(self) -> bool:
+        """Whether the grammar says what the next token is."""
+        return self._matcher is not None
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing but an end of the response may follow."""
+        return self._matcher is not None and self._matcher.is_stopped()
+
+    def advance(self, tokens: Iterable[int]) -> None:
+        """Go on with the next tokens.
+
+        Raises:
+            ValueError: the grammar does not allow them, or became too complex.
+        """
+        for token in tokens:
+            if self._matcher is None:
+                self._text += self._grammars.text(token)
+                self._find()
+            elif not self._matcher.consume_token(token):
+                raise ValueError(f"the response does not go on in its grammar: {_short(self._matcher.get_error())}")
+            if self._repeats and self.ended:
+                self._matcher, self._text = None, b""
+
+    def fill(self, allowed: np.ndarray) -> bool:
+        """Set the bits of the tokens that may come next, in ``allowed`` [words] int32; whether the text may end here.
+
+        Raises:
+            ValueError: the grammar became too complex.
+        """
+        assert self._matcher is not None
+        self._matcher.unsafe_compute_mask_ptr(allowed.ctypes.data, allowed.nbytes)
+        if self._matcher.is_error():
+            raise ValueError(f"the grammar is too complex: {_short(self._matcher.get_error())}")
+        return self._matcher.is_accepting()
+
+    def _find(self) -> None:
+        """Begin to match behind the first trigger in the free text."""
+        places = [(at, -len(trigger)) for trigger in self._triggers if (at := self._text.find(trigger)) >= 0]
+        if not places:
+            self._text = self._text[-self._longest :]
+            return
+        at, size = min(places)
+        trigger, rest = self._text[at : at - size], self._text[at - size :]
+        matcher = self._grammars.compiled(*self._written[self._triggers[trigger]])
+        # a matcher reads bytes: it does not matter whether these were the tokens
+        if rest and not matcher.consume_tokens(self._grammars.tokens.tokenize_bytes(rest)):
+            self._text = rest  # it began otherwise, in the middle of a token
+            return
+        self._matcher, self._text = matcher, b""
+
+
+def read_tag(text: str) -> tuple[list[str], list[Structure]]:
+    """The triggers and structures of a structural tag in SGLang's JSON.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        tag = json.loads(text)
+        structures = [Structure(str(s["begin"]), s.get("schema", {}), str(s["end"])) for s in tag["structures"]]
+        triggers = [str(trigger) for trigger in tag["triggers"]]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            f'structural_tag: is {{"structures": [{{"begin", "schema", "end"}}], "triggers": [text]}} ({error!r:.100})'
+        ) from None
+    unused = [t for t in triggers if not t or not any(s.begin.startswith(t) for s in structures)]
+    if unused or not triggers:
+        raise ValueError(f"structural_tag: no structure begins with the trigger {unused[0] if unused else ''!r:.80}")
+    return triggers, structures
+
+
+def _written(kind: str, text: str) -> str:
+    """A grammar as llguidance takes it."""
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    try:
+        if kind == "json_schema":
+            return str(LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS))
+        if kind == "regex":
+            return str(LLMatcher.grammar_from_regex(text))
+        if kind == "ebnf" and re.search(r"^\s*root\s*::=", text, re.MULTILINE):
+            text = gbnf_to_lark(text)
+        return str(LLMatcher.grammar_from_lark(text))
+    except Exception as error:  # of the converter, which raises all kinds
+        raise ValueError(f"{kind}: no grammar: {_short(str(error))}") from None
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"json_schema: no JSON: {error!s:.200}") from None
+
+
+def _with_options(schema: Any) -> str:
+    return json.dumps({**schema, "x-guidance": JSON_OPTIONS} if isinstance(schema, dict) else schema)
+
+
+def _short(text: str) -> str:
+    return " ".join(text.split())[:300]
