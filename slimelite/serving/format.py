@@ -493,7 +493,7 @@ class ChatFormat:
     def _rendered(self, messages: Messages, tools: Tools, template_kwargs: Mapping[str, object]) -> str:
         settings = {"add_generation_prompt": True, **self._kwargs, **template_kwargs}
         try:
-            return render(self.tokenizer, messages, [dict(tool) for tool in tools or ()] or None, settings)
+            return render(self.tokenizer, messages, [_shown(tool) for tool in tools or ()] or None, settings)
         except Exception as error:  # a template may raise anything
             what = str(error) or type(error).__name__
             raise ValueError(f"the chat template refuses these messages ({what})") from error
@@ -515,6 +515,13 @@ class ChatFormat:
         except ValueError:  # it refuses a lone question, whatever its form
             shown = True
         return (lambda text: text) if shown else (lambda text: [{"type": "text", "text": text}])
+
+
+def _shown(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool as the model is shown it; whether it is strict is between client and engine."""
+    if not isinstance(function := tool.get("function"), dict) or "strict" not in function:
+        return dict(tool)
+    return {**tool, "function": {name: value for name, value in function.items() if name != "strict"}}
 
 
 def _called(name: str, arguments: Mapping[str, object]) -> dict[str, object]:

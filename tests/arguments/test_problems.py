@@ -26,6 +26,16 @@ RULES = [
         "--rollout-min-p 0.1: --rollout-backend vllm does not tell which tokens it kept",
         "--rollout-backend embedded",
     ),
+    (
+        "--train-constrained --rollout-backend vllm",
+        "--train-constrained: --rollout-backend vllm does not tell which tokens a grammar allowed",
+        "--rollout-backend embedded",
+    ),
+    (
+        "--train-constrained --rollout-top-p 0.9 --allow-truncated-sampling",
+        "--train-constrained needs the ids that --allow-truncated-sampling leaves out",
+        "--no-train-constrained",
+    ),
     ("--lora-rank 4 --load-in-4bit --compile", "--load-in-4bit with --compile", "--debug-rollout-only"),
     (
         "--loss-type kto_loss --label-key y --ref-load r --n-samples-per-prompt 1 --rollout-batch-size 3 "

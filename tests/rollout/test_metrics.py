@@ -86,7 +86,10 @@ def test_the_squared_standard_error_is_the_variance_over_all_draws(score: str) -
 def test_rollout_metrics(make_args: MakeArgs) -> None:
     groups = [
         [sample(0, 4, 1.0, loss_mask=[1, 1, 0, 0]), sample(1, 6, 1.0, status=Status.TRUNCATED)],
-        [sample(2, 2, 0.0, weight_versions=[3, 4]), sample(3, 8, 1.0, metadata={"raw_reward": 5.0})],
+        [
+            sample(2, 2, 0.0, weight_versions=[3, 4], metadata={"constrained_tokens": 1}),
+            sample(3, 8, 1.0, metadata={"raw_reward": 5.0, "constrained_tokens": 4}),
+        ],
     ]
     got = metrics.rollout_metrics(make_args(log_passrate=True), groups, None, 4, SampleTable.from_samples(groups))
     assert got["rollout/response_len/mean"] == statistics.fmean([2, 6, 2, 8])
@@ -98,6 +101,7 @@ def test_rollout_metrics(make_args: MakeArgs) -> None:
     assert got["rollout/weight_staleness/max"] == 4
     assert got["rollout/weight_staleness/mean"] == pytest.approx((16 * 4 + 1) / 18)  # what the loss sees
     assert got["passrate/pass@1"] == 0.75
+    assert got["rollout/constrained_token_ratio"] == 5 / 20
 
 
 def test_an_episode_counts_once_whatever_the_number_of_its_branches(make_args: MakeArgs) -> None:
