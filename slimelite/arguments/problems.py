@@ -419,8 +419,8 @@ def _distillation(args: DistillationArgs) -> Iterator[str]:
 def _teacher_server(args: DistillationArgs) -> Iterator[str]:
     if args.train_constrained:
         yield (
-            "--opd-type sglang with --train-constrained: the teacher's server gives log-probs over all tokens; leave one "
-            "of them out, or take --opd-type trainer"
+            "--opd-type sglang with --train-constrained: the teacher's server gives log-probs over all tokens; leave "
+            "one of them out, or take --opd-type trainer"
         )
     if SamplingParams.of(args, "rollout").truncation() and not args.allow_truncated_sampling:
         yield (
