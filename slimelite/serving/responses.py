@@ -301,7 +301,7 @@ class Tools:
             parameters = tool.parameters
         elif tool.format.definition:
             description = f"{description}\nThe input has this grammar:\n{tool.format.definition}"
-        function = {"name": name, "description": description, "parameters": parameters}
+        function: dict[str, Any] = {"name": name, "description": description, "parameters": parameters}
         function |= {"strict": True} if isinstance(tool, FunctionTool) and tool.strict else {}
         self.functions.append({"type": "function", "function": function})
 
