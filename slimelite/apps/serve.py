@@ -220,12 +220,12 @@ def sampling_defaults(path: str) -> dict[str, float]:
     file = cached_file(path, "generation_config.json", _raise_exceptions_for_missing_entries=False)
     config = read_json(Path(file)) if file is not None else {}
     config |= {"top_k": -1} if config.get("top_k") == 0 else {}
-    found = {name: config[name] for name in DEFAULTS if config.get(name) is not None}
+    values = {name: config[name] for name in DEFAULTS if config.get(name) is not None}
     if wrong := [
-        name for name, value in found.items() if isinstance(value, bool) or not isinstance(value, int | float)
+        name for name, value in values.items() if isinstance(value, bool) or not isinstance(value, int | float)
     ]:
-        raise ValueError(f"{file}: {wrong[0]} is {found[wrong[0]]!r:.60}, not a number: mend it, or give {NEUTRAL}")
-    return found
+        raise ValueError(f"{file}: {wrong[0]} is {values[wrong[0]]!r:.60}, not a number: mend it, or give {NEUTRAL}")
+    return values
 
 
 async def _try_address(host: str, port: int) -> None:

@@ -221,7 +221,7 @@ class InProcessEngine(Engine):
         Raises:
             ValueError: it is malformed or too large, or the engine knows no grammars.
         """
-        if request.params.held and request.params.grammar is not None:
+        if request.params.guided and request.params.grammar is not None:
             raise ValueError(f"{request.params.grammar[0]}: the {self.name} engine holds no response to a grammar")
 
     def _accept(self, calls: list[_Call]) -> None:

@@ -198,7 +198,7 @@ class SamplingParams:
         return next(((name, text) for name, text in named if text is not None), None)
 
     @property
-    def held(self) -> bool:
+    def guided(self) -> bool:
         """Whether every engine that knows grammars holds the response to one."""
         return any(getattr(self, name) is not None for name in GRAMMARS[:-1])
 

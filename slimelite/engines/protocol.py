@@ -198,8 +198,8 @@ def _unpickled(
 ) -> GenerateResult:
     fields: list[Any] = [np.frombuffer(*value) if isinstance(value, tuple) else value for value in columns]
     ids, log_probs, versions, *kept = fields
-    told = Kept(*kept) if kept else None
-    return GenerateResult(request_id, ids, log_probs, versions, finish_reason, cached_tokens, told, constrained)
+    kept_ids = Kept(*kept) if kept else None
+    return GenerateResult(request_id, ids, log_probs, versions, finish_reason, cached_tokens, kept_ids, constrained)
 
 
 # the per-token columns of a result, and the dtypes of their arrays

@@ -315,7 +315,7 @@ class ChatFormat:
             )
         return (self.tools.closes,)
 
-    def held(self, params: SamplingParams, rendered: str, tools: Tools, given_ids: Sequence[int]) -> SamplingParams:
+    def guided(self, params: SamplingParams, rendered: str, tools: Tools, given_ids: Sequence[int]) -> SamplingParams:
         """``params`` of a reply to the prompt ``rendered``, with what an engine must know to hold it to a grammar.
 
         The grammar holds after the thinking; a reply with a schema may call ``tools`` instead; calls of tools that are
@@ -326,7 +326,7 @@ class ChatFormat:
         """
         functions = [tool.get("function", tool) for tool in tools or ()]
         strict = any(function.get("strict") is True for function in functions)
-        if not params.held and not strict:
+        if not params.guided and not strict:
             return params
         channels = self.reasoning is not None and self.reasoning.channels
         after = self.reasoning.end if self.reasoning is not None and self.opens_thinking(rendered) else ""
@@ -335,7 +335,7 @@ class ChatFormat:
             if self._call_form is not None:
                 begin, end = self._call_form
                 calls = structural_tag(functions, begin, end)
-            elif params.held:
+            elif params.guided:
                 raise ValueError("a reply to a schema cannot call tools of this model's format: leave one of them out")
         begun = self.decode(given_ids) if given_ids else ""
         return replace(params, calls=calls, grammar_after=FINAL if channels else after, begun=begun)

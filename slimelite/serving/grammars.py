@@ -63,7 +63,7 @@ class HeldBody(SampledBody):
     def grammars(self) -> list[tuple[str, str, str]]:
         """See `SampledBody.grammars`."""
         one = self.structured_outputs
-        said = [
+        spellings = [
             ("response_format", "json_schema", self.response_schema()),
             ("guided_json", "json_schema", _json(self.guided_json)),
             ("guided_choice", "regex", _choice(self.guided_choice)),
@@ -74,7 +74,7 @@ class HeldBody(SampledBody):
             ("structured_outputs.grammar", "ebnf", one.grammar),
             ("structured_outputs.structural_tag", "structural_tag", one.structural_tag),
         ]
-        return [(name, kind, text) for name, kind, text in said if text is not None]
+        return [(name, kind, text) for name, kind, text in spellings if text is not None]
 
     def response_schema(self) -> str | None:
         """The JSON schema that the dialect's own field asks for."""

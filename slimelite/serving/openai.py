@@ -151,7 +151,7 @@ async def held_params(model: Model, session: Session, body: HeldBody, forced: Se
         RequestError: the engine holds no reply to a grammar.
     """
     params = body.params(session.defaults)
-    if params.held and not (info := await model.engine.info()).schemas:
+    if params.guided and not (info := await model.engine.info()).schemas:
         raise RequestError(f"the {info.name} engine holds no reply to a schema or another grammar")
     # a call that is asked for is no answer that has the form
     none: dict[str, Any] = dict.fromkeys(GRAMMARS)

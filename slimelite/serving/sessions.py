@@ -326,7 +326,7 @@ class Session:
             seed = stream_seed(self._seed, turn.number)
         params = replace(params.after(0, room), seed=seed)
         try:
-            known = self.format.held(params, turn.rendered, turn.tools, turn.given_ids)
+            known = self.format.guided(params, turn.rendered, turn.tools, turn.given_ids)
             whole = replace(known, stop=(*params.stop, *turn.ends))
             result = await self._whole(turn, prompt_ids, whole, on_tokens)
         finally:
@@ -351,7 +351,7 @@ class Session:
         self._unfinished[turn.number] = whole
         for part in count():
             await self._going.wait()
-            if whole.length and params.held:
+            if whole.length and params.guided:
                 # SGLang holds a text to a grammar from its first token on
                 if on_tokens is not None:
                     raise ConnectionError("the reply was interrupted, and one in a grammar cannot go on: ask again")

@@ -137,7 +137,7 @@ def test_calls_of_strict_tools_fit_their_schemas(folder: Path) -> None:
 def test_calls_are_known_as_a_grammar_where_their_arguments_are_json(family: str, call: str | None) -> None:
     chat_format = ChatFormat(tokenizer(family))
     strict: dict[str, Any] = {"type": "function", "function": {"name": "judge", "strict": True, "parameters": SCHEMA}}
-    held = chat_format.held(SamplingParams(5), "", [strict], [])
+    held = chat_format.guided(SamplingParams(5), "", [strict], [])
     if call is None:
         assert held.calls is None
     else:
@@ -147,7 +147,7 @@ def test_calls_are_known_as_a_grammar_where_their_arguments_are_json(family: str
             "structures": [{"begin": call, "schema": SCHEMA, "end": "}\n</tool_call>"}],
             "triggers": ["<tool_call>"],
         }
-    assert chat_format.held(SamplingParams(5), "", [TOOL], []) == SamplingParams(5)
+    assert chat_format.guided(SamplingParams(5), "", [TOOL], []) == SamplingParams(5)
     shown = [{**strict, "function": {name: strict["function"][name] for name in ("name", "parameters")}}]
     assert chat_format.prompt(ASK, [strict]) == chat_format.prompt(ASK, shown)
 

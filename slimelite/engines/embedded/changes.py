@@ -22,21 +22,21 @@ def changed(rows: RowTable, logits: torch.Tensor) -> tuple[torch.Tensor, torch.T
     for n, row in enumerate(changing.tolist()):
         if (params := rows.sequences[row].request.params).shifts():
             _shift(own[n], params, *_so_far(rows, row))
-    held = [n for n, row in enumerate(changing) if (place := rows.sequences[row].held) is not None and place.active]
+    guided = [n for n, row in enumerate(changing) if (place := rows.sequences[row].guide) is not None and place.active]
     early = rows.state["length"][changing] < rows.state["min_length"][changing]
-    if held:
+    if guided:
         # [m, vocab] bits, of which the words of the last tokens may have some to spare
-        allowed = np.zeros((len(held), -(-logits.shape[1] // 32)), np.int32)
-        for place, n in enumerate(held):
+        allowed = np.zeros((len(guided), -(-logits.shape[1] // 32)), np.int32)
+        for place, n in enumerate(guided):
             _allow(rows, int(changing[n]), allowed[place], early=bool(early[n]))
         bits = np.unpackbits(allowed.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
         forbidden = torch.from_numpy(bits == 0).to(logits.device)
-        if len(held) == len(changing):
+        if len(guided) == len(changing):
             own.masked_fill_(forbidden, -torch.inf)
         else:
-            at = torch.tensor(held, device=logits.device)
+            at = torch.tensor(guided, device=logits.device)
             own[at] = own[at].masked_fill(forbidden, -torch.inf)
-    free = np.setdiff1d(np.flatnonzero(early), held)
+    free = np.setdiff1d(np.flatnonzero(early), guided)
     if len(free):
         known, columns = np.nonzero(rows.stop_ids[changing[free]] >= 0)
         tokens = rows.stop_ids[changing[free]][known, columns]
@@ -47,15 +47,15 @@ def changed(rows: RowTable, logits: torch.Tensor) -> tuple[torch.Tensor, torch.T
 def _allow(rows: RowTable, row: int, allowed: np.ndarray, *, early: bool) -> None:
     """Set the bits of the tokens that may come next in a row: those of its grammar, and its stops where it may end."""
     sequence = rows.sequences[row]
-    assert sequence.held is not None
+    assert sequence.guide is not None
     try:
-        may_end = sequence.held.fill(allowed)
+        may_end = sequence.guide.fill(allowed)
     except ValueError as error:
         sequence.error = error
         allowed[:] = -1
         return
     bits = allowed.view(np.uint8)
-    for token in sequence.held.end_ids:
+    for token in sequence.guide.end_ids:
         bits[token // 8] &= 255 - (1 << (token % 8))
     # before min_new_tokens a response ends only where its grammar has nothing else
     if may_end and (not early or not allowed.any()):
@@ -92,14 +92,14 @@ def follow(rows: RowTable, tokens: np.ndarray, stopped: np.ndarray) -> None:
     """Go on in the grammars with the drawn ``tokens`` [rows]; rows that end here are marked in ``stopped``."""
     for row in np.flatnonzero(rows.state["changes"][: len(rows)]).tolist():
         sequence = rows.sequences[row]
-        held = sequence.held
-        sequence.constrained.append((held is not None and held.active) or bool(sequence.request.params.shifts()))
-        if held is None:
+        guide = sequence.guide
+        sequence.constrained.append((guide is not None and guide.active) or bool(sequence.request.params.shifts()))
+        if guide is None:
             continue
         if not stopped[row] and sequence.error is None:
             try:
-                held.advance([int(tokens[row])])
+                guide.advance([int(tokens[row])])
             except ValueError as error:
                 sequence.error = error
         # without a token that ends responses
-        stopped[row] |= sequence.error is not None or (held.ended and not sequence.stop_ids)
+        stopped[row] |= sequence.error is not None or (guide.ended and not sequence.stop_ids)

@@ -212,7 +212,7 @@ class EmbeddedEngine(InProcessEngine):
                 seed=int(self._seeds.integers(2**63)) if params.seed is None else params.seed,
                 stop_ids=tuple(sorted(t for t in stop_ids if 0 <= t < self._vocab_size)),
                 tokens=np.array(request.input_ids, np.int64),
-                held=self._held(request),
+                guide=self._guide(request),
             )
             running.future.set_running_or_notify_cancel()
             taken.append(running)
@@ -220,26 +220,26 @@ class EmbeddedEngine(InProcessEngine):
         return [running.future for running in taken]
 
     def _check(self, request: GenerateRequest) -> None:
-        self._held(request)
+        self._guide(request)
 
-    def _held(self, request: GenerateRequest) -> Held | None:
+    def _guide(self, request: GenerateRequest) -> Held | None:
         """The response's place in its grammar.
 
         Raises:
             ValueError: the grammar is malformed or too large, or a response that goes on is not in it.
         """
         params = request.params
-        if params.grammar is None or (self._tokenizer is None and not params.held):
+        if params.grammar is None or (self._tokenizer is None and not params.guided):
             return None
         if self._tokenizer is None:
             raise ValueError(f"{params.grammar[0]}: this engine was built without a tokenizer, and holds no grammar")
         if self._grammars is None:
             self._grammars = Grammars(self._tokenizer, self._vocab_size, self._eos)
-        held = self._grammars.held(params)
-        if held is not None:
-            held.advance(self._grammars.tokens.tokenize_str(params.begun))
-            held.advance(request.input_ids[len(request.input_ids) - request.position :])
-        return held
+        guide = self._grammars.guide(params)
+        if guide is not None:
+            guide.advance(self._grammars.tokens.tokenize_str(params.begun))
+            guide.advance(request.input_ids[len(request.input_ids) - request.position :])
+        return guide
 
     def _abort(self, request_ids: Collection[str] | None) -> None:
         self._scheduler.abort(request_ids)

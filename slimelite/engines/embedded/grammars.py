@@ -67,16 +67,16 @@ class Grammars:
         self._known: OrderedDict[str, LLMatcher] = OrderedDict()
         self._lock = Lock()
 
-    def held(self, params: SamplingParams) -> Held | None:
+    def guide(self, params: SamplingParams) -> Held | None:
         """How the response to a request is held; None: it is free.
 
         Raises:
             ValueError: the grammar is malformed, or too large.
         """
-        found = params.grammar
-        if found is None:
+        grammar = params.grammar
+        if grammar is None:
             return None
-        kind, text = found
+        kind, text = grammar
         if kind in ("structural_tag", "calls"):
             triggers, structures = read_tag(text)
             written = {trigger: (kind, self._alternatives(trigger, structures)) for trigger in triggers}
@@ -84,9 +84,9 @@ class Grammars:
             _, structures = read_tag(params.calls)
             written = {params.grammar_after: ("calls", self._alternatives("", structures, schema=_parsed(text)))}
         else:
-            written = {params.grammar_after: found}
-        for grammar in written.values():
-            self.compiled(*grammar)
+            written = {params.grammar_after: grammar}
+        for one in written.values():
+            self.compiled(*one)
         return Held(self, written, repeats=kind in ("structural_tag", "calls"))
 
     def text(self, token: int) -> bytes:

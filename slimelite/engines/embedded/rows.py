@@ -64,7 +64,7 @@ class Running:
     future: Future[GenerateResult] = field(default_factory=Future)
     log_probs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
     kept: list[np.ndarray] = field(default_factory=list)
-    held: Held | None = None
+    guide: Held | None = None
     constrained: list[bool] = field(default_factory=list)
     error: ValueError | None = None
     versions: list[tuple[int, int]] = field(default_factory=list)
@@ -129,9 +129,9 @@ class RowTable:
             room,
             stream_of(sequence.seed),
             request.position - start,
-            (params.temperature, params.top_p, params.top_k, params.min_p, params.kept, sequence.held is not None),
+            (params.temperature, params.top_p, params.top_k, params.min_p, params.kept, sequence.guide is not None),
             bool(params.stop),
-            sequence.held is not None or bool(params.shifts()),
+            sequence.guide is not None or bool(params.shifts()),
         )
         self._widen(length)
         self.tokens[row, :length] = sequence.tokens

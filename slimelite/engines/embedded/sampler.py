@@ -33,7 +33,7 @@ SHAPE = np.dtype(
         ("top_k", np.int64),
         ("min_p", np.float64),
         ("kept", np.bool_),
-        ("held", np.bool_),
+        ("guided", np.bool_),
     ]
 )
 
@@ -85,13 +85,13 @@ class SamplingBatch:
     @classmethod
     def build(cls, shapes: np.ndarray, vocab: int, device: torch.device) -> SamplingBatch:
         """Build from `SHAPE` [n]; temperature 0 or top_k 1 means greedy, top_k below 1 means no limit."""
-        temperature, top_p, top_k, min_p, kept, held = (shapes[name] for name in SHAPE.names or ())
+        temperature, top_p, top_k, min_p, kept, guided = (shapes[name] for name in SHAPE.names or ())
         greedy = (temperature == 0) | (top_k == 1)
         # of a grammar alone nothing is told, unless `SamplingParams.telling` has set a limit to it
-        told = held & kept & (top_k >= 1)
+        limit = guided & kept & (top_k >= 1)
         scale = np.where(temperature == 0, 1, temperature)
         top_k = np.where(top_k < 1, vocab, top_k)
-        limited = (top_p < 1) | (top_k < vocab) | (min_p > 0) | told
+        limited = (top_p < 1) | (top_k < vocab) | (min_p > 0) | limit
         rows, tells = np.flatnonzero(limited & ~greedy), kept & limited
 
         def column(values: np.ndarray) -> torch.Tensor:

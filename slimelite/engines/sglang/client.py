@@ -281,7 +281,7 @@ class SglangEngine(Engine):
             if self._released:
                 await asyncio.sleep(POLL_S)
                 continue
-            if result.output_ids and request.params.held:  # its grammar begins with the first token
+            if result.output_ids and request.params.guided:  # its grammar begins with the first token
                 if sent:
                     raise RuntimeError(
                         f"request {request.request_id}: interrupted, and a response in a grammar cannot go on"

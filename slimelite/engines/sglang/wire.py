@@ -68,7 +68,7 @@ def extend(result: GenerateResult, answer: dict[str, Any], params: SamplingParam
     if "output_token_sampling_mask" in meta:
         kept, log_probs = kept_of(meta, len(pairs), log_probs)
     result.kept = together(result.kept, result.length, kept, len(pairs))
-    if params.held or params.shifts():  # SGLang does not tell which tokens its grammar left alone; our own fronts do
+    if params.guided or params.shifts():  # SGLang does not tell which tokens its grammar left alone; our own fronts do
         known = np.zeros(result.length, np.bool_) if result.constrained is None else result.constrained
         new = np.array(meta.get(CONSTRAINED, [1] * len(pairs)), np.bool_)
         result.constrained = np.concatenate([known, new])
