@@ -37,7 +37,7 @@ POLL_S = 0.5
 # what gloo, NCCL and torch's store say when another rank does not answer
 SILENCE = re.compile(
     r"Timed out waiting|Application timeout caused pair closure|Connection closed by peer|Watchdog caught collective|"
-    r"wait timeout after|Timed out after \d+ seconds waiting"
+    r"Connection reset by peer|wait timeout after|Timed out after \d+ seconds waiting"
 )
 # called with (amount done, total, note)
 Progress = Callable[[int, int, str], None]

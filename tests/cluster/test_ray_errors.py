@@ -16,9 +16,10 @@ from ray.exceptions import (
     RayTaskError,
 )
 
+from slimelite.arguments import Args
 from slimelite.cluster.ray_cluster import RayRemote
 from slimelite.cluster.ray_session import connected, explained
-from slimelite.cluster.remote import ClusterError
+from slimelite.cluster.remote import ClusterError, with_memory
 
 
 def why_not(monkeypatch: pytest.MonkeyPatch, **variables: str) -> str:
@@ -109,3 +110,11 @@ def test_an_error_of_the_users_is_theirs_whatever_its_class(error: Exception, tm
     assert "Ray failed" not in str(found)
     assert "in rollout, whose log is" in found.__notes__[0]
     assert 'File "reward.py", line 3' in found.__notes__[0]
+
+
+def test_a_machine_that_is_gone_is_named_as_a_cause() -> None:
+    """What gloo says when the other rank's machine was switched off, as in tests/e2e/test_nodes.py."""
+    error = RuntimeError("[/pair.cc:537] Read error [10.77.0.2]:724: Connection reset by peer. Check the logs")
+    message = with_memory(error, Args())
+    assert isinstance(message, ClusterError)
+    assert "a training rank got no answer from another one" in str(message)
