@@ -7,12 +7,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from slimelite.arguments import parse_args
-from slimelite.base.lifecycle import StopSignals, Watchdog
+from slimelite.base.lifecycle import ATTEMPT, StopSignals, Watchdog
+from slimelite.base.restarts import keep_running
 from slimelite.loop import Evaluations, Saves, due, evaluate, sync
 from slimelite.preflight import preflight, problems, problems_of
 from slimelite.stages import run_stages
@@ -69,6 +71,8 @@ def main(argv: list[str] | None = None) -> int:
     """Parse, check, launch, loop; returns the exit status."""
     with StopSignals() as stop:
         args = parse_args(argv, inspect=problems)
+        if args.max_restarts and not args.dry_run and ATTEMPT not in os.environ:
+            return keep_running(__file__, sys.argv[1:] if argv is None else argv, args)
         if (status := preflight(args)) or args.dry_run:
             return status
         from slimelite.base.files import hold

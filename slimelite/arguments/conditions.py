@@ -27,7 +27,7 @@ class Job:
     data, and have no temperature and no old policy. ``saved``: the files of rollouts to replay, with
     ``{rollout_id}``; None: rollouts are made. ``documents``: it learns from documents, packed into sequences.
     ``loss``: its family. ``gpus``: it computes on GPUs. ``local``: it is one
-    process, without Ray.
+    process, without Ray. ``revives``: an engine that dies is started again.
     """
 
     trains: bool
@@ -41,6 +41,7 @@ class Job:
     loss: Literal["policy", "paired", "supervised", "custom"]
     gpus: bool
     local: bool
+    revives: bool
 
     @classmethod
     def of(cls, args: Any) -> Job:
@@ -51,11 +52,12 @@ class Job:
             "paired" if loss.paired else "policy" if loss.policy else "supervised" if loss.supervised else "custom"
         )
         runs_engines = not args.debug_train_only
+        # until `derive` has chosen one, the engine is "auto"
+        servers = args.rollout_backend in ENGINES and ENGINES[args.rollout_backend].server is not None
         return cls(
             trains=trains,
             engines=engines if runs_engines else None,
-            # until `derive` has chosen one, the engine is "auto"
-            servers=args.rollout_backend in ENGINES and ENGINES[args.rollout_backend].server is not None,
+            servers=servers,
             syncs=trains and runs_engines,
             evaluates=bool(args.eval_interval) and bool(runs_engines or args.eval_bpb),
             sampled=not loss.supervised,
@@ -64,6 +66,7 @@ class Job:
             loss=family,
             gpus=args.device == "cuda",
             local=args.launcher == "local",
+            revives=args.use_fault_tolerance if servers else runs_engines and args.launcher == "ray",
         )
 
 

@@ -86,6 +86,27 @@ class ClusterArgs(OfJob):
     distributed_timeout_minutes: int = flag(
         10, "a collective that takes longer than this fails [min]", TRAINING, at_least=1, at_most=525_600
     )
+    hang_timeout: float = flag(
+        60.0,
+        "a worker that is stopped (SIGSTOP) for this long, or ranks that all do nothing while they have work, are "
+        "named and ended [s]; 0: never (docs/reliability.md)",
+        ALWAYS,
+        at_least=0,
+    )
+    max_restarts: int = flag(
+        0,
+        "a run that a dead or frozen worker, Ray or a lost machine ended is started again by the same command, this "
+        "often, from the newest checkpoint in --save (docs/reliability.md)",
+        SAVE.strictly()
+        & when("no torchrun, which has a --max-restarts of its own", lambda a: a.launcher != "torchrun"),
+        at_least=0,
+    )
+    restart_wait: float = flag(
+        600.0,
+        "a start of --max-restarts after the first waits this long for Ray and for the devices that it needs [s]",
+        use_of("--max-restarts"),
+        at_least=0,
+    )
     cpu_threads: int = flag(
         1,
         "each rank and engine computes with this many threads; more than 1 pays on idle cores only",

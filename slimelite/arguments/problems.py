@@ -73,6 +73,11 @@ def _flags(args: Args) -> Iterator[str]:
 
 
 def _modes(args: Args) -> Iterator[str]:
+    if args.max_restarts and (args.finetune or args.ckpt_step is not None):
+        yield (
+            "--max-restarts goes on from the newest checkpoint in --save, which --finetune and --ckpt-step would not: "
+            "begin with the model as --hf-checkpoint, or start without --max-restarts once"
+        )
     job = args.job
     if not (job.trains or job.engines):
         other = "--load-debug-rollout-data" if job.saved else "--debug-train-only"

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -24,6 +26,8 @@ from typing import Any, ClassVar
 # environment variables of a run's child processes. The first marks them. The second is for setproctitle, with which
 # Ray names its processes: it stops a long name from overwriting the environment in /proc
 MARK, KEEP = "SLIMELITE_RUN", "SPT_NOENV"
+# how often `--max-restarts` has started this run again; without the flag it is not there
+ATTEMPT = "SLIMELITE_ATTEMPT"
 WITHOUT_A_WORD = "stopped without a word"
 KILLED = "train.py was killed (SIGKILL), by hand, by a job scheduler, or because the machine ran out of memory"
 # launchers may send a signal to a process and again to its group: within this time both count as one [s]
@@ -207,12 +211,17 @@ def _watch(pid: int, mark: str, folder: Path, explain: list[str]) -> None:
     with suppress(BlockingIOError):
         if os.read(0, 1) == ALL_IS_WELL:
             return
-    deadline = time.monotonic() + SWEEP_S
+    deadline, sessions = (
+        time.monotonic() + SWEEP_S,
+        {session for child in _marked(mark) for session in _sessions(child)},
+    )
     while (left := list(_marked(mark))) and time.monotonic() < deadline:
         for child in left:
             with suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
         time.sleep(0.02)
+    for session in sessions:
+        _remove(session)
     _set_status(folder, pid, explain)
 
 
@@ -223,6 +232,35 @@ def _marked(mark: str) -> Iterator[int]:
         with suppress(OSError):
             if entry in (process / "environ").read_bytes().split(b"\0"):
                 yield int(process.name)
+
+
+def end_session(session: Path) -> None:
+    """Remove the folder of a Ray of this process's that has ended, and end what a daemon that was killed has left."""
+    if mark := os.environ.get(MARK):
+        for child in _marked(mark):
+            with suppress(OSError):
+                if _command(child).startswith("ray::") or session in _sessions(child):
+                    os.kill(child, signal.SIGKILL)
+    _remove(session)
+
+
+def _remove(session: Path) -> None:
+    shutil.rmtree(session, ignore_errors=True)
+    latest = session.parent / "session_latest"
+    with suppress(OSError):
+        if os.readlink(latest) in (str(session), session.name):
+            latest.unlink()
+
+
+def _command(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+
+
+def _sessions(pid: int) -> set[Path]:
+    """Folders of Ray that the command line of one of its daemons names."""
+    with suppress(OSError):
+        return {Path(path) for path in re.findall(r"=(/\S*/session_[\d_-]+)/logs", _command(pid))}
+    return set()
 
 
 def _set_status(folder: Path, pid: int, explain: list[str]) -> None:

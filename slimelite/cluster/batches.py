@@ -8,22 +8,25 @@ a few messages.
 from __future__ import annotations
 
 import asyncio
+import time
 from asyncio import wrap_future
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from slimelite.base.heap import return_freed_memory
 from slimelite.base.threads import Gathered
-from slimelite.cluster.remote import Remote
-from slimelite.engines.protocol import Engine, GenerateRequest, GenerateResult
+from slimelite.cluster.remote import POLL_S, ClusterError, Remote
+from slimelite.engines.protocol import Engine, EngineInfo, GenerateRequest, GenerateResult
 
 P = ParamSpec("P")
 R = TypeVar("R")
 # after the first call of a batch is done, the others have this long to come with the same message [s]
 GATHER_S = 0.02
+# an engine that is started again has loaded by then [s]
+START_S = 600.0
 # freed memory that an engine's process keeps for its next batch [bytes]
 KEPT_BYTES = 2**26
 Results = list[GenerateResult]
@@ -32,18 +35,41 @@ Done = list[tuple[int, Results | None]]
 
 
 class EngineDesk:
-    """An engine, in its own process, as `remote_engine` calls it."""
+    """An engine, in its own process, as `remote_engine` calls it.
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    ``syncs``: whether weights come to it. While it is ``empty``, its process was started again and they have not.
+    """
+
+    def __init__(self, engine: Engine, *, syncs: bool = False) -> None:
+        self._engine, self._syncs, self.empty = engine, syncs, False
         self._batches: dict[tuple[int, int], dict[asyncio.Task[Results], int]] = {}
         self._errors: dict[tuple[tuple[int, int], int], BaseException] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
+    def begin_again(self) -> None:
+        """Note that an earlier process of this engine has died."""
+        self.empty = self._syncs
+
+    async def info(self) -> EngineInfo:
+        """See `Engine.info`; the weight version is -1 while the desk is empty."""
+        info = await self._engine.info()
+        return replace(info, weight_version=-1) if self.empty else info
+
+    async def end_weight_update(self) -> None:
+        """See `Engine.end_weight_update`."""
+        await self._engine.end_weight_update()
+        self.empty = False
+
     async def generate_batch(self, batch: tuple[int, int], calls: Sequence[Sequence[GenerateRequest]]) -> Done:
-        """Start the ``calls`` of a new ``batch``, and answer as `fetch` does."""
+        """Start the ``calls`` of a new ``batch``, and answer as `fetch` does.
+
+        Raises:
+            ConnectionError: the desk is empty.
+        """
+        if self.empty:
+            raise ConnectionError("the engine was started again, and waits for its weights")
         self._batches[batch] = {asyncio.ensure_future(self._engine.generate(c)): i for i, c in enumerate(calls)}
         return await self.fetch(batch)
 
@@ -103,9 +129,28 @@ class _RemoteEngine:
         method = getattr(Engine, name)
 
         async def call(*args: object, **kwargs: object) -> object:
-            return await wrap_future(self._engine.submit(method, *args, **kwargs))
+            try:
+                return await wrap_future(self._engine.submit(method, *args, **kwargs))
+            except ClusterError as error:
+                raise ConnectionError(str(error)) from error
 
         return call
+
+    async def restart(self) -> None:
+        """Wait until the engine answers again: Ray starts a process that has died once more.
+
+        Raises:
+            ConnectionError: it does not answer in `START_S`.
+        """
+        deadline = time.monotonic() + START_S
+        while True:
+            try:
+                await wrap_future(self._engine.submit(Engine.info))
+                return
+            except ClusterError as error:
+                if time.monotonic() > deadline:
+                    raise ConnectionError(str(error)) from error
+            await asyncio.sleep(POLL_S)
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> Results:
         """See `Engine.generate`; all calls of one turn of an event loop leave together. Cancelling it ends the call."""
@@ -147,9 +192,10 @@ class _RemoteEngine:
             self._submit(EngineDesk.cancel, batch)
             raise
         except Exception as error:  # of the process, or of the way there: no call of the batch will be answered
+            failure = ConnectionError(str(error)) if isinstance(error, ClusterError) else error
             for answer in answers:
                 if not answer.done():
-                    answer.set_exception(error)
+                    answer.set_exception(failure)
 
     async def _hand_over(
         self, answer: asyncio.Future[Results], batch: tuple[int, int], call: int, results: Results | None

@@ -21,6 +21,7 @@ import numpy as np
 from slimelite.arguments import Args
 from slimelite.cluster.remote import (
     POLL_S,
+    SILENCE,
     ClusterError,
     Names,
     Pending,
@@ -34,8 +35,7 @@ from slimelite.cluster.remote import (
 )
 from slimelite.cluster.saving import Saving
 from slimelite.cluster.workers import Target, TrainOutput
-from slimelite.engines.protocol import MEMORY_TAGS, Engine, WeightSyncError
-from slimelite.engines.registry import ServerAddress
+from slimelite.engines.protocol import MEMORY_TAGS, WeightSyncError
 from slimelite.models.checkpoints import (
     REMEDY,
     ROLLOUT_SEED,
@@ -63,6 +63,8 @@ MOVED_ON = (
     "every engine died while a rollout was generated ahead of training, whose weights have moved on: go on from the "
     "last checkpoint with --load"
 )
+# after a rank has missed another one in a collective, Ray has this long to say that it is dead [s]
+VERDICT_S = 5.0
 # file in a checkpoint: the table of a rollout that was generated ahead
 AHEAD = "ahead.parquet"
 
@@ -331,10 +333,13 @@ class Cluster:
         """
 
         def work() -> dict[str, float]:
-            workers: list[Remote[object]] = [self._rollout, *self._trainers, *self._others]
+            workers: list[Remote[object]] = [self._rollout, *self._trainers]
             used = [worker.cpu_seconds() for worker in workers]
+            others = [worker.cpu_seconds() for worker in self._others]  # an engine may be dead, and come back
             memory = {name: future.result() for name, future in list(self._memory.items())}
-            return {"perf/cpu_seconds": time.process_time() + sum(future.result() for future in used), **memory}
+            seconds = sum(future.result() for future in used)
+            seconds += sum(future.result() for future in others if future.exception() is None)
+            return {"perf/cpu_seconds": time.process_time() + seconds, **memory}
 
         return self._take(work)
 
@@ -405,7 +410,7 @@ class Cluster:
 
     def _keep_weights(self) -> None:
         """Send the current weights again if every engine died and was restarted: generation waits for them."""
-        if not self.args.use_fault_tolerance:
+        if not self.args.job.revives:
             return
         with self._order:
             if not self._rollout.ask(RolloutManager.needs_weights):
@@ -416,17 +421,16 @@ class Cluster:
             self._push(self._version)
 
     def _push(self, version: int) -> dict[str, float]:
-        """Send the weights to every engine; once more if an engine died and --use-fault-tolerance is on."""
+        """Send the weights to every engine; once more if an engine died that can be started again."""
         self._version, self._moved = version, False
-        if not self.args.job.servers:
-            sink = RemoteSink(cast("Sequence[Remote[Engine]]", self._engines))
-            return self._all(Trainer.push_weights, sink, version)[0]
-        servers = cast("Sequence[ServerAddress]", self._engines)
-        retries = int(self.args.use_fault_tolerance)
+        engines = cast("Sequence[Any]", self._engines)
+        sink = engines if self.args.job.servers else RemoteSink(engines)
+        retries = int(self.args.job.revives)
         while True:
-            self._rollout.ask(RolloutManager.settle_engines)
+            if self.args.job.servers or retries < self.args.job.revives:
+                self._rollout.ask(RolloutManager.settle_engines)
             try:
-                return self._all(Trainer.push_weights, servers, version)[0]
+                return self._all(Trainer.push_weights, sink, version)[0]
             except WeightSyncError as error:
                 if not retries:
                     raise ClusterError(str(error)) from error
@@ -481,9 +485,13 @@ class Cluster:
         with self._order:
             futures = [trainer.submit(method, *args, **kwargs) for trainer in self._trainers]
         # if one rank fails, the others hang in a collective, so do not wait for them: raise its error
-        finished, _ = wait(futures, return_when=FIRST_EXCEPTION)
-        for future in finished:
-            future.result()
+        finished, left = wait(futures, return_when=FIRST_EXCEPTION)
+        errors = [error for future in finished if (error := future.exception()) is not None]
+        if errors and left and SILENCE.search(str(errors[0])):  # the rank that is missed may be dead
+            later = wait(left, VERDICT_S, return_when=FIRST_EXCEPTION).done
+            errors = [*(error for future in later if isinstance(error := future.exception(), ClusterError)), *errors]
+        if errors:
+            raise errors[0]
         return [future.result() for future in futures]
 
     def _shared(self, table: SampleTable) -> SampleTable:

@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
 import ray
 from ray._private.state import available_resources_per_node
-from ray.exceptions import RayError, RayTaskError, UnserializableException
+from ray.exceptions import RayActorError, RayError, RayTaskError, UnserializableException
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -31,19 +31,26 @@ from slimelite.arguments.engines import EnginePlace
 from slimelite.arguments.secret import public_part
 from slimelite.base import trace
 from slimelite.base.heap import loading, set_heap
+from slimelite.base.lifecycle import ATTEMPT
+from slimelite.base.processes import Machine, Sight, show_stacks
 from slimelite.base.reading import last_reading
 from slimelite.base.registry import function
+from slimelite.cluster.batches import EngineDesk
+from slimelite.cluster.hangs import END, Calls, Monitor
 from slimelite.cluster.ray_session import connected, explained, last_line
 from slimelite.cluster.remote import Closing, ClusterError, Progress, Remote
 from slimelite.cluster.workers import LOCAL_HOST, EngineFactory, Target, Workers
 from slimelite.engines.protocol import Engine, ServerProcess
 from slimelite.rollout.manager import RolloutManager
+from slimelite.rollout.pool import MOST_DEATHS
 from slimelite.tracking.noise import redirect_process_output
 
 if TYPE_CHECKING:
     from slimelite.training.trainer import Trainer
 
 T = TypeVar("T")
+R = TypeVar("R")
+P = ParamSpec("P")
 V = TypeVar("V")
 logger = logging.getLogger(__name__)
 
@@ -85,6 +92,7 @@ class Host:
         *args: object,
     ) -> None:
         redirect_process_output(log)
+        show_stacks()
         os.environ.update(env)  # torch reads them when it is imported, which `make` does
         if self.returns_blocks:
             set_heap(mapped_above=BLOCK, trimmed_above=BLOCK)  # glibc reads the variables when a process begins
@@ -141,6 +149,11 @@ class AsyncHost(Host):
 
     returns_blocks = False
 
+    def __init__(self, *settings: Any) -> None:
+        super().__init__(*settings)
+        if ray.get_runtime_context().was_current_actor_reconstructed:
+            cast(EngineDesk, self.target).begin_again()
+
     async def call(self, method: str, /, *args: object, **kwargs: object) -> object:
         """Call a method of the object."""
         with trace.call(self.name, method, args):
@@ -148,14 +161,23 @@ class AsyncHost(Host):
 
 
 class RayRemote(Remote[T]):
-    """An object in a `Host`; its errors are raised here unchanged. ``host``: the address of its machine."""
+    """An object in a `Host`; its errors are raised here unchanged. ``host``: the address of its machine.
+
+    ``calls``: those under way; ``verdict``: why the `Monitor` has ended it.
+    """
+
+    verdict: str | None
 
     def __init__(self, handle: Any, name: str, log: Path, host: str) -> None:
         self.handle, self.name, self.log, self.host = handle, name, log, host
+        self.calls, self.verdict = Calls(), None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RayRemote, (self.handle, self.name, self.log, self.host)  # the calls are those of one process
 
     def make(self, make: str, secrets: dict[str, str], *args: object) -> Future[None]:
         """Make the object in an actor that was started without one; see `Host.make`."""
-        return self.future(self.handle.make.remote(make, secrets, *args))
+        return self._noted("make", self.handle.make.remote(make, secrets, *args))
 
     def rendezvous(self) -> Future[str]:
         """See `Host.rendezvous`."""
@@ -163,7 +185,7 @@ class RayRemote(Remote[T]):
 
     def start(self, method: str, /, *args: object, **kwargs: object) -> Future[object]:
         """See `Remote.start`."""
-        return self.future(self.handle.call.remote(method, *args, **kwargs))
+        return self._noted(method, self.handle.call.remote(method, *args, **kwargs))
 
     def cpu_seconds(self) -> Future[float]:
         """See `Remote.cpu_seconds`."""
@@ -177,6 +199,11 @@ class RayRemote(Remote[T]):
         """See `Remote.share`."""
         shared: object = ray.put(value)
         return cast(V, shared)
+
+    def _noted(self, method: str, ref: Any) -> Future[Any]:
+        answer = self.future(ref)
+        self.calls.begin(method, answer)
+        return answer
 
     def future(self, ref: Any) -> Future[Any]:
         """A future for the object that ``ref`` refers to."""
@@ -203,6 +230,8 @@ class RayRemote(Remote[T]):
                 cause.add_note(f"in {self.name}, whose log is {self.log}:\n{error}")
                 return cause
             error = cause
+        if self.verdict is not None and isinstance(error, RayActorError):
+            return ClusterError(f"{self.verdict}; its log is {self.log}")
         return explained(error, self.name, self.log) if isinstance(error, RayError) else error
 
 
@@ -255,6 +284,7 @@ class Actors:
                 options |= {"max_concurrency": 4}
                 actors.append(self._start(Host, f"engine_{n}", node, options, env, self.factory.server, n, host))
             else:
+                options |= {"max_restarts": MOST_DEATHS}  # Ray starts it again, and the pool of engines takes it back
                 actors.append(self._start(AsyncHost, f"engine_{n}", node, options, env, self.factory.desk, n, host))
         return actors
 
@@ -289,6 +319,13 @@ class Actors:
                         "machine would keep a part for itself, and a run could not go on from the parts: name a folder "
                         "on a disk that all machines share"
                     )
+
+    def machines(self) -> dict[str, RemoteMachine]:
+        """An actor on each node other than this one's, by its address, that looks at processes there."""
+        own = self._hosts[str(ray.get_runtime_context().get_node_id())]
+        used = {self._hosts[node]: node for node in self._nodes.values()}
+        limit = END * self.args.hang_timeout
+        return {host: RemoteMachine(node, limit) for host, node in used.items() if host != own and limit}
 
     def _start(
         self, kind: type[Host], name: str, node: str, options: dict[str, Any], env: dict[str, str], *make: Any
@@ -326,6 +363,31 @@ class Actors:
         return {"CUDA_VISIBLE_DEVICES": visible, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 
 
+class RemoteMachine:
+    """A `Machine` on a ``node`` of Ray's, in an ``actor`` there."""
+
+    def __init__(self, node: str, limit: float) -> None:
+        place = NodeAffinitySchedulingStrategy(node, soft=False)
+        self._limit = limit
+        self.actor = ray.remote(Machine).options(num_cpus=0, scheduling_strategy=place).remote(limit)
+
+    def look(self, logs: Sequence[str]) -> Sight:
+        """See `Machine.look`."""
+        return self._ask(Machine.look, logs)
+
+    def stack(self, pid: int, log: str) -> str:
+        """See `Machine.stack`."""
+        return self._ask(Machine.stack, pid, log)
+
+    def send(self, pid: int, number: int) -> None:
+        """See `Machine.send`."""
+        self._ask(Machine.send, pid, number)
+
+    def _ask(self, method: Callable[Concatenate[Machine, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        answer: R = ray.get(getattr(self.actor, method.__name__).remote(*args, **kwargs), timeout=self._limit)
+        return answer
+
+
 @contextmanager
 def ray_workers(args: Args, progress: Progress) -> Iterator[Workers]:
     """``--launcher ray``: starts an actor for each trainer rank, each engine and the rollout side, on the Ray of
@@ -341,24 +403,30 @@ def ray_workers(args: Args, progress: Progress) -> Iterator[Workers]:
     count = args.num_engines if args.job.engines == "own" else 0
     widths = beside_ranks(args, world, [args.engine_place(number) for number in range(count)])
     bundles = world + sum(widths)
-    with _one_message(), connected(bundles) as kept, _reserved(args, world, widths, progress, kept) as group:
+    with (
+        _one_message(),
+        connected(bundles, _patience(args)) as kept,
+        _reserved(args, world, widths, progress, kept) as group,
+    ):
         actors = Actors(args, group, world)
+        machines = actors.machines()
         try:
-            engines, trainers = actors.engines(count), actors.trainers()
-            processes: list[RayRemote[ServerProcess]] = engines if args.job.servers else []
-            targets: Sequence[Target] = engines
-            if args.job.servers and args.job.engines:
-                targets = actors.factory.addresses(processes)
-            rollout = actors.rollout(targets, processes)
-            actors.check_shared(trainers)
-            start_workers(args, rollout, trainers, engines, progress)
-            yield Workers(rollout, trainers, targets, engines)
-            closing: list[Remote[Closing]] = [*trainers, rollout, *processes]
-            for each in closing:
-                each.submit(Closing.close).result()
+            with Monitor(args.hang_timeout, actors.started, machines):
+                engines, trainers = actors.engines(count), actors.trainers()
+                processes: list[RayRemote[ServerProcess]] = engines if args.job.servers else []
+                targets: Sequence[Target] = engines
+                if args.job.servers and args.job.engines:
+                    targets = actors.factory.addresses(processes)
+                rollout = actors.rollout(targets, processes)
+                actors.check_shared(trainers)
+                start_workers(args, rollout, trainers, engines, progress)
+                yield Workers(rollout, trainers, targets, engines)
+                closing: list[Remote[Closing]] = [*trainers, rollout, *processes]
+                for each in closing:
+                    each.submit(Closing.close).result()
         finally:
-            for actor in actors.started:
-                ray.kill(actor.handle)
+            for ended in (*(actor.handle for actor in actors.started), *(each.actor for each in machines.values())):
+                ray.kill(ended)
 
 
 def start_workers(
@@ -417,9 +485,12 @@ def _reserved(
 ) -> Iterator[PlacementGroup]:
     """A placement group: a bundle for each of ``ranks``, in order, then for each device of engines of ``widths``."""
     device, bundles = "GPU" if args.job.gpus else "CPU", ranks + sum(widths)
-    alive = {node["NodeID"]: int(node["Resources"].get(device, 0)) for node in ray.nodes() if node["Alive"]}
     here = str(ray.get_runtime_context().get_node_id())
     plan = partial(nodes_of_bundles, first=here, nodes=args.actor_num_nodes if ranks else 1, ranks=ranks, widths=widths)
+    deadline = time.monotonic() + _patience(args)
+    while plan(alive := _devices(device)) is None and time.monotonic() < deadline:
+        progress(0, 0, f"waiting for {bundles} {device}s: Ray has {sum(alive.values())}")
+        time.sleep(WAIT_POLL_S)
     if plan(alive) is None:
         has = ", ".join(map(str, sorted(alive.values(), reverse=True)))
         raise ClusterError(
@@ -430,7 +501,7 @@ def _reserved(
         )
     progress(0, 0, f"waiting for {bundles} {device}s from Ray")
     bundle = {"CPU": 1.0, "GPU": 1.0} if device == "GPU" else {"CPU": 1.0}
-    places = _wait_for(plan, alive, device, f"{bundles} x {bundle}")
+    places = _wait_for(plan, alive, device, f"{bundles} x {bundle}", max(WAIT_LIMIT_S, _patience(args)))
     group = placement_group(
         [dict(bundle) for _ in range(bundles)],
         strategy="PACK",
@@ -446,8 +517,18 @@ def _reserved(
             remove_placement_group(group)
 
 
+def _patience(args: ClusterArgs) -> float:
+    """How long the start waits for Ray and its machines [s]: one of ``--max-restarts`` comes when they may be gone."""
+    return args.restart_wait if int(os.environ.get(ATTEMPT, "0")) else 0.0
+
+
+def _devices(device: str) -> dict[str, int]:
+    """How many each node has."""
+    return {node["NodeID"]: int(node["Resources"].get(device, 0)) for node in ray.nodes() if node["Alive"]}
+
+
 def _wait_for(
-    plan: Callable[[dict[str, int]], list[str] | None], alive: dict[str, int], device: str, wanted: str
+    plan: Callable[[dict[str, int]], list[str] | None], alive: dict[str, int], device: str, wanted: str, limit: float
 ) -> list[str]:
     """The node of each bundle, when there is room for all of them."""
     begin = noted = time.monotonic()
@@ -457,7 +538,7 @@ def _wait_for(
             return places
         waited = time.monotonic() - begin
         state = f"{sum(free.values()):g} of {sum(alive.values())} {device}s are free"
-        if waited > WAIT_LIMIT_S:
+        if waited > limit:
             raise ClusterError(
                 f"gave up after {waited:.0f} s waiting for {wanted}: {state}; another job holds the rest"
             )

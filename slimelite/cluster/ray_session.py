@@ -11,6 +11,7 @@ import shutil
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -31,6 +32,7 @@ from ray.exceptions import (
     RuntimeEnvSetupError,
 )
 
+from slimelite.base.lifecycle import end_session
 from slimelite.cluster.remote import ClusterError, MemoryShortage
 
 logger = logging.getLogger(__name__)
@@ -60,8 +62,10 @@ SETTINGS = {
 
 
 @contextmanager
-def connected(bundles: int) -> Iterator[bool]:
+def connected(bundles: int, patience: float = 0.0) -> Iterator[bool]:
     """Connect to the Ray of ``RAY_ADDRESS`` (a `ray job` sets it), or start one for ``bundles`` devices.
+
+    ``patience``: how long to wait for a cluster that does not answer [s].
 
     Yields:
         whether the Ray cluster outlives the run, so that the run must release what it reserved.
@@ -75,19 +79,30 @@ def connected(bundles: int) -> Iterator[bool]:
     address = os.environ.get("RAY_ADDRESS")
     try:
         if address:
-            _join(address)
+            _join(address, patience)
         else:
             _start(bundles)
         yield bool(address)
     finally:
+        own = ray.is_initialized() and not address
+        session = Path(ray._private.worker._global_node.get_session_dir_path()) if own else None
         ray.shutdown()
+        if session is not None:
+            end_session(session)
 
 
-def _join(address: str) -> None:
+def _join(address: str, patience: float) -> None:
     host, _, port = address.rpartition(":")
+    deadline = time.monotonic() + patience
     try:
-        if host and port.isdigit():  # Ray itself would wait for minutes, and print every second
-            socket.create_connection((host, int(port)), timeout=ANSWER_S).close()
+        while host and port.isdigit():  # Ray itself would wait for minutes, and print every second
+            try:
+                socket.create_connection((host, int(port)), timeout=ANSWER_S).close()
+                break
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(1.0)
         _init()
     except AuthenticationError as error:
         raise ClusterError(
@@ -197,6 +212,7 @@ def _first_line(error: BaseException) -> str:
 def explained(error: RayError, worker: str, log: Path | None = None) -> ClusterError:
     """``error`` as one message; Ray's own words are a note, which log.txt shows."""
     last = last_line(error)
+    worker += _place(error)
     if isinstance(error, OutOfMemoryError):
         what = f"{worker} was ended by Ray because the machine's memory was nearly full: {NO_MEMORY}"
     elif isinstance(error, OutOfDiskError | ObjectStoreFullError):
@@ -218,6 +234,12 @@ def explained(error: RayError, worker: str, log: Path | None = None) -> ClusterE
     one = (MemoryShortage if killed else ClusterError)(what if log is None else f"{what}; its log is {log}")
     one.add_note(str(error))
     return one
+
+
+def _place(error: BaseException) -> str:
+    """Process and host of an actor that died, as Ray's message names them; empty where it does not."""
+    pid, host = (re.search(rf"^\s*{name}: (\S+)$", str(error), re.M) for name in ("pid", "ip"))
+    return f" (process {pid[1]} on {host[1]})" if pid and host else ""
 
 
 def last_line(error: BaseException) -> str:

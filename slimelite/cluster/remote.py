@@ -25,7 +25,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, over
 from slimelite.arguments import Args
 from slimelite.base import trace
 from slimelite.base.lifecycle import StopSignals
-from slimelite.engines.protocol import Engine, WeightBucket
+from slimelite.engines.protocol import Engine, WeightBucket, WeightSyncError
 from slimelite.samples.table import SampleTable
 
 T_co = TypeVar("T_co", covariant=True)
@@ -181,7 +181,10 @@ class RemoteSink:
         self, method: Callable[Concatenate[Engine, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs
     ) -> list[R]:
         futures = [engine.submit(method, *args, **kwargs) for engine in self.engines]
-        return [future.result() for future in futures]
+        try:
+            return [future.result() for future in futures]
+        except ClusterError as error:  # an engine is dead
+            raise WeightSyncError(f"weights did not reach every engine: {error}") from error
 
 
 def check_number(verb: str, name: str, value: object) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 from slimelite.arguments import Args
 from slimelite.base.registry import Function, function
 from slimelite.cluster.batches import EngineDesk, remote_engine
+from slimelite.cluster.hangs import Monitor
 from slimelite.cluster.remote import LocalRemote, Progress, Remote
 from slimelite.data.tokenizer import encode_text, load_tokenizer, stop_token_ids
 from slimelite.engines.protocol import (
@@ -83,7 +84,7 @@ class EngineFactory:
 
     def desk(self, index: int, host: str = LOCAL_HOST) -> EngineDesk:
         """Engine number ``index`` for callers in other processes."""
-        return EngineDesk(self.engine(index, host))
+        return EngineDesk(self.engine(index, host), syncs=self._args.job.syncs)
 
     def server(self, index: int, host: str = LOCAL_HOST) -> ServerProcess:
         """The process of server number ``index``, which listens on ``host``; it is not started yet."""
@@ -262,6 +263,7 @@ def local_workers(args: Args, progress: Progress) -> Iterator[Workers]:
     if not args.job.gpus:
         torch.set_num_threads(args.cpu_threads)
     with ExitStack() as stack:
+        stack.enter_context(Monitor(args.hang_timeout))  # of environments' and graders' processes
         progress(0, 0, "loading the engine")
         engines, servers = EngineFactory(args).local(stack)
         rollout = RolloutManager(args, engines, load_tokenizer(args.tokenizer))

@@ -35,12 +35,13 @@ PING_SECONDS = 5.0
 
 class EnvironmentFailure(Exception):
     """An environment raised, took too long, went away, or said more than the context holds before the model's first
-    reply; ``kind``: "exception", "timeout", "crash", "invalid" or "too_long".
+    reply; ``kind``: "exception", "timeout", "crash", "invalid" or "too_long". ``lost``: its worker process is gone, for
+    which this environment need not be to blame.
     """
 
-    def __init__(self, kind: str, message: str) -> None:
+    def __init__(self, kind: str, message: str, *, lost: bool = False) -> None:
         super().__init__(message)
-        self.kind = kind
+        self.kind, self.lost = kind, lost
 
 
 def load(environment: str, sandbox: SandboxSettings = NO_WISHES) -> Callable[[], Environment]:
@@ -217,12 +218,14 @@ class Live:
         gone = isinstance(error, OSError) and isinstance(self._environment, _Remote)
         if (gone or not done) and isinstance(self._environment, _InWorker):
             await self._environment.suspect()
+        lost = isinstance(self._environment, _InWorker) and self._environment.lost
         if not done:
-            raise EnvironmentFailure("timeout", f"{method.__name__} took longer than {limit:.3g} s ({flag})")
+            what = f"{method.__name__} took longer than {limit:.3g} s ({flag})"
+            raise EnvironmentFailure("timeout", what, lost=lost)
         if isinstance(error, EnvironmentFailure):
             raise error
         if isinstance(error, HttpError):
-            raise EnvironmentFailure("crash" if gone else "exception", str(error)) from error
+            raise EnvironmentFailure("crash" if gone else "exception", str(error), lost=lost) from error
         if error is not None:
             raise EnvironmentFailure("exception", _described(error)) from error
         return task.result()
@@ -322,6 +325,11 @@ class _InWorker(_Remote):
         super().__init__("", client)
         self._worker = worker
 
+    @property
+    def lost(self) -> bool:
+        """Whether the worker is gone, or another one has its place."""
+        return self.url != self._worker.url or not self._worker.alive
+
     async def close(self) -> None:
         self._worker.open.discard(self)
         await super().close()
@@ -331,7 +339,8 @@ class _InWorker(_Remote):
         try:
             await asyncio.wait_for(self._client.get(f"{self.url}/health"), PING_SECONDS)
         except (HttpError, TimeoutError):
-            self._worker.kill()
+            if self.url == self._worker.url:  # else there is a new one already
+                self._worker.kill()
 
 
 class _Worker:
@@ -344,10 +353,15 @@ class _Worker:
         self._process: subprocess.Popen[str] | None = None
         self._lock = asyncio.Lock()
 
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs."""
+        return self._process is not None and self._process.poll() is None
+
     async def started(self) -> None:
         """Wait until the process serves; start it if there is none, or if it has ended."""
         async with self._lock:
-            if self._process is None or self._process.poll() is not None:
+            if not self.alive:
                 try:
                     await asyncio.wait_for(asyncio.to_thread(self._start), START_SECONDS)
                 except TimeoutError:

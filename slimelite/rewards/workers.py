@@ -25,6 +25,7 @@ from queue import LifoQueue
 from typing import TypeVar
 
 from slimelite.base.lifecycle import start_module
+from slimelite.base.processes import is_stopped
 from slimelite.base.registry import function
 from slimelite.rewards.rules import GRADER_MEMORY_MB, RULES, Answer, Exchange, Failure, Reward, TooCostly
 from slimelite.slime.plugins import files_run, run_file
@@ -102,8 +103,12 @@ class _Worker:
         self._closed = False
 
     def grade(self, tasks: Sequence[Task]) -> list[Reward | Failure]:
-        """Results in order; after a hang or a crash the remaining tasks go to a new process."""
+        """Results in order; after a hang or a crash the remaining tasks go to a new process.
+
+        The task of a process that somebody else has stopped or killed goes to the new one too, once.
+        """
         results: list[Reward | Failure] = []
+        again = -1
         while len(results) < len(tasks):
             if self._process is None or self._process.poll() is not None:
                 self._start()
@@ -112,12 +117,19 @@ class _Worker:
                 self._connection.send(tasks[len(results) :])
                 while len(results) < len(tasks):
                     if not self._connection.poll(self._timeout):
+                        stopped, here = self._process is not None and is_stopped(self._process.pid), len(results)
                         self._kill()
+                        if stopped and again != here:
+                            again = here
+                            break
                         results.append(Failure("timeout", f"no verdict within {self._timeout:g} s (--reward-timeout)"))
                         break
                     results.append(self._connection.recv())
             except (EOFError, OSError):
                 code = self._kill()
+                if code == -signal.SIGKILL and again != len(results):
+                    again = len(results)
+                    continue
                 kind = "costly" if code == -signal.SIGVTALRM else "crash"
                 results.append(Failure(kind, f"the grading process ended with exit code {code}"))
         return results

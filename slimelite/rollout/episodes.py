@@ -3,6 +3,7 @@ through a session of its own, makes the response, or the responses, to a prompt.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,8 @@ from slimelite.rollout.context import PluginArgs
 from slimelite.samples.sample import Sample, Status
 from slimelite.serving.sessions import Session
 
+logger = logging.getLogger(__name__)
+
 
 async def play(
     args: PluginArgs, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
@@ -29,7 +32,7 @@ async def play(
     """
     context = args.rollout_context
     assert context.environment is not None
-    sessions, opened = context.sessions(), list[Session]()
+    sessions, opened, tried = context.sessions(), list[Session](), False
 
     def converse(role: int) -> Session:
         opened.append(sessions.open(f"{sample.session_id}.{role}"))
@@ -37,19 +40,24 @@ async def play(
 
     stream = "evaluation" if evaluation else "training"
     row = row_of(sample, stream_seed(args.rollout_seed, stream, sample.group_index))
-    episode = Episode(
-        context.environment,
-        converse,
-        replace(parse_sampling_params(sampling_params), seed=None),  # each session has a seed of its own
-        max_turns=args.environment_max_turns,
-        max_tokens=args.environment_max_tokens,
-    )
-    try:
-        await episode.play(row)
-    finally:
-        for session in opened:
-            sessions.close(session.id)
-        await episode.close()
+    while True:
+        episode = Episode(
+            context.environment,
+            converse,
+            replace(parse_sampling_params(sampling_params), seed=None),  # each session has a seed of its own
+            max_turns=args.environment_max_turns,
+            max_tokens=args.environment_max_tokens,
+        )
+        try:
+            await episode.play(row)
+        finally:
+            while opened:
+                sessions.close(opened.pop().id)
+            await episode.close()
+        if tried or episode.failure is None or not episode.failure.lost:
+            break
+        tried = True
+        logger.warning("an episode is played once more: its worker process is gone (%s)", episode.failure)
     made = episode.samples(sample)
     rule = args.rm_type or args.custom_rm_path or sample.metadata.get("rm_type")
     for each in made:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -93,9 +94,10 @@ class RolloutManager:
         pool = EnginePool(
             engines,
             args.sglang_server_concurrency,
-            restarts=args.use_fault_tolerance,
+            restarts=args.job.revives,
             interval=args.rollout_health_check_interval,
-            timeout=args.rollout_health_check_timeout,
+            # an engine in a process of ours is dead when Ray says so; one that is slow is not
+            timeout=args.rollout_health_check_timeout if args.job.servers else math.inf,
             syncs=args.job.trains,
         )
         self._context = RolloutContext(args, tokenizer, pool, Grader(args), self._thread, self._note)

@@ -253,9 +253,18 @@ class EnginePool:
         # a slow answer counts as a death only if the engine can be restarted
         limit = self._timeout if self._restarts else None
         try:
-            self.infos[engine] = await asyncio.wait_for(self.engines[engine].info(), limit)
+            info = await asyncio.wait_for(self.engines[engine].info(), limit)
         except (ConnectionError, TimeoutError) as error:
             self._lost(engine, f"{error or f'no answer within {self._timeout:g} s'}")
+        else:
+            if self._restarts and self._syncs and info.weight_version < 0 <= self._version_of(engine):
+                self._lost(engine, "its process is another one, without the weights")
+            else:
+                self.infos[engine] = info
+
+    def _version_of(self, engine: int) -> int:
+        """The weights that an engine had when it last answered; -1: none."""
+        return self.infos[engine].weight_version if engine in self.infos else -1
 
     async def is_gone(self, engine: int) -> bool:
         """`check` an engine, and say whether it is down."""

@@ -8,8 +8,8 @@ import pytest
 
 from slimelite.base.threads import LoopThread
 from slimelite.cluster.batches import EngineDesk, remote_engine
-from slimelite.cluster.remote import Remote
-from slimelite.engines.protocol import GenerateRequest, GenerateResult, SamplingParams
+from slimelite.cluster.remote import ClusterError, Remote
+from slimelite.engines.protocol import EngineInfo, GenerateRequest, GenerateResult, SamplingParams
 
 GROUPS = 32
 
@@ -34,7 +34,10 @@ class Slow:
         return [GenerateResult(r.request_id, list(r.input_ids), [0.0], [7], "stop") for r in requests]
 
     async def info(self):
-        return "an answer of another method"
+        return EngineInfo("slow", 7, 100, 8, seeds=True)
+
+    async def end_weight_update(self):
+        pass
 
 
 class Wire(Remote[EngineDesk]):
@@ -48,7 +51,7 @@ class Wire(Remote[EngineDesk]):
         self.messages[method] += 1
         if self.dead:
             future = Future()
-            future.set_exception(ConnectionError("engine_0 is gone"))
+            future.set_exception(ClusterError("engine_0 died"))
             return future
         return self.thread.submit(getattr(self.desk, method)(*args, **kwargs))
 
@@ -151,9 +154,9 @@ def test_a_cancelled_caller_ends_its_own_call_and_leaves_the_others_alone(wire):
         second = asyncio.ensure_future(engine.generate([request("second", 50)]))
         await asyncio.sleep(0.01)
         first.cancel()
-        return (await second)[0].request_id, await engine.info()
+        return (await second)[0].request_id, (await engine.info()).name
 
-    assert asyncio.run(two()) == ("second", "an answer of another method")
+    assert asyncio.run(two()) == ("second", "slow")
     assert wire.desk._engine.cancelled == ["first"]
 
 
@@ -182,3 +185,36 @@ def test_a_batch_that_nobody_fetches_any_more_leaves_no_error_behind(wire):
 
     wire.thread.run(batch())
     assert not wire.desk._errors
+
+
+def test_an_engine_that_was_started_again_serves_nothing_before_its_weights(wire):
+    """Its process has those of the checkpoint, and samples of these would count as samples of the newest."""
+    engine = remote_engine(wire)
+    wire.desk = EngineDesk(Slow(), syncs=True)
+    wire.desk.begin_again()
+
+    async def again():
+        assert (await engine.info()).weight_version == -1
+        with pytest.raises(ConnectionError, match="waits for its weights"):
+            await engine.generate([request("r", 1)])
+        await engine.end_weight_update()
+        assert (await engine.info()).weight_version == 7
+        return await engine.generate([request("r", 1)])
+
+    assert asyncio.run(again())[0].request_id == "r"
+
+
+def test_a_restart_waits_until_the_process_answers_again(wire, monkeypatch):
+    monkeypatch.setattr("slimelite.cluster.batches.POLL_S", 0.01)
+    engine, wire.dead = remote_engine(wire), True
+
+    async def back():
+        with pytest.raises(ConnectionError, match="engine_0 died"):
+            await engine.info()
+        waiting = asyncio.ensure_future(engine.restart())
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        wire.dead = False
+        await asyncio.wait_for(waiting, 5)
+
+    asyncio.run(back())

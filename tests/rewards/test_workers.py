@@ -55,19 +55,47 @@ def test_a_hung_worker_is_replaced_and_its_neighbours_are_graded(pool: WorkerPoo
     assert pool._workers[0]._process is not process
 
 
-def test_a_worker_that_dies_costs_one_answer(pool: WorkerPool) -> None:
+def test_a_worker_that_dies_twice_costs_one_answer(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
     pool._workers[0]._timeout = 60.0
+    begin, begun = pool._workers[0]._start, []
     asyncio.run(pool.run(tasks(RIGHT)))
     process = pool._workers[0]._process
     assert process is not None
+
+    def start() -> None:
+        begin()
+        begun.append(pool._workers[0]._process)
+
+    monkeypatch.setattr(pool._workers[0], "_start", start)
 
     async def kill_while_grading() -> list[object]:
         grading = asyncio.ensure_future(pool.run(tasks(RIGHT, HANG, RIGHT)))
         await asyncio.sleep(0.5)
         os.kill(process.pid, signal.SIGKILL)
+        while not begun:
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(0.5)
+        begun[0].kill()
         return [*await grading]
 
     assert kinds(asyncio.run(kill_while_grading())) == [1.0, "crash", 1.0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_worker_that_is_stopped_or_killed_once_costs_nothing(pool: WorkerPool, number: int) -> None:
+    asyncio.run(pool.run(tasks(RIGHT)))
+    process = pool._workers[0]._process
+    assert process is not None
+
+    async def hurt_while_grading() -> list[object]:
+        process.send_signal(signal.SIGSTOP)  # so that it has the answer for sure when it is killed
+        grading = asyncio.ensure_future(pool.run(tasks(RIGHT, WRONG)))
+        await asyncio.sleep(0.2)
+        process.send_signal(number)
+        return [*await grading]
+
+    assert kinds(asyncio.run(hurt_while_grading())) == [1.0, 0.0]
+    assert process.returncode == -signal.SIGKILL
 
 
 def test_a_worker_that_died_in_its_sleep_costs_nothing(pool: WorkerPool) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from transformers import PreTrainedTokenizerFast
 
@@ -212,6 +213,24 @@ def test_a_failing_environment_ends_its_own_episode(play: Play, said: str, kind:
     name = "timeouts" if kind == "timeout" else "errors"
     assert output.metrics[f"rollout/environment/{name}"] == 1
     assert output.metrics[f"rollout/reward_errors/{kind}"] == 1
+
+
+def test_an_episode_whose_worker_freezes_is_played_once_more(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its single process is stopped (SIGSTOP) while all of the rollout's episodes are there."""
+    monkeypatch.setattr("slimelite.environments.hosts.PING_SECONDS", 0.5)
+    stopped: list[int] = []
+
+    def says(_sample: int, turn: int, _prompt: str) -> str:
+        if turn and not stopped:
+            children = psutil.Process().children()
+            (worker,) = [child for child in children if "slimelite.environments.serve" in child.cmdline()]
+            worker.suspend()
+            stopped.append(worker.pid)
+        return "on" if not turn else "end"
+
+    output = play(of("Echo"), says, environment_call_timeout=1.0, environment_processes=1)
+    assert [sample.reward for sample in samples_of(output)] == [3.0] * 4
+    assert not psutil.pid_exists(stopped[0])
 
 
 def test_an_episode_that_never_begins_is_a_sample_that_nothing_is_trained_on(play: Play, tmp_path: Path) -> None:

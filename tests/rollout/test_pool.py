@@ -173,6 +173,24 @@ def test_the_last_engine_is_waited_for_and_asks_for_weights() -> None:
     asyncio.run(scenario())
 
 
+def test_an_engine_whose_process_is_a_new_one_is_found_by_its_weights() -> None:
+    """Ray has started it again before anybody missed it."""
+
+    async def scenario() -> None:
+        engines = [Mortal(), Mortal()]
+        pool = make_pool(engines)
+        await pool.refresh()
+        engines[0].version = -1
+        await pool.refresh()
+        assert pool.up == [1]
+        engines[0].may_start.set()
+        await soon(lambda: engines[0].restarts)
+        engines[0].version = 2
+        await soon(lambda: pool.up == [0, 1])
+
+    asyncio.run(scenario())
+
+
 def test_without_restarts_a_death_is_an_error_and_too_many_are_too() -> None:
     async def scenario() -> None:
         engines = [Mortal()]

@@ -1,0 +1,227 @@
+"""Processes of this machine as /proc shows them: which are stopped, which do nothing, and where one stands."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+# a process that was told to show its stack has this long to do so [s]
+STACK_S = 3.0
+# a process that computes less than this share of a time, and loads fewer pages than that a second, stands still
+IDLE_SHARE, IDLE_FAULTS = 0.02, 1.0
+TICKS = os.sysconf("SC_CLK_TCK")
+SHOW_STACK = signal.SIGUSR2
+FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$')
+# where a thread of ours waits for work, and what a message need not name
+WAITING_FILES = ("threading.py", "queue.py", "selectors.py", "base_events.py", ">")
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A process at one moment. ``state``: a letter of proc(5); ``cpu``: its seconds so far; ``faults``: pages read."""
+
+    pid: int
+    parent: int
+    state: str
+    started: int
+    cpu: float
+    faults: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """A process that has been stopped (SIGSTOP) for ``seconds``; ``log``: that of the worker that it belongs to."""
+
+    pid: int
+    seconds: float
+    command: str
+    log: str | None
+    is_worker: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What `Machine.look` saw. ``pids``: of the workers by log; ``still``: how long each has done nothing [s]."""
+
+    pids: Mapping[str, int]
+    still: Mapping[str, float]
+    stopped: Sequence[Stopped]
+
+
+@dataclass(slots=True)
+class _Window:
+    """The moment from which on a worker with its children has not moved, and what they had done until then."""
+
+    since: float
+    cpu: float
+    faults: int
+
+
+@dataclass(slots=True)
+class Machine:
+    """Looks at this machine's processes again and again. ``limit``: how long a worker may stand still [s].
+
+    A worker is known by its log, which is its stderr. What it or this process has started belongs to the run too.
+    """
+
+    limit: float
+    _windows: dict[tuple[str, int], _Window] = field(default_factory=dict)
+    _stopped: dict[tuple[int, int], float] = field(default_factory=dict)
+    _pids: dict[str, tuple[int, int]] = field(default_factory=dict)
+    _looked: float = field(default_factory=time.monotonic)
+
+    def look(self, logs: Sequence[str]) -> Sight:
+        """The state of the workers with these logs, and every stopped process of the run."""
+        now, processes = time.monotonic(), {each.pid: each for each in snapshot()}
+        if now - self._looked > max(self.limit / 2, 1.0):  # nobody looked: this process was stopped too, or the machine
+            self._windows.clear()
+            self._stopped.clear()
+        self._looked = now
+        self._find(logs, processes)
+        families = {log: list(_family(pid, processes)) for log, (pid, _) in self._pids.items() if log in logs}
+        still = {log: self._still(log, family, now) for log, family in families.items()}
+        owners: dict[int, str | None] = {each.pid: None for each in _family(os.getpid(), processes)}
+        owners |= {each.pid: log for log, family in families.items() for each in family}
+        return Sight(
+            {log: family[0].pid for log, family in families.items()},
+            still,
+            list(self._find_stopped(processes, owners, now)),
+        )
+
+    def _find(self, logs: Sequence[str], processes: Mapping[int, Process]) -> None:
+        for log, (pid, started) in list(self._pids.items()):
+            if pid not in processes or processes[pid].started != started:
+                del self._pids[log]
+        missing = {os.path.realpath(log): log for log in logs if log not in self._pids}
+        if not missing:
+            return
+        for process in sorted(processes.values(), key=lambda each: each.started):
+            with suppress(OSError):
+                its = missing.get(os.readlink(f"/proc/{process.pid}/fd/2"))
+                if its is not None and its not in self._pids and process.state != "Z":
+                    self._pids[its] = process.pid, process.started
+
+    def _still(self, log: str, family: Sequence[Process], now: float) -> float:
+        cpu, faults = sum(each.cpu for each in family), sum(each.faults for each in family)
+        key = log, family[0].pid
+        window = self._windows.setdefault(key, _Window(now, cpu, faults))
+        # a child that ended takes its seconds along: that is a movement too
+        moved = not 0 <= cpu - window.cpu <= IDLE_SHARE * self.limit
+        moved = moved or not 0 <= faults - window.faults <= IDLE_FAULTS * self.limit
+        states = set() if moved or now - window.since < self.limit else _states(family)
+        if moved or "D" in states:  # in the kernel, for a disk or a file server: it is slow there, not stuck
+            self._windows[key] = window = _Window(now, cpu, faults)
+        return 0.0 if "R" in states else now - window.since  # R: it would go on if the machine had a core for it
+
+    def _find_stopped(
+        self, processes: Mapping[int, Process], owners: Mapping[int, str | None], now: float
+    ) -> Iterator[Stopped]:
+        stops = {}
+        for pid, log in owners.items():
+            if (each := processes[pid]).state == "T":
+                since = stops[pid, each.started] = self._stopped.get((pid, each.started), now)
+                is_worker = log is not None and self._pids[log][0] == pid
+                yield Stopped(pid, now - since, command(pid), log, is_worker)
+        self._stopped = stops
+
+    def stack(self, pid: int, log: str) -> str:
+        """See `stack`."""
+        return stack(pid, log)
+
+    def send(self, pid: int, number: int) -> None:
+        """Send a process a signal."""
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def snapshot() -> Iterator[Process]:
+    """All processes of this machine that /proc shows."""
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with suppress(OSError, IndexError):
+                fields = Path(f"/proc/{name}/stat").read_bytes().rpartition(b")")[2].split()
+                cpu = (int(fields[11]) + int(fields[12])) / TICKS
+                yield Process(int(name), int(fields[1]), fields[0].decode(), int(fields[19]), cpu, int(fields[9]))
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped (SIGSTOP)."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"T"
+    return False
+
+
+def command(pid: int) -> str:
+    """The command line of a process, empty if it is gone."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    return ""
+
+
+def _family(pid: int, processes: Mapping[int, Process]) -> Iterator[Process]:
+    """A process, and all that it has started."""
+    children: dict[int, list[int]] = {}
+    for each in processes.values():
+        children.setdefault(each.parent, []).append(each.pid)
+    left = [pid]
+    while left:
+        yield processes[left[0]]
+        left += children.get(left.pop(0), [])
+
+
+def _states(family: Sequence[Process]) -> set[str]:
+    """States of all threads of these processes."""
+    states = set()
+    for task in (task for each in family for task in Path(f"/proc/{each.pid}/task").glob("*")):
+        with suppress(OSError):
+            states.add((task / "stat").read_bytes().rpartition(b")")[2].split()[0].decode())
+    return states
+
+
+def show_stacks() -> None:
+    """From now on, this process writes the stacks of its threads to its stderr when `stack` asks for them.
+
+    A handler of C does it, even while Python's lock is held for ever.
+    """
+    faulthandler.register(SHOW_STACK, all_threads=True, chain=False)
+
+
+def stack(pid: int, log: str) -> str:
+    """Where a process stands that called `show_stacks`, innermost first, as "file:line in function < ..."; empty if it
+    does not say. All of its threads are in its ``log`` then. A stopped process goes on for that.
+    """
+    with suppress(OSError, ValueError):
+        caught = int(re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.M)[1], 16)  # type: ignore[index]
+        if not caught >> (SHOW_STACK - 1) & 1:
+            return ""
+        size = os.path.getsize(log)
+        os.kill(pid, SHOW_STACK)
+        os.kill(pid, signal.SIGCONT)
+        text, deadline = "", time.monotonic() + STACK_S
+        while time.monotonic() < deadline:
+            time.sleep(0.05)
+            before, text = text, Path(log).read_bytes()[size:].decode(errors="replace")
+            if text and text == before:
+                break
+        return busiest(text)
+    return ""
+
+
+def busiest(dump: str) -> str:
+    """The stack of the thread, of all that faulthandler wrote, that is deepest in our code."""
+    stacks = []
+    for part in re.split(r"^(?:Current thread|Thread) .*$", dump, flags=re.M)[1:]:
+        frames = [match.groups() for line in part.splitlines() if (match := FRAME.match(line))]
+        stacks.append((sum("slimelite" in file for file, _, _ in frames), frames))
+    ours, frames = max(stacks, key=lambda each: each[0], default=(0, []))
+    if not ours:
+        return ""
+    named = [frame for frame in frames if not frame[0].endswith(WAITING_FILES)] or frames
+    return " < ".join(f"{'/'.join(Path(file).parts[-3:])}:{line} in {name}" for file, line, name in named[:4])

@@ -1,0 +1,125 @@
+"""``--max-restarts N``: a run that a machine, Ray or the network ended is started again by the same command.
+
+The command is then two processes: the run, as without the flag, and its parent, which only waits for it. The parent is
+no Ray driver, so that nothing that befalls Ray befalls it too.
+"""
+
+from __future__ import annotations
+
+import builtins
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any, Protocol
+
+from slimelite.base.lifecycle import ATTEMPT, WITHOUT_A_WORD, Stopped, read_status
+
+# the first pause before a restart, doubled after each one without a new rollout, up to the most [s]
+FIRST_PAUSE_S, MOST_PAUSE_S = 1.0, 60.0
+# a run that fails so often in the same rollout would fail there again
+SAME_ROLLOUT = 3
+PR_SET_PDEATHSIG = 1
+
+
+class Settings(Protocol):
+    """The flags of the run that its parent needs."""
+
+    @property
+    def run_dir(self) -> str: ...
+    @property
+    def save(self) -> str | None: ...
+    @property
+    def max_restarts(self) -> int: ...
+
+
+def keep_running(program: str, argv: Sequence[str], args: Settings) -> int:
+    """Run ``program`` with ``argv`` until it ends by itself or by a mistake of the user's; returns its exit status.
+
+    A restart goes on from the newest whole checkpoint in ``--save``; without one it begins again. Ctrl-C and SIGTERM go
+    to the run.
+
+    Raises:
+        Stopped: Ctrl-C or SIGTERM came between two starts.
+    """
+    parent, words, failures, pause = _Parent(), ["--run-dir", args.run_dir], Counter[int](), FIRST_PAUSE_S
+    with parent:
+        for attempt in range(args.max_restarts + 1):
+            code = parent.run([sys.executable, program, *argv, *words], attempt)
+            if parent.stopped or (why := _mishap(args.run_dir, code, parent.pid)) is None:
+                return code if code >= 0 else 128 - code
+            done = read_status(args.run_dir).get("rollouts_done") or 0
+            failures[done] += 1
+            if failures[done] == SAME_ROLLOUT:
+                return _give_up(f"rollout {done} has failed {SAME_ROLLOUT} times, the last time with: {why}")
+            if attempt == args.max_restarts:
+                return _give_up(f"the run was started again {attempt} times (--max-restarts): {why}")
+            pause = FIRST_PAUSE_S if failures[done] == 1 else min(2 * pause, MOST_PAUSE_S)
+            _say(f"start {attempt + 2} of {args.max_restarts + 1} in {pause:g} s")
+            time.sleep(pause)
+            words = ["--run-dir", args.run_dir, "--load", str(args.save)]
+    raise AssertionError("unreachable")
+
+
+def _give_up(why: str) -> int:
+    _say(f"not started again: {why}")
+    return 1
+
+
+def _say(text: str) -> None:
+    print(f"train.py: {text}", file=sys.stderr, flush=True)
+
+
+def _mishap(run_dir: str, code: int, pid: int) -> str | None:
+    """Why process ``pid`` of the run ended, if it may end otherwise the next time; None: it is done, or would not."""
+    status = read_status(run_dir)
+    if code == 0 or status.get("pid") != pid:  # the second: it ended before it began to work
+        return None
+    message = str(status.get("message"))
+    kind = getattr(builtins, message.partition(":")[0], None)
+    outside = message.startswith("ClusterError:") or (isinstance(kind, type) and issubclass(kind, OSError))
+    killed = code < 0 or status.get("status") == WITHOUT_A_WORD
+    return message if killed or (status.get("status") == "failed" and outside) else None
+
+
+class _Parent:
+    """Starts processes, and hands on signals to the one that runs. ``pid``: of that, or of the last one."""
+
+    def __init__(self) -> None:
+        self.stopped, self.pid = False, 0
+        self._child: subprocess.Popen[bytes] | None = None
+        self._before: dict[int, Any] = {}
+        self._prctl = ctypes.CDLL(None).prctl
+
+    def __enter__(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._hand_on)
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def run(self, command: Sequence[str], attempt: int) -> int:
+        """Run ``command`` to its end, in this process's group, and return its exit code; it ends with this process."""
+        environment = os.environ | {ATTEMPT: str(attempt)}
+        self._child = subprocess.Popen(command, env=environment, preexec_fn=self._end_with_parent)
+        self.pid = self._child.pid
+        try:
+            return self._child.wait()
+        finally:
+            self._child = None
+
+    def _end_with_parent(self) -> None:
+        self._prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+    def _hand_on(self, number: int, _frame: FrameType | None) -> None:
+        self.stopped = True
+        if self._child is None:
+            raise Stopped(number)
+        self._child.send_signal(number)

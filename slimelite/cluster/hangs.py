@@ -1,0 +1,198 @@
+"""Sees workers that are stopped or stand still (``--hang-timeout``), names them, and ends them.
+
+A thread of the driver looks at the processes of the run, on other nodes through an actor there. What it goes by is what
+the kernel knows: a process that is stopped, and training ranks that all do nothing while they have work. A worker that
+computes, reads a disk or holds Python's lock is never taken for one that hangs, however long it takes.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from slimelite.base.processes import Machine, Sight, Stopped
+
+logger = logging.getLogger(__name__)
+# shares of --hang-timeout: between two looks, and until somebody is ended, so that all of it fits
+LOOK, END = 0.05, 0.85
+# Ray gives a node up whose daemons are silent for about half a minute: they go on before that [s]
+DAEMON_S = 10.0
+DAEMONS = re.compile(r"/ray/core/src/|/ray/_private/|^ray::\w*Agent|slimelite/base/lifecycle\.py")
+# what this process starts itself, and starts again when it is gone
+OURS = re.compile(r"slimelite\.(environments|rewards)")
+PROGRESS, PUSH = "progress", "push_weights"
+# the code in which a rank waits for the other ones
+COLLECTIVES = re.compile(r"distributed/|_functional_collectives")
+
+
+@dataclass(slots=True)
+class Calls:
+    """What a worker was asked for and has not answered: method and time, by number."""
+
+    open: dict[int, tuple[str, float]] = field(default_factory=dict)
+    _next: int = 0
+
+    def begin(self, method: str, answer: Future[Any]) -> None:
+        """Note a call, until ``answer`` is there."""
+        number, self._next = self._next, self._next + 1
+        self.open[number] = method, time.monotonic()
+        answer.add_done_callback(lambda _: self.open.pop(number, None))
+
+    def oldest(self) -> tuple[str, float] | None:
+        """Method and age [s] of the call that waits longest."""
+        method, since = min(list(self.open.values()), key=lambda call: call[1], default=("", 0.0))
+        return (method, time.monotonic() - since) if method else None
+
+
+class Worker(Protocol):
+    """What the monitor needs of a worker: ``verdict``: why it was ended, for whoever calls it afterwards."""
+
+    name: str
+    log: Any
+    host: str
+    calls: Calls
+    verdict: str | None
+
+
+class Place(Protocol):
+    """A `Machine`, of this process or of another node."""
+
+    def look(self, logs: Sequence[str]) -> Sight: ...
+    def stack(self, pid: int, log: str) -> str: ...
+    def send(self, pid: int, number: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Seen:
+    """A worker as a look found it: on ``place``, in process ``pid``, without a movement for ``still`` [s]."""
+
+    worker: Worker
+    place: Place
+    pid: int
+    still: float
+
+    def __str__(self) -> str:
+        host = socket.gethostname() if isinstance(self.place, Machine) else self.worker.host
+        return f"{self.worker.name} (process {self.pid} on {host})"
+
+    @property
+    def is_rank(self) -> bool:
+        """Whether it is a rank of training."""
+        return self.worker.name.startswith("trainer")
+
+    def waits(self) -> float:
+        """How long its oldest call has had no answer [s]; 0 without one."""
+        oldest = self.worker.calls.oldest()
+        return oldest[1] if oldest else 0.0
+
+    def method(self) -> str:
+        """The method of that call."""
+        oldest = self.worker.calls.oldest()
+        return oldest[0] if oldest else ""
+
+    def stack(self) -> str:
+        """Where it stands."""
+        return self.place.stack(self.pid, str(self.worker.log))
+
+
+class Monitor:
+    """Looks at all workers again and again.
+
+    Args:
+        timeout: who is stopped or stands still is ended within this time [s]; 0: never.
+        workers: of the run; more may be added while it runs.
+        places: the machines of hosts other than this one.
+    """
+
+    def __init__(
+        self, timeout: float, workers: Sequence[Worker] = (), places: Mapping[str, Place] = MappingProxyType({})
+    ) -> None:
+        self._pause, self._limit = LOOK * timeout, END * timeout
+        self._workers, self._places = workers, places
+        self._here: Place = Machine(self._limit)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="hangs", daemon=True)
+
+    def __enter__(self) -> Monitor:
+        if self._limit:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+
+    def _work(self) -> None:
+        while not self._over.wait(self._pause):
+            try:
+                self._look()
+            except Exception:  # a node that goes away, say: whoever waits for its workers gets that error
+                logger.info("a look at the workers failed", exc_info=True)
+
+    def _look(self) -> None:
+        hosts: dict[str, list[Worker]] = {"": []}
+        for worker in list(self._workers):
+            hosts.setdefault(worker.host if worker.host in self._places else "", []).append(worker)
+        seen: list[Seen] = []
+        for host, members in hosts.items():
+            place, logs = self._places.get(host, self._here), {str(worker.log): worker for worker in members}
+            sight = place.look(list(logs))
+            for stopped in sight.stopped:
+                self._stopped(stopped, place, logs)
+            seen += [Seen(logs[log], place, pid, sight.still[log]) for log, pid in sight.pids.items()]
+        self._still(seen)
+
+    def _stopped(self, stopped: Stopped, place: Place, workers: Mapping[str, Worker]) -> None:
+        owner = workers.get(stopped.log or "")
+        what = f"process {stopped.pid} ({stopped.command[:80]})"
+        if DAEMONS.search(stopped.command):
+            if stopped.seconds >= min(self._limit / 2, DAEMON_S):
+                logger.warning("%s was stopped for %.0f s (SIGSTOP): it goes on", what, stopped.seconds)
+                place.send(stopped.pid, signal.SIGCONT)
+        elif stopped.seconds < self._limit:
+            return
+        elif owner is not None and stopped.is_worker:
+            seen = Seen(owner, place, stopped.pid, stopped.seconds)
+            self._end(seen, f"was stopped for {stopped.seconds:.1f} s (SIGSTOP)", seen.stack())
+        elif owner is not None or OURS.search(stopped.command):
+            logger.error("%s was stopped for %.0f s (SIGSTOP): it is ended", what, stopped.seconds)
+            place.send(stopped.pid, signal.SIGKILL)
+
+    def _still(self, seen: Sequence[Seen]) -> None:
+        """End a manager that answers nothing, and the rank for which all others wait in vain."""
+        long = [each for each in seen if each.waits() >= self._limit <= each.still]
+        for each in long:
+            if each.worker.name == "rollout" and each.method() == PROGRESS:
+                self._end(each, f"has answered no call for {each.waits():.1f} s, and does nothing", each.stack())
+        busy = [each for each in seen if each.worker.calls.open and each.is_rank and each not in long]
+        ranks = [each for each in long if each.is_rank]
+        sends = any(each.method() == PUSH for each in ranks)
+        if busy or not ranks or (sends and not self._engines_still(seen)):
+            return
+        stacks = {each: each.stack() for each in ranks}
+        culprits = [each for each in ranks if not COLLECTIVES.search(stacks[each].partition(" in ")[0])]
+        if culprits:
+            for each in culprits:
+                why = f"has done nothing for {each.still:.1f} s in {each.method()}"
+                self._end(each, why + ", and the other ranks wait for it" * (len(ranks) > 1), stacks[each])
+        else:
+            others = "; ".join(f"{each} stands at {stacks[each]}" for each in ranks[1:])
+            self._end(ranks[0], f"and the other ranks wait for each other ({others})", stacks[ranks[0]])
+
+    def _engines_still(self, seen: Sequence[Seen]) -> bool:
+        """Whether it is not the engines that take long to load weights; of those of others nobody knows."""
+        engines = [each for each in seen if each.worker.name.startswith("engine")]
+        return bool(engines) and all(each.still >= self._limit for each in engines)
+
+    def _end(self, seen: Seen, why: str, stack: str) -> None:
+        seen.worker.verdict = f"{seen} {why}" + f"; it stood at {stack}" * bool(stack)
+        logger.error("%s; its log is %s", seen.worker.verdict, seen.worker.log)
+        seen.place.send(seen.pid, signal.SIGKILL)
