@@ -24,15 +24,16 @@ GRPO = Job(
     loss="policy",
     gpus=False,
     local=False,
+    revives=True,
 )
-ALONE: dict[str, Any] = {"engines": None, "syncs": False}
+ALONE: dict[str, Any] = {"engines": None, "syncs": False, "revives": False}
 
 
 @pytest.mark.parametrize(
     ("words", "differs"),
     [
         ("", {}),
-        ("--launcher local", {"local": True}),
+        ("--launcher local", {"local": True, "revives": False}),
         ("--debug-rollout-only", {"trains": False, "syncs": False}),
         ("--load-debug-rollout-data r{rollout_id}.parquet", {**ALONE, "saved": "r{rollout_id}.parquet"}),
         ("--loss-type custom_loss --custom-loss-function-path my.py:loss", {"loss": "custom"}),
@@ -51,8 +52,9 @@ ALONE: dict[str, Any] = {"engines": None, "syncs": False}
             "--eval-interval 1 --eval-prompt-data e e.jsonl --load-debug-rollout-data r.parquet",
             {**ALONE, "saved": "r.parquet"},
         ),
-        ("--rollout-backend sglang", {"servers": True}),
-        ("--rollout-external-engine-addrs here:1", {"servers": True, "engines": "external"}),
+        ("--rollout-backend sglang", {"servers": True, "revives": False}),
+        ("--rollout-backend sglang --use-fault-tolerance", {"servers": True}),
+        ("--rollout-external-engine-addrs here:1", {"servers": True, "engines": "external", "revives": False}),
     ],
 )
 def test_the_kind_of_a_run_follows_from_its_flags(make: Make, words: str, differs: dict[str, Any]) -> None:
@@ -61,7 +63,7 @@ def test_the_kind_of_a_run_follows_from_its_flags(make: Make, words: str, differ
 
 def test_a_run_on_gpus(make: Make) -> None:
     args = make("--actor-num-gpus-per-node 1 --colocate --rollout-backend sglang", Machine(1))
-    assert args.job == replace(GRPO, gpus=True, servers=True)
+    assert args.job == replace(GRPO, gpus=True, servers=True, revives=False)
 
 
 def test_a_copy_with_other_flags_is_another_kind_of_run(make: Make) -> None:
