@@ -141,14 +141,16 @@ class Monitor:
         hosts: dict[str, list[Worker]] = {"": []}
         for worker in list(self._workers):
             hosts.setdefault(worker.host if worker.host in self._places else "", []).append(worker)
-        seen: list[Seen] = []
+        seen, paused = list[Seen](), False
         for host, members in hosts.items():
             place, logs = self._places.get(host, self._here), {str(worker.log): worker for worker in members}
             sight = place.look(list(logs))
             for stopped in sight.stopped:
                 self._stopped(stopped, place, logs)
+                paused = paused or stopped.is_worker
             seen += [Seen(logs[log], place, pid, sight.still[log]) for log, pid in sight.pids.items()]
-        self._still(seen)
+        if not paused:  # else the others wait for that one
+            self._still(seen)
 
     def _stopped(self, stopped: Stopped, place: Place, workers: Mapping[str, Worker]) -> None:
         owner = workers.get(stopped.log or "")
