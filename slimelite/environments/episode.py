@@ -129,7 +129,9 @@ class Episode:
             except ContextFullError as error:
                 self.counts["context_full"] = 1
                 if not self.counts["turns"]:
-                    raise EnvironmentFailure("too_long", f"an episode begins too long: {error}; {REMEDY}") from error
+                    raise EnvironmentFailure(
+                        "too_long", f"an episode begins too long: {str(error).rstrip('.')}; {REMEDY}"
+                    ) from error
                 self.status = Status.TRUNCATED
                 return
             if turn.finish_reason == "abort":
