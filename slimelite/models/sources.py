@@ -98,20 +98,24 @@ class Joined:
 
 @dataclass(frozen=True)
 class View:
-    """A view of ``base``, as torch describes one."""
+    """A view of ``base``, as torch describes one; ``laid``: the stride of ``base`` itself in its storage."""
 
     base: Source
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    laid: tuple[int, ...]
 
     def rows(self, begin: int, end: int) -> Tensor:
         """See `Source.rows`."""
         row = math.prod(self.shape[1:])
         same = self.base.shape[1:] == self.shape[1:] and self.stride == _dense(self.shape)
+        same = same and self.laid == _dense(self.base.shape)
         if self.shape and row and same and self.offset % row == 0:
             return self.base.rows(self.offset // row + begin, self.offset // row + end)
-        whole = everything(self.base).as_strided(self.shape, self.stride, self.offset)
+        values = everything(self.base)
+        storage = torch.empty_strided(self.base.shape, self.laid, dtype=values.dtype).copy_(values)
+        whole = storage.as_strided(self.shape, self.stride, self.offset)
         return whole[begin:end] if self.shape else whole
 
 
@@ -149,7 +153,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, weights: Mapping[str, Stored]) -> None:
         super().__init__()
         self._weights = weights
-        self._known: dict[int, Source] = {}
+        self._known: dict[int, tuple[Source, tuple[int, ...]]] = {}  # storage -> its tensor's source and stride
         # tensors whose storages are known: none of these may be freed, since another one would get its address
         self._kept: list[Tensor] = []
 
@@ -164,11 +168,12 @@ class Recorder(TorchDispatchMode):
 
     def source(self, tensor: Tensor) -> Source | None:
         """What ``tensor`` is made from; None if not from the weights alone."""
-        base = self._known.get(_storage(tensor))
+        if (known := self._known.get(_storage(tensor))) is None:
+            return None
+        base, laid = known
         shape, stride, offset = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
-        if base is None or (base.shape == shape and stride == _dense(shape) and not offset):
-            return base
-        return View(base, shape, stride, offset)
+        same = base.shape == shape and stride == laid and not offset
+        return base if same else View(base, shape, stride, offset, laid)
 
     def __torch_dispatch__(
         self, func: Any, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -188,7 +193,7 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _note(self, tensor: Tensor, source: Source) -> None:
-        self._known[_storage(tensor)] = source
+        self._known[_storage(tensor)] = source, tensor.stride()
         self._kept.append(tensor)
 
 
