@@ -8,6 +8,7 @@ Flags are read from ``--help`` when Tab is pressed first, so that they are those
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 
 SCRIPT = r"""
@@ -20,21 +21,20 @@ _slimelite_flags() { # NAME COMMAND...: the flags in the help that COMMAND print
         eval "$kept=\$_slimelite_have"
     fi
 }
-_slimelite_train() { # after `python train.py`, `./train.py`, `slimelite train`
+_slimelite_train() { # after `python train.py` and `./train.py`; no other file is run
     local word="${COMP_WORDS[COMP_CWORD]}" script="" each
     [[ "$word" == -* ]] || return
     for each in "${COMP_WORDS[@]}"; do [[ "$each" == */train.py || "$each" == train.py ]] && script="$each"; done
-    [[ -n "$script" ]] || return
-    local runner=("${COMP_WORDS[0]}" "$script"); [[ "${COMP_WORDS[0]}" == "$script" ]] && runner=("$script")
-    _slimelite_flags train "${runner[@]}" --help-all
+    [[ -n "$script" ]] && grep -qx "from slimelite.arguments import parse_args" "$script" 2>/dev/null || return
+    _slimelite_flags train "PYTHON" -m slimelite.apps.command train --help-all
     COMPREPLY=($(compgen -W "$_slimelite_have" -- "$word"))
 }
 _slimelite() {
     local word="${COMP_WORDS[COMP_CWORD]}" command="${COMP_WORDS[1]}" help=--help
     if [[ "$COMP_CWORD" == 1 ]]; then COMPREPLY=($(compgen -W "COMMANDS" -- "$word")); return; fi
-    [[ "$word" == -* ]] || return
+    [[ "$word" == -* && " COMMANDS " == *" $command "* ]] || return
     [[ "$command" == train ]] && help=--help-all
-    _slimelite_flags "${command//-/_}" "${COMP_WORDS[0]}" "$command" "$help"
+    _slimelite_flags "${command//-/_}" "PYTHON" -m slimelite.apps.command "$command" "$help"
     COMPREPLY=($(compgen -W "$_slimelite_have" -- "$word"))
 }
 complete -o default -F _slimelite slimelite
@@ -50,5 +50,5 @@ def main(argv: Sequence[str]) -> int:
         prog="slimelite completion", description='Print completion for bash and zsh: eval "$(slimelite completion)"'
     )
     parser.parse_args(argv)
-    print(SCRIPT.strip().replace("COMMANDS", " ".join(COMMANDS)))
+    print(SCRIPT.strip().replace("COMMANDS", " ".join(COMMANDS)).replace("PYTHON", sys.executable))
     return 0

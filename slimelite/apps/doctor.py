@@ -67,16 +67,18 @@ def versions() -> Iterator[Finding]:
     needs = map(Requirement, metadata.requires("slimelite") or ())
     required = {need.name.lower(): need for need in needs if not need.marker}  # those of extras have a marker
     optional = {name for name in MAIN if name not in required}
-    differs = []
+    differs, broken = list[str](), False
     for name in sorted({*required, *optional}):
         have = _installed(name)
         if have is None:
+            broken = broken or name in required
             if name in required:
                 yield Finding(name, "broken", "is not installed", "bash scripts/setup.sh, or pip install -e .")
             elif name in COSTS:
                 yield Finding(name, "ok", f"is not installed: {COSTS[name]}")
             continue
         if name in required and not required[name].specifier.contains(have, prereleases=True):
+            broken = True
             wanted = f"{have} is installed, slimelite needs {required[name].specifier}"
             yield Finding(name, "broken", wanted, f"pip install '{name}{required[name].specifier}'")
         elif have.partition("+")[0] != tested.get(name, have).partition("+")[0]:
@@ -84,7 +86,7 @@ def versions() -> Iterator[Finding]:
     if differs:
         text = f"other versions than the tested ones: {', '.join(differs)}"
         yield Finding("packages", "warning", text, "pip install -c constraints.txt -e . takes the tested ones")
-    else:
+    elif not broken:
         yield Finding("packages", "ok", f"the {len(required)} required ones are those of constraints.txt")
 
 
@@ -161,6 +163,9 @@ def ray() -> Iterator[Finding]:
     """Whether a Ray of a run's own can start here, or the one that is named answers."""
     if address := os.environ.get("RAY_ADDRESS"):
         host, _, port = address.rpartition("//")[2].rpartition(":")
+        if not port.isdigit():
+            yield Finding("Ray", "ok", f"RAY_ADDRESS={address}: Ray looks for it when a run starts")
+            return
         try:
             socket.create_connection((host or "127.0.0.1", int(port)), 3).close()
             yield Finding("Ray", "ok", f"RAY_ADDRESS={address} answers")

@@ -48,10 +48,14 @@ def main(argv: Sequence[str]) -> int:
     if args.api_key is None and "*" in args.cors_origin:
         raise ValueError("--cors-origin * lets every page use the model: choose an --api-key, or name the origins")
     for origin in {*args.cors_origin} - {"*"}:
-        if not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#\s]+", origin):
+        if not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#\s]+", origin, re.IGNORECASE):
             raise ValueError(
                 f"--cors-origin {origin} is no origin: write it as https://chat.example.org, without a path"
             )
+    # as browsers send them: small letters, and no port that is the usual one
+    args.cors_origin = [
+        re.sub(r"^(http://.*):80$|^(https://.*):443$", r"\1\2", each.lower()) for each in args.cors_origin
+    ]
     if not 0 <= args.drain_seconds < math.inf:
         raise ValueError(f"--drain-seconds must be 0 or more, not {args.drain_seconds:g}")
     if args.api_key is None and not is_loopback(args.host):

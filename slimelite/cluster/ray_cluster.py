@@ -566,12 +566,25 @@ def nodes_of_bundles(
     """The node of each rank and then of each device of engines; None: there is no room.
 
     Ranks are on as many ``nodes`` as were asked for, each with the same number, node ``first`` in front. Engines of
-    ``widths`` follow, each within a node, the widest first and each where most is free.
+    ``widths`` follow, each within a node, the widest first and each where most is free. Where that does not fit,
+    engines take the fullest node that has room, and then other nodes are in front.
 
     Args:
         free: node id -> devices that are free there.
     """
-    left, per_node = dict(free), ranks // nodes
+    for front in (first, *sorted(free.keys() - {first})):
+        for spread in (True, False):
+            places = _placement(free, front, nodes, ranks // nodes, widths, spread=spread)
+            if places is not None:
+                return places
+    return None
+
+
+def _placement(
+    free: Mapping[str, int], first: str, nodes: int, per_node: int, widths: Sequence[int], *, spread: bool
+) -> list[str] | None:
+    """See `nodes_of_bundles`; ``spread``: an engine goes where most is free, else where least is that is enough."""
+    left = dict(free)
     room = sorted((n for n in left if left[n] >= per_node), key=lambda n: (n != first, -left[n], n))[:nodes]
     if len(room) < nodes:
         return None
@@ -580,9 +593,10 @@ def nodes_of_bundles(
         left[node] -= 1
     of_engines = dict[int, str]()
     for number in sorted(range(len(widths)), key=lambda n: -widths[n]):
-        node = max(left, key=lambda n: (left[n], n == first, n))
-        if left[node] < widths[number]:
+        enough = [node for node in left if left[node] >= widths[number]]
+        if not enough:
             return None
+        node = max(enough, key=lambda n: (left[n] if spread else -left[n], n == first, n))
         left[node] -= widths[number]
         of_engines[number] = node
     return places + [of_engines[number] for number, width in enumerate(widths) for _ in range(width)]

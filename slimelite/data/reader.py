@@ -214,7 +214,10 @@ def _saved_table(files: Sequence[Path], name: str, part: slice, required: Sequen
             raise ValueError(f"{file} is not a readable Arrow file: {error}") from error
     if not tables:
         raise ValueError(f"{name} holds no rows")
-    table = pa.concat_tables(tables)
+    try:
+        table = pa.concat_tables(tables)
+    except pa.ArrowInvalid as error:
+        raise ValueError(f"{name}: its files have different columns ({error})") from error
     _check_columns(name, table.column_names, required)
     yield from _table_rows(table, part)
 
@@ -224,11 +227,16 @@ def _csv_rows(path: str, part: slice, required: Sequence[str], _optional: object
     csv.field_size_limit(2**31 - 1)
     try:
         with Path(path).open(encoding="utf-8-sig", newline="") as file:
-            rows = list(csv.DictReader(file, strict=True))
+            reader = csv.DictReader(file, strict=True)
+            rows = list(reader)
     except (csv.Error, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not a readable CSV file in UTF-8: {error}") from error
+    names = list(reader.fieldnames or ())
+    if len({*names}) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{path} has several columns {twice!r}; give each a name of its own")
     if rows:
-        _check_columns(path, [str(name) for name in rows[0]], required)
+        _check_columns(path, names, required)
     for index in range(len(rows))[part]:
         row = rows[index]
         if None in row or None in row.values():

@@ -1,7 +1,7 @@
 """Common shapes of rows that are read without a flag: ShareGPT, Alpaca, prompt and completion, messages.
 
-They are looked for only where ``--input-key`` is not given and no column has its default name; a run says which was
-taken. `docs/data_formats.md` shows each beside the flags that read it.
+They are looked for only where ``--input-key`` is not given, or is its default. A run says which was taken.
+`docs/data_formats.md` shows each beside the flags that read it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ def _conversation(question: object, answer: object, system: object = None) -> li
 
 
 def _alpaca(row: Mapping[str, object]) -> object:
-    question = "\n\n".join(str(row[name]) for name in ("instruction", "input") if row.get(name))
+    parts = [row[name] for name in ("instruction", "input") if row.get(name)]
+    if not all(isinstance(part, str) for part in parts):
+        return parts  # neither text nor messages: the row is refused
+    question = "\n\n".join(map(str, parts))
     return _conversation(question, row["output"], row.get("system"))
 
 
@@ -82,7 +85,8 @@ def shape_of(names: Collection[str], input_key: str, *, answers: bool, chosen: s
 
 def share_gpt(message: Mapping[str, object]) -> dict[str, object] | None:
     """A message of ShareGPT, ``{"from": "human", "value": ...}``, in OpenAI's form; None if it is not one."""
-    speaker, text = message.get("from"), message.get("value")
+    speaker = message.get("from")
     if "role" in message or not isinstance(speaker, str) or speaker not in SPEAKERS:
         return None
-    return {"role": SPEAKERS[speaker], "content": text}
+    others = {key: value for key, value in message.items() if key not in ("from", "value")}
+    return {**others, "role": SPEAKERS[speaker], "content": message.get("value")}

@@ -33,6 +33,8 @@ from slimelite.serving.stored import Record
 PACKED = "slimelite:"
 # the only parameter of a custom tool, which takes a text
 INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+# characters that an item costs in memory besides its JSON
+ITEM_COSTS = 1000
 
 
 class TextPart(Shape):
@@ -234,7 +236,7 @@ async def respond(model: Model, session: Session, body: ResponsesBody) -> Answer
         answer = {**head, **_end(turn), "output": output.items, "usage": _usage(turn, session.format)}
         if body.store:
             kept = {item["id"]: ITEM.validate_python(item) for item in output.items}
-            size = len(json.dumps(answer)) + sum(len(item.model_dump_json()) for item in sent)
+            size = len(json.dumps(answer)) + sum(len(item.model_dump_json()) + ITEM_COSTS for item in sent)
             model.stored.keep(Record(owner, body.previous_response_id, sent, kept, answer, size))
         return answer
 
@@ -411,7 +413,11 @@ def _head(model: Model, body: ResponsesBody, tools: Tools) -> dict[str, Any]:
     head |= {name: getattr(body, name) for name in same} | {"tools": tools.echo}
     head |= {name: getattr(body, name) or None for name in ("instructions", "previous_response_id")}
     head |= {name: getattr(body, name) for name in ("max_output_tokens", "temperature", "top_p")}
-    return {**head, "reasoning": body.reasoning.model_dump(), "text": body.text.model_dump()}
+    return {
+        **head,
+        "reasoning": body.reasoning.model_dump(),
+        "text": body.text.model_dump(by_alias=True, exclude_none=True),
+    }
 
 
 def _end(turn: Turn) -> dict[str, Any]:
@@ -440,20 +446,21 @@ def _messages(instructions: str, before: Sequence[Any], sent: Sequence[Any]) -> 
 
     What the assistant thinks, says and calls between two others is one message.
     """
-    messages: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
+    system = [instructions] if instructions else []
+    messages: list[Message] = []
     own: Message = {}  # the last message, while the assistant may go on in it
     for place, item in enumerate((*before, *sent), -len(before)):
         new = _message(item, f"input[{place}]")
-        leads = [message["role"] for message in messages] in ([], ["system"])
-        if new["role"] in ("system", "developer") and leads:
-            texts = [message["content"] for message in (*messages, new)]
-            messages = [{"role": "system", "content": "\n\n".join(texts)}]
+        if new["role"] in ("system", "developer") and not messages:
+            system.append(new["content"])
         elif new["role"] == "assistant" and own and not own.keys() & _later(new):
-            new["tool_calls"] = [*own.get("tool_calls", ()), *new.get("tool_calls", ())]
+            calls = own.setdefault("tool_calls", [])
+            calls += new.pop("tool_calls", ())
             own |= new
         else:
             messages.append(new)
             own = new if new["role"] == "assistant" else {}
+    messages = [{"role": "system", "content": "\n\n".join(system)}, *messages] if system else messages
     return [{"content": None, **message} for message in messages]
 
 

@@ -36,8 +36,16 @@ def offered(*words: str) -> list[str]:
         (["slimelite", "train", "--lr-decay-s"], ["--lr-decay-style"]),
         (["python", "train.py", "--lr", "1", "--use-kl"], ["--use-kl-loss"]),
         (["python", "other.py", "--use-kl"], []),
+        (["slimelite", "$(touch X)", "--use-kl"], []),
         (["python", "train.py", "da"], []),  # a file: bash's own completion goes on
     ],
 )
 def test_tab_offers_commands_and_flags(words: list[str], expected: list[str]) -> None:
     assert offered(*words) == expected
+    assert not (ROOT / "X").exists()
+
+
+def test_tab_runs_no_file_of_somebody_elses(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    assert offered("python", str(tmp_path / "train.py"), "--use-kl") == []
+    assert not (tmp_path / "ran").exists()

@@ -116,6 +116,16 @@ def test_each_planted_fault_is_named(fault: str, tmp_path: Path) -> None:
     assert [finding["part"] for finding in others if finding["part"] not in ("Ray", "this folder")] == []
 
 
+def test_a_cluster_that_ray_looks_for_is_not_asked() -> None:
+    status, findings = doctor(RAY_ADDRESS="auto")
+    assert status == 0, findings
+
+
+def test_packages_are_not_right_where_one_is_broken(tmp_path: Path) -> None:
+    _, findings = doctor("--versions", PYTHONPATH=overlay(tmp_path, "transformers", "4.9"))
+    assert "packages" not in [finding["part"] for finding in findings["ok"]]
+
+
 @pytest.mark.usefixtures("taken")
 def test_a_port_of_rays_that_is_taken_is_named() -> None:
     _, findings = doctor()

@@ -47,3 +47,9 @@ def test_devices_beside_those_of_the_ranks(
 ) -> None:
     args = ClusterArgs(colocate=colocate, rollout_num_gpus=gpus)
     assert beside_ranks(args, 2, [EnginePlace(first, width, {}) for first, width in places]) == widths
+
+
+def test_what_fits_in_another_order_is_found() -> None:
+    placed = nodes_of_bundles({"a": 8, "b": 4}, first="a", nodes=1, ranks=4, widths=(8,))
+    assert placed == [*"bbbb", *"aaaaaaaa"], "an engine of 8 needs the driver's node"
+    assert nodes_of_bundles({"a": 4, "b": 3}, first="a", nodes=1, ranks=0, widths=(3, 2, 2)) == [*"bbb", *"aaaa"]

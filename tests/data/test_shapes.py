@@ -106,6 +106,7 @@ def test_files_of_every_kind_give_the_same_rows(tmp_path: Path) -> None:
         ("a.csv", b"q,a\n1,2,3\n", "row 0: it has more cells"),
         ("a.csv", b"q,a\n\xff,2\n", "not a readable CSV file in UTF-8"),
         ("a.csv", b"q,a\n", "holds no rows"),
+        ("a.csv", b"q,a,a\n1,2,3\n", "has several columns 'a'"),
         ("a.arrow", b"ARROW", "not a readable Arrow file"),
         ("a/state.json", b"{}", "does not name the dataset's files"),
         ("all/train/state.json", b"{}", r"is a folder; name one file or split of it: \['train'\]"),
@@ -117,3 +118,19 @@ def test_files_that_are_broken_are_named(name: str, text: bytes, message: str, t
     file.write_bytes(text)
     with pytest.raises(ValueError, match=message):
         rows_of(tmp_path / name.partition("/")[0])
+
+
+def test_a_turn_of_share_gpt_keeps_what_else_it_says(tmp_path: Path) -> None:
+    """Such as that it is not trained."""
+    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", "step_loss_mask": 0}]
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"conversations": turns}))
+    messages = load(file, "--loss-type sft_loss", []).metadata["messages"]
+    assert messages[1] == {"role": "assistant", "content": "b", "step_loss_mask": 0}
+
+
+def test_a_column_input_of_messages_is_no_part_of_alpaca(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"instruction": "i", "input": [QUESTION], "output": "o"}))
+    with pytest.raises(ValueError, match="1 of 1 rows is malformed"):
+        load(file, "--loss-type sft_loss", [])

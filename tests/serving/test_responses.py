@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from slimelite.serving import stored
+from slimelite.serving import responses, stored
 from tests.serving.fronts import Asking, run, scripted_front
 
 PATH = "/v1/responses"
@@ -246,7 +246,9 @@ def test_what_was_used_longest_ago_is_forgotten(monkeypatch: pytest.MonkeyPatch)
     async def scenario() -> None:
         async with scripted_front("qwen2.5", *["a<|im_end|>"] * 9) as (ask, _):
             answers = [(await ask(PATH, {"input": "x" * 500}))[1]]
-            monkeypatch.setattr(stored, "MOST_CHARACTERS", int(2.5 * (len(json.dumps(answers[0])) + 500)))
+            monkeypatch.setattr(
+                stored, "MOST_CHARACTERS", int(2.5 * (len(json.dumps(answers[0])) + 500 + responses.ITEM_COSTS))
+            )
             for before in (answers[0]["id"], "", ""):
                 more = {"previous_response_id": before} if before else {}
                 answers.append((await ask(PATH, {"input": "x" * 500, **more}))[1])

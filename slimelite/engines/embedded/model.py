@@ -34,6 +34,8 @@ def not_fast(config: PretrainedConfig) -> str:
         return f"rope type {config.rope_parameters['rope_type']!r}"
     if set(layers) != {"full_attention"} if layers else getattr(config, "sliding_window", None) is not None:
         return "sliding-window attention"
+    if getattr(config, "num_experts", None) and (config.hidden_size % 8 or config.moe_intermediate_size % 8):
+        return "experts of an uneven width"  # a grouped product wants rows of a multiple of 16 bytes
     return ""
 
 

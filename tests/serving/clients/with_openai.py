@@ -136,7 +136,6 @@ def refused(kind: type[Exception], ask: Callable[[], Any]) -> Any:
 def errors(ruled: openai.OpenAI) -> None:
     create = partial(ruled.chat.completions.create, model="ruled", messages=ASK)
     for settings, param in (
-        ({"frequency_penalty": 0.5}, "frequency_penalty"),
         ({"extra_body": {"beam": 4}}, "beam"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"stream": True, "n": 1000}, "n"),
