@@ -13,7 +13,7 @@ versions="$(cat constraints.txt pyproject.toml | cksum | cut -d' ' -f1)-gpu-$GPU
 stamp="$VENV/.slimelite-$versions-dev-$DEV"
 if [[ -e "$stamp" ]]; then
     # somebody may have changed the packages since
-    changed=$(find "$VENV"/lib/python*/site-packages -maxdepth 1 -name '*.dist-info' -newer "$stamp" -print -quit)
+    changed=$(find "$VENV"/lib/python*/site-packages -maxdepth 1 -name '*.dist-info' -newer "$stamp" -print -quit 2>/dev/null || true)
     [[ -z "$changed" ]] && exit 0
     if said=$("$VENV/bin/python" -m slimelite.apps.command doctor --versions); then touch "$stamp" && exit 0; fi
     echo "$said"

@@ -171,7 +171,7 @@ def test_flags_of_miles_without_effect(words: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--ft-components rollout train", "a trainer that dies ends the run"),
+        ("--ft-components rollout train", "--max-restarts the whole run"),
         ("--eval-sglang-mem-fraction-static 0.5", "all engines are alike"),
         ("--custom-agent-function-path a.b", "--agent-command runs a program"),
         ("--multi-lora-adapter a path", "start a run for each"),

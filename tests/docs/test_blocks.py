@@ -144,6 +144,7 @@ SHOWN: dict[str, dict[str, tuple[str, int]]] = {
     "docs/examples/sweep/README.md": {"examples/lr-1e-4": ("eval/heldout", 2), "examples/lr-1e-3": ("eval/heldout", 3)},
     "docs/serving.md": {},
     "docs/from_bytes.md": {},
+    "docs/data_formats.md": {},
     "docs/agents.md": {"examples/first_agent": ("rollout/environment/turns", 2)},
     "docs/examples/environment/README.md": {
         "examples/environment": ("rollout/environment/turns", 2),

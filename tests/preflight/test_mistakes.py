@@ -64,7 +64,7 @@ def test_mistakes_are_answered_without_torch_and_transformers(run: str, model: P
     port = taken.getsockname()[1]
     mistakes = [
         ("--prompt-data gone.parquet", "--prompt-data: no such file: gone.parquet"),
-        (f"--prompt-data {tmp_path}", f"{tmp_path} is a folder; name one file of it"),
+        (f"--prompt-data {tmp_path}", f"{tmp_path} is a folder; name one file or split of it"),
         ("--label-key answer", "no column 'answer'"),
         ("--input-key question", "no column 'question'"),
         (f"--prompt-data {rows}", "text or a list of messages is expected, not 3"),
