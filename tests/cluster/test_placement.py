@@ -6,7 +6,7 @@ import pytest
 
 from slimelite.arguments import ClusterArgs
 from slimelite.arguments.engines import EnginePlace
-from slimelite.cluster.ray_cluster import beside_ranks, nodes_of_bundles
+from slimelite.cluster.placement import beside_ranks, nodes_of_bundles
 
 ROOM = {"a": 4, "b": 8, "c": 4}
 

@@ -60,4 +60,8 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
-ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+class Server(ThreadingHTTPServer):
+    request_queue_size = 256  # a rollout opens all its episodes at once; with 5, the usual number, some wait a minute
+
+
+Server(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()

@@ -1,0 +1,62 @@
+"""Which node each rank and each engine of a run on Ray is on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from slimelite.arguments import ClusterArgs
+from slimelite.arguments.engines import EnginePlace
+
+
+def beside_ranks(args: ClusterArgs, ranks: int, engines: Sequence[EnginePlace]) -> list[int]:
+    """Widths of what takes devices besides those of the ranks: engines, and devices between them that stay free."""
+    first, taken, widths = (0 if args.colocate else ranks), ranks, list[int]()
+    for place in engines:
+        begin, end = max(first + place.first_gpu, taken), first + place.first_gpu + place.width
+        if end > taken:
+            widths += [1] * (begin - taken) + [end - begin]
+            taken = end
+    total = max(ranks, first + args.rollout_num_gpus) if engines else ranks
+    return widths + [1] * (total - taken)
+
+
+def nodes_of_bundles(
+    free: Mapping[str, int], *, first: str, nodes: int, ranks: int, widths: Sequence[int]
+) -> list[str] | None:
+    """The node of each rank and then of each device of engines; None: there is no room.
+
+    Ranks are on as many ``nodes`` as were asked for, each with the same number, node ``first`` in front. Engines of
+    ``widths`` follow, each within a node, the widest first and each where most is free. Where that does not fit,
+    engines take the fullest node that has room, and then other nodes are in front.
+
+    Args:
+        free: node id -> devices that are free there.
+    """
+    for front in (first, *sorted(free.keys() - {first})):
+        for spread in (True, False):
+            places = _placement(free, front, nodes, ranks // nodes, widths, spread=spread)
+            if places is not None:
+                return places
+    return None
+
+
+def _placement(
+    free: Mapping[str, int], first: str, nodes: int, per_node: int, widths: Sequence[int], *, spread: bool
+) -> list[str] | None:
+    """See `nodes_of_bundles`; ``spread``: an engine goes where most is free, else where least is that is enough."""
+    left = dict(free)
+    room = sorted((n for n in left if left[n] >= per_node), key=lambda n: (n != first, -left[n], n))[:nodes]
+    if len(room) < nodes:
+        return None
+    places = [node for node in room for _ in range(per_node)]
+    for node in places:
+        left[node] -= 1
+    of_engines = dict[int, str]()
+    for number in sorted(range(len(widths)), key=lambda n: -widths[n]):
+        enough = [node for node in left if left[node] >= widths[number]]
+        if not enough:
+            return None
+        node = max(enough, key=lambda n: (left[n] if spread else -left[n], n == first, n))
+        left[node] -= widths[number]
+        of_engines[number] = node
+    return places + [of_engines[number] for number, width in enumerate(widths) for _ in range(width)]
