@@ -86,7 +86,7 @@ class Stage:
         write_text(self.folder / RECORD, json.dumps(record, indent=1))
 
     def record(self) -> dict[str, Any]:
-        """What `write_record` wrote; empty if it did not.
+        """The record that `write_record` wrote; empty if there is none.
 
         Raises:
             ValueError: it is of another format.

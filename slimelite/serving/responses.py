@@ -139,7 +139,7 @@ class NamespaceTool(Shape):
 
 
 class HostedTool(Shape):
-    """What OpenAI's servers would do; it is left out."""
+    """A tool that OpenAI's servers run, such as ``web_search``. It is left out."""
 
     type: Literal[
         "web_search",

@@ -397,7 +397,7 @@ def skipped_steps(h: History) -> Seen | None:
     "reach, is the temperature above 0? Otherwise loosen --dynamic-sampling-filter-path or leave it out.",
 )
 def filtered(h: History) -> Seen | None:
-    """Ten groups generated for one that is trained on; fewer than 32 dropped groups may be chance."""
+    """Ten groups are generated for each one that is trained on. Fewer than 32 dropped groups may be chance."""
     dropped, sent = h.row.get("rollout/dropped_groups", 0.0), h.row.get("rollout/submitted_groups", 0.0)
     if dropped < max(ALL * sent, 32):
         return None

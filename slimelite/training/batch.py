@@ -365,7 +365,7 @@ class PackedSequences:
 
     @cached_property
     def from_levels(self) -> Tensor:
-        """[T] the place of each token among the real ones of all parts of all levels."""
+        """[T] index of each token when the tokens of all levels stand end to end, without padding."""
         parts = [part for level in self.levels for part in level]
         return torch.cat([x.positions if x.real is None else x.positions[x.real] for x in parts]).argsort()
 
