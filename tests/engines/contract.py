@@ -363,11 +363,14 @@ class EngineContract:
             return told, result
 
         for params in ({}, {"stop": (stop,)}, {"stop_token_ids": (expected[38],)}):
-            told, result = self.run(scenario(**params))
-            assert result.output_ids == expected[: len(result.output_ids)]
-            assert [token for ids, _ in told for token in ids] == result.output_ids
-            assert np.allclose([one for _, found in told for one in found], result.log_probs)
-            assert len(told) > 1  # how many depends on how busy the machine is
+            for _ in range(20):  # on a busy machine the listener may first hear when all tokens are there: tried again
+                told, result = self.run(scenario(**params))
+                assert result.output_ids == expected[: len(result.output_ids)]
+                assert [token for ids, _ in told for token in ids] == result.output_ids
+                assert np.allclose([one for _, found in told for one in found], result.log_probs)
+                if len(told) > 1:
+                    break
+            assert len(told) > 1, "no try told of a token before the last was there"
         with pytest.raises(ValueError, match="request told"):
             self.run(scenario(stop=("",)))
 
