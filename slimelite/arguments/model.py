@@ -107,6 +107,14 @@ class ClusterArgs(OfJob):
         use_of("--max-restarts"),
         at_least=0,
     )
+    elastic: bool = flag(
+        False,
+        "a start of --max-restarts after the first uses the nodes that are left: ranks and engines are planned anew if "
+        "fewer nodes answer than the run asks for (docs/reliability.md)",
+        use_of("--max-restarts")
+        & when("--launcher ray", lambda a: a.launcher == "ray")
+        & when("no --sglang-config, whose engines have places", lambda a: not a.sglang_config),
+    )
     cpu_threads: int = flag(
         1,
         "each rank and engine computes with this many threads; more than 1 pays on idle cores only",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import ctypes
+import json
 import os
 import signal
 import subprocess
@@ -15,8 +16,9 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from tempfile import TemporaryFile
 from types import FrameType
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 from slimelite.base.lifecycle import ATTEMPT, WITHOUT_A_WORD, Stopped, read_status
 
@@ -25,6 +27,8 @@ FIRST_PAUSE_S, MOST_PAUSE_S = 1.0, 60.0
 # a run that fails so often in the same rollout would fail there again
 SAME_ROLLOUT = 3
 PR_SET_PDEATHSIG = 1
+# the program that plans ranks and engines for the machines that are left
+ELASTIC = "slimelite.cluster.elastic"
 
 
 class Settings(Protocol):
@@ -36,6 +40,8 @@ class Settings(Protocol):
     def save(self) -> str | None: ...
     @property
     def max_restarts(self) -> int: ...
+    @property
+    def elastic(self) -> bool: ...
 
 
 def keep_running(program: str, argv: Sequence[str], args: Settings) -> int:
@@ -63,6 +69,8 @@ def keep_running(program: str, argv: Sequence[str], args: Settings) -> int:
             _say(f"start {attempt + 2} of {args.max_restarts + 1} in {pause:g} s")
             time.sleep(pause)
             words = ["--run-dir", args.run_dir, "--load", str(args.save)]
+            if args.elastic and os.environ.get("RAY_ADDRESS"):
+                words += parent.plan([*argv, *words])
     raise AssertionError("unreachable")
 
 
@@ -88,10 +96,13 @@ def _mishap(run_dir: str, code: int, pid: int) -> str | None:
 
 
 class _Parent:
-    """Starts processes, and hands on signals to the one that runs. ``pid``: of that, or of the last one."""
+    """Starts processes, and hands on signals to the one that runs.
+
+    ``pid``: of that, or of the last one; ``stopped``: the number of the signal that came, 0 without one.
+    """
 
     def __init__(self) -> None:
-        self.stopped, self.pid = False, 0
+        self.stopped, self.pid = 0, 0
         self._child: subprocess.Popen[bytes] | None = None
         self._before: dict[int, Any] = {}
         self._prctl = ctypes.CDLL(None).prctl
@@ -105,21 +116,41 @@ class _Parent:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def run(self, command: Sequence[str], attempt: int) -> int:
-        """Run ``command`` to its end, in this process's group, and return its exit code; it ends with this process."""
+    def run(self, command: Sequence[str], attempt: int, out: IO[str] | None = None) -> int:
+        """Run ``command`` to its end, in this process's group, and return its exit code; it ends with this process.
+
+        ``out``: a file for what it prints.
+        """
         environment = os.environ | {ATTEMPT: str(attempt)}
-        self._child = subprocess.Popen(command, env=environment, preexec_fn=self._end_with_parent)
+        self._child = subprocess.Popen(command, env=environment, stdout=out, preexec_fn=self._end_with_parent)
         self.pid = self._child.pid
         try:
             return self._child.wait()
         finally:
             self._child = None
 
+    def plan(self, words: Sequence[str]) -> list[str]:
+        """The words that fit the run of ``words`` to the machines that are left; none if it fits, or nothing does.
+
+        In the latter case the run itself waits for its machines, and says so.
+        """
+        with TemporaryFile("w+") as out:
+            failed = self.run([sys.executable, "-m", ELASTIC, *words], 0, out)
+            if self.stopped:
+                raise Stopped(self.stopped)
+            if failed:
+                return []
+            out.seek(0)
+            less: list[str] = json.loads(out.read().splitlines()[-1])
+        if less:
+            _say(f"fewer machines answer than before (--elastic): this start has {' '.join(less)}")
+        return less
+
     def _end_with_parent(self) -> None:
         self._prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
     def _hand_on(self, number: int, _frame: FrameType | None) -> None:
-        self.stopped = True
+        self.stopped = number
         if self._child is None:
             raise Stopped(number)
         self._child.send_signal(number)

@@ -48,9 +48,9 @@ def keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Keep:
     (tmp_path / "train.py").write_text(PROGRAM)
     args = replace(Args(), run_dir=str(tmp_path), save="saved", max_restarts=4)
 
-    def run(*ends: dict[str, object]) -> tuple[int, list[list[str]]]:
+    def run(*ends: dict[str, object], elastic: bool = False) -> tuple[int, list[list[str]]]:
         (tmp_path / "ends.json").write_text(json.dumps(ends))
-        code = restarts.keep_running(str(tmp_path / "train.py"), ["--lr", "1"], args)
+        code = restarts.keep_running(str(tmp_path / "train.py"), ["--lr", "1"], replace(args, elastic=elastic))
         files = sorted(tmp_path.glob("words_*.json"))
         return code, [json.loads(file.read_text()) for file in files]
 
@@ -120,3 +120,30 @@ def test_sigterm_ends_the_run_or_the_pause(keep: Keep, tmp_path: Path, monkeypat
     with pytest.raises(Stopped):
         keep(LOST, FINISHED)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_restart_has_the_words_that_fit_the_machines_that_are_left(
+    keep: Keep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The planner here answers as the files ``plan_0`` and ``plan_1`` say, and keeps its words."""
+    planner = """
+import pathlib, sys
+file = sorted(pathlib.Path(__file__).parent.glob("plan_*"))[0]
+print("a line of Ray's")
+print(file.read_text())
+file.rename(file.with_name("said"))
+sys.exit("nothing fits" if file.name == "plan_1" else 0)
+"""
+    (tmp_path / "planner.py").write_text(planner)
+    (tmp_path / "plan_0").write_text('["--actor-num-nodes", "1"]')
+    (tmp_path / "plan_1").write_text("")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(restarts, "ELASTIC", "planner")
+    monkeypatch.setenv("RAY_ADDRESS", "somewhere")
+    code, starts = keep(LOST, LOST | {"rollouts_done": 6}, FINISHED, elastic=True)
+    own = ["--lr", "1", "--run-dir", str(tmp_path)]
+    again = [*own, "--load", "saved"]
+    assert (code, starts) == (0, [own, [*again, "--actor-num-nodes", "1"], again])
+    said = capfd.readouterr().err.splitlines()
+    assert said[1] == "train.py: fewer machines answer than before (--elastic): this start has --actor-num-nodes 1"
+    assert said[3] == "nothing fits"

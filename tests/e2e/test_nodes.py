@@ -105,6 +105,28 @@ def test_a_worker_that_raises_is_one_message(grpo_args: list[str], two_nodes: No
 
 
 @pytest.mark.slow
+def test_a_run_goes_on_with_the_node_that_is_left(on_two_nodes: list[str], tmp_path: Path) -> None:
+    with machines(2) as (nodes, _):
+        env = {**CLUSTER, "RAY_ADDRESS": start_ray(nodes, tmp_path, cpus=4)}
+        flags = ["--num-rollout", "12", "--run-dir", str(tmp_path / "run"), "--save", str(tmp_path / "saved")]
+        restarts = ["--save-interval", "1", "--max-restarts", "2", "--elastic"]
+        run = nodes[0].start(sys.executable, "train.py", *on_two_nodes, *flags, *restarts, env=env)
+        file = tmp_path / "run" / "metrics.jsonl"
+        while not file.is_file() or len(metrics(file.parent, "train/loss")) < 2:
+            assert run.poll() is None, run.communicate()
+            time.sleep(0.2)
+        killed = time.monotonic()
+        nodes[1].kill()
+        _, err = run.communicate(timeout=400)
+        print(f"finished {time.monotonic() - killed:.0f} s after the node was lost\n{err}")
+        assert run.returncode == 0, err
+        assert "this start has --actor-num-nodes 1 --rollout-num-gpus 1" in err
+        assert "Traceback" not in err
+        assert len(metrics(tmp_path / "run", "train/loss")) == 12
+        assert json.loads((tmp_path / "run" / "status.json").read_text())["status"] == "finished"
+
+
+@pytest.mark.slow
 def test_a_job_from_outside_a_folder_of_each_node_and_a_lost_node(
     on_two_nodes: list[str], local_folder: Path, tmp_path: Path
 ) -> None:

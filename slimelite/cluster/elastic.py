@@ -1,0 +1,104 @@
+"""``--elastic``: plans a start of ``--max-restarts`` for the machines that are left.
+
+This is a program of its own, because the parent that starts a run again is no Ray driver. Its arguments are the words
+of the run, and it prints the words that the next start has besides, as JSON. The next start derives everything else
+anew from them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from slimelite.arguments import Args, ArgumentError, make_args
+from slimelite.cluster.placement import beside_ranks, nodes_of_bundles
+from slimelite.cluster.ray_session import connected
+from slimelite.cluster.remote import ClusterError
+
+# a node that is there answers within this time, the start of a process of Ray's included [s]
+ANSWER_S = 20.0
+POLL_S = 1.0
+
+
+def smaller(args: Args, free: Mapping[str, int], *, first: str) -> list[str] | None:
+    """The words with which a run fits the nodes that are there; none where it fits as it is. None: it does not fit.
+
+    It keeps as many nodes of ranks as it can, and then as many engines.
+
+    Args:
+        free: node id -> its devices.
+        first: the node that is in front, as in `nodes_of_bundles`.
+    """
+    for nodes, gpus in _sizes(args):
+        count = gpus // args.rollout_num_gpus_per_engine if args.job.engines == "own" else 0
+        less = replace(args, actor_num_nodes=nodes, rollout_num_gpus=gpus, num_engines=count)
+        ranks = less.training_ranks if args.job.trains else 0
+        if ranks % max(args.dp_replicate_size, 1):
+            continue
+        widths = beside_ranks(less, ranks, [less.engine_place(number) for number in range(count)])
+        if nodes_of_bundles(free, first=first, nodes=nodes if ranks else 1, ranks=ranks, widths=widths) is None:
+            continue
+        words = ["--actor-num-nodes", str(nodes)] if nodes != args.actor_num_nodes else []
+        return words + (["--rollout-num-gpus", str(gpus)] if gpus != args.rollout_num_gpus else [])
+    return None
+
+
+def _sizes(args: Args) -> Iterator[tuple[int, int]]:
+    """Nodes of ranks and devices of engines, from all that were asked for down to one node and one engine."""
+    width = args.rollout_num_gpus_per_engine
+    for nodes in range(args.actor_num_nodes, 0, -1):
+        most = args.rollout_num_gpus
+        if args.colocate and nodes < args.actor_num_nodes:  # engines on the devices of the ranks
+            most = min(most, nodes * args.actor_num_gpus_per_node) // width * width
+        least = width if args.job.engines == "own" else most
+        yield from ((nodes, gpus) for gpus in range(most, least - 1, -width))
+        if not args.job.trains:
+            return
+
+
+def _answering(device: str, patience: float) -> dict[str, int]:
+    """Devices of each node that runs a task when it is asked to.
+
+    Ray still counts a node that was lost half a minute ago: this waits until it counts none that does not answer.
+    """
+    deadline = time.monotonic() + patience
+    while True:
+        alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
+        asked = {_ask(node): node for node in alive}
+        there, silent = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_S)
+        if not silent or time.monotonic() > deadline:
+            return {asked[each]: int(alive[asked[each]]["Resources"].get(device, 0)) for each in there}
+        time.sleep(POLL_S)
+
+
+def _ask(node: str) -> ray.ObjectRef[bool]:
+    place = NodeAffinitySchedulingStrategy(node, soft=False)
+    return ray.remote(bool).options(num_cpus=0, max_retries=0, scheduling_strategy=place).remote()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the words; the status is 1 where nothing can be planned, and the reason is on stderr."""
+    try:
+        args = make_args(argv)
+        with connected(1, args.restart_wait):
+            here = str(ray.get_runtime_context().get_node_id())
+            free = _answering("GPU" if args.job.gpus else "CPU", args.restart_wait)
+    except (ClusterError, ArgumentError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    words = smaller(args, free, first=here)
+    if words is None:
+        print(f"no plan of ranks and engines fits {list(free.values())} devices", file=sys.stderr)
+        return 1
+    print(json.dumps(words))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
