@@ -70,14 +70,14 @@ def _answering(device: str, patience: float) -> dict[str, int]:
     deadline = time.monotonic() + patience
     while True:
         alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
-        asked = {_ask(node): node for node in alive}
-        there, silent = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_S)
+        tasks = {_task(node): node for node in alive}
+        there, silent = ray.wait(list(tasks), num_returns=len(tasks), timeout=ANSWER_S)
         if not silent or time.monotonic() > deadline:
-            return {asked[each]: int(alive[asked[each]]["Resources"].get(device, 0)) for each in there}
+            return {tasks[each]: int(alive[tasks[each]]["Resources"].get(device, 0)) for each in there}
         time.sleep(POLL_S)
 
 
-def _ask(node: str) -> ray.ObjectRef[bool]:
+def _task(node: str) -> ray.ObjectRef[bool]:
     place = NodeAffinitySchedulingStrategy(node, soft=False)
     return ray.remote(bool).options(num_cpus=0, max_retries=0, scheduling_strategy=place).remote()
 
