@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slimelite.algorithms.losses import LOSSES, LossType
 from slimelite.arguments.args import Args
 from slimelite.arguments.flags import ArgumentError, all_flags, group_flags
 from slimelite.arguments.help import is_asked
@@ -59,6 +60,20 @@ class Stage:
     def dry(self) -> bool:
         """Whether it is only to be checked."""
         return bool(self.settings.values.get("dry_run"))
+
+    @property
+    def loss(self) -> LossType | None:
+        """What it minimises; None: ``--loss-type`` names nothing that is known."""
+        name = self.settings.values.get("loss_type", Args.loss_type)
+        return LOSSES.get(name)
+
+    @property
+    def chats(self) -> bool:
+        """Whether its prompts or conversations go through a chat template."""
+        values, loss = self.settings.values, self.loss
+        if values.get("apply_chat_template"):
+            return True
+        return bool(loss and loss.supervised and not loss.documents and not values.get("rollout_function_path"))
 
     @property
     def made(self) -> bool:
@@ -252,8 +267,26 @@ def _disorder(stages: Sequence[Stage]) -> Iterator[str]:
                 f"{stage}: --hf-checkpoint {stage.settings.values['hf_checkpoint']}: it starts from the model of the "
                 f"stage before; leave it out, or name that of an earlier one, such as {before[0].model}"
             )
+        if stage.chats and (base := _base(stage, stages)) is not None:
+            yield (
+                f"{stage}: it needs a chat template, which the model of {base} will not have, because its --loss-type "
+                "is pretrain_loss: name the folder of a tokenizer with one by --tokenizer"
+            )
         if "{" in stage.model and stage is not stages[-1]:
             yield f"{stage}: --save-hf {stage.model}: the next stage starts from one folder; leave {{rollout_id}} out"
+
+
+def _base(stage: Stage, stages: Sequence[Stage]) -> Stage | None:
+    """The stage to come that will leave the tokenizer of ``stage`` without a chat template, if there is one."""
+    while "tokenizer" not in stage.settings.values and stage.number:
+        before = stages[: stage.number]
+        named = [each for each in before if _is(stage.settings.values.get("hf_checkpoint"), each)]
+        stage = named[-1] if stage.chooses and named else before[-1]
+        if stage.made:  # its files say
+            return None
+        if stage.loss is not None and stage.loss.documents:
+            return stage
+    return None
 
 
 def _command_line(stage: Stage, before: Sequence[Stage]) -> list[str]:

@@ -196,6 +196,26 @@ def test_stages_may_name_what_earlier_ones_make(two: Path, train_py: TrainPy) ->
     assert "stage 1 (two.yaml): it began with another model of the stage before" in later.stderr
 
 
+def test_a_stage_that_chats_after_pretraining_needs_a_tokenizer_with_a_template(
+    two: Path, task: Path, train_py: TrainPy
+) -> None:
+    """Pretraining goes on from a chat model, whose template stands in for the one that its result does not have."""
+    (two / "texts.jsonl").write_text('{"text": "1+1=2"}\n')
+    texts = {"prompt_data": ["texts.jsonl"], "loss_type": "pretrain_loss", "seq_length": 8, "global_batch_size": 1}
+    write(two / "one.yaml", hf_checkpoint=str(task / "model"), num_rollout=1, **texts)
+    done = train_py(*TWO)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "train.py: stage 1 (two.yaml): it needs a chat template, which the model of stage 0 (one.yaml) will not have, "
+        "because its --loss-type is pretrain_loss: name the folder of a tokenizer with one by --tokenizer\n"
+    )
+    assert not (two / "out").exists()
+    write(two / "two.yaml", **yaml.safe_load((two / "two.yaml").read_text()), tokenizer=str(task / "model"))
+    done = train_py(*TWO)
+    assert done.returncode == 0, done.stderr
+    assert (two / "out" / "1-two" / "model" / "chat_template.jinja").is_file()
+
+
 class Killed(BaseException):
     """Stands in for the end of the process: nothing after it happens."""
 
