@@ -84,6 +84,11 @@ COMMANDS = {
         "slimelite.apps.chat",
         connects=True,
     ),
+    "gguf": Command(
+        "write a model as one GGUF file, for llama.cpp and Ollama",
+        "slimelite gguf runs/a model.gguf --dtype q8_0",
+        "slimelite.apps.gguf",
+    ),
     "completion": Command(
         "print completion for bash and zsh, of this program and of train.py",
         'slimelite completion    (in ~/.bashrc: eval "$(slimelite completion)")',
