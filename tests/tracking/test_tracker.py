@@ -230,7 +230,7 @@ def test_supervised_training_has_no_reward_and_generates_nothing(
     assert header.split() == ["batch", "length", "loss", "eta", "time"]
     assert "  method   SFT, adam lr 1e-06\n" in out
     assert "  loss        first 2.500, last 2.500\n" in out
-    shown = out.split("samples of rollout 0\n")[1].split("\ndone in")[0]
+    shown = out.split("samples of rollout 0")[1].split("\ndone in")[0]
     assert "What is 0 + 0?" in shown
     assert "reward" not in shown
     assert "label" not in shown
