@@ -35,6 +35,7 @@ from slimelite.tracking.console import (
     Timer,
     duration,
     eval_text,
+    method,
     progress,
     run_facts,
     samples_table,
@@ -389,6 +390,7 @@ class Tracker:
     def _save_status(self, status: str, message: str | None = None) -> None:
         done = None if self._finished is None else self._finished + 1
         progress = {"status": status, "rollouts_done": done, "num_rollout": self.args.num_rollout, "message": message}
+        progress["method"] = method(self.args)
         times = {"began": self._began, "updated": time.time()}
         self.folder.save_json("status.json", progress | times | this_process())
 
