@@ -217,6 +217,13 @@ def evaluate(cluster: Cluster, tracker: Tracker, evaluations: Evaluations, rollo
                 cluster.save_hf(name).result()
         if args.offload_rollout or args.offload_train:
             sync(cluster, tracker, version=rollout_id + 1)
+    if args.save_hf is not None and rollout_id >= 0:
+        from slimelite.tracking.card import add_scores  # --help does without what it imports
+
+        if args.job.trains and due(args.save_interval, rollout_id, args.num_rollout, last=True):
+            models.append(rollout_id)  # the loop has saved it
+        for name in models:
+            add_scores(model_folder(args.save_hf, name), args, rollout_id)
     if best:
         cluster.finish_saving().result()
         evaluations.mark(rollout_id)

@@ -101,6 +101,10 @@ def inspect(args: Args, machine: Machine, *, files_only: bool = False) -> Findin
         if args.push_to_hub and not findings.problems:
             with findings.blaming("--push-to-hub"):
                 make_room(args.push_to_hub, private=args.hub_private, create=not args.dry_run)
+        if args.save_hf and args.hf_checkpoint and not args.dry_run:
+            from slimelite.tracking.card import fetch_card
+
+            fetch_card(args.hf_checkpoint)
         findings.complete = True
     except OSError as error:  # such as a folder that cannot be read; the text names it
         findings.problems.append(str(error))

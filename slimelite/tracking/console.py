@@ -334,7 +334,7 @@ def run_facts(args: Args) -> dict[str, str]:
         "data": ", ".join(args.prompt_data) or str(args.job.saved or args.data_source_path or "none"),
         "eval": ", ".join(f"{d.name} ({d.path})" for d in args.eval_datasets),
         "method": method(args),
-        "plugins": ", ".join(_plugins(args)),
+        "plugins": ", ".join(plugins(args)),
         "device": _device(args),
         "batch": batch_identity(args),
         turns: f"{args.num_rollout}"
@@ -380,7 +380,7 @@ def _device(args: RolloutArgs) -> str:
     return ", ".join(parts)
 
 
-def _plugins(args: Args) -> Iterator[str]:
+def plugins(args: Args) -> Iterator[str]:
     """The code that flags name, ours too where the user chose it; not the rollout that a supervised loss implies."""
     yield from (f"{FILE} {path}" for path in args.import_file)
     yield from (f"{GROUP} {path}" for path in args.args_group)
