@@ -133,4 +133,4 @@ def test_a_hub_that_goes_away_costs_no_run(
     told = next(line for line in done.stdout.splitlines() if line.startswith("  hub "))
     assert "NOT uploaded, for " in told
     assert "the storage is full" in told
-    assert told.endswith("; slimelite push out/model me/tuned uploads it")
+    assert told.endswith(f"; slimelite push {small}/out/model me/tuned uploads it")
