@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from slimelite.arguments import parse_args
 from slimelite.base.lifecycle import ATTEMPT, StopSignals, Watchdog
 from slimelite.base.restarts import keep_running
-from slimelite.loop import Evaluations, Saves, due, evaluate, sync
+from slimelite.loop import Evaluations, Saves, due, evaluate, publish, sync
 from slimelite.preflight import preflight, problems, problems_of
 from slimelite.stages import run_stages
 
@@ -65,6 +65,7 @@ def train(cluster: Cluster, tracker: Tracker) -> None:
         tracker.log_perf(cluster.resources().result())
         tracker.finish_rollout(rollout_id)
     tracker.log_facts(evaluations.facts())
+    publish(cluster.args, tracker, evaluations)
 
 
 def main(argv: list[str] | None = None) -> int:

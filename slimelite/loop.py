@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from slimelite.arguments import CheckpointArgs, EvalArgs
+from slimelite.arguments import Args, CheckpointArgs, EvalArgs
 from slimelite.arguments.evaluation import seeks_best
 from slimelite.base.files import write_text
 from slimelite.models.checkpoints import (
@@ -20,6 +20,7 @@ from slimelite.models.checkpoints import (
     model_folder,
     read_json,
 )
+from slimelite.models.hub import push
 
 if TYPE_CHECKING:
     from slimelite.cluster import Cluster
@@ -121,6 +122,11 @@ class Evaluations:
         if args.save is not None:
             mark_best(folder_of(args.save, rollout_id), args.save_interval, args.save_retain_interval)
 
+    @property
+    def ended_after(self) -> int:
+        """The last rollout of the run."""
+        return max(self._values) if self.stop else self._args.num_rollout - 1
+
     def facts(self) -> dict[str, str]:
         """What the console says of the best evaluation at the end of the run; nothing without ``--save-best``."""
         if not self._args.save_best or self.best is None:
@@ -211,7 +217,32 @@ def evaluate(cluster: Cluster, tracker: Tracker, evaluations: Evaluations, rollo
                 cluster.save_hf(name).result()
         if args.offload_rollout or args.offload_train:
             sync(cluster, tracker, version=rollout_id + 1)
+    if args.save_hf is not None and rollout_id >= 0:
+        from slimelite.tracking.card import add_scores  # --help does without what it imports
+
+        if args.job.trains and due(args.save_interval, rollout_id, args.num_rollout, last=True):
+            models.append(rollout_id)  # the loop has saved it
+        for name in models:
+            add_scores(model_folder(args.save_hf, name), args, rollout_id)
     if best:
         cluster.finish_saving().result()
         evaluations.mark(rollout_id)
     evaluations.write()
+
+
+def publish(args: Args, tracker: Tracker, evaluations: Evaluations) -> None:
+    """Upload what ``--push-to-hub`` asks for. A failure is told at the end of the run, which has not failed: its model
+    is on disk."""
+    if args.push_to_hub is None or args.save_hf is None:
+        return
+    last = evaluations.ended_after
+    folder, best = model_folder(args.save_hf, last), model_folder(args.save_hf, "best")
+    message = f"{Path(args.run_dir).name}, after rollout {last}"
+    if args.save_best and best.is_dir():
+        folder, message = best, f"{Path(args.run_dir).name}, its best evaluation"
+    with tracker.phase("push"):
+        try:
+            address = push(folder, args.push_to_hub, private=args.hub_private, message=message)
+        except ValueError as error:
+            address = f"NOT uploaded, for {error}; slimelite push {folder} {args.push_to_hub} uploads it"
+    tracker.log_facts({"hub": address})

@@ -36,7 +36,7 @@ RECORD = "stage.json"
 # flags that do not change what a stage computes
 ASIDE = {*(flag.name for flag in group_flags(TrackingArgs)), "config", "stages", "dry_run", "plan_gpu"}
 # flags that name a folder of one run, for which no other stage may have it
-OF_ONE = ("save_hf", "save", "load")
+OF_ONE = ("save_hf", "push_to_hub", "save", "load")
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ class LossType(Choice):
     (sum, weight) pairs by name.
     """
 
+    title: str = ""  # the method's own name, such as DPO
     policy: bool = False  # an estimator's policy loss: corrections apply, and an advantage of 0 gives no gradient
     supervised: bool = False  # responses come from the data set: none was sampled, so there are no old log-probs
     paired: bool = False  # it compares the two replies of a pair
@@ -50,10 +51,11 @@ LOSSES = Registry(
             "the policy loss that goes with --advantage-estimator",
             policy=True,
         ),
-        LossType("sft_loss", "the negative log-likelihood of the data's responses", supervised=True),
+        LossType("sft_loss", "the negative log-likelihood of the data's responses", title="SFT", supervised=True),
         LossType(
             "pretrain_loss",
             "the negative log-likelihood of the data's documents, packed to --seq-length",
+            title="pretraining",
             supervised=True,
             documents=True,
         ),
@@ -61,6 +63,7 @@ LOSSES = Registry(
             "dpo_loss",
             "the loss of preference pairs that --dpo-loss names",
             reads=("dpo_loss", "dpo_label_smoothing"),
+            title="DPO",
             supervised=True,
             paired=True,
             compares=True,
@@ -69,6 +72,7 @@ LOSSES = Registry(
             "kto_loss",
             "the KTO loss of replies that --label-key calls desirable or not",
             reads=("kto_desirable_weight", "kto_undesirable_weight"),
+            title="KTO",
             supervised=True,
             compares=True,
             judged=True,
@@ -77,6 +81,7 @@ LOSSES = Registry(
             "orpo_loss",
             "the likelihood of chosen replies and the odds ratio of pairs, without a reference",
             reads=("orpo_lambda",),
+            title="ORPO",
             supervised=True,
             paired=True,
             chosen=True,
@@ -84,6 +89,7 @@ LOSSES = Registry(
         LossType(
             "reward_model_loss",
             "the Bradley–Terry loss of pairs; what is saved is a reward model",
+            title="reward model",
             supervised=True,
             paired=True,
             scores=True,

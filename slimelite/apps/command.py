@@ -84,6 +84,16 @@ COMMANDS = {
         "slimelite.apps.chat",
         connects=True,
     ),
+    "gguf": Command(
+        "write a model as one GGUF file, for llama.cpp and Ollama",
+        "slimelite gguf runs/a model.gguf --dtype q8_0",
+        "slimelite.apps.gguf",
+    ),
+    "push": Command(
+        "upload a model, an adapter or a GGUF file to the Hugging Face hub",
+        "slimelite push runs/a me/my-model --private",
+        "slimelite.apps.push",
+    ),
     "completion": Command(
         "print completion for bash and zsh, of this program and of train.py",
         'slimelite completion    (in ~/.bashrc: eval "$(slimelite completion)")',

@@ -286,6 +286,16 @@ class CheckpointArgs(OfJob):
         & when("a whole model, as adapters have fp32", lambda a: a.lora_rank == 0 or a.lora_merge),
         auto="that of --hf-checkpoint; for a new model the dtype of training",
     )
+    push_to_hub: str | None = flag(
+        None,
+        "when the run has ended, its last model of --save-hf, or with --save-best its best one, is uploaded to this "
+        "repository of the Hugging Face hub, which is created unless it is there",
+        TRAINING.strictly() & when("--save-hf", lambda a: a.save_hf).strictly(),
+        metavar="ORG/NAME",
+    )
+    hub_private: bool = flag(
+        False, "a repository that --push-to-hub creates is private", when("--push-to-hub", lambda a: a.push_to_hub)
+    )
     save_best: bool = flag(
         False,
         "what the best evaluation so far measured is kept: under --save its checkpoint, named in "

@@ -23,6 +23,7 @@ from slimelite.base.registry import function
 from slimelite.engines.registry import ENGINES
 from slimelite.loop import read_evaluations
 from slimelite.models.checkpoints import model_folder
+from slimelite.models.hub import make_room, refusal
 from slimelite.plan.devices import Machine, generation, this_machine
 from slimelite.preflight.findings import Findings, fill, format_report, one_line
 
@@ -97,6 +98,13 @@ def inspect(args: Args, machine: Machine, *, files_only: bool = False) -> Findin
         checks.load()
         if args.dry_run and args.job.loss == "policy":
             _try_estimator(args, findings)
+        if args.push_to_hub and not findings.problems:
+            with findings.blaming("--push-to-hub"):
+                make_room(args.push_to_hub, private=args.hub_private, create=not args.dry_run)
+        if args.save_hf and args.hf_checkpoint and not args.dry_run:
+            from slimelite.tracking.card import fetch_card
+
+            fetch_card(args.hf_checkpoint)
         findings.complete = True
     except OSError as error:  # such as a folder that cannot be read; the text names it
         findings.problems.append(str(error))
@@ -145,6 +153,8 @@ def _output_problems(args: Args) -> Iterator[str]:
     """
     from slimelite.tracking.metrics_file import FILE_NAME
 
+    if args.push_to_hub and (why := refusal(args.push_to_hub)) is not None:
+        yield f"--push-to-hub: {why}"
     metrics = Path(args.run_dir) / FILE_NAME
     # with --load it is the same run, even without a checkpoint; `slimelite eval` goes on
     goes_on = (args.load and not args.finetune) or args.num_rollout == 0

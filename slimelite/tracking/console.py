@@ -18,11 +18,13 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from slimelite.algorithms.losses import LossType
 from slimelite.arguments import AlgorithmArgs, Args, DataArgs, RolloutArgs
 from slimelite.arguments.derive import OFFLINE_ROLLOUT
 from slimelite.arguments.evaluation import CHOOSE, CONTINUE
 from slimelite.arguments.parse import FILE, GROUP, plugin_paths
 from slimelite.arguments.rollout import EPISODE, PROGRAM
+from slimelite.arguments.training import LoraArgs
 from slimelite.samples.sample import label_text
 from slimelite.samples.table import SampleTable
 from slimelite.tracking.metrics_file import Record, eval_metrics, series
@@ -37,6 +39,9 @@ LINE_EVERY = 30.0
 # phase name -> slime's name in the metric: the seconds of "generate" are perf/rollout_time
 PERF_NAMES = {"generate": "rollout"}
 SHOWN_SAMPLES = 4
+# what the last lines of a run without evaluations show: the reward, or all that supervised training measures
+SUPERVISED = {"train/loss": "loss", "train/rewards/accuracies": "accuracy", "train/rewards/margins": "margin"}
+MEASURES = {"rollout/raw_reward": "reward", **SUPERVISED}
 PROMPT_CHARS = 160
 RESPONSE_CHARS = 360
 
@@ -98,6 +103,8 @@ class Column:
 COLUMNS = (
     Column("errors", 6, ("errors",), "{:.0f}".format, 10),
     Column("reward", 6, ("rollout/raw_reward",), "{:.3f}".format, 9),
+    Column("accuracy", 8, ("train/rewards/accuracies",), "{:.3f}".format, 9),
+    Column("margin", 6, ("train/rewards/margins",), small, 9),
     Column("eval", 5, ("eval",), "{:.3f}".format, 8),
     Column("±", 5, ("eval-stderr",), "{:.3f}".format, 0),
     Column("length", 6, ("rollout/response_len/mean",), count, 7),
@@ -108,7 +115,7 @@ COLUMNS = (
     Column("tok/s", 5, ("tokens_per_sec", "perf/actor_train_tok_per_s"), speed, 3),
     Column("eta", 5, ("eta",), duration, 6),
 )
-POSITION = 9  # characters of the first column
+POSITION = 10  # characters of the first column
 TIMES = 28  # characters kept free for the times of the phases
 
 
@@ -116,15 +123,16 @@ class Console:
     """Prints lines, rows of the rollout table and warnings.
 
     ``file``: standard output unless given; ``always``: titles of columns that are shown from the first row on. Other
-    columns are added when they first have a value.
+    columns are added when they first have a value. ``unit``: what a row stands for.
     """
 
-    def __init__(self, file: TextIO | None = None, always: Iterable[str] = ()) -> None:
+    def __init__(self, file: TextIO | None = None, always: Iterable[str] = (), unit: str = "rollout") -> None:
         self.rich = rich.console.Console(file=file, highlight=False, soft_wrap=True, markup=False, emoji=False)
         self.live = self.rich.is_terminal and not self.rich.is_dumb_terminal
         if not self.live:
             self.rich.width = FILE_WIDTH
         self._titles = set(always)
+        self._unit = unit
         self._header = ""
         self._rows_since_header = 0
 
@@ -167,7 +175,7 @@ class Console:
     ) -> None:
         """Print a line of the rollout table, and log it.
 
-        ``position``: such as "3/40"; ``metrics``: by the names in ``COLUMNS``; ``phases``: label -> its part of
+        ``position``: such as "4 of 40"; ``metrics``: by the names in ``COLUMNS``; ``phases``: label -> its part of
         ``seconds``; ``best``: whether the eval score is the best so far.
         """
         cells = {c.title: c.show(v) for c in COLUMNS if (v := _first(metrics, c.metrics)) is not None}
@@ -193,7 +201,7 @@ class Console:
             columns.remove(min(columns, key=lambda c: c.keep))
 
     def _print_header(self, columns: Sequence[Column]) -> None:
-        header = "  ".join([f"{'rollout':>{POSITION}}", *(f"{c.title:>{c.width}}" for c in columns), "time"])
+        header = "  ".join([f"{self._unit:>{POSITION}}", *(f"{c.title:>{c.width}}" for c in columns), "time"])
         if header != self._header or self._rows_since_header == HEADER_EVERY:
             self.rich.print(Text("\n" + header, "dim"))
             logger.info(header)
@@ -320,27 +328,28 @@ class Timer:
 
 def run_facts(args: Args) -> dict[str, str]:
     """Name -> value of the first lines, in order; ``args`` must be complete (see `complete_args`)."""
+    turns = "rollouts" if args.job.sampled else "batches"
     facts = {
         "model": args.hf_checkpoint or "new, random weights",
         "data": ", ".join(args.prompt_data) or str(args.job.saved or args.data_source_path or "none"),
         "eval": ", ".join(f"{d.name} ({d.path})" for d in args.eval_datasets),
         "method": method(args),
-        "plugins": ", ".join(_plugins(args)),
+        "plugins": ", ".join(plugins(args)),
         "device": _device(args),
         "batch": batch_identity(args),
-        "rollouts": f"{args.num_rollout}"
-        + (f", numbered 0 to {args.num_rollout - 1}" if args.num_rollout else "")
+        turns: f"{args.num_rollout}"
+        + (f", numbered 0 to {args.num_rollout - 1} in files" if args.num_rollout else "")
         + (f", going on at {args.start_rollout_id}" if args.start_rollout_id else ""),
     }
-    of_rollouts = ("data", "method", "batch", "rollouts") if args.num_rollout == 0 else ()
+    of_rollouts = ("data", "method", "batch", turns) if args.num_rollout == 0 else ()
     return {name: value for name, value in facts.items() if value and name not in of_rollouts}
 
 
 def progress(done: int | None, num_rollout: int | None) -> str:
-    """How far a run came, whose rollouts below ``done`` are done: ``after rollout 6 of 0 to 39``."""
+    """How far a run came, whose rollouts below ``done`` are done: ``after 7 of 40 rollouts``."""
     if done is None:
         return f"before the end of its {'evaluation' if num_rollout == 0 else 'first rollout'}"
-    return f"after rollout {done - 1}" + (f" of 0 to {num_rollout - 1}" if num_rollout else "")
+    return f"after {done} of {num_rollout} rollouts" if num_rollout else f"after {done} rollouts"
 
 
 def when(rollout_id: float) -> str:
@@ -371,7 +380,7 @@ def _device(args: RolloutArgs) -> str:
     return ", ".join(parts)
 
 
-def _plugins(args: Args) -> Iterator[str]:
+def plugins(args: Args) -> Iterator[str]:
     """The code that flags name, ours too where the user chose it; not the rollout that a supervised loss implies."""
     yield from (f"{FILE} {path}" for path in args.import_file)
     yield from (f"{GROUP} {path}" for path in args.args_group)
@@ -379,11 +388,34 @@ def _plugins(args: Args) -> Iterator[str]:
     yield from (f"{flag} {path}" for flag, path in plugin_paths(args) if path not in implied)
 
 
+def unit_of(args: Args) -> str:
+    """What a turn of the loop is called: a rollout samples, supervised training reads a batch."""
+    return "rollout" if args.job.sampled else "batch"
+
+
 def method(args: Args) -> str:
-    """Estimator or loss, optimizer and KL as text, such as ``grpo, adam lr 1e-06, KL loss 0.001 (low_var_kl)``."""
-    name = args.advantage_estimator if args.job.sampled else args.loss_type.removesuffix("_loss")
+    """Method, adapters, optimizer and KL as text, such as ``DPO, beta 0.1, LoRA of rank 16, adam lr 1e-06``."""
+    loss = args.loss
+    own = {"policy_loss": "", "custom_loss": f"loss {args.custom_loss_function_path}"}
+    parts = [loss.title or args.loss_type]
+    if args.job.sampled:
+        parts = [args.advantage_estimator, own.get(args.loss_type, f"loss {args.loss_type}")]
+    elif loss.paired and loss.compares and args.dpo_loss != "sigmoid":
+        parts[0] += f" ({args.dpo_loss})"
+    if loss.compares:
+        parts.append(f"beta {args.dpo_beta:g}")
+    if "orpo_lambda" in loss.reads:
+        parts.append(f"lambda {args.orpo_lambda:g}")
+    parts += [adapters(args), f"{args.optimizer} lr {args.lr:g}"]
     critic = f", critic lr {args.critic_lr:g}" if args.use_critic else ""
-    return f"{name}, {args.optimizer} lr {args.lr:g}{critic}{_kl(args)}"
+    return f"{', '.join(filter(None, parts))}{critic}{_kl(args)}"
+
+
+def adapters(args: LoraArgs) -> str:
+    """Which adapters are trained, such as ``QLoRA of rank 16``; nothing if the weights are."""
+    if args.lora_rank == 0:
+        return ""
+    return f"{'Q' * args.load_in_4bit}{'rs' * (args.lora_type == 'rslora')}LoRA of rank {args.lora_rank}"
 
 
 def _kl(args: AlgorithmArgs) -> str:
@@ -412,17 +444,21 @@ def eval_text(metrics: Mapping[str, float]) -> str:
 
 
 def summary(records: Sequence[Record]) -> dict[str, str]:
-    """Eval dataset (without any: "reward") -> its first, best and last score of all ``records``, ± standard error."""
+    """Eval dataset -> its first, best and last score of all ``records``, ± standard error; without any the reward, or
+    what supervised training measures."""
     lines = {}
-    for name in eval_metrics(records) or ["rollout/raw_reward"]:
+    for name in eval_metrics(records) or MEASURES:
         steps, values = series(records, name)
+        if not values:
+            continue
         errors = dict(zip(*series(records, f"{name}-stderr"), strict=True))
         shown = [_score(value, errors.get(step)) for step, value in zip(steps, values, strict=True)]
-        if values:
-            best = max(range(len(values)), key=values.__getitem__)
-            at = when(steps[best]) if name.startswith("eval/") else f"in rollout {steps[best]:.0f}"
-            title = name.replace("rollout/raw_reward", "reward")
-            lines[title] = f"first {shown[0]}, best {shown[best]} {at}, last {shown[-1]}"
+        best = max(range(len(values)), key=values.__getitem__)
+        at = when(steps[best]) if name.startswith("eval/") else f"in rollout {steps[best]:.0f}"
+        reached = f", best {shown[best]} {at}" if name not in SUPERVISED else ""
+        lines[MEASURES.get(name, name)] = f"first {shown[0]}{reached}, last {shown[-1]}"
+        if name in MEASURES and name not in SUPERVISED:
+            break
     return lines
 
 
@@ -438,22 +474,43 @@ def spread(rewards: np.ndarray, count: int) -> list[int]:
     return [int(order[round(p)]) for p in picks]
 
 
-def samples_table(title: str, table: SampleTable) -> Table:
-    """A table of some rows: reward and components, label, end of the prompt, response. Also logs the rows."""
+def samples_table(title: str, table: SampleTable, loss: LossType | None = None) -> Table:
+    """A table of some rows: reward and components, label, end of the prompt, response. Also logs the rows.
+
+    ``loss``: what supervised training learns of the rows; they have no reward then, but a word of the data set's.
+    """
     shown = Table(title="\n" + title, box=box.SIMPLE, title_justify="left", title_style="bold", show_edge=False)
-    shown.add_column("reward", justify="right", no_wrap=True)
-    shown.add_column("label", max_width=20)
+    words = _verdicts(table, loss) if loss is not None and loss.supervised else None
+    if words is None:
+        shown.add_column("reward", justify="right", no_wrap=True)
+        shown.add_column("label", max_width=20)
+    elif any(words):
+        shown.add_column("reply", no_wrap=True)
     shown.add_column("prompt", ratio=2, style="dim")
     shown.add_column("response", ratio=3)
     components = table.numeric_components()
-    for row in spread(table.reward, SHOWN_SAMPLES):
+    rows = spread(table.reward, SHOWN_SAMPLES) if words is None else list(range(min(len(table), SHOWN_SAMPLES)))
+    for row in rows:
         prompt, response = tail(one_line(table.prompt[row])), middle_out(one_line(table.response[row]))
+        if words is not None:
+            shown.add_row(*([Text(words[row])] if any(words) else []), Text(prompt), Text(response))
+            logger.info("%s: %s\n  %s\n  -> %s", title, words[row] or "reply", prompt, response)
+            continue
         label = one_line(label_text(table.label[row]))
         parts = "".join(f"\n{one_line(name)[:16]} {value:.3g}" for name, value in list(components[row].items())[:8])
         shown.add_row(Text(f"{table.reward[row]:.3g}{parts}"), Text(label[:60]), Text(prompt), Text(response))
         named = f"{table.reward[row]:.4g}" + "".join(f", {one_line(n)} {v:.4g}" for n, v in components[row].items())
         logger.info("%s: reward %s, label %s\n  %s\n  -> %s", title, named, label, prompt, response)
     return shown
+
+
+def _verdicts(table: SampleTable, loss: LossType) -> list[str]:
+    """What the data set says of each reply; an empty text is nothing."""
+    if loss.paired:
+        return [one_line(label_text(label)) for label in table.label]  # chosen, rejected
+    if loss.judged:
+        return ["desirable" if reward > 0 else "undesirable" for reward in table.reward]
+    return [""] * len(table)
 
 
 def one_line(text: str) -> str:

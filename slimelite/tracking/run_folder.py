@@ -147,16 +147,16 @@ def config_yaml(args: Args) -> str:
             if name in args.user_values:
                 own = args.user_values[name]
                 reason = reason and (reason if own == value else f"here {_shown(value)}: {reason}")
-                lines.append(_entry(name, own) + (f"  # {reason}" if reason else ""))
+                lines.append(entry(name, own) + (f"  # {reason}" if reason else ""))
             elif value is not None:
-                lines.append(f"# {_entry(name, value)}" + (f"  # {reason}" if reason else ""))
+                lines.append(f"# {entry(name, value)}" + (f"  # {reason}" if reason else ""))
     if args.sglang_overrides:
         options = (sglang_entry(name, value) for name, value in masked("", args.sglang_overrides).items())
-        lines += ["", "# SGLang's own options", *(_entry(name, value) for name, value in options)]
+        lines += ["", "# SGLang's own options", *(entry(name, value) for name, value in options)]
     return "\n".join(lines)
 
 
-def _entry(name: str, value: object) -> str:
+def entry(name: str, value: object) -> str:
     """A line of YAML; for a secret, a comment that says so."""
     shown = masked(name, value)
     return f"# {name}: not saved; give it again" if shown == HIDDEN else f"{name}: {_shown(shown)}"

@@ -35,10 +35,12 @@ from slimelite.tracking.console import (
     Timer,
     duration,
     eval_text,
+    method,
     progress,
     run_facts,
     samples_table,
     summary,
+    unit_of,
     when,
 )
 from slimelite.tracking.metrics_file import Kind, axis_of, eval_metrics, read_metrics
@@ -120,7 +122,8 @@ class Tracker:
     def __init__(self, args: Args) -> None:
         self.args = args
         self.folder = RunFolder(args.run_dir, args.rollouts_kept)
-        self.console = Console(always=["eval"] if args.eval_interval and args.eval_datasets else [])
+        always = ["eval"] if args.eval_interval and args.eval_datasets else []
+        self.console = Console(always=always, unit=unit_of(args))
         self.timer = Timer()
         self._stack = ExitStack()
         self._writers: list[Writer] = []
@@ -206,7 +209,8 @@ class Tracker:
         label = name.replace("_", " ")
         if self._looping:
             rollout_id = (self.args.start_rollout_id or 0) if self._finished is None else self._finished + 1
-            label = f"rollout {rollout_id}, {label}"
+            of = "" if self.args.num_rollout is None else f" of {self.args.num_rollout}"
+            label = f"{unit_of(self.args)} {rollout_id + 1}{of}, {label}"
         timed = self.timer(PERF_NAMES.get(name, name))
         with trace.span("driver", "phases", name), timed, Phase(self.console, label) as phase:
             yield phase
@@ -344,7 +348,7 @@ class Tracker:
         if left := last - rollout_id:
             row["eta"] = fmean(self._step_times) * left
         best = self._note_score(row)
-        self.console.row(f"{rollout_id}/{last}", row, seconds, phases, best=best)
+        self.console.row(f"{rollout_id + 1} of {last + 1}", row, seconds, phases, best=best)
 
     def _note_score(self, row: dict[str, float]) -> bool:
         """Add the first eval dataset's new score, if any, to ``row``; returns whether it is the best so far."""
@@ -381,11 +385,12 @@ class Tracker:
         name, table = next(iter(self._now.answers.items()), (None, self._now.table))
         if table is not None and len(table):
             title = f"answers to {name} after rollout {rollout_id}" if name else f"samples of rollout {rollout_id}"
-            self.console.block(samples_table(title, table))
+            self.console.block(samples_table(title, table, None if name else self.args.loss))
 
     def _save_status(self, status: str, message: str | None = None) -> None:
         done = None if self._finished is None else self._finished + 1
         progress = {"status": status, "rollouts_done": done, "num_rollout": self.args.num_rollout, "message": message}
+        progress["method"] = method(self.args)
         times = {"began": self._began, "updated": time.time()}
         self.folder.save_json("status.json", progress | times | this_process())
 

@@ -25,6 +25,7 @@ from slimelite.engines.registry import ServerAddress
 from slimelite.models.checkpoints import Checksums
 from slimelite.plan.devices import recognized
 from slimelite.samples.table import SampleTable, TokenStats
+from slimelite.tracking.card import write_card, writes_adapter
 from slimelite.training import checkpoint, weights
 from slimelite.training.batch import MicroBatch
 from slimelite.training.columns import TokenColumns, normalizes, passes
@@ -378,14 +379,14 @@ class Trainer(Learner[PolicyModel]):
 
     def save_hf(self, directory: str) -> None:
         """Write the policy as a Hugging Face folder, or its adapter as a folder of peft's; see `weights.save_hf`."""
-        args, card = self.args, weights.model_card(self.args, self.progress.rollout_id)
-        adapter = peft_config(self.model.hf, args, args.hf_checkpoint) if weights.writes_adapter(args) else None
+        args = self.args
+        adapter = peft_config(self.model.hf, args, args.hf_checkpoint) if writes_adapter(args) else None
         weights.save_hf(
             Path(directory),
             self.model,
             self.world,
             args.tokenizer,
-            card,
+            partial(write_card, args=args, rollout_id=self.progress.rollout_id),
             adapter,
             dtype=weights.saved_dtype(args, self.world),
             chats=not args.loss.documents,

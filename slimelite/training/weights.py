@@ -14,17 +14,14 @@ from itertools import chain
 from pathlib import Path
 
 import torch
-import transformers
 from huggingface_hub import snapshot_download, split_torch_state_dict_into_shards
 from safetensors import SafetensorError
 from torch import Tensor
 
-import slimelite
-from slimelite.arguments import Args, LoraArgs
+from slimelite.arguments import Args
 from slimelite.base.files import free_space
 from slimelite.engines.protocol import WeightBucket, WeightSink
 from slimelite.models.files import INDEX, load_config, write_weights
-from slimelite.tracking.console import method
 from slimelite.training.lora import Adapter, Weight, frozen, gathered, parts, peft_weights, save_adapter
 from slimelite.training.model import PolicyModel
 from slimelite.training.offload import HostMemory
@@ -198,7 +195,7 @@ def save_hf(
     model: PolicyModel,
     world: World,
     tokenizer: str | None,
-    card: str,
+    describe: Callable[[Path], None],
     adapter: Mapping[str, object] | None = None,
     *,
     dtype: torch.dtype = torch.float32,
@@ -206,8 +203,8 @@ def save_hf(
 ) -> None:
     """Write config, weights, tokenizer files and the model card, README.md (collective; rank 0 writes).
 
-    ``tokenizer``: a folder or hub id whose tokenizer files are copied; ``card``: see `model_card`; ``adapter``: write
-    only the adapters, with this config (see `peft_config`); ``dtype``: of the weights, see `saved_dtype`, where
+    ``tokenizer``: a folder or hub id whose tokenizer files are copied; ``describe``: writes the card; ``adapter``:
+    write only the adapters, with this config (see `peft_config`); ``dtype``: of the weights, see `saved_dtype`, where
     adapters have fp32; ``chats``: with the chat template, without which programs complete texts.
     """
     named: Iterable[tuple[str, Weight]] = model.named_weights() if adapter is None else peft_weights(model.hf)
@@ -228,7 +225,7 @@ def save_hf(
         else:
             save_adapter(directory, {name: tensor.cpu().contiguous() for name, tensor in weights}, adapter)
         _copy_tokenizer(tokenizer, directory, chats=chats)
-        (directory / "README.md").write_text(card, encoding="utf-8")
+        describe(directory)
     except (SafetensorError, OSError) as error:
         for left in directory.glob("*.partial"):
             left.unlink()
@@ -244,41 +241,6 @@ def saved_dtype(args: Args, world: World) -> torch.dtype:
         return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.save_hf_dtype]
     named = None if args.hf_checkpoint is None else load_config(args.hf_checkpoint).get_text_config().dtype
     return named if named in (torch.float32, torch.bfloat16, torch.float16) else world.compute_dtype
-
-
-def writes_adapter(args: LoraArgs) -> bool:
-    """Whether ``--save-hf`` writes an adapter instead of a model."""
-    return args.lora_rank > 0 and not args.lora_merge
-
-
-def model_card(args: Args, rollout_id: int) -> str:
-    """The README.md of a model trained up to ``rollout_id``: what it was made from, and how."""
-    base = args.hf_checkpoint
-    named = [] if base is None or Path(base).exists() else [f"base_model: {base}"]
-    library = "peft" if writes_adapter(args) else "transformers"
-    facts = {
-        "model": base,
-        "data": ", ".join(args.prompt_data),
-        "method": method(args),
-        "adapter": f"{args.lora_type} of rank {args.lora_rank}, alpha {args.lora_alpha:g}" if args.lora_rank else "",
-        "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
-    }
-    opened = "peft import AutoPeftModelForCausalLM" if library == "peft" else "transformers import AutoModelForCausalLM"
-    return "\n".join(
-        [
-            *("---", f"library_name: {library}", *named, "---", ""),
-            *(f"Trained with slimelite {slimelite.__version__}, up to rollout {rollout_id} (the first is 0).", ""),
-            *("| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts.items() if value), ""),
-            *(
-                "```python",
-                f"from {opened}",
-                "",
-                f'model = {opened.split()[-1]}.from_pretrained("THIS FOLDER")',
-                "```",
-                "",
-            ),
-        ]
-    )
 
 
 def _copy_tokenizer(tokenizer: str | None, directory: Path, *, chats: bool) -> None:

@@ -82,7 +82,7 @@ def test_sigterm_in_each_phase(
     assert done == {"start": 0, "train": 0, "sync": 0}.get(phase, 1)
     notice, ending = out.out.splitlines()[-2:]
     assert notice == "SIGTERM: the run is being ended; a second SIGTERM ends it at once"
-    came = f"after rollout {done - 1} of 0 to 8" if done else "before the end of its first rollout"
+    came = f"after {done} of 9 rollouts" if done else "before the end of its first rollout"
     assert ending.startswith(f"interrupted {came}, ")
     assert "Traceback" not in out.out + out.err
     assert (run / "curves.png").is_file() == bool(done)

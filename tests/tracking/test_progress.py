@@ -35,15 +35,20 @@ def test_the_phases_of_a_rollout_have_its_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("slimelite.tracking.tracker.Phase", partial(Phase, line_every=0.05))
-    with make_tracker(make_args(tmp_path, start_rollout_id=7)) as tracker:
+    with make_tracker(make_args(tmp_path, start_rollout_id=7, num_rollout=9)) as tracker:
         for name in ("start", "generate", "train"):
             with tracker.phase(name):
                 time.sleep(0.2)
         tracker.finish_rollout(7)
         with tracker.phase("generate"):
             time.sleep(0.2)
-    said = re.findall(r"^  (\D+(?:\d, \w+)?): 0\.", capsys.readouterr().out, re.MULTILINE)
-    assert list(dict.fromkeys(said)) == ["start", "rollout 7, generate", "rollout 7, train", "rollout 8, generate"]
+    said = re.findall(r"^  (\D+(?:\d of 9, \w+)?): 0\.", capsys.readouterr().out, re.MULTILINE)
+    assert list(dict.fromkeys(said)) == [
+        "start",
+        "rollout 8 of 9, generate",
+        "rollout 8 of 9, train",
+        "rollout 9 of 9, generate",
+    ]
 
 
 def test_a_short_phase_says_nothing() -> None:

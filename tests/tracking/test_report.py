@@ -21,13 +21,21 @@ def test_facts_of_a_resumed_run_and_of_half_a_run() -> None:
     run = Path("runs/x")
     kl = {"use_kl_loss": True, "kl_loss_coef": 0.001}
     facts = run_facts(make_args(run, start_rollout_id=3, **kl))
-    assert facts["rollouts"] == "5, numbered 0 to 4, going on at 3"
+    assert facts["rollouts"] == "5, numbered 0 to 4 in files, going on at 3"
     assert facts["method"] == "grpo, adam lr 1e-06, KL loss 0.001 (low_var_kl)"
     assert "plugins" not in facts
     own = "slimelite.rollout.generate.offline_rollout"
     sft = run_facts(make_args(run, loss_type="sft_loss", rollout_function_path=own, **kl))
-    assert sft["method"] == "sft, adam lr 1e-06"
+    assert sft["method"] == "SFT, adam lr 1e-06"
     assert "plugins" not in sft
+    own_loss = {"loss_type": "custom_loss", "custom_loss_function_path": "mine.py:loss", "load_in_4bit": True}
+    assert run_facts(make_args(run, **own_loss, lora_rank=8))["method"] == (
+        "grpo, loss mine.py:loss, QLoRA of rank 8, adam lr 1e-06"
+    )
+    methods = {"kto_loss": "KTO, beta 0.1", "orpo_loss": "ORPO, lambda 0.1", "reward_model_loss": "reward model"}
+    methods |= {"pretrain_loss": "pretraining"}
+    for loss, words in methods.items():
+        assert run_facts(make_args(run, loss_type=loss))["method"] == f"{words}, adam lr 1e-06"
     assert facts["device"] == "cpu, 1 training rank, 1 embedded engine, Ray"
     train_only = make_args(run, debug_train_only=True, launcher="local", eval_datasets=())
     assert run_facts(train_only)["device"] == "cpu, 1 training rank, in one process"

@@ -45,11 +45,11 @@ def test_a_whole_run_leaves_everything_in_its_folder(tmp_path: Path, capsys: pyt
     out = capsys.readouterr().out
     assert "  batch     4 prompts x 2 samples = 8 = 1 step of 8\n" in out
     assert "  eval before training: sums 0.100 (length 6, truncated 5%)\n" in out
-    rows = [line.split() for line in out.splitlines() if line.strip().startswith(("0/4", "1/4", "4/4"))]
-    assert [row[1] for row in rows] == ["0.250", "0.375", "0.875"]
-    assert rows[1][2] == "0.350", "the row of a rollout that ended with an evaluation shows it"
+    rows = [line.split() for line in out.splitlines() if line.strip().startswith(("1 of 5", "2 of 5", "5 of 5"))]
+    assert [row[3] for row in rows] == ["0.250", "0.375", "0.875"]
+    assert rows[1][4] == "0.350", "the row of a rollout that ended with an evaluation shows it"
     assert out.count("samples of rollout 0") == out.count("answers to sums after rollout 1") == 1
-    assert "  rollouts  5, numbered 0 to 4\n" in out
+    assert "  rollouts  5, numbered 0 to 4 in files\n" in out
     assert "eval/sums   first 0.100, best 0.650 after rollout 3, last 0.650" in out
     assert "What is 0 + 0?" in (tmp_path / "log.txt").read_text()
 
@@ -60,7 +60,7 @@ def test_a_resumed_run_goes_on_in_the_same_folder(tmp_path: Path, capsys: pytest
     records = read_metrics(tmp_path)
     assert [r["rollout/step"] for r in records if r["kind"] == "rollout"] == [0, 1, 2, 3, 4]
     assert series(records, "eval/sums")[0] == [-1, 1, 3]
-    assert "rollouts  5, numbered 0 to 4, going on at 3" in capsys.readouterr().out
+    assert "rollouts  5, numbered 0 to 4 in files, going on at 3" in capsys.readouterr().out
 
 
 def test_a_long_run_keeps_its_newest_rollouts(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_an_error_is_recorded_and_goes_on(tmp_path: Path, capfd: pytest.CaptureF
     assert "RuntimeError: CUDA is out of memory" in log
     assert (tmp_path / "stderr.txt").read_text() == "[E] from a library\n"
     out, err = capfd.readouterr()
-    assert "failed after rollout 0 of 0 to 4, " in out
+    assert "failed after 1 of 5 rollouts, " in out
     assert "from a library" not in out + err
     assert (tmp_path / "curves.png").exists()
 
@@ -208,22 +208,59 @@ def test_speed_and_errors_of_a_row(tmp_path: Path, capsys: pytest.CaptureFixture
             tracker.finish_rollout(i)
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     header = next(line for line in lines if "tok/s" in line)
-    assert [line[header.index("tok/s")] for line in lines if line and line[0] in ("0/4", "1/4")] == ["300", "-"]
-    assert [line[header.index("errors")] for line in lines if line and line[0] in ("0/4", "1/4")] == ["3", "3"]
+    rows = [line[2:] for line in lines if line[1:3] == ["of", "5"]]
+    assert [row[header.index("tok/s")] for row in rows] == ["300", "-"]
+    assert [row[header.index("errors")] for row in rows] == ["3", "3"]
 
 
 def test_supervised_training_has_no_reward_and_generates_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with make_tracker(make_args(tmp_path, loss_type="sft_loss", eval_datasets=())) as tracker:
+    args = make_args(tmp_path, loss_type="sft_loss", eval_datasets=())
+    with make_tracker(args) as tracker:
+        tracker.banner(args)
         with tracker.phase("generate"):
             pass
         tracker.log_rollout(0, make_table(), {"rollout/raw_reward": 0.0})
         tracker.log_train(0, {"train/loss": 2.5})
         tracker.finish_rollout(0)
     assert series(read_metrics(tmp_path), "rollout/raw_reward") == ([], [])
-    header = next(line for line in capsys.readouterr().out.splitlines() if "loss" in line)
-    assert header.split() == ["rollout", "length", "loss", "eta", "time"]
+    out = capsys.readouterr().out
+    header = next(line for line in out.splitlines() if "loss" in line and "eta" in line)
+    assert header.split() == ["batch", "length", "loss", "eta", "time"]
+    assert "  method   SFT, adam lr 1e-06\n" in out
+    assert "  loss        first 2.500, last 2.500\n" in out
+    shown = out.split("samples of rollout 0")[1].split("\ndone in")[0]
+    assert "What is 0 + 0?" in shown
+    assert "reward" not in shown
+    assert "label" not in shown
+
+
+def test_pairs_have_accuracy_and_margin_and_say_which_reply_is_chosen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = make_args(tmp_path, loss_type="dpo_loss", num_rollout=2, eval_datasets=(), lora_rank=16)
+    with make_tracker(args) as tracker:
+        tracker.banner(args)
+        table = make_table(prompts=2)
+        table.label = ["chosen", "rejected"] * 2
+        for rollout_id, accuracy in enumerate((0.5, 0.75)):
+            with tracker.phase("generate"):
+                pass
+            tracker.log_rollout(rollout_id, table, {})
+            measured = {"train/loss": 0.6, "train/rewards/accuracies": accuracy, "train/rewards/margins": accuracy / 5}
+            tracker.log_train(rollout_id, measured)
+            tracker.finish_rollout(rollout_id)
+    out = capsys.readouterr().out
+    assert "  method   DPO, beta 0.1, LoRA of rank 16, adam lr 1e-06\n" in out
+    assert "  batches  2, numbered 0 to 1 in files\n" in out
+    header = next(line for line in out.splitlines() if "accuracy" in line and "eta" in line)
+    assert header.split() == ["batch", "accuracy", "margin", "length", "loss", "eta", "time"]
+    last = next(line for line in out.splitlines() if line.strip().startswith("2 of 2"))
+    assert last.split()[3:7] == ["0.750", "0.1500", "4.5", "0.6000"]
+    replies = [line.split()[0] for line in out.splitlines() if "What is" in line]
+    assert replies == ["chosen", "rejected"] * 2
+    assert "  accuracy    first 0.500, last 0.750\n  margin      first 0.100, last 0.150\n" in out
 
 
 def test_a_metric_that_is_no_number_is_named(tmp_path: Path) -> None:
@@ -282,5 +319,5 @@ def test_a_run_says_that_the_one_before_it_was_killed(tmp_path: Path, capsys: py
     left = {**status(tmp_path), "status": "running", "pid": child.pid}
     (tmp_path / "status.json").write_text(json.dumps(left))
     play(make_args(tmp_path), range(3, 5))
-    assert "the run before this one stopped without a word after rollout 2 of 0 to 4: " in capsys.readouterr().out
+    assert "the run before this one stopped without a word after 3 of 5 rollouts: " in capsys.readouterr().out
     assert status(tmp_path)["status"] == "finished"

@@ -2,16 +2,21 @@
 {
   const STATUS = { finished: "good", running: "warn", failed: "bad", interrupted: "bad", "stopped without a word": "bad" };
 
+  // what supervised training measures in place of a reward
+  const SUPERVISED = { "train/loss": "loss", "train/rewards/accuracies": "accuracy", "train/rewards/margins": "margin" };
+  const isSupervised = (run) => !run.series["rollout/raw_reward"];
+
   /** The first, best and last value of a series, and the rollout of the best. */
   const scores = (run, name) => {
     const { x, y } = run.series[name];
-    const best = y.reduce((found, value, i) => (value > y[found] || Number.isNaN(y[found]) ? i : found), 0);
-    const title = name === "rollout/raw_reward" ? "reward" : name.replace("eval/", "");
+    const sign = name === "train/loss" ? -1 : 1;
+    const best = y.reduce((found, value, i) => (sign * value > sign * y[found] || Number.isNaN(y[found]) ? i : found), 0);
+    const title = SUPERVISED[name] ?? (name === "rollout/raw_reward" ? "reward" : name.replace("eval/", ""));
     return el("tr", {},
       el("td", { title: name }, title),
       el("td", { class: "number" }, number(y[0])),
       el("td", { class: "number" }, number(y[best])),
-      el("td", { class: "number dim" }, x[best] < 0 ? "start" : String(x[best])),
+      el("td", { class: "number dim" }, x[best] < 0 ? "start" : String(Math.floor(x[best]))),
       el("td", { class: "number" }, number(y[y.length - 1])),
     );
   };
@@ -27,6 +32,7 @@
       rollouts: done,
       time: duration(run.seconds), // of all processes of a run that was resumed, which its status does not know
       began: status.began ? new Date(status.began * 1000).toLocaleString() : null,
+      method: status.method,
       model: config.hf_checkpoint,
       data: [config.prompt_data].flat().filter(Boolean).join(", "),
       machine: hardware.filter(Boolean).join(", "),
@@ -40,7 +46,7 @@
   const card = (run) => {
     const status = run.status.status ?? "unknown";
     const shown = Object.entries(facts(run)).filter(([, value]) => value);
-    const names = [...run.scores, "rollout/raw_reward"].filter((name) => run.series[name]);
+    const names = [...run.scores, ...(isSupervised(run) ? Object.keys(SUPERVISED) : ["rollout/raw_reward"])].filter((name) => run.series[name]);
     return el("article", { class: "card run", style: { "--run": run.color } },
       el("div", { class: "head" }, el("h2", {}, runName(run)), el("span", { class: `badge ${STATUS[status] ?? ""}` }, status)),
       run.status.message ? el("p", { class: "message mono" }, run.status.message) : null,
@@ -75,12 +81,15 @@
   };
 
   // titles of the panels that stand on this tab, beside the scores of the runs
-  const CHOSEN = ["reward", "response length", "replies of an episode", "episodes that failed"];
+  const CHOSEN = [
+    "reward", "reward margin", "pairs ranked right", "response length", "replies of an episode", "episodes that failed",
+  ];
 
   /** The curves that say most, each a link to all of them. */
   const curves = (data) => {
     const scores = [...new Set(data.runs.flatMap((run) => run.scores))].slice(0, 2);
-    const chosen = Object.values(data.groups).flat().filter(({ title }) => CHOSEN.includes(title));
+    const titles = data.runs.some(isSupervised) ? ["loss", ...CHOSEN] : CHOSEN;
+    const chosen = Object.values(data.groups).flat().filter(({ title }) => titles.includes(title));
     const specs = [...chosen, ...scores.map((name) => ({ title: name, unit: "score", metrics: [name], points: true }))];
     const view = { smoothing: 0, log: false, hidden: new Set(), mark: NaN, zoom: () => go("curves") };
     const ends = data.runs.flatMap((run) => run.axes.flatMap((axis) => [axis[0], axis.at(-1)]));

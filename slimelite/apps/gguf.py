@@ -1,0 +1,73 @@
+"""``slimelite gguf``: a model as one file for llama.cpp and Ollama."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from slimelite.apps.runnable import resolve_models, runnable
+from slimelite.models.checkpoints import read_config
+
+# of a config -> of the file
+DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+
+EXAMPLES = """examples:
+  slimelite gguf runs/a model.gguf                   the newest model of a run; an adapter is merged
+  slimelite gguf out/model small.gguf --dtype q8_0   8 bits a weight
+Llama, Qwen2 and Qwen3; llama.cpp's convert_hf_to_gguf.py converts other families.
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command.
+
+    Raises:
+        ValueError: there is no such model, or it cannot be written as GGUF.
+        OSError: the file cannot be written.
+    """
+    parser = argparse.ArgumentParser(
+        prog="slimelite gguf",
+        description="Write a model with its tokenizer and chat template as one GGUF file, for llama.cpp and Ollama.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "model", metavar="MODEL|RUN|CHECKPOINT", help="Hugging Face folder, hub id, adapter, checkpoint or run folder"
+    )
+    parser.add_argument("out", metavar="FILE.gguf", type=Path, help="the file to write")
+    parser.add_argument("--base", metavar="MODEL", help="the model that an adapter or a checkpoint changes")
+    parser.add_argument(
+        "--dtype", choices=["f32", "f16", "bf16", "q8_0"], help="of the matrices (default: the model's)"
+    )
+    parser.add_argument("--name", help="what programs show as its name (default: the name of the file)")
+    parser.add_argument("--no-tokenizer", action="store_true", help="weights alone: programs then take token ids alone")
+    args = parser.parse_args(argv)
+    if args.out.suffix != ".gguf":
+        parser.error(f"{args.out}: name a file that ends with .gguf")
+    source = resolve_models([args.model], args.base)[0]
+    from slimelite.apps.gguf_file import write_gguf
+
+    name, tokenizer = args.name or args.out.stem, not args.no_tokenizer
+    dtype = args.dtype or DTYPES.get(_dtype_of(source.base or source.path), "f32")
+    with runnable(source, "float32") as path:
+        write_gguf(_here(path), args.out, dtype, name=name, tokenizer=tokenizer)
+    print(f"{args.out}: {name}, {dtype}, {args.out.stat().st_size / 1e6:,.1f} MB")
+    if tokenizer:
+        print(f"llama-cli -m {args.out}     or, in a Modelfile for Ollama: FROM ./{args.out.name}")
+    return 0
+
+
+def _dtype_of(model: str) -> str:
+    """What the config of a model says of its weights; "None" if it says nothing."""
+    config = read_config(model)
+    return str(config.get("dtype", config.get("torch_dtype")))
+
+
+def _here(path: str) -> Path:
+    """The folder of a model; a hub id is downloaded, unless the hub's cache has it."""
+    if Path(path).is_dir():
+        return Path(path)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.json", "*.jinja"]))

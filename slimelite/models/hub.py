@@ -1,0 +1,90 @@
+"""Uploads models to the Hugging Face hub, by huggingface_hub, and says before any work why that cannot be.
+
+``HF_ENDPOINT`` and ``HF_TOKEN`` are huggingface_hub's, which is imported where it is used.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from slimelite.models.checkpoints import HUB_ID
+
+# what stays behind: notes of ours about how a folder was made
+IGNORED = ["*.partial", "merged_from.json", ".*"]
+
+
+def refusal(repo: str) -> str | None:
+    """Why nothing can be uploaded to ``repo``, as far as that is known without the network."""
+    from huggingface_hub import constants, get_token
+
+    if not HUB_ID.fullmatch(repo):
+        return f"{repo!r} is no name on the hub: it is ORG/NAME or USER/NAME"
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set, so nothing is uploaded: unset it, or upload later with slimelite push"
+    if get_token() is None:
+        return "there is no token for the hub: log in with `hf auth login`, or set HF_TOKEN"
+    return None
+
+
+def make_room(repo: str, *, private: bool, create: bool = True) -> None:
+    """Create the repository of a model, unless it is there. Without ``create`` only ask who the token belongs to.
+
+    Raises:
+        ValueError: see `refusal`; or the hub does not answer, or the token may not write there.
+    """
+    from huggingface_hub import HfApi
+
+    if (why := refusal(repo)) is not None:
+        raise ValueError(why)
+    try:
+        if create:
+            HfApi().create_repo(repo, private=private, exist_ok=True)
+        else:
+            HfApi().whoami()
+    except Exception as error:  # of the client, of requests, of sockets
+        raise ValueError(_reason(repo, error)) from error
+
+
+def push(path: Path, repo: str, *, private: bool = False, branch: str | None = None, message: str) -> str:
+    """Upload a folder, or one file, as a commit; returns the address of the repository.
+
+    Raises:
+        ValueError: see `make_room`; or the upload fails.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.utils import disable_progress_bars
+
+    if not path.exists():
+        raise ValueError(f"{path} is not on this machine")
+    make_room(repo, private=private)
+    disable_progress_bars()
+    api = HfApi()
+    try:
+        if branch is not None:
+            api.create_branch(repo, branch=branch, exist_ok=True)
+        if path.is_dir():
+            api.upload_folder(
+                repo_id=repo, folder_path=path, revision=branch, commit_message=message, ignore_patterns=IGNORED
+            )
+        else:
+            api.upload_file(
+                repo_id=repo, path_or_fileobj=path, path_in_repo=path.name, revision=branch, commit_message=message
+            )
+    except Exception as error:
+        raise ValueError(_reason(repo, error)) from error
+    return f"{api.endpoint}/{repo}"
+
+
+def _reason(repo: str, error: Exception) -> str:
+    """One line of an error of huggingface_hub: what the server said, or why it was not reached."""
+    from huggingface_hub import constants
+
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    said = " ".join(str(getattr(error, "server_message", None) or error).split())[:200]
+    if status == 401:
+        return f"the hub at {constants.ENDPOINT} does not know the token: `hf auth login` or HF_TOKEN gives another"
+    if status == 403:
+        return f"the token may not write to {repo} ({said}): take a token with the right to write, or another name"
+    if status is not None:
+        return f"the hub at {constants.ENDPOINT} answered {status} for {repo}: {said}"
+    return f"the hub at {constants.ENDPOINT} cannot be reached ({type(error).__name__}: {said})"

@@ -1,0 +1,176 @@
+"""The README.md of a saved model, its card: base, licence, method, data, flags, scores, versions, and how to use it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import slimelite
+from slimelite.arguments import Args, LoraArgs
+from slimelite.base.files import write_text
+from slimelite.models.checkpoints import HUB_ID, read_json
+from slimelite.tracking.console import method, plugins, unit_of
+from slimelite.tracking.metrics_file import Record, eval_metrics, read_metrics, series
+from slimelite.tracking.run_folder import SOURCES, entry
+
+CARD = "README.md"
+# keys of a card that go on to the cards of models that are made of it
+LICENCE = ("license", "license_name", "license_link")
+# flags that say where things are on the machine of the run
+PLACES = ("save", "save_hf", "load", "push_to_hub", "wandb_dir", "tensorboard_dir", "update_weight_disk_dir")
+FOLDER = "THIS FOLDER"
+HEADS = {"transformers": "AutoModelForCausalLM", "peft": "AutoPeftModelForCausalLM"}
+
+
+def writes_adapter(args: LoraArgs) -> bool:
+    """Whether ``--save-hf`` writes an adapter instead of a model."""
+    return args.lora_rank > 0 and not args.lora_merge
+
+
+def write_card(folder: Path, args: Args, rollout_id: int, records: Sequence[Record] = ()) -> None:
+    """Write the card of the model in ``folder``, trained up to ``rollout_id``; ``records``: of the run's metrics."""
+    write_text(folder / CARD, model_card(args, rollout_id, records, chats=_chats(folder)))
+
+
+def add_scores(folder: Path, args: Args, rollout_id: int) -> None:
+    """Write the card anew with the evaluation of its model, which came after the model was saved.
+
+    A folder that this machine does not see keeps its card.
+    """
+    if (folder / CARD).is_file():
+        write_card(folder, args, rollout_id, read_metrics(args.run_dir))
+
+
+def model_card(args: Args, rollout_id: int, records: Sequence[Record] = (), *, chats: bool = True) -> str:
+    """The card of a model; ``chats``: it has a chat template."""
+    base, library = base_of(args.hf_checkpoint), "peft" if writes_adapter(args) else "transformers"
+    head = {"library_name": library, "pipeline_tag": None if args.loss.scores else "text-generation", **base}
+    made_of = args.hf_checkpoint or f"a new model of {args.num_layers} layers with random weights"
+    turns = "rollouts" if unit_of(args) == "rollout" else "batches"
+    facts = {
+        "base": made_of,
+        "licence of the base": base.get("license_name", base.get("license", "its card names none")) if base else "",
+        "method": method(args),
+        "code of its own": ", ".join(plugins(args)),
+        "data": ", ".join(args.prompt_data),
+        "trained": f"{rollout_id + 1} of {args.num_rollout} {turns} (rollout {rollout_id}; the first is 0)",
+        "versions": f"slimelite {slimelite.__version__}, "
+        + ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers")),
+    }
+    flags = [entry(name, value) for name, value in args.user_values.items() if name not in (*SOURCES, *PLACES)]
+    parts = [
+        f"---\n{yaml.safe_dump({k: v for k, v in head.items() if v}, sort_keys=False)}---",
+        f"# {Path(args.push_to_hub or args.run_dir or 'A model').name}",
+        "\n".join(["| | |", "|---|---|", *(f"| {name} | {_cell(value)} |" for name, value in facts.items() if value)]),
+        "## Scores",
+        scores(records, rollout_id),
+        "## Use",
+        f"```python\n{usage(args, chats=chats)}\n```",
+        "## Flags",
+        "\n".join(["```yaml", *flags, "```"]),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def scores(records: Sequence[Record], rollout_id: int) -> str:
+    """A table of the evaluations before training and after ``rollout_id``, with standard errors."""
+    rows = []
+    for name in eval_metrics(records):
+        values = dict(zip(*series(records, name), strict=True))
+        errors = dict(zip(*series(records, f"{name}-stderr"), strict=True))
+        if rollout_id in values:
+            cells = [_score(values.get(at), errors.get(at)) for at in (-1, rollout_id)]
+            rows.append(f"| {name.removeprefix('eval/')} | {' | '.join(cells)} |")
+    if not rows:
+        return "This model was not evaluated."
+    return "\n".join(["| | before training | this model |", "|---|---:|---:|", *rows, "", "±: standard error."])
+
+
+def usage(args: Args, *, chats: bool) -> str:
+    """Python that opens the model and lets it answer."""
+    library = "peft" if writes_adapter(args) else "transformers"
+    kind = "AutoModelForSequenceClassification" if args.loss.scores else HEADS[library]
+    tokenizer = "AutoTokenizer" if library == "peft" else f"{kind}, AutoTokenizer"
+    lines = [f"from peft import {kind}"] if library == "peft" else []
+    lines += [f"from transformers import {tokenizer}", ""]
+    lines += [
+        f'name = "{args.push_to_hub or FOLDER}"',
+        f"model = {kind}.from_pretrained(name)",
+        "tokenizer = AutoTokenizer.from_pretrained(name)",
+    ]
+    if args.loss.scores:
+        messages = '[{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "4"}]'
+        rendered = f"tokenizer.apply_chat_template({messages}, tokenize=False)" if chats else '"What is 2 + 2? 4"'
+        lines += [f"text = {rendered}", 'print(model(**tokenizer(text, return_tensors="pt")).logits[0])']
+        return "\n".join(lines)
+    if chats:
+        options = 'add_generation_prompt=True, return_tensors="pt", return_dict=True'
+        lines += ['messages = [{"role": "user", "content": "What is 2 + 2?"}]']
+        lines += [f"inputs = tokenizer.apply_chat_template(messages, {options})"]
+    else:
+        lines += ['inputs = tokenizer("Two and two are", return_tensors="pt")']
+    lines += [
+        "output = model.generate(**inputs, max_new_tokens=64)",
+        'print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))',
+    ]
+    return "\n".join(lines)
+
+
+def base_of(model: str | None) -> dict[str, str]:
+    """What a card says of the model that training began from: ``base_model``, where it is one of the hub, and the
+    licence where its card names one. A folder's card may name the model of the hub that it was made of.
+    """
+    if model is None:
+        return {}
+    there = _front_matter(model)
+    named = {"base_model": model} if HUB_ID.fullmatch(model) and not Path(model).exists() else {}
+    if not named and isinstance(above := there.get("base_model"), str):
+        named = {"base_model": above}
+    return named | {key: str(there[key]) for key in LICENCE if there.get(key)}
+
+
+def fetch_card(model: str) -> None:
+    """Download the card of a hub id, so that the licence is known when a model is saved; without a hub, do nothing."""
+    if Path(model).exists() or not HUB_ID.fullmatch(model):
+        return
+    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
+
+    if constants.HF_HUB_OFFLINE or try_to_load_from_cache(model, CARD) is not None:
+        return
+    with suppress(Exception):  # the card is a courtesy: no run ends for want of it
+        hf_hub_download(model, CARD)
+
+
+def _front_matter(model: str) -> Mapping[str, Any]:
+    """The YAML above a card; {} without one."""
+    path: object = Path(model) / CARD
+    if not Path(model).exists() and HUB_ID.fullmatch(model):
+        from huggingface_hub import try_to_load_from_cache
+
+        path = try_to_load_from_cache(model, CARD)
+    if not isinstance(path, str | Path) or not Path(path).is_file():
+        return {}
+    opening, _, rest = Path(path).read_text(encoding="utf-8", errors="replace").partition("---\n")
+    with suppress(yaml.YAMLError):
+        content = yaml.safe_load(rest.partition("\n---")[0]) if not opening.strip() else None
+        return content if isinstance(content, dict) else {}
+    return {}
+
+
+def _chats(folder: Path) -> bool:
+    config = folder / "tokenizer_config.json"
+    named = config.is_file() and "chat_template" in read_json(config)
+    return named or any(folder.glob("chat_template*"))
+
+
+def _score(value: float | None, error: float | None) -> str:
+    return "" if value is None else f"{value:.3f}" + ("" if error is None else f" ±{error:.3f}")
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
