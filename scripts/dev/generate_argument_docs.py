@@ -66,8 +66,8 @@ directory of a Ray job. In a program of your own, `parse_args(groups=[ShoutArgs]
 
 ## Entries of your own
 
-What there are several of (advantage estimators, reward rules, engines, model families, presets) has a registry with a
-record for each. A file that adds one of yours:
+Things that a flag selects by name (advantage estimators, reward rules, engines, model families, presets) live in a
+registry, with a record for each. A file that adds one of yours:
 
 ```python
 import torch

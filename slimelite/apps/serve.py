@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("model", metavar="MODEL|RUN|CHECKPOINT", help=MODEL_HELP)
     parser.add_argument("--host", default="127.0.0.1", help="address of this machine to listen on; another needs a key")
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one")
-    parser.add_argument("--api-key", help="clients must send it; without one, whoever reaches the port may do all")
+    parser.add_argument("--api-key", help="clients must send it; without one, all who reach the port may use it")
     parser.add_argument(
         "--cors-origin",
         metavar="ORIGIN",

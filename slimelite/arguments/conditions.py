@@ -185,6 +185,7 @@ WARMUP = TRAINING & when(
 )
 WANDB = use_of("--use-wandb")
 TENSORBOARD = use_of("--use-tensorboard")
+PROMETHEUS = use_of("--use-prometheus")
 PROFILER = use_of("--use-pytorch-profiler")
 PROFILED_STEPS = TRAINING & PROFILER & when("no --profile-rollouts (which wins)", lambda a: not a.profile_rollouts)
 MEMORY_HISTORY = TRAINING & use_of("--record-memory-history")

@@ -44,8 +44,8 @@ class Task:
     about: str = flag("", "one line for the table of tasks", ALWAYS)
     kind: Literal["generate", "multiple-choice", "continuation"] = flag(
         "generate",
-        "the model writes and the scorer reads, the likeliest of the choices is taken, or each token of the label is "
-        "to be the likeliest",
+        "generate: the scorer reads what the model writes; multiple-choice: the likeliest choice is the answer; "
+        "continuation: each token of the label must be the likeliest",
         ALWAYS,
     )
     data: str | None = flag(

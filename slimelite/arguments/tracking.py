@@ -13,6 +13,7 @@ from slimelite.arguments.conditions import (
     POLICY,
     PROFILED_STEPS,
     PROFILER,
+    PROMETHEUS,
     TENSORBOARD,
     TRAINING,
     WANDB,
@@ -70,6 +71,24 @@ class TrackingArgs(DataArgs, CheckpointArgs):
     )
     tb_project_name: str | None = flag(None, "metrics go to this subfolder of TensorBoard's folder", TENSORBOARD)
     tb_experiment_name: str | None = flag(None, "metrics go to this subfolder, in that of the project", TENSORBOARD)
+    use_prometheus: bool = flag(
+        False, "/metrics answers Prometheus with the newest value of every metric, while the run goes on", ALWAYS
+    )
+    prometheus_port: int = flag(
+        9090,
+        "/metrics is on this port; 0 takes a free one, which the console names",
+        PROMETHEUS,
+        at_least=0,
+        at_most=65535,
+    )
+    prometheus_host: str = flag(
+        "127.0.0.1",
+        "/metrics is on this address of the machine; 0.0.0.0 is all of them, and everybody who reaches one can read it",
+        PROMETHEUS,
+    )
+    prometheus_run_name: str | None = flag(
+        None, "the label run_name of every metric is this", PROMETHEUS, auto="--wandb-group, or the run folder's name"
+    )
     token_stats: Literal["computed", "all", "none"] = flag(
         "computed",
         "token_stats/ of the run folder gets the trainer's log-prob and entropy of each response token: of the rows "

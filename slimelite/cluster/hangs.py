@@ -169,7 +169,7 @@ class Monitor:
             place.send(stopped.pid, signal.SIGKILL)
 
     def _still(self, seen: Sequence[Seen]) -> None:
-        """End a manager that answers nothing, and the rank for which all others wait in vain."""
+        """End a manager that answers nothing, and the rank that all others wait for."""
         long = [each for each in seen if each.waits() >= self._limit <= each.still]
         for each in long:
             if each.worker.name == "rollout" and each.method() == PROGRESS:

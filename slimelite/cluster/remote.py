@@ -52,8 +52,8 @@ class MemoryShortage(ClusterError):
 
 
 def with_memory(error: BaseException, args: Args) -> BaseException:
-    """``error``; or, if it is for want of memory, one that ends with what was needed and what would have fitted; or, if
-    a rank waited for another one in vain, one that says so."""
+    """``error``, or one that explains it: what a run without memory needed and what would have fitted, or that a rank
+    got no answer from another one."""
     from slimelite.plan.run import is_shortage, needs_and_remedies, shortage  # a run without errors needs none
 
     if isinstance(error, MemoryShortage):

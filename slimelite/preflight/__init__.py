@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import socket
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -85,6 +86,8 @@ def inspect(args: Args, machine: Machine, *, files_only: bool = False) -> Findin
         check_devices(args, machine, findings)
         _check_packages(args, findings)
         findings.problems += _output_problems(args)
+        if args.use_prometheus:
+            findings.problems += _port_problems(args)
         try:
             read_evaluations(args)
         except ValueError as error:
@@ -132,6 +135,7 @@ def _check_packages(args: Args, findings: Findings) -> None:
         ),
         ("wandb", args.use_wandb, "pip install wandb"),
         ("tensorboard", args.use_tensorboard, "pip install tensorboard"),
+        ("prometheus_client", args.use_prometheus, "pip install prometheus_client"),
     )
     for package, needed, remedy in wanted:
         if package and needed and importlib.util.find_spec(package) is None:
@@ -202,6 +206,19 @@ def _output_problems(args: Args) -> Iterator[str]:
             tempfile.TemporaryDirectory(dir=there).cleanup()
         except OSError as error:
             yield f"{option}: {place} cannot be written to: {error.strerror} ({there})"
+
+
+def _port_problems(args: Args) -> Iterator[str]:
+    """A message if ``/metrics`` cannot be answered on the port of ``--prometheus-port``."""
+    from slimelite.tracking.writers import port_problem
+
+    family = socket.AF_INET6 if ":" in args.prometheus_host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as tried:
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does: a port is free at once
+        try:
+            tried.bind((args.prometheus_host, args.prometheus_port))
+        except OSError as error:
+            yield port_problem(args, error)
 
 
 def _in_the_way(args: ModelArgs, target: Path) -> Iterator[str]:

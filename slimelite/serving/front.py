@@ -16,6 +16,7 @@ from pydantic import Field
 
 from slimelite.base.http_body import Body, read_body
 from slimelite.base.http_server import Answer, Handler, RequestError
+from slimelite.base.prometheus import CONTENT_TYPE
 from slimelite.engines.http_front import GenerateBody, GenerateServer, SampledBody, sampled
 from slimelite.engines.protocol import GenerateRequest, GenerateResult, OnTokens
 from slimelite.engines.sampling import Generating
@@ -190,7 +191,7 @@ class Front(GenerateServer):
     async def _metrics(self, _: web.Request) -> web.Response:
         most = (await self._model.engine.info()).max_running_requests
         text = self._counts.text(self._running, len(self._model.sessions), most)
-        return web.Response(text=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+        return web.Response(text=text, headers={"Content-Type": CONTENT_TYPE})
 
     async def _open(self, http: web.Request) -> web.Response:
         """Open a session; sampling parameters in the body are its defaults."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
+from collections.abc import Iterator
 
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from slimelite.base.prometheus import Collected, metric_name
 from slimelite.engines.protocol import GenerateRequest, GenerateResult, OnTokens
 from slimelite.engines.sampling import Sampler
 
@@ -49,13 +52,16 @@ class Counts:
         """The text of ``/metrics``. ``running``: requests; ``most``: responses that the engine samples at a time."""
         values = {"requests_running": running, "sessions_open": sessions}
         values |= {"responses_running": min(self.sampling, most), "responses_waiting": max(0, self.sampling - most)}
-        lines = []
-        for name, (kind, meaning) in METRICS.items():
-            lines += [f"# HELP slimelite_{name} {meaning}", f"# TYPE slimelite_{name} {kind}"]
-            if name == "requests_total":
-                for (method, path, status), number in sorted(self.requests.items()):
-                    labels = f'method={json.dumps(method)},path={json.dumps(path)},status="{status}"'
-                    lines.append(f"slimelite_{name}{{{labels}}} {number}")
-            else:
-                lines.append(f"slimelite_{name} {values.get(name, self._tokens[name])}")
-        return "\n".join(lines) + "\n"
+
+        def collect() -> Iterator[Metric]:
+            for name, (kind, meaning) in METRICS.items():
+                if name == "requests_total":
+                    family = CounterMetricFamily(metric_name(name), meaning, labels=("method", "path", "status"))
+                    for (method, path, status), number in sorted(self.requests.items()):
+                        family.add_metric((method, path, str(status)), number)
+                    yield family
+                else:
+                    form = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
+                    yield form(metric_name(name), meaning, value=values.get(name, self._tokens[name]))
+
+        return Collected(collect).text()

@@ -1,7 +1,8 @@
-"""Metric writers besides ``metrics.jsonl``: Weights & Biases and TensorBoard."""
+"""Metric writers besides ``metrics.jsonl``: Weights & Biases, TensorBoard and Prometheus."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -10,12 +11,16 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
+import slimelite
 from slimelite.arguments import TrackingArgs
 from slimelite.arguments.secret import masked_words
 from slimelite.base.files import write_text
 from slimelite.tracking.metrics_file import AXES, DEFAULT_AXIS, Kind, MetricsFile, axis_of
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
 
 
 class Writer(Protocol):
@@ -38,15 +43,20 @@ class Writer(Protocol):
 
 
 def open_writers(args: TrackingArgs, config: Mapping[str, object]) -> list[Writer]:
-    """The writer of ``metrics.jsonl``, and those for ``--use-wandb`` and ``--use-tensorboard``.
+    """The writer of ``metrics.jsonl``, and those for ``--use-wandb``, ``--use-tensorboard`` and ``--use-prometheus``.
 
     ``config``: the resolved arguments, which wandb shows beside the curves.
+
+    Raises:
+        ValueError: wandb refuses the run, or the port of ``--use-prometheus`` is taken.
     """
     writers: list[Writer] = [MetricsFile(Path(args.run_dir))]
     if args.use_wandb and args.wandb_mode != "disabled":
         writers.append(WandbWriter(args, config))
     if args.use_tensorboard:
         writers.append(TensorboardWriter(tensorboard_directory(args)))
+    if args.use_prometheus:
+        writers.append(PrometheusWriter(args))
     return writers
 
 
@@ -156,6 +166,87 @@ class TensorboardWriter:
     def close(self, _failed: bool, /) -> None:
         """Flush and close the event file."""
         self._events.close()
+
+
+class PrometheusWriter:
+    """Answers ``/metrics`` with the newest value of every metric, from a thread of this process.
+
+    A metric is a gauge with its name as Prometheus allows it; the label ``metric`` has the name as it is elsewhere, and
+    ``run_name`` tells runs apart. ``slimelite_run_info`` is there from the start.
+
+    Raises:
+        ValueError: the port is taken, or the host is no address of this machine.
+    """
+
+    name = "prometheus"
+
+    def __init__(self, args: TrackingArgs) -> None:
+        # what the pre-flight asks of this file loads no library
+        from prometheus_client import start_http_server
+
+        from slimelite.base.prometheus import Collected
+
+        self._run_name = prometheus_run_name(args)
+        self._run_dir = args.run_dir
+        self._values: dict[str, float] = {}
+        self._updated = time.time()
+        host = args.prometheus_host
+        try:
+            registry = Collected(self._collect).registry
+            self._server, self._thread = start_http_server(args.prometheus_port, host, registry)
+        except OSError as error:
+            raise ValueError(port_problem(args, error)) from error
+        address = f"[{host}]" if ":" in host else host
+        self.where = f"http://{address}:{self._server.server_port}/metrics"
+
+    def write(self, _kind: Kind, metrics: Mapping[str, float], /) -> None:
+        """Keep the values for the next scrape."""
+        # a scrape in another thread sees the dict before or the dict after
+        self._values = {**self._values, **metrics}
+        self._updated = time.time()
+
+    def write_alarm(self, title: str, text: str, rollout_id: int, /) -> None:
+        """Write nothing: the metric ``alarms/active`` counts the alarms."""
+
+    def close(self, _failed: bool, /) -> None:
+        """Stop answering, and free the port."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def _collect(self) -> Iterator[Metric]:
+        from prometheus_client.core import GaugeMetricFamily
+
+        from slimelite.base.prometheus import metric_name
+
+        info = GaugeMetricFamily("slimelite_run_info", "this run", labels=("run_name", "run_dir", "version"))
+        info.add_metric((self._run_name, self._run_dir, slimelite.__version__), 1)
+        updated = GaugeMetricFamily(
+            "slimelite_updated_seconds", "when the newest metric came, in seconds since 1970", labels=("run_name",)
+        )
+        updated.add_metric((self._run_name,), self._updated)
+        families = [info, updated]
+        named: dict[str, GaugeMetricFamily] = {}  # two names may become one here
+        for metric, value in self._values.items():
+            name = metric_name(metric)
+            if name not in named:
+                named[name] = GaugeMetricFamily(name, f"{metric}: docs/metrics.md", labels=("run_name", "metric"))
+            named[name].add_metric((self._run_name, metric), value)
+        yield from families
+        yield from named.values()
+
+
+def prometheus_run_name(args: TrackingArgs) -> str:
+    """``--prometheus-run-name``, else ``--wandb-group``, else the name of the run folder."""
+    return args.prometheus_run_name or args.wandb_group or Path(args.run_dir).name
+
+
+def port_problem(args: TrackingArgs, error: OSError) -> str:
+    """Why ``/metrics`` cannot be answered, and the remedy."""
+    place = f"{args.prometheus_host}:{args.prometheus_port}"
+    if error.errno == errno.EADDRINUSE:
+        return f"--prometheus-port: {place} is taken: name another port, or 0 for a free one"
+    return f"--prometheus-host, --prometheus-port: cannot listen on {place}: {error.strerror or error}"
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -98,6 +99,14 @@ def test_a_curriculum_needs_levels(run: str) -> None:
         "--curriculum-threshold: rows need a number as level in their metadata, such as those of --environment "
         "'reasoning-gym:gcd?levels=3' have; one has None"
     )
+
+
+def test_a_taken_port_of_prometheus_is_said_before_the_start(run: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        (problem,) = problems(f"{run} --launcher local --use-prometheus --prometheus-port {port}")
+    assert problem == f"--prometheus-port: 127.0.0.1:{port} is taken: name another port, or 0 for a free one"
+    assert problems(f"{run} --launcher local --use-prometheus --prometheus-port 0") == []
 
 
 @pytest.mark.parametrize(

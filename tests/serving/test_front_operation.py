@@ -156,9 +156,9 @@ async def metrics(ask: Asking) -> dict[str, int]:
     assert status == 200
     lines = [line for line in text.splitlines() if 'path="/metrics"' not in line]
     for comment in lines:
-        assert re.fullmatch(r"# (HELP|TYPE) slimelite_\w+ .+|slimelite_\w+(\{.+\})? \d+", comment)
+        assert re.fullmatch(r"# (HELP|TYPE) slimelite_\w+ .+|slimelite_\w+(\{.+\})? \d+\.0", comment)
     values = (line.removeprefix("slimelite_").rsplit(" ", 1) for line in lines if not line.startswith("#"))
-    return {name: int(value) for name, value in values}
+    return {name: int(float(value)) for name, value in values}
 
 
 def test_the_access_log_has_a_line_for_each_request(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,11 +9,18 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 from fake_run import make_args, play
 
-from slimelite.tracking.writers import WandbWriter, open_writers, tensorboard_directory
+from slimelite.tracking.writers import (
+    PrometheusWriter,
+    WandbWriter,
+    open_writers,
+    prometheus_run_name,
+    tensorboard_directory,
+)
 
 BLOCK = 32768
 
@@ -154,3 +161,37 @@ def test_where_tensorboard_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("TENSORBOARD_DIR", "/logs")
     assert tensorboard_directory(run) == Path("/logs/sums/first")
     assert tensorboard_directory(make_args(Path("runs/x"), tensorboard_dir="here")) == Path("here")
+
+
+def scraped(writer: PrometheusWriter) -> list[str]:
+    with urlopen(writer.where, timeout=30) as answer:
+        text: str = answer.read().decode()
+    return [line for line in text.splitlines() if not line.startswith("#") and "_seconds" not in line]
+
+
+def test_prometheus_tells_metrics_apart_whose_names_it_does_not_allow(tmp_path: Path) -> None:
+    args = make_args(tmp_path / "a", use_prometheus=True, prometheus_port=0)
+    writer = PrometheusWriter(args)
+    try:
+        assert len(scraped(writer)) == 1, "the run alone, before the first metric"
+        writer.write("eval", {"eval/a-pass@2": 0.5, "eval/a_b": 1, "eval/a-b": float("nan"), "rollout/step": 3})
+        assert scraped(writer)[1:] == [
+            'slimelite_eval_a_pass_at_2{metric="eval/a-pass@2",run_name="a"} 0.5',
+            'slimelite_eval_a_b{metric="eval/a_b",run_name="a"} 1.0',
+            'slimelite_eval_a_b{metric="eval/a-b",run_name="a"} NaN',
+            'slimelite_rollout_step{metric="rollout/step",run_name="a"} 3.0',
+        ]
+        taken = replace(args, prometheus_port=int(writer.where.split(":")[-1].partition("/")[0]))
+        with pytest.raises(ValueError, match=r"^--prometheus-port: 127.0.0.1:\d+ is taken: name another port, or 0"):
+            PrometheusWriter(taken)
+        with pytest.raises(ValueError, match=r"^--prometheus-host, --prometheus-port: cannot listen on 203.0.113.1:0"):
+            PrometheusWriter(replace(args, prometheus_host="203.0.113.1"))
+    finally:
+        writer.close(False)
+
+
+def test_what_a_run_is_called_in_prometheus(tmp_path: Path) -> None:
+    args = make_args(tmp_path / "a")
+    assert prometheus_run_name(args) == "a"
+    assert prometheus_run_name(replace(args, wandb_group="b")) == "b"
+    assert prometheus_run_name(replace(args, wandb_group="b", prometheus_run_name="c")) == "c"
