@@ -538,8 +538,10 @@ def _tracking(draft: Draft) -> None:
     name = Path(args.hf_checkpoint or args.tokenizer or "model").name
     if args.prompt_data:
         path = Path(args.prompt_data[0].partition("@[")[0])
-        data = path.parent.name if path.stem in ("train", "test", "data") else path.stem
+        data = path.parent.name if path.stem in ("train", "test", "data") else path.stem.removeprefix("environment:")
         name = f"{name}-{data}" if name and data else name or data
+    # the words of an environment have signs that shells and other systems read
+    name = "-".join("".join(c if c.isalnum() or c in "._+" else " " for c in name).split())[:120]
     draft.default("run_dir", f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}", "model, data and the time")
 
 
