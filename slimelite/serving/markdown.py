@@ -51,7 +51,7 @@ ATTRIBUTES = {
 def to_html(text: str) -> str:
     """``text``, which is Markdown, as HTML that a page may show: no scripts, styles, pictures, forms or frames.
 
-    Links are those of http, https and mailto. Blocks take the direction of their text (``dir="auto"``).
+    Links are those of http, https and mailto, with a host. Blocks take the direction of their text (``dir="auto"``).
     """
     return nh3.clean(
         _markdown().render(text),
@@ -59,6 +59,7 @@ def to_html(text: str) -> str:
         clean_content_tags=set(),
         attributes=ATTRIBUTES,
         url_schemes={"http", "https", "mailto"},
+        url_relative="deny",
         link_rel="noopener noreferrer nofollow",
         set_tag_attribute_values={"a": {"target": "_blank"}},
     )

@@ -5,83 +5,17 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from slimelite.engines.embedded.engine import EmbeddedEngine
 from slimelite.engines.protocol import GenerateRequest, GenerateResult, OnTokens
 from tests.serving.chat import build
-from tests.serving.scripted import Scripted, Server
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Locator, Page
+from tests.serving.scripted import Scripted
 
 pytestmark = pytest.mark.browser
-
-
-@dataclass
-class Chat:
-    """A page, the engine behind it, and its parts."""
-
-    page: Page
-    engine: Scripted
-    server: Server
-
-    def ask(self, text: str) -> None:
-        box = self.page.get_by_label("Message")
-        box.fill(text)
-        box.press("Enter")
-
-    @property
-    def turns(self) -> Locator:
-        return self.page.locator("article.turn")
-
-    def says(self, text: str, turn: int) -> None:
-        """Wait until a turn's text is this one."""
-        from playwright.sync_api import expect
-
-        expect(self.turns.nth(turn).locator(".body")).to_have_text(text, use_inner_text=True)
-
-    def done(self) -> None:
-        self.page.get_by_role("button", name="Send").wait_for()
-
-
-@pytest.fixture
-def chats(browser: Browser) -> Iterator[Any]:
-    """``chats(engine, key=None, parser=None, **options of the browser's context)``: an open page of a server with this
-    engine. It shows tokens, or is ``rendered``.
-    """
-    opened, wrong = [], []
-
-    def start(
-        engine: Any,
-        key: str | None = None,
-        quiet: bool = True,
-        parser: str | None = None,
-        rendered: bool = False,
-        **options: Any,
-    ) -> Chat:
-        server = Server(engine, key, parser)
-        page = browser.new_context(**options).new_page()
-        page.on("pageerror", lambda error: wrong.append(str(error)))
-        if quiet:
-            page.on("console", lambda said: wrong.append(said.text) if said.type in ("error", "warning") else None)
-        page.on("request", lambda sent: None if sent.url.startswith(server.url) else wrong.append(sent.url))
-        page.goto(server.url)
-        if not rendered:
-            page.get_by_role("button", name="Tokens").click()
-        opened.append((page, server))
-        return Chat(page, engine, server)
-
-    yield start
-    for page, server in opened:
-        page.context.close()
-        server.stop()
-    assert wrong == []
 
 
 def test_an_answer_comes_piece_by_piece(chats: Any) -> None:
@@ -271,15 +205,16 @@ WATCH = """() => {
 }"""
 
 
-def test_stop_can_be_pressed_while_tokens_come_fast(chats: Any) -> None:
+@pytest.mark.parametrize("rendered", [False, True], ids=["tokens", "rendered"])
+def test_stop_can_be_pressed_while_tokens_come_fast(chats: Any, rendered: bool) -> None:
     """The page is laid out once a frame, not for each token, and the button has one place under both of its names."""
-    chat = chats(Scripted(["one\n" * 100], allowed=5))
+    chat = chats(Scripted(["one\n\n" * 100], allowed=5), rendered=rendered)
     chat.page.evaluate(WATCH)
     chat.ask("Hi")
     chat.page.get_by_role("button", name="Stop").wait_for()
     chat.engine.allowed = None
     chat.done()
-    assert chat.page.evaluate("document.documentElement.scrollHeight > 2 * innerHeight")
+    chat.page.wait_for_function("document.documentElement.scrollHeight > 2 * innerHeight")
     chat.page.wait_for_function("innerHeight + scrollY >= document.body.scrollHeight - 1")
     seen = chat.page.evaluate("seen")
     assert seen["most"] == 1

@@ -69,7 +69,14 @@ def test_tags_in_text_and_in_formulas_are_text_and_links_lead_to_pages_alone() -
         assert re.search("href|style|class|position", html) is None
     assert 'href="https://a.b/c"' in to_html("[x](https://a.b/c)")
     assert "<img" not in to_html("![x](https://a.b/c)")
-    for target in ("javascript:x", "JAVASCRIPT&#58;x", "data:text/html,x", "file:///etc/passwd", "vbscript:x"):
+    for target in (
+        "javascript:x",
+        "JAVASCRIPT&#58;x",
+        "data:text/html,x",
+        "file:///etc/passwd",
+        "vbscript:x",
+        "/v1/models",
+    ):
         assert "href" not in to_html(f"[x]({target}) <{target}>"), target
 
 
