@@ -157,10 +157,10 @@ def test_conversations_come_back_and_can_be_saved_and_deleted(chats: Any, tmp_pa
     assert talk["turns"][1]["versions"][0]["parts"][0]["output"]
     assert "## You\n\nand now?\n\n## Model\n\nthree\n" in saved["first-question.md"]
     chat.page.get_by_role("button", name="Delete first question").click()
-    chat.page.wait_for_function("document.querySelectorAll('.talks li').length === 1")
+    chat.page.wait_for_function("() => document.querySelectorAll('.talks li').length === 1")
     assert chat.turns.count() == 0
     chat.page.reload()
-    chat.page.wait_for_function("document.querySelectorAll('.talks li').length === 1")
+    chat.page.wait_for_function("() => document.querySelectorAll('.talks li').length === 1")
     assert listed.all_inner_texts() == ["second question"]
 
 

@@ -214,8 +214,8 @@ def test_stop_can_be_pressed_while_tokens_come_fast(chats: Any, rendered: bool) 
     chat.page.get_by_role("button", name="Stop").wait_for()
     chat.engine.allowed = None
     chat.done()
-    chat.page.wait_for_function("document.documentElement.scrollHeight > 2 * innerHeight")
-    chat.page.wait_for_function("innerHeight + scrollY >= document.body.scrollHeight - 1")
+    chat.page.wait_for_function("() => document.documentElement.scrollHeight > 2 * innerHeight")
+    chat.page.wait_for_function("() => innerHeight + scrollY >= document.body.scrollHeight - 1")
     seen = chat.page.evaluate("seen")
     assert seen["most"] == 1
     assert {name for name, *_ in seen["places"]} == {"Send", "Stop"}
