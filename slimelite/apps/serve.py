@@ -135,6 +135,10 @@ async def _serve(args: argparse.Namespace) -> None:
         await asyncio.wait({again, drained}, return_when=asyncio.FIRST_COMPLETED)
 
 
+# the files of slimelite/apps/page/chat that make the program of the chat page
+CHAT = [f"{name}.js" for name in ("tokens", "stream", "store", "rendered", "settings", "turns", "history", "chat")]
+
+
 class Served(NamedTuple):
     """What is served: its folder or hub id, where, by which engine, whether it has a chat template, and by whom."""
 
@@ -246,7 +250,7 @@ async def _try_address(host: str, port: int) -> None:
 def chat_page() -> str:
     """The page to chat with the model: one HTML file that asks the server that it came from."""
     folder = files("slimelite.apps") / "page" / "chat"
-    scripts = [folder / name for name in ("tokens.js", "stream.js", "chat.js")]
+    scripts = [folder / name for name in CHAT]
     return document(scripts, [folder / "chat.css"], "{}", asks=True)
 
 

@@ -533,13 +533,13 @@ def _rollout_seed(draft: Draft) -> None:
 
 
 def _tracking(draft: Draft) -> None:
-    """Where the run writes."""
+    """Where the run writes; the spec of an environment has signs that shells read."""
     args = draft.args
     name = Path(args.hf_checkpoint or args.tokenizer or "model").name
     if args.prompt_data:
-        path = Path(args.prompt_data[0].partition("@[")[0])
-        data = path.parent.name if path.stem in ("train", "test", "data") else path.stem
-        name = f"{name}-{data}" if name and data else name or data
+        path = Path(args.prompt_data[0].partition("@[")[0].removeprefix("environment:"))
+        name += f" {path.parent.name if path.stem in ('train', 'test', 'data') else path.stem}"
+    name = "-".join("".join(c if c.isalnum() or c in "._+" else " " for c in name).split())[:120]
     draft.default("run_dir", f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}", "model, data and the time")
 
 

@@ -46,8 +46,19 @@ class ServerTool(Tool):
         if not isinstance(values, dict):
             return "Error: the arguments are not an object"
         result = await self.function(self.name, values)
-        text = "\n".join(getattr(part, "text", f"({part.type})") for part in result.content)
+        text = "\n".join(map(_shown, result.content))
         return f"{'Error: ' if result.is_error else ''}{text}"[:MOST_CHARACTERS]
+
+
+def _shown(part: Any) -> str:
+    """A part of a result as text: a resource as its address and what it holds, other kinds than text as their name."""
+    if hasattr(part, "text"):
+        return str(part.text)
+    resource = getattr(part, "resource", part)  # embedded, or a link to one
+    if not (uri := getattr(resource, "uri", None)):
+        return f"({part.type})"
+    texts = (getattr(resource, name, None) for name in ("title", "description", "text"))
+    return "\n".join([f"[{getattr(resource, 'name', None) or part.type}]({uri})", *filter(None, texts)])
 
 
 class McpEnvironment(ToolEnvironment):

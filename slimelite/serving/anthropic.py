@@ -159,7 +159,7 @@ async def messages(model: Model, session: Session, body: MessagesBody) -> Answer
     turn = session.turn(*conversation, _template_kwargs(body, session.format), one_call=one)
     _check_clears(body, conversation[0], len(turn.prompt_ids))
     planned = turn, await held_params(model, session, body, conversation[2])
-    head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": model.name}
+    head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": body.model or model.name}
     if body.stream:
         return _stream(head, session, planned)
     (part,) = [part async for part in parts(session, [planned], stream=False)]

@@ -7,6 +7,7 @@ everything; the key of a session opens its sampling endpoints and its record, an
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from aiohttp import web
 from pydantic import Field
 
-from slimelite.base.http_body import Body, read_body
+from slimelite.base.http_body import Body, Text, read_body
 from slimelite.base.http_server import Answer, Handler, RequestError
 from slimelite.base.prometheus import CONTENT_TYPE
 from slimelite.engines.http_front import GenerateBody, GenerateServer, SampledBody, sampled
@@ -30,6 +31,8 @@ MOST_REQUESTS = 4096
 MOST_SESSIONS = 16384
 # a session that a client opened and did not use for so long is closed when another is opened [s]
 IDLE_S = 24 * 3600.0
+# characters of Markdown that a request may have rendered; twice as many that are made up may take seconds
+MOST_RENDERED = 50_000
 # the endpoints that sample, with and without a session
 SAMPLING_ROUTES: dict[str, tuple[type[Body], Callable[[Model, Session, Any], Awaitable[Answer]]]] = {
     "/v1/chat/completions": (openai.ChatBody, openai.chat),
@@ -51,6 +54,12 @@ class SessionBody(SampledBody):
     metadata: dict[str, Any] = Field(default_factory=dict)
 
 
+class RenderBody(Body):
+    """``/render``: texts in Markdown."""
+
+    texts: list[Text] = Field(max_length=16)
+
+
 class Front(GenerateServer):
     """A server in the event loop of whoever starts it, which is that of the sessions.
 
@@ -58,7 +67,7 @@ class Front(GenerateServer):
         sessions: where a request without a session gets one that is thrown away.
         name: what the model is called in answers.
         key: opens everything; None: so does any request that names no session.
-        page: HTML that is served at ``/``, to anybody.
+        page: HTML that is served at ``/``, to anybody; with it ``/render`` makes HTML of Markdown.
     """
 
     def __init__(
@@ -78,7 +87,7 @@ class Front(GenerateServer):
         self._sampler = self._counts.counted(self._sampler)
         sessions.sampler = self._counts.counted(sessions.sampler)
         self._model = Model(name, sessions, engine, int(time.time()))
-        self._html, self._running = page, 0
+        self._html, self._running, self._rendering = page, 0, asyncio.Semaphore(1)
 
     def _routes(self) -> list[web.RouteDef]:
         sampling = [web.post(place + path, self._sample) for place in ("", SESSION) for path in SAMPLING_ROUTES]
@@ -96,7 +105,7 @@ class Front(GenerateServer):
             web.get(SESSION, self._record),
             web.delete(SESSION, self._close),
         ]
-        page = [web.get("/", self._page)] if self._html is not None else []
+        page = [web.get("/", self._page), web.post("/render", self._render)] if self._html is not None else []
         metrics = web.get("/metrics", self._metrics)
         return [*super()._routes(), metrics, *sampling, *models, *stored, *sessions, *page]
 
@@ -215,6 +224,17 @@ class Front(GenerateServer):
         # another site's page could show it inside itself, and lead a click
         headers = {"X-Frame-Options": "DENY", "Content-Security-Policy": "frame-ancestors 'none'"}
         return web.Response(text=self._html, content_type="text/html", headers=headers)
+
+    async def _render(self, http: web.Request) -> web.Response:
+        """Markdown as HTML, one request at a time, so that the engine's thread has most of the processor."""
+        texts = (await read_body(http, RenderBody)).texts
+        if sum(map(len, texts)) > MOST_RENDERED:
+            raise RequestError(f"{MOST_RENDERED} characters can be rendered at once", 413, param="texts")
+        from slimelite.serving.markdown import to_html
+
+        async with self._rendering:
+            html = await asyncio.to_thread(lambda: [to_html(text) for text in texts])
+        return web.json_response({"html": html})
 
 
 def _recorded(turn: Turn) -> dict[str, object]:

@@ -262,7 +262,8 @@ async def _answer(
     model: Model, session: Session, body: CommonBody, planned: Sequence[PlannedTurn], choices: Choices
 ) -> Answer:
     """Sample what is planned, and answer with one choice each, whole or as a stream."""
-    head = {"id": f"{choices.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model.name}
+    head = {"id": f"{choices.prefix}-{uuid.uuid4().hex}", "created": int(time.time())}
+    head["model"] = body.model or model.name
     if body.stream:
         return _stream(head, session, body, planned, choices)
     async with aclosing(parts(session, planned, stream=False)) as coming:

@@ -407,7 +407,7 @@ async def _stream(
 def _head(model: Model, body: ResponsesBody, tools: Tools) -> dict[str, Any]:
     """The answer before anything is said."""
     head: dict[str, Any] = {"id": _id("resp"), "object": "response", "created_at": int(time.time())}
-    head |= {"status": "in_progress", "model": model.name, "output": [], "usage": None}
+    head |= {"status": "in_progress", "model": body.model or model.name, "output": [], "usage": None}
     head |= dict.fromkeys(("error", "incomplete_details"))
     same = ("metadata", "parallel_tool_calls", "store", "tool_choice", "truncation")
     head |= {name: getattr(body, name) for name in same} | {"tools": tools.echo}

@@ -318,6 +318,10 @@ def test_run_dir_is_named_by_model_and_data(make: Make) -> None:
     assert make().run_dir.startswith("runs/model-p-20")
     assert make("--prompt-data gsm8k/train.parquet@[0:5]").run_dir.startswith("runs/model-gsm8k-20")
     assert make("--run-dir here").run_dir == "here"
+    task = "reasoning-gym:chain_sum,gcd?size=4&levels=2"
+    assert make(f"--prompt-data environment:{task}").run_dir.startswith(
+        "runs/model-reasoning-gym-chain_sum-gcd-size-4-levels-2-20"
+    )
 
 
 def test_flags_without_anything_to_act_on_are_listed(make: Make) -> None:

@@ -194,12 +194,19 @@ class TestMcp:
         for _ in range(2):
             replies = [calls("add", '{"number": 2}'), calls("add", '{"number": 3}'), calls("add", '{"n": 1}')]
             start, steps = episode(self.COMMAND, row, [*replies, calls("sub", "{}"), said("5")])
-            assert [tool["function"]["name"] for tool in start.tools] == ["add", "crash"]
+            assert [tool["function"]["name"] for tool in start.tools] == ["add", "crash", "look"]
             assert start.tools[0]["function"]["parameters"]["required"] == ["number"]
             assert [step.messages[0]["content"] for step in steps[:2]] == ["2", "5"]
             assert steps[2].messages[0]["content"].startswith("Error: ")
             assert "no tool sub" in steps[3].messages[0]["content"]
             assert (steps[4].done, steps[4].reward) == (True, None)  # the run's reward scores it
+
+    def test_resources_are_shown_with_their_addresses(self) -> None:
+        _, (step,) = episode(self.COMMAND, Row([{"role": "user", "content": "look"}]), [calls("look", "{}")])
+        assert step.messages[0]["content"].split("\n") == [
+            *("two files", "[plan](file:///plan.md)", "What comes next."),
+            *("[resource](file:///notes.txt)", "seven", "(image)"),
+        ]
 
     def test_a_server_that_dies_ends_the_episode(self) -> None:
         with pytest.raises(EnvironmentFailure, match="Connection closed"):

@@ -3,6 +3,7 @@
 import os
 
 from mcp.server import MCPServer
+from mcp.types import EmbeddedResource, ImageContent, ResourceLink, TextContent, TextResourceContents
 
 server = MCPServer("counter")
 total = 0
@@ -20,6 +21,18 @@ def add(number: int) -> int:
 def crash() -> str:
     """End the server."""
     os._exit(3)
+
+
+@server.tool()
+def look() -> list[TextContent | ResourceLink | EmbeddedResource | ImageContent]:
+    """Everything that a result may hold."""
+    inside = TextResourceContents(uri="file:///notes.txt", text="seven")
+    return [
+        TextContent(type="text", text="two files"),
+        ResourceLink(type="resource_link", name="plan", uri="file:///plan.md", description="What comes next."),
+        EmbeddedResource(type="resource", resource=inside),
+        ImageContent(type="image", data="AA==", mime_type="image/png"),
+    ]
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 from collections.abc import Callable
@@ -189,3 +190,13 @@ def test_inconsistent_config(tmp_path: Path) -> None:
     assert "missing: model.layers.2." in said_by_each(folder)
     (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 64}))
     assert "of another shape: model.layers.0.mlp.down_proj.weight is [32, 48] and not [32, 64]" in said_by_each(folder)
+
+
+def test_the_script_of_smollm2_saves_files_that_all_may_read_as_the_config(tmp_path: Path) -> None:
+    path = Path(__file__).parents[2] / "scripts" / "fetch_smollm2.py"
+    spec = importlib.util.spec_from_file_location("fetch_smollm2", path)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    script.save(AutoModelForCausalLM.from_pretrained(save_model(tmp_path / "model")), tmp_path / "saved")
+    saved = [tmp_path / "saved" / name for name in ("model.safetensors", "config.json")]
+    assert len({file.stat().st_mode for file in saved}) == 1

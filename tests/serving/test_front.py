@@ -566,3 +566,25 @@ def test_a_reply_to_a_schema_begins_anew_after_a_pause_and_others_go_on() -> Non
     assert run(scenario("{}", streams=False)) == [7, 9]
     with pytest.raises(ConnectionError, match="ask again"):
         run(scenario("{}", streams=True))
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": ASK}),
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/responses", {"input": "a"}),
+        ("/v1/messages", {"messages": ASK, "max_tokens": 9}),
+    ],
+)
+def test_an_answer_names_the_model_that_was_asked_for(path: str, body: dict[str, Any]) -> None:
+    """Clients look a name up, and warn of another one."""
+
+    async def scenario() -> None:
+        async with scripted_front("qwen2.5", *["Hi.<|im_end|>"] * 2) as (ask, *_):
+            status, whole = await ask(path, {**body, "model": "gpt-4o"})
+            assert (status, whole["model"]) == (200, "gpt-4o")
+            _, unnamed = await ask(path, body)
+            assert unnamed["model"] == "tiny"
+
+    run(scenario())

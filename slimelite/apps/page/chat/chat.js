@@ -1,47 +1,57 @@
-// The chat: a list of turns, the box to write in, and settings. A turn is {role, content, reasoning, pieces,
-// finish, ids} and its elements; what the model says enters the page through `el` and text nodes alone, so it is never read as HTML.
-
-const SETTINGS = [
-  ["temperature", "Temperature", { min: 0, max: 5, step: 0.1, value: 1 }],
-  ["top_p", "Top-p", { min: 0, max: 1, step: 0.05, value: 1 }],
-  ["max_tokens", "Max tokens", { min: 1, step: 1, value: 512 }],
-  ["seed", "Seed", { step: 1, placeholder: "random" }],
-];
-const ENDS = { length: "cut off at max tokens", stop: null, tool_calls: "calls tools", stopped: "stopped", abort: "aborted" };
+// The chat: a conversation, {id, title, model, began, used, system, turns}, the box to write in, and what is beside it.
+// What the model says enters the page through text nodes, or as HTML that the server has made of Markdown (rendered.js).
 
 const ALTERNATIVES = 5; // that are shown of a token
+const KEEP_EVERY = 2000; // a conversation is kept so often while an answer comes [ms]
+const SHOWN = "slimelite-shown"; // where localStorage has whether answers are shown as tokens
 
-const turns = [];
 let [model, running] = ["", null]; // running: the AbortController of the answer that comes now
+let talk = newTalk();
 let talks = true; // false: the model has no chat template, and goes on with a text
 let following = false; // whether the next frame scrolls to the end
 const ui = {};
+const on = { edit, again, goOn, show, results };
+
+function newTalk() {
+  const id = Date.now().toString(36) + Math.random().toString(36).slice(2, 8);
+  return { id, title: "", model, began: Date.now(), used: Date.now(), system: "", turns: [] };
+}
 
 /** The page's parts, once. */
 function build() {
-  const field = ([name, title, range]) => {
-    ui[name] = el("input", { type: "number", id: `set-${name}`, inputmode: "decimal", ...range });
-    return el("label", { for: `set-${name}` }, el("span", {}, title), ui[name]);
-  };
   ui.model = el("span", { class: "dim model" });
-  ui.system = el("textarea", { id: "system", rows: 3, placeholder: "none" });
-  ui.colored = el("input", { type: "checkbox", onchange: () => ui.list.classList.toggle("colored", ui.colored.checked) });
-  ui.settings = el("details", { class: "card settings", open: innerWidth > 1000 }, el("summary", {}, "Settings"),
-    el("div", { class: "fields" },
-      el("label", { for: "system", class: "wide" }, el("span", {}, "System prompt"), ui.system),
-      ...SETTINGS.map(field),
-      el("label", { class: "wide check" }, ui.colored, "colour tokens by probability")));
   ui.list = el("div", { class: "turns", role: "log", "aria-live": "polite", "aria-label": "Conversation" });
-  ui.text = el("textarea", { rows: 1, placeholder: "Ask something", "aria-label": "Message", onkeydown: typed, oninput: grow });
+  ui.text = el("textarea", { rows: 1, placeholder: "Ask something", "aria-label": "Message", dir: "auto", onkeydown: typed, oninput: grow });
   ui.send = el("button", { class: "send", onclick: () => (running ? running.abort() : ask()) }, "Send");
+  const kind = (title, tokens) => el("button", { class: "quiet", onclick: () => showTokens(tokens) }, title);
+  [ui.rendered, ui.asTokens] = [kind("Rendered", false), kind("Tokens", true)];
   const clear = el("button", { class: "quiet", onclick: restart }, "New chat");
   document.body.append(
-    el("header", {}, el("h1", {}, "slimelite"), ui.model, el("span", { class: "spring" }), clear, themeButton()),
-    el("main", {}, ui.settings, ui.list),
+    el("header", {}, el("h1", {}, "slimelite"), ui.model, el("span", { class: "spring" }),
+      el("span", { class: "switch", role: "group", "aria-label": "How answers are shown" }, ui.rendered, ui.asTokens), clear, themeButton()),
+    el("main", {}, historyElement({ open: openTalk, forgotten, talk: () => talk }), ui.list,
+      settingsElement((colored) => {
+        ui.list.classList.toggle("colored", colored);
+        if (colored) showTokens(true);
+      })),
     el("footer", {}, el("div", {}, el("div", { class: "compose" }, ui.text, ui.send),
       el("p", { class: "dim small" }, "Enter sends, Shift+Enter begins a line, Esc stops, ↑ edits the last message"))));
   addEventListener("keydown", (event) => event.key === "Escape" && running?.abort());
   tokenBox(ui.list, ({ piece }) => piece.tokens.map(tokenNumbers), learn);
+}
+
+function showsTokens() {
+  return ui.asTokens.getAttribute("aria-pressed") === "true";
+}
+
+/** Show answers as their tokens, or rendered; `keeps`: the browser remembers it. */
+function showTokens(tokens, keeps = true) {
+  ui.asTokens.setAttribute("aria-pressed", tokens);
+  ui.rendered.setAttribute("aria-pressed", !tokens);
+  try {
+    if (keeps) localStorage.setItem(SHOWN, tokens ? "tokens" : "rendered");
+  } catch {} // without storage it is rendered again after loading
+  for (const turn of talk.turns) if (turn.role === "assistant") draw(turn, on);
 }
 
 function typed(event) {
@@ -50,7 +60,7 @@ function typed(event) {
     event.preventDefault();
     if (!running) ask();
   } else if (event.key === "ArrowUp" && !ui.text.value && !running) {
-    const last = turns.findLast((turn) => turn.role === "user");
+    const last = talk.turns.findLast((turn) => turn.role === "user");
     if (last) event.preventDefault();
     if (last) edit(last);
   }
@@ -64,22 +74,64 @@ function grow() {
 function ask() {
   const content = ui.text.value.trim();
   if (!content) return;
+  talk.title ||= content.split("\n")[0].slice(0, 60);
   put({ role: "user", content });
   ui.text.value = "";
   grow();
   answer();
 }
 
-/** Forget the conversation. */
+/** Begin another conversation; this one stays in the list. */
 function restart() {
-  running?.abort();
-  cut(0);
+  enter(newTalk());
+  history.replaceState(null, "", location.pathname);
   ui.text.focus();
+}
+
+/** Show a conversation that is kept. */
+async function openTalk(id) {
+  const other = await kept(id);
+  if (!other) return;
+  enter(other);
+  ui.system.value = other.system;
+  history.replaceState(null, "", `#${id}`);
+}
+
+function enter(other) {
+  running?.abort();
+  running = null;
+  ui.send.textContent = "Send";
+  for (const turn of talk.turns) views.get(turn).root.remove();
+  views.clear();
+  talk = { ...other, turns: [] };
+  other.turns.forEach(put);
+  marked();
+  ui.listTalks();
+}
+
+/** A conversation was deleted: what still comes of its answer is not kept. */
+function forgotten(id) {
+  if (id !== talk.id) return;
+  talk.deleted = true;
+  restart();
+}
+
+/** Keep the conversation `own` as it is now. */
+async function remember(own) {
+  if (own.deleted) return;
+  if (own === talk) own.system = ui.system.value.trim();
+  Object.assign(own, { model, used: Date.now() });
+  await keep(own);
+  if (own === talk) history.replaceState(null, "", `#${own.id}`);
+  await ui.listTalks();
 }
 
 /** Forget the turns from number `start` on. */
 function cut(start) {
-  for (const turn of turns.splice(start)) turn.root.remove();
+  for (const turn of talk.turns.splice(start)) {
+    views.get(turn).root.remove();
+    views.delete(turn);
+  }
   marked();
 }
 
@@ -87,111 +139,156 @@ function cut(start) {
 function edit(turn) {
   running?.abort();
   ui.text.value = turn.content;
-  cut(turns.indexOf(turn));
+  cut(talk.turns.indexOf(turn));
   grow();
   ui.text.focus();
 }
 
-/** Answer the last message of the user's again. */
+/** Another version of the last answer; one that has nothing is replaced. */
 function again() {
-  cut(turns.findLastIndex((turn) => turn.role === "user") + 1);
+  const turn = talk.turns.at(-1);
+  if (turn?.role !== "assistant") return answer();
+  const { content, reasoning, calls } = answerOf(turn);
+  if (!content && !reasoning && !calls.length) turn.versions.splice(turn.shown, 1);
+  turn.shown = turn.versions.push(emptyAnswer(model)) - 1;
+  draw(turn, on);
+  return answer(turn);
+}
+
+/** Let the last answer go on where it was cut. */
+function goOn() {
+  answer(talk.turns.at(-1), true);
+}
+
+/** Show another version of an answer, and the turns that came after it. */
+function show(turn, version) {
+  const place = talk.turns.indexOf(turn) + 1;
+  answerOf(turn).rest = talk.turns.slice(place);
+  cut(place);
+  turn.shown = version;
+  const { rest = [] } = answerOf(turn);
+  delete answerOf(turn).rest;
+  draw(turn, on);
+  rest.forEach(put);
+  remember(talk);
+}
+
+/** Tell the model what its tools answer. */
+function results(answers) {
+  put({ role: "tool", results: answers });
   answer();
 }
 
-/** Show a new turn. */
+/** Add a turn to the conversation, and show it. */
 function put(turn) {
-  const user = turn.role === "user";
-  const button = (title, onclick) => el("button", { class: "quiet", onclick }, title);
-  turn.thinking = el("div", { class: "text" });
-  turn.thoughts = el("details", { class: "thoughts", open: true, hidden: true }, el("summary", {}, "Thinking"), turn.thinking);
-  turn.body = el("div", { class: "text" }, user ? turn.content : null);
-  turn.calling = el("div", { class: "text calls", hidden: true });
-  turn.facts = el("span", { class: "dim small" });
-  turn.failure = el("p", { class: "failure", role: "alert", hidden: true });
-  const answer = { class: "answer", tabindex: 0, role: "group", "aria-label": "Answer; arrow keys go from token to token" };
-  turn.root = el("article", { class: `turn ${turn.role}` },
-    el("h3", {}, user ? "You" : "Model"),
-    el("div", user ? {} : answer, turn.thoughts, turn.body, turn.calling), turn.failure,
-    el("div", { class: "tools" }, turn.facts, user ? button("Edit", () => edit(turn)) : button("Regenerate", again)));
-  turns.push(turn);
-  ui.list.append(turn.root);
+  talk.turns.push(turn);
+  const { root } = viewOf(turn, on);
+  ui.list.append(root);
   marked();
-  turn.root.scrollIntoView({ block: "end" });
+  root.scrollIntoView({ block: "end" });
   return turn;
 }
 
-/** Regenerate belongs to the last turn alone, and to none while it is being written. */
+/** Regenerate and Continue belong to the last turn alone, and to none while it is being written. */
 function marked() {
-  turns.forEach((turn, i) => turn.root.classList.toggle("last", i === turns.length - 1 && !running));
+  ui.list.classList.toggle("running", Boolean(running));
+  talk.turns.forEach((turn, i) => views.get(turn).root.classList.toggle("last", i === talk.turns.length - 1 && !running));
 }
 
-/** What is sent: the conversation and the settings that are filled in. */
-function body() {
+/** What is sent: the turns before the answer, or with what there is of it. */
+function body(turns, goesOn) {
   const system = ui.system.value.trim();
-  const said = turns.filter((turn) => turn.role === "user" || turn.content || turn.reasoning);
-  const messages = said.map(({ role, content, reasoning }) => ({ role, content, ...(reasoning ? { reasoning_content: reasoning } : {}) }));
-  const set = SETTINGS.map(([name]) => [name, ui[name].value]).filter(([, value]) => value !== "");
-  const numbers = Object.fromEntries(set.map(([name, value]) => [name, Number(value)]));
-  if (!talks) return { model, stream: true, prompt: said.findLast((turn) => turn.role === "user").content, ...numbers };
+  const settings = chosenSettings();
+  const last = turns.findLast((turn) => turn.role === "user");
+  if (!talks) {
+    return { model, stream: true, prompt: last.content + (goesOn ? answerOf(turns.at(-1)).content : ""), ...settings };
+  }
+  const begun = goesOn ? { continue_final_message: true, add_generation_prompt: false } : {};
   return {
-    model, stream: true, logprobs: true, return_token_ids: true,
-    messages: [...(system ? [{ role: "system", content: system }] : []), ...messages],
-    ...numbers,
+    model, stream: true, logprobs: true, return_token_ids: true, ...begun,
+    messages: [...(system ? [{ role: "system", content: system }] : []), ...messagesOf(turns)],
+    ...settings,
   };
 }
 
-/** Get an answer to the conversation and show it as it comes. */
-async function answer() {
-  const asked = body();
-  const turn = put({ role: "assistant", content: "", reasoning: "", pieces: [] });
+/** Get an answer and show it as it comes: a new turn, or the version that `turn` shows, which perhaps goes on. */
+async function answer(turn = null, goesOn = false) {
+  const own = talk;
+  const before = turn && !goesOn ? own.turns.slice(0, -1) : [...own.turns];
+  turn ??= put({ role: "assistant", versions: [emptyAnswer(model)], shown: 0 });
+  const [made, view] = [answerOf(turn), views.get(turn)];
   const control = (running = new AbortController());
   const began = performance.now();
-  let [waiting, calls] = [[], null]; // waiting: tokens whose text has not come yet
+  const spent = made.seconds;
+  made.finish = null;
   ui.send.textContent = "Stop";
-  turn.root.classList.add("writing");
+  view.root.classList.add("writing");
+  view.failure.hidden = true;
   marked();
+  let failure = null;
   try {
-    for await (const { choices: [choice] = [] } of chunks(asked, control.signal)) {
-      if (!choice) continue;
-      waiting = [...waiting, ...(choice.logprobs?.content ?? [])];
-      if (write(turn, choice.delta ?? { content: choice.text }, waiting)) waiting = [];
-      if (choice.delta?.tool_calls) calls = choice.delta.tool_calls;
-      turn.finish = choice.finish_reason ?? turn.finish;
-      if (choice.token_ids) turn.ids = { prompt: choice.prompt_token_ids, output: choice.token_ids };
-    }
+    await read(turn, made, body(before, goesOn), control.signal, () => remember(own));
   } catch (error) {
-    turn.finish = "stopped";
-    if (error.name !== "AbortError") failed(turn, error);
+    made.finish = "stopped";
+    if (error.name !== "AbortError") failure = error;
   }
-  if (calls) {
-    const spoken = turn.finish === "tool_calls" ? waiting.splice(0, waiting.length - 1) : waiting.splice(0);
-    turn.calling.hidden = false;
-    add(turn, turn.calling, spoken.map(textOf).join("") || JSON.stringify(calls, null, 1), spoken);
+  made.seconds = spent + (performance.now() - began) / 1000;
+  view.root.classList.remove("writing");
+  if (views.get(turn) === view) {
+    if (!showsTokens()) render(turn);
+    ended(turn, on);
+    if (failure) failed(view, failure);
   }
-  if (waiting.length) add(turn, calls ? turn.calling : turn.body, "", waiting);
-  turn.root.classList.remove("writing");
-  const count = turn.pieces.reduce((sum, piece) => sum + piece.tokens.length, 0);
-  const seconds = (performance.now() - began) / 1000;
-  const speed = count ? `${count} tokens, ${number(Number((count / seconds).toPrecision(2)))} a second` : null;
-  turn.facts.textContent = [speed, ENDS[turn.finish]].filter(Boolean).join(" · ");
-  if (running !== control) return; // another answer has begun
-  running = null;
-  ui.send.textContent = "Send";
-  marked();
+  if (running === control) {
+    running = null;
+    ui.send.textContent = "Send";
+    marked();
+  }
+  await remember(own);
 }
 
-/** Add to a turn what a chunk brings; false if that is no text. */
-function write(turn, delta, tokens) {
-  follow();
-  if (delta.reasoning_content) {
-    turn.reasoning += delta.reasoning_content;
-    turn.thoughts.hidden = false;
-    add(turn, turn.thinking, delta.reasoning_content, tokens);
-  } else if (delta.content) {
-    turn.content += delta.content;
-    add(turn, turn.body, delta.content, tokens);
-  } else return false;
-  return true;
+/** Read the stream of an answer into the version `made`. */
+async function read(turn, made, asked, signal, save) {
+  let waiting = []; // tokens whose text has not come yet
+  let saved = performance.now();
+  const first = made.pieces.reduce((sum, piece) => sum + piece.tokens.length, 0);
+  const add = (place, text, tokens) => {
+    for (const piece of piecesOf(text, tokens)) {
+      made.pieces.push({ ...piece, place });
+      if (showsTokens() && views.has(turn)) showPiece(views.get(turn), made.pieces.at(-1));
+    }
+    if (!showsTokens() && views.has(turn)) render(turn);
+  };
+  save();
+  try {
+    for await (const { choices: [choice] = [] } of chunks(asked, signal)) {
+      if (!choice) continue;
+      waiting = [...waiting, ...(choice.logprobs?.content ?? [])];
+      const { reasoning_content: thought, content, tool_calls: calls } = choice.delta ?? { content: choice.text };
+      if (thought) {
+        made.reasoning += thought;
+        if (views.has(turn)) views.get(turn).thoughts.hidden = false;
+      } else if (content) made.content += content;
+      if (thought || content) {
+        follow();
+        add(thought ? "thinking" : "body", thought || content, waiting);
+        waiting = [];
+      }
+      if (calls) made.calls = calls.map(({ index: _, ...call }) => call);
+      made.finish = choice.finish_reason ?? made.finish;
+      if (choice.token_ids) made.parts.push({ first, prompt: choice.prompt_token_ids, output: choice.token_ids });
+      if (performance.now() - saved > KEEP_EVERY) {
+        saved = performance.now();
+        save();
+      }
+    }
+  } finally {
+    if (made.calls.length) {
+      const spoken = made.finish === "tool_calls" ? waiting.splice(0, waiting.length - 1) : waiting.splice(0);
+      add("calling", spoken.map(textOf).join("") || JSON.stringify(made.calls, null, 1), spoken);
+    }
+    if (waiting.length) add(made.calls.length ? "calling" : "body", "", waiting);
+  }
 }
 
 /**
@@ -208,37 +305,35 @@ function follow() {
   });
 }
 
-function add(turn, root, text, tokens) {
-  const pieces = piecesOf(text, tokens);
-  turn.pieces.push(...pieces);
-  root.append(...pieces.map(pieceElement));
-}
-
 /**
  * Ask the server, once for each answer, what else the model might have said in place of each token; true if it knows.
  * Alternatives in the stream would keep it back until its end. An engine that does not score prompts has none.
  */
 async function learn(node) {
-  const turn = turns.find(({ root }) => root.contains(node));
-  if (!turn?.ids) return false;
-  turn.learnt ??= alternatives(turn).then(() => true, () => false);
-  return turn.learnt;
+  const [turn] = [...views].find(([, { root }]) => root.contains(node)) ?? [];
+  const view = views.get(turn);
+  if (!turn?.versions || !answerOf(turn).parts.length) return false;
+  if (view.learnt?.answer !== answerOf(turn)) view.learnt = { answer: answerOf(turn), done: alternatives(answerOf(turn)).then(() => true, () => false) };
+  return view.learnt.done;
 }
 
-async function alternatives({ ids: { prompt, output }, pieces }) {
-  const asked = { model, prompt: [...prompt, ...output], max_tokens: 0, echo: true, logprobs: ALTERNATIVES };
-  const { choices } = await (await request("v1/completions", { method: "POST", body: JSON.stringify(asked) })).json();
-  const { token_logprobs: own, top_logprobs: top } = choices[0].logprobs;
+/** Fill in `likely` of the tokens of an answer; one that went on has several parts, each with the prompt that it had. */
+async function alternatives({ parts, pieces }) {
   const tokens = pieces.flatMap((piece) => piece.tokens);
-  if (tokens.length !== output.length) throw new Error("tokens without a log-prob");
-  tokens.forEach((token, i) => { token.likely = { own: own[prompt.length + i], others: top[prompt.length + i] }; });
+  for (const { first, prompt, output } of parts) {
+    const asked = { model, prompt: [...prompt, ...output], max_tokens: 0, echo: true, logprobs: ALTERNATIVES };
+    const { choices } = await (await request("v1/completions", { method: "POST", body: JSON.stringify(asked) })).json();
+    const { token_logprobs: own, top_logprobs: top } = choices[0].logprobs;
+    if (tokens.length < first + output.length) throw new Error("tokens without a log-prob");
+    output.forEach((_, i) => { tokens[first + i].likely = { own: own[prompt.length + i], others: top[prompt.length + i] }; });
+  }
 }
 
 /** Say what went wrong; ask for the key if the server wants one. */
-function failed(turn, error) {
+function failed(view, error) {
   const lost = error instanceof TypeError ? "The server does not answer; is it still running?" : error.message;
-  turn.failure.textContent = error.status === 401 ? "The server wants its key." : lost;
-  turn.failure.hidden = false;
+  view.failure.textContent = error.status === 401 ? "The server wants its key." : lost;
+  view.failure.hidden = false;
   if (error.status === 401) askForKey(again);
 }
 
@@ -266,7 +361,10 @@ async function meet() {
     model = data[0].id;
     talks = data[0].chats !== false;
     for (const [name, value] of Object.entries(data[0].sampling ?? {})) if (ui[name]) ui[name].value = value;
-    if (!talks) ui.text.placeholder = "Begin a text; the model goes on with it";
+    if (!talks) {
+      ui.text.placeholder = "Begin a text; the model goes on with it";
+      showTokens(true, false);
+    }
     ui.model.textContent = ui.model.title = model;
     document.title = `${model} – slimelite`;
   } catch (error) {
@@ -275,8 +373,14 @@ async function meet() {
   }
 }
 
-addEventListener("DOMContentLoaded", () => {
+addEventListener("DOMContentLoaded", async () => {
   build();
-  meet();
+  let shown = null;
+  try {
+    shown = localStorage.getItem(SHOWN);
+  } catch {} // a browser may refuse storage
+  showTokens(shown === "tokens", false);
   ui.text.focus();
+  await Promise.all([meet(), ui.listTalks()]);
+  if (location.hash) await openTalk(location.hash.slice(1));
 });
