@@ -1,31 +1,59 @@
-"""A task of a taskset of verifiers 0.4, which drives the conversation and scores it:  verifiers_task.py TASKSET
+"""A task of a taskset of verifiers 0.4, which drives the conversation and scores it:
+
+    verifiers_task.py TASKSET [SETTING=VALUE ...] [--harness ID]
 
 It needs verifiers alone, in an environment of its own, and uv on the PATH, with which verifiers starts programs.
 ``{"index": 3}`` in the metadata of a row says which of the tasks it is.
 """
 
+import argparse
 import asyncio
+import itertools
 import json
 import os
 import sys
 
 import verifiers.v1 as vf
-from verifiers.v1.envs.single_agent import SingleAgentEnvConfig
-from verifiers.v1.utils.loaders import load_environment
+from verifiers.v1.utils.loaders import env_config_type, load_environment
+
+
+def setting(text):
+    """The name and the value, which is JSON, or else the text."""
+    name, _, value = text.partition("=")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+def environment(options):
+    """The taskset's own environment; the model of the run has each of its seats, on this machine."""
+    config = env_config_type(options.taskset)
+    seats = [name for name, field in config.model_fields.items() if isinstance(field.default, vf.AgentConfig)]
+    seat = {"harness": {"id": options.harness}, "runtime": {"type": "subprocess"}}
+    taskset = {"id": options.taskset, **dict(map(setting, options.settings))}
+    return load_environment(config.model_validate({"taskset": taskset, **{name: dict(seat) for name in seats}}))
 
 
 async def main():
-    row = json.loads(sys.stdin.readline())
-    agent = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
-    environment = load_environment(SingleAgentEnvConfig(taskset={"id": sys.argv[1]}, agent=agent))
-    tasks = list(environment.taskset)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("taskset")
+    parser.add_argument("settings", nargs="*", metavar="SETTING=VALUE", help="of the taskset")
+    parser.add_argument("--harness", default="null", help="what asks the model; null has no tools of its own")
+    options = parser.parse_args()
+    index = json.loads(sys.stdin.readline())["metadata"]["index"]
+    played = environment(options)
+    task = next(itertools.islice(played.taskset, index, None), None)  # some tasksets have no end
+    if task is None:
+        sys.exit(f"the taskset {options.taskset} has no task {index}")
     client = vf.EvalClientConfig(base_url=os.environ["OPENAI_BASE_URL"], api_key_var="OPENAI_API_KEY")
     context = vf.ModelContext(client=client, model="mine", sampling=vf.SamplingConfig())
-    async with environment.serving():
-        episode = await environment.run_episode(tasks[row["metadata"]["index"]], context)
+    async with played.serving():
+        episode = await played.run_episode(task, context)
     if not episode.ok:
-        sys.exit("; ".join(error.message for trace in episode.traces for error in trace.errors))
-    print(json.dumps({"reward": sum(trace.reward for trace in episode.traces)}))
+        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+        sys.exit("; ".join(error.message for error in errors))
+    print(json.dumps({"reward": sum(trace.reward for trace in episode.traces if trace.agent.trainable)}))
 
 
 asyncio.run(main())
