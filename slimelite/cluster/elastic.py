@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import ray
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from slimelite.arguments import Args, ArgumentError, make_args
@@ -70,16 +71,26 @@ def _answering(device: str, patience: float) -> dict[str, int]:
     deadline = time.monotonic() + patience
     while True:
         alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
-        tasks = {_task(node): node for node in alive}
-        there, silent = ray.wait(list(tasks), num_returns=len(tasks), timeout=ANSWER_S)
-        if not silent or time.monotonic() > deadline:
-            return {tasks[each]: int(alive[tasks[each]]["Resources"].get(device, 0)) for each in there}
+        tasks = {node: _task(node) for node in alive}
+        ray.wait(list(tasks.values()), num_returns=len(tasks), timeout=ANSWER_S)
+        there = [node for node, task in tasks.items() if _has_run(task)]
+        if len(there) == len(alive) or time.monotonic() > deadline:
+            return {node: int(alive[node]["Resources"].get(device, 0)) for node in there}
         time.sleep(POLL_S)
 
 
 def _task(node: str) -> ray.ObjectRef[bool]:
     place = NodeAffinitySchedulingStrategy(node, soft=False)
     return ray.remote(bool).options(num_cpus=0, max_retries=0, scheduling_strategy=place).remote()
+
+
+def _has_run(task: ray.ObjectRef[bool]) -> bool:
+    """Whether it has, and did not fail because its node is gone."""
+    try:
+        ray.get(task, timeout=0)
+    except RayError:  # also if it has not ended
+        return False
+    return True
 
 
 def main(argv: Sequence[str]) -> int:
