@@ -16,6 +16,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from tempfile import TemporaryFile
 from types import FrameType
 from typing import IO, Any, Protocol
@@ -121,7 +122,9 @@ class _Parent:
 
         ``out``: a file for what it prints.
         """
-        environment = os.environ | {ATTEMPT: str(attempt)}
+        # for a module of ours, wherever the run was started
+        path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", ""))))
+        environment = os.environ | {ATTEMPT: str(attempt)} | ({"PYTHONPATH": path} if out else {})
         self._child = subprocess.Popen(command, env=environment, stdout=out, preexec_fn=self._end_with_parent)
         self.pid = self._child.pid
         try:

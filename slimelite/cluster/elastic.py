@@ -81,7 +81,11 @@ def _answering(device: str, patience: float) -> dict[str, int]:
 
 def _task(node: str) -> ray.ObjectRef[bool]:
     place = NodeAffinitySchedulingStrategy(node, soft=False)
-    return ray.remote(bool).options(num_cpus=0, max_retries=0, scheduling_strategy=place).remote()
+    return ray.remote(_answer).options(num_cpus=0, max_retries=0, scheduling_strategy=place).remote()
+
+
+def _answer() -> bool:
+    return True
 
 
 def _has_run(task: ray.ObjectRef[bool]) -> bool:
@@ -100,12 +104,12 @@ def main(argv: Sequence[str]) -> int:
         with connected(1, args.restart_wait):
             here = str(ray.get_runtime_context().get_node_id())
             free = _answering("GPU" if args.job.gpus else "CPU", args.restart_wait)
-    except (ClusterError, ArgumentError) as error:
-        print(error, file=sys.stderr)
+    except (ClusterError, ArgumentError, RayError) as error:
+        print(f"--elastic: {error}", file=sys.stderr)
         return 1
     words = smaller(args, free, first=here)
     if words is None:
-        print(f"no plan of ranks and engines fits {list(free.values())} devices", file=sys.stderr)
+        print(f"--elastic: no ranks and engines fit the devices of the nodes, {list(free.values())}", file=sys.stderr)
         return 1
     print(json.dumps(words))
     return 0
