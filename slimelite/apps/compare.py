@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from slimelite.apps.runs import Run, read_runs
+from slimelite.apps.runs import Run, read_runs, same_notes
 from slimelite.arguments import Args
 from slimelite.arguments.conditions import gpus_of
 from slimelite.arguments.flags import all_flags
@@ -46,13 +46,14 @@ def comparison(runs: Sequence[Run]) -> Facts:
     for each run, with ``name``, ``folder``, ``status``, ``rollouts``, ``alarms`` (see `Run.alarms`), ``evals``
     (dataset -> ``best``, ``last`` and, from the second run on, ``against_first``), ``reward``, ``tokens_generated``,
     ``tokens_trained``, ``seconds``, ``wall_seconds``, ``cpu_hours``, ``gpu_hours``. What a run did not measure is None.
+    ``same``: see `same_notes`.
     """
     summaries = [_facts(run) for run in runs]
     for run, facts in zip(runs[1:], summaries[1:], strict=True):
         for name, scores in facts["evals"].items():
             if name in summaries[0]["evals"]:
                 scores["against_first"] = against(runs[0], run, name)
-    return {"flags": differing_flags(runs), "test": TEST, "runs": summaries}
+    return {"flags": differing_flags(runs), "test": TEST, "runs": summaries, "same": same_notes(runs)}
 
 
 def flag_names(runs: Sequence[Run]) -> list[str]:
@@ -228,6 +229,11 @@ def _sign_flip(values: np.ndarray) -> float:
     return extreme / (DRAWS + 1)
 
 
+EXAMPLES = """examples:
+  slimelite compare runs/lr-1e-6 runs/lr-1e-5
+  slimelite compare --group 1e-6 runs/lr-1e-6-seed-* --group 1e-5 runs/lr-1e-5-seed-*
+"""
+
 Row = tuple[str, list[str]]  # what it is, and its text for each run
 
 
@@ -241,23 +247,39 @@ def main(argv: Sequence[str]) -> int:
         prog="slimelite compare",
         description="Compare runs: flags that differ, scores with standard errors and a paired test against the first "
         "run, rewards, tokens, seconds and hours.",
-        epilog="example: slimelite compare runs/lr-1e-6 runs/lr-1e-5",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder; the others are tested against the first")
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="run folder; the others are tested against the first")
+    parser.add_argument(
+        "--group",
+        nargs="+",
+        action="append",
+        default=[],
+        metavar=("NAME", "RUN"),
+        help="runs of several seeds under one name; the other groups are tested against the first",
+    )
     parser.add_argument("--json", action="store_true", help="every number as JSON")
     args = parser.parse_args(argv)
-    facts = comparison(read_runs(args.runs))
+    if bool(args.runs) == bool(args.group):
+        parser.error("name run folders, or groups of runs with --group NAME RUN...")
+    if args.group:
+        from slimelite.apps.groups import grouped, read_groups, show_groups
+
+        facts, shown = grouped(read_groups(args.group)), show_groups
+    else:
+        facts, shown = comparison(read_runs(args.runs)), show
     if args.json:
         # JSON has no NaN and no infinity: they become null
         print(json.dumps(json.loads(json.dumps(facts), parse_constant=lambda _: None), indent=1))
     else:
-        show(facts)
+        shown(facts)
     return 0
 
 
 def show(facts: Facts) -> None:
     """Print the table of `comparison`."""
-    print_table([run["name"] for run in facts["runs"]], _blocks(facts), [_footnote(facts)])
+    print_table([run["name"] for run in facts["runs"]], _blocks(facts), [_footnote(facts), *facts["same"]])
 
 
 def print_table(names: Sequence[str], blocks: Iterable[Iterable[Row]], notes: Sequence[str]) -> None:
@@ -291,7 +313,7 @@ def _footnote(facts: Facts) -> str:
 def _blocks(facts: Facts) -> Iterator[list[Row]]:
     """The rows in blocks that belong together; rows without any value are left out."""
     runs = facts["runs"]
-    yield [(name, [_plain(value) for value in values]) for name, values in facts["flags"].items()]
+    yield [(name, [plain(value) for value in values]) for name, values in facts["flags"].items()]
     how = {"status": _status, "rollouts": _rollouts, "alarms": _alarms}
     yield _filled([(title, [text(run) for run in runs]) for title, text in how.items()])
     yield _filled(list(_scores(runs)))
@@ -365,6 +387,6 @@ def _shown(values: Facts, key: str, text: Callable[[float], str]) -> str:
     return "" if values[key] is None else text(values[key])
 
 
-def _plain(value: object) -> str:
+def plain(value: object) -> str:
     """A flag's value as one writes it; "-" for none."""
     return "-" if value is None else one_line(value) if isinstance(value, str) else json.dumps(value)

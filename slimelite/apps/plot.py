@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 
-from slimelite.apps.runs import Run, read_runs
-from slimelite.tracking.plot import draw_run, draw_runs
+from slimelite.apps.runs import Run, read_runs, same_notes
+from slimelite.tracking.plot import BANDS, draw_run, draw_runs
 
 MANY = "draw this metric; may be given several times. Of more than four runs, each has a panel then"
 EXAMPLES = """examples:
   slimelite plot runs/a runs/b -o curves.png                     a line for each run
   slimelite plot --band "10 seeds" runs/seed-* -o curves.png     the median, and from minimum to maximum
+  slimelite plot --band mean-se --band a runs/a-* --band b runs/b-*   two groups: mean ± standard error
   slimelite plot runs/a --metric eval/gsm8k --metric train/loss  two panels
 """
 
@@ -35,11 +37,16 @@ def main(argv: Sequence[str]) -> int:
         action="append",
         default=[],
         metavar=("NAME", "RUN"),
-        help="several runs under one name: their median, and from minimum to maximum",
+        help="several runs under one name: their median, and from minimum to maximum. Alone, --band mean-se, minmax or "
+        "quantiles says what all bands are: mean ± standard error, median and extremes, or median and quartiles",
     )
     parser.add_argument("--metric", action="append", default=[], help=MANY)
     parser.add_argument("-o", "--out", default="curves.png", metavar="FILE", help="PNG to write (default: %(default)s)")
     args = parser.parse_args(argv)
+    kinds = [name for name, *folders in args.band if name in BANDS and not folders]
+    args.band = [words for words in args.band if words[1:] or words[0] not in BANDS]
+    if len(kinds) > 1:
+        parser.error(f"--band {kinds[0]} and --band {kinds[1]}: name one kind of band")
     if not args.runs and not args.band:
         parser.error("name a run folder, or --band NAME RUN...")
     if alone := [name for name, *folders in args.band if not folders]:
@@ -52,8 +59,12 @@ def main(argv: Sequence[str]) -> int:
             raise ValueError(f"{run.folder} has nothing to draw: it has no metrics yet")
         draw_run(run.records, args.out)
     else:
-        runs = {run.name: [run.records] for run in read_runs(args.runs)}
-        runs |= {name: [Run.read(folder).records for folder in folders] for name, *folders in args.band}
-        draw_runs(runs, args.out, args.metric)
+        single, bands = read_runs(args.runs), {name: read_runs(folders) for name, *folders in args.band}
+        runs = {run.name: [run.records] for run in single}
+        runs |= {name: [run.records for run in of_band] for name, of_band in bands.items()}
+        draw_runs(runs, args.out, args.metric, *kinds)
+        for of_one in (single, *bands.values()):
+            for note in same_notes(of_one):
+                print(f"slimelite plot: {note}", file=sys.stderr)
     print(args.out)
     return 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -162,3 +162,29 @@ def read_runs(folders: Iterable[str | Path]) -> list[Run]:
     while len({p[-length:] for p in parts}) < len(parts):
         length += 1
     return [Run.read(folder, "/".join(p[-length:])) for folder, p in zip(paths, parts, strict=True)]
+
+
+# what two runs with seeds of their own do not have in common to the last digit
+MEASURED = ("rollout/raw_reward", "rollout/response_len/mean", "train/loss", "train/grad_norm")
+
+
+def same_runs(runs: Sequence[Run]) -> list[list[Run]]:
+    """Groups of runs whose rewards, lengths, losses, gradient norms and scores are equal to the last digit."""
+    groups: dict[object, list[Run]] = {}
+    for run in runs:
+        names = [name for name in (*MEASURED, *run.scores) if name in run.series]
+        measured = tuple((name, run.series[name][0].tobytes(), run.series[name][1].tobytes()) for name in names)
+        if measured:
+            groups.setdefault(measured, []).append(run)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def same_notes(runs: Sequence[Run]) -> list[str]:
+    """A sentence for each group of `same_runs`."""
+    notes = []
+    for group in same_runs(runs):
+        *first, last = (run.name for run in group)
+        names, seeds = f"{', '.join(first)} and {last}", {str(run.config.get("rollout_seed")) for run in group}
+        why = f"same seeds (--rollout-seed {min(seeds)})" if len(seeds) == 1 else "although their seeds differ"
+        notes.append(f"runs {names} are the same to the last digit: {why}. They are one run, not {len(group)}.")
+    return notes

@@ -35,13 +35,20 @@ DASHES = ("-", "--", ":")  # the ninth run has the colour of the first one, and 
 PHASE_COLORS = dict(zip(LABELS.values(), COLORS, strict=False))
 TOGETHER = 4  # more runs than this have panels of their own, where metrics were named
 
+# what is drawn of several runs under one name -> in words
+BANDS = {
+    "minmax": "median, minimum to maximum",
+    "mean-se": "mean ± standard error",
+    "quantiles": "median, quartiles",
+}
+
 Points = tuple[list[float], list[float]]  # steps, values
 Runs = Mapping[str, Sequence[Sequence[Record]]]  # label -> the records of one run, or of several seeds
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One plot; ``lines``: label -> one curve, or several curves that are drawn as median and band.
+    """One plot; ``lines``: label -> one curve, or several curves that are drawn as a line and a band.
 
     ``focus``: the line that is drawn in its colour, over the others in grey; None is all of them.
     """
@@ -69,10 +76,11 @@ def draw_run(records: Sequence[Record], out: str | Path) -> None:
     _save(figure, out)
 
 
-def draw_runs(runs: Runs, out: str | Path, metrics: Sequence[str] = ()) -> None:
+def draw_runs(runs: Runs, out: str | Path, metrics: Sequence[str] = (), kind: str = "minmax") -> None:
     """Draw several runs in the same panels: one per metric of ``metrics``, or the standard ones and every eval.
 
-    A run has one colour in all panels. Of more than four runs, each has a panel for each metric of ``metrics``.
+    ``kind``: what the band of several seeds is, see `band`. A run has one colour in all panels. Of more than four runs,
+    each has a panel for each metric of ``metrics``.
 
     Raises:
         ValueError: no run has a metric of ``metrics``, or there is nothing to draw.
@@ -90,24 +98,46 @@ def draw_runs(runs: Runs, out: str | Path, metrics: Sequence[str] = ()) -> None:
         panels = [replace(p, title=run, focus=run) for p in panels for run in p.lines]
     figure, axes = _grid(len(panels), columns=4 if apart else 0)
     for ax, panel in zip(axes, panels, strict=True):
-        _draw(ax, panel, styles)
+        _draw(ax, panel, styles, kind)
     if not apart and (len(runs) > 1 or any(len(group) > 1 for group in runs.values())):
         from matplotlib.lines import Line2D
 
-        handles = [Line2D([], [], color=color, linestyle=dash, label=run) for run, (color, dash) in styles.items()]
-        fitting = int(figure.get_figwidth() / (0.6 + 0.08 * max(map(len, runs))))  # inches
+        seeds = {run: f" ({BANDS[kind]} of {len(group)})" if len(group) > 1 else "" for run, group in runs.items()}
+        names = {run: run + words for run, words in seeds.items()}
+        handles = [
+            Line2D([], [], color=color, linestyle=dash, label=names[run]) for run, (color, dash) in styles.items()
+        ]
+        fitting = int(figure.get_figwidth() / (0.6 + 0.08 * max(map(len, names.values()))))  # inches
         figure.legend(handles=handles, loc="outside upper left", fontsize=8, frameon=False, ncols=max(fitting, 1))
     _save(figure, out)
 
 
-def median_and_range(curves: Sequence[Points]) -> tuple[list[float], list[float], list[float], list[float]]:
-    """(steps, median, minimum, maximum); at each step over the curves that have a value there."""
+def band(curves: Sequence[Points], kind: str = "minmax") -> tuple[list[float], list[float], list[float], list[float]]:
+    """(steps, middle, low, high); at each step over the curves that have a value there.
+
+    ``kind``: one of `BANDS`. The standard error is that of the mean of n runs, s / sqrt(n) with s² over n − 1; one run
+    alone has no band.
+    """
+    import numpy as np
+
     at: dict[float, list[float]] = {}
     for steps, values in curves:
         for step, value in zip(steps, values, strict=True):
             at.setdefault(step, []).append(value)
-    by_step = [at[step] for step in sorted(at)]
-    return sorted(at), [median(v) for v in by_step], [min(v) for v in by_step], [max(v) for v in by_step]
+
+    def points(values: list[float]) -> Sequence[float]:
+        if kind == "mean-se":
+            mean = np.mean(values)
+            error = np.std(values, ddof=1) / sqrt(len(values)) if len(values) > 1 else 0.0
+            return [float(mean), float(mean - error), float(mean + error)]
+        if kind == "quantiles":
+            return [float(value) for value in np.quantile(values, (0.5, 0.25, 0.75))]
+        return [median(values), min(values), max(values)]
+
+    with np.errstate(invalid="ignore"):  # a loss may be no number
+        rows = [[step, *points(at[step])] for step in sorted(at)]
+    steps, middle, low, high = map(list, zip(*rows, strict=True)) if rows else ([], [], [], [])
+    return steps, middle, low, high
 
 
 def axis_range(values: Sequence[float], span: float) -> tuple[float, float]:
@@ -157,11 +187,11 @@ def _grid(count: int, columns: int = 0) -> tuple[Figure, list[Axes]]:
     return figure, [figure.add_subplot(rows, columns, i + 1) for i in range(count)]
 
 
-def _draw(ax: Axes, panel: Panel, styles: Mapping[str, tuple[str, str]]) -> None:
+def _draw(ax: Axes, panel: Panel, styles: Mapping[str, tuple[str, str]], kind: str = "minmax") -> None:
     drawn: list[float] = []
     for label, curves in panel.lines.items():
         color, dash = styles[label]
-        steps, middle, low, high = median_and_range(curves)
+        steps, middle, low, high = band(curves, kind)
         drawn += low + high
         if panel.focus not in (None, label):
             ax.plot(steps, middle, color="#d5d7da", linewidth=1)

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from slimelite.apps.command import main
 from slimelite.tracking.metrics_file import MetricsFile, eval_metrics
-from slimelite.tracking.plot import COLORS, PHASE_COLORS, axis_range, draw_run, draw_runs, line_styles, median_and_range
+from slimelite.tracking.plot import COLORS, PHASE_COLORS, axis_range, band, draw_run, draw_runs, line_styles
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -41,7 +42,46 @@ def width_and_height(path: Path) -> tuple[int, int]:
 
 def test_the_band_is_median_minimum_and_maximum_of_the_runs_at_each_step() -> None:
     curves = [([0.0, 1.0], [1.0, 5.0]), ([0.0, 1.0, 2.0], [2.0, 3.0, 7.0]), ([0.0], [9.0])]
-    assert median_and_range(curves) == ([0.0, 1.0, 2.0], [2.0, 4.0, 7.0], [1.0, 3.0, 7.0], [9.0, 5.0, 7.0])
+    assert band(curves) == ([0.0, 1.0, 2.0], [2.0, 4.0, 7.0], [1.0, 3.0, 7.0], [9.0, 5.0, 7.0])
+
+
+def test_other_bands_are_the_standard_error_of_the_mean_and_quartiles() -> None:
+    curves = [([0.0, 1.0], [first, last]) for first, last in ((1.0, 2.0), (2.0, 2.0), (6.0, 2.0))]
+    steps, mean, low, high = band([*curves, ([2.0], [5.0])], "mean-se")
+    error = math.sqrt(((1 - 3) ** 2 + (2 - 3) ** 2 + (6 - 3) ** 2) / 2 / 3)
+    assert (steps, mean) == ([0.0, 1.0, 2.0], [3.0, 2.0, 5.0])
+    assert low == pytest.approx([3 - error, 2, 5])
+    assert high == pytest.approx([3 + error, 2, 5])
+    assert band(curves, "quantiles") == ([0.0, 1.0], [2.0, 2.0], [1.5, 2.0], [4.0, 2.0])
+
+
+def test_the_kind_of_band_is_named_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [str(write_run(tmp_path / f"seed-{i}", i)) for i in range(1, 4)]
+    filled: list[tuple[list[float], list[float]]] = []
+    legends: list[str] = []
+    monkeypatch.setattr(Axes, "fill_between", lambda self, x, low, high, **_: filled.append((low, high)))
+    monkeypatch.setattr(
+        Figure, "legend", lambda self, handles, **_: legends.extend(handle.get_label() for handle in handles)
+    )
+    for kind in ("minmax", "mean-se", "quantiles"):
+        words = ["--band", kind, "--band", "x", *runs, "--metric", "eval/sums", "-o", str(tmp_path / f"{kind}.png")]
+        assert main(["plot", *words]) == 0
+    error = 1 / math.sqrt(3)
+    expected = [([1.0] * 3, [3.0] * 3), ([2 - error] * 3, [2 + error] * 3), ([1.5] * 3, [2.5] * 3)]
+    for (low, high), (least, most) in zip(filled, expected, strict=True):
+        assert low == pytest.approx(least)
+        assert high == pytest.approx(most)
+    assert legends == [
+        f"x ({words} of 3)" for words in ("median, minimum to maximum", "mean ± standard error", "median, quartiles")
+    ]
+
+
+def test_runs_that_are_one_run_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [str(write_run(tmp_path / name, scale)) for name, scale in (("a", 1.0), ("b", 2.0), ("c", 1.0))]
+    assert main(["plot", "--band", "seeds", *runs, "--metric", "eval/sums", "-o", str(tmp_path / "x.png")]) == 0
+    printed = capsys.readouterr().err
+    assert printed.startswith("slimelite plot: runs a and c are the same to the last digit: same seeds")
+    assert printed.count("\n") == 1
 
 
 def test_a_band_that_is_named_twice_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

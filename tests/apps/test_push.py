@@ -6,9 +6,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from huggingface_hub import constants
 
+from slimelite.apps.command import main
 from tests.support.fake_hub import MAY_NOT_WRITE, fake_hub
 
 ADAPTER = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"numbers", "README.md": b"a card"}
@@ -46,27 +49,39 @@ def test_a_folder_arrives_whole_and_a_file_beside_it(folder: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("changes", "repo", "message"),
     [
-        ({"HF_HUB_OFFLINE": "1"}, "me/model", "HF_HUB_OFFLINE is set, so nothing is uploaded"),
-        ({"HF_TOKEN": ""}, "me/model", "there is no token for the hub: log in with `hf auth login`, or set HF_TOKEN"),
+        ({"HF_HUB_OFFLINE": True}, "me/model", "HF_HUB_OFFLINE is set, so nothing is uploaded"),
+        ({"token": ""}, "me/model", "there is no token for the hub: log in with `hf auth login`, or set HF_TOKEN"),
         ({}, "model", "'model' is no name on the hub"),
-        ({"HF_TOKEN": "hf_other"}, "me/model", "does not know the token"),
+        ({"token": "hf_other"}, "me/model", "does not know the token"),
         ({}, f"{MAY_NOT_WRITE}model", "the token may not write to other/model (you have no rights there)"),
-        ({"HF_ENDPOINT": "http://127.0.0.1:9"}, "me/model", "the hub at http://127.0.0.1:9 cannot be reached"),
+        ({"ENDPOINT": "http://127.0.0.1:9"}, "me/model", "the hub at http://127.0.0.1:9 cannot be reached"),
     ],
 )
 def test_what_is_in_the_way_is_one_line(
-    changes: dict[str, str], repo: str, message: str, folder: Path, tmp_path: Path
+    changes: dict[str, Any],
+    repo: str,
+    message: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with fake_hub() as hub:
-        done = push({**hub.environment(str(tmp_path / "home")), **changes}, str(folder), repo)
-        assert done.returncode == 1
-        assert message in done.stderr
-        assert done.stderr.count("\n") == 1, done.stderr
+    with fake_hub() as hub, hub.talking(monkeypatch):
+        for name, value in changes.items():
+            if name == "token":
+                monkeypatch.setenv("HF_TOKEN", value)
+            else:
+                monkeypatch.setattr(constants, name, value)
+        assert main(["push", str(folder), repo]) == 1
         assert hub.commits == []
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert printed.count("\n") == 1, printed
 
 
-def test_a_checkpoint_is_no_model(tmp_path: Path) -> None:
+def test_a_run_without_a_model_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "config.json").write_text('{"hf_checkpoint": "base", "save_hf": null, "save": null}')
-    done = push({"HF_TOKEN": "hf_any", "HF_HUB_OFFLINE": "0"}, str(tmp_path), "me/model")
-    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
-    assert "is a run that wrote no model" in done.stderr
+    with fake_hub() as hub, hub.talking(monkeypatch):
+        assert main(["push", str(tmp_path), "me/model"]) == 1
+    assert "is a run that wrote no model" in capsys.readouterr().err

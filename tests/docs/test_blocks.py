@@ -141,7 +141,10 @@ SHOWN: dict[str, dict[str, tuple[str, int]]] = {
         "examples/stages/1-grpo": ("rollout/raw_reward", 2),
     },
     "docs/examples/dpo_from_rollouts/README.md": {"examples/dpo": ("train/rewards/accuracies", 2)},
-    "docs/examples/sweep/README.md": {"examples/lr-1e-4": ("eval/heldout", 2), "examples/lr-1e-3": ("eval/heldout", 3)},
+    "docs/examples/sweep/README.md": {
+        "examples/lr-1e-4-seed-2": ("eval/heldout", 2),
+        "examples/lr-1e-3-seed-1": ("eval/heldout", 3),
+    },
     "docs/serving.md": {},
     "docs/from_bytes.md": {},
     "docs/data_formats.md": {},

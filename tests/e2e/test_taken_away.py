@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import pytest
 import yaml
+from huggingface_hub import constants
 
 from tests.support.fake_hub import MAY_NOT_WRITE, TOKEN, Hub, fake_hub
 
@@ -22,16 +22,8 @@ pytestmark = pytest.mark.e2e
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A hub on loopback, which huggingface_hub of this process talks to."""
-    with fake_hub() as there:
-        constants = huggingface_hub.constants
-        monkeypatch.setattr(constants, "ENDPOINT", there.url)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
-        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-        huggingface_hub.close_session()
+    with fake_hub() as there, there.talking(monkeypatch):
         yield there
-        huggingface_hub.close_session()
 
 
 def run_usage(card: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
@@ -105,7 +97,7 @@ def test_what_is_in_the_way_of_an_upload_is_said_before_the_run(
 ) -> None:
     monkeypatch.chdir(small)
     monkeypatch.setenv("HF_TOKEN", token)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", offline)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
     done = train_py(*SMALL_FLAGS, "--save-hf", "out/model", "--run-dir", "out/run", "--push-to-hub", repo)
     assert done.returncode == 2
     assert [line for line in done.stderr.splitlines() if "hub" in line] == [

@@ -11,6 +11,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from typing import Any
 
+import pytest
+from huggingface_hub import close_session, constants
+
 TOKEN = "hf_a_token_of_a_test"
 MAY_NOT_WRITE = "other/"  # the token has no right to write there
 
@@ -36,6 +39,17 @@ class Hub:
             "HF_HUB_DISABLE_TELEMETRY": "1",
             "NO_PROXY": "127.0.0.1",
         }
+
+    @contextmanager
+    def talking(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        """huggingface_hub of this process talks to this hub."""
+        for name, value in {"ENDPOINT": self.url, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}.items():
+            monkeypatch.setattr(constants, name, value)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        close_session()  # its client keeps connections, and what it read of the environment
+        yield
+        close_session()
 
     def answer(self, method: str, path: str, body: bytes, token: str | None) -> tuple[int, dict[str, Any]]:
         """The status and the JSON of one request."""

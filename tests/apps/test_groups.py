@@ -1,0 +1,146 @@
+"""``slimelite compare --group``: groups of seeds, and the test of their means."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slimelite.apps.command import main
+from slimelite.apps.compare import comparison
+from slimelite.apps.groups import DRAWS, unpaired_test
+from slimelite.apps.runs import Run, same_notes
+from slimelite.tracking.metrics_file import MetricsFile
+from slimelite.tracking.run_folder import RunFolder
+from tests.tracking.fake_run import make_args
+
+QUARTERS = st.lists(st.integers(-8, 8).map(lambda n: n / 4), min_size=2, max_size=5)
+
+
+def write(folder: Path, score: float, *, reward: float | None = None, seed: int = 0, lr: float = 1e-3) -> str:
+    """A run with one evaluation of ``d``, and 12 rollouts with rewards that rise to ``reward``."""
+    RunFolder(folder).save_config(make_args(folder, seed=seed, rollout_seed=seed, lr=lr))
+    file = MetricsFile(folder)
+    file.write("start", {"rollout/step": 0, "eval/step": -1})
+    for i in range(12):
+        file.write("rollout", {"rollout/step": i, "rollout/raw_reward": (score if reward is None else reward) - 11 + i})
+    file.write("eval", {"eval/step": 11, "eval/d": score})
+    file.close(False)
+    return str(folder)
+
+
+@given(QUARTERS, QUARTERS)
+def test_p_is_the_share_of_deals_that_differ_as_much(first: list[float], other: list[float]) -> None:
+    values, count = [*first, *other], len(first)
+    differences = []
+    for chosen in itertools.combinations(range(len(values)), count):
+        rest = [values[i] for i in range(len(values)) if i not in chosen]
+        differences.append(abs(statistics.fmean(rest) - statistics.fmean(values[i] for i in chosen)))
+    observed = abs(statistics.fmean(other) - statistics.fmean(first))
+    expected = sum(difference >= observed - 1e-9 for difference in differences) / len(differences)
+    found = unpaired_test(first, other)
+    assert found.p == pytest.approx(expected, abs=1e-12)
+    assert found.p >= found.least_p - 1e-12
+    assert found.difference == pytest.approx(statistics.fmean(other) - statistics.fmean(first))
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "difference", "p"),
+    # of scipy 1.17.1: stats.permutation_test of the difference of means, n_resamples=inf
+    [
+        ([0.61, 0.64, 0.58, 0.66, 0.60], [0.69, 0.63, 0.72, 0.70, 0.67], 0.064, 0.031746031746031744),
+        ([1.0, 2.5, 0.5, 3.0], [2.0, 2.75, 3.5, 2.5], 0.9375, 0.2857142857142857),
+    ],
+)
+def test_p_is_scipys(first: list[float], other: list[float], difference: float, p: float) -> None:
+    found = unpaired_test(first, other)
+    assert found.p == pytest.approx(p, rel=1e-12)
+    assert found.difference == pytest.approx(difference)
+    spread = statistics.variance(first) / len(first) + statistics.variance(other) / len(other)
+    assert found.standard_error == pytest.approx(spread**0.5)
+
+
+def test_many_runs_are_dealt_at_random_and_p_is_never_zero() -> None:
+    generator = np.random.default_rng(0)
+    first, other = generator.normal(0, 1, 20), generator.normal(0.5, 1, 20)
+    assert unpaired_test(first, other) == unpaired_test(first, other)
+    assert unpaired_test(first, first + 100).p == 1 / (DRAWS + 1)
+    assert unpaired_test(first, first).p == 1.0
+
+
+def test_groups_stand_side_by_side_with_their_means_and_p(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    low = [write(tmp_path / f"low-{i}", s, seed=i) for i, s in enumerate([0.61, 0.64, 0.58, 0.66, 0.60])]
+    high = [write(tmp_path / f"high-{i}", s, seed=i, lr=2e-3) for i, s in enumerate([0.69, 0.63, 0.72, 0.70, 0.67])]
+    groups = ["--group", "1e-3", *low, "--group", "2e-3", *high]
+    assert main(["compare", *groups, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["flags"] == {"--lr": [1e-3, 2e-3]}, "seeds differ within a group"
+    first, second = facts["groups"]
+    assert (first["seeds"], first["runs"][1]) == ([0, 1, 2, 3, 4], "low-1")
+    assert first["measures"]["d"]["mean"] == pytest.approx(0.618)
+    assert first["measures"]["d"]["standard_error"] == pytest.approx(
+        statistics.stdev([0.61, 0.64, 0.58, 0.66, 0.6]) / 5**0.5
+    )
+    assert second["measures"]["d"]["against_first"]["p"] == pytest.approx(0.031746031746031744)
+    # the mean of the last ten rollouts, of which the last has the score
+    assert first["measures"]["reward"]["values"][1] == pytest.approx(0.64 - 4.5)
+
+    assert main(["compare", *groups]) == 0
+    shown = capsys.readouterr().out
+    assert "0.618 ±0.014" in shown
+    assert "+0.064 ±0.021, p 0.032" in shown
+    assert "0, 1, 2, 3, 4" in shown
+    assert "two-sided permutation test of the difference of means" in shown
+
+
+def test_seeds_that_are_one_run_are_named_and_give_no_p(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [write(tmp_path / name, score) for name, score in (("a", 0.5), ("b", 0.5), ("c", 0.25), ("d", 0.75))]
+    note = "runs a and b are the same to the last digit: same seeds (--rollout-seed 0). They are one run, not 2."
+    assert comparison([Run.read(run) for run in runs])["same"] == [note]
+    assert main(["compare", *runs]) == 0
+    assert note in capsys.readouterr().out
+    assert main(["compare", "--group", "x", *runs[:2], "--group", "y", *runs[2:]]) == 0
+    shown = capsys.readouterr().out
+    assert note in shown
+    assert "unknown: runs that are the same are no seeds" in shown
+    assert same_notes([Run.read(run) for run in runs[1:]]) == []
+
+
+def test_so_few_runs_that_nothing_can_be_shown_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [write(tmp_path / name, score) for name, score in zip("abcdef", (0.1, 0.2, 0.3, 0.7, 0.8, 0.9), strict=True)]
+    assert main(["compare", "--group", "x", *runs[:3], "--group", "y", *runs[3:]]) == 0
+    assert "p 0.1 (at least 0.1 with so few runs)" in capsys.readouterr().out
+    assert main(["compare", "--group", "x", runs[0], "--group", "y", *runs[3:]]) == 0
+    assert "unknown: a group of one run has no spread" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--group", "x"], "--group x: no run folder given"),
+        (["--group", "x", "A", "--group", "x", "B"], "--group x is given twice"),
+        (["--group", "x", "A", "--group", "y", "A"], "is given twice"),
+    ],
+)
+def test_mistakes_are_one_line(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = {name: write(tmp_path / name, 0.5) for name in "AB"}
+    assert main(["compare", *(folders.get(word, word) for word in words)]) == 1
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert printed.count("\n") == 1
+
+
+def test_runs_or_groups_are_named_and_not_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write(tmp_path / "a", 0.5)
+    for words in ([], [run, "--group", "x", run]):
+        with pytest.raises(SystemExit):
+            main(["compare", *words])
+        assert "name run folders, or groups of runs with --group NAME RUN..." in capsys.readouterr().err
