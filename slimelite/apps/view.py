@@ -26,7 +26,7 @@ from slimelite.tracking.panels import GROUPS, unit
 
 # the files of slimelite/apps/page/view that make the program, in the order in which their tabs appear
 SAMPLES = tuple(f"samples{part}.js" for part in ("_data", "_text", "_tokens", "_episode", "_sample", "_rows", ""))
-SCRIPTS = ("core.js", "chart.js", "overview.js", "curves.js", *SAMPLES, "time.js", "flags.js")
+SCRIPTS = ("core.js", "chart.js", "overview.js", "curves.js", *SAMPLES, "agents.js", "time.js", "flags.js")
 STYLES = ("page.css", "charts.css", "samples.css")
 COLORS = 8  # page.css has so many colours of runs, a light and a dark one of each
 FOLLOW_EVERY = 10  # seconds at least between two looks at a run that goes on

@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 
 from slimelite.apps.pieces import Pieces
 from slimelite.apps.runs import Run
+from slimelite.environments.registry import FACTS
 from slimelite.samples.sample import UNSTAMPED, label_text
 from slimelite.samples.table import SampleTable
 
@@ -69,8 +70,8 @@ class Part:
 def samples(run: Run, budget: int = BUDGET) -> dict[str, object]:
     """The samples of ``run`` for the page, in at most about ``budget`` bytes.
 
-    ``index``, ``prompts``, ``vocabulary`` and ``chunks`` are what `pack` makes; ``sources`` says what each chunk is;
-    ``notes`` are sentences about what is missing.
+    ``index``, ``prompts``, ``vocabulary`` and ``chunks`` are what `pack` makes; ``sources`` says what each chunk is,
+    and how many of its samples are of ``episodes``; ``notes`` are sentences about what is missing.
     """
     parts, notes = [], []
     for source in _sources(run):
@@ -97,7 +98,16 @@ def samples(run: Run, budget: int = BUDGET) -> dict[str, object]:
     parts, tables = [part for part, _ in opened], [table for _, table in opened]
     pieces, gone = Pieces.of_run(run)
     notes += [gone] if gone and tables else []
-    sources = [{"kind": p.source.kind, "name": p.source.name, "number": p.source.number, **p.facts} for p in parts]
+    sources = [
+        {
+            "kind": part.source.kind,
+            "name": part.source.name,
+            "number": part.source.number,
+            **part.facts,
+            "episodes": sum(f'"{FACTS}":' in text for text in table.metadata),
+        }
+        for part, table in zip(parts, tables, strict=True)
+    ]
     chunks = [_chunk(run, part, table, pieces) for part, table in zip(parts, tables, strict=True)]
     prompts: dict[str, int] = {}
     return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -137,7 +138,11 @@ class Episode:
             if turn.finish_reason == "abort":
                 self.status = Status.ABORTED
                 return
-            step = await environment.step(self._counted_reply(turn))
+            try:
+                step = await environment.step(self._counted_reply(turn))
+            finally:
+                turn.answered = time.monotonic()
+            turn.call_seconds = step.call_seconds
             role.reward(step.reward)
             for other, reward in step.rewards.items():
                 if other in self.roles:
@@ -191,7 +196,8 @@ class Episode:
 
 def timeline(sessions: Sequence[Session]) -> list[dict[str, object]]:
     """The first turns of conversations, as they began: when [s], their tokens and calls; ``parent``: the turn that one
-    goes on from, None if it begins a branch."""
+    goes on from, None if it begins a branch; ``answer``, ``call_seconds``: how long the environment took over it, and
+    over each of its calls [s], where that is known."""
     turns = [(turn.began, place, turn) for place, session in enumerate(sessions) for turn in session.turns]
     first = min((began for began, _, _ in turns), default=0.0)
     return [
@@ -203,6 +209,8 @@ def timeline(sessions: Sequence[Session]) -> list[dict[str, object]]:
             "seconds": round(turn.ended - began, 3),
             "tokens": len(turn.output_ids),
             "calls": [call.name for call in turn.reply.tool_calls],
+            **({"answer": round(turn.answered - turn.ended, 3)} if turn.answered else {}),
+            **({"call_seconds": [round(float(s), 3) for s in turn.call_seconds]} if turn.call_seconds else {}),
         }
         for began, place, turn in sorted(turns, key=lambda each: each[0])[:MOST_TURNS]
     ]

@@ -260,7 +260,7 @@ def _sound(result: object, method: Callable[..., object], wanted: type[Start] | 
         for number in (*parts.values(), *result.rewards.values()):
             if not math.isfinite(number):
                 raise ValueError(f"a reward is {number}")
-        any(map(math.isnan, result.metrics.values()))  # raises where one is no number
+        any(map(math.isnan, [*result.metrics.values(), *result.call_seconds]))  # raises where one is no number
     except (TypeError, ValueError, AttributeError, OverflowError) as error:
         problem = getattr(error, "problem", error)  # of a `BadCell`, which speaks of the column of a file
         what = f"{method.__name__} returned what cannot be used: {problem}{defined_at(method)}"

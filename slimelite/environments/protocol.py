@@ -63,6 +63,7 @@ class Step:
     ``reward``: for the reply; a dict has named parts, and their sum is the reward. If no step of an episode has a
     reward, ``--rm-type`` or ``--custom-rm-path`` scores it. ``rewards``: for the last replies of other roles, by role.
     ``done``: the episode is over. ``metrics``: numbers to log, as sums over an episode; nothing is trained on them.
+    ``call_seconds``: how long each call of the reply took, in their order; the page of the run shows it.
     """
 
     messages: Sequence[Message] = ()
@@ -71,6 +72,7 @@ class Step:
     role: str | None = None
     rewards: Mapping[str, float] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
+    call_seconds: Sequence[float] = field(default=(), compare=False)
 
 
 class Environment(Protocol):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import time
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -107,14 +108,18 @@ class ToolEnvironment:
     async def step(self, reply: Mapping[str, Any]) -> Step:
         """Answer every call; a reply without one is the last."""
         messages: list[Message] = []
+        seconds: list[float] = []
         for tool_call in reply.get("tool_calls") or ():
             name, arguments = tool_call["function"]["name"], tool_call["function"]["arguments"]
             tool = self._tools.get(name)
             known = ", ".join(self._tools)
+            begin = time.monotonic()
             result = f"Error: there is no tool {name}, but {known}" if tool is None else await tool.answer(arguments)
+            seconds.append(time.monotonic() - begin)
             self.calls.append((name, arguments, result))
             messages.append({"role": "tool", "tool_call_id": tool_call.get("id"), "name": name, "content": result})
         messages += [{"role": "user", "content": f"Error: {what}"} for what in reply.get("malformed") or ()]
         if messages and reply.get("finish_reason") != "length":
-            return Step(messages)
-        return Step(messages, self.score(reply.get("content") or ""), done=True, metrics=self.metrics())
+            return Step(messages, call_seconds=seconds)
+        score, metrics = self.score(reply.get("content") or ""), self.metrics()
+        return Step(messages, score, done=True, metrics=metrics, call_seconds=seconds)

@@ -59,7 +59,8 @@ class Turn:
     ``echoes``: of the reply as a client may send it back, with and without its stop string. ``log_probs``,
     ``weight_versions``: one for each of ``output_ids``; ``kept``, ``constrained``: see `GenerateResult`.
     ``finish_reason``: "stop", "length" or "abort". ``reward``: for the environment to set. ``began``, ``ended``: [s,
-    monotonic].
+    monotonic]. ``answered``, ``call_seconds``: when the environment had answered it, 0 if none did, and how long each
+    of its calls took.
     """
 
     number: int
@@ -83,6 +84,8 @@ class Turn:
     reward: float | dict[str, float] | None = None
     began: float = field(default_factory=time.monotonic, repr=False, compare=False)
     ended: float = field(default=0.0, repr=False, compare=False)
+    answered: float = field(default=0.0, repr=False, compare=False)
+    call_seconds: Sequence[float] = field(default=(), repr=False, compare=False)
 
     @property
     def parent(self) -> int | None:

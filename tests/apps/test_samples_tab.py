@@ -178,14 +178,14 @@ def test_an_episode_is_a_tree_over_time_with_the_log_of_its_program(tmp_path: Pa
     folder = write_run(tmp_path / "run", tmp_path / "model", 1)
     calls = {"role": 0, "tokens": 5, "calls": ["look", EVIL]}
     turns = [
-        {**calls, "turn": 0, "parent": None, "begin": 0.0, "seconds": 1.0},
+        {**calls, "turn": 0, "parent": None, "begin": 0.0, "seconds": 1.0, "answer": 0.75, "call_seconds": [0.25, 0.5]},
         {**calls, "turn": 1, "parent": 0, "begin": 2.0, "seconds": 2.0},
         {**calls, "turn": 2, "parent": 0, "begin": 3.0, "seconds": 1.0},
-        {**calls, "turn": 3, "parent": 1, "begin": 4.0, "seconds": 1.0},
+        {**calls, "turn": 3, "parent": 1, "begin": 4.5, "seconds": 0.5},
         {**calls, "turn": 4, "parent": 3, "begin": EVIL, "seconds": 1.0},
     ]
     log = {"stdout": f"it says {EVIL}", "stderr": ""}
-    facts = {"episode": {"turns": 4, "errors": 0, "timeline": turns, "log": log}, "town": "Bonn"}
+    facts = {"episode": {"turns": 4, "errors": 0, "timeline": turns, "log": log}, "town": "Bonn", "tags": {"a": [1, 2]}}
     broken = {"episode": {"timeline": [None, 3, {"turn": EVIL}], "log": {"stdout": [EVIL]}}}
     texts = [json.dumps(facts), json.dumps(broken)]
     groups = [[sample(tokenizer, i, i, "q", "a", 1.0, metadata=json.loads(text)) for i, text in enumerate(texts)]]
@@ -197,7 +197,11 @@ def test_an_episode_is_a_tree_over_time_with_the_log_of_its_program(tmp_path: Pa
     said = ["turn 0 begins", "turn 1 after 0", "turn 3 after 1", "↳ turn 2 after 0"]
     assert rows.locator(".node").all_inner_texts() == said
     assert page.locator(".episode .fact").all_inner_texts() == ["turns\n4"]
-    lane, bar = (rows.nth(1).locator(name).bounding_box() for name in (".lane", ".bar"))
+    assert rows.locator(".said").all_inner_texts()[:2] == [
+        f"5 tokens, 1.0s look 0.25s{EVIL} 0.50s",
+        f"5 tokens, 2.0s look{EVIL}",  # nobody measured its calls
+    ]
+    lane, bar = (rows.nth(1).locator(name).bounding_box() for name in (".lane", ".reply"))
     assert lane is not None
     assert bar is not None
     assert (bar["x"] - lane["x"]) / lane["width"] == pytest.approx(2 / 5, abs=0.01)
@@ -205,11 +209,23 @@ def test_an_episode_is_a_tree_over_time_with_the_log_of_its_program(tmp_path: Pa
     assert EVIL in page.locator(".episode details").inner_text()
     assert EVIL in rows.first.inner_text()
     metadata = page.locator("details", has_text="Metadata").inner_text()
-    assert "Bonn" in metadata
-    assert "timeline" not in metadata
+    assert metadata.split("\n") == ["Metadata", *("town", "Bonn"), *("tags", "a", "1, 2")]
+    widths = "(bars) => bars.map((bar) => [bar.className, parseFloat(bar.style.left), parseFloat(bar.style.width)])"
+    # an answer that was measured, and the time until the next request where none was
+    assert rows.nth(0).locator(".bar").evaluate_all(widths) == [["bar reply", 0, 20], ["bar acts", 20, 15]]
+    assert rows.nth(1).locator(".bar").evaluate_all(widths) == [["bar reply", 40, 40], ["bar acts", 80, 10]]
     page.goto((tmp_path / "view.html").as_uri() + "#samples?level=samples&sample=1")
     page.locator(".sample .episode h4").wait_for()
     assert page.locator(".episode-turns, .episode details").count() == 0
+    page.get_by_role("tab", name="Agents").click()
+    lines = page.locator(".episodes li")
+    lines.nth(1).wait_for()
+    assert lines.nth(0).locator(".bar").count() == 6
+    assert lines.nth(0).inner_text().split("\n") == ["sample 0", "1", "4 turns, 5.0s"]
+    cells = page.locator(".calls-table tr").all_inner_texts()
+    assert cells[1:] == ["look\t4\t0.25s\t0.25s", f"{EVIL}\t4\t0.50s\t0.50s"]
+    lines.nth(0).get_by_role("link", name="sample 0").click()
+    page.locator(".sample .episode-turns").wait_for()
     assert page.locator("img").count() == 0
     assert page.title() == "slimelite"
 
@@ -320,7 +336,7 @@ def test_hostile_texts_are_texts(file: Path, open_page: OpenPage) -> None:
     assert EVIL in page.locator(".sample .text").first.inner_text()
     assert "U+202E" in page.locator(".tokens").inner_text()
     assert "U+0000" in page.locator(".tokens").inner_text()
-    assert json.dumps(EVIL) in page.locator(".sample details").inner_text()
+    assert EVIL in page.locator(".sample details").inner_text()
     assert page.locator(".sample .badge.bad").inner_text() == EVIL
     page.locator(".rows .row").nth(1).click()
     page.get_by_text("more: ").wait_for()

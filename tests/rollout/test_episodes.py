@@ -127,6 +127,11 @@ def test_tools_are_called_and_only_what_the_model_wrote_is_trained_on(play: Play
         assert sum(turn["tokens"] for turn in turns) == sum(mask)
         ends = [turn["begin"] + turn["seconds"] for turn in turns]
         assert all(end <= turn["begin"] + 1e-3 for end, turn in zip(ends, turns[1:], strict=False))
+        # the environment's answers lie between the replies, and its calls within its answers
+        answers = [end + turn["answer"] for end, turn in zip(ends, turns, strict=True)]
+        assert all(end <= turn["begin"] + 3e-3 for end, turn in zip(answers, turns[1:], strict=False))
+        assert [len(turn.get("call_seconds", [])) for turn in turns] == [len(turn["calls"]) for turn in turns]
+        assert all(sum(turn.get("call_seconds", [])) <= turn["answer"] + 2e-3 for turn in turns)
     found = {name.rpartition("/")[2]: v for name, v in output.metrics.items() if name.startswith("rollout/environment")}
     assert found.pop("seconds") > 0
     zeros = ["malformed_calls", "timeouts", "errors", "untrained", "context_full", "turn_limit"]

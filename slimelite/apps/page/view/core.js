@@ -1,8 +1,9 @@
 // The shell of the page: durations as text, the payload and tabs. Every file of this folder is joined to it, after
 // slimelite/page/elements.js, into a single script. A tab is one file that calls
 //
-//     tab("name", "Title", render);
+//     tab("name", "Title", render, wanted);
 //
+// The tab is there if wanted(data) is true; without `wanted` it always is.
 // render(root, data) runs once, when the tab is first opened, and fills the element `root`. If it returns a function,
 // that is called with the URLSearchParams of the address each time the tab is shown: `go("samples", {run: 0, rollout: 12})`
 // leads to #samples?run=0&rollout=12. Text from a run enters the page through `el` alone, which sets textContent.
@@ -38,10 +39,10 @@ function runName(run) {
 const tabs = new Map();
 
 /** Register a tab; see the head of this file. */
-function tab(name, title, render) {
+function tab(name, title, render, wanted = () => true) {
   const button = el("button", { role: "tab", id: `tab-${name}`, "aria-controls": `panel-${name}`, tabindex: -1 }, title);
   const panel = el("section", { role: "tabpanel", id: `panel-${name}`, "aria-labelledby": `tab-${name}`, hidden: true });
-  tabs.set(name, { button, panel, render, opened: false, shown: null });
+  tabs.set(name, { button, panel, render, wanted, opened: false, shown: null });
 }
 
 /** The address of a place in the page, for links. */
@@ -100,6 +101,7 @@ function payload() {
 
 function start() {
   const data = (everything = payload());
+  for (const [name, { wanted }] of [...tabs]) if (!wanted(data)) tabs.delete(name);
   const bar = el("div", { role: "tablist", "aria-label": "Parts of the page", onkeydown: moveAlong });
   for (const [name, { button }] of tabs) {
     button.addEventListener("click", () => go(name));

@@ -1,4 +1,15 @@
 // The tab "Overview": what each run is, how far it is, what it scored, and its alarms in words.
+
+/** Curves over the whole of the runs, each a link to all of them; null if the runs have none of these. */
+function curveSection(data, specs) {
+  const view = { smoothing: 0, log: false, hidden: new Set(), mark: NaN, zoom: () => go("curves") };
+  const ends = data.runs.flatMap((run) => run.axes.flatMap((axis) => [axis[0], axis.at(-1)]));
+  view.span = [Math.min(...ends), Math.max(...ends)];
+  const panels = specs.map((spec) => curvePanel(data, spec, view)).filter(Boolean);
+  panels.forEach((each) => each.redraw());
+  return panels.length ? el("section", {}, el("h2", {}, "Curves"), el("div", { class: "charts" }, ...panels.map((each) => each.card))) : null;
+}
+
 {
   const STATUS = { finished: "good", running: "warn", failed: "bad", interrupted: "bad", "stopped without a word": "bad" };
 
@@ -85,18 +96,12 @@
     "reward", "reward margin", "pairs ranked right", "response length", "replies of an episode", "episodes that failed",
   ];
 
-  /** The curves that say most, each a link to all of them. */
+  /** The curves that say most. */
   const curves = (data) => {
     const scores = [...new Set(data.runs.flatMap((run) => run.scores))].slice(0, 2);
     const titles = data.runs.some(isSupervised) ? ["loss", ...CHOSEN] : CHOSEN;
     const chosen = Object.values(data.groups).flat().filter(({ title }) => titles.includes(title));
-    const specs = [...chosen, ...scores.map((name) => ({ title: name, unit: "score", metrics: [name], points: true }))];
-    const view = { smoothing: 0, log: false, hidden: new Set(), mark: NaN, zoom: () => go("curves") };
-    const ends = data.runs.flatMap((run) => run.axes.flatMap((axis) => [axis[0], axis.at(-1)]));
-    view.span = [Math.min(...ends), Math.max(...ends)];
-    const panels = specs.map((spec) => curvePanel(data, spec, view)).filter(Boolean);
-    panels.forEach((each) => each.redraw());
-    return panels.length ? el("section", {}, el("h2", {}, "Curves"), el("div", { class: "charts" }, ...panels.map((each) => each.card))) : null;
+    return curveSection(data, [...chosen, ...scores.map((name) => ({ title: name, unit: "score", metrics: [name], points: true }))]);
   };
 
   tab("overview", "Overview", (root, data) => {

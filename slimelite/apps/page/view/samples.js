@@ -329,7 +329,7 @@
       }
       if (!views.has(i)) {
         place.replaceChildren(el("p", { class: "dim" }, "decoding …"));
-        views.set(i, new Samples(run).load().then((samples) => new View(el("div", {}), samples)));
+        views.set(i, samplesOf(run).then((samples) => new View(el("div", {}), samples)));
       }
       const view = await views.get(i);
       if (place.firstChild !== view.root) place.replaceChildren(view.root);

@@ -136,6 +136,12 @@ class Samples {
   }
 }
 
+/** The samples of a run, decoded once. */
+function samplesOf(run) {
+  run.decoded ??= new Samples(run).load();
+  return run.decoded;
+}
+
 /** A number of a token: fixed-point columns have steps, and the least integer where there is none. */
 function tokenNumber({ columns, start }, name, k) {
   const STEPS = { engine: 1e-3, difference: 1e-4, entropy: 1e-3, version: 1 };

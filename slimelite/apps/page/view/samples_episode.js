@@ -6,10 +6,46 @@ const MOST_INDENTS = 8;
 function episodeOf(metadata) {
   try {
     const { episode, ...rest } = JSON.parse(metadata);
-    return episode && typeof episode === "object" ? { episode, rest: JSON.stringify(rest) } : { rest: metadata };
+    return episode && typeof episode === "object" ? { episode, rest: JSON.stringify(rest) } : { episode: null, rest: metadata };
   } catch {
-    return { rest: metadata };
+    return { episode: null, rest: metadata };
   }
+}
+
+/** The turns of an episode that can be drawn, each with `answer`: seconds until the environment, or the next request, followed. */
+function turnsOfEpisode(episode) {
+  const isTurn = (turn) => ["turn", "role", "begin", "seconds", "tokens"].every((name) => Number.isFinite(turn?.[name]));
+  const turns = (Array.isArray(episode?.timeline) ? episode.timeline : []).filter(isTurn);
+  return turns.map((turn) => {
+    if (Number.isFinite(turn.answer)) return turn;
+    const next = turns.filter(({ role, parent }) => role === turn.role && parent === turn.turn).map(({ begin }) => begin);
+    const gap = Math.min(...next) - turn.begin - turn.seconds;
+    return Number.isFinite(gap) && gap > 0 ? { ...turn, answer: gap } : turn;
+  });
+}
+
+/** When the last of these turns was over [s]. */
+function endOf(turns) {
+  return Math.max(...turns.map(({ begin, seconds, answer = 0 }) => begin + seconds + answer), 1e-3);
+}
+
+/** The calls of a turn, [{name, seconds}]; of calls whose time nobody measured, seconds is NaN. */
+function callsOf({ calls, call_seconds: took }) {
+  if (!Array.isArray(calls)) return [];
+  return calls.map((name, i) => ({ name: String(name), seconds: Number.isFinite(took?.[i]) ? took[i] : NaN }));
+}
+
+/** The bars of a turn on a scale of so many seconds: the reply, and the answer to it. */
+function turnBars(turn, end) {
+  const bar = (name, from, seconds, title) => el("span", {
+    class: `bar ${name}`, title, style: { left: `${(100 * from) / end}%`, width: `${(100 * seconds) / end}%`, "--run": `var(--run-${turn.role % 8})` },
+  });
+  const { begin, seconds, answer } = turn;
+  const whose = Number.isFinite(turn.answer) && turn.answer > 0;
+  return [
+    bar("reply", begin, seconds, `reply: ${number(begin)} s to ${number(begin + seconds)} s`),
+    whose ? bar("acts", begin + seconds, answer, `environment or program: ${duration(answer)}`) : null,
+  ].filter(Boolean);
 }
 
 /** Turns in the order of the tree, with the number of branchings above each: a turn that goes on from the last stands below it. */
@@ -31,22 +67,18 @@ function treeOf(turns) {
   return rows;
 }
 
-/** One line a turn: its number, a bar from its begin to its end, tokens and calls. The space between bars is the environment's or the program's. */
+/** One line a turn: its number, a bar for the reply and a paler one for what followed it, tokens and calls. */
 function timelineElement(turns) {
-  const end = Math.max(...turns.map(({ begin, seconds }) => begin + seconds), 1e-3);
+  const end = endOf(turns);
   const line = ({ turn, depth }) => {
     const from = turn.parent === null ? "begins" : `after ${Number(turn.parent)}`;
-    const calls = Array.isArray(turn.calls) ? turn.calls.map(String) : [];
-    const bar = el("span", {
-      class: "bar", title: `${number(turn.begin)} s to ${number(turn.begin + turn.seconds)} s`,
-      style: { left: `${(100 * turn.begin) / end}%`, width: `${(100 * turn.seconds) / end}%`, "--run": `var(--run-${turn.role % 8})` },
-    });
     return el("li", {},
       el("span", { class: "node", style: { "padding-left": `${14 * Math.min(depth, MOST_INDENTS)}px` } },
         `${depth ? "↳ " : ""}turn ${turn.turn} `, el("span", { class: "dim" }, from)),
-      el("span", { class: "lane" }, bar),
+      el("span", { class: "lane" }, ...turnBars(turn, end)),
       el("span", { class: "said" }, `${number(turn.tokens)} tokens, ${duration(turn.seconds)} `,
-        ...calls.map((name) => el("span", { class: "badge" }, ...textNodes(name)))));
+        ...callsOf(turn).map(({ name, seconds }) =>
+          el("span", { class: "badge" }, ...textNodes(name), Number.isFinite(seconds) ? ` ${duration(seconds)}` : null))));
   };
   return el("ol", { class: "episode-turns", "aria-label": "Turns" }, ...treeOf(turns).map(line));
 }
@@ -56,8 +88,7 @@ function episodeElement(episode, query) {
   if (!episode) return null;
   const fact = (name, value) => el("div", { class: "fact" }, el("span", { class: "dim" }, name), el("b", {}, number(value)));
   const counts = Object.entries(episode).filter(([, value]) => typeof value === "number" && value);
-  const isTurn = (turn) => ["turn", "role", "begin", "seconds", "tokens"].every((name) => Number.isFinite(turn?.[name]));
-  const turns = (Array.isArray(episode.timeline) ? episode.timeline : []).filter(isTurn);
+  const turns = turnsOfEpisode(episode);
   const log = Object.entries(episode.log ?? {}).filter(([, text]) => typeof text === "string" && text.trim());
   return el("section", { class: "episode" }, el("h4", {}, "Episode"),
     el("div", { class: "facts" }, ...counts.map(([name, value]) => fact(name.replaceAll("_", " "), value))),

@@ -19,13 +19,33 @@ function statusBadges(samples, sample) {
   ];
 }
 
-/** JSON with indentation where it is JSON, else the text itself. */
-function prettyJson(text) {
-  try {
-    return JSON.stringify(JSON.parse(text), null, 2);
-  } catch {
+const MOST_ENTRIES = 200; // of an object or a list in metadata
+const MOST_LEVELS = 8; // what lies deeper is JSON
+
+/** A value of JSON as a list of names and values, one within the other; texts as they are, with the hits of a search. */
+function valueElement(value, query, depth = 0) {
+  if (value === null || typeof value !== "object" || depth > MOST_LEVELS) {
+    const text = el("span", { class: "value" });
+    longText(text, typeof value === "string" ? value : JSON.stringify(value), query);
     return text;
   }
+  const plain = Array.isArray(value) && value.every((each) => typeof each === "number");
+  if (plain) return el("span", { class: "value" }, value.slice(0, MOST_ENTRIES).map(number).join(", ") + (value.length > MOST_ENTRIES ? " …" : ""));
+  const entries = Object.entries(value);
+  if (!entries.length) return el("span", { class: "value dim" }, Array.isArray(value) ? "empty list" : "empty");
+  const more = entries.length - MOST_ENTRIES;
+  return el("dl", { class: "values" },
+    ...entries.slice(0, MOST_ENTRIES).flatMap(([name, each]) => [el("dt", {}, ...textNodes(name)), el("dd", {}, valueElement(each, query, depth + 1))]),
+    ...(more > 0 ? [el("dt", {}, "…"), el("dd", { class: "dim" }, `${more} more`)] : []));
+}
+
+/** JSON as names and values, and a text that is none as it is. */
+function jsonElement(text, query) {
+  let value = text;
+  try {
+    value = JSON.parse(text);
+  } catch {} // NaN is no JSON
+  return valueElement(value, query);
 }
 
 /** Whether a dict of rewards, as JSON, has nothing but numbers. */
@@ -84,13 +104,8 @@ function sampleElement(samples, sample, links) {
 
 function sampleBody(samples, sample, opened, query) {
   const section = (title, ...content) => el("section", {}, el("h4", {}, title), ...content);
-  const folded = (title, text, open) => {
-    const found = prettyJson(text);
-    if (["{}", "", "null"].includes(found)) return null;
-    const pre = el("pre", {});
-    longText(pre, found, query);
-    return el("details", { open }, el("summary", {}, title), pre);
-  };
+  const folded = (title, text, open) =>
+    ["{}", "", "null"].includes(text) ? null : el("details", { open }, el("summary", {}, title), jsonElement(text, query));
   const { episode, rest } = episodeOf(opened.metadata);
   const label = el("div", { class: "text label" });
   longText(label, opened.label, query);
