@@ -3,7 +3,7 @@
 # Without arguments scripts/test_newest.sh follows: the tests marked newest, with the newest transformers and peft.
 # The tests marked sglang start real SGLang servers, on the CPU where there is no GPU; -m 'not sglang and not vllm' leaves them out.
 # REQUIRE_BROWSER=1 runs the tests marked browser too, which need chromium or Google Chrome; REQUIRE_BWRAP=1 those marked
-# bwrap, which need bubblewrap.
+# bwrap, which need bubblewrap; REQUIRE_PODMAN=1 those marked podman, which need podman, and runc where cgroups are hybrid.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if compgen -G "/dev/nvidia[0-9]*" >/dev/null; then bash scripts/setup.sh --dev; else bash scripts/install_sglang_cpu.sh; fi
@@ -18,6 +18,10 @@ fi
 if [[ "${REQUIRE_BWRAP:-}" != 1 ]]; then
     left_out+=" and not bwrap"
     echo "the tests marked bwrap are left out; REQUIRE_BWRAP=1 runs them, and needs bubblewrap"
+fi
+if [[ "${REQUIRE_PODMAN:-}" != 1 ]]; then
+    left_out+=" and not podman"
+    echo "the tests marked podman are left out; REQUIRE_PODMAN=1 runs them, and needs podman"
 fi
 ruff check .
 ruff format --check .

@@ -432,6 +432,7 @@ EPISODE, PROGRAM = "slimelite.rollout.episodes.play", "slimelite.rollout.episode
 PROGRAMS = SAMPLING & NEW_ROLLOUTS & use_of("--agent-command")
 EPISODES = SAMPLING & NEW_ROLLOUTS & use_of("--environment")
 BOXED = SAMPLING & when("an --agent-sandbox of programs", lambda a: (a.agent_sandbox or "none") != "none")
+CONTAINED = SAMPLING & when("--agent-sandbox podman or docker", lambda a: a.agent_sandbox in ("podman", "docker"))
 IN_THIS_RUN = EPISODES & when(
     "an environment that is no address", lambda a: a.environment is None or not is_address(a.environment)
 )
@@ -492,6 +493,12 @@ class EnvironmentArgs(RolloutArgs):
         BOXED,
         metavar="PATH",
     )
+    agent_image: str | None = flag(
+        None,
+        "containers of --agent-sandbox podman or docker are of this image; it has a shell and is on this machine",
+        CONTAINED,
+        metavar="IMAGE",
+    )
     agent_memory_mb: int = flag(
         4096, "a program in a sandbox, with all that it starts, has this much memory [MiB]", BOXED, at_least=64
     )
@@ -512,4 +519,5 @@ class EnvironmentArgs(RolloutArgs):
             self.agent_memory_mb,
             self.agent_processes,
             self.agent_disk_mb,
+            self.agent_image,
         )

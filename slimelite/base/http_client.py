@@ -25,6 +25,8 @@ CONNECT_S = 10.0
 KEEP_ALIVE_S = 3.0
 # statuses below 500 after which the same request may succeed
 TRANSIENT = (408, 425, 429)
+# of one message of a WebSocket
+MESSAGE_BYTES = 100 << 20
 # length limit for a server's text in a message
 CHARACTERS = 500
 # random numbers for waits; the global generator stays untouched, so that runs repeat
@@ -73,6 +75,35 @@ class Retry:
     def wait_s(self, attempt: int) -> float:
         """Seconds to wait after attempt number ``attempt``."""
         return min(self.first_s * 2.0 ** (attempt - 1), self.most_s) * _chance.uniform(1.0, 1.5)
+
+
+class Conversation:
+    """JSON messages over a WebSocket, each of which is answered by one."""
+
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse, name: str) -> None:
+        self._socket, self._name = socket, name
+
+    async def ask(self, message: object) -> Any:
+        """Send ``message`` and return the parsed answer.
+
+        Raises:
+            NoAnswer: the connection is lost.
+            Refused: the answer is not JSON.
+        """
+        import aiohttp
+
+        try:
+            await self._socket.send_json(message)
+            answer = await self._socket.receive()
+        except (aiohttp.ClientError, OSError) as error:
+            raise NoAnswer(f"{self._name} does not answer: {str(error) or type(error).__name__}") from error
+        if answer.type != aiohttp.WSMsgType.TEXT:
+            raise NoAnswer(f"{self._name} ended the connection")
+        return _read(answer.data, 200, self._name, texts=False)
+
+    async def close(self) -> None:
+        """End the connection."""
+        await self._socket.close()
 
 
 class Client:
@@ -160,6 +191,20 @@ class Client:
             raise NoAnswer(f"{shown(url)} does not answer: {str(error) or type(error).__name__}") from error
         if not ended:
             raise NoAnswer(f"{shown(url)} ended its answer too early")
+
+    async def connect(self, url: str) -> Conversation:
+        """A WebSocket to ``url``.
+
+        Raises:
+            NoAnswer: nobody answers there, or not as a WebSocket.
+        """
+        import aiohttp
+
+        try:
+            socket = await self._opened().ws_connect(url, max_msg_size=MESSAGE_BYTES)
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise NoAnswer(f"{shown(url)} does not answer: {str(error) or type(error).__name__}") from error
+        return Conversation(socket, shown(url))
 
     def _opened(self) -> aiohttp.ClientSession:
         import aiohttp

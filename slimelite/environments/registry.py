@@ -78,6 +78,12 @@ ENVIRONMENTS: Registry[EnvironmentKind] = Registry(
             package="mcp",
             boxed=True,
         ),
+        EnvironmentKind(
+            "openenv",
+            "what the OpenEnv server at the address serves",
+            f"{_CONTRIB}.openenv:make",
+            rows=f"{_CONTRIB}.openenv:rows",
+        ),
     ),
     instead="; a class of your own is path/to/file.py:Class, and a server http://host:port",
 )

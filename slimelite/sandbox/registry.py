@@ -25,7 +25,7 @@ class SandboxSettings:
         memory_mb: of all its processes together where the kernel can count that, else of each [MiB].
         processes: with their threads.
         disk_mb: of all its files together, and of each [MiB].
-        image: of a container.
+        image: of a container, as its engine knows it.
     """
 
     name: str | None = None
@@ -69,6 +69,17 @@ class Plan(TypedDict):
     cgroups: dict[str, dict[str, str]]
 
 
+class ContainerPlan(TypedDict):
+    """``words``: the engine's command line but for the container's name, which follows ``run``.
+
+    ``endpoint``: host and port of the model, which the container finds on its own loopback.
+    """
+
+    words: list[str]
+    endpoint: tuple[str, int] | None
+    memory_mb: int
+
+
 class Sandbox(Protocol):
     """Made once a run from `SandboxSettings`."""
 
@@ -106,7 +117,7 @@ class SandboxKind:
     answers: Function | None = None
 
 
-_BOXES = "slimelite.sandbox.boxes"
+_BOXES, _CONTAINERS = "slimelite.sandbox.boxes", "slimelite.sandbox.containers"
 SANDBOXES: Registry[SandboxKind] = Registry(
     "sandbox",
     OPTION,
@@ -116,6 +127,8 @@ SANDBOXES: Registry[SandboxKind] = Registry(
         SandboxKind(
             "bwrap", "namespaces by bubblewrap", f"{_BOXES}:BubblewrapSandbox", f"{_BOXES}:bubblewrap_of_answer"
         ),
+        SandboxKind("podman", "containers of --agent-image by podman", f"{_CONTAINERS}:PodmanSandbox"),
+        SandboxKind("docker", "containers of --agent-image by docker", f"{_CONTAINERS}:DockerSandbox"),
     ),
     instead="; a class of your own is path/to/file.py:Class",
 )

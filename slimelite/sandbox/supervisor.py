@@ -88,9 +88,9 @@ class _Run:
                 print(f"the sandbox does not start {plan['words'][0]}: {error}", file=sys.stderr, flush=True)
             os._exit(NO_START)
         theirs.close()
-        listener = _received(ours)
+        listener = received(ours)
         if listener is not None and plan["endpoint"] is not None:
-            threading.Thread(target=_relay, args=(listener, plan["endpoint"]), daemon=True).start()
+            threading.Thread(target=relay, args=(listener, plan["endpoint"]), daemon=True).start()
 
     def to_the_end(self, parent: int) -> int:
         """Wait for the program, and for signals; its exit status, below 0 for a signal."""
@@ -110,7 +110,7 @@ class _Run:
                     os.killpg(self._program, signal.SIGTERM)
             begin = time.monotonic()
             if excess := self._excess():
-                return _say(excess)
+                return say(excess)
             look = max(min(1.5 * look, LOOK), 10 * (time.monotonic() - begin))
 
     def _why(self) -> int:
@@ -119,7 +119,7 @@ class _Run:
             for name in ("memory.oom_control", "memory.events"):
                 with suppress(OSError), open(f"{folder}/{name}") as file:
                     if any(line.startswith("oom_kill ") and line.split()[1] != "0" for line in file):
-                        return _say(f"it used more than {self._plan['memory'] >> 20} MiB of memory (--agent-memory-mb)")
+                        return say(f"it used more than {self._plan['memory'] >> 20} MiB of memory (--agent-memory-mb)")
         return 0
 
     def _excess(self) -> str:
@@ -299,14 +299,14 @@ def _make_groups(parents: dict[str, dict[str, str]]) -> list[str]:
     return made
 
 
-def _received(ours: socket.socket) -> socket.socket | None:
+def received(ours: socket.socket) -> socket.socket | None:
     """The listener that the child sent; None if it has none."""
     with ours:
         descriptors = socket.recv_fds(ours, 1, 1)[1]
         return socket.socket(fileno=descriptors[0]) if descriptors else None
 
 
-def _relay(listener: socket.socket, endpoint: tuple[str, int]) -> None:
+def relay(listener: socket.socket, endpoint: tuple[str, int]) -> None:
     """Connect whoever comes with the endpoint."""
     room = threading.BoundedSemaphore(CONNECTIONS)
     while True:
@@ -331,7 +331,7 @@ def _join(theirs: socket.socket, endpoint: tuple[str, int], room: threading.Boun
     room.release()
 
 
-def _say(what: str) -> int:
+def say(what: str) -> int:
     print(f"the sandbox ended the program: {what}", file=sys.stderr, flush=True)
     return ENDED
 

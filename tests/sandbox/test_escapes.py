@@ -10,7 +10,6 @@ import os
 import secrets
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from slimelite.sandbox.registry import SandboxSettings, open_sandbox
-from tests.sandbox.sandboxes import ROOT, SANDBOXES_HERE
+from slimelite.sandbox.registry import open_sandbox
+from tests.sandbox.sandboxes import ROOT, SANDBOXES_HERE, python, settings
 
 ESCAPES = Path(__file__).with_name("escapes.py")
 
@@ -103,12 +102,12 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
 def results(sandbox: str, text: str) -> dict[str, str]:
     """What came of each attack and each need."""
     port = json.loads(text)["endpoint"]
-    box = open_sandbox(SandboxSettings(sandbox, memory_mb=512))
+    box = open_sandbox(settings(sandbox, memory_mb=512))
     assert box is not None
     box.check()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SECRET_OF_THE_RUN", "x")
-        words = [os.path.realpath(sys.executable), str(ESCAPES)]
+        words = [python(sandbox), str(ESCAPES)]
         launch = box.launch(words, {"OPENAI_API_KEY": "key"}, f"http://127.0.0.1:{port}/sessions/s")
     environment = launch.environment | {"SECRET_OF_THE_RUN": "x"}
     run = subprocess.run(launch.words, env=environment, input=text, capture_output=True, text=True, check=False)

@@ -1,0 +1,126 @@
+#!/usr/bin/env python
+"""`slimelite env check` on every set of reasoning-gym, every game of TextArena and every planted fault.
+
+    python scripts/lab/environment_alarms.py RESULTS.jsonl [--only reasoning-gym|textarena|own|planted]
+
+It checks one environment after the other, each as a user would, and appends what it learns to the file; a name that is
+already there is left out. At the end it prints the table of docs/agents.md. What people found out about single
+environments stands below: a flag of one of `FAULTY` is right, and any other one is a false alarm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+PLANTED = ROOT / "tests" / "apps" / "planted" / "faulty_environments.py"
+# for all of one environment; its processes are then killed [s]
+LIMIT_SECONDS = 300.0
+# environments of others with a fault of their own, read in their code
+FAULTY: dict[str, str] = {}
+
+
+def planted() -> dict[str, list[str]]:
+    """Class -> the checks that find its fault."""
+    classes = [node for node in ast.parse(PLANTED.read_text()).body if isinstance(node, ast.ClassDef)]
+    return {node.name: (ast.get_docstring(node) or "").split(", ") for node in classes if node.name != "Sound"}
+
+
+def names(only: str | None) -> Iterator[tuple[str, str]]:
+    """Yields a source and an environment for each."""
+    if only in (None, "own"):
+        yield from (("own", name) for name in ("calculator", "nim", "nim:random", "nim:perfect", f"{PLANTED}:Sound"))
+    if only in (None, "planted"):
+        yield from (("planted", f"{PLANTED}:{name}") for name in planted())
+    if only in (None, "reasoning-gym"):
+        from reasoning_gym.factory import DATASETS
+
+        yield from (("reasoning-gym", f"reasoning-gym:{name}?size=12") for name in sorted({*DATASETS} - {"composite"}))
+    if only in (None, "textarena"):
+        from textarena.envs.registration import ENV_REGISTRY
+
+        games = [name for name in sorted(ENV_REGISTRY) if not name.endswith(("-raw", "-train"))]
+        yield from (("textarena", f"textarena:{name}") for name in games)
+
+
+def check(environment: str, rows: Path | None) -> dict[str, Any]:
+    """The report of ``slimelite env check``; ``problem`` says if it took too long."""
+    words = [sys.executable, "-m", "slimelite.apps.env", "check", environment, "--json"]
+    words += ["--prompt-data", str(rows), "--call-timeout", "1", "--seconds", "20"] if rows else ["--seconds", "60"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        output = process.communicate(timeout=LIMIT_SECONDS)[0]
+        return dict(json.loads(output)[0])
+    except subprocess.TimeoutExpired:
+        return {"environment": environment, "problem": f"it took longer than {LIMIT_SECONDS:.0f} s", "faults": []}
+    finally:
+        process.send_signal(signal.SIGINT)  # it then ends its own processes
+        process.wait()
+
+
+def verdict(source: str, report: dict[str, Any]) -> str:
+    """What a report says of the check itself."""
+    name, faults = report["environment"], {fault["check"] for fault in report["faults"]}
+    if source == "planted":
+        return "found" if faults & {*planted()[name.rpartition(":")[2]]} else "missed"
+    if report["problem"] is not None:
+        return "took too long" if "took longer" in report["problem"] else "cannot begin"
+    if name.partition("?")[0] in FAULTY:
+        return "right flag" if faults else "missed"
+    return "false alarm" if faults else "no flag"
+
+
+def table(lines: list[tuple[str, dict[str, Any]]]) -> Iterator[str]:
+    """The counts by source, and each environment with a flag."""
+    counts = Counter((source, verdict(source, report)) for source, report in lines)
+    kinds = ("no flag", "right flag", "false alarm", "found", "missed", "cannot begin", "took too long")
+    yield "| | " + " | ".join(kinds) + " |\n|---|" + "---:|" * len(kinds)
+    for source in dict.fromkeys(source for source, _ in lines):
+        yield f"| {source} | " + " | ".join(str(counts[source, kind]) for kind in kinds) + " |"
+    yield ""
+    for source, report in lines:
+        said = verdict(source, report)
+        if said not in ("no flag", "found"):
+            faults = "; ".join(f"{fault['check']}: {fault['says']}" for fault in report["faults"])
+            yield f"{said}: {report['environment']}: {report['problem'] or faults}"
+
+
+def main() -> None:
+    """Check what is not in the file yet, and print the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--only", choices=("reasoning-gym", "textarena", "own", "planted"))
+    options = parser.parse_args()
+    os.chdir(ROOT)
+    lines = [json.loads(line) for line in options.results.read_text().splitlines()] if options.results.exists() else []
+    known = {report["environment"] for _, report in lines}
+    with tempfile.TemporaryDirectory() as folder, options.results.open("a") as out:
+        sums = [(3 * i + 1, 5 * i + 2) for i in range(12)]
+        rows = Path(folder, "rows.jsonl")
+        rows.write_text("\n".join(json.dumps({"input": f"{a}+{b}=?", "label": str(a + b)}) for a, b in sums))
+        for source, name in names(options.only):
+            if name not in known:
+                begin = time.monotonic()
+                report = check(name, rows if str(PLANTED) in name else None)
+                lines.append((source, report))
+                out.write(json.dumps((source, report)) + "\n")
+                out.flush()
+                said = verdict(source, report)
+                print(f"{time.monotonic() - begin:.0f} s  {name}: {said}", file=sys.stderr, flush=True)
+    print("\n".join(table(lines)))
+
+
+if __name__ == "__main__":
+    main()

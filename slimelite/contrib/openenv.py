@@ -1,0 +1,193 @@
+"""``openenv:<address>``: an environment behind a server of OpenEnv; each episode is a WebSocket session of its own.
+
+The server says which actions there are. Where these are tools, the model calls them. Elsewhere a reply is an action:
+as JSON, or, where an action needs one text alone, as that text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from slimelite.base.http_client import Client, Conversation, shown
+from slimelite.environments.protocol import Message, Row, Start, Step
+from slimelite.environments.registry import is_address
+from slimelite.environments.tools import MOST_CHARACTERS
+
+# names of actions that mean: the server has tools, and takes a call of one
+TOOL_ACTIONS = ("Action", "CallToolAction", "ListToolsAction")
+# rows of an epoch, each with another seed
+EPISODES = 1000
+# in the metadata of these rows, whose prompt is not for the model
+OWN = "openenv"
+NO_ROOM = "CAPACITY_REACHED"
+# what the server says of an action that it cannot read: the model may try again
+UNREADABLE = "VALIDATION_ERROR"
+
+
+class ServerError(Exception):
+    """The server answered with an error; ``code`` is its name for it."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(f"OpenEnv's server: {message} ({code})")
+        self.code, self.message = code, message
+
+
+class OpenEnv:
+    """One session. Rewards are the server's, for each step."""
+
+    def __init__(self, address: str) -> None:
+        self._address, self._client = address, Client()
+        self._server: Conversation | None = None
+        self._actions: dict[str, Any] = {}  # their JSON schema
+        self._field: str | None = None  # the one field of an action that is needed, if it is a text
+        self._tools: list[dict[str, Any]] = []
+
+    async def reset(self, row: Row) -> Start:
+        """Begin; ``reset`` in the metadata of a row has more arguments of the environment's own reset."""
+        schema = await self._client.get(f"{self._address}/schema")
+        actions = schema.get("action") if isinstance(schema, dict) else None
+        if not isinstance(actions, dict):
+            raise ValueError(f"{shown(self._address)}/schema names no actions: is it a server of OpenEnv?")
+        self._actions = actions
+        needed, fields = self._actions.get("required", []), self._actions.get("properties", {})
+        self._field = needed[0] if len(needed) == 1 and fields[needed[0]].get("type") == "string" else None
+        self._server = await self._client.connect(self._address.replace("http", "ws", 1) + "/ws")
+        begun = await self._ask("reset", {"seed": row.seed, **row.metadata.get("reset", {})})
+        if self._actions.get("title") in TOOL_ACTIONS:
+            listed = await self._ask("step", {"type": "list_tools"})
+            self._tools = [
+                {
+                    "type": "function",
+                    "function": {
+                        "name": tool["name"],
+                        "description": tool.get("description") or "",
+                        "parameters": tool.get("input_schema") or {"type": "object", "properties": {}},
+                    },
+                }
+                for tool in listed["observation"].get("tools", [])
+            ]
+        texts = [_text(begun.get("observation")), "" if self._tools else self._how()]
+        prompt = [] if OWN in row.metadata else row.prompt
+        text = "\n\n".join(filter(None, texts)) or ("" if prompt else "Begin.")
+        return Start([*prompt, *([{"role": "user", "content": text}] if text else [])], self._tools)
+
+    def _how(self) -> str:
+        """What the model is told of actions."""
+        if self._field is not None:
+            about = self._actions["properties"][self._field].get("description", "")
+            return f"Your whole reply is the {self._field}{f': {about}' if about else ''}."
+        return f"Reply with one action as JSON of this schema: {json.dumps(self._actions)}"
+
+    async def step(self, reply: Mapping[str, Any]) -> Step:
+        """Take the action, or each call of a tool; without a call an episode with tools is over."""
+        if self._tools:
+            return await self._called(reply)
+        action = self._action(reply.get("content") or "")
+        if action is None:
+            return _again(f"Error: that is no action. {self._how()}")
+        try:
+            result = await self._ask("step", action)
+        except ServerError as error:
+            if error.code != UNREADABLE:
+                raise
+            return _again(f"Error: {error.message}"[:MOST_CHARACTERS])
+        messages = [{"role": "user", "content": _text(result.get("observation")) or "Go on."}]
+        return Step(messages, _reward(result), done=bool(result.get("done")))
+
+    def _action(self, text: str) -> dict[str, Any] | None:
+        """The action that a reply is; None if it is none."""
+        inner = text.strip().removeprefix("```json").removeprefix("```").removesuffix("```")
+        try:
+            action = json.loads(inner)
+        except (ValueError, RecursionError):
+            action = None
+        if isinstance(action, dict):
+            return action
+        return None if self._field is None else {self._field: text.strip()}
+
+    async def _called(self, reply: Mapping[str, Any]) -> Step:
+        messages: list[Message] = [
+            {"role": "user", "content": f"Error: {problem}"} for problem in reply.get("malformed", ())
+        ]
+        rewards, done = list[float](), False
+        for call in reply.get("tool_calls") or ():
+            wanted = call["function"]
+            result = {} if done else await self._call(wanted["name"], wanted["arguments"])
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": _text(result.get("observation"))})
+            rewards += [] if (reward := _reward(result)) is None else [reward]
+            done = done or bool(result.get("done"))
+        return Step(messages, sum(rewards) if rewards else None, done=done or not messages)
+
+    async def _call(self, name: str, arguments: str) -> dict[str, Any]:
+        try:
+            values = json.loads(arguments or "{}")
+            return await self._ask("step", {"type": "call_tool", "tool_name": name, "arguments": values})
+        except (ValueError, RecursionError) as error:
+            return {"observation": f"Error: the arguments are not JSON: {error}"}
+        except ServerError as error:
+            if error.code != UNREADABLE:
+                raise
+            return {"observation": f"Error: {error.message}"}
+
+    async def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
+        assert self._server is not None
+        answer = await self._server.ask({"type": kind, "data": data})
+        content = answer.get("data", {}) if isinstance(answer, dict) else {}
+        if answer.get("type") == "error":
+            code = str(content.get("code"))
+            more = "; it takes fewer sessions at once (max_concurrent_envs) than the run has episodes"
+            raise ServerError(code, f"{content.get('message')}{more if code == NO_ROOM else ''}")
+        return dict(content)
+
+    async def close(self) -> None:
+        """End the session, and with it the server's environment."""
+        if self._server is not None:
+            await self._server.close()
+        await self._client.close()
+
+
+def _again(text: str) -> Step:
+    return Step([{"role": "user", "content": text}], metrics={"unreadable_actions": 1.0})
+
+
+def _reward(result: Mapping[str, Any]) -> float | None:
+    reward = result.get("reward")
+    return None if reward is None else float(reward)
+
+
+def _text(observation: Any) -> str:
+    """What the model sees of an observation: the text of one that has nothing else, and JSON of any other."""
+    if isinstance(observation, dict) and "tool_name" in observation:  # of a call: what the tool returned
+        error, result = observation.get("error"), observation.get("result")
+        if error:
+            return f"Error: {error.get('message') if isinstance(error, dict) else error}"[:MOST_CHARACTERS]
+        if isinstance(result, dict) and isinstance(result.get("content"), list):
+            parts = [part.get("text", f"({part.get('type')})") for part in result["content"] if isinstance(part, dict)]
+            result = "\n".join(parts)
+        observation = result
+    if isinstance(observation, dict):
+        filled = [value for value in observation.values() if value not in (None, "", [], {})]
+        if not filled:
+            return ""
+        observation = filled[0] if len(filled) == 1 and isinstance(filled[0], str) else observation
+    text = observation if isinstance(observation, str) else json.dumps(observation, ensure_ascii=False)
+    return text[:MOST_CHARACTERS]
+
+
+def make(spec: str) -> Callable[[], OpenEnv]:
+    """The factory of sessions with the server at ``spec``.
+
+    Raises:
+        ValueError: it is no address.
+    """
+    if not is_address(spec):
+        example = "write the server's address, as in openenv:http://localhost:8000"
+        raise ValueError(f"--environment openenv:{spec}: {example}")
+    return lambda: OpenEnv(spec.rstrip("/"))
+
+
+def rows(spec: str) -> Iterator[dict[str, Any]]:
+    """A row many times over, each with another seed; what the model sees comes from the server alone."""
+    return ({"input": spec, "metadata": {OWN: True}} for _ in range(EPISODES))

@@ -1,0 +1,149 @@
+"""``podman`` and ``docker``: each program has a container of its own, which a supervisor starts and removes."""
+
+from __future__ import annotations
+
+import marshal
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import ClassVar
+from urllib.parse import urlsplit
+
+from slimelite.base.lifecycle import MARK
+from slimelite.sandbox.boxes import ROOT, SYSTEM, is_within
+from slimelite.sandbox.container_supervisor import VARIABLE
+from slimelite.sandbox.registry import OPTION, ContainerPlan, Launch, SandboxSettings
+from slimelite.sandbox.supervisor import OPEN_FILES
+
+RUN = f"import sys; sys.path.insert(0, {ROOT!r}); from slimelite.sandbox.container_supervisor import main; main()"
+# what waits until the supervisor has connected the container with the model
+WAIT = 'read -r _ && exec "$@"'
+USER = "1000:1000"
+# no image has it: a folder of the image's would keep its owner
+HOME = "/home/slimelite-agent"
+# system calls that fail, as in the other sandboxes; podman's own filter lets programs make namespaces of users
+FILTER = os.path.join(os.path.dirname(__file__), "containers_seccomp.json")
+# of the run's environment; paths of certificates are the image's own
+KEPT = ("LANG", "LC_ALL", "TZ")
+# processes of all containers together: what podman's own process has left, where it is the kernel's usual limit
+MOST_PROCESSES = 32768
+# the container begins within this time, or the machine cannot start it [s]
+PROBE_SECONDS = 60.0
+
+
+class ContainerSandbox:
+    """A container of the image that ``--agent-image`` names."""
+
+    name: ClassVar[str]
+    remedy: ClassVar[str]
+
+    def __init__(self, settings: SandboxSettings) -> None:
+        self.settings = settings
+
+    def check(self) -> list[str]:
+        """See `Sandbox`."""
+        image = self.settings.image
+        if shutil.which(self.name) is None:
+            raise ValueError(f"{OPTION} {self.name} needs {self.name}: {self.remedy}; or take process or bwrap")
+        if image is None:
+            raise ValueError(f"{OPTION} {self.name} needs --agent-image, an image with a shell and the program")
+        if missing := [path for path in self.settings.read if not os.path.exists(path)]:
+            raise ValueError(f"--agent-sandbox-read: there is no {', '.join(missing)}")
+        self._ask("info", f"{OPTION} {self.name} does not answer", self.remedy)
+        self._ask(f"image inspect {image}", f"--agent-image {image} is not here", f"{self.name} pull {image}")
+        launch = self.launch(["true"], {}, "http://127.0.0.1:9")
+        run = subprocess.run(
+            launch.words, env=launch.environment, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False
+        )
+        lines = run.stderr.strip().splitlines() or [f"exit status {run.returncode}"]
+        if run.returncode:
+            raise ValueError(f"{OPTION} {self.name} does not start a container of {image}: {lines[-1]}")
+        return lines if run.stderr.strip() else []
+
+    def _ask(self, command: str, what: str, remedy: str) -> None:
+        """Run a command of the engine.
+
+        Raises:
+            ValueError: it fails; the message begins with ``what``.
+        """
+        words = [self.name, *command.split()]
+        run = subprocess.run(words, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
+        if run.returncode:
+            reason = (run.stderr.strip().splitlines() or [f"exit status {run.returncode}"])[-1]
+            raise ValueError(f"{what}: {reason}; {remedy}")
+
+    def launch(self, words: Sequence[str], variables: Mapping[str, str], endpoint: str | None) -> Launch:
+        """See `Sandbox`."""
+        url, kept = urlsplit(endpoint or ""), {name: os.environ[name] for name in KEPT if name in os.environ}
+        if MARK in os.environ:  # by which the watchdog finds it; nothing can be done with it
+            kept[MARK] = os.environ[MARK]
+        values = {**kept, **variables}
+        words, mounts = self._placed(words)
+        command = [self.name, "run", *self._limits(), *mounts, *self._environment(values)]
+        # a shell, as images may have an entry point of their own
+        command += ["--entrypoint", "/bin/sh", str(self.settings.image), "-c", WAIT, "sh", *words]
+        plan = ContainerPlan(
+            words=command,
+            endpoint=(url.hostname or "", url.port or 80) if endpoint and self.settings.network == "loopback" else None,
+            memory_mb=self.settings.memory_mb,
+        )
+        # the engine's own settings are in its environment; the container gets what its command line names
+        environment = {**os.environ, **values, VARIABLE: marshal.dumps(dict(plan)).hex()}
+        return Launch([sys.executable, "-I", "-S", "-c", RUN], environment)
+
+    def _limits(self) -> list[str]:
+        settings = self.settings
+        disk, memory = f"{settings.disk_mb}m", f"{settings.memory_mb}m"
+        network = "host" if settings.network == "full" else "none"
+        words = ["--rm", "--interactive", "--pull", "never", "--log-driver", "none", "--network", network]
+        words += ["--memory", memory, "--memory-swap", memory, "--pids-limit", str(settings.processes)]
+        words += ["--read-only", "--shm-size", disk, "--workdir", HOME, "--user", USER]
+        for place in (HOME, "/tmp"):
+            words += ["--tmpfs", f"{place}:rw,exec,nosuid,nodev,size={disk},mode=1777"]
+        words += ["--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--security-opt", f"seccomp={FILTER}"]
+        for name, limit in (("core", 0), ("nofile", OPEN_FILES), ("fsize", settings.disk_mb << 20)):
+            words += ["--ulimit", f"{name}={limit}:{limit}"]
+        return words
+
+    def _placed(self, words: Sequence[str]) -> tuple[list[str], list[str]]:
+        """``words`` with the full paths of the files here that they name, and the mounts of these."""
+        placed, there = list[str](), list[str]()
+        for word in words:
+            named = (os.sep in word or os.path.isfile(word)) and not word.startswith("-") and os.path.exists(word)
+            path = os.path.abspath(word)
+            named = named and path != "/" and not is_within(path, SYSTEM)  # the system's files are the image's
+            there += [path] if named else []
+            placed.append(path if named else word)
+        places = dict.fromkeys([*there, *map(os.path.abspath, self.settings.read)])
+        mounts = [word for path in places for word in ("--mount", f"type=bind,source={path},target={path},readonly")]
+        return placed, mounts
+
+    def _environment(self, values: Mapping[str, str]) -> Iterator[str]:
+        """The names of variables, whose values nobody sees in a list of processes."""
+        for name in values:
+            yield from ("--env", name)
+        for name, value in (("HOME", HOME), ("TMPDIR", "/tmp"), ("USER", "agent"), ("LOGNAME", "agent")):
+            yield from ("--env", f"{name}={value}")
+
+
+class PodmanSandbox(ContainerSandbox):
+    """Containers of podman, which needs no daemon."""
+
+    name = "podman"
+    remedy = "apt-get install podman"
+
+    def _limits(self) -> list[str]:
+        # by itself podman asks for more processes than a user without CAP_SYS_RESOURCE may have; its cgroup counts them
+        hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
+        most = MOST_PROCESSES if hard == resource.RLIM_INFINITY else min(hard, MOST_PROCESSES)
+        return [*super()._limits(), "--http-proxy=false", "--ulimit", f"nproc={most}:{most}"]
+
+
+class DockerSandbox(ContainerSandbox):
+    """Containers of a docker daemon on this machine."""
+
+    name = "docker"
+    remedy = "install it, start its daemon, and let this user talk to it (the group docker)"

@@ -1,0 +1,96 @@
+"""The command line of a container, and what a bad start of one says; the tests marked podman run real ones."""
+
+from __future__ import annotations
+
+import marshal
+import os
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from slimelite.sandbox.container_supervisor import VARIABLE
+from slimelite.sandbox.registry import Launch, SandboxSettings, open_sandbox
+from tests.sandbox.sandboxes import IMAGE
+
+
+def words_of(launch: Launch) -> list[str]:
+    words: list[str] = marshal.loads(bytes.fromhex(launch.environment[VARIABLE]))["words"]
+    return words
+
+
+def launched(engine: str, words: list[str], **settings: object) -> Launch:
+    box = open_sandbox(SandboxSettings(engine, image=IMAGE, **settings))  # type: ignore[arg-type]
+    assert box is not None
+    return box.launch(words, {"OPENAI_API_KEY": "a-key"}, "http://127.0.0.1:8123/sessions/s")
+
+
+@pytest.mark.parametrize("engine", ["podman", "docker"])
+def test_a_container_has_the_limits_of_the_flags(engine: str) -> None:
+    launch = launched(engine, ["agent", "--quick"], memory_mb=96, processes=40, disk_mb=32)
+    words = words_of(launch)
+    pairs = list(pairwise(words))
+    assert words[:2] == [engine, "run"]
+    assert words[-5:] == ["-c", 'read -r _ && exec "$@"', "sh", "agent", "--quick"]
+    assert {("--memory", "96m"), ("--memory-swap", "96m"), ("--pids-limit", "40"), ("--network", "none")} <= {*pairs}
+    assert {("--cap-drop", "ALL"), ("--user", "1000:1000"), ("--pull", "never"), ("--ulimit", "nofile=1024:1024")} <= {
+        *pairs
+    }
+    (profile,) = (word[8:] for word in words if word.startswith("seccomp="))
+    assert os.path.isfile(profile)
+    assert "--read-only" in words
+    assert all(",size=32m," in limit for name, limit in pairs if name == "--tmpfs")
+
+
+def test_nobody_sees_a_key_in_the_list_of_processes() -> None:
+    launch = launched("podman", ["agent"])
+    assert ("--env", "OPENAI_API_KEY") in pairwise(words_of(launch))
+    assert not [word for word in (*launch.words, *words_of(launch)) if "a-key" in word]
+    assert launch.environment["OPENAI_API_KEY"] == "a-key"
+
+
+def test_a_container_reads_what_the_command_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "agent.py").touch()
+    (tmp_path / "tasks").mkdir()
+    monkeypatch.chdir(tmp_path)
+    words = words_of(launched("podman", ["/bin/sh", "agent.py", "-v", "no/such"], read=("tasks",)))
+    mounted = [words[place + 1] for place, word in enumerate(words) if word == "--mount"]
+    assert mounted == [
+        f"type=bind,source={path},target={path},readonly" for path in map(tmp_path.joinpath, ("agent.py", "tasks"))
+    ]
+    assert words[-4:] == ["/bin/sh", str(tmp_path / "agent.py"), "-v", "no/such"], "its current folder is another one"
+
+
+@pytest.mark.parametrize(("network", "named"), [("none", "none"), ("loopback", "none"), ("full", "host")])
+def test_only_loopback_is_connected_with_the_model(network: str, named: str) -> None:
+    launch = launched("docker", ["agent"], network=network)
+    plan = marshal.loads(bytes.fromhex(launch.environment[VARIABLE]))
+    assert plan["words"][plan["words"].index("--network") + 1] == named
+    assert plan["endpoint"] == (("127.0.0.1", 8123) if network == "loopback" else None)
+
+
+def test_what_is_missing_is_said_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine of the test's own stands for one whose daemon is away, and for one without the image."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    engine = tmp_path / "docker"
+
+    def problem(script: str, image: str | None = IMAGE) -> str:
+        engine.write_text(f"#!/bin/sh\n{script}\n")
+        engine.chmod(0o755)
+        box = open_sandbox(SandboxSettings("docker", image=image))
+        assert box is not None
+        with pytest.raises(ValueError, match="docker") as caught:
+            box.check()
+        return str(caught.value)
+
+    assert "--agent-sandbox docker needs --agent-image" in problem("exit 0", None)
+    assert "does not answer: no daemon here; install it, start its daemon" in problem("echo no daemon here >&2; exit 1")
+    absent = '[ "$1" = info ] || { echo no such image >&2; exit 125; }'
+    assert problem(absent) == f"--agent-image {IMAGE} is not here: no such image; docker pull {IMAGE}"
+    broken = '[ "$1" = run ] && { echo no cgroups >&2; exit 125; }; exit 0'
+    assert "does not start a container of localhost/slimelite-test:1: no cgroups" in problem(broken)
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    box = open_sandbox(SandboxSettings("podman", image=IMAGE))
+    assert box is not None
+    with pytest.raises(ValueError, match="apt-get install podman; or take process or bwrap"):
+        box.check()
