@@ -17,6 +17,8 @@ from transformers import AutoTokenizer, MistralConfig
 
 from slimelite.samples.table import SampleTable
 
+pytestmark = pytest.mark.timeout(900)  # the first test waits for all runs of the page
+
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "extending.md").read_text()
 BLOCK = re.compile(r"```(python|bash)\n(.*?)```", re.DOTALL)
@@ -34,9 +36,11 @@ pathlib.Path(sys.argv[2]).write_text(json.dumps(results))
 
 @dataclass
 class Recipe:
-    """A section of the page: its files by name, and the arguments of each of its commands."""
+    """A section of the page: its files by name, the scripts among them that it runs first, and the arguments of each of
+    its commands."""
 
     files: dict[str, str] = field(default_factory=dict)
+    scripts: list[str] = field(default_factory=list)
     commands: list[list[str]] = field(default_factory=list)
 
 
@@ -53,9 +57,14 @@ def read_page() -> dict[str, Recipe]:
                 first, _, rest = text.partition("\n")
                 recipe.files[first.removeprefix("# ")] = rest
             else:
-                python, program, *flags = shlex.split(text.replace('"${RUN[@]}"', run[1]))
-                assert (python, program) == ("python", "train.py")
-                recipe.commands.append(flags)
+                for line in text.splitlines():
+                    python, program, *flags = shlex.split(line.replace('"${RUN[@]}"', run[1]))
+                    assert python == "python"
+                    if program == "train.py":
+                        recipe.commands.append(flags)
+                    else:
+                        recipe.scripts.append(program)
+                        assert not flags
     return recipes
 
 
@@ -85,6 +94,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for title, recipe in RECIPES.items():
         for name, text in recipe.files.items():
             (folder / name).write_text(text)
+        for script in recipe.scripts:
+            subprocess.run([sys.executable, script], cwd=folder, check=True)
         for number, flags in enumerate(recipe.commands):
             name = f"{title} {number}"
             commands[name] = [*flags, "--run-dir", str(folder / name)]
@@ -95,6 +106,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     failed = [name for name, status in json.loads((folder / "results.json").read_text()).items() if status]
     assert not failed, done.stdout[-3000:] + done.stderr[-3000:]
+    (folder / "printed.txt").write_text(done.stdout)
     return {name: folder / name for name in commands}
 
 
@@ -110,10 +122,12 @@ def samples(run: Path) -> SampleTable:
 
 
 @pytest.mark.parametrize("title", RECIPES)
-def test_a_recipe_is_one_file(title: str) -> None:
+def test_every_file_of_a_recipe_is_used(title: str) -> None:
     recipe = RECIPES[title]
-    assert len(recipe.files) == len(recipe.commands) >= 1, "one file a command"
-    assert all(any(name in part for part in flags) for name, flags in zip(recipe.files, recipe.commands, strict=True))
+    assert recipe.files
+    assert recipe.commands
+    for name in recipe.files:
+        assert name in recipe.scripts or any(name in part for flags in recipe.commands for part in flags)
 
 
 def test_an_estimator(runs: dict[str, Path]) -> None:
@@ -130,6 +144,37 @@ def test_a_loss(runs: dict[str, Path]) -> None:
     assert 0 < found["train/bad_tokens"] < 1
     bad = np.repeat(table.advantage < 0, table.response_lengths) & table.loss_mask
     assert found["train/bad_tokens"] == pytest.approx(bad.sum() / table.loss_mask.sum())
+
+
+def test_the_dry_run_tries_an_estimator(runs: dict[str, Path]) -> None:
+    printed = (runs["An advantage estimator 1"].parent / "printed.txt").read_text()
+    told = printed.split("=== An advantage estimator 1\n")[1].split("=== ")[0]
+    assert "rewards 0, 1, 0.5, 1 of one prompt give -0.5, 0.5, 0, 0.5" in " ".join(told.split())
+    assert not runs["An advantage estimator 1"].exists()
+
+
+def test_grpo_and_a_term(runs: dict[str, Path]) -> None:
+    found = metrics(runs["GRPO and a term of your own 0"])
+    assert found["train/calm_loss"] > 0
+    assert found["train/loss"] == pytest.approx(found["train/pg_loss"] + found["train/calm_loss"], abs=1e-6)
+
+
+def test_a_metric(runs: dict[str, Path]) -> None:
+    table, found = samples(runs["A metric 0"]), metrics(runs["A metric 0"])
+    assert found["rollout/digits"] == np.mean([sum(map(str.isdigit, text)) for text in table.response])
+    assert found["rollout/best_reward"] == table.reward.max()
+    assert "rollout/raw_reward" in found, "the others are logged as ever"
+
+
+def test_a_curriculum(runs: dict[str, Path]) -> None:
+    first, second = (
+        SampleTable.from_parquet(runs["A curriculum 0"] / "rollouts" / f"000000{i}.parquet") for i in range(2)
+    )
+    assert all(int(label) <= 20 for label in first.label)
+    rose = first.reward.mean() >= 0.3
+    assert [int(label) > 20 for label in second.label] == [rose] * len(second)
+    rows = [json.loads(line) for line in (runs["A curriculum 0"] / "metrics.jsonl").read_text().splitlines()]
+    assert next(row["rollout/level"] for row in rows if "rollout/level" in row) == float(rose)
 
 
 def test_a_column(runs: dict[str, Path]) -> None:
@@ -161,6 +206,13 @@ def test_a_generate_function(runs: dict[str, Path]) -> None:
     table = samples(runs["A generate function 0"])
     masks = np.split(table.loss_mask, table.response_offsets[1:-1])
     assert all(mask.sum() == len(mask) - 1 for mask in masks), "the hint is not trained on"
+    assert not any(mask[-1] == 0 for mask in masks), "every row has a second turn"
+    assert all("=" in text for text in table.response)
+    tokenizer = AutoTokenizer.from_pretrained(runs["A generate function 0"].parent / "task" / "model")
+    rows = np.split(table.response_tokens, table.response_offsets[1:-1])
+    at = [int(np.flatnonzero(mask == 0)[0]) for mask in masks]
+    for row, place, text in zip(rows, at, table.response, strict=True):
+        assert text == tokenizer.decode(row[:place]) + "=" + tokenizer.decode(row[place + 1 :])
 
 
 def test_a_group_of_flags(runs: dict[str, Path]) -> None:

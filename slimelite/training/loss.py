@@ -62,7 +62,10 @@ def micro_batch_loss(args: Args, batch: MicroBatch, log_probs: Tensor, entropy: 
             losses, metrics = sft_loss(log_probs, batch.mask), {}
         case "custom_loss":
             plugin = load_function(str(args.custom_loss_function_path), "--custom-loss-function-path")
-            losses, metrics = plugin(args, batch, log_probs, entropy)
+            made = plugin(args, batch, log_probs, entropy)
+            if isinstance(made, Loss):
+                return made
+            losses, metrics = made
         case name:
             assert args.loss.function is not None  # `problems` has checked it
             made = function(args.loss.function, LOSSES.option, name)(args, batch, log_probs, entropy)
