@@ -51,8 +51,10 @@ def names(only: str | None) -> Iterator[tuple[str, str]]:
     if only in (None, "textarena"):
         from textarena.envs.registration import ENV_REGISTRY
 
-        games = [name for name in sorted(ENV_REGISTRY) if not name.endswith(("-raw", "-train"))]
-        yield from (("textarena", f"textarena:{name}") for name in games)
+        games: dict[str, str] = {}  # one of each; its variants differ in sizes and in what a wrapper shows
+        for name in sorted(ENV_REGISTRY):
+            games.setdefault(name.partition("-v0")[0], name)
+        yield from (("textarena", f"textarena:{name}") for name in games.values())
 
 
 def check(environment: str, rows: Path | None) -> dict[str, Any]:

@@ -144,9 +144,13 @@ class ReasoningGym:
 
 
 def make(text: str) -> Callable[[], ReasoningGym]:
-    """The factory of episodes, which share processes that score."""
+    """The factory of episodes, which share processes that score.
+
+    The first starts here: the import of the library may take longer than a call of an environment.
+    """
     _read(text)
     scorers = WorkerPool(SCORERS, SCORE_SECONDS, program=(__name__,), chunk=1, start_seconds=START_SECONDS)
+    scorers.start()
     return lambda: ReasoningGym(scorers)
 
 

@@ -84,6 +84,13 @@ ENVIRONMENTS: Registry[EnvironmentKind] = Registry(
             f"{_CONTRIB}.openenv:make",
             rows=f"{_CONTRIB}.openenv:rows",
         ),
+        EnvironmentKind(
+            "harbor",
+            "the Harbor tasks of the folder, with a shell in a container",
+            f"{_CONTRIB}.harbor:make",
+            rows=f"{_CONTRIB}.harbor:rows",
+            boxed=True,
+        ),
     ),
     instead="; a class of your own is path/to/file.py:Class, and a server http://host:port",
 )

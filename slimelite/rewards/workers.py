@@ -77,6 +77,10 @@ class WorkerPool:
         results = await asyncio.gather(*(loop.run_in_executor(self._threads, self._grade, chunk) for chunk in chunks))
         return [reward for part in results for reward in part]
 
+    def start(self) -> None:
+        """Start the worker that is used first now, so that no answer waits for its imports; raises as `run`."""
+        self._workers[-1]._start()
+
     def _grade(self, chunk: Sequence[Task]) -> list[Reward | Failure]:
         worker = self._idle.get()  # never waits: there are as many workers as threads
         try:

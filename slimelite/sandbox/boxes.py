@@ -157,7 +157,7 @@ class BubblewrapSandbox(ProcessSandbox):
         return []
 
     def _prefix(self, readable: Sequence[str]) -> list[str]:
-        return bubblewrap(readable, HOME, self.settings.disk_mb << 20)
+        return bubblewrap(readable, HOME, self.settings.disk_mb << 20, self.settings.folders)
 
     def _filter(self) -> bytes:
         full = self.settings.network == "full"
@@ -170,8 +170,8 @@ class BubblewrapSandbox(ProcessSandbox):
         )
 
 
-def bubblewrap(readable: Iterable[str], home: str, disk_bytes: int) -> list[str]:
-    """bwrap with a view of the system's files and ``readable``, and with ``home``, /tmp and /dev/shm in memory."""
+def bubblewrap(readable: Iterable[str], home: str, disk_bytes: int, folders: Iterable[str] = ()) -> list[str]:
+    """bwrap with a view of the system's files and ``readable``; ``home``, /tmp, /dev/shm, ``folders`` are in memory."""
     words = ["bwrap", "--die-with-parent", "--cap-drop", "ALL"]
     words += ["--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     words += ["--uid", "1000", "--gid", "1000", "--hostname", "sandbox"]
@@ -188,7 +188,7 @@ def bubblewrap(readable: Iterable[str], home: str, disk_bytes: int) -> list[str]
         "fs",
     ):  # root's even without its rights
         words += ["--ro-bind-try", f"/proc/{name}", f"/proc/{name}"]
-    for place in ("/dev/shm", "/tmp", home):
+    for place in ("/dev/shm", "/tmp", home, *folders):
         words += ["--size", str(disk_bytes), "--tmpfs", place]
     for path in readable:
         words += ["--ro-bind", path, path]

@@ -26,6 +26,12 @@ USER = "1000:1000"
 HOME = "/home/slimelite-agent"
 # system calls that fail, as in the other sandboxes; podman's own filter lets programs make namespaces of users
 FILTER = os.path.join(os.path.dirname(__file__), "containers_seccomp.json")
+# what root of a container needs for its own files, packages and users
+OWN_FILES = [
+    word
+    for name in ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "NET_BIND_SERVICE")
+    for word in ("--cap-add", name)
+]
 # of the run's environment; paths of certificates are the image's own
 KEPT = ("LANG", "LC_ALL", "TZ")
 # processes of all containers together: what podman's own process has left, where it is the kernel's usual limit
@@ -100,7 +106,8 @@ class ContainerSandbox:
         network = "host" if settings.network == "full" else "none"
         words = ["--rm", "--interactive", "--pull", "never", "--log-driver", "none", "--network", network]
         words += ["--memory", memory, "--memory-swap", memory, "--pids-limit", str(settings.processes)]
-        words += ["--read-only", "--shm-size", disk, "--workdir", HOME, "--user", USER]
+        words += ["--shm-size", disk, "--workdir", HOME]
+        words += ["--user", "0:0", *OWN_FILES] if settings.whole else ["--user", USER, "--read-only"]
         for place in (HOME, "/tmp"):
             words += ["--tmpfs", f"{place}:rw,exec,nosuid,nodev,size={disk},mode=1777"]
         words += ["--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--security-opt", f"seccomp={FILTER}"]

@@ -26,6 +26,8 @@ class SandboxSettings:
         processes: with their threads.
         disk_mb: of all its files together, and of each [MiB].
         image: of a container, as its engine knows it.
+        folders: empty ones in memory that a program finds there; ``process`` has none.
+        whole: the program is root of a container that it may change all of, for one episode.
     """
 
     name: str | None = None
@@ -35,6 +37,8 @@ class SandboxSettings:
     processes: int = 256
     disk_mb: int = 1024
     image: str | None = None
+    folders: tuple[str, ...] = ()
+    whole: bool = False
 
 
 NO_WISHES = SandboxSettings()

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from slimelite.contrib import mcp, reasoning_gym, textarena
@@ -92,6 +93,19 @@ class TestReasoningGym:
             assert list(start.messages) == row["input"]
             assert steps == [Step(reward=steps[0].reward, done=True, metrics={"unscored": 0.0})]
             assert (steps[0].reward == 1.0) == (reward == 1.0)
+
+    def test_no_call_waits_for_the_import_of_the_library(self) -> None:
+        """Its limit of time may be shorter; so a process that scores has imported it when there is a factory."""
+        before = set(psutil.Process().children())
+        environment = reasoning_gym.make("gcd")()
+        (scorer,) = set(psutil.Process().children()) - before
+        assert "slimelite.contrib.reasoning_gym" in scorer.cmdline()
+        row = self.rows("gcd?size=1")[0]
+        start = asyncio.run(environment.reset(Row(row["input"], row["label"], row["metadata"])))
+        assert start.messages == row["input"]
+        step = asyncio.run(environment.step(said(f"<answer>{row['label']}</answer>")))
+        assert step.reward == 1.0
+        assert set(psutil.Process().children()) - before == {scorer}, "the same process scores"
 
     def test_an_answer_that_is_a_program_reaches_nothing(self, tmp_path: Path) -> None:
         row = self.rows("n_queens?size=1")[0]  # the library evals such answers

@@ -11,7 +11,9 @@ import pytest
 
 from slimelite.sandbox.container_supervisor import VARIABLE
 from slimelite.sandbox.registry import Launch, SandboxSettings, open_sandbox
-from tests.sandbox.sandboxes import IMAGE
+from tests.environments.test_adapters import episode, said
+from tests.environments.test_harbor import bash, plays, row_of, write_task
+from tests.sandbox.sandboxes import IMAGE, settings
 
 
 def words_of(launch: Launch) -> list[str]:
@@ -94,3 +96,23 @@ def test_what_is_missing_is_said_at_the_start(tmp_path: Path, monkeypatch: pytes
     assert box is not None
     with pytest.raises(ValueError, match="apt-get install podman; or take process or bwrap"):
         box.check()
+
+
+@pytest.mark.podman
+def test_a_task_of_harbor_is_played_in_a_container(tmp_path: Path) -> None:
+    plays(write_task(tmp_path / "one"), settings("podman", memory_mb=1024))
+
+
+@pytest.mark.podman
+def test_the_image_of_a_task_is_built(tmp_path: Path) -> None:
+    dockerfile = f"FROM {IMAGE}\nWORKDIR /app\nRUN echo made > /made\nCOPY data/number .\n"
+    folder = write_task(tmp_path / "one", dockerfile=dockerfile)
+    replies = [bash("cat /made number; echo 42 > answer.txt; echo x > /etc/changed"), said("Done.")]
+    _, steps = episode(f"harbor:{folder}", row_of(folder), replies, SandboxSettings("podman"))
+    assert steps[0].messages[0]["content"] == "made\n42"
+    assert steps[1].reward == 1.0
+    _, steps = episode(f"harbor:{folder}", row_of(folder), [bash("ls /etc/changed")], SandboxSettings("podman"))
+    assert "No such file" in steps[0].messages[0]["content"], "each episode has a container of its own"
+    folder = write_task(tmp_path / "two", dockerfile="FROM localhost/no-such-image:1\nRUN true\n")
+    with pytest.raises(ValueError, match=r"podman cannot build the image of the task two: .*; --agent-image names"):
+        episode(f"harbor:{folder}", row_of(folder), [], SandboxSettings("podman"))

@@ -1,0 +1,411 @@
+"""``harbor:<folder>``: tasks in Harbor's format, which is terminal-bench's; the model has a shell in a box of its own.
+
+A folder is a task, or has tasks: task.toml, instruction.md, environment/ and tests/. Commands run in a container of the
+task's image, by podman or docker; a task whose Dockerfile runs nothing may also run in bubblewrap, on this machine's
+programs. When the model ends with a reply without a call, tests/test.sh says what the episode is worth.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import json
+import os
+import re
+import secrets
+import shlex
+import signal
+import subprocess
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+from urllib.parse import parse_qsl
+
+from slimelite.environments.protocol import Row, Start, Step
+from slimelite.environments.tools import MOST_CHARACTERS, ToolEnvironment
+from slimelite.sandbox.registry import NO_WISHES, OPTION, Sandbox, SandboxSettings, open_sandbox
+
+ENGINES, PLAIN = ("podman", "docker"), "bwrap"
+# where Harbor's tests find what they need, and leave the reward
+TESTS, LOGS = "/tests", "/logs/verifier"
+# of a Dockerfile: what makes nothing that a program could miss, and what bubblewrap can do too
+NEUTRAL, POSSIBLE = ("FROM", "LABEL", "CMD", "ENTRYPOINT", "EXPOSE", "SHELL"), ("WORKDIR", "ENV", "COPY")
+# folders of a system, in which bubblewrap makes none
+SYSTEM = ("bin", "dev", "etc", "home", "lib", "lib32", "lib64", "opt", "proc", "sbin", "sys", "tmp", "usr")
+# for one command, and for the tests where the task says nothing [s]
+COMMAND_SECONDS, TEST_SECONDS = 30.0, 600.0
+# for a box to end by itself [s]
+END_SECONDS = 2.0
+# an output with the mark that ends it [bytes]
+MOST_BYTES = 1 << 20
+VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task folder; ``problem`` says what of it is not supported here.
+
+    ``files``: what the Dockerfile copies, from here to there; ``plain``: why bubblewrap cannot run it, "" if it can.
+    """
+
+    name: str
+    folder: Path
+    instruction: str
+    image: str | None
+    memory_mb: int
+    internet: bool
+    workdir: str
+    variables: dict[str, str]
+    test_variables: dict[str, str]
+    test_seconds: float
+    files: tuple[tuple[Path, str], ...]
+    plain: str
+    problem: str
+
+
+def read_task(folder: Path) -> Task:
+    """The task in ``folder``.
+
+    Raises:
+        ValueError: task.toml or instruction.md cannot be read.
+    """
+    try:
+        config = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
+        instruction = (folder / "instruction.md").read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{folder} is no task of Harbor's: {error}") from error
+    box, tests = config.get("environment", {}), config.get("verifier", {})
+    workdir, variables, files, plain = _dockerfile(folder / "environment")
+    memory = box.get("memory_mb") or _megabytes(str(box.get("memory", "0")))
+    return Task(
+        name=folder.name,
+        folder=folder,
+        instruction=instruction,
+        image=box.get("docker_image"),
+        memory_mb=int(memory),
+        internet=box.get("network_mode", "public") == "public" and box.get("allow_internet") is not False,
+        workdir=box.get("workdir") or workdir,
+        variables={**variables, **_resolved(box.get("env", {}))},
+        test_variables=_resolved(tests.get("env", {})),
+        test_seconds=float(tests.get("timeout_sec", TEST_SECONDS)),
+        files=files,
+        plain=plain,
+        problem=_problem(folder, config, box, tests),
+    )
+
+
+def _problem(folder: Path, config: Mapping[str, Any], box: Mapping[str, Any], tests: Mapping[str, Any]) -> str:
+    """What of a task is not supported, "" if everything is."""
+    separate = tests.get("environment_mode") == "separate" or tests.get("environment")
+    checks = {
+        "it has no tests/test.sh": not (folder / "tests" / "test.sh").is_file(),
+        "it has several containers (docker-compose.yaml)": any((folder / "environment").glob("docker-compose.y*ml")),
+        "it has several steps": config.get("steps"),
+        "it is for Windows": str(box.get("os", "linux")).lower() != "linux",
+        "it needs accelerators": box.get("gpus") or box.get("tpu"),
+        "it brings MCP servers": box.get("mcp_servers"),
+        "its tests run in a box of their own": separate,
+        "it collects files (verifier.collect)": tests.get("collect"),
+        "it has users of its own": config.get("agent", {}).get("user") or tests.get("user"),
+        "it waits for a health check": box.get("healthcheck"),
+        "it may reach some hosts alone": box.get("network_mode") == "allowlist",
+    }
+    return next((what for what, holds in checks.items() if holds), "")
+
+
+def _megabytes(text: str) -> int:
+    """The MiB of a size such as 2G."""
+    units = {"G": 1024.0, "M": 1.0, "K": 1 / 1024}
+    return int(float(text[:-1]) * units[text[-1].upper()]) if text[-1:].upper() in units else 0
+
+
+def _resolved(variables: Mapping[str, str]) -> dict[str, str]:
+    """Values in which ``${NAME}`` and ``${NAME:-usual}`` are those of this process."""
+    return {
+        name: VARIABLE.sub(lambda match: os.environ.get(match[1], match[2] or ""), str(value))
+        for name, value in variables.items()
+    }
+
+
+def _dockerfile(folder: Path) -> tuple[str, dict[str, str], tuple[tuple[Path, str], ...], str]:
+    """Working folder, variables and copied files of a Dockerfile, and what of it bubblewrap cannot do."""
+    workdir, variables, files, plain = "/app", dict[str, str](), list[tuple[Path, str]](), ""
+    file = folder / "Dockerfile"
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    for line in re.sub(r"\\\n", " ", text).splitlines():
+        verb, _, rest = line.strip().partition(" ")
+        verb, words = verb.upper(), rest.split()
+        if not verb or verb.startswith("#") or verb in NEUTRAL:
+            continue
+        if verb == "WORKDIR":
+            workdir = str(PurePosixPath(workdir, rest.strip()))
+        elif verb == "ENV" and words and all("=" in word for word in shlex.split(rest)):
+            variables |= {word.partition("=")[0]: word.partition("=")[2] for word in shlex.split(rest)}
+        elif verb == "COPY" and len(words) >= 2 and not rest.startswith(("--", "[")):
+            files += _copies(folder, words[:-1], str(PurePosixPath(workdir, words[-1])), words[-1].endswith("/"))
+        else:
+            plain = plain or f"its Dockerfile has {line.strip()[:60]}"
+    top = [PurePosixPath(path).parts[1:2] for path in (workdir, *(there for _, there in files))]
+    if inner := [parts[0] for parts in top if parts and parts[0] in SYSTEM]:
+        plain = plain or f"it works in /{inner[0]}"
+    return workdir, variables, tuple(files), plain
+
+
+def _copies(folder: Path, sources: Sequence[str], target: str, into: bool) -> Iterator[tuple[Path, str]]:
+    """The files of one COPY, from here to there."""
+    for source in sources:
+        place = folder / source
+        if place.is_dir():
+            there = (path for path in sorted(place.rglob("*")) if path.is_file())
+            yield from ((path, f"{target}/{path.relative_to(place)}") for path in there)
+        elif place.is_file():
+            yield place, f"{target}/{place.name}" if into or target in (".", "/app") else target
+
+
+class Box:
+    """A shell in a sandbox; commands run one after the other, each in a shell of its own."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process, self._mark = process, secrets.token_hex(12)
+
+    @classmethod
+    async def begin(cls, sandbox: Sandbox, variables: Mapping[str, str]) -> Box:
+        """Start a box; ``variables``: of its environment."""
+        launch = sandbox.launch(["sh"], variables, None)
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(
+            *launch.words,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=asyncio.subprocess.STDOUT,
+            env=launch.environment,
+            start_new_session=True,
+            limit=MOST_BYTES,
+        )
+        box = cls(process)
+        await box.tell('S=$(command -v bash || command -v sh); F="${TMPDIR:-/tmp}/.output"')
+        return box
+
+    async def tell(self, line: str) -> None:
+        """Have the shell of the box read ``line``."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError, ConnectionResetError):  # `run` says what the box wrote before it ended
+            self._process.stdin.write(line.encode() + b"\n")
+            await self._process.stdin.drain()
+
+    async def run(self, command: str, folder: str, seconds: float, most: int = MOST_CHARACTERS) -> tuple[int, str]:
+        """Exit status and output, at most the first ``most`` bytes, of a command; 137 if it takes longer.
+
+        Raises:
+            OSError: the box has ended.
+        """
+        line = f"cd {shlex.quote(folder)} && {command}".replace("\0", "")
+        await self.tell(
+            f'timeout -s KILL {seconds:g} "$S" -c {shlex.quote(line)} </dev/null >"$F" 2>&1; s=$?; '
+            f"head -c {most} \"$F\"; printf '\\n%s %s\\n' {self._mark} $s"
+        )
+        assert self._process.stdout is not None
+        try:
+            text = await self._process.stdout.readuntil(f"\n{self._mark} ".encode())
+            status = await self._process.stdout.readline()
+        except asyncio.IncompleteReadError as error:
+            lines = error.partial.decode("utf-8", "replace").strip().splitlines() or ["without a word"]
+            raise OSError(f"the box has ended: {lines[-1]}") from error
+        return int(status), text[: -len(self._mark) - 2].decode("utf-8", "replace")
+
+    async def put(self, files: Sequence[tuple[Path, str]]) -> None:
+        """Copy files of this machine into the box, with their right to be run."""
+        for here, there in files:
+            target = shlex.quote(there)
+            mode = "755" if os.access(here, os.X_OK) else "644"
+            content = base64.encodebytes(here.read_bytes()).decode()
+            parent = shlex.quote(str(PurePosixPath(there).parent))
+            await self.tell(f"mkdir -p {parent}; base64 -d >{target} <<'{self._mark}'\n{content}{self._mark}")
+            await self.tell(f"chmod {mode} {target}")
+
+    async def close(self) -> None:
+        """End it, with everything in it."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGINT)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(END_SECONDS):
+                await self._process.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+
+class Harbor(ToolEnvironment):
+    """An episode of one task."""
+
+    def __init__(self, tasks: Mapping[str, Task], boxes: Mapping[str, Sandbox], seconds: float, *, bare: bool) -> None:
+        """``bare``: the boxes lack what a Dockerfile copies."""
+        self._all, self._boxes, self._seconds, self._bare = tasks, boxes, seconds, bare
+        self._box: Box | None = None
+
+    async def bash(self, command: str) -> str:
+        """Run a command in a shell of the task's machine, and read what it prints."""
+        assert self._box is not None
+        status, output = await self._box.run(command, self._task.workdir, self._seconds)
+        more = "" if status == 0 else f"\n(exit status {status}{', it took too long' if status == 137 else ''})"
+        return (output + more).strip() or "(no output)"
+
+    def tools(self) -> Sequence[Callable[..., Any]]:
+        """See `ToolEnvironment`."""
+        return [self.bash]
+
+    async def reset(self, row: Row) -> Start:  # type: ignore[override]  # the driver takes both
+        """Start the task's box."""
+        name = str(row.metadata.get("task"))
+        if name not in self._all:
+            raise ValueError("this row is not of harbor's tasks; leave --prompt-data out")
+        start, self._task = super().reset(row), self._all[name]
+        self._box = await Box.begin(self._boxes[name], self._task.variables)
+        await self._box.tell(f"mkdir -p {shlex.quote(self._task.workdir)} {TESTS} {LOGS}")
+        await self._box.put(self._task.files if self._bare else ())
+        await self._box.run("true", "/", self._seconds)
+        return start
+
+    async def step(self, reply: Mapping[str, Any]) -> Step:
+        """Run the commands; without any the tests say what the episode is worth."""
+        step = await super().step(reply)
+        return replace(step, reward=await self._verdict() if step.done else 0.0)
+
+    async def _verdict(self) -> float:
+        """The reward that tests/test.sh writes.
+
+        Raises:
+            ValueError: it writes none.
+        """
+        box, task = self._box, self._task
+        assert box is not None
+        await box.tell("kill -9 -1 2>/dev/null")  # what the model left running could write the reward itself
+        await box.tell(f"rm -rf {TESTS} {LOGS}; mkdir -p {TESTS} {LOGS}")
+        tests = task.folder / "tests"
+        files = [path for path in sorted(tests.rglob("*")) if path.is_file()]
+        await box.put([(path, f"{TESTS}/{path.relative_to(tests)}") for path in files])
+        variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in task.test_variables.items())
+        command = f'env {variables} "$(command -v bash || command -v sh)" {TESTS}/test.sh'
+        status, output = await box.run(command, task.workdir, task.test_seconds)
+        reward = await box.run(f"cat {LOGS}/reward.json 2>/dev/null || cat {LOGS}/reward.txt", "/", self._seconds)
+        try:
+            number = json.loads(reward[1])
+            return float(number["reward"] if isinstance(number, dict) else number)
+        except (ValueError, TypeError, KeyError) as error:
+            last = (output.strip().splitlines() or ["without output"])[-1]
+            what = f"the tests of {task.name} wrote no reward (exit status {status}): {last:.200}"
+            raise ValueError(what) from error
+
+    async def close(self) -> None:
+        """End the box."""
+        if self._box is not None:
+            await self._box.close()
+
+
+def _tasks(spec: str) -> tuple[dict[str, Task], float]:
+    """The tasks that ``spec`` names, and the seconds of a command.
+
+    Raises:
+        ValueError: there are none, or one of them cannot be run here.
+    """
+    path, _, query = spec.partition("?")
+    options = dict(parse_qsl(query))
+    wanted, seconds = options.pop("tasks", ""), options.pop("command_seconds", str(COMMAND_SECONDS))
+    if options or not re.fullmatch(r"\d+(\.\d+)?", seconds):
+        raise ValueError(f"--environment harbor:{spec}: write FOLDER?tasks=one,two&command_seconds=30")
+    top = Path(path)
+    folders = [top] if (top / "task.toml").is_file() else sorted(file.parent for file in top.glob("*/task.toml"))
+    tasks = {task.name: task for task in map(read_task, folders)}
+    if missing := [name for name in filter(None, wanted.split(",")) if name not in tasks]:
+        raise ValueError(f"--environment harbor:{spec}: there is no task {', '.join(missing)}")
+    tasks = {name: task for name, task in tasks.items() if not wanted or name in wanted.split(",")}
+    if not tasks:
+        raise ValueError(f"--environment harbor:{spec}: there is no task.toml in {path} or in a folder of it")
+    return tasks, float(seconds)
+
+
+def _refuse(spec: str, tasks: Mapping[str, Task], problems: Mapping[str, str]) -> None:
+    """Say which of the tasks can be run if one cannot.
+
+    Raises:
+        ValueError: one cannot.
+    """
+    if problems:
+        name, what = next(iter(problems.items()))
+        rest = ",".join(other for other in tasks if other not in problems)
+        remedy = f"; the others run: harbor:{spec.partition('?')[0]}?tasks={rest}" if rest else ""
+        raise ValueError(f"--environment harbor:{spec}: the task {name} cannot be run: {what}{remedy}")
+
+
+def make(spec: str, sandbox: SandboxSettings = NO_WISHES) -> Callable[[], Harbor]:
+    """The factory of episodes, each of which has a box of its own.
+
+    Raises:
+        ValueError: there is no task, or one cannot be run in this sandbox.
+    """
+    tasks, seconds = _tasks(spec)
+    name = sandbox.name or "none"
+    if name not in (*ENGINES, PLAIN):
+        more = "or, for tasks whose Dockerfile runs nothing, bwrap"
+        raise ValueError(f"--environment harbor:{spec} needs {OPTION} podman or docker, {more}")
+    problems = {task.name: task.problem or (task.plain if name == PLAIN else "") for task in tasks.values()}
+    for task in tasks.values():
+        if task.memory_mb > sandbox.memory_mb:
+            problems[task.name] = problems[task.name] or f"it asks for --agent-memory-mb {task.memory_mb}"
+    _refuse(spec, tasks, {name: what for name, what in problems.items() if what})
+    boxes = {task.name: _sandbox(task, sandbox) for task in tasks.values()}
+    bare = name == PLAIN or sandbox.image is not None
+    return lambda: Harbor(tasks, boxes, seconds, bare=bare)
+
+
+def _sandbox(task: Task, settings: SandboxSettings) -> Sandbox:
+    """What the box of a task is started by.
+
+    Raises:
+        ValueError: there is no image, or the sandbox does not start.
+    """
+    network = "full" if settings.network == "full" and task.internet else "none"
+    folders = {f"/{PurePosixPath(path).parts[1]}" for path in (task.workdir, *(there for _, there in task.files))}
+    settings = replace(settings, network=network, whole=True, folders=tuple(sorted({*folders, "/tests", "/logs"})))
+    if settings.name in ENGINES:
+        settings = replace(settings, image=settings.image or task.image or _built(task, str(settings.name)))
+    sandbox = open_sandbox(settings)
+    assert sandbox is not None
+    sandbox.check()
+    return sandbox
+
+
+def _built(task: Task, engine: str) -> str:
+    """The image of the task's Dockerfile, which is built if it is not here yet.
+
+    Raises:
+        ValueError: it cannot be built.
+    """
+    folder = task.folder / "environment"
+    content = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        content.update(str(path.relative_to(folder)).encode() + path.read_bytes())
+    tag = f"localhost/slimelite-harbor:{content.hexdigest()[:16]}"
+    if subprocess.run([engine, "image", "inspect", tag], capture_output=True, check=False).returncode:
+        words = [engine, "build", "--tag", tag, str(folder)]
+        built = subprocess.run(words, capture_output=True, text=True, check=False)
+        if built.returncode:
+            reason = (built.stderr.strip().splitlines() or ["without a word"])[-1]
+            remedy = "--agent-image names an image in its place"
+            raise ValueError(f"{engine} cannot build the image of the task {task.name}: {reason:.300}; {remedy}")
+    return tag
+
+
+def rows(spec: str) -> Iterator[dict[str, Any]]:
+    """Yields a row for each task: its instruction.
+
+    Raises:
+        ValueError: there is none, or one of them cannot be run here.
+    """
+    tasks, _ = _tasks(spec)
+    _refuse(spec, tasks, {task.name: task.problem for task in tasks.values() if task.problem})
+    for task in tasks.values():
+        yield {"input": task.instruction, "metadata": {"task": task.name}}
