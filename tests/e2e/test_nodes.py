@@ -121,7 +121,7 @@ def test_a_run_goes_on_with_the_node_that_is_left(on_two_nodes: list[str], tmp_p
         _, err = run.communicate(timeout=600)
         print(f"finished {time.monotonic() - killed:.0f} s after the node was lost\n{err}")
         assert run.returncode == 0, err
-        assert "this start has --actor-num-nodes 1 --rollout-num-gpus 1" in err
+        assert "this start has --actor-num-nodes 1\n" in err, "the node that is left has room for both engines"
         assert "Traceback" not in err
         assert len(metrics(tmp_path / "run", "train/loss")) == 12
         assert json.loads((tmp_path / "run" / "status.json").read_text())["status"] == "finished"
