@@ -4,28 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from slimelite.apps.runs import Run, read_runs, same_notes
-from slimelite.arguments import Args
+from slimelite.apps.runs import LAST, Run, differing_flags, read_runs, same_notes
+from slimelite.apps.tables import Row, plain, plus_minus, print_table, score_text
 from slimelite.arguments.conditions import gpus_of
-from slimelite.arguments.flags import all_flags
 from slimelite.samples.sample import ROW, label_text
 from slimelite.samples.table import SampleTable
 from slimelite.tracking.console import duration, one_line
 from slimelite.tracking.panels import LABELS
-from slimelite.tracking.run_folder import SOURCES
 
-# reward is the mean of so many last rollouts
-LAST = 10
 # up to so many differences that are not 0, every pattern of signs is tried
 EXACT = 14
 DRAWS = 10_000
@@ -54,28 +45,6 @@ def comparison(runs: Sequence[Run]) -> Facts:
             if name in summaries[0]["evals"]:
                 scores["against_first"] = against(runs[0], run, name)
     return {"flags": differing_flags(runs), "test": TEST, "runs": summaries, "same": same_notes(runs)}
-
-
-def flag_names(runs: Sequence[Run]) -> list[str]:
-    """The fields of the runs' configurations that are flags, those of other versions and of plugins among them."""
-    flags = all_flags(Args)
-    inner = {f.name for f in fields(Args) if f.name not in flags} - {"sglang_overrides", "custom_config"}
-    return list(dict.fromkeys(name for run in runs for name in run.config if name not in inner))
-
-
-def differing_flags(runs: Sequence[Run]) -> dict[str, list[object]]:
-    """Flag -> its value in each run (None also where a plugin's flag is of another run), for flags that differ.
-
-    Flags that only say where arguments come from and where the run folder is are left out; so is a value that every
-    run derived from others.
-    """
-    differing = {}
-    for name in [name for name in flag_names(runs) if name not in SOURCES]:
-        there = [run for run in runs if name in run.config]
-        derived = all(name in run.derivations for run in there)
-        if not derived and any(run.config[name] != there[0].config[name] for run in there[1:]):
-            differing["--" + name.replace("_", "-")] = [run.config.get(name) for run in runs]
-    return differing
 
 
 def against(first: Run, other: Run, dataset: str) -> Facts:
@@ -234,8 +203,6 @@ EXAMPLES = """examples:
   slimelite compare --group 1e-6 runs/lr-1e-6-seed-* --group 1e-5 runs/lr-1e-5-seed-*
 """
 
-Row = tuple[str, list[str]]  # what it is, and its text for each run
-
 
 def main(argv: Sequence[str]) -> int:
     """Run the command.
@@ -280,27 +247,6 @@ def main(argv: Sequence[str]) -> int:
 def show(facts: Facts) -> None:
     """Print the table of `comparison`."""
     print_table([run["name"] for run in facts["runs"]], _blocks(facts), [_footnote(facts), *facts["same"]])
-
-
-def print_table(names: Sequence[str], blocks: Iterable[Iterable[Row]], notes: Sequence[str]) -> None:
-    """Print rows with a column for each of ``names``, and notes below; blocks stand apart.
-
-    The table is as wide as the terminal, or as wide as it needs to be where there is none.
-    """
-    console = Console(highlight=False, markup=False, emoji=False)
-    if not console.is_terminal:
-        console.width = 10**4
-    table = Table(box=box.SIMPLE, show_edge=False)
-    table.add_column("", overflow="fold", min_width=26)
-    for name in names:
-        table.add_column(Text(name), overflow="fold")
-    for rows in blocks:
-        table.add_section()
-        for title, cells in rows:
-            table.add_row(Text(title, "bold"), *map(Text, cells))
-    console.print(table)
-    for note in notes:
-        console.print(Text(note, "dim"))
 
 
 def _footnote(facts: Facts) -> str:
@@ -350,21 +296,12 @@ def _score(score: Facts) -> str:
     return f"{score_text(score['value'], score['standard_error'])} after {after}"
 
 
-def score_text(value: float, standard_error: float | None) -> str:
-    """``0.412 ±0.014``."""
-    return f"{value:.3f}{_error(standard_error)}"
-
-
 def test_text(test: Facts) -> str:
     """``+0.013 ±0.004, p 0.012, 500 prompts``, or why it is unknown."""
     if "why_not" in test:
         return f"unknown: {test['why_not']}"
     prompts = f"{test['prompts']:,}" + (f" of {test['of_prompts']:,}" if test["prompts"] < test["of_prompts"] else "")
-    return f"{test['difference']:+.3f}{_error(test['standard_error'])}, p {test['p']:.2g}, {prompts} prompts"
-
-
-def _error(standard_error: float | None) -> str:
-    return "" if standard_error is None else f" ±{standard_error:.3f}"
+    return f"{test['difference']:+.3f}{plus_minus(test['standard_error'])}, p {test['p']:.2g}, {prompts} prompts"
 
 
 def _status(run: Facts) -> str:
@@ -385,8 +322,3 @@ def _alarms(run: Facts) -> str:
 
 def _shown(values: Facts, key: str, text: Callable[[float], str]) -> str:
     return "" if values[key] is None else text(values[key])
-
-
-def plain(value: object) -> str:
-    """A flag's value as one writes it; "-" for none."""
-    return "-" if value is None else one_line(value) if isinstance(value, str) else json.dumps(value)

@@ -18,9 +18,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from slimelite.apps.compare import TEST, Facts, Row, against, print_table, score_text, test_text
+from slimelite.apps.compare import TEST, Facts, against, test_text
 from slimelite.apps.runnable import Source, merged, resolve_models
 from slimelite.apps.runs import read_runs
+from slimelite.apps.tables import Row, print_table, score_text
 from slimelite.arguments import Args, EvalArgs, EvalDataset, ModelArgs, make_args
 from slimelite.arguments.evaluation import SHIPPED, shipped_tasks
 from slimelite.arguments.flags import group_flags

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from slimelite.apps.compare import LAST, Row, differing_flags, plain, print_table, score_text
-from slimelite.apps.runs import Run, read_runs, same_notes
+from slimelite.apps.runs import LAST, Run, differing_flags, read_runs, same_notes
+from slimelite.apps.tables import Row, plain, print_table, score_text
 
 # up to so many ways to deal the runs to two groups, each is tried
 EXACT = 20_000
@@ -72,12 +72,12 @@ def grouped(groups: Groups) -> Facts:
 def _flags(groups: Groups) -> dict[str, list[object]]:
     everything = [run for runs in groups.values() for run in runs]
     ends = list(itertools.accumulate(map(len, groups.values())))
-    found: dict[str, list[object]] = {}
+    differing: dict[str, list[object]] = {}
     for name, values in differing_flags(everything).items():
         parts = [values[end - len(runs) : end] for end, runs in zip(ends, groups.values(), strict=True)]
         if all(part.count(part[0]) == len(part) for part in parts):
-            found[name] = [part[0] for part in parts]
-    return found
+            differing[name] = [part[0] for part in parts]
+    return differing
 
 
 def _measures(runs: Sequence[Run]) -> dict[str, Facts]:

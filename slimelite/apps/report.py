@@ -13,8 +13,8 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from slimelite.apps.compare import score_text
 from slimelite.apps.runs import Run
+from slimelite.apps.tables import score_text
 from slimelite.arguments.conditions import gpus_of
 from slimelite.stages import RECORD
 

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from slimelite.arguments import Args
+from slimelite.arguments.flags import all_flags
 from slimelite.base.lifecycle import read_status
 from slimelite.tracking.metrics_file import FILE_NAME, Record, axis_of, eval_metrics, read_metrics, series
+from slimelite.tracking.run_folder import SOURCES
 
 # the name of the evaluation before training: eval/gsm8k-start.parquet; its eval/step is -1
 START = "start"
 
+# reward is the mean of so many last rollouts
+LAST = 10
 FLOPS = "perf/actor_train_flops"
 # (x on the metric's axis, values), both float64 [points], sorted by x
 Series = tuple[np.ndarray, np.ndarray]
@@ -162,6 +167,28 @@ def read_runs(folders: Iterable[str | Path]) -> list[Run]:
     while len({p[-length:] for p in parts}) < len(parts):
         length += 1
     return [Run.read(folder, "/".join(p[-length:])) for folder, p in zip(paths, parts, strict=True)]
+
+
+def flag_names(runs: Sequence[Run]) -> list[str]:
+    """The fields of the runs' configurations that are flags, those of other versions and of plugins among them."""
+    flags = all_flags(Args)
+    inner = {f.name for f in fields(Args) if f.name not in flags} - {"sglang_overrides", "custom_config"}
+    return list(dict.fromkeys(name for run in runs for name in run.config if name not in inner))
+
+
+def differing_flags(runs: Sequence[Run]) -> dict[str, list[object]]:
+    """Flag -> its value in each run (None also where a plugin's flag is of another run), for flags that differ.
+
+    Flags that only say where arguments come from and where the run folder is are left out; so is a value that every
+    run derived from others.
+    """
+    differing = {}
+    for name in [name for name in flag_names(runs) if name not in SOURCES]:
+        there = [run for run in runs if name in run.config]
+        derived = all(name in run.derivations for run in there)
+        if not derived and any(run.config[name] != there[0].config[name] for run in there[1:]):
+            differing["--" + name.replace("_", "-")] = [run.config.get(name) for run in runs]
+    return differing
 
 
 # what two runs with seeds of their own do not have in common to the last digit

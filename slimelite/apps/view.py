@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 import slimelite
-from slimelite.apps.compare import differing_flags, flag_names, wall_seconds
+from slimelite.apps.compare import wall_seconds
 from slimelite.apps.html import document
-from slimelite.apps.runs import Run, Series, read_runs
+from slimelite.apps.runs import Run, Series, differing_flags, flag_names, read_runs
 from slimelite.apps.view_samples import BUDGET, samples
 from slimelite.base.files import write_text
 from slimelite.tracking.metrics_file import DEFAULT_AXIS

@@ -80,11 +80,11 @@ def _reason(repo: str, error: Exception) -> str:
     from huggingface_hub import constants
 
     status = getattr(getattr(error, "response", None), "status_code", None)
-    said = " ".join(str(getattr(error, "server_message", None) or error).split())[:200]
+    reply = " ".join(str(getattr(error, "server_message", None) or error).split())[:200]
     if status == 401:
         return f"the hub at {constants.ENDPOINT} does not know the token: `hf auth login` or HF_TOKEN gives another"
     if status == 403:
-        return f"the token may not write to {repo} ({said}): take a token with the right to write, or another name"
+        return f"the token may not write to {repo} ({reply}): take a token with the right to write, or another name"
     if status is not None:
-        return f"the hub at {constants.ENDPOINT} answered {status} for {repo}: {said}"
-    return f"the hub at {constants.ENDPOINT} cannot be reached ({type(error).__name__}: {said})"
+        return f"the hub at {constants.ENDPOINT} answered {status} for {repo}: {reply}"
+    return f"the hub at {constants.ENDPOINT} cannot be reached ({type(error).__name__}: {reply})"

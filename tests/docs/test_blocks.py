@@ -148,6 +148,7 @@ SHOWN: dict[str, dict[str, tuple[str, int]]] = {
     "docs/serving.md": {},
     "docs/from_bytes.md": {},
     "docs/data_formats.md": {},
+    "docs/use_your_model.md": {},
     "docs/agents.md": {"examples/first_agent": ("rollout/environment/turns", 2)},
     "docs/examples/environment/README.md": {
         "examples/environment": ("rollout/environment/turns", 2),
