@@ -29,7 +29,30 @@ PLANTED = ROOT / "tests" / "apps" / "planted" / "faulty_environments.py"
 # for all of one environment; its processes are then killed [s]
 LIMIT_SECONDS = 300.0
 # environments of others with a fault of their own, read in their code
-FAULTY: dict[str, str] = {}
+FAULTY = {
+    "reasoning-gym:complex_arithmetic": "the reply nan is half right",
+    "reasoning-gym:game_of_life_halting": "any reply but an empty one is right",
+    "reasoning-gym:isomorphic_strings": "its questions depend on Python's hash seed",
+    "reasoning-gym:ransom_note": "its questions depend on Python's hash seed",
+    "reasoning-gym:word_ladder": "its own answers depend on Python's hash seed",
+    "textarena:CharacterConclave-v0": "every move raises a TypeError",
+    "textarena:ConnectFour-v0": "a long reply is searched without end",
+    "textarena:Countdown-v0": "a move that it cannot read raises a ValueError",
+    "textarena:Cryptarithm-v0": "a move that it cannot read raises a ValueError",
+    "textarena:GuessTheNumber-v0": "a number of 5,000 digits raises a ValueError",
+    "textarena:LinesOfAction-v0": "a long reply is searched without end",
+    "textarena:MarketEntryGame-v0": "a move that it cannot read begins an endless loop",
+    "textarena:Othello-v0": "a number of 5,000 digits raises a ValueError",
+    "textarena:Poker-v0": "it asks for another move after any number of moves that it cannot read",
+    "textarena:PublicGoodsGame-v0": "a move that it cannot read begins an endless loop",
+    "textarena:RushHour-v0": "its reset computes for up to a second, and holds the event loop",
+    "textarena:SantoriniBaseFixed-v0": "it asks for another move after any number of moves that it cannot read",
+    "textarena:SimpleTak-v0": "a number of 5,000 digits raises a ValueError",
+    "textarena:Slitherlink-v0": "a move that it cannot read raises a ValueError",
+    "textarena:ThreeCardMonte-v0": "a move that it cannot read raises a ValueError",
+    "textarena:ThreePlayerTicTacToe-v0": "a number of 5,000 digits raises a ValueError",
+    "textarena:TicTacToe-v0": "a number of 5,000 digits raises a ValueError",
+}
 
 
 def planted() -> dict[str, list[str]]:
