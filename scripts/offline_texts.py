@@ -154,7 +154,8 @@ def public(entries: Sequence[Entry]) -> list[tuple[Entry, str]]:
 
 
 def questions(entries: Sequence[Entry], rng: random.Random, rows: int) -> Iterator[Row]:
-    """In turn: which of four docstrings is this function's, and which of four modules has it. Labels are letters.
+    """In turn: which of four docstrings is this function's, and which of four modules has it. Labels are letters;
+    ``reply`` is a right one.
 
     Raises:
         ValueError: there are too few to choose from.
@@ -172,10 +173,14 @@ def questions(entries: Sequence[Entry], rng: random.Random, rows: int) -> Iterat
             "docstring": f"Which text is of {entry.name}?",
             "module": f"Which module has {entry.name}: {line}",
         }[kind]
-        listed = "\n".join(f"{letter}. {option}" for letter, option in zip(LETTERS, options, strict=True))
+        listed = "\n".join(f"{option} -> {letter}" for letter, option in zip(LETTERS, options, strict=True))
         messages = [{"role": "user", "content": f"{content}\n{listed}"}]
         facts = {"rm_type": "multiple_choice", "kind": kind}
-        yield {"messages": messages, "label": LETTERS[options.index(right)], "metadata": facts}
+        letter = LETTERS[options.index(right)]
+        # the reply begins as the texts do that pretraining has read: what comes after a name is what the model knows
+        begins = f"{entry.title.split()[0]} {entry.name}\n" + (f"{line}\n" if kind == "module" else "")
+        reply = f"{begins}{right} -> {letter}\nAnswer: {letter}"
+        yield {"messages": messages, "label": letter, "metadata": facts, "reply": reply}
 
 
 def write_questions(out: Path, rows: int, held_out: int, seed: int) -> None:
@@ -203,7 +208,7 @@ def sum_row(numbers: tuple[int, ...]) -> Row:
 
 def with_reply(row: Row) -> Row:
     """The conversation of a question."""
-    return {**row, "messages": [*row["messages"], {"role": "assistant", "content": f"Answer: {row['label']}"}]}
+    return {"messages": [*row["messages"], {"role": "assistant", "content": row["reply"]}]}
 
 
 def write(rows: list[Row], path: Path) -> None:

@@ -27,14 +27,13 @@ if [[ "$SIZE" == tiny ]]; then
     SFT_ROWS=128 PROMPTS=8
     BASE_TOKENS=${BASE_TOKENS:-16000} SFT_ROLLOUTS=${SFT_ROLLOUTS:-2} RL_ROLLOUTS=${RL_ROLLOUTS:-2}
 else
-    TRAIN_BYTES=24000000 HELD_BYTES=1300000 ROWS=10000 HELD_OUT=1000 LAYERS=4 WIDTH=192 VOCABULARY=4096 STEPS=8
+    TRAIN_BYTES=24000000 HELD_BYTES=1300000 ROWS=30000 HELD_OUT=1000 LAYERS=3 WIDTH=128 VOCABULARY=4096 STEPS=8
     SFT_ROWS=640 PROMPTS=32
-    BASE_TOKENS=${BASE_TOKENS:-1400000} SFT_ROLLOUTS=${SFT_ROLLOUTS:-25} RL_ROLLOUTS=${RL_ROLLOUTS:-40}
+    BASE_TOKENS=${BASE_TOKENS:-2600000} SFT_ROLLOUTS=${SFT_ROLLOUTS:-45} RL_ROLLOUTS=${RL_ROLLOUTS:-40}
 fi
 DATA=${DATA:-data/speedrun-$SIZE}
 OUT=${OUT:-runs/speedrun-$SIZE/seed-$SEED}
-FFN=$((WIDTH * 8 / 3))
-BASE_STEPS=$(python -c "print(int($BASE_TOKENS / 4096) or 1)")
+BASE_STEPS=$(python -c "print(int($BASE_TOKENS / 2048) or 1)")
 mkdir -p "$OUT"
 began=$SECONDS
 
@@ -52,12 +51,12 @@ tokenizer: $DATA/tokenizer
 token_cache: $DATA/tokens
 num_layers: $LAYERS
 hidden_size: $WIDTH
-ffn_hidden_size: $FFN
-num_attention_heads: $((WIDTH / 64))
+ffn_hidden_size: $((WIDTH * 3))
+num_attention_heads: $((WIDTH / 32))
 vocab_size: $VOCABULARY
 qk_layernorm: true
 seq_length: 512
-global_batch_size: 8
+global_batch_size: 4
 num_steps_per_rollout: $STEPS
 train_tokens: $BASE_TOKENS
 optimizer: muon
@@ -70,7 +69,7 @@ lr_warmup_fraction: 0.02
 eval_bpb: [$DATA/held_out.jsonl]
 eval_interval: 100000 # before the first step and after the last
 skip_eval_before_train: true
-save_interval: 10
+save_interval: 20
 END
 
 cat >"$OUT/sft.yaml" <<END
@@ -83,8 +82,8 @@ num_rollout: $SFT_ROLLOUTS
 rollout_batch_size: $SFT_ROWS
 global_batch_size: 64
 optimizer: muon
-muon_lr: 0.01
-lr: 3.0e-3
+muon_lr: 0.02
+lr: 5.0e-3
 lr_decay_style: linear
 save_interval: 5
 END
@@ -99,7 +98,7 @@ apply_chat_template: true
 num_rollout: $RL_ROLLOUTS
 rollout_batch_size: $PROMPTS
 n_samples_per_prompt: 8
-rollout_max_response_len: 40
+rollout_max_response_len: 96
 global_batch_size: $((PROMPTS * 8))
 lr: 5.0e-4
 lr_warmup_iters: 5
@@ -115,5 +114,7 @@ python train.py --stages "$OUT"/{base,sft,rl}.yaml --run-dir "$OUT" --launcher l
     --use-dynamic-batch-size --max-tokens-per-gpu 4096 --seed "$SEED" --rollout-seed "$SEED" "$@"
 echo "$((SECONDS - began)) s: base, sft and rl"
 slimelite report "$OUT" --max-tokens 32
-python scripts/speedrun_results.py "$OUT" --data "$DATA" $([[ "$SIZE" == tiny ]] && echo --only-print)
+echo "seconds of the processor, of this shell and of what it ran:"
+times
 echo "$((SECONDS - began)) s in all. Talk to it:  slimelite serve --web $OUT/2-rl/model"
+python scripts/speedrun_results.py "$OUT" --data "$DATA" $([[ "$SIZE" == tiny ]] && echo --only-print)

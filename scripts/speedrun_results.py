@@ -21,7 +21,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from offline_texts import baselines
 
 CHANCE = 0.25
-FORM = {"questions": re.compile(r"Answer: [A-D]"), "sums": re.compile(r"(\d+\+\d+=\d+[ \n]?)*#### \d+")}
+# of a whole reply, before the token that ends it
+FORM = {
+    "questions": re.compile(r".+\n(.+\n)?.+ -> [A-D]\nAnswer: [A-D]"),
+    "sums": re.compile(r"(\d+\+\d+=\d+[ \n])*#### \d+"),
+}
+END = "<|im_end|>"
 SFT_FORM, ERRORS, RL_GAIN = 0.95, 3, 0.3
 
 Line = tuple[str, str, str]  # what was measured, the value, what it has to be
@@ -59,7 +64,7 @@ def answers(run: Run) -> Iterator[tuple[Line, bool]]:
 def formed(table: SampleTable, form: re.Pattern[str]) -> float:
     """The share of responses that ended by themselves and have the form."""
     ended = [status == Status.COMPLETED for status in table.status]
-    good = [end and form.fullmatch(text.strip()) for end, text in zip(ended, table.response, strict=True)]
+    good = [end and form.fullmatch(text.removesuffix(END)) for end, text in zip(ended, table.response, strict=True)]
     return sum(map(bool, good)) / max(len(good), 1)
 
 

@@ -276,17 +276,23 @@ def _disorder(stages: Sequence[Stage]) -> Iterator[str]:
             yield f"{stage}: --save-hf {stage.model}: the next stage starts from one folder; leave {{rollout_id}} out"
 
 
-def _base(stage: Stage, stages: Sequence[Stage]) -> Stage | None:
-    """The stage to come that will leave the tokenizer of ``stage`` without a chat template, if there is one."""
+def _to_come(stage: Stage, stages: Sequence[Stage]) -> Iterator[Stage]:
+    """The stages that are not done yet and whose tokenizer ``stage`` will have, beginning with the one whose model it
+    starts from; the last may name the tokenizer that all of them have.
+    """
     while "tokenizer" not in stage.settings.values and stage.number:
         before = stages[: stage.number]
         named = [each for each in before if _is(stage.settings.values.get("hf_checkpoint"), each)]
         stage = named[-1] if stage.chooses and named else before[-1]
         if stage.made:  # its files say
-            return None
-        if stage.loss is not None and stage.loss.documents:
-            return stage
-    return None
+            return
+        yield stage
+
+
+def _base(stage: Stage, stages: Sequence[Stage]) -> Stage | None:
+    """The stage to come that will leave the tokenizer of ``stage`` without a chat template, if there is one."""
+    documents = (each for each in _to_come(stage, stages) if each.loss is not None and each.loss.documents)
+    return next(documents, None)
 
 
 def _command_line(stage: Stage, before: Sequence[Stage]) -> list[str]:
@@ -298,6 +304,10 @@ def _command_line(stage: Stage, before: Sequence[Stage]) -> list[str]:
     for flag in all_flags(Args).values():
         if flag.metavar in PATHS and any(not each.made and _is(values.get(flag.name), each) for each in before):
             words += [flag.option, newest]
+    # the newest need not have the tokenizer of the one that will be there
+    named = [each.settings.values.get("tokenizer") for each in _to_come(stage, before)][-1:]
+    if named and named[0] is not None and Path(named[0]).is_dir():
+        words += ["--tokenizer", named[0]]
     return words if stage.chooses else [*words, "--hf-checkpoint", newest]
 
 

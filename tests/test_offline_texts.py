@@ -8,6 +8,8 @@ import random
 import sys
 from collections import Counter, defaultdict
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -18,6 +20,9 @@ sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "scripts" / "lib")]
 import offline_texts  # noqa: E402
 from byte_ngram import ByteNgram  # noqa: E402
 from machine_texts import Document, Entry, Source, documents  # noqa: E402
+from speedrun_results import FORM, formed  # noqa: E402
+
+from slimelite.samples.sample import Status  # noqa: E402
 
 TEXTS = [b"abracadabra", b"a banana, a cabana", b"abc" * 9, bytes(range(1, 60))]
 
@@ -109,8 +114,12 @@ def test_the_label_of_a_question_is_the_letter_of_its_answer(tmp_path: Path) -> 
         first, *options = row["messages"][0]["content"].split("\n")
         name = next(word.strip("?:") for word in first.split() if word.startswith("function_"))
         right = truth[name][row["metadata"]["kind"] == "docstring"]
-        assert options["ABCD".index(row["label"])] == f"{row['label']}. {right}"
-        assert len({option[3:] for option in options}) == 4
+        assert options["ABCD".index(row["label"])] == f"{right} -> {row['label']}"
+        assert len({option[:-5] for option in options}) == 4
+        *_, quoted, answer = row["reply"].split("\n")
+        assert (quoted, answer) == (f"{right} -> {row['label']}", f"Answer: {row['label']}")
+        assert row["reply"].startswith(f"def {name}\n")
+        assert FORM["questions"].fullmatch(row["reply"])
     for side in offline_texts.SIDES:
         lines = "".join(json.dumps(vars(entry)) + "\n" for entry in entries)
         (tmp_path / f"{side}_entries.jsonl").write_text(lines)
@@ -125,6 +134,24 @@ def test_the_label_of_a_question_is_the_letter_of_its_answer(tmp_path: Path) -> 
     }
     asked = {row["messages"][0]["content"] for row in read["sums"]}
     assert not asked & {row["messages"][0]["content"] for row in read["held_out_sums"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "reply", "good"),
+    [
+        ("sums", "1+2=3 3+4=7\n#### 7<|im_end|>", True),
+        ("sums", "#### 7<|im_end|>", True),
+        ("sums", "1+2=3 3+4=7\n#### 7 7<|im_end|>", False),
+        ("sums", "7<|im_end|>", False),
+        ("questions", "def f\nReturns it. -> B\nAnswer: B<|im_end|>", True),
+        ("questions", "def f\nReturns it.\npack.m -> B\nAnswer: B<|im_end|>", True),
+        ("questions", "Answer: B<|im_end|>", False),
+        ("questions", "def f\nReturns it. -> B\nAnswer: E<|im_end|>", False),
+    ],
+)
+def test_a_reply_is_in_form_as_a_whole_and_if_it_has_ended(name: str, reply: str, *, good: bool) -> None:
+    table: Any = SimpleNamespace(status=[Status.COMPLETED, Status.TRUNCATED], response=[reply, reply])
+    assert formed(table, FORM[name]) == good / 2
 
 
 def test_baselines_count_the_same_bytes(tmp_path: Path) -> None:

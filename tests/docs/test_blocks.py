@@ -83,6 +83,11 @@ def paste(page: str, clone: Path, variables: Mapping[str, str] = MappingProxyTyp
     if page in LEFT_OUT:
         pasted, count = LEFT_OUT[page].subn("", pasted)
         assert count == 1
+    return shell(pasted, clone, variables)
+
+
+def shell(pasted: str, clone: Path, variables: Mapping[str, str]) -> str:
+    """Run commands as `paste` does."""
     env = {
         **os.environ,
         "HF_HUB_OFFLINE": "1",
@@ -184,6 +189,22 @@ def test_a_page_runs_as_pasted(page: str, after_readme: tuple[Path, str], warm: 
         assert first["choices"][0]["logprobs"]["content"][0]["logprob"] < 0
         assert len(record["turns"][0]["output_ids"]) == second["usage"]["completion_tokens"]
         assert closed["deleted"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_speedrun_runs_at_a_smaller_size(clone: Path, warm: dict[str, str]) -> None:
+    """The command of the page, and again: every stage ends, and what is done is not done again."""
+    (command,) = [block.text for block in blocks(ROOT / "docs/speedrun.md") if "speedrun-cpu.sh" in block.text]
+    shell(command, clone, {**warm, "SIZE": "tiny"})
+    run = clone / "runs" / "speedrun-tiny" / "seed-0"
+    assert {path.name for path in run.glob("[0-9]-*")} == {"0-base", "1-sft", "2-rl"}
+    assert (run / "report.html").is_file()
+    results = (run / "results.md").read_text()
+    for line in ("bits per byte of the held-out packages", "sft: questions right", "rl: sums well-formed"):
+        assert line in results
+    assert (clone / "data" / "speedrun-tiny" / "sources.md").read_text().count("| held_out |") > 0
+    assert shell(command, clone, {**warm, "SIZE": "tiny"}).count("is finished") == 3
 
 
 def test_every_page_with_a_block_to_run_has_a_test() -> None:
