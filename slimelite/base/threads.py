@@ -92,7 +92,7 @@ async def call(function: Callable[..., Any], *args: object, **named: object) -> 
         threading.Thread(target=_fill, args=(future, partial(function, *args, **named)), daemon=True).start()
         result = await asyncio.wrap_future(future)
         return await result if isinstance(result, Awaitable) else result
-    except Exception:
+    except (Exception, GeneratorExit):  # the second: nobody waits any more, and the event loop may be gone
         raise
     except BaseException as error:
         task = asyncio.current_task()
