@@ -1,10 +1,13 @@
 """Photograph the pages for README and docs/:
 
-    python scripts/figures/screenshots.py runs/quickstart/seed-0/grpo 4
-    python scripts/figures/screenshots.py data/SmolLM2-135M-Instruct
+    python scripts/figures/screenshots.py run runs/quickstart/seed-0/grpo 4
+    python scripts/figures/screenshots.py agents runs/examples/tool/rl
+    python scripts/figures/screenshots.py chat data/SmolLM2-135M-Instruct
 
 The first writes docs/view/{curves,samples}-{light,dark}.png, with the samples of a rollout of the run; the second
-docs/serving/chat-{light,dark}.png, a chat with a model. Needs playwright and a chromium (apt-get install chromium).
+docs/view/agents-{light,dark}.png, with the episodes of the last rollout of a run of docs/examples/tool; the third
+docs/serving/{chat,tokens}-{light,dark}.png, a chat with a model. The second and the third also photograph a phone
+(…-phone-….png). Needs playwright and a chromium (apt-get install chromium).
 """
 
 from __future__ import annotations
@@ -13,10 +16,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from playwright.sync_api import Browser, ViewportSize, sync_playwright
+from PIL import Image
+from playwright.sync_api import Browser, Page, ViewportSize, sync_playwright
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -25,60 +30,90 @@ from slimelite.apps.view import main as view  # noqa: E402
 
 OUT = ROOT / "docs"
 SIZE: ViewportSize = {"width": 1280, "height": 760}
-
-
+PHONE: ViewportSize = {"width": 390, "height": 700}
+TIMEOUT_MS = 120_000
 SCHEMES: tuple[Literal["light"], Literal["dark"]] = ("light", "dark")
-QUESTIONS = ("What is the capital of France?", "What is a planet?")
+QUESTIONS = ("What is the capital of France?", "Write a Python function that adds two numbers.")
 
 
-def main(path: str, rollout: str | None = None) -> None:
-    """Photograph the page of the run ``path``, or without a rollout the chat page of a model, in both schemes."""
+def main(kind: str, path: str, rollout: str = "0") -> None:
+    """Photograph the page of the run ``path``, of its agents, or the chat page of a model, in both schemes."""
     with sync_playwright() as playwright:
         flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--lang=en-US"]
         chromium = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=flags)
-        photograph_chat(chromium, path) if rollout is None else photograph_run(chromium, path, rollout)
+        if kind == "chat":
+            photograph_chat(chromium, path)
+        else:
+            photograph_run(chromium, path, None if kind == "agents" else rollout)
         chromium.close()
 
 
-def photograph_run(chromium: Browser, run: str, rollout: str) -> None:
-    """Its curves under the pointer, and a sample of ``rollout``."""
+def pages(chromium: Browser, desktop: ViewportSize, *, phone: bool) -> Iterator[tuple[str, Page]]:
+    """A page of each size in each scheme, and how its pictures end."""
+    for name, size in {"": desktop, **({"phone-": PHONE} if phone else {})}.items():
+        for scheme in SCHEMES:
+            page = chromium.new_context(viewport=size, color_scheme=scheme).new_page()
+            page.set_default_timeout(TIMEOUT_MS)
+            yield f"{name}{scheme}.png", page
+
+
+def photograph(page: Page, path: Path) -> None:
+    """Write what is in sight, in 256 colours, which are a third of the bytes."""
+    page.screenshot(path=path)
+    with Image.open(path) as picture:
+        picture.convert("RGB").quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)
+
+
+def photograph_run(chromium: Browser, run: str, rollout: str | None) -> None:
+    """Its curves under the pointer and a sample of ``rollout``, or without one the episodes of its last rollout."""
     with tempfile.TemporaryDirectory() as folder:
         page_file = Path(folder, "page.html")
         if view([run, "-o", str(page_file)]) != 0:
             raise SystemExit(1)
-        for scheme in SCHEMES:
-            page = chromium.new_context(viewport=SIZE, color_scheme=scheme).new_page()
+        for end, page in pages(chromium, SIZE, phone=rollout is None):
+            if rollout is None:
+                page.goto(f"{page_file.as_uri()}#agents")
+                page.locator(".calls-table").wait_for()
+                photograph(page, OUT / f"view/agents-{end}")
+                continue
             page.goto(f"{page_file.as_uri()}#curves")
             page.locator(".chart svg").first.hover()
-            page.screenshot(path=OUT / f"view/curves-{scheme}.png")
+            photograph(page, OUT / f"view/curves-{end}")
             page.goto(f"{page_file.as_uri()}#samples?run=0&rollout={rollout}")
             page.locator(".row").nth(2).click()
             page.get_by_role("button", name="›").click()
             page.get_by_label("colour").select_option("entropy")
-            page.screenshot(path=OUT / f"view/samples-{scheme}.png")
+            photograph(page, OUT / f"view/samples-{end}")
 
 
 def photograph_chat(chromium: Browser, model: str) -> None:
-    """Two answers with their colours, and the alternatives of a token."""
+    """Two answers as they are drawn, and as their tokens with the alternatives of one."""
     words = [sys.executable, "-m", "slimelite.apps.command", "serve", model, "--web", "--port", "0"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=ROOT) as server:
         assert server.stdout is not None
         url = server.stdout.readline().rpartition(" at ")[2].strip()
-        for scheme in SCHEMES:
-            page = chromium.new_context(viewport={**SIZE, "height": 560}, color_scheme=scheme).new_page()
-            page.set_default_timeout(120_000)
+        for end, page in pages(chromium, SIZE, phone=True):
             page.goto(url)
-            page.get_by_label("Max tokens").fill("96")
-            page.get_by_label("Temperature").fill("0.7")
-            page.get_by_label("Seed").fill("1")
-            page.get_by_label("colour").check()
+            page.wait_for_function("() => document.title.includes('slimelite') && document.title !== 'slimelite'")
+            folded = page.get_by_text("Settings") if end.startswith("phone") else None
+            if folded:
+                folded.click()
+            for name, value in {"Max tokens": "160", "Temperature": "0", "Seed": "1"}.items():
+                page.get_by_label(name).fill(value)
+            if folded:
+                folded.click()
             for number, question in enumerate(QUESTIONS):
                 page.get_by_label("Message").fill(question)
                 page.keyboard.press("Enter")
                 page.get_by_text("a second").nth(number).wait_for()
-            page.locator(".turn").nth(3).locator(".token:visible").nth(7).hover()
+            page.wait_for_timeout(1000)
+            photograph(page, OUT / f"serving/chat-{end}")
+            if end.startswith("phone"):
+                continue
+            page.get_by_label("colour").check()
+            page.locator(".turn").nth(1).locator(".token:visible").nth(4).hover()
             page.locator(".token-box tr").nth(4).wait_for()
-            page.screenshot(path=OUT / f"serving/chat-{scheme}.png")
+            photograph(page, OUT / f"serving/tokens-{end}")
         server.terminate()
 
 

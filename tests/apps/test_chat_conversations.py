@@ -91,8 +91,8 @@ def test_markdown_code_tables_and_formulas_are_drawn_and_tokens_are_a_switch_awa
     assert body.locator("p").evaluate_all(directions) == ["ltr", "rtl"]
     body.locator("pre").hover()
     body.get_by_role("button", name="Copy").click()
-    body.get_by_role("button", name="Copied").wait_for()
-    assert chat.page.evaluate("navigator.clipboard.readText()") == CODE
+    copied = "async (code) => (await navigator.clipboard.readText()) === code"
+    chat.page.wait_for_function(copied, arg=CODE)
     chat.page.get_by_role("button", name="Tokens").click()
     assert body.inner_text().rstrip() == ANSWER.rstrip()
     assert body.locator("h1, math, table").count() == 0

@@ -1,7 +1,7 @@
 // The tab "Agents": curves of episodes, the episodes of a rollout on one scale of time, and the calls of their tools.
 // An address is #agents?run=0&source=3: the place of a file of samples among those of the run.
 {
-  const STEP = 40; // episodes that are shown, and so many more
+  const STEP = 24; // episodes that are shown, and so many more
 
   /** The episodes of a source: [{sample, branches, episode, turns, error}], each once however many samples it made. */
   const episodesOf = async (samples, source) => {
@@ -70,8 +70,8 @@
     const source = el("select", { "aria-label": "Episodes of", onchange: () => go("agents", { run: which.value, source: source.value }) });
     const place = el("div", {});
     const curves = curveSection(data, data.groups.Agents ?? []);
-    root.append(...[curves, el("section", {}, el("h2", {}, "Episodes"),
-      el("div", { class: "controls" }, runs.length > 1 ? el("label", {}, "run ", which) : null, el("label", {}, "of ", source)), key(), place)].filter(Boolean));
+    root.append(...[el("section", {}, el("h2", {}, "Episodes"),
+      el("div", { class: "controls" }, runs.length > 1 ? el("label", {}, "run ", which) : null, el("label", {}, "of ", source)), key(), place), curves].filter(Boolean));
     return async (params) => {
       const [run, i] = runs.find(([, i]) => i === Number(params.get("run"))) ?? runs[0];
       which.value = i;
