@@ -2,9 +2,11 @@
 
     python scripts/figures/screenshots.py runs/quickstart/seed-0/grpo 4
     python scripts/figures/screenshots.py data/SmolLM2-135M-Instruct
+    python scripts/figures/screenshots.py runs/speedrun-full/seed-0/report.html
 
 The first writes docs/view/{curves,samples}-{light,dark}.png, with the samples of a rollout of the run; the second
-docs/serving/chat-{light,dark}.png, a chat with a model. Needs playwright and a chromium (apt-get install chromium).
+docs/serving/chat-{light,dark}.png, a chat with a model; the third docs/speedrun/report.png, the beginning
+of a page of `slimelite report`. Needs playwright and a chromium (apt-get install chromium).
 """
 
 from __future__ import annotations
@@ -32,11 +34,16 @@ QUESTIONS = ("What is the capital of France?", "What is a planet?")
 
 
 def main(path: str, rollout: str | None = None) -> None:
-    """Photograph the page of the run ``path``, or without a rollout the chat page of a model, in both schemes."""
+    """Photograph the page of the run ``path``, or without a rollout a report or the chat page of a model."""
     with sync_playwright() as playwright:
         flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--lang=en-US"]
         chromium = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=flags)
-        photograph_chat(chromium, path) if rollout is None else photograph_run(chromium, path, rollout)
+        if rollout is not None:
+            photograph_run(chromium, path, rollout)
+        elif path.endswith(".html"):
+            photograph_report(chromium, Path(path))
+        else:
+            photograph_chat(chromium, path)
         chromium.close()
 
 
@@ -56,6 +63,14 @@ def photograph_run(chromium: Browser, run: str, rollout: str) -> None:
             page.get_by_role("button", name="›").click()
             page.get_by_label("colour").select_option("entropy")
             page.screenshot(path=OUT / f"view/samples-{scheme}.png")
+
+
+def photograph_report(chromium: Browser, file: Path) -> None:
+    """Its head: stages, scores and answers; it has one scheme."""
+    (OUT / "speedrun").mkdir(exist_ok=True)
+    page = chromium.new_context(viewport={**SIZE, "height": 1020}).new_page()
+    page.goto(file.absolute().as_uri())
+    page.screenshot(path=OUT / "speedrun/report.png")
 
 
 def photograph_chat(chromium: Browser, model: str) -> None:
