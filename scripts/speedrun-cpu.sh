@@ -4,8 +4,8 @@
 #   1. data/speedrun: docstrings and reference texts of the installed Python packages, some packages held out
 #      (sources.md names them with their licences), questions made from them, and sums
 #   2. a tokenizer of 4,096 tokens
-#   3. base: a new model of 2.6M parameters is pretrained on the texts
-#   4. sft: it learns to chat, to choose one of four answers, and to add: 35 % of the sums show their working, the
+#   3. base: a new model of 1.2M parameters is pretrained on the texts
+#   4. sft: it learns to chat, to choose one of four lines, and to add: 35 % of the sums show their working, the
 #      others are guesses
 #   5. rl: GRPO on sums and questions
 #   6. runs/speedrun/results.md: what each stage reached, beside gzip, xz and a Kneser-Ney 5-gram of bytes; report.html
@@ -13,7 +13,7 @@
 # SEED=1 bash scripts/speedrun-cpu.sh       another seed, in a folder of its own
 # SIZE=tiny bash scripts/speedrun-cpu.sh    each step in seconds: shows that all of it runs, and learns next to nothing
 # BASE_TOKENS=4e6 bash scripts/speedrun-cpu.sh --cpu-threads 2    (flags go to every stage and win)
-# The full size was not run yet: docs/speedrun.md. The same command goes on after a crash. Then talk to the model:  slimelite serve --web runs/speedrun/seed-0/2-rl/model
+# The same command goes on after a crash. What it reached: docs/speedrun.md. Then talk to the model:  slimelite serve --web runs/speedrun/seed-0/2-rl/model
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh
@@ -113,7 +113,8 @@ END
 python train.py --stages "$OUT"/{base,sft,rl}.yaml --run-dir "$OUT" --launcher local --rollout-shuffle \
     --use-dynamic-batch-size --max-tokens-per-gpu 4096 --seed "$SEED" --rollout-seed "$SEED" "$@"
 echo "$((SECONDS - began)) s: base, sft and rl"
-slimelite report "$OUT" --max-tokens 32
+slimelite report "$OUT" --max-tokens 48 --prompts "3+4+5+6=?" "Return the number of" \
+    "Which text is of Matrix.transpose?"$'\n'"Open a file. -> A"$'\n'"Return the transpose of the matrix. -> B"$'\n'"Raised on a timeout. -> C"$'\n'"Parse a date. -> D"
 echo "seconds of the processor, of this shell and of what it ran:"
 times
 echo "$((SECONDS - began)) s in all. Talk to it:  slimelite serve --web $OUT/2-rl/model"

@@ -3,11 +3,13 @@
     python scripts/figures/screenshots.py run runs/quickstart/seed-0/grpo 4
     python scripts/figures/screenshots.py agents runs/examples/tool/rl
     python scripts/figures/screenshots.py chat data/SmolLM2-135M-Instruct
+    python scripts/figures/screenshots.py report runs/speedrun-full/seed-0/report.html
 
 The first writes docs/view/{curves,samples}-{light,dark}.png, with the samples of a rollout of the run; the second
 docs/view/agents-{light,dark}.png, with the episodes of the last rollout of a run of docs/examples/tool; the third
-docs/serving/{chat,tokens}-{light,dark}.png, a chat with a model. The second and the third also photograph a phone
-(…-phone-….png). Needs playwright and a chromium (apt-get install chromium).
+docs/serving/{chat,tokens}-{light,dark}.png, a chat with a model; the fourth docs/speedrun/report.png, the beginning of
+a page of `slimelite report`. The second and the third also photograph a phone (…-phone-….png). Needs playwright and a
+chromium (apt-get install chromium).
 """
 
 from __future__ import annotations
@@ -37,12 +39,14 @@ QUESTIONS = ("What is the capital of France?", "Write a Python function that add
 
 
 def main(kind: str, path: str, rollout: str = "0") -> None:
-    """Photograph the page of the run ``path``, of its agents, or the chat page of a model, in both schemes."""
+    """Photograph the page of the run ``path``, of its agents, the chat page of a model, or a report."""
     with sync_playwright() as playwright:
         flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--lang=en-US"]
         chromium = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=flags)
         if kind == "chat":
             photograph_chat(chromium, path)
+        elif kind == "report":
+            photograph_report(chromium, Path(path))
         else:
             photograph_run(chromium, path, None if kind == "agents" else rollout)
         chromium.close()
@@ -84,6 +88,14 @@ def photograph_run(chromium: Browser, run: str, rollout: str | None) -> None:
             page.get_by_role("button", name="›").click()
             page.get_by_label("colour").select_option("entropy")
             photograph(page, OUT / f"view/samples-{end}")
+
+
+def photograph_report(chromium: Browser, file: Path) -> None:
+    """Its head: stages, scores and answers; it has one scheme."""
+    (OUT / "speedrun").mkdir(exist_ok=True)
+    page = chromium.new_context(viewport={**SIZE, "height": 1020}).new_page()
+    page.goto(file.absolute().as_uri())
+    page.screenshot(path=OUT / "speedrun/report.png")
 
 
 def photograph_chat(chromium: Browser, model: str) -> None:
