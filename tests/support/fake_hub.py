@@ -43,7 +43,9 @@ class Hub:
     @contextmanager
     def talking(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         """huggingface_hub of this process talks to this hub."""
-        for name, value in {"ENDPOINT": self.url, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}.items():
+        template = f"{self.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        values = {"ENDPOINT": self.url, "HUGGINGFACE_CO_URL_TEMPLATE": template}
+        for name, value in {**values, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}.items():
             monkeypatch.setattr(constants, name, value)
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         monkeypatch.setenv("NO_PROXY", "127.0.0.1")
@@ -114,7 +116,20 @@ def fake_hub() -> Iterator[Hub]:
     hub = Hub()
 
     class Handler(BaseHTTPRequestHandler):
+        def download(self) -> None:
+            """A file of a repository, with the headers that huggingface_hub's cache needs."""
+            repo, _, file = self.path.strip("/").partition("/resolve/main/")
+            content = hub.repos[repo]["main"][file]
+            self.send_response(200)
+            for name, value in {"ETag": '"1"', "X-Repo-Commit": "0" * 40, "Content-Length": str(len(content))}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(content if self.command == "GET" else b"")
+
         def reply(self) -> None:
+            if "/resolve/" in self.path:
+                self.download()
+                return
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             status, content = hub.answer(self.command, self.path, body, self.headers.get("Authorization"))
             text = json.dumps(content).encode()
@@ -126,7 +141,7 @@ def fake_hub() -> Iterator[Hub]:
             self.end_headers()
             self.wfile.write(text)
 
-        do_GET = do_POST = do_PUT = reply
+        do_HEAD = do_GET = do_POST = do_PUT = reply
 
         def log_message(self, *_: object) -> None: ...
 
