@@ -174,7 +174,11 @@ SHOWN: dict[str, dict[str, tuple[str, int]]] = {
 
 
 # page -> lines that its blocks print, and that the page shows
-CONTAINS: dict[str, list[str]] = {}
+CONTAINS: dict[str, list[str]] = {
+    "docs/tutorial_reward.md": ["golden answer  the golden answer scores most", "no faults"],
+    "docs/tutorial_cluster.md": ["fits: train needs most, 11.2 of the 22.7 GB that tensors can use on a GPU"],
+    "docs/tutorial_wrong_run.md": ["the right answer as the response to the first prompt gets 1.0 (label '0')"],
+}
 
 
 @pytest.mark.e2e
@@ -189,7 +193,8 @@ def test_a_page_runs_as_pasted(page: str, after_readme: tuple[Path, str], warm: 
         scores = curve(clone / "runs/tutorial/rule", "eval/heldout")
         assert scores[-1] > scores[0] + 0.3, "it learns to write the steps"
     if page in CONTAINS:
-        assert [line for line in CONTAINS[page] if line not in printed] == []
+        shown = (ROOT / page).read_text()
+        assert [line for line in CONTAINS[page] if line not in printed or line not in shown] == []
     if page == "docs/serving.md":
         answers, at = [], printed.find("{")
         while at >= 0:  # curl ends no line, and what the model says in the terminal comes between

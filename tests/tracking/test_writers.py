@@ -164,7 +164,7 @@ def test_where_tensorboard_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def scraped(writer: PrometheusWriter) -> list[str]:
-    with urlopen(writer.where, timeout=30) as answer:
+    with urlopen(writer.where, timeout=300) as answer:
         text: str = answer.read().decode()
     return [line for line in text.splitlines() if not line.startswith("#") and "_seconds" not in line]
 
