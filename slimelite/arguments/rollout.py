@@ -29,7 +29,7 @@ from slimelite.engines.registry import ENGINES, EngineKind
 from slimelite.environments.registry import ENVIRONMENTS, is_address
 from slimelite.models.families import LOSS_MASKS
 from slimelite.rewards.rules import GRADER_MEMORY_MB, RULES
-from slimelite.sandbox.registry import SANDBOXES, SandboxSettings
+from slimelite.sandbox.registry import SANDBOXES, SandboxSettings, is_container
 from slimelite.serving.tools import REASONING_FORMATS, TOOL_FORMATS
 
 OWN_GENERATE = when(
@@ -432,7 +432,7 @@ EPISODE, PROGRAM = "slimelite.rollout.episodes.play", "slimelite.rollout.episode
 PROGRAMS = SAMPLING & NEW_ROLLOUTS & use_of("--agent-command")
 EPISODES = SAMPLING & NEW_ROLLOUTS & use_of("--environment")
 BOXED = SAMPLING & when("an --agent-sandbox of programs", lambda a: (a.agent_sandbox or "none") != "none")
-CONTAINED = SAMPLING & when("--agent-sandbox podman or docker", lambda a: a.agent_sandbox in ("podman", "docker"))
+CONTAINED = SAMPLING & when("an --agent-sandbox of containers", lambda a: is_container(a.agent_sandbox))
 IN_THIS_RUN = EPISODES & when(
     "an environment that is no address", lambda a: a.environment is None or not is_address(a.environment)
 )

@@ -27,9 +27,9 @@ from urllib.parse import parse_qsl
 
 from slimelite.environments.protocol import Row, Start, Step
 from slimelite.environments.tools import MOST_CHARACTERS, ToolEnvironment
-from slimelite.sandbox.registry import NO_WISHES, OPTION, Sandbox, SandboxSettings, open_sandbox
+from slimelite.sandbox.registry import NO_WISHES, OPTION, Sandbox, SandboxSettings, is_container, open_sandbox
 
-ENGINES, PLAIN = ("podman", "docker"), "bwrap"
+PLAIN = "bwrap"
 # where Harbor's tests find what they need, and leave the reward
 TESTS, LOGS = "/tests", "/logs/verifier"
 # of a Dockerfile: what makes nothing that a program could miss, and what bubblewrap can do too
@@ -348,7 +348,7 @@ def make(spec: str, sandbox: SandboxSettings = NO_WISHES) -> Callable[[], Harbor
     """
     tasks, seconds = _tasks(spec)
     name = sandbox.name or "none"
-    if name not in (*ENGINES, PLAIN):
+    if name != PLAIN and not is_container(name):
         more = "or, for tasks whose Dockerfile runs nothing, bwrap"
         raise ValueError(f"--environment harbor:{spec} needs {OPTION} podman or docker, {more}")
     problems = {task.name: task.problem or (task.plain if name == PLAIN else "") for task in tasks.values()}
@@ -370,7 +370,7 @@ def _sandbox(task: Task, settings: SandboxSettings) -> Sandbox:
     network = "full" if settings.network == "full" and task.internet else "none"
     folders = {f"/{PurePosixPath(path).parts[1]}" for path in (task.workdir, *(there for _, there in task.files))}
     settings = replace(settings, network=network, whole=True, folders=tuple(sorted({*folders, "/tests", "/logs"})))
-    if settings.name in ENGINES:
+    if is_container(settings.name):
         settings = replace(settings, image=settings.image or task.image or _built(task, str(settings.name)))
     sandbox = open_sandbox(settings)
     assert sandbox is not None

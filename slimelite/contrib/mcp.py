@@ -18,7 +18,7 @@ from typing import Any
 from slimelite.environments.protocol import Row, Start
 from slimelite.environments.registry import is_address
 from slimelite.environments.tools import MOST_CHARACTERS, Tool, ToolEnvironment
-from slimelite.sandbox.registry import NO_WISHES, Launch, SandboxSettings, open_sandbox
+from slimelite.sandbox.registry import NO_WISHES, Launch, SandboxSettings, is_container, open_sandbox
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def make(spec: str, sandbox: SandboxSettings = NO_WISHES) -> Callable[[], McpEnv
     if is_address(spec):
         return lambda: McpEnvironment(spec)
     words = shlex.split(spec)
-    if not words or shutil.which(words[0]) is None:
+    if not words or (shutil.which(words[0]) is None and not is_container(sandbox.name)):  # an image may have it
         raise ValueError(f"--environment mcp:{spec}: there is no program {words[0] if words else ''!r}")
     box = open_sandbox(sandbox)
     # all variables: the run finds its processes by one of them when it ends

@@ -37,7 +37,7 @@ from slimelite.preflight.learning import first_prompt, without_template
 from slimelite.rewards.grader import check_reward
 from slimelite.rewards.rules import RULES
 from slimelite.samples.sample import Sample
-from slimelite.sandbox.registry import cautions
+from slimelite.sandbox.registry import cautions, is_container
 from slimelite.slime.plugins import load_function
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class InputChecks:
         self.read_models()
         if args.agent_command is not None:
             with findings.blaming("--agent-command"):
-                check_program(args.agent_command)
+                check_program(args.agent_command, in_image=is_container(args.agent_sandbox))
         with findings.blaming("--agent-sandbox"):
             findings.warnings += cautions(args.sandbox, programs=args.agent_command is not None)
         if args.job.saved:
@@ -584,8 +584,10 @@ async def _begin(args: EnvironmentArgs, prompt: Sample) -> Start:
         await host.close()
 
 
-def check_program(command: str) -> None:
+def check_program(command: str, *, in_image: bool = False) -> None:
     """Check that the program of ``--agent-command`` is there, and the files that it is to run.
+
+    ``in_image``: they may be in a container's image alone.
 
     Raises:
         ValueError: it is not.
@@ -594,6 +596,8 @@ def check_program(command: str) -> None:
         words = shlex.split(command)
     except ValueError as error:
         raise ValueError(f"{command!r} cannot be split into words: {error}") from error
+    if in_image and words:
+        return
     if not words or shutil.which(words[0]) is None:
         raise ValueError(f"there is no program {words[0] if words else ''!r}")
     if missing := [word for word in words[1:] if word.endswith(".py") and not Path(word).is_file()]:

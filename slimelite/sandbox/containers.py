@@ -55,7 +55,7 @@ class ContainerSandbox:
         if shutil.which(self.name) is None:
             raise ValueError(f"{OPTION} {self.name} needs {self.name}: {self.remedy}; or take process or bwrap")
         if image is None:
-            raise ValueError(f"{OPTION} {self.name} needs --agent-image, an image with a shell and the program")
+            raise ValueError(self._without_image())
         if missing := [path for path in self.settings.read if not os.path.exists(path)]:
             raise ValueError(f"--agent-sandbox-read: there is no {', '.join(missing)}")
         self._ask("info", f"{OPTION} {self.name} does not answer", self.remedy)
@@ -68,6 +68,9 @@ class ContainerSandbox:
         if run.returncode:
             raise ValueError(f"{OPTION} {self.name} does not start a container of {image}: {lines[-1]}")
         return lines if run.stderr.strip() else []
+
+    def _without_image(self) -> str:
+        return f"{OPTION} {self.name} needs --agent-image, an image with a shell and the program"
 
     def _ask(self, command: str, what: str, remedy: str) -> None:
         """Run a command of the engine.
@@ -82,7 +85,9 @@ class ContainerSandbox:
             raise ValueError(f"{what}: {reason}; {remedy}")
 
     def launch(self, words: Sequence[str], variables: Mapping[str, str], endpoint: str | None) -> Launch:
-        """See `Sandbox`."""
+        """See `Sandbox`; raises ValueError if there is no image."""
+        if self.settings.image is None:
+            raise ValueError(self._without_image())
         url, kept = urlsplit(endpoint or ""), {name: os.environ[name] for name in KEPT if name in os.environ}
         if MARK in os.environ:  # by which the watchdog finds it; nothing can be done with it
             kept[MARK] = os.environ[MARK]
@@ -90,7 +95,7 @@ class ContainerSandbox:
         words, mounts = self._placed(words)
         command = [self.name, "run", *self._limits(), *mounts, *self._environment(values)]
         # a shell, as images may have an entry point of their own
-        command += ["--entrypoint", "/bin/sh", str(self.settings.image), "-c", WAIT, "sh", *words]
+        command += ["--entrypoint", "/bin/sh", self.settings.image, "-c", WAIT, "sh", *words]
         plan = ContainerPlan(
             words=command,
             endpoint=(url.hostname or "", url.port or 80) if endpoint and self.settings.network == "loopback" else None,

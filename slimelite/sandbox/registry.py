@@ -113,12 +113,14 @@ class SandboxKind:
         make: ``fn(settings) -> Sandbox``; None: programs run as the user who trains.
         answers: ``fn(folder, readable, memory_bytes) -> words`` before those of a program that a model wrote, which
             the code reward and the python tool start in ``folder``; None: they have ``process``.
+        container: it needs an image.
     """
 
     name: str
     summary: str
     make: Function | None = None
     answers: Function | None = None
+    container: bool = False
 
 
 _BOXES, _CONTAINERS = "slimelite.sandbox.boxes", "slimelite.sandbox.containers"
@@ -131,8 +133,8 @@ SANDBOXES: Registry[SandboxKind] = Registry(
         SandboxKind(
             "bwrap", "namespaces by bubblewrap", f"{_BOXES}:BubblewrapSandbox", f"{_BOXES}:bubblewrap_of_answer"
         ),
-        SandboxKind("podman", "containers of --agent-image by podman", f"{_CONTAINERS}:PodmanSandbox"),
-        SandboxKind("docker", "containers of --agent-image by docker", f"{_CONTAINERS}:DockerSandbox"),
+        SandboxKind("podman", "containers by podman", f"{_CONTAINERS}:PodmanSandbox", container=True),
+        SandboxKind("docker", "containers by docker", f"{_CONTAINERS}:DockerSandbox", container=True),
     ),
     instead="; a class of your own is path/to/file.py:Class",
 )
@@ -154,12 +156,19 @@ def open_sandbox(settings: SandboxSettings) -> Sandbox | None:
     return None if kind.make is None else function(kind.make, OPTION, name)(settings)
 
 
+def is_container(name: str | None) -> bool:
+    """Whether a value of ``--agent-sandbox`` is one that needs an image."""
+    return name is not None and name in SANDBOXES and SANDBOXES[name].container
+
+
 def cautions(settings: SandboxSettings, *, programs: bool) -> list[str]:
     """What a user should know of the sandbox before a run, a sentence each. ``programs``: it starts some.
 
     Raises:
         ValueError: the sandbox cannot be used on this machine.
     """
+    if is_container(settings.name) and settings.image is None and not programs:
+        return []  # an environment may bring its images, or `Sandbox.launch` says that one is missing
     sandbox = open_sandbox(settings)
     if sandbox is not None:
         return [f"{OPTION} {settings.name}: {what}" for what in sandbox.check()]

@@ -9,6 +9,7 @@ import ast
 import asyncio
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from transformers import PreTrainedTokenizerFast
 from slimelite.apps.command import main
 from slimelite.apps.env import classes_of
 from slimelite.apps.env_checks import CHECKS, Observed, judge
+from slimelite.environments import probe
 from slimelite.environments.probe import Plan, Player
 from tests.engines.tiny_models import VOCAB, build_model
 
@@ -96,6 +98,35 @@ def test_a_planted_fault_is_found(name: str, data: Path, tmp_path: Path) -> None
 def test_a_sound_environment_raises_no_alarm(data: Path, tmp_path: Path) -> None:
     assert judge(observed_here(f"{FILE}:Sound", data, tmp_path), Observed()) == []
     assert judge(observed_here("nim", None, tmp_path), Observed()) == []
+
+
+BLOCKING = """
+import time
+from slimelite.environments.protocol import Start, Step
+
+class Blocking:
+    async def reset(self, row):
+        time.sleep(0.3)
+        return Start([{"role": "user", "content": "?"}])
+
+    def step(self, reply):
+        return Step(reward=0.0, done=True)
+"""
+
+
+def test_a_busy_machine_is_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time in which the event loop is held counts, and time for which it waits for a processor does not."""
+    (tmp_path / "blocking.py").write_text(BLOCKING)
+
+    def longest() -> float:
+        episodes = list[dict[str, Any]]()
+        plan = Plan(f"{tmp_path}/blocking.py:Blocking", None, 1, 4, 60.0, 60.0, str(tmp_path / "canary"), whole=False)
+        asyncio.run(Player(plan, lambda event: episodes.append(event) if event["event"] == "episode" else None).play())
+        return max(lag for episode in episodes for lag in episode["lags"])
+
+    assert longest() > 0.15
+    monkeypatch.setattr(probe, "_waited", time.monotonic)  # as if all of it was spent waiting
+    assert longest() <= 0
 
 
 def test_processes_contain_hangs_and_crashes(data: Path, capsys: pytest.CaptureFixture[str]) -> None:

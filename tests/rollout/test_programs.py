@@ -226,3 +226,4 @@ def test_a_program_that_is_not_there_is_named(command: str, problem: str) -> Non
     with pytest.raises(ValueError, match=problem):
         check_program(command)
     check_program(f"{sys.executable} {os.fspath(PLUGINS / 'program.py')}")
+    check_program("no-such-program agent.py", in_image=True)

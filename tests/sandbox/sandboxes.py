@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from slimelite.sandbox.registry import SandboxSettings
+from slimelite.sandbox.registry import SANDBOXES, SandboxSettings
 
 ROOT = Path(__file__).parents[2]
 SANDBOXES_HERE = [
@@ -17,7 +17,7 @@ SANDBOXES_HERE = [
     pytest.param("bwrap", marks=pytest.mark.bwrap),
     pytest.param("podman", marks=pytest.mark.podman),
 ]
-CONTAINERS = ("podman", "docker")
+CONTAINERS = [name for name, kind in SANDBOXES.items() if kind.container]
 # what `tests.sandbox.images` makes
 IMAGE = "localhost/slimelite-test:1"
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from slimelite.environments.hosts import load
 from slimelite.sandbox.container_supervisor import VARIABLE
-from slimelite.sandbox.registry import Launch, SandboxSettings, open_sandbox
+from slimelite.sandbox.registry import Launch, SandboxSettings, cautions, open_sandbox
 from tests.environments.test_adapters import episode, said
 from tests.environments.test_harbor import bash, plays, row_of, write_task
 from tests.sandbox.sandboxes import IMAGE, settings
@@ -86,6 +87,12 @@ def test_what_is_missing_is_said_at_the_start(tmp_path: Path, monkeypatch: pytes
         return str(caught.value)
 
     assert "--agent-sandbox docker needs --agent-image" in problem("exit 0", None)
+    without = SandboxSettings("docker")
+    with pytest.raises(ValueError, match="docker needs --agent-image"):
+        cautions(without, programs=True)
+    assert cautions(without, programs=False) == [], "an environment may bring its images"
+    with pytest.raises(ValueError, match="docker needs --agent-image"):
+        load("mcp:true", without)
     assert "does not answer: no daemon here; install it, start its daemon" in problem("echo no daemon here >&2; exit 1")
     absent = '[ "$1" = info ] || { echo no such image >&2; exit 125; }'
     assert problem(absent) == f"--agent-image {IMAGE} is not here: no such image; docker pull {IMAGE}"
