@@ -585,9 +585,7 @@ async def _begin(args: EnvironmentArgs, prompt: Sample) -> Start:
 
 
 def check_program(command: str, *, in_image: bool = False) -> None:
-    """Check that the program of ``--agent-command`` is there, and the files that it is to run.
-
-    ``in_image``: they may be in a container's image alone.
+    """Check that the program of ``--agent-command`` is there, and the files that it is to run, or perhaps ``in_image``.
 
     Raises:
         ValueError: it is not.
@@ -596,9 +594,7 @@ def check_program(command: str, *, in_image: bool = False) -> None:
         words = shlex.split(command)
     except ValueError as error:
         raise ValueError(f"{command!r} cannot be split into words: {error}") from error
-    if in_image and words:
-        return
-    if not words or shutil.which(words[0]) is None:
+    if not words or (shutil.which(words[0]) is None and not in_image):
         raise ValueError(f"there is no program {words[0] if words else ''!r}")
-    if missing := [word for word in words[1:] if word.endswith(".py") and not Path(word).is_file()]:
+    if not in_image and (missing := [word for word in words[1:] if word.endswith(".py") and not Path(word).is_file()]):
         raise ValueError(f"there is no file {', '.join(missing)}")
