@@ -18,6 +18,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from slimelite.base.files import whole
 from slimelite.data.tokenizer import beginning, load_tokenizer, stop_token_ids
 from slimelite.models.checkpoints import read_json
+from slimelite.models.families import FAMILIES
 from slimelite.models.files import load_config, weight_sources
 from slimelite.models.sources import everything
 
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 
     from slimelite.models.sources import Source
 
-# model_type -> llama.cpp's architecture
-ARCHITECTURES = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2, "qwen3": gguf.MODEL_ARCH.QWEN3}
+# model_type -> llama.cpp's name of the architecture
+ARCHITECTURES = {name: family.gguf for name, family in FAMILIES.items() if family.gguf}
 CONVERTER = "llama.cpp's convert_hf_to_gguf.py knows other models and tokenizers"
 # --dtype -> the type of matrices, and of the file
 TYPES = {
@@ -71,7 +72,7 @@ def write_gguf(folder: Path, out: Path, dtype: str, *, name: str, tokenizer: boo
         raise ValueError(
             f"{folder} has no plain weights in safetensors files: save the model anew with save_pretrained"
         )
-    writer = gguf.GGUFWriter(None, gguf.MODEL_ARCH_NAMES[ARCHITECTURES[config.model_type]])
+    writer = gguf.GGUFWriter(None, ARCHITECTURES[config.model_type])
     writer.add_name(name)
     writer.add_file_type(TYPES[dtype][1])
     if dtype == "q8_0":
@@ -213,7 +214,8 @@ def _write_tensors(
     writer: gguf.GGUFWriter, file: Path, sources: Mapping[str, Source], config: PretrainedConfig, dtype: str
 ) -> None:
     """Write header, fields and tensors to ``file``; what a tied LM head shares is written once."""
-    names = gguf.get_tensor_name_map(ARCHITECTURES[config.model_type], config.num_hidden_layers)
+    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == ARCHITECTURES[config.model_type])
+    names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
     sources = {n: s for n, s in sources.items() if not (config.tie_word_embeddings and n == "lm_head.weight")}
     planned: dict[str, tuple[Source, gguf.GGMLQuantizationType, str]] = {}
     for name, source in sources.items():

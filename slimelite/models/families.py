@@ -39,6 +39,7 @@ class Family:
         embedded: whether the embedded engine's fast decoder can run it: norms before attention and MLP, rotary
             positions and a gated MLP, with Llama's weight names; experts, if any, with Qwen3-MoE's names of fields and
             weights. Others have the generic one.
+        gguf: llama.cpp's name of the architecture, for `slimelite gguf`; empty: it does not write such models.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Family:
     mlp_bias: bool | str = False
     qk_norm: bool = False
     embedded: bool = False
+    gguf: str = ""
 
 
 _BIAS = "attention_bias"
@@ -55,9 +57,17 @@ FAMILIES = Registry(
     "model family",
     "model_type",
     (
-        Family("llama", "LlamaForCausalLM", qkv_bias=_BIAS, out_bias=_BIAS, mlp_bias="mlp_bias", embedded=True),
-        Family("qwen2", "Qwen2ForCausalLM", qkv_bias=True, embedded=True),
-        Family("qwen3", "Qwen3ForCausalLM", qkv_bias=_BIAS, out_bias=_BIAS, qk_norm=True, embedded=True),
+        Family(
+            "llama",
+            "LlamaForCausalLM",
+            qkv_bias=_BIAS,
+            out_bias=_BIAS,
+            mlp_bias="mlp_bias",
+            embedded=True,
+            gguf="llama",
+        ),
+        Family("qwen2", "Qwen2ForCausalLM", qkv_bias=True, embedded=True, gguf="qwen2"),
+        Family("qwen3", "Qwen3ForCausalLM", qkv_bias=_BIAS, out_bias=_BIAS, qk_norm=True, embedded=True, gguf="qwen3"),
         Family("qwen3_moe", "Qwen3MoeForCausalLM", qkv_bias=_BIAS, out_bias=_BIAS, qk_norm=True, embedded=True),
     ),
 )

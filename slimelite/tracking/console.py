@@ -396,10 +396,10 @@ def unit_of(args: Args) -> str:
 def method(args: Args) -> str:
     """Method, adapters, optimizer and KL as text, such as ``DPO, beta 0.1, LoRA of rank 16, adam lr 1e-06``."""
     loss = args.loss
-    own = {"policy_loss": "", "custom_loss": f"loss {args.custom_loss_function_path}"}
     parts = [loss.title or args.loss_type]
     if args.job.sampled:
-        parts = [args.advantage_estimator, own.get(args.loss_type, f"loss {args.loss_type}")]
+        own = f"loss {args.custom_loss_function_path or args.loss_type}"
+        parts = [args.advantage_estimator, "" if loss.policy else own]
     elif loss.paired and loss.compares and args.dpo_loss != "sigmoid":
         parts[0] += f" ({args.dpo_loss})"
     if loss.compares:
