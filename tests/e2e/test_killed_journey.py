@@ -109,6 +109,7 @@ def journey(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Journey
         server.wait()
 
 
+@pytest.mark.slow
 def test_a_journey_that_is_killed_in_each_stage_ends_with_the_same_bits(journey: Journey, tmp_path: Path) -> None:
     assert journey("straight", "nowhere") == 0
     folders = [f"{number}-{name}" for number, name in enumerate(STAGES)]
