@@ -264,16 +264,23 @@ def _sessions(pid: int) -> set[Path]:
 
 
 def _set_status(folder: Path, pid: int, explain: list[str]) -> None:
-    status = read_status(folder)
-    if status.get("pid") != pid or status["status"] != WITHOUT_A_WORD:
+    status = _status_of(folder, pid)
+    if status is None:
         return
     for left in folder.glob("*.partial"):
         left.unlink(missing_ok=True)
     _write_status(folder, status)
     if explain:
         done = subprocess.run(explain, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-        if done.stdout.strip():
+        # that took seconds, in which another run may have begun in the folder
+        if done.stdout.strip() and _status_of(folder, pid) is not None:
             _write_status(folder, status | {"message": f"{status['message']}. {done.stdout.strip()}"})
+
+
+def _status_of(folder: Path, pid: int) -> dict[str, Any] | None:
+    """The status in ``folder`` if it is that of process ``pid``, which died without a word."""
+    status = read_status(folder)
+    return status if status.get("pid") == pid and status["status"] == WITHOUT_A_WORD else None
 
 
 def _write_status(folder: Path, status: dict[str, Any]) -> None:

@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from slimelite.base.lifecycle import SAME_SIGNAL_S, WITHOUT_A_WORD, read_status, this_process
@@ -20,7 +22,8 @@ import json, subprocess, sys, time
 from slimelite.base.lifecycle import StopSignals, Watchdog, this_process
 folder, how = sys.argv[1:]
 with StopSignals() as stop:
-    with Watchdog(folder, ["echo", "Predicted: more than there is"]):
+    words = "echo Predicted: more than there is"
+    with Watchdog(folder, ["sh", "-c", f"until [ -e {folder}/go ]; do sleep 0.02; done; " * (how == "slow") + words]):
         open(folder + "/status.json", "w").write(json.dumps({"status": "running", "rollouts_done": 3} | this_process()))
         daemon = subprocess.Popen(["sh", "-c", "sleep 300 & wait"], start_new_session=True, stdout=subprocess.DEVNULL)
         print(daemon.pid, flush=True)
@@ -95,6 +98,13 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
     assert run.daemon_ends()
 
 
+def commands() -> Iterator[str]:
+    """The command lines of Python programs that run."""
+    for process in psutil.process_iter(["name", "cmdline"]):
+        if process.info["name"].startswith("python"):
+            yield " ".join(process.info["cmdline"] or ())
+
+
 def test_after_sigkill_nothing_is_left_and_the_status_says_so(tmp_path: Path) -> None:
     run = Run(tmp_path, "hang")
     (tmp_path / "curves.png.partial").write_text("half")
@@ -109,6 +119,22 @@ def test_after_sigkill_nothing_is_left_and_the_status_says_so(tmp_path: Path) ->
     assert found["message"].endswith("ran out of memory. Predicted: more than there is")
     assert "SIGKILL" in found["message"]
     assert not list(tmp_path.glob("*.partial"))
+
+
+def test_the_status_of_a_run_that_goes_on_in_the_folder_stays(tmp_path: Path) -> None:
+    """The watchdog of a killed run may need seconds to explain why, and the next run has ended by then."""
+    run, status = Run(tmp_path, "slow"), tmp_path / "status.json"
+    assert run.end(signal.SIGKILL)[0] == -signal.SIGKILL
+    deadline = time.monotonic() + 30
+    while json.loads(status.read_text())["status"] != WITHOUT_A_WORD:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    status.write_text(json.dumps({"status": "finished"} | this_process()))
+    (tmp_path / "go").touch()
+    while any(str(tmp_path) in watchdogs for watchdogs in commands()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert json.loads(status.read_text())["status"] == "finished"
 
 
 def test_a_run_that_ends_well_leaves_its_children_alone(tmp_path: Path) -> None:
