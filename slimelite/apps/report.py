@@ -6,18 +6,23 @@ import argparse
 import base64
 import html
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from slimelite.apps.runs import Run
 from slimelite.apps.tables import score_text
 from slimelite.arguments.conditions import gpus_of
 from slimelite.stages import RECORD
 
+# the rollout of an evaluation before the first step
+BEFORE_TRAINING = -1
 # the folder of a journey with what `slimelite eval` found for each stage, and the task that shows answers
 EVALUATIONS, ANSWERS = "eval", "answers"
 PROMPTS = ("Who are you?", "Why is the sky blue?", "12 + 7 =", "The capital of France is")
@@ -135,7 +140,7 @@ def evaluated(journey: Path, run: Run) -> Run | None:
 
 def _parts(journey: Path, stages: Sequence[Run], price: float | None) -> Iterator[Part]:
     yield Part("Stages", rows=_stage_rows(stages, price))
-    scores = {run.name: dict(_scores(journey, run)) for run in stages}
+    scores = {run.name: dict(_scores(journey, run, later)) for run, later in zip_longest(stages, stages[1:])}
     names = list(dict.fromkeys(name for each in scores.values() for name in each))
     if names:
         rows = [["after", *scores], *([name, *(each.get(name, "") for each in scores.values())] for name in names)]
@@ -196,15 +201,26 @@ def spent(run: Run) -> tuple[float, float, float]:
     return tokens, flops, seconds / 3600
 
 
-def _scores(journey: Path, run: Run) -> Iterator[tuple[str, str]]:
-    """(name, score with its error) after the stage: the last of its own evaluations, and those of `EVALUATIONS`."""
-    for source in (run, evaluated(journey, run)):
-        for name in source.scores if source else ():
-            assert source is not None
-            for each in (name, f"{name}-centred"):
-                if each in source.series and name != f"eval/{ANSWERS}":
-                    error = source.series.get(f"{each}-stderr")
-                    yield each.removeprefix("eval/"), score_text(source.series[each][1][-1], error and error[1][-1])
+def _scores(journey: Path, run: Run, later: Run | None) -> Iterator[tuple[str, str]]:
+    """(name, score with its error) after the stage, the best source last: what the ``later`` stage measured before its
+    first step, if it began with this one's model; the last of its own evaluations; and those of `EVALUATIONS`.
+    """
+    if later is not None and Path(str(later.config.get("hf_checkpoint"))) == _model(run):
+        yield from _scores_of(later, 0, lambda steps: steps[0] == BEFORE_TRAINING)
+    yield from _scores_of(run, -1, lambda steps: steps[-1] != BEFORE_TRAINING)
+    if (source := evaluated(journey, run)) is not None:
+        yield from _scores_of(source, -1)
+
+
+def _scores_of(
+    source: Run, place: int, counts: Callable[[np.ndarray], bool] = lambda _: True
+) -> Iterator[tuple[str, str]]:
+    """(name, score with its error) at ``place`` of each series whose steps count."""
+    for name in source.scores:
+        for each in (name, f"{name}-centred"):
+            if each in source.series and name != f"eval/{ANSWERS}" and counts(source.series[each][0]):
+                error = source.series.get(f"{each}-stderr")
+                yield each.removeprefix("eval/"), score_text(source.series[each][1][place], error and error[1][place])
 
 
 def _answers(journey: Path, run: Run) -> Iterator[tuple[str, str]]:

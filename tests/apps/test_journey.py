@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -86,6 +87,21 @@ def test_the_page_has_what_the_stages_spent_scored_and_answered(journey: Path) -
     assert html.count("data:image/png;base64,") == markdown.count("curves.png)") == 2
     assert re.search(r"\| 1-sft \| 1234 \|", markdown)
     assert "<script" not in html
+
+
+def test_what_a_stage_measures_before_its_first_step_is_the_score_of_the_stage_before(
+    journey: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "out"
+    shutil.copytree(journey / "out", copy)
+    for step, score in ((-1, 0.25), (0, 0.5)):
+        with (copy / "1-sft" / "metrics.jsonl").open("a") as metrics:
+            record = {"time": 1.0, "kind": "eval", "eval/step": step, "eval/held": score, "eval/held-stderr": 0.125}
+            metrics.write(json.dumps(record) + "\n")
+    assert main(["report", str(copy)]) == 0
+    head, *rows = cells((copy / "report.md").read_text(), "Scores")
+    assert head == ["after", "0-mid", "1-sft"]
+    assert ["held", "0.250 ±0.125", "0.500 ±0.125"] in rows
 
 
 def test_a_folder_without_stages_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
