@@ -193,12 +193,18 @@ def splitting(content: Mapping[str, Any]) -> str:
     remedy = "--no-tokenizer leaves it out, and programs then take token ids alone"
     if model.get("type") != "BPE" or model.get("byte_fallback") or kinds[-1] != "ByteLevel":
         raise ValueError(f"{refused}: {remedy}; {CONVERTER}")
-    own = parts[-1].get("use_regex", True) and not parts[-1].get("add_prefix_space")
+    # llama.cpp changes no text before it splits it; it does without NFC of Qwen's tokenizers
+    if (changes := (content.get("normalizer") or {}).get("type")) not in (None, "NFC"):
+        raise ValueError(f"the tokenizer's normalizer, {changes}, has no name in llama.cpp: {remedy}; {CONVERTER}")
+    if parts[-1].get("add_prefix_space"):
+        raise ValueError(f"{refused} with add_prefix_space: {remedy}; {CONVERTER}")
+    own = parts[-1].get("use_regex", True)
     if kinds == ["ByteLevel"] and own:
         return "gpt-2"
     if kinds == ["Digits", "ByteLevel"] and own and parts[0].get("individual_digits"):
         return "smollm"
-    if kinds == ["Split", "ByteLevel"] and not parts[-1].get("use_regex", True):
+    isolated = parts[0].get("behavior") == "Isolated" and not parts[0].get("invert")
+    if kinds == ["Split", "ByteLevel"] and isolated and not own:
         pattern = str(parts[0]["pattern"].get("Regex"))
         for other, written in SAME.items():
             pattern = pattern.replace(other, written)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from slimelite.apps.runs import LAST, Run, differing_flags, read_runs, same_notes
+from slimelite.apps.runs import LAST, Run, differing_flags, read_runs, same_notes, same_runs
 from slimelite.apps.tables import Row, plain, print_table, score_text
 
 # up to so many ways to deal the runs to two groups, each is tried
@@ -62,10 +62,12 @@ def grouped(groups: Groups) -> Facts:
         }
         for name, runs in groups.items()
     ]
-    for summary in summaries[1:]:
+    reference, *others = groups.values()
+    for runs, summary in zip(others, summaries[1:], strict=True):
+        repeated = bool(same_runs([*reference, *runs]))
         for name, measure in summary["measures"].items():
             if (first := summaries[0]["measures"].get(name)) is not None:
-                measure["against_first"] = _against(first["values"], measure["values"], same)
+                measure["against_first"] = _against(first["values"], measure["values"], repeated)
     return {"flags": _flags(groups), "test": TEST, "groups": summaries, "same": same}
 
 
@@ -98,8 +100,8 @@ def _measures(runs: Sequence[Run]) -> dict[str, Facts]:
     return measures
 
 
-def _against(first: Sequence[float], other: Sequence[float], same: Sequence[str]) -> Facts:
-    if same:
+def _against(first: Sequence[float], other: Sequence[float], repeated: bool) -> Facts:
+    if repeated:
         return {"why_not": "runs that are the same are no seeds"}
     if min(len(first), len(other)) < 2:
         return {"why_not": "a group of one run has no spread"}
@@ -126,7 +128,8 @@ def unpaired_test(first: Sequence[float], other: Sequence[float]) -> Unpaired:
 
     If the groups were alike, each run could as well stand in the other one. ``p`` is the share of all ways to deal the
     n₁ + n₂ values to groups of n₁ and n₂ whose means differ at least as much, in either direction, as those of the
-    groups themselves. It needs no normal distribution, and at least 3 + 4 runs to fall below 0.05. Of more than `EXACT`
+    groups themselves. It needs no normal distribution, and at least seven runs, such as 3 + 4, to
+    fall below 0.05. Of more than `EXACT`
     ways `DRAWS` random ones are taken, the groups themselves counted too (Phipson and Smyth, 2010,
     doi:10.2202/1544-6115.1585).
     """

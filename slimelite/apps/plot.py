@@ -44,6 +44,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("-o", "--out", default="curves.png", metavar="FILE", help="PNG to write (default: %(default)s)")
     args = parser.parse_args(argv)
     kinds = [name for name, *folders in args.band if name in BANDS and not folders]
+    if wrong := next((name for name, *folders in args.band if name in BANDS and folders), None):
+        parser.error(f"--band {wrong} stands alone and says what bands are: --band {wrong} --band NAME RUN...")
     args.band = [words for words in args.band if words[1:] or words[0] not in BANDS]
     if len(kinds) > 1:
         parser.error(f"--band {kinds[0]} and --band {kinds[1]}: name one kind of band")

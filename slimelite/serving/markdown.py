@@ -7,6 +7,7 @@ is shown as it was written. What comes out has passed an allow list, since a for
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import cache
 from html import unescape
@@ -93,8 +94,10 @@ def _block_in_brackets(state: StateBlock, begin: int, end: int, silent: bool) ->
     if state.is_code_block(begin) or not state.src.startswith(r"\[", start):
         return False
     close = state.src.find(r"\]", start, state.eMarks[end - 1])
-    last = next((line for line in range(begin, end) if state.eMarks[line] > close), end)
-    if close < 0 or state.src[close + 2 : state.eMarks[last]].strip():
+    if close < 0:
+        return False
+    last = bisect_right(state.eMarks, close, begin, end)
+    if state.src[close + 2 : state.eMarks[last]].strip():
         return False
     if not silent:
         state.push("math_block", "math", 0).content = state.src[start + 2 : close]

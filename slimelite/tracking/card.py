@@ -106,7 +106,9 @@ def usage(args: Args, *, chats: bool) -> str:
     if args.loss.scores:
         messages = '[{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "4"}]'
         rendered = f"tokenizer.apply_chat_template({messages}, tokenize=False)" if chats else '"What is 2 + 2? 4"'
-        lines += [f"text = {rendered}", 'print(model(**tokenizer(text, return_tensors="pt")).logits[0])']
+        # a template writes the special tokens itself, and training adds no second BOS
+        options = ("add_special_tokens=False, " if chats else "") + 'return_tensors="pt"'
+        lines += [f"text = {rendered}", f"print(model(**tokenizer(text, {options})).logits[0])"]
         return "\n".join(lines)
     if chats:
         options = 'add_generation_prompt=True, return_tensors="pt", return_dict=True'

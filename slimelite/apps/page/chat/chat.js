@@ -90,6 +90,7 @@ function restart() {
 
 /** Show a conversation that is kept. */
 async function openTalk(id) {
+  if (id === talk.id) return; // what is kept may be older than what is shown
   const other = await kept(id);
   if (!other) return;
   enter(other);
@@ -237,14 +238,14 @@ async function answer(turn = null, goesOn = false) {
   if (views.get(turn) === view) {
     if (!showsTokens()) render(turn);
     ended(turn, on);
-    if (failure) failed(view, failure);
+    if (failure) failed(view, failure, goesOn ? () => answer(turn, true) : again);
   }
+  await remember(own);
   if (running === control) {
     running = null;
     ui.send.textContent = "Send";
     marked();
   }
-  await remember(own);
 }
 
 /** Read the stream of an answer into the version `made`. */
@@ -329,12 +330,12 @@ async function alternatives({ parts, pieces }) {
   }
 }
 
-/** Say what went wrong; ask for the key if the server wants one. */
-function failed(view, error) {
+/** Say what went wrong; ask for the key if the server wants one, and then `retry`. */
+function failed(view, error, retry) {
   const lost = error instanceof TypeError ? "The server does not answer; is it still running?" : error.message;
   view.failure.textContent = error.status === 401 ? "The server wants its key." : lost;
   view.failure.hidden = false;
-  if (error.status === 401) askForKey(again);
+  if (error.status === 401) askForKey(retry);
 }
 
 /** A dialog for the key; it stays in this tab's sessionStorage. */

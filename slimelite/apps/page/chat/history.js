@@ -12,8 +12,8 @@ function historyElement(on) {
     const item = ({ id, title }) => el("li", { "aria-current": String(id === on.talk().id) },
       el("button", { class: "link", dir: "auto", title, onclick: () => on.open(id) }, title),
       el("button", { class: "quiet", title: "delete this conversation", "aria-label": `Delete ${title}`, onclick: async () => {
-        await forget(id);
         on.forgotten(id);
+        await forget(id);
         await ui.listTalks();
       } }, "✕"));
     ui.talks.replaceChildren(...(all ?? []).map(item));
