@@ -107,8 +107,9 @@ def test_ray_that_does_not_start_on_a_node_ends_the_job(submitted: Path) -> None
     assert calls(submitted, "train") == []
 
 
-def test_before_the_time_limit_the_job_is_put_back_into_the_queue(submitted: Path) -> None:
-    status, errors = signalled(submitted, signal.SIGUSR1, "--save", "D", "--load", "D")
+@pytest.mark.parametrize("load", [("--load", "D"), ("--load=D",)], ids=["word", "equals"])
+def test_before_the_time_limit_the_job_is_put_back_into_the_queue(submitted: Path, load: tuple[str, ...]) -> None:
+    status, errors = signalled(submitted, signal.SIGUSR1, "--save", "D", *load)
     assert (status, calls(submitted, "scontrol requeue"), errors) == (143, ["scontrol requeue 41234"], "")
 
 

@@ -165,7 +165,7 @@ def problems(run: Run, rollouts: int, undisturbed: Run | None) -> list[str]:
     ids = Counter(number for own, _ in samples.values() for number in own)
     if twice := [number for number, times in ids.items() if times > 1]:
         wrong.append(f"{len(twice)} samples are in two rollouts: {twice[:5]}")
-    if missing := set(range(max(ids) + 1)) - set(ids):
+    if missing := set(range(max(ids, default=-1) + 1)) - set(ids):
         wrong.append(f"{len(missing)} samples are in none: {sorted(missing)[:5]}")
     records = read_metrics(run.folder / "run")
     for name in ("rollout/raw_reward", "train/loss"):
@@ -188,6 +188,7 @@ def main() -> int:
     parser.add_argument("--async-rollout", action="store_true", help="sample a rollout ahead")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "soak", help="an empty folder, or none yet")
     args = parser.parse_args()
+    args.out = args.out.resolve()
     if args.out.exists() and any(args.out.iterdir()):
         parser.error(f"{args.out} is not empty")
     make = [sys.executable, str(ROOT / "scripts" / "prepare_data.py"), "quickstart", "--out", str(args.out / "data")]

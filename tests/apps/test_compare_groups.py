@@ -110,6 +110,11 @@ def test_seeds_that_are_one_run_are_named_and_give_no_p(tmp_path: Path, capsys: 
     assert note in shown
     assert "unknown: runs that are the same are no seeds" in shown
     assert same_notes([Run.read(run) for run in runs[1:]]) == []
+    more = [write(tmp_path / name, score) for name, score in (("e", 0.5), ("f", 0.625))]
+    assert main(["compare", "--group", "y", *runs[2:], "--group", "z", *more, "--group", "x", *runs[:2], "--json"]) == 0
+    _, clean, repeated = json.loads(capsys.readouterr().out)["groups"]
+    assert clean["measures"]["d"]["against_first"]["p"] == 1, "runs of another group that are one say nothing of these"
+    assert "why_not" in repeated["measures"]["d"]["against_first"]
 
 
 def test_so_few_runs_that_nothing_can_be_shown_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from slimelite.apps.command import main
@@ -35,9 +35,17 @@ def split(pattern: str) -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), behavior="isolated"), byte_level])
 
 
-def make_tokenizer(folder: Path, before: pre_tokenizers.PreTokenizer, *, begins: bool = False) -> int:
+def make_tokenizer(
+    folder: Path,
+    before: pre_tokenizers.PreTokenizer,
+    *,
+    begins: bool = False,
+    normalizer: normalizers.Normalizer | None = None,
+) -> int:
     """Save a byte-level BPE trained on the probes; returns the number of its tokens."""
     tokenizer = Tokenizer(models.BPE())
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
     tokenizer.pre_tokenizer, tokenizer.decoder = before, decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(
@@ -226,6 +234,9 @@ def test_a_tokenizer_without_a_name_in_llama_cpp_can_be_left_out(
     assert main(command) == 1
     refused = "the tokenizer (Split and ByteLevel, BPE) has no name in llama.cpp: --no-tokenizer leaves it out"
     assert refused in capsys.readouterr().err
+    make_tokenizer(tmp_path, split(LLAMA3), normalizer=normalizers.Lowercase())
+    assert main(command) == 1
+    assert "the tokenizer's normalizer, Lowercase, has no name in llama.cpp" in capsys.readouterr().err
     assert not list(tmp_path.glob("*.gguf*"))
     assert main([*command, "--no-tokenizer"]) == 0
     read = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="it.gguf")

@@ -91,6 +91,12 @@ def test_a_band_that_is_named_twice_is_refused(tmp_path: Path, capsys: pytest.Ca
     assert "--band x is given twice" in capsys.readouterr().err
 
 
+def test_a_kind_of_band_is_no_name_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plot", "--band", "mean-se", str(write_run(tmp_path / "a", 1.0)), "-o", str(tmp_path / "x.png")])
+    assert "--band mean-se stands alone" in capsys.readouterr().err
+
+
 def test_scores_are_told_from_what_stands_beside_them() -> None:
     records = [
         {"eval/step": 1, "eval/a": 1, "eval/a-pass@8": 1, "eval/a-truncated_ratio": 0, "eval/a/response_len/mean": 3}

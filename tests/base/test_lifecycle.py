@@ -101,7 +101,7 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
 def commands() -> Iterator[str]:
     """The command lines of Python programs that run."""
     for process in psutil.process_iter(["name", "cmdline"]):
-        if process.info["name"].startswith("python"):
+        if (process.info["name"] or "").startswith("python"):
             yield " ".join(process.info["cmdline"] or ())
 
 
@@ -131,6 +131,7 @@ def test_the_status_of_a_run_that_goes_on_in_the_folder_stays(tmp_path: Path) ->
         time.sleep(0.02)
     status.write_text(json.dumps({"status": "finished"} | this_process()))
     (tmp_path / "go").touch()
+    deadline = time.monotonic() + 60
     while any(str(tmp_path) in watchdogs for watchdogs in commands()):
         assert time.monotonic() < deadline
         time.sleep(0.02)
