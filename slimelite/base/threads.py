@@ -85,6 +85,7 @@ async def call(function: Callable[..., Any], *args: object, **named: object) -> 
     Raises:
         RuntimeError: it raised an exception that would end the program or its event loop, such as KeyboardInterrupt.
     """
+    own = _task()
     try:
         if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
             return await function(*args, **named)
@@ -92,13 +93,21 @@ async def call(function: Callable[..., Any], *args: object, **named: object) -> 
         threading.Thread(target=_fill, args=(future, partial(function, *args, **named)), daemon=True).start()
         result = await asyncio.wrap_future(future)
         return await result if isinstance(result, Awaitable) else result
-    except (Exception, GeneratorExit):  # the second: nobody waits any more, and the event loop may be gone
+    except Exception:
         raise
     except BaseException as error:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            raise  # cancelled by its caller, not by the function
+        # cancelled by its caller, not by the function; or nobody waits any more, and the event loop may be gone
+        if own is None or _task() is not own or own.cancelling():
+            raise
         raise RuntimeError(repr(error)) from error
+
+
+def _task() -> asyncio.Task[Any] | None:
+    """The task that runs now, if one does."""
+    try:
+        return asyncio.current_task()
+    except RuntimeError:  # no event loop runs
+        return None
 
 
 def _fill(future: Future[object], work: Callable[[], object]) -> None:
