@@ -17,16 +17,18 @@ import secrets
 import shlex
 import signal
 import subprocess
+import tempfile
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import IO, Any
 from urllib.parse import parse_qsl
 
 from slimelite.environments.protocol import Row, Start, Step
 from slimelite.environments.tools import MOST_CHARACTERS, ToolEnvironment
+from slimelite.sandbox.boxes import HOME
 from slimelite.sandbox.registry import NO_WISHES, OPTION, Sandbox, SandboxSettings, is_container, open_sandbox
 
 PLAIN = "bwrap"
@@ -40,6 +42,8 @@ SYSTEM = ("bin", "dev", "etc", "home", "lib", "lib32", "lib64", "opt", "proc", "
 COMMAND_SECONDS, TEST_SECONDS = 30.0, 600.0
 # for a box to end by itself [s]
 END_SECONDS = 2.0
+# for the shell beside the command's own, for the files of a box, and for an image [s]
+MORE_SECONDS, PACK_SECONDS, BUILD_SECONDS = 60.0, 300.0, 3600.0
 # an output with the mark that ends it [bytes]
 MOST_BYTES = 1 << 20
 VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
@@ -60,6 +64,7 @@ class Task:
     internet: bool
     workdir: str
     variables: dict[str, str]
+    own_variables: dict[str, str]
     test_variables: dict[str, str]
     test_seconds: float
     files: tuple[tuple[Path, str], ...]
@@ -80,6 +85,7 @@ def read_task(folder: Path) -> Task:
         raise ValueError(f"{folder} is no task of Harbor's: {error}") from error
     box, tests = config.get("environment", {}), config.get("verifier", {})
     workdir, variables, files, plain = _dockerfile(folder / "environment")
+    own = _resolved(box.get("env", {}))
     memory = box.get("memory_mb") or _megabytes(str(box.get("memory", "0")))
     return Task(
         name=folder.name,
@@ -89,7 +95,8 @@ def read_task(folder: Path) -> Task:
         memory_mb=int(memory),
         internet=box.get("network_mode", "public") == "public" and box.get("allow_internet") is not False,
         workdir=box.get("workdir") or workdir,
-        variables={**variables, **_resolved(box.get("env", {}))},
+        variables={**variables, **own},
+        own_variables=own,
         test_variables=_resolved(tests.get("env", {})),
         test_seconds=float(tests.get("timeout_sec", TEST_SECONDS)),
         files=files,
@@ -169,8 +176,8 @@ def _copies(folder: Path, sources: Sequence[str], target: str, into: bool) -> It
 class Box:
     """A shell in a sandbox; commands run one after the other, each in a shell of its own."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process, self._mark = process, secrets.token_hex(12)
+    def __init__(self, process: asyncio.subprocess.Process, container: str) -> None:
+        self._process, self.container = process, container
 
     @classmethod
     async def begin(cls, sandbox: Sandbox, variables: Mapping[str, str]) -> Box:
@@ -186,49 +193,105 @@ class Box:
             start_new_session=True,
             limit=MOST_BYTES,
         )
-        box = cls(process)
-        await box.tell('S=$(command -v bash || command -v sh); F="${TMPDIR:-/tmp}/.output"')
+        box = cls(process, launch.container)
+        await box._tell('S=$(command -v bash || command -v sh); D="${TMPDIR:-/tmp}"')
         return box
 
-    async def tell(self, line: str) -> None:
+    async def _tell(self, line: str) -> None:
         """Have the shell of the box read ``line``."""
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError, ConnectionResetError):  # `run` says what the box wrote before it ended
+        with suppress(BrokenPipeError, ConnectionResetError):  # `_answer` says what the box wrote before it ended
             self._process.stdin.write(line.encode() + b"\n")
             await self._process.stdin.drain()
+
+    async def _answer(self, line: str, seconds: float) -> tuple[int, str]:
+        """Exit status and output of ``line``, at most `MOST_BYTES`.
+
+        Raises:
+            OSError: the box has ended, or does not answer.
+        """
+        mark = secrets.token_hex(12)  # one that nothing in the box has seen before
+        await self._tell(f"{line}\nprintf '\\n%s %s\\n' {mark} $?")
+        assert self._process.stdout is not None
+        try:
+            async with asyncio.timeout(seconds + MORE_SECONDS):
+                text = await self._process.stdout.readuntil(f"\n{mark} ".encode())
+                status = await self._process.stdout.readline()
+        except asyncio.IncompleteReadError as error:
+            lines = error.partial.decode("utf-8", "replace").strip().splitlines() or ["without a word"]
+            raise OSError(f"the box has ended: {lines[-1]}") from error
+        except (TimeoutError, asyncio.LimitOverrunError) as error:
+            raise OSError("the shell of the box does not answer") from error
+        return int(status), text[: -len(mark) - 2].decode("utf-8", "replace")
 
     async def run(self, command: str, folder: str, seconds: float, most: int = MOST_CHARACTERS) -> tuple[int, str]:
         """Exit status and output, at most the first ``most`` bytes, of a command; 137 if it takes longer.
 
         Raises:
-            OSError: the box has ended.
+            OSError: the box has ended, or does not answer.
         """
         line = f"cd {shlex.quote(folder)} && {command}".replace("\0", "")
-        await self.tell(
-            f'timeout -s KILL {seconds:g} "$S" -c {shlex.quote(line)} </dev/null >"$F" 2>&1; s=$?; '
-            f"head -c {most} \"$F\"; printf '\\n%s %s\\n' {self._mark} $s"
+        file = f'"$D"/.{secrets.token_hex(12)}'  # a name that no command could have taken
+        return await self._answer(
+            f'timeout -s KILL {seconds:g} "$S" -c {shlex.quote(line)} </dev/null >{file} 2>&1; s=$?; '
+            f"head -c {most} {file}; rm -f {file}; (exit $s)",
+            seconds,
         )
-        assert self._process.stdout is not None
-        try:
-            text = await self._process.stdout.readuntil(f"\n{self._mark} ".encode())
-            status = await self._process.stdout.readline()
-        except asyncio.IncompleteReadError as error:
-            lines = error.partial.decode("utf-8", "replace").strip().splitlines() or ["without a word"]
-            raise OSError(f"the box has ended: {lines[-1]}") from error
-        return int(status), text[: -len(self._mark) - 2].decode("utf-8", "replace")
 
-    async def put(self, files: Sequence[tuple[Path, str]]) -> None:
-        """Copy files of this machine into the box, with their right to be run."""
+    async def make(self, folders: Sequence[str], files: Sequence[tuple[Path, str]]) -> None:
+        """Make folders in the box, and copy files of this machine into it, with their right to be run.
+
+        Raises:
+            OSError: it cannot write one.
+        """
+        await self._tell("W=")
+        for folder in map(shlex.quote, folders):
+            await self._tell(f'mkdir -p {folder} || W="$W "{folder}')
         for here, there in files:
-            target = shlex.quote(there)
-            mode = "755" if os.access(here, os.X_OK) else "644"
+            target, parent = shlex.quote(there), shlex.quote(str(PurePosixPath(there).parent))
+            mode, mark = "755" if os.access(here, os.X_OK) else "644", secrets.token_hex(12)
             content = base64.encodebytes(here.read_bytes()).decode()
-            parent = shlex.quote(str(PurePosixPath(there).parent))
-            await self.tell(f"mkdir -p {parent}; base64 -d >{target} <<'{self._mark}'\n{content}{self._mark}")
-            await self.tell(f"chmod {mode} {target}")
+            line = f"{{ mkdir -p {parent} && base64 -d >{target} && chmod {mode} {target}; }}"
+            await self._tell(f"{line} <<'{mark}' || W=\"$W \"{target}\n{content}{mark}")
+        status, text = await self._answer('printf %s "$W"; [ -z "$W" ]', COMMAND_SECONDS)
+        if status:
+            raise OSError(f"the box cannot write{text.splitlines()[-1]}: {text[:200]}")
+
+    async def pack(self, folders: Sequence[str], into: IO[bytes], most: int) -> None:
+        """Write a base64 text of the files of ``folders`` into ``into``, at most ``most`` bytes.
+
+        Raises:
+            OSError: there are more, or the box does not answer.
+        """
+        mark = secrets.token_hex(12)
+        places = " ".join(shlex.quote(folder.strip("/")) for folder in folders)
+        await self._tell(f"echo; echo {mark}; tar -C / -cf - {places} 2>/dev/null | base64; echo {mark}")
+        assert self._process.stdout is not None
+        end, written, begun = f"{mark}\n".encode(), 0, False
+        try:
+            async with asyncio.timeout(PACK_SECONDS):
+                while (line := await self._process.stdout.readline()) != end or not begun:
+                    if not line or written > most:
+                        raise OSError("the box has ended, or holds too much")
+                    if begun:
+                        written += into.write(re.sub(rb"[^A-Za-z0-9+/=\n]", b"", line))
+                    begun = begun or line == end
+        except (TimeoutError, ValueError) as error:
+            raise OSError("the shell of the box does not answer") from error
+
+    async def unpack(self, packed: IO[bytes]) -> None:
+        """Write the files of `pack`."""
+        packed.seek(0)
+        mark = secrets.token_hex(12)
+        await self._tell(f"base64 -d <<'{mark}' | tar -C / -xf - 2>/dev/null")
+        while lines := packed.readlines(1 << 16):
+            await self._tell(b"".join(lines).decode().rstrip("\n"))
+        await self._tell(mark)
 
     async def close(self) -> None:
         """End it, with everything in it."""
+        if self._process.returncode is not None:
+            return
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGINT)
         with suppress(TimeoutError):
@@ -241,9 +304,17 @@ class Box:
 class Harbor(ToolEnvironment):
     """An episode of one task."""
 
-    def __init__(self, tasks: Mapping[str, Task], boxes: Mapping[str, Sandbox], seconds: float, *, bare: bool) -> None:
+    def __init__(
+        self,
+        tasks: Mapping[str, Task],
+        boxes: Mapping[str, Sandbox],
+        settings: Mapping[str, SandboxSettings],
+        seconds: float,
+        *,
+        bare: bool,
+    ) -> None:
         """``bare``: the boxes lack what a Dockerfile copies."""
-        self._all, self._boxes, self._seconds, self._bare = tasks, boxes, seconds, bare
+        self._all, self._boxes, self._settings, self._seconds, self._bare = tasks, boxes, settings, seconds, bare
         self._box: Box | None = None
 
     async def bash(self, command: str) -> str:
@@ -263,46 +334,108 @@ class Harbor(ToolEnvironment):
         if name not in self._all:
             raise ValueError("this row is not of harbor's tasks; leave --prompt-data out")
         start, self._task = super().reset(row), self._all[name]
-        self._box = await Box.begin(self._boxes[name], self._task.variables)
-        await self._box.tell(f"mkdir -p {shlex.quote(self._task.workdir)} {TESTS} {LOGS}")
-        await self._box.put(self._task.files if self._bare else ())
-        await self._box.run("true", "/", self._seconds)
+        task = self._task
+        self._variables = task.variables if self._bare else task.own_variables
+        self._box = await Box.begin(self._boxes[name], self._variables)
+        await self._box.make([task.workdir, TESTS, LOGS], task.files if self._bare else ())
         return start
 
     async def step(self, reply: Mapping[str, Any]) -> Step:
         """Run the commands; without any the tests say what the episode is worth."""
         step = await super().step(reply)
-        return replace(step, reward=await self._verdict() if step.done else 0.0)
+        if not step.done:
+            return replace(step, reward=0.0)
+        reward = await self._verdict()
+        return replace(
+            step, reward=reward or 0.0, metrics={**step.metrics, "tests_without_reward": float(reward is None)}
+        )
 
-    async def _verdict(self) -> float:
-        """The reward that tests/test.sh writes.
+    async def _verdict(self) -> float | None:
+        """The reward that tests/test.sh writes, in a new box with the model's files; None if it writes none.
 
-        Raises:
-            ValueError: it writes none.
+        What the model left running has its hands on the shell of its own box: on what this reads, and on what it
+        writes.
         """
         box, task = self._box, self._task
         assert box is not None
-        await box.tell("kill -9 -1 2>/dev/null")  # what the model left running could write the reward itself
-        await box.tell(f"rm -rf {TESTS} {LOGS}; mkdir -p {TESTS} {LOGS}")
+        sandbox, settings, image = self._boxes[task.name], self._settings[task.name], ""
+        with tempfile.TemporaryFile() as packed:
+            try:
+                if not box.container:
+                    await box.pack(_kept(settings), packed, 2 * settings.disk_mb << 20)
+            except OSError:
+                return None
+            try:
+                if box.container:
+                    image = await asyncio.to_thread(_committed, str(settings.name), box.container)
+                    sandbox = _opened(replace(settings, image=image))
+                await box.close()
+                self._box = box = await Box.begin(sandbox, self._variables)
+                if not box.container:
+                    await box.unpack(packed)
+                return await self._tested(box)
+            finally:
+                if image:
+                    await box.close()
+                    await asyncio.to_thread(_removed, str(settings.name), image)
+
+    async def _tested(self, box: Box) -> float | None:
+        """The reward of the tests in ``box``."""
+        task = self._task
+        await box.run(f"rm -rf {TESTS} {LOGS}", "/", self._seconds)
         tests = task.folder / "tests"
         files = [path for path in sorted(tests.rglob("*")) if path.is_file()]
-        await box.put([(path, f"{TESTS}/{path.relative_to(tests)}") for path in files])
+        await box.make([TESTS, LOGS], [(path, f"{TESTS}/{path.relative_to(tests)}") for path in files])
         variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in task.test_variables.items())
         command = f'env {variables} "$(command -v bash || command -v sh)" {TESTS}/test.sh'
-        status, output = await box.run(command, task.workdir, task.test_seconds)
+        await box.run(command, task.workdir, task.test_seconds)
         reward = await box.run(f"cat {LOGS}/reward.json 2>/dev/null || cat {LOGS}/reward.txt", "/", self._seconds)
         try:
             number = json.loads(reward[1])
             return float(number["reward"] if isinstance(number, dict) else number)
-        except (ValueError, TypeError, KeyError) as error:
-            last = (output.strip().splitlines() or ["without output"])[-1]
-            what = f"the tests of {task.name} wrote no reward (exit status {status}): {last:.200}"
-            raise ValueError(what) from error
+        except (ValueError, TypeError, KeyError):
+            return None
 
     async def close(self) -> None:
         """End the box."""
         if self._box is not None:
             await self._box.close()
+
+
+def _kept(settings: SandboxSettings) -> list[str]:
+    """The folders of a box without an image in which the model can write."""
+    return [*(folder for folder in settings.folders if folder not in ("/tests", "/logs")), "/tmp", HOME]
+
+
+def _committed(engine: str, container: str) -> str:
+    """The name of an image with the files of a container.
+
+    Raises:
+        ValueError: it cannot be made.
+    """
+    image = f"localhost/slimelite-harbor-tests:{secrets.token_hex(8)}"
+    _engine([engine, "commit", container, image], "keep the files of the model for the tests", PACK_SECONDS)
+    return image
+
+
+def _removed(engine: str, image: str) -> None:
+    """Remove what `_committed` made."""
+    _engine([engine, "rmi", "--force", image], f"remove the image {image}", PACK_SECONDS)
+
+
+def _engine(words: Sequence[str], what: str, seconds: float) -> None:
+    """Run a command of podman or docker, which shall do ``what``.
+
+    Raises:
+        ValueError: it fails, or takes longer.
+    """
+    try:
+        made = subprocess.run(words, capture_output=True, text=True, timeout=seconds, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise ValueError(f"{words[0]} did not {what} in {seconds:g} seconds; try `{shlex.join(words)}`") from error
+    if made.returncode:
+        reason = (made.stderr.strip().splitlines() or ["without a word"])[-1]
+        raise ValueError(f"{words[0]} cannot {what}: {reason:.300}")
 
 
 def _tasks(spec: str) -> tuple[dict[str, Task], float]:
@@ -356,26 +489,32 @@ def make(spec: str, sandbox: SandboxSettings = NO_WISHES) -> Callable[[], Harbor
         if task.memory_mb > sandbox.memory_mb:
             problems[task.name] = problems[task.name] or f"it asks for --agent-memory-mb {task.memory_mb}"
     _refuse(spec, tasks, {name: what for name, what in problems.items() if what})
-    boxes = {task.name: _sandbox(task, sandbox) for task in tasks.values()}
+    settings = {task.name: _of_task(task, sandbox) for task in tasks.values()}
+    boxes = {name: _opened(own) for name, own in settings.items()}
+    for box in boxes.values():
+        box.check()
     bare = name == PLAIN or sandbox.image is not None
-    return lambda: Harbor(tasks, boxes, seconds, bare=bare)
+    return lambda: Harbor(tasks, boxes, settings, seconds, bare=bare)
 
 
-def _sandbox(task: Task, settings: SandboxSettings) -> Sandbox:
-    """What the box of a task is started by.
+def _opened(settings: SandboxSettings) -> Sandbox:
+    sandbox = open_sandbox(settings)
+    assert sandbox is not None
+    return sandbox
+
+
+def _of_task(task: Task, settings: SandboxSettings) -> SandboxSettings:
+    """Those of the box of a task.
 
     Raises:
-        ValueError: there is no image, or the sandbox does not start.
+        ValueError: there is no image.
     """
     network = "full" if settings.network == "full" and task.internet else "none"
     folders = {f"/{PurePosixPath(path).parts[1]}" for path in (task.workdir, *(there for _, there in task.files))}
     settings = replace(settings, network=network, whole=True, folders=tuple(sorted({*folders, "/tests", "/logs"})))
     if is_container(settings.name):
         settings = replace(settings, image=settings.image or task.image or _built(task, str(settings.name)))
-    sandbox = open_sandbox(settings)
-    assert sandbox is not None
-    sandbox.check()
-    return sandbox
+    return settings
 
 
 def _built(task: Task, engine: str) -> str:
@@ -389,13 +528,15 @@ def _built(task: Task, engine: str) -> str:
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         content.update(str(path.relative_to(folder)).encode() + path.read_bytes())
     tag = f"localhost/slimelite-harbor:{content.hexdigest()[:16]}"
-    if subprocess.run([engine, "image", "inspect", tag], capture_output=True, check=False).returncode:
-        words = [engine, "build", "--tag", tag, str(folder)]
-        built = subprocess.run(words, capture_output=True, text=True, check=False)
-        if built.returncode:
-            reason = (built.stderr.strip().splitlines() or ["without a word"])[-1]
-            remedy = "--agent-image names an image in its place"
-            raise ValueError(f"{engine} cannot build the image of the task {task.name}: {reason:.300}; {remedy}")
+    there = [engine, "image", "inspect", tag]
+    try:
+        _engine(there, "answer", COMMAND_SECONDS)
+    except ValueError:  # it is not here
+        try:
+            words = [engine, "build", "--tag", tag, str(folder)]
+            _engine(words, f"build the image of the task {task.name}", BUILD_SECONDS)
+        except ValueError as error:
+            raise ValueError(f"{error}; --agent-image names an image in its place") from error
     return tag
 
 

@@ -134,7 +134,9 @@ class OpenEnv:
     async def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
         assert self._server is not None
         answer = await self._server.ask({"type": kind, "data": data})
-        content = answer.get("data", {}) if isinstance(answer, dict) else {}
+        content = answer.get("data", {}) if isinstance(answer, dict) else None
+        if not isinstance(content, dict):
+            raise ServerError("UNKNOWN", f"its answer to {kind} is not an object with data: {str(answer)[:200]}")
         if answer.get("type") == "error":
             code = str(content.get("code"))
             more = "; it takes fewer sessions at once (max_concurrent_envs) than the run has episodes"
@@ -143,9 +145,11 @@ class OpenEnv:
 
     async def close(self) -> None:
         """End the session, and with it the server's environment."""
-        if self._server is not None:
-            await self._server.close()
-        await self._client.close()
+        try:
+            if self._server is not None:
+                await self._server.close()
+        finally:
+            await self._client.close()
 
 
 def _again(text: str) -> Step:
@@ -167,6 +171,8 @@ def _text(observation: Any) -> str:
             parts = [part.get("text", f"({part.get('type')})") for part in result["content"] if isinstance(part, dict)]
             result = "\n".join(parts)
         observation = result
+    if observation is None:
+        return ""
     if isinstance(observation, dict):
         filled = [value for value in observation.values() if value not in (None, "", [], {})]
         if not filled:

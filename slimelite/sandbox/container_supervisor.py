@@ -59,9 +59,13 @@ class _Container:
     def __init__(self, plan: ContainerPlan) -> None:
         self._plan, self._parent = plan, os.getppid()
         self._engine, verb, *rest = plan["words"]
-        self._name = f"slimelite-{os.urandom(8).hex()}"
+        self._name = plan["name"]
+        # a file that nobody else may read; the engine has read it when the container begins
+        self._file = os.path.join(os.environ.get("TMPDIR") or "/tmp", f"{self._name}.env")
+        with open(os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.writelines(f"{name}={value}\n" for name, value in plan["variables"].items())
         self._client = subprocess.Popen(
-            [self._engine, verb, "--name", self._name, *rest],
+            [self._engine, verb, "--name", self._name, "--env-file", self._file, *rest],
             stdin=subprocess.PIPE,
             start_new_session=True,
             preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS),
@@ -146,10 +150,13 @@ class _Container:
 
     def remove(self) -> None:
         """End what is left. The command has a session of its own: it goes on if this process is killed."""
+        with suppress(FileNotFoundError):
+            os.remove(self._file)
         if self._client.poll() is None:
             self._command("kill", self._name)
             self._client.kill()
             self._client.wait()
+        if self._client.returncode:  # also a client that failed may leave its container
             self._command("rm", "--force", self._name)
 
     def _command(self, *words: str) -> None:

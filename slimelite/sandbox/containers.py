@@ -61,9 +61,13 @@ class ContainerSandbox:
         self._ask("info", f"{OPTION} {self.name} does not answer", self.remedy)
         self._ask(f"image inspect {image}", f"--agent-image {image} is not here", f"{self.name} pull {image}")
         launch = self.launch(["true"], {}, "http://127.0.0.1:9")
-        run = subprocess.run(
-            launch.words, env=launch.environment, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False
-        )
+        try:
+            run = subprocess.run(
+                launch.words, env=launch.environment, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False
+            )
+        except subprocess.TimeoutExpired as error:
+            what = f"{OPTION} {self.name} did not start a container of {image} in {PROBE_SECONDS:g} seconds"
+            raise ValueError(f"{what}; try `{self.name} run --rm {image} true`") from error
         lines = run.stderr.strip().splitlines() or [f"exit status {run.returncode}"]
         if run.returncode:
             raise ValueError(f"{OPTION} {self.name} does not start a container of {image}: {lines[-1]}")
@@ -79,7 +83,11 @@ class ContainerSandbox:
             ValueError: it fails; the message begins with ``what``.
         """
         words = [self.name, *command.split()]
-        run = subprocess.run(words, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
+        try:
+            run = subprocess.run(words, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
+        except subprocess.TimeoutExpired as error:
+            late = f"no answer in {PROBE_SECONDS:g} seconds; try `{' '.join(words)}`"
+            raise ValueError(f"{what}: {late}; {remedy}") from error
         if run.returncode:
             reason = (run.stderr.strip().splitlines() or [f"exit status {run.returncode}"])[-1]
             raise ValueError(f"{what}: {reason}; {remedy}")
@@ -91,19 +99,24 @@ class ContainerSandbox:
         url, kept = urlsplit(endpoint or ""), {name: os.environ[name] for name in KEPT if name in os.environ}
         if MARK in os.environ:  # by which the watchdog finds it; nothing can be done with it
             kept[MARK] = os.environ[MARK]
-        values = {**kept, **variables}
+        values, name = {**kept, **variables}, f"slimelite-{os.urandom(8).hex()}"
+        for variable, value in values.items():
+            if "\n" in value or not variable or "=" in variable or variable[0] == "#" or variable.split() != [variable]:
+                raise ValueError(f"the variable {variable!r} cannot be given to a container: it has several lines")
         words, mounts = self._placed(words)
-        command = [self.name, "run", *self._limits(), *mounts, *self._environment(values)]
+        command = [self.name, "run", *self._limits(), *mounts, *self._environment()]
         # a shell, as images may have an entry point of their own
         command += ["--entrypoint", "/bin/sh", self.settings.image, "-c", WAIT, "sh", *words]
         plan = ContainerPlan(
             words=command,
+            name=name,
+            variables=values,
             endpoint=(url.hostname or "", url.port or 80) if endpoint and self.settings.network == "loopback" else None,
             memory_mb=self.settings.memory_mb,
         )
-        # the engine's own settings are in its environment; the container gets what its command line names
-        environment = {**os.environ, **values, VARIABLE: marshal.dumps(dict(plan)).hex()}
-        return Launch([sys.executable, "-I", "-S", "-c", RUN], environment)
+        # the engine's own settings are in its environment, and nothing of the program's
+        environment = {**os.environ, VARIABLE: marshal.dumps(dict(plan)).hex()}
+        return Launch([sys.executable, "-I", "-S", "-c", RUN], environment, name)
 
     def _limits(self) -> list[str]:
         settings = self.settings
@@ -130,13 +143,15 @@ class ContainerSandbox:
             there += [path] if named else []
             placed.append(path if named else word)
         places = dict.fromkeys([*there, *map(os.path.abspath, self.settings.read)])
+        if commas := [path for path in places if "," in path]:
+            raise ValueError(
+                f"{OPTION} {self.name} cannot show a path with a comma to the program: {commas[0]}; rename it"
+            )
         mounts = [word for path in places for word in ("--mount", f"type=bind,source={path},target={path},readonly")]
         return placed, mounts
 
-    def _environment(self, values: Mapping[str, str]) -> Iterator[str]:
-        """The names of variables, whose values nobody sees in a list of processes."""
-        for name in values:
-            yield from ("--env", name)
+    def _environment(self) -> Iterator[str]:
+        """What is the same for every program; the supervisor adds a file with the others."""
         for name, value in (("HOME", HOME), ("TMPDIR", "/tmp"), ("USER", "agent"), ("LOGNAME", "agent")):
             yield from ("--env", f"{name}={value}")
 
@@ -159,3 +174,9 @@ class DockerSandbox(ContainerSandbox):
 
     name = "docker"
     remedy = "install it, start its daemon, and let this user talk to it (the group docker)"
+
+    def _environment(self) -> Iterator[str]:
+        yield from super()._environment()
+        for name in ("http_proxy", "https_proxy", "ftp_proxy", "all_proxy", "no_proxy"):
+            # else those of the client's settings, whose addresses have passwords
+            yield from ("--env", f"{name}=", "--env", f"{name.upper()}=")

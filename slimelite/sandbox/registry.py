@@ -46,10 +46,14 @@ NO_WISHES = SandboxSettings()
 
 @dataclass(frozen=True)
 class Launch:
-    """How a program is started: these ``words`` in this ``environment``; SIGINT ends it with all that it started."""
+    """How a program is started: these ``words`` in this ``environment``; SIGINT ends it with all that it started.
+
+    ``container``: the name of its container, "" if it has none.
+    """
 
     words: list[str]
     environment: dict[str, str]
+    container: str = ""
 
 
 class Plan(TypedDict):
@@ -74,12 +78,15 @@ class Plan(TypedDict):
 
 
 class ContainerPlan(TypedDict):
-    """``words``: the engine's command line but for the container's name, which follows ``run``.
+    """``words``: the engine's command line but for the container's ``name``, which follows ``run``.
 
+    ``variables``: of the program, which neither a list of processes nor the engine itself gets.
     ``endpoint``: host and port of the model, which the container finds on its own loopback.
     """
 
     words: list[str]
+    name: str
+    variables: dict[str, str]
     endpoint: tuple[str, int] | None
     memory_mb: int
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from slimelite.contrib import harbor
-from slimelite.environments.hosts import EnvironmentFailure
 from slimelite.environments.protocol import Row
 from slimelite.sandbox.registry import SandboxSettings
 from tests.environments.test_adapters import episode, said
@@ -31,6 +30,14 @@ DOCKERFILE = "FROM ubuntu:24.04\nWORKDIR /app\nENV SIZE=3\nCOPY data /app/data\n
 TEST = """#!/bin/sh
 if [ "$(cat /app/answer.txt)" = "$WANTED" ]; then echo 1 > /logs/verifier/reward.txt; fi
 [ -f /app/answer.txt ] || echo '{"reward": 0.0}' > /logs/verifier/reward.json
+"""
+
+
+# gives the shell of the box commands of its own: its answers are right ones from then on
+CHEAT = r"""
+P=$PPID; for p in 1 2 3 4 5 6 7 8 9; do for fd in 0 10; do
+(printf 'head() { echo 1; }; cat() { echo 1; }; kill() { true; }\n' > /proc/$p/fd/$fd) 2>/dev/null; done; done
+(trap '' TERM; while true; do mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt; sleep 0.01; done) & echo
 """
 
 
@@ -129,8 +136,10 @@ def plays(folder: Path, settings: SandboxSettings) -> None:
     assert [(step.reward, step.done) for step in steps] == [(0.0, False)] * 3 + [(1.0, True)]
     _, steps = episode(name, row, [said("I do not know.")], settings)
     assert [(step.reward, step.done) for step in steps] == [(0.0, True)]
-    with pytest.raises(EnvironmentFailure, match="the tests of one wrote no reward"):
-        episode(name, row, [bash("echo 41 > answer.txt"), said("It is 41.")], settings)
+    _, steps = episode(name, row, [bash("echo 41 > answer.txt"), said("It is 41.")], settings)
+    assert (steps[-1].reward, steps[-1].metrics["tests_without_reward"]) == (0.0, 1.0)
+    _, steps = episode(name, row, [bash(CHEAT), said("")], settings)
+    assert steps[-1].reward == 0.0, "what the model left does not answer in the place of the tests"
 
 
 @pytest.mark.bwrap

@@ -121,6 +121,9 @@ ATTACKS = {
     "the port by IPv6": "asked(connect(socket.AF_INET6, socket.SOCK_STREAM, ('::ffff:127.0.0.1', TCP)))",
     "datagrams": "asked(connect(socket.AF_INET, socket.SOCK_DGRAM, ('127.0.0.1', UDP)))",
     "raw packets": "socket.socket(socket.AF_INET, socket.SOCK_RAW, 1).close()",
+    "a socket of virtual machines": "socket.socket(40, 1).close()",
+    "a socket of ciphers": "socket.socket(38, 5).close()",
+    "a socket of network settings": "socket.socket(16, 3).close()",
     "a unix socket": "asked(connect(socket.AF_UNIX, socket.SOCK_STREAM, f'{OUTSIDE}/socket'))",
     "an abstract socket": "asked(connect(socket.AF_UNIX, socket.SOCK_STREAM, FACTS['abstract']))",
     "a pair of datagrams": "s = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0];"
