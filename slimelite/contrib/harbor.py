@@ -21,7 +21,7 @@ import tempfile
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 from urllib.parse import parse_qsl
@@ -53,7 +53,8 @@ VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
 class Task:
     """A task folder; ``problem`` says what of it is not supported here.
 
-    ``files``: what the Dockerfile copies, from here to there; ``plain``: why bubblewrap cannot run it, "" if it can.
+    ``files``: what the Dockerfile copies, from here to there; ``plain``: why bubblewrap cannot run it, "" if it can;
+    ``lost``: why no box without its image can; ``variables``: with the image's, ``own_variables``: without.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Task:
     test_seconds: float
     files: tuple[tuple[Path, str], ...]
     plain: str
+    lost: str
     problem: str
 
 
@@ -84,7 +86,7 @@ def read_task(folder: Path) -> Task:
     except (OSError, ValueError) as error:
         raise ValueError(f"{folder} is no task of Harbor's: {error}") from error
     box, tests = config.get("environment", {}), config.get("verifier", {})
-    workdir, variables, files, plain = _dockerfile(folder / "environment")
+    image = _dockerfile(folder / "environment")
     own = _resolved(box.get("env", {}))
     memory = box.get("memory_mb") or _megabytes(str(box.get("memory", "0")))
     return Task(
@@ -94,13 +96,14 @@ def read_task(folder: Path) -> Task:
         image=box.get("docker_image"),
         memory_mb=int(memory),
         internet=box.get("network_mode", "public") == "public" and box.get("allow_internet") is not False,
-        workdir=box.get("workdir") or workdir,
-        variables={**variables, **own},
+        workdir=box.get("workdir") or image.workdir,
+        variables={**image.variables, **own},
         own_variables=own,
         test_variables=_resolved(tests.get("env", {})),
         test_seconds=float(tests.get("timeout_sec", TEST_SECONDS)),
-        files=files,
-        plain=plain,
+        files=tuple(image.files),
+        plain=image.lost or image.plain or _outside({**image.variables, **own}),
+        lost=image.lost,
         problem=_problem(folder, config, box, tests),
     )
 
@@ -124,6 +127,12 @@ def _problem(folder: Path, config: Mapping[str, Any], box: Mapping[str, Any], te
     return next((what for what, holds in checks.items() if holds), "")
 
 
+def _outside(variables: Mapping[str, str]) -> str:
+    """Which variable would act on bubblewrap itself, which is outside the box."""
+    named = [name for name in variables if name in ("PATH", "HOME", "TMPDIR") or name.startswith(("LD_", "GCONV_"))]
+    return f"it sets {named[0]}" if named else ""
+
+
 def _megabytes(text: str) -> int:
     """The MiB of a size such as 2G."""
     units = {"G": 1024.0, "M": 1.0, "K": 1 / 1024}
@@ -138,39 +147,66 @@ def _resolved(variables: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _dockerfile(folder: Path) -> tuple[str, dict[str, str], tuple[tuple[Path, str], ...], str]:
-    """Working folder, variables and copied files of a Dockerfile, and what of it bubblewrap cannot do."""
-    workdir, variables, files, plain = "/app", dict[str, str](), list[tuple[Path, str]](), ""
-    file = folder / "Dockerfile"
+@dataclass
+class _Dockerfile:
+    """What a box without the task's image needs of its Dockerfile.
+
+    ``plain``: what bubblewrap cannot do; ``lost``: what no box without the image can, such as an unknown file.
+    """
+
+    workdir: str = "/app"
+    variables: dict[str, str] = field(default_factory=dict)
+    files: list[tuple[Path, str]] = field(default_factory=list)
+    plain: str = ""
+    lost: str = ""
+
+
+def _dockerfile(folder: Path) -> _Dockerfile:
+    """Read the Dockerfile of ``folder``."""
+    read, file = _Dockerfile(), folder / "Dockerfile"
     text = file.read_text(encoding="utf-8") if file.is_file() else ""
     for line in re.sub(r"\\\n", " ", text).splitlines():
         verb, _, rest = line.strip().partition(" ")
         verb, words = verb.upper(), rest.split()
         if not verb or verb.startswith("#") or verb in NEUTRAL:
             continue
+        what = f"its Dockerfile has {line.strip()[:60]}"
         if verb == "WORKDIR":
-            workdir = str(PurePosixPath(workdir, rest.strip()))
+            read.workdir = str(PurePosixPath(read.workdir, rest.strip()))
         elif verb == "ENV" and words and all("=" in word for word in shlex.split(rest)):
-            variables |= {word.partition("=")[0]: word.partition("=")[2] for word in shlex.split(rest)}
+            read.variables |= {word.partition("=")[0]: word.partition("=")[2] for word in shlex.split(rest)}
+            read.lost = read.lost or (f"{what}, in which $ is not known" if "$" in rest else "")
         elif verb == "COPY" and len(words) >= 2 and not rest.startswith(("--", "[")):
-            files += _copies(folder, words[:-1], str(PurePosixPath(workdir, words[-1])), words[-1].endswith("/"))
+            try:
+                read.files += _copies(folder, words[:-1], words[-1], read.workdir)
+            except ValueError as error:
+                read.lost = read.lost or f"{what}, but {error}"
         else:
-            plain = plain or f"its Dockerfile has {line.strip()[:60]}"
-    top = [PurePosixPath(path).parts[1:2] for path in (workdir, *(there for _, there in files))]
+            read.plain = read.plain or what
+    top = [PurePosixPath(path).parts[1:2] for path in (read.workdir, *(there for _, there in read.files))]
     if inner := [parts[0] for parts in top if parts and parts[0] in SYSTEM]:
-        plain = plain or f"it works in /{inner[0]}"
-    return workdir, variables, tuple(files), plain
+        read.plain = read.plain or f"it works in /{inner[0]}"
+    return read
 
 
-def _copies(folder: Path, sources: Sequence[str], target: str, into: bool) -> Iterator[tuple[Path, str]]:
-    """The files of one COPY, from here to there."""
+def _copies(folder: Path, sources: Sequence[str], target: str, workdir: str) -> Iterator[tuple[Path, str]]:
+    """The files of one COPY, from here to there.
+
+    Raises:
+        ValueError: a source is no file or folder in ``folder``.
+    """
+    there = os.path.normpath(PurePosixPath(workdir, target))
+    into = target.endswith(("/", "/.")) or target == "." or there == workdir or len(sources) > 1
     for source in sources:
-        place = folder / source
-        if place.is_dir():
-            there = (path for path in sorted(place.rglob("*")) if path.is_file())
-            yield from ((path, f"{target}/{path.relative_to(place)}") for path in there)
-        elif place.is_file():
-            yield place, f"{target}/{place.name}" if into or target in (".", "/app") else target
+        place = folder / source.lstrip("/")  # the root of a COPY is the folder
+        if not place.resolve().is_relative_to(folder.resolve()) or not place.exists():
+            raise ValueError(f"{source} is no file or folder of {folder.name}/")
+        paths = sorted(path for path in place.rglob("*") if path.is_file()) if place.is_dir() else [place]
+        for path in paths:
+            if not path.resolve().is_relative_to(folder.resolve()):
+                raise ValueError(f"{path.relative_to(folder)} is a link out of {folder.name}/")
+            inner = path.relative_to(place) if place.is_dir() else path.name if into else ""
+            yield path, str(PurePosixPath(there, inner))
 
 
 class Box:
@@ -484,7 +520,11 @@ def make(spec: str, sandbox: SandboxSettings = NO_WISHES) -> Callable[[], Harbor
     if name != PLAIN and not is_container(name):
         more = "or, for tasks whose Dockerfile runs nothing, bwrap"
         raise ValueError(f"--environment harbor:{spec} needs {OPTION} podman or docker, {more}")
-    problems = {task.name: task.problem or (task.plain if name == PLAIN else "") for task in tasks.values()}
+    bare = name == PLAIN or sandbox.image is not None
+    problems = {
+        task.name: task.problem or (task.plain if name == PLAIN else task.lost if bare else "")
+        for task in tasks.values()
+    }
     for task in tasks.values():
         if task.memory_mb > sandbox.memory_mb:
             problems[task.name] = problems[task.name] or f"it asks for --agent-memory-mb {task.memory_mb}"
@@ -493,7 +533,6 @@ def make(spec: str, sandbox: SandboxSettings = NO_WISHES) -> Callable[[], Harbor
     boxes = {name: _opened(own) for name, own in settings.items()}
     for box in boxes.values():
         box.check()
-    bare = name == PLAIN or sandbox.image is not None
     return lambda: Harbor(tasks, boxes, settings, seconds, bare=bare)
 
 

@@ -115,6 +115,47 @@ def test_a_sandbox_that_cannot_run_a_task_is_named(tmp_path: Path) -> None:
             list(harbor.rows(spec))
 
 
+@pytest.mark.parametrize(
+    ("line", "there"),
+    [
+        ("COPY data/number .", "/work/number"),
+        ("COPY data/number /work", "/work/number"),
+        ("COPY data/number ./", "/work/number"),
+        ("COPY data/number n", "/work/n"),
+        ("COPY data/number /x/.", "/x/number"),
+        ("COPY data .", "/work/number"),
+        ("COPY /data /x", "/x/number"),
+    ],
+)
+def test_files_are_copied_to_where_docker_copies_them(line: str, there: str, tmp_path: Path) -> None:
+    task = harbor.read_task(write_task(tmp_path / "one", dockerfile=f"FROM x\nWORKDIR /work\n{line}\n"))
+    assert ([place for _, place in task.files], task.plain) == ([there], "")
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("COPY *.txt .", r"\*.txt is no file or folder of environment/"),
+        ("COPY ../../secret .", r"\.\./\.\./secret is no file or folder of environment/"),
+        ("COPY link .", "link is no file or folder of environment/"),
+        ("COPY more .", "more/link is a link out of environment/"),
+        ("ENV PLACE=$HOME/x", r"in which \$ is not known"),
+        ("ENV PATH=/app", "it sets PATH"),
+        ("ENV LD_PRELOAD=/app/x.so", "it sets LD_PRELOAD"),
+    ],
+)
+def test_what_a_box_without_the_image_cannot_have_is_refused(line: str, problem: str, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("secret")
+    folder = write_task(tmp_path / "one", dockerfile=f"FROM x\n{line}\n")
+    (folder / "environment/more").mkdir()
+    for place in ("link", "more/link"):
+        (folder / "environment" / place).symlink_to(tmp_path / "secret")
+    sandboxes = [SandboxSettings("bwrap"), *([] if "sets" in problem else [SandboxSettings("podman", image="x")])]
+    for sandbox in sandboxes:
+        with pytest.raises(ValueError, match=f"the task one cannot be run: .*{problem}"):
+            harbor.make(str(folder), sandbox)
+
+
 def plays(folder: Path, settings: SandboxSettings) -> None:
     """The right commands get the reward, others do not, and nothing of an episode is seen in the next."""
     row, name = row_of(folder), f"harbor:{folder}"
