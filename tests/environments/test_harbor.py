@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from slimelite.contrib import harbor
+from slimelite.environments.hosts import EnvironmentFailure
 from slimelite.environments.protocol import Row
 from slimelite.sandbox.registry import SandboxSettings
 from tests.environments.test_adapters import episode, said
@@ -203,3 +204,18 @@ def test_a_process_that_the_model_left_cannot_write_the_reward(tmp_path: Path) -
     cheat = "(while true; do echo 1 > /logs/verifier/reward.txt; sleep 0.01; done) & echo"
     _, steps = episode(f"harbor:{folder}", row_of(folder), [bash(cheat), said("")], SandboxSettings("bwrap"))
     assert steps[-1].reward == 0.25
+
+
+@pytest.mark.bwrap
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    folder = write_task(tmp_path / "one", dockerfile="FROM x\nCOPY data/number /app/a\nCOPY data /app/a\n")
+    with pytest.raises(EnvironmentFailure, match="the box cannot write /app/a/number"):
+        episode(f"harbor:{folder}", row_of(folder), [said("")], SandboxSettings("bwrap"))
+
+
+@pytest.mark.bwrap
+def test_files_in_the_place_of_outputs_hang_nothing(tmp_path: Path) -> None:
+    folder = write_task(tmp_path / "one")
+    replies = [bash("mkfifo /tmp/.output; cp data/number answer.txt"), bash("echo on"), said("")]
+    _, steps = episode(f"harbor:{folder}", row_of(folder), replies, SandboxSettings("bwrap"))
+    assert (steps[1].messages[0]["content"], steps[2].reward) == ("on", 1.0)

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from slimelite.environments.hosts import load
+from slimelite.sandbox import containers
 from slimelite.sandbox.container_supervisor import VARIABLE
 from slimelite.sandbox.registry import Launch, SandboxSettings, cautions, open_sandbox
 from tests.environments.test_adapters import episode, said
-from tests.environments.test_harbor import bash, plays, row_of, write_task
+from tests.environments.test_harbor import TOML, bash, plays, row_of, write_task
 from tests.sandbox.sandboxes import IMAGE, settings
 
 
@@ -105,6 +106,42 @@ def test_what_is_missing_is_said_at_the_start(tmp_path: Path, monkeypatch: pytes
     assert box is not None
     with pytest.raises(ValueError, match="apt-get install podman; or take process or bwrap"):
         box.check()
+
+
+def test_an_engine_that_hangs_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(containers, "PROBE_SECONDS", 0.5)
+    (tmp_path / "docker").write_text("#!/bin/sh\nexec sleep 600\n")
+    (tmp_path / "docker").chmod(0o755)
+    box = open_sandbox(SandboxSettings("docker", image=IMAGE))
+    assert box is not None
+    with pytest.raises(ValueError, match=r"does not answer: no answer in 0\.5 seconds; try `docker info`; install"):
+        box.check()
+
+
+def test_a_path_with_a_comma_is_refused(tmp_path: Path) -> None:
+    """It would be an option of the mount."""
+    (tmp_path / "a,b").mkdir()
+    with pytest.raises(ValueError, match=r"a path with a comma to the program: .*/a,b; rename it"):
+        launched("podman", ["agent"], read=(str(tmp_path / "a,b"),))
+
+
+def test_proxies_of_dockers_settings_stay_outside() -> None:
+    pairs = {*pairwise(words_of(launched("docker", ["agent"])))}
+    assert {("--env", f"{name}=") for name in ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "NO_PROXY")} <= pairs
+
+
+@pytest.mark.podman
+def test_variables_of_a_task_reach_the_container_alone(tmp_path: Path) -> None:
+    """They would break podman and this machine's Python if these got them."""
+    more = (
+        'COLOUR = "blue = #1"\nCONTAINERS_CONF = "/no"\nLD_PRELOAD = "/no.so"\nCONTAINER_HOST = "tcp://127.0.0.1:9"\n'
+    )
+    folder = write_task(tmp_path / "one", TOML.replace('COLOUR = "blue"\n', more))
+    replies = [bash('echo "$COLOUR" $CONTAINERS_CONF $CONTAINER_HOST')]
+    _, (step,) = episode(f"harbor:{folder}", row_of(folder), replies, settings("podman", memory_mb=1024))
+    assert "blue = #1 /no tcp://127.0.0.1:9" in step.messages[0]["content"]
+    assert not list(Path("/tmp").glob("slimelite-*.env"))
 
 
 @pytest.mark.podman
