@@ -56,7 +56,9 @@ class OpenEnv:
         self._server = await self._client.connect(self._address.replace("http", "ws", 1) + "/ws")
         begun = await self._ask("reset", {"seed": row.seed, **row.metadata.get("reset", {})})
         if self._actions.get("title") in TOOL_ACTIONS:
-            listed = await self._ask("step", {"type": "list_tools"})
+            listed = (await self._ask("step", {"type": "list_tools"})).get("observation")
+            if not isinstance(listed, dict):
+                raise ServerError("UNKNOWN", f"its answer to list_tools names no tools: {str(listed)[:200]}")
             self._tools = [
                 {
                     "type": "function",
@@ -66,7 +68,7 @@ class OpenEnv:
                         "parameters": tool.get("input_schema") or {"type": "object", "properties": {}},
                     },
                 }
-                for tool in listed["observation"].get("tools", [])
+                for tool in listed.get("tools", [])
             ]
         texts = [_text(begun.get("observation")), "" if self._tools else self._how()]
         prompt = [] if OWN in row.metadata else row.prompt

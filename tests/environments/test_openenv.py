@@ -42,7 +42,15 @@ class Server:
         self.open, self.resets = 0, list[dict[str, Any]]()
 
     async def schema(self, request: web.Request) -> web.Response:
-        kinds = {"guess": GUESS, "move": MOVE, "tools": CALL, "full": GUESS}
+        kinds = {
+            "guess": GUESS,
+            "move": MOVE,
+            "tools": CALL,
+            "full": GUESS,
+            "list": GUESS,
+            "none": GUESS,
+            "hollow": CALL,
+        }
         return web.json_response({"action": kinds.get(request.match_info["kind"])})
 
     async def session(self, request: web.Request) -> web.WebSocketResponse:
@@ -55,8 +63,12 @@ class Server:
         self.open -= 1
         return socket
 
-    def answer(self, kind: str, message: dict[str, Any], state: dict[str, int]) -> dict[str, Any]:
+    def answer(self, kind: str, message: dict[str, Any], state: dict[str, int]) -> Any:
         data = message["data"]
+        if kind == "list":
+            return ["observation"]
+        if kind in ("none", "hollow"):
+            return observed(None)  # type: ignore[arg-type]
         if kind == "full":
             return refused("CAPACITY_REACHED", "no room")
         if message["type"] == "reset":
@@ -161,6 +173,16 @@ def test_what_is_wrong_is_said(server: tuple[str, Server]) -> None:
         episode("openenv:http://127.0.0.1:9", Row([]), [])
     with pytest.raises(ValueError, match="write the server's address"):
         episode("openenv:echo_env", Row([]), [])
+
+
+def test_answers_of_another_form_are_refused_or_empty(server: tuple[str, Server]) -> None:
+    with pytest.raises(EnvironmentFailure, match=r"its answer to reset is not an object with data: \['observation'\]"):
+        episode(f"{server[0]}/list", Row([]), [])
+    with pytest.raises(EnvironmentFailure, match="its answer to list_tools names no tools"):
+        episode(f"{server[0]}/hollow", Row([]), [])
+    start, steps = episode(f"{server[0]}/none", Row([]), [said("4")])
+    assert start.messages[0]["content"].startswith("Your whole reply is the guess")
+    assert steps[0].messages[0]["content"] == "Go on."
 
 
 def test_rows_of_its_own_are_not_shown(server: tuple[str, Server]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import marshal
 import os
+import subprocess
 from itertools import pairwise
 from pathlib import Path
 
@@ -131,6 +132,24 @@ def test_proxies_of_dockers_settings_stay_outside() -> None:
     assert {("--env", f"{name}=") for name in ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "NO_PROXY")} <= pairs
 
 
+def test_the_container_of_a_client_that_failed_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So is the file with the variables, which the client alone could read."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    script = 'echo "$@" >> "$TMPDIR/log"; [ "$1" = run ] || exit 0; cat "$5"; ls -l "$5" >> "$TMPDIR/log"; exit 125'
+    (tmp_path / "docker").write_text(f"#!/bin/sh\n{script}\n")
+    (tmp_path / "docker").chmod(0o755)
+    launch = launched("docker", ["agent"], network="none")
+    run = subprocess.run(launch.words, env=launch.environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 125, run.stderr
+    assert "OPENAI_API_KEY=a-key\n" in run.stdout
+    begun, file, removed = (tmp_path / "log").read_text().splitlines()
+    assert begun.startswith(f"run --name {launch.container} --env-file {tmp_path}")
+    assert file.startswith("-rw-------")
+    assert removed == f"rm --force {launch.container}"
+    assert not list(tmp_path.glob("*.env"))
+
+
 @pytest.mark.podman
 def test_variables_of_a_task_reach_the_container_alone(tmp_path: Path) -> None:
     """They would break podman and this machine's Python if these got them."""
@@ -141,7 +160,6 @@ def test_variables_of_a_task_reach_the_container_alone(tmp_path: Path) -> None:
     replies = [bash('echo "$COLOUR" $CONTAINERS_CONF $CONTAINER_HOST')]
     _, (step,) = episode(f"harbor:{folder}", row_of(folder), replies, settings("podman", memory_mb=1024))
     assert "blue = #1 /no tcp://127.0.0.1:9" in step.messages[0]["content"]
-    assert not list(Path("/tmp").glob("slimelite-*.env"))
 
 
 @pytest.mark.podman
