@@ -29,6 +29,7 @@ from urllib.parse import parse_qsl
 from slimelite.environments.protocol import Row, Start, Step
 from slimelite.environments.tools import MOST_CHARACTERS, ToolEnvironment
 from slimelite.sandbox.boxes import HOME
+from slimelite.sandbox.containers import HOME as CONTAINER_HOME
 from slimelite.sandbox.registry import NO_WISHES, OPTION, Sandbox, SandboxSettings, is_container, open_sandbox
 
 PLAIN = "bwrap"
@@ -316,13 +317,20 @@ class Box:
             raise OSError("the shell of the box does not answer") from error
 
     async def unpack(self, packed: IO[bytes]) -> None:
-        """Write the files of `pack`."""
+        """Write the files of `pack`.
+
+        Raises:
+            OSError: it cannot.
+        """
         packed.seek(0)
         mark = secrets.token_hex(12)
-        await self._tell(f"base64 -d <<'{mark}' | tar -C / -xf - 2>/dev/null")
-        while lines := packed.readlines(1 << 16):
-            await self._tell(b"".join(lines).decode().rstrip("\n"))
-        await self._tell(mark)
+        await self._tell(f'P="$D/.{mark}"')
+        while lines := packed.readlines(1 << 20):  # each line can be decoded without the others
+            await self._tell(f"base64 -d >>\"$P\" <<'{mark}'\n{b''.join(lines).decode()}{mark}")
+        line = '{ [ ! -s "$P" ] || tar -C / -xf "$P"; } 2>&1; s=$?; rm -f "$P"; (exit $s)'
+        status, text = await self._answer(line, PACK_SECONDS)
+        if status:
+            raise OSError(f"the box cannot take the files of the model: {text:.300}")
 
     async def close(self) -> None:
         """End it, with everything in it."""
@@ -331,7 +339,7 @@ class Box:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGINT)
         with suppress(TimeoutError):
-            async with asyncio.timeout(END_SECONDS):
+            async with asyncio.timeout(MORE_SECONDS if self.container else END_SECONDS):
                 await self._process.wait()
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -397,23 +405,27 @@ class Harbor(ToolEnvironment):
         sandbox, settings, image = self._boxes[task.name], self._settings[task.name], ""
         with tempfile.TemporaryFile() as packed:
             try:
-                if not box.container:
-                    await box.pack(_kept(settings), packed, 2 * settings.disk_mb << 20)
+                await box.pack(_kept(settings), packed, 2 * settings.disk_mb << 20)
             except OSError:
                 return None
             try:
                 if box.container:
-                    image = await asyncio.to_thread(_committed, str(settings.name), box.container)
+                    image = f"localhost/slimelite-harbor-tests:{secrets.token_hex(8)}"
+                    words = [str(settings.name), "commit", box.container, image]
+                    await asyncio.to_thread(_engine, words, "keep the model's files for the tests", PACK_SECONDS)
                     sandbox = _opened(replace(settings, image=image))
                 await box.close()
                 self._box = box = await Box.begin(sandbox, self._variables)
-                if not box.container:
+                try:
                     await box.unpack(packed)
+                except OSError:
+                    return None
                 return await self._tested(box)
             finally:
                 if image:
                     await box.close()
-                    await asyncio.to_thread(_removed, str(settings.name), image)
+                    words = [str(settings.name), "rmi", "--force", image]
+                    await asyncio.to_thread(_engine, words, f"remove the image {image}", PACK_SECONDS)
 
     async def _tested(self, box: Box) -> float | None:
         """The reward of the tests in ``box``."""
@@ -439,24 +451,10 @@ class Harbor(ToolEnvironment):
 
 
 def _kept(settings: SandboxSettings) -> list[str]:
-    """The folders of a box without an image in which the model can write."""
+    """The folders in which the model can write, but for those that a commit of its container has."""
+    if is_container(settings.name):
+        return ["/tmp", CONTAINER_HOME]
     return [*(folder for folder in settings.folders if folder not in ("/tests", "/logs")), "/tmp", HOME]
-
-
-def _committed(engine: str, container: str) -> str:
-    """The name of an image with the files of a container.
-
-    Raises:
-        ValueError: it cannot be made.
-    """
-    image = f"localhost/slimelite-harbor-tests:{secrets.token_hex(8)}"
-    _engine([engine, "commit", container, image], "keep the files of the model for the tests", PACK_SECONDS)
-    return image
-
-
-def _removed(engine: str, image: str) -> None:
-    """Remove what `_committed` made."""
-    _engine([engine, "rmi", "--force", image], f"remove the image {image}", PACK_SECONDS)
 
 
 def _engine(words: Sequence[str], what: str, seconds: float) -> None:

@@ -162,7 +162,7 @@ def plays(folder: Path, settings: SandboxSettings) -> None:
     row, name = row_of(folder), f"harbor:{folder}"
     replies = [
         bash("pwd; echo $COLOUR $SIZE; cat data/number; ls answer.txt /tests/test.sh; exit 3"),
-        bash("cp data/number answer.txt; sleep 60 & echo started"),
+        bash("cp data/number /tmp/n; ln -s /tmp/n answer.txt; sleep 60 & echo started"),
         bash("head -c 300000 /dev/zero | tr '\\0' x"),
         said("It is done."),
     ]

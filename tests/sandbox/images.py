@@ -12,7 +12,7 @@ from pathlib import Path
 # what the attacks, the bombs and the tests of sandboxes call
 PROGRAMS = (
     *("sh", "cat", "sleep", "setsid", "true", "env", "ls"),
-    *("base64", "chmod", "cp", "head", "mkdir", "rm", "timeout", "tr"),  # and a shell of Harbor's tasks
+    *("base64", "chmod", "cp", "head", "ln", "mkdir", "rm", "tar", "timeout", "tr"),  # and a shell of Harbor's tasks
 )
 LEFT_OUT = ("site-packages", "test", "tests", "__pycache__", "idlelib", "ensurepip", "lib2to3", "tkinter", "config-*")
 
