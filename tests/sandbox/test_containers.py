@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from slimelite.contrib import harbor
 from slimelite.environments.hosts import load
 from slimelite.sandbox import containers
 from slimelite.sandbox.container_supervisor import VARIABLE
@@ -118,6 +119,13 @@ def test_an_engine_that_hangs_is_said(tmp_path: Path, monkeypatch: pytest.Monkey
     assert box is not None
     with pytest.raises(ValueError, match=r"does not answer: no answer in 0\.5 seconds; try `docker info`; install"):
         box.check()
+    (tmp_path / "docker").write_text('#!/bin/sh\n[ "$1" = image ] && exit 1\nexec sleep 600\n')
+    monkeypatch.setattr(harbor, "BUILD_SECONDS", 0.5)
+    folder = write_task(tmp_path / "one")
+    with pytest.raises(
+        ValueError, match=r"docker did not build the image of the task one in 0\.5 seconds; try `docker"
+    ):
+        harbor.make(str(folder), SandboxSettings("docker"))
 
 
 def test_a_path_with_a_comma_is_refused(tmp_path: Path) -> None:
