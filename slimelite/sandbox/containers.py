@@ -104,7 +104,7 @@ class ContainerSandbox:
             if "\n" in value or not variable or "=" in variable or variable[0] == "#" or variable.split() != [variable]:
                 raise ValueError(f"the variable {variable!r} cannot be given to a container: it has several lines")
         words, mounts = self._placed(words)
-        command = [self.name, "run", *self._limits(), *mounts, *self._environment()]
+        command = [self.name, "run", *self._limits(), *mounts, *self._environment(values)]
         # a shell, as images may have an entry point of their own
         command += ["--entrypoint", "/bin/sh", self.settings.image, "-c", WAIT, "sh", *words]
         plan = ContainerPlan(
@@ -150,7 +150,7 @@ class ContainerSandbox:
         mounts = [word for path in places for word in ("--mount", f"type=bind,source={path},target={path},readonly")]
         return placed, mounts
 
-    def _environment(self) -> Iterator[str]:
+    def _environment(self, _values: Mapping[str, str]) -> Iterator[str]:
         """What is the same for every program; the supervisor adds a file with the others."""
         for name, value in (("HOME", HOME), ("TMPDIR", "/tmp"), ("USER", "agent"), ("LOGNAME", "agent")):
             yield from ("--env", f"{name}={value}")
@@ -175,8 +175,11 @@ class DockerSandbox(ContainerSandbox):
     name = "docker"
     remedy = "install it, start its daemon, and let this user talk to it (the group docker)"
 
-    def _environment(self) -> Iterator[str]:
-        yield from super()._environment()
-        for name in ("http_proxy", "https_proxy", "ftp_proxy", "all_proxy", "no_proxy"):
-            # else those of the client's settings, whose addresses have passwords
-            yield from ("--env", f"{name}=", "--env", f"{name.upper()}=")
+    def _environment(self, values: Mapping[str, str]) -> Iterator[str]:
+        yield from super()._environment(values)
+        # else those of the client's settings, whose addresses have passwords; they come before a file's
+        for name in ("http_proxy", "https_proxy", "ftp_proxy", "all_proxy"):
+            for written in sorted({name, name.upper()} - {*values}):
+                yield from ("--env", f"{written}=")
+        for name in ("no_proxy", "NO_PROXY"):
+            yield from ("--env", f"{name}={values.get(name, '')}")

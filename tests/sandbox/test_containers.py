@@ -138,6 +138,10 @@ def test_a_path_with_a_comma_is_refused(tmp_path: Path) -> None:
 def test_proxies_of_dockers_settings_stay_outside() -> None:
     pairs = {*pairwise(words_of(launched("docker", ["agent"])))}
     assert {("--env", f"{name}=") for name in ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "NO_PROXY")} <= pairs
+    box = open_sandbox(SandboxSettings("docker", image=IMAGE))
+    assert box is not None
+    words = words_of(box.launch(["agent"], {"NO_PROXY": "127.0.0.1"}, None))
+    assert "NO_PROXY=127.0.0.1" in words, "what a run gives its programs stays"
 
 
 def test_the_container_of_a_client_that_failed_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
