@@ -119,17 +119,17 @@ def test_a_sandbox_that_cannot_run_a_task_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "there"),
     [
-        ("COPY data/number .", "/work/number"),
-        ("COPY data/number /work", "/work/number"),
-        ("COPY data/number ./", "/work/number"),
-        ("COPY data/number n", "/work/n"),
+        ("COPY data/number .", "/task/number"),
+        ("COPY data/number /task", "/task/number"),
+        ("COPY data/number ./", "/task/number"),
+        ("COPY data/number n", "/task/n"),
         ("COPY data/number /x/.", "/x/number"),
-        ("COPY data .", "/work/number"),
+        ("COPY data .", "/task/number"),
         ("COPY /data /x", "/x/number"),
     ],
 )
 def test_files_are_copied_to_where_docker_copies_them(line: str, there: str, tmp_path: Path) -> None:
-    task = harbor.read_task(write_task(tmp_path / "one", dockerfile=f"FROM x\nWORKDIR /work\n{line}\n"))
+    task = harbor.read_task(write_task(tmp_path / "one", dockerfile=f"FROM x\nWORKDIR /task\n{line}\n"))
     assert ([place for _, place in task.files], task.plain) == ([there], "")
 
 
