@@ -91,7 +91,7 @@ class Cost:
         return max(busy, self.sending) + (0.0 if device.measured else self.waits)
 
     def mfu(self, device: Device) -> float:
-        """Share of the device's products that the phase attains."""
+        """Model FLOPs utilisation: the operations of the phase over what ``device`` could do in that time, 0 to 1."""
         return self.operations / (self.seconds(device) * device.rate)
 
 
