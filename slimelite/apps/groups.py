@@ -31,15 +31,15 @@ def read_groups(words: Sequence[Sequence[str]]) -> dict[str, list[Run]]:
     Raises:
         ValueError: a run cannot be read, or is in two groups; a name stands twice, or has no run.
     """
-    groups: dict[str, list[Run]] = {}
-    for name, *folders in words:
-        if not folders:
+    folders: dict[str, list[str]] = {}
+    for name, *given in words:
+        if not given:
             raise ValueError(f"--group {name}: no run folder given")
-        if name in groups:
+        if name in folders:
             raise ValueError(f"--group {name} is given twice: name all its runs after one --group")
-        groups[name] = folders  # type: ignore[assignment]
-    runs = iter(read_runs([folder for folders in groups.values() for folder in folders]))  # type: ignore[misc]
-    return {name: list(itertools.islice(runs, len(folders))) for name, folders in groups.items()}
+        folders[name] = given
+    runs = iter(read_runs([*itertools.chain.from_iterable(folders.values())]))
+    return {name: list(itertools.islice(runs, len(own))) for name, own in folders.items()}
 
 
 def grouped(groups: Groups) -> Facts:

@@ -35,7 +35,8 @@ def document(scripts: Sequence[Traversable], styles: Sequence[Traversable], data
     shared = files("slimelite.apps") / "page"
     script = "\n".join(file.read_text(encoding="utf-8") for file in (*map(shared.joinpath, SHARED), *scripts))
     style = "\n".join(file.read_text(encoding="utf-8") for file in (shared / "base.css", *styles))
-    policy = f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; base-uri 'none'"
+    policy = f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'"
+    policy += "; base-uri 'none'; form-action 'none'"
     policy += "; connect-src 'self'" if asks else ""
     return PAGE.format(policy=policy, style=style, script=script, data=data)
 

@@ -250,7 +250,7 @@ def _html(title: str, parts: Sequence[Part]) -> str:
         for picture in part.pictures:
             data = base64.b64encode(picture.read_bytes()).decode()
             body.append(f'<p><img alt="{html.escape(picture.parent.name)}" src="data:image/png;base64,{data}"></p>')
-    policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+    policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
     head = f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">'
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head>{head}<title>{html.escape(title)}</title><style>{STYLE}</style></head>'

@@ -184,10 +184,12 @@ class Vocabulary:
         # a prefix that they share does not make two names alike
         prefix = next((prefix for prefix in ("sglang-", "router-") if name.startswith(prefix)), "")
         sglang = [f"sglang-{name}" for name in sglang_options()]
-        names = [*self.switches_on, *self.switches_off, *known_flags(), *sglang]
+        elsewhere = known_tables()["elsewhere"]
+        names = [*self.switches_on, *self.switches_off, *known_flags(), *sglang, *elsewhere]
         known = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
         near = difflib.get_close_matches(name.removeprefix(prefix), known, n=1, cutoff=SIMILAR)
         nearest = f"{prefix}{near[0]}" if near else ""
+        nearest = elsewhere.get(nearest, nearest)
         return f"--{nearest}" if nearest and not self._is_refused(nearest) else None
 
     def _is_refused(self, name: str) -> bool:

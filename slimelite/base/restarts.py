@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
 from types import FrameType
@@ -117,14 +117,14 @@ class _Parent:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def run(self, command: Sequence[str], attempt: int, out: IO[str] | None = None) -> int:
+    def run(
+        self, command: Sequence[str], attempt: int, out: IO[str] | None = None, more: Mapping[str, str] | None = None
+    ) -> int:
         """Run ``command`` to its end, in this process's group, and return its exit code; it ends with this process.
 
-        ``out``: a file for what it prints.
+        ``out``: a file for what it prints. ``more``: variables beside those of this process.
         """
-        # for a module of ours, wherever the run was started
-        path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", ""))))
-        environment = os.environ | {ATTEMPT: str(attempt)} | ({"PYTHONPATH": path} if out else {})
+        environment = {**os.environ, **(more or {}), ATTEMPT: str(attempt)}
         self._child = subprocess.Popen(command, env=environment, stdout=out, preexec_fn=self._end_with_parent)
         self.pid = self._child.pid
         try:
@@ -137,8 +137,10 @@ class _Parent:
 
         In the latter case the run itself waits for its machines, and says so.
         """
+        # a module of ours, wherever the run was started
+        path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", ""))))
         with TemporaryFile("w+") as out:
-            failed = self.run([sys.executable, "-m", ELASTIC, *words], 0, out)
+            failed = self.run([sys.executable, "-m", ELASTIC, *words], 0, out, {"PYTHONPATH": path})
             if self.stopped:
                 raise Stopped(self.stopped)
             if failed:

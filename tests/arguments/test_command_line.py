@@ -31,6 +31,9 @@ ROOT = Path(__file__).parents[2]
         ("--sglang-chunked-prefil-size 0.5", "--sglang-chunked-prefill-size"),
         ("--router-polcy random", "--router-policy"),
         ("--num-roll 3", "--num-rollout"),  # no abbreviations
+        ("--learning-rate 1e-4", "--lr"),  # TRL's name
+        ("--learning_rte 1e-4", "--lr"),
+        ("--num-generations 8", "--n-samples-per-prompt"),
     ],
 )
 def test_unknown_flag_names_the_nearest(problems: Problems, typo: str, meant: str) -> None:
@@ -145,6 +148,9 @@ def test_no_flag_has_two_meanings() -> None:
         names = [usage.split()[0] for table in group for usages in tables[table].values() for usage in usages]
         assert len(names) == len(set(names)), "a flag stands in two places of the file"
     assert set(known_tables()["harmless"]) <= set(known_flags(refused=True))
+    elsewhere = known_tables()["elsewhere"]
+    assert not set(elsewhere) & {*own, *known_flags()}
+    assert set(elsewhere.values()) <= set(own)
 
 
 def test_a_mistake_is_printed_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
