@@ -3,11 +3,13 @@
 python scripts/lab/soak.py                      # 1,000 rollouts, a fault each minute, and the same undisturbed
 python scripts/lab/soak.py --rollouts 60 --every 20
 python scripts/lab/soak.py --async-rollout      # does not compare weights: what is sampled ahead depends on time
+python scripts/lab/soak.py --agents             # each sample is an episode of three turns, played in processes
 
 A tiny model under Ray, one trainer and one embedded engine. Faults go in turn to the driver, the trainer, the engine,
-the rollout manager, raylet and GCS: SIGKILL, and SIGSTOP but for the driver, which nobody watches. A fault comes only
-after a checkpoint that is newer than the fault before it. The status is 1 if a rollout or a sample is missing, is there
-twice, or if the weights are not those of the run that nobody disturbed, to the bit.
+the rollout manager, raylet, GCS and, with --agents, a process of environments: SIGKILL, and SIGSTOP but for the driver,
+which nobody watches. A fault comes only after a checkpoint that is newer than the fault before it. The status is 1 if a
+rollout or a sample is missing, is there twice, or if the weights are not those of the run that nobody disturbed, to the
+bit.
 """
 
 from __future__ import annotations
@@ -52,10 +54,30 @@ REWARD = """
 async def digits(args, sample, **kwargs):
     return sum(symbol.isdigit() for symbol in sample.response) / max(1, len(sample.response))
 """
+# an episode of three turns, which the same reward grades
+ENVIRONMENT = """
+from slimelite.environments.protocol import Start, Step
+
+
+class ThreeTurns:
+    def reset(self, row):
+        self.turns, self.question = 0, row.prompt[-1]
+        return Start([self.question])
+
+    def step(self, reply):
+        self.turns += 1
+        return Step([self.question], done=self.turns == 3)
+"""
+AGENTS = """
+    --environment environment.py:ThreeTurns --environment-processes 2 --environment-call-timeout 5
+    --rollout-max-context-len 256
+"""
+ENVIRONMENTS = "slimelite.environments.serve"
 FAULTS = [
     *[(what, signal.SIGKILL) for what in ("train.py", "ray::trainer", "ray::engine", "ray::rollout", "gcs_server")],
     *[(what, signal.SIGSTOP) for what in ("ray::trainer", "ray::engine", "ray::rollout", "gcs_server")],
     *[("raylet/raylet", signal.SIGKILL), ("raylet/raylet", signal.SIGSTOP)],
+    *[(ENVIRONMENTS, signal.SIGKILL), (ENVIRONMENTS, signal.SIGSTOP)],
 ]
 POLL_S, LOOK_S = 0.2, 2.0
 
@@ -69,11 +91,13 @@ class Run:
     # kind of process and pid -> rollouts done, resident bytes, descriptors and threads, at each look
     sizes: dict[tuple[str, int], list[tuple[int, int, int, int]]] = field(default_factory=lambda: defaultdict(list))
     seconds: float = 0.0
+    words: list[str] = field(default_factory=list)
 
     def play(self, rollouts: int, every: float | None, more: list[str]) -> None:
         """Run to the end; ``every``: seconds between two faults, None: without."""
         words = [*shlex.split(FLAGS), "--num-rollout", str(rollouts), "--run-dir", str(self.folder / "run")]
         words += ["--save", str(self.folder / "saved"), "--save-hf", str(self.folder / "model"), *more]
+        self.words = words
         clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         with (self.folder / "console.txt").open("w") as console:
             process = subprocess.Popen(
@@ -111,7 +135,8 @@ class Run:
                     yield child, " ".join(child.cmdline())[:200]
 
     def _hurt(self, process: subprocess.Popen[bytes]) -> bool:
-        what, number = FAULTS[len(self.faults) % len(FAULTS)]
+        faults = [fault for fault in FAULTS if fault[0] != ENVIRONMENTS or "--environment" in self.words]
+        what, number = faults[len(self.faults) % len(faults)]
         members = [child for child, command in self._family(process) if what in command and "watchdog" not in command]
         if not members:
             return False
@@ -186,6 +211,7 @@ def main() -> int:
     parser.add_argument("--rollouts", type=int, default=1000)
     parser.add_argument("--every", type=float, default=60.0, help="seconds between two faults")
     parser.add_argument("--async-rollout", action="store_true", help="sample a rollout ahead")
+    parser.add_argument("--agents", action="store_true", help="each sample is an episode of three turns")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "soak", help="an empty folder, or none yet")
     args = parser.parse_args()
     args.out = args.out.resolve()
@@ -194,7 +220,8 @@ def main() -> int:
     make = [sys.executable, str(ROOT / "scripts" / "prepare_data.py"), "quickstart", "--out", str(args.out / "data")]
     subprocess.run(make, check=True, stdout=subprocess.DEVNULL)
     (args.out / "reward.py").write_text(REWARD)
-    more = ["--async-rollout"] if args.async_rollout else []
+    (args.out / "environment.py").write_text(ENVIRONMENT)
+    more = [*(["--async-rollout"] if args.async_rollout else []), *(shlex.split(AGENTS) if args.agents else [])]
     runs = {name: Run(args.out / name) for name in ("undisturbed", "disturbed")}
     for name, run in runs.items():
         run.folder.mkdir()
@@ -205,7 +232,7 @@ def main() -> int:
     records = read_metrics(runs["undisturbed"].folder / "run")
     pace = statistics.median(record["perf/step_time"] for record in records if "perf/step_time" in record)
     lines = [
-        f"{args.rollouts} rollouts{', one ahead' if args.async_rollout else ''}: {runs['undisturbed'].seconds:.0f} s "
+        f"{args.rollouts} rollouts{' '.join(['', *more])}: {runs['undisturbed'].seconds:.0f} s "
         f"undisturbed (a rollout {pace:.2f} s), {runs['disturbed'].seconds:.0f} s with {sum(dealt.values())} faults: "
         + ", ".join(f"{count} × {what}" for what, count in dealt.items()),
         *(f"WRONG: {each}" for each in wrong or ["nothing"]),
