@@ -47,15 +47,35 @@ WORKED_SHARE = 0.35
 Row = dict[str, Any]
 
 
+class Lines:
+    """The lines of the texts so far, by which a text is known that says little new."""
+
+    def __init__(self) -> None:
+        self._known = set[str]()
+
+    def repeated(self, entry: Entry) -> bool:
+        """Whether lines that were there before are more than half of the entry's text; its own are known from now on.
+
+        Generated clients describe each of a hundred calls in nearly the same words: a compressor, which sees all of
+        them at once, would be compared with a model that reads them one by one.
+        """
+        lines = [line for line in map(str.strip, entry.text.splitlines()) if line]
+        known = sum(len(line) for line in lines if line in self._known)
+        self._known.update(lines)
+        return 2 * known > sum(map(len, lines))
+
+
 def split_texts(train_bytes: int, held_bytes: int) -> dict[str, list[tuple[Source, list[Document]]]]:
-    """(package, documents) of either side. A text that both have is left out of the held-out ones.
+    """(package, documents) of either side, without texts that repeat others of their side.
+
+    A text that the training side has, too, is left out of the held-out ones.
 
     Raises:
         ValueError: this machine has too few texts.
     """
     budget = {"train": train_bytes, "held_out": held_bytes}
     sides: dict[str, list[tuple[Source, list[Document]]]] = {side: [] for side in SIDES}
-    size, seen = dict.fromkeys(SIDES, 0), set[str]()
+    size, known = dict.fromkeys(SIDES, 0), {side: Lines() for side in SIDES}
     several = [source for source in sources() if source.name not in LEFT_OUT]
     read = documents_of(several, max(train_bytes, held_bytes) // PARTS, os.cpu_count() or 1)
     waiting = list[tuple[Source, list[Document]]]()
@@ -65,32 +85,27 @@ def split_texts(train_bytes: int, held_bytes: int) -> dict[str, list[tuple[Sourc
         if size[side] >= budget[side]:
             read.close()
             break
-        part = list(_first(found, budget[side] // PARTS))
+        part = list(_first(found, budget[side] // PARTS, known[side]))
         size[side] += sum(len(document.text.encode()) for document in part)
         (waiting if side == "held_out" else sides["train"]).append((source, part))
-        if side == "train":
-            seen |= {entry.text for document in part for entry in document.entries}
-    for source, found in waiting:
-        for document in found:
-            document.entries = [entry for entry in document.entries if entry.text not in seen or not entry.text]
-        kept = [document for document in found if any(entry.text for entry in document.entries)]
-        sides["held_out"].append((source, kept))
+    for source, part in waiting:
+        sides["held_out"].append((source, list(_first(part, held_bytes, known["train"]))))
     if size["held_out"] < held_bytes // 2 or size["train"] < train_bytes // 2:
         raise ValueError(f"packages here have {size['train']:,} bytes to train on and {size['held_out']:,} held out")
     return sides
 
 
-def _first(found: Sequence[Document], most: int) -> Iterator[Document]:
-    """Documents up to ``most`` bytes, no text twice."""
-    size, seen = 0, set[str]()
+def _first(found: Sequence[Document], most: int, known: Lines) -> Iterator[Document]:
+    """Documents up to ``most`` bytes, without entries that repeat what is ``known``."""
+    size = 0
     for document in found:
-        text = document.text
-        size += len(text.encode())
+        document.entries = [entry for entry in document.entries if not known.repeated(entry)]
+        if not any(entry.text for entry in document.entries):
+            continue
+        size += len(document.text.encode())
         if size > most:
             return
-        if text not in seen:
-            seen.add(text)
-            yield document
+        yield document
 
 
 def write_texts(out: Path, train_bytes: int, held_bytes: int) -> None:
@@ -161,14 +176,18 @@ def questions(entries: Sequence[Entry], rng: random.Random, rows: int) -> Iterat
         ValueError: there are too few to choose from.
     """
     asked = public(entries)
-    lines, modules = sorted({line for _, line in asked}), sorted({entry.module for entry, _ in asked})
-    if min(len(lines), len(modules)) < 4:
+    if min(len({line for _, line in asked}), len({entry.module for entry, _ in asked})) < 4:
         raise ValueError("the texts have fewer than four functions or modules to choose from")
     for number in range(rows):
-        entry, line = rng.choice(asked)
-        kind, right, others = ("docstring", line, lines) if number % 2 else ("module", entry.module, modules)
-        options = [right, *rng.sample([other for other in rng.sample(others, 4) if other != right], 3)]
-        rng.shuffle(options)
+        kind = "docstring" if number % 2 else "module"
+        drawn = dict[str, tuple[Entry, str]]()
+        while len(drawn) < 4:
+            entry, line = rng.choice(asked)
+            drawn[line if kind == "docstring" else entry.module] = entry, line
+        # chosen among four that are there, so that no name tells by how seldom it is right
+        options = list(drawn)
+        right = rng.choice(options)
+        entry, line = drawn[right]
         content = {
             "docstring": f"Which text is of {entry.name}?",
             "module": f"Which module has {entry.name}: {line}",

@@ -104,6 +104,42 @@ def test_packages_are_on_one_side_and_no_held_out_text_is_trained_on(monkeypatch
         offline_texts.split_texts(10**9, 60_000)
 
 
+def test_texts_that_say_little_new_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = "Sends the request to the server.\nRetries it after a time-out.\n"
+    texts = {
+        "first": f"{usual}Gets a thing.",
+        "again": f"{usual}Puts a thing.",  # most of it is known
+        "new": f"{usual}" + "Explains at length what no other function of this module does, and why.",
+        "bare": "",  # the title of a class
+    }
+    entries = [Entry("client", name, f"def {name}()", text) for name, text in texts.items()]
+    sources = [Source("client", "1", "MIT", [], []), Source("python", "1", "PSF", [], [])]
+    found = [(sources[0], [Document("client", entries)])]
+    found.append((sources[1], [Document("python", [Entry("os", "first", "def first()", texts["first"])])]))
+    monkeypatch.setattr(offline_texts, "sources", lambda: sources)
+    monkeypatch.setattr(offline_texts, "documents_of", lambda *_: (each for each in found))
+    monkeypatch.setattr(offline_texts, "LEAST", 0)
+    monkeypatch.setattr(offline_texts, "PARTS", 1)
+    sides = offline_texts.split_texts(120, 400)
+    (held_out,) = (document for _, several in sides["held_out"] for document in several)
+    assert [entry.name for entry in held_out.entries] == ["new", "bare"], "the library has the first"
+
+
+def test_how_often_an_option_is_there_says_nothing_of_whether_it_is_right() -> None:
+    """One module has half of the functions: it is wrong in three questions of four all the same, as every other."""
+    modules = ["big"] * 30 + [f"small_{number}" for number in range(30)]
+    entries = [Entry(module, f"f{i}", "def", f"Returns what has the number {i}.") for i, module in enumerate(modules)]
+    there, right = Counter[str](), Counter[str]()
+    for row in offline_texts.questions(entries, random.Random(0), 6000):
+        if row["metadata"]["kind"] == "module":
+            _, *options = row["messages"][0]["content"].split("\n")
+            names = {option[-1]: option[:-5] for option in options}
+            there.update(names.values())
+            right[names[row["label"]]] += 1
+    assert right["big"] / there["big"] == pytest.approx(0.25, abs=0.03)
+    assert right.total() / there.total() == 0.25
+
+
 def test_the_label_of_a_question_is_the_letter_of_its_answer(tmp_path: Path) -> None:
     entries = [
         Entry(f"pack.m{number % 7}", f"function_{number}", "def", f"Returns what has the number {number}.\n\nMore.")

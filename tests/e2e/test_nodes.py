@@ -57,21 +57,37 @@ def on_two_nodes(grpo_args: list[str]) -> list[str]:
     return own
 
 
-def test_two_nodes_train_as_one_process_does(
-    grpo_args: list[str], on_two_nodes: list[str], two_nodes: Nodes, tmp_path: Path
-) -> None:
+def trains_as_one_process_does(
+    head: Machine, address: str, grpo_args: list[str], on_two_nodes: list[str], folder: Path, timeout: float = 120
+) -> Path:
     """2 rollouts of one step: on a rank and an engine on each of two nodes, and on one of each in this process."""
-    (head, _), _, address = two_nodes
     common = ["--deterministic-mode", "--use-kl-loss", "--kl-loss-coef", "0.1"]
-    one, two = tmp_path / "one", tmp_path / "two"
-    kept = ["--save", str(tmp_path / "saved"), "--save-interval", "2", "--trace", "--run-dir", str(two)]
-    done = head.run(sys.executable, "train.py", *on_two_nodes, *common, *kept, env={**CLUSTER, "RAY_ADDRESS": address})
+    one, two, env = folder / "one", folder / "two", {**CLUSTER, "RAY_ADDRESS": address}
+    kept = ["--save", str(folder / "saved"), "--save-interval", "2", "--trace", "--run-dir", str(two)]
+    done = head.run(sys.executable, "train.py", *on_two_nodes, *common, *kept, env=env, timeout=timeout)
     assert done.returncode == 0, done.stderr
     alone = ["--num-rollout", "2", "--launcher", "local", "--run-dir", str(one)]
     assert train.main([*grpo_args, *common, *alone]) == 0
     assert metrics(two, "rollout/raw_reward") == metrics(one, "rollout/raw_reward")
     for name in ("train/loss", "train/kl_loss", "train/grad_norm"):
         assert metrics(two, name) == pytest.approx(metrics(one, name), rel=1e-5, abs=1e-6), name
+    return two
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_long_cable_that_loses_frames(grpo_args: list[str], on_two_nodes: list[str], tmp_path: Path) -> None:
+    """20 ms later each way, and one frame in a hundred never."""
+    with machines(2, delay_ms=20, loss=0.01) as (nodes, _):
+        address = start_ray(nodes, tmp_path, cpus=4)
+        trains_as_one_process_does(nodes[0], address, grpo_args, on_two_nodes, tmp_path, timeout=600)
+
+
+def test_two_nodes_train_as_one_process_does(
+    grpo_args: list[str], on_two_nodes: list[str], two_nodes: Nodes, tmp_path: Path
+) -> None:
+    (head, _), _, address = two_nodes
+    two = trains_as_one_process_does(head, address, grpo_args, on_two_nodes, tmp_path)
     # though the first node has room for all; its file also has what the rollout side sees of both engines
     first, second = ((two / file).read_text().rstrip(",]\n") + "]" for file in ("trace.json", "trace-10.77.0.2.json"))
     assert {bar["worker"] for bar in spans(second)} == {"trainer_1", "engine_1"}

@@ -32,6 +32,7 @@ REMEDY = (
     f"kernel.apparmor_restrict_unprivileged_userns=0), or leave these tests out with {SKIP}=1"
 )
 READY = "ready"
+FAR_LINK = Path(__file__).with_name("far_link.py")
 START_S = 180
 
 
@@ -84,10 +85,14 @@ class Machine:
 
 
 @contextmanager
-def machines(count: int, *, private: Sequence[Path] = ()) -> Iterator[tuple[list[Machine], Machine]]:
+def machines(
+    count: int, *, private: Sequence[Path] = (), delay_ms: float = 0.0, loss: float = 0.0
+) -> Iterator[tuple[list[Machine], Machine]]:
     """``count`` machines of a cluster, and one more in the same network that is not part of it.
 
     ``private``: folders, which exist here, of which each of the ``count`` machines has an empty one of its own.
+    ``delay_ms`` and ``loss``: of the cable of each machine but the first: how much later a frame comes, and the share
+    of frames that never do.
     """
     if os.environ.get(SKIP) == "1":
         pytest.skip(f"{SKIP}=1")
@@ -109,7 +114,10 @@ def machines(count: int, *, private: Sequence[Path] = ()) -> Iterator[tuple[list
             holder = stack.enter_context(_held([*into, *own], " && ".join(setup)))
             first = psutil.Process(holder.pid).children()[0].pid
             machine = Machine(name, f"{NET}.{number}", holder, first)
-            _plug(switch.pid, machine, number)
+            if number > 1 and (delay_ms or loss):
+                _plug_far(stack, switch.pid, machine, number, delay_ms, loss)
+            else:
+                _plug(switch.pid, machine, number)
             made.append(machine)
             stack.callback(machine.kill)
         yield made[:-1], made[-1]
@@ -129,26 +137,39 @@ def _plug(switch: int, machine: Machine, number: int) -> None:
         pytest.fail(f"no virtual network: {done.stderr.strip()}: {REMEDY}", False)
 
 
+def _plug_far(stack: ExitStack, switch: int, machine: Machine, number: int, delay_ms: float, loss: float) -> None:
+    """Connect a machine with the bridge by ``far_link.py``, which ends with ``stack``."""
+    into = ["nsenter", "--target", str(switch), "--user", "--preserve-credentials"]
+    words = [switch, machine.first, number, delay_ms, loss]
+    cable = stack.enter_context(_started([*into, "--", sys.executable, str(FAR_LINK), *map(str, words)]))
+    assert cable.stdout
+    assert cable.stderr
+    if cable.stdout.readline().strip() != READY:
+        pytest.fail(f"no long cable: {cable.stderr.read().strip()}: {REMEDY}", False)
+
+
 @contextmanager
 def _held(namespaces: list[str], setup: str) -> Iterator[subprocess.Popen[str]]:
     """A process in new namespaces, made ready by ``setup``, that lives until this process closes a pipe, or dies."""
-    holder = subprocess.Popen(
-        [*namespaces, "sh", "-c", f"{setup} && echo {READY} && exec cat"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert holder.stdin
-    assert holder.stdout
-    assert holder.stderr
-    try:
+    with _started([*namespaces, "sh", "-c", f"{setup} && echo {READY} && exec cat"]) as holder:
+        assert holder.stdout
+        assert holder.stderr
         if holder.stdout.readline().strip() != READY:
             pytest.fail(f"this machine makes no namespaces: {holder.stderr.read().strip()}: {REMEDY}", False)
         yield holder
+
+
+@contextmanager
+def _started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
+    """A process that ends when its stdin closes, which the end of the context does."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, **pipes, text=True)
+    try:
+        yield process
     finally:
-        holder.stdin.close()
-        holder.wait(START_S)
+        assert process.stdin
+        process.stdin.close()
+        process.wait(START_S)
 
 
 @contextmanager
