@@ -5,7 +5,7 @@ The names of tensors and fields are llama.cpp's (``convert_hf_to_gguf.py`` there
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -133,7 +133,7 @@ def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, size: int) -> None:
     """Add vocabulary, merges, special tokens and chat template; ``size``: rows of the embedding.
 
     Raises:
-        ValueError: it is no byte-level BPE with a splitting that llama.cpp has.
+        ValueError: it is no byte-level BPE with a splitting that llama.cpp has, or more than three tokens end a reply.
     """
     tokenizer = load_tokenizer(str(folder))
     file = folder / "tokenizer.json"
@@ -148,11 +148,7 @@ def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, size: int) -> None:
     if begin not in ([], [tokenizer.bos_token_id]):
         raise ValueError(f"texts begin with the tokens {begin}, and in GGUF with one bos token or none: {CONVERTER}")
     writer.add_add_bos_token(bool(begin))
-    ends = stop_token_ids(str(folder), tokenizer)
-    eos = tokenizer.eos_token_id if tokenizer.eos_token_id in ends else ends[0]
-    writer.add_eos_token_id(eos)
-    if others := [end for end in ends if end != eos]:
-        writer.add_eot_token_id(others[0])
+    add_ends(writer, stop_token_ids(str(folder), tokenizer), tokenizer.eos_token_id)
     for add, number in {
         writer.add_bos_token_id: tokenizer.bos_token_id,
         writer.add_pad_token_id: tokenizer.pad_token_id,
@@ -161,6 +157,23 @@ def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, size: int) -> None:
             add(number)
     if isinstance(tokenizer.chat_template, str):
         writer.add_chat_template(tokenizer.chat_template)
+
+
+def add_ends(writer: gguf.GGUFWriter, ends: Sequence[int], eos: int | None) -> None:
+    """Add the tokens that end a reply: of a text, and, if there are more, of a turn and of a message, as in Llama 3.1.
+
+    Raises:
+        ValueError: there are more than three.
+    """
+    first = eos if eos is not None and eos in ends else ends[0]
+    ids = [first, *(end for end in ends if end != first)]
+    adders = (writer.add_eos_token_id, writer.add_eot_token_id, writer.add_eom_token_id)
+    if len(ids) > len(adders):
+        raise ValueError(
+            f"{len(ids)} tokens end a reply, and GGUF takes three: shorten eos_token_id in generation_config.json"
+        )
+    for add, number in zip(adders, ids, strict=False):
+        add(number)
 
 
 def vocabulary(tokenizer: Tokenizer, size: int) -> tuple[list[str], list[int]]:

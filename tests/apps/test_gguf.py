@@ -162,6 +162,18 @@ def test_the_tokenizer_in_the_file_gives_the_same_ids(
     assert there["tokenizer.chat_template"] == TEMPLATE
 
 
+def test_a_file_names_up_to_three_tokens_that_end_a_reply(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_tokenizer(tmp_path, split(QWEN2))
+    make_model(tmp_path, "llama")
+    for ends in ([2, 0, 1], [2, 0, 1, 5]):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+        status = main(["gguf", str(tmp_path), str(tmp_path / f"{len(ends)}.gguf")])
+        assert (status == 0) == (len(ends) == 3)
+    there = fields(tmp_path / "3.gguf")
+    assert [there[f"tokenizer.ggml.{token}_token_id"] for token in ("eos", "eot", "eom")] == [2, 0, 1]
+    assert "4 tokens end a reply" in capsys.readouterr().err
+
+
 def test_transformers_reads_the_tokenizer_of_qwen(tmp_path: Path) -> None:
     make_tokenizer(tmp_path, split(QWEN2))
     make_model(tmp_path, "qwen2")
