@@ -39,9 +39,9 @@ template as `thinking`: then `gptoss` and `lfm2_2_5` show thoughts, and the conv
 - **tool calls**: the format in which the template writes calls. The tests read each call back as the same call. *none*:
   the template shows the model no tools, so `--environment` with tools and requests with `tools` are refused.
 - **next question**, **after a thought**: whether the conversation continues from the sampled tokens when the user asks
-  again, after a plain reply and after a reply with thinking. It begins a branch instead if the template writes the reply
-  differently from the sampled tokens. *not shown*: the template has no place for thinking in its own field. While tools
-  answer, sampled thoughts stay, except with the templates that `tests/serving/test_real_templates.py` names.
+  again, after a plain reply and after a reply with thinking. The conversation branches instead if the template writes the
+  reply differently from the sampled tokens. *not shown*: the template has no place for thinking in its own field. While
+  tools answer, sampled thoughts stay, except with the templates that `tests/serving/test_real_templates.py` names.
 
 | template | SFT | tool calls | next question | after a thought |
 |---|---|---|---|---|
