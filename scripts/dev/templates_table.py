@@ -28,20 +28,21 @@ come with TRL {version}; tests read them there. A row holds for every model with
 name. The table is for transformers {transformers}. A newer version (seen with 5.23.0) also passes the thinking to a
 template as `thinking`: then `gptoss` and `lfm2_2_5` show thoughts, and the conversation branches after a thought.
 
-- **SFT**: who marked the tokens with which tests compare the masks of `--loss-mask-type auto`. The tests use
-  conversations of several turns with tools and thinking. For every template they also check that training covers no text
-  of a user, a system prompt or a tool, and covers everything that the model says.
-    - *TRL's*: TRL ships the template with `{{% generation %}}` marks, and the masks must be equal token for token. There
-      are two exceptions: tokens that the generation prompt gives the model, and `<|tool_response>`, with which Gemma 4
-      ends a call and which TRL leaves out.
+- **SFT**: who marked the tokens that tests compare with the masks of `--loss-mask-type auto`. The tests use conversations
+  of several turns with tools and thinking. For every template they also check that training covers no text of a user, a
+  system prompt or a tool, and covers everything that the model says.
+    - *TRL's*: TRL ships the template with `{{% generation %}}` marks, and the masks must be equal token for token.
+      There are two exceptions: tokens that the generation prompt gives the model, and `<|tool_response>`, with which
+      Gemma 4 ends a call and which TRL leaves out.
     - *own*: the template itself has marks.
     - *tests alone*: nobody marked it.
 - **tool calls**: the format in which the template writes calls. The tests read each call back as the same call. *none*:
   the template shows the model no tools, so `--environment` with tools and requests with `tools` are refused.
 - **next question**, **after a thought**: whether the conversation continues from the sampled tokens when the user asks
-  again, after a plain reply and after a reply with thinking. The conversation branches instead if the template writes the
-  reply differently from the sampled tokens. *not shown*: the template has no place for thinking in its own field. While
-  tools answer, sampled thoughts stay, except with the templates that `tests/serving/test_real_templates.py` names.
+  again, after a plain reply and after a reply with thinking. The conversation branches instead if the template writes
+  the reply differently from the sampled tokens. *not shown*: the template has no place for thinking in its own field.
+  During tool calls the sampled thoughts stay, except with the templates that
+  `tests/serving/test_real_templates.py` names.
 
 | template | SFT | tool calls | next question | after a thought |
 |---|---|---|---|---|
