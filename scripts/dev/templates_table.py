@@ -25,8 +25,8 @@ INTRODUCTION = """\
 
 `scripts/dev/templates_table.py` generates this page; do not edit it. The {count} chat templates belong to real models,
 and come with TRL {version}; tests read them there. A row holds for every model with the same template, whatever the
-model's name. The table is for transformers {transformers}. A newer version (seen with 5.23.0) also passes the thinking to
-a template as `thinking`: then `gptoss` and `lfm2_2_5` show thoughts, and the conversation branches after a thought.
+model's name. The table is for transformers {transformers}. A newer version (seen with 5.23.0) also passes the thinking
+to a template as `thinking`: then `gptoss` and `lfm2_2_5` show thoughts, and the conversation branches after a thought.
 
 - **SFT**: who marked the tokens that tests compare with the masks of `--loss-mask-type auto`. The tests use
   conversations of several turns with tools and thinking. For every template they also check that training covers no
