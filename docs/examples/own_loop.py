@@ -1,8 +1,8 @@
-"""A training loop of your own, with every flag of train.py.
+"""Your own training loop, with every flag of train.py.
 
     python docs/examples/own_loop.py --hf-checkpoint Qwen/Qwen2.5-0.5B-Instruct --prompt-data gsm8k/train.parquet ...
 
-It ends where ``train.py`` ends with the same flags, also with ``--async-rollout``; a rollout is one optimizer step.
+Its results equal those of ``train.py`` with the same flags, also with ``--async-rollout``. A rollout is one step.
 docs/python.md explains the verbs.
 """
 
@@ -26,7 +26,7 @@ def loop(cluster: Cluster, tracker: Tracker) -> None:
             rollout = cluster.generate(rollout_id).result(progress=phase.update)
         tracker.log_rollout(rollout_id, rollout.table, rollout.metrics)
         if args.async_rollout and not last:
-            cluster.generate(rollout_id + 1)  # it begins before the sync below, so it has the weights of now
+            cluster.generate(rollout_id + 1)  # it begins before the sync below, so it uses the current weights
         gradient = cluster.forward_backward(rollout.table)
         step = cluster.optim_step()
         if args.save and last:
@@ -39,7 +39,7 @@ def loop(cluster: Cluster, tracker: Tracker) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Parse, check, launch, loop; returns the exit status."""
-    args = parse_args(argv)  # groups=[MyArgs] adds flags of your own
+    args = parse_args(argv)  # groups=[MyArgs] adds your own flags
     if (status := preflight(args)) or args.dry_run:
         return status
     with Tracker(args) as tracker, launch(args) as cluster:

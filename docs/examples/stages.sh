@@ -1,4 +1,4 @@
-# SFT, then RL, of a model of 120,000 parameters: what the scripts of these examples share.
+# SFT, then RL, of a model of 120,000 parameters. The scripts of these examples share this file.
 #   SEED=0 OUT=runs/examples/tool; source docs/examples/stages.sh; SFT+=(…) RL+=(…); stages [flags of the RL run]
 COMMON=(--launcher local --use-dynamic-batch-size --max-tokens-per-gpu 16384 --seed "$SEED" --rollout-seed "$SEED")
 SFT=(

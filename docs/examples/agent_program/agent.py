@@ -1,4 +1,4 @@
-"""A sum, and a second chance if it is wrong: a program that knows nothing of training."""
+"""Ask for a sum, with a second chance if it is wrong. The program knows nothing about training."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The same for openai-agents: an agent with a tool. It needs that package alone, not slimelite.
+"""An agent of openai-agents with a tool. It needs only that package, not slimelite.
 
     python -m venv agent && agent/bin/pip install 'openai-agents>=0.24'
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# An agent of openai-agents learns to use its tool.   SEED=0 bash docs/examples/agent_program/run.sh [flags of the RL run]
+# Train an openai-agents agent to use its tool.   SEED=0 bash docs/examples/agent_program/run.sh [flags of the RL run]
 set -euo pipefail
 SEED=${SEED:-0} OUT=${OUT:-runs/examples/openai_agents} AGENT=${AGENT:-agent}
 source docs/examples/stages.sh

@@ -1,9 +1,9 @@
-"""A task of a taskset of verifiers 0.4, which drives the conversation and scores it:
+"""Play a task from a taskset of verifiers 0.4, which drives the conversation and scores it:
 
     verifiers_task.py TASKSET [SETTING=VALUE ...] [--harness ID]
 
-It needs verifiers alone, in an environment of its own, and uv on the PATH, with which verifiers starts programs.
-``{"index": 3}`` in the metadata of a row says which of the tasks it is.
+It needs only verifiers, in its own environment, and uv on the PATH, which verifiers uses to start programs.
+``{"index": 3}`` in the metadata of a row selects the task.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from verifiers.v1.utils.loaders import env_config_type, load_environment
 
 
 def setting(text):
-    """The name and the value, which is JSON, or else the text."""
+    """The name and the value: parsed as JSON if possible, otherwise the text."""
     name, _, value = text.partition("=")
     try:
         return name, json.loads(value)
@@ -27,7 +27,7 @@ def setting(text):
 
 
 def environment(options):
-    """The taskset's own environment; the model of the run has each of its seats, on this machine."""
+    """The taskset's own environment; the run's model plays every role in it, on this machine."""
     config = env_config_type(options.taskset)
     seats = [name for name, field in config.model_fields.items() if isinstance(field.default, vf.AgentConfig)]
     seat = {"harness": {"id": options.harness}, "runtime": {"type": "subprocess"}}

@@ -1,4 +1,4 @@
-"""A number to guess: each wrong guess narrows the bounds that the model is shown."""
+"""Guess a number: each wrong guess narrows the bounds that the model sees."""
 
 import re
 

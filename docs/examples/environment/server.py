@@ -1,4 +1,4 @@
-"""The environment of guess.py over HTTP, with the standard library alone:   python server.py PORT"""
+"""The environment of guess.py over HTTP, with only the standard library:   python server.py PORT"""
 
 import json
 import re
@@ -61,7 +61,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Server(ThreadingHTTPServer):
-    request_queue_size = 256  # a rollout opens all its episodes at once; with 5, the usual number, some wait a minute
+    request_queue_size = 256  # a rollout opens all episodes at once; with 5, the default, some wait a minute
 
 
 Server(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()

@@ -1,8 +1,8 @@
-"""Chats of a bicycle shop, made up:   python docs/examples/own_chats/make.py FOLDER
+"""Make up chats of a bicycle shop:   python docs/examples/own_chats/make.py FOLDER
 
 A customer writes, and the assistant answers in one sentence and names the team that takes over. Four files:
 ``sft.jsonl`` has whole chats, ``pairs.jsonl`` a short and a long-winded reply to the same message, ``train.jsonl`` and
-``test.jsonl`` messages with the right team. What customers of ``test.jsonl`` want stands in no other file.
+``test.jsonl`` messages with the right team. The requests in ``test.jsonl`` are in no other file.
 """
 
 import json
@@ -10,7 +10,7 @@ import random
 import sys
 from pathlib import Path
 
-# what customers want, by team; the last four of each team are for the test alone
+# the customers' requests, by team; the last four of each team are only for the test
 WANTS = {
     "workshop": [
         "my brakes squeal", "the chain jumps off", "a spoke is broken", "the gears slip", "my tyre is flat",
@@ -79,7 +79,7 @@ def main(folder):
         for i in range(count):
             team = list(WANTS)[i % len(WANTS)]
             wants = WANTS[team][-HELD_OUT:] if name == "test" else WANTS[team][:-HELD_OUT]
-            # the chats that somebody wrote by hand know a third of what customers want
+            # these chats, as if written by hand, cover a third of the requests
             question = message(chance, wants[:4] if name == "sft" else wants)
             rows.append(row(chance, name, question, team))
         chance.shuffle(rows)

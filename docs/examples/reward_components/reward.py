@@ -1,10 +1,10 @@
-"""The right number, a visible sum, and no words for nothing."""
+"""Reward the right number and a visible sum, in few words."""
 
 import re
 
 
 def reward(args, sample):
-    """``score`` trains; ``right``, ``shown`` and ``tokens`` are there to be looked at."""
+    """The run trains on ``score``; ``right``, ``shown`` and ``tokens`` are for inspection."""
     numbers = re.findall(r"-?\d+", sample.response)
     right = float(bool(numbers) and numbers[-1] == sample.label)
     shown = float("=" in sample.response)

@@ -1,6 +1,6 @@
-"""Games of Nim in which every move is by chance, for SFT:   python docs/examples/self_play/make.py FILE
+"""Write games of Nim with random moves, for SFT:   python docs/examples/self_play/make.py FILE
 
-A conversation is what one player sees. The model learns from them how a move looks, and nothing of how to win.
+A conversation is one player's view of a game. It teaches the model the format of a move, but not how to win.
 """
 
 import random

@@ -3,7 +3,7 @@
 set -euo pipefail
 SEED=${SEED:-0} OUT=${OUT:-runs/examples/self_play}
 source docs/examples/stages.sh
-# a tokenizer with a token for each number; runs/quickstart/seed-0/sft-model knows numbers, too
+# its tokenizer has a token for each number; runs/quickstart/seed-0/sft-model has learned numbers, too
 DATA=$OUT/sft.parquet MODEL=${MODEL:-data/quickstart/model}
 [[ -f "$DATA" ]] || python docs/examples/self_play/make.py "$DATA"
 

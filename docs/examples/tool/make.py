@@ -1,4 +1,4 @@
-"""A model that may call a calculator, and examples of it:   python docs/examples/tool/make.py FOLDER
+"""A model that may call a calculator, and example calls:   python docs/examples/tool/make.py FOLDER
 
 Writes a tokenizer in which the words of a call are one token each, the shape of a model, and conversations for SFT: of
 a hundred, 20 call the calculator with the question, 15 with something else, and 65 guess.

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# SFT shows a tool, RL teaches when to use it.   SEED=0 bash docs/examples/tool/run.sh [flags of the RL run]
+# SFT shows a model a tool, RL teaches when to use it.   SEED=0 bash docs/examples/tool/run.sh [flags of the RL run]
 set -euo pipefail
 SEED=${SEED:-0} OUT=${OUT:-runs/examples/tool}
 source docs/examples/stages.sh
