@@ -32,12 +32,12 @@ def read_groups(words: Sequence[Sequence[str]]) -> dict[str, list[Run]]:
         ValueError: a run cannot be read, or is in two groups; a name stands twice, or has no run.
     """
     folders: dict[str, list[str]] = {}
-    for name, *given in words:
-        if not given:
+    for name, *several in words:
+        if not several:
             raise ValueError(f"--group {name}: no run folder given")
         if name in folders:
             raise ValueError(f"--group {name} is given twice: name all its runs after one --group")
-        folders[name] = given
+        folders[name] = several
     runs = iter(read_runs([*itertools.chain.from_iterable(folders.values())]))
     return {name: list(itertools.islice(runs, len(own))) for name, own in folders.items()}
 
