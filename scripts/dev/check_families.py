@@ -62,10 +62,10 @@ def config_of(family: str) -> PretrainedConfig:
 FAST, GENERIC = "fast", "generic"
 # what a family's cache does not allow
 LIMITS = {
-    Rows.WHOLE: "each step computes all tokens: no cache of it is right",
-    Rows.ALIKE: "rows of one length alone share a step",
+    Rows.WHOLE: "each step computes all tokens, because no cache gives the right result",
+    Rows.ALIKE: "only rows of equal length share a step",
 }
-WHOLE_PREFIXES = "no more than a token may follow a known prefix"
+WHOLE_PREFIXES = "at most one token may follow a known prefix"
 
 
 def engine(family: str) -> tuple[str, str]:
