@@ -322,8 +322,8 @@ def _stays_below(name: str, score: float) -> Callable[[History], bool]:
 
 
 @kind(
-    f"the mean |trainer − engine log-prob| is above {MISMATCH_LIMIT:g}, and 0.2 more for each update that the "
-    "weights of the tokens are old, or rose fivefold "
+    f"the mean |trainer − engine log-prob| is above {MISMATCH_LIMIT:g} (0.2 higher for each weight update since the "
+    "tokens were sampled), or it rose fivefold "
     f"in 20 rollouts and is above {MISMATCH_LIMIT / 10:g}",
     "The gradient belongs to another policy than the one that wrote the samples. --check-weight-update-equal tells "
     "whether the weights arrive; --correction tis corrects small differences; docs/metrics.md lists the causes.",
