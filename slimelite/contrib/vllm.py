@@ -181,7 +181,7 @@ class VllmEngine(InProcessEngine):
         Raises:
             ValueError: vLLM has no CPU kernel for the size of the attention heads.
         """
-        config = AutoConfig.from_pretrained(model_path)
+        config = AutoConfig.from_pretrained(model_path).get_text_config()
         head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         if device == "cpu" and head not in (sizes := CPUAttentionBackend.get_supported_head_sizes()):
             raise ValueError(

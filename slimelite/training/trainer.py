@@ -106,7 +106,7 @@ class Trainer(Learner[PolicyModel]):
         leaking = {part.model.hf.config.model_type for part in parts if not part.model.packed}
         self._packed = not leaking
         readers = [part.model for part in (self, self.teacher, self.critic) if part is not None]
-        self._vocab_size = min(model.hf.config.vocab_size for model in readers)
+        self._vocab_size = min(model.hf.config.get_text_config().vocab_size for model in readers)
         # micro-batches are planned for all models alike
         self._shares = all(part.model.shares for part in parts)
         limits = PackingLimits(args.max_tokens_per_gpu if args.use_dynamic_batch_size else None, args.micro_batch_size)

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 from slimelite.engines.embedded.caches import token_bytes
 from slimelite.engines.embedded.model import Linear
 from slimelite.engines.embedded.passes import Passes
-from slimelite.engines.embedded.ways import NotComputed, Ways, ways_of
+from slimelite.engines.embedded.ways import NotComputed, Rows, Ways, ways_of
 from slimelite.engines.embedded.weights import Weights, load_model
 from slimelite.models.files import as_filed, saved_buffers
 
@@ -57,6 +57,8 @@ class GenericDecoder(Weights):
     @torch.inference_mode()
     def cache_tokens(self, free: int) -> tuple[int, int]:
         """How many tokens fit into ``free`` bytes, and how many tokens' memory the states of a row take."""
+        if self.ways.rows is Rows.WHOLE:
+            return free, 1  # no cache is kept; that of a family may not even work
         _, cache = self.passes.extend(torch.zeros(1, TRIAL, dtype=torch.long, device=self.model.device), None, 0)
         each, row = (0, 0) if cache is None else token_bytes(cache, TRIAL)
         # where a token takes nothing, memory is counted in states
