@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 
 import aiohttp
 import pytest
 
 from tests.serving.clients.server import answered, ruled_front
-
-RECORDED = sorted((Path(__file__).parent / "recorded").glob("*.json"))
+from tests.serving.clients.table import RECORDED, recording, table, written
 
 
 @pytest.mark.parametrize("file", RECORDED, ids=lambda file: file.stem)
@@ -22,7 +20,7 @@ def test_answers_have_the_form_that_the_client_understood(file: Path) -> None:
         try:
             ids: dict[str, str] = {}
             async with aiohttp.ClientSession() as http:
-                for recorded in json.loads(file.read_text()):
+                for recorded in recording(file)["requests"]:
                     found = await answered(http, url, recorded, ids)
                     assert found == {"status": recorded["status"], "answer": recorded["answer"]}, recorded["body"]
         finally:
@@ -32,5 +30,9 @@ def test_answers_have_the_form_that_the_client_understood(file: Path) -> None:
 
 
 def test_every_client_is_recorded() -> None:
-    programs = {"ai-sdk", "claude-code", "codex", "inspect", "openai-agents", "pydantic-ai"}
-    assert {file.stem for file in RECORDED} == {"anthropic", "openai", *programs}
+    clients = (Path(__file__).parent / "clients").glob("with_*")
+    assert {file.stem for file in RECORDED} == {file.stem.removeprefix("with_").replace("_", "-") for file in clients}
+
+
+def test_the_page_has_the_table_of_the_recordings() -> None:
+    assert written() == table()

@@ -2,13 +2,15 @@
 
 ``python -m tests.serving.clients.server COMMAND…`` runs the command with ``RULED_URL`` and ``TINY_URL`` in its
 environment, and ends with its status; ``--record FILE`` first writes the requests that the ruled front gets, each with
-the form of its answer, for `tests/serving/test_recorded_clients.py`.
+the form of its answer, for `tests/serving/test_recorded_clients.py`, and what the command's last line says that it did:
+``NAME VERSION: …``, perhaps with ``; not: …`` at its end for what did not work by the client's fault.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import datetime
 import json
 import os
 import re
@@ -16,29 +18,23 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 from aiohttp import web
 
-from slimelite.engines.protocol import GenerateRequest, GenerateResult, OnTokens
+from slimelite.engines.protocol import EngineInfo, GenerateRequest, GenerateResult, OnTokens
 from slimelite.engines.sampling import engine_sampler
 from slimelite.serving.format import ChatFormat
 from slimelite.serving.front import Front
 from slimelite.serving.sessions import Sessions
 from tests.serving.chat import build, spell, tokenizer
+from tests.serving.clients.rules import reply
 from tests.serving.fronts import Speaking, engine_front, event
 
 KEY = "test-key"
-CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
-# a tool that the model may be shown -> how it calls it
-CALLS = {
-    "get_weather": CALL,
-    "exec_command": '<tool_call>\n{"name": "exec_command", "arguments": {"cmd": "echo 12 degrees"}}\n</tool_call>',
-    "Bash": '<tool_call>\n{"name": "Bash", "arguments": {"command": "echo 12 degrees"}}\n</tool_call>',
-}
-FORCED = '<tool_call>\n{"name": "get_weather", "arguments": {'
 # names whose values belong to the form of an answer
 LITERAL = ("event", "finish_reason", "name", "object", "role", "stop_reason", "stop_sequence", "type")
 # longer texts [characters] and lists of a request are cut in the record, and what belongs to a machine is left out
@@ -50,20 +46,14 @@ HEADERS = ("accept", "anthropic-version", "anthropic-beta", "authorization", "co
 
 
 class Ruled(Speaking):
-    """Says what its rules say: it calls a tool that it is shown, and answers when it has the result."""
+    """Says what its rules say, and takes schemas: what it says to them fits them."""
+
+    async def info(self) -> EngineInfo:
+        return replace(await super().info(), schemas=True)
 
     async def __call__(self, request: GenerateRequest, _: OnTokens | None) -> GenerateResult:
-        prompt = self.format.decode(request.input_ids)
-        asked = prompt.rpartition("<|im_start|>user")[2]
-        reply = "It is 42.<|im_end|>"
-        if "<tool_response>" in asked:
-            reply = "It is 12 degrees in Paris.<|im_end|>"
-        elif "<tools>" in prompt:
-            call = next(call for name, call in CALLS.items() if f'"name": "{name}"' in prompt)
-            reply = f"I look it up.\n{call}<|im_end|>"
-        if prompt.endswith(FORCED):
-            reply = CALL.removeprefix(FORCED) + "<|im_end|>"
-        ids = spell(self.format, reply)[: request.params.max_new_tokens]
+        said = reply(self.format.decode(request.input_ids), request.params.grammar)
+        ids = spell(self.format, f"{said}<|im_end|>")[: request.params.max_new_tokens]
         reason = "stop" if ids[-1] in self.format.end_ids else "length"
         for stop in request.params.stop:
             ends = [n for n in range(1, len(ids) + 1) if stop in self.format.decode(ids[:n])]
@@ -135,6 +125,14 @@ async def answered(
     return {"status": answer.status, "answer": form([{"event": name, "data": data} for name, data in events])}
 
 
+def done(output: str) -> dict[str, str]:
+    """What a client said that it did, from its output."""
+    found = re.findall(r"^(.+?) (\d\S*): (.+?)(?:; not: (.+))?$", output, re.MULTILINE)
+    client, version, does, fails = found[-1]
+    today = datetime.date.today().isoformat()
+    return {"client": client, "version": version, "date": today, "does": does, **({"not": fails} if fails else {})}
+
+
 async def main(command: Sequence[str], record: Path | None) -> int:
     """Run the command beside the two servers."""
     front = ruled_front()
@@ -143,16 +141,25 @@ async def main(command: Sequence[str], record: Path | None) -> int:
         ask, _ = await stack.enter_async_context(engine_front(build(folder / "model"), key=KEY))
         ruled = await front.start()
         stack.push_async_callback(front.stop)
-        env = {**os.environ, "RULED_URL": ruled, "TINY_URL": ask.url, "API_KEY": KEY}
+        env = {
+            **os.environ,
+            "RULED_URL": ruled,
+            "TINY_URL": ask.url,
+            "TINY_MODEL": str(folder / "model"),
+            "API_KEY": KEY,
+        }
         http = await stack.enter_async_context(aiohttp.ClientSession())
-        process = await asyncio.create_subprocess_exec(*command, env=env)
+        process = await asyncio.create_subprocess_exec(*command, env=env, stdout=asyncio.subprocess.PIPE)
+        output = (await process.communicate())[0].decode()
+        print(output, end="")
         status = await process.wait()
         if record is not None and status == 0:
             record.parent.mkdir(exist_ok=True)
             ids: dict[str, str] = {}
             asked = list(front.recorded)
             lines = [json.dumps({**one, **await answered(http, ruled, one, ids)}) for one in asked]
-            record.write_text("[\n" + ",\n".join(lines) + "\n]\n")
+            head = json.dumps(done(output), ensure_ascii=False).removesuffix("}")
+            record.write_text(head + ', "requests": [\n' + ",\n".join(lines) + "\n]}\n")
     return status
 
 

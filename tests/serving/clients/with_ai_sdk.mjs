@@ -25,4 +25,4 @@ for (const model of [openai("ruled"), openai.chat("ruled")]) {
   assert(parts > 10);
 }
 const version = here("ai/package.json").version;
-console.log(`ai-sdk ${version}: an agent with a tool by Responses and by Chat, whole and streamed`);
+console.log(`AI SDK ${version}: an agent with a tool, by Responses and by Chat, whole and streamed`);

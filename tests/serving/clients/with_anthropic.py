@@ -67,7 +67,7 @@ def main() -> None:
     stranger = anthropic.Anthropic(base_url=os.environ["RULED_URL"], api_key="wrong")
     error = refused(anthropic.AuthenticationError, partial(stranger.messages.create, **common, messages=ASK))
     assert error.body["error"]["type"] == "authentication_error"
-    print(f"anthropic {anthropic.__version__}: messages, streams, tools, stop sequences, counts, errors")
+    print(f"anthropic {anthropic.__version__}: Messages, streams, tools, stop sequences, counts, errors")
 
 
 if __name__ == "__main__":

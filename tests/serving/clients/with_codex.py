@@ -45,7 +45,7 @@ def main(program: str) -> None:
     turns = asked(opened["path"])["turns"]
     assert [turn["parent"] for turn in turns] == [None, 0], "the second turn goes on on the tokens of the first"
     version = subprocess.run([program, "--version"], capture_output=True, text=True, check=True).stdout.split()[-1]
-    print(f"codex {version}: a question with a tool call, and in a session")
+    print(f"Codex {version}: a question that it answers with a command; in a session")
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ def main() -> None:
             assert log.status == "success", log.error
             assert log.results.scores[0].metrics["accuracy"].value == 1
     version = importlib.metadata.version("inspect-ai")
-    print(f"inspect {version}: a task with a tool by anthropic/, openai/ (Responses) and openai-api/ (Chat)")
+    print(f"inspect {version}: a task with a tool, by `anthropic/`, `openai/` (Responses) and `openai-api/` (Chat)")
 
 
 if __name__ == "__main__":

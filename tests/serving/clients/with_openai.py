@@ -120,8 +120,8 @@ def responses(ruled: openai.OpenAI) -> None:
     for choice in ("required", {"type": "function", "name": "get_weather"}):
         (call,) = ruled.responses.create(**asked, input=ASK, tool_choice=choice).output
         assert call.name == "get_weather"
-    shape = {"format": {"type": "json_object"}}
-    assert refused(openai.BadRequestError, partial(ruled.responses.create, model="ruled", input="x", text=shape))
+    said = ruled.responses.create(model="ruled", input=ASK, text={"format": {"type": "json_object"}})
+    assert json.loads(said.output_text) == {"city": "Paris", "degrees": 12}
 
 
 def refused(kind: type[Exception], ask: Callable[[], Any]) -> Any:
@@ -169,4 +169,7 @@ if __name__ == "__main__":
     responses(ruled)
     log_probs(client("TINY_URL"))
     session()
-    print(f"openai {openai.__version__}: chat, responses, streams, tools, log-probs, completions, errors, a session")
+    print(
+        f"openai {openai.__version__}: Chat, Responses, completions, streams, tools, a session, structured output, "
+        "log-probs, errors"
+    )

@@ -62,7 +62,7 @@ async def main() -> None:
     for kind in (OpenAIChatCompletionsModel, OpenAIResponsesModel):
         await tries(kind)
     version = importlib.metadata.version("openai-agents")
-    print(f"openai-agents {version}: an agent with a tool by chat and by responses, streamed too, and in a session")
+    print(f"openai-agents {version}: an agent with a tool, by Chat and by Responses, whole, streamed and in a session")
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ async def main() -> None:
         turns = asked(opened["path"])["turns"]
         assert [turn["parent"] for turn in turns] == [None, 0], "the second turn goes on on the tokens of the first"
     version = importlib.metadata.version("pydantic-ai-slim")
-    print(f"pydantic-ai {version}: an agent with a tool by chat and by responses, streamed too, and in a session")
+    print(f"pydantic-ai {version}: an agent with a tool, by Chat and by Responses, whole, streamed and in a session")
 
 
 if __name__ == "__main__":
