@@ -15,7 +15,6 @@ def call(name: str, **arguments: object) -> str:
 
 WEATHER = call("get_weather", city="Paris")
 ECHO = "echo 12 degrees"
-WRONG, RIGHT = "    return a - b", "    return a + b"
 STRUCTURED = {"city": "Paris", "degrees": 12}
 CODE = 'final_answer(get_weather("Paris"))'
 # a tool that the model may be shown -> how it calls it
@@ -43,7 +42,6 @@ FORMS = [
     ("field `[[ ## next_thought", None, ACTION.format("finish", "{}")),
     ("JSON object", None, json.dumps(STRUCTURED)),
     ("<code>", "Observation:", f"I look it up.\n<code>\n{CODE}\n</code>"),  # smolagents
-    ("SEARCH/REPLACE", None, f"sums.py\n```\n<<<<<<< SEARCH\n{WRONG}\n=======\n{RIGHT}\n>>>>>>> REPLACE\n```"),  # aider
 ]
 BEGIN = "<|im_start|>assistant\n"
 
