@@ -90,6 +90,7 @@ def split_texts(train_bytes: int, held_bytes: int) -> dict[str, list[tuple[Sourc
         (waiting if side == "held_out" else sides["train"]).append((source, part))
     for source, part in waiting:
         sides["held_out"].append((source, list(_first(part, held_bytes, known["train"]))))
+    size["held_out"] = sum(len(document.text.encode()) for _, part in sides["held_out"] for document in part)
     if size["held_out"] < held_bytes // 2 or size["train"] < train_bytes // 2:
         raise ValueError(f"packages here have {size['train']:,} bytes to train on and {size['held_out']:,} held out")
     return sides
@@ -242,7 +243,7 @@ def main() -> None:
     add = parser.add_argument
     add("command", choices=("texts", "baselines", "questions"))
     add("--out", type=Path, required=True, help="folder to write")
-    add("--train-bytes", type=int, default=24_000_000, help="of texts to train on, at most (%(default)s)")
+    add("--train-bytes", type=int, default=24_000_000, help="of texts to train on, about (%(default)s)")
     add("--held-bytes", type=int, default=1_300_000, help="of held-out texts, about (%(default)s)")
     add("--rows", type=int, default=10_000, help="conversations of questions, and as many of sums (%(default)s)")
     add("--held-out", type=int, default=1000, help="held-out questions, and as many sums (%(default)s)")

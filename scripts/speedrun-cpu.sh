@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
 # From nothing to a model that chats, offline, on two cores:   bash scripts/speedrun-cpu.sh
 #
-#   1. data/speedrun: docstrings and reference texts of the installed Python packages, some packages held out
+#   1. data/speedrun-full: docstrings and reference texts of the installed Python packages, some packages held out
 #      (sources.md names them with their licences), questions made from them, and sums
 #   2. a tokenizer of 4,096 tokens
 #   3. base: a new model of 1.2M parameters is pretrained on the texts
 #   4. sft: it learns to chat, to choose one of four lines, and to add: 35 % of the sums show their working, the
 #      others are guesses
 #   5. rl: GRPO on sums and questions
-#   6. runs/speedrun/results.md: what each stage reached, beside gzip, xz and a Kneser-Ney 5-gram of bytes; report.html
+#   6. runs/speedrun-full/seed-0/results.md: what each stage reached, beside gzip, xz and a Kneser-Ney 5-gram of bytes; report.html
 #
 # SEED=1 bash scripts/speedrun-cpu.sh       another seed, in a folder of its own
 # SIZE=tiny bash scripts/speedrun-cpu.sh    each step in seconds: shows that all of it runs, and learns next to nothing
 # BASE_TOKENS=4e6 bash scripts/speedrun-cpu.sh --cpu-threads 2    (flags go to every stage and win)
-# The same command goes on after a crash. What it reached: docs/speedrun.md. Then talk to the model:  slimelite serve --web runs/speedrun/seed-0/2-rl/model
+# The same command goes on after a crash. What it reached: docs/speedrun.md. Then talk to the model:  slimelite serve --web runs/speedrun-full/seed-0/2-rl/model
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh

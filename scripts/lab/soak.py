@@ -74,10 +74,10 @@ AGENTS = """
 """
 ENVIRONMENTS = "slimelite.environments.serve"
 FAULTS = [
+    *[(ENVIRONMENTS, signal.SIGKILL), (ENVIRONMENTS, signal.SIGSTOP)],
     *[(what, signal.SIGKILL) for what in ("train.py", "ray::trainer", "ray::engine", "ray::rollout", "gcs_server")],
     *[(what, signal.SIGSTOP) for what in ("ray::trainer", "ray::engine", "ray::rollout", "gcs_server")],
     *[("raylet/raylet", signal.SIGKILL), ("raylet/raylet", signal.SIGSTOP)],
-    *[(ENVIRONMENTS, signal.SIGKILL), (ENVIRONMENTS, signal.SIGSTOP)],
 ]
 POLL_S, LOOK_S = 0.2, 2.0
 
@@ -134,8 +134,12 @@ class Run:
                 with suppress(psutil.NoSuchProcess):
                     yield child, " ".join(child.cmdline())[:200]
 
+    def all_faults(self) -> list[tuple[str, signal.Signals]]:
+        """Those of `FAULTS` whose processes this run has."""
+        return [fault for fault in FAULTS if fault[0] != ENVIRONMENTS or "--environment" in self.words]
+
     def _hurt(self, process: subprocess.Popen[bytes]) -> bool:
-        faults = [fault for fault in FAULTS if fault[0] != ENVIRONMENTS or "--environment" in self.words]
+        faults = self.all_faults()
         what, number = faults[len(self.faults) % len(faults)]
         members = [child for child, command in self._family(process) if what in command and "watchdog" not in command]
         if not members:
@@ -229,6 +233,9 @@ def main() -> int:
     wrong = problems(runs["undisturbed"], args.rollouts, None)
     wrong += problems(runs["disturbed"], args.rollouts, None if args.async_rollout else runs["undisturbed"])
     dealt = Counter(what for what, _ in runs["disturbed"].faults)
+    possible = [f"{what} {number.name}" for what, number in runs["disturbed"].all_faults()]
+    if never := [fault for fault in possible if fault not in dealt]:
+        print(f"The run was too short for {', '.join(never)}.")
     records = read_metrics(runs["undisturbed"].folder / "run")
     pace = statistics.median(record["perf/step_time"] for record in records if "perf/step_time" in record)
     lines = [

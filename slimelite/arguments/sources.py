@@ -25,6 +25,7 @@ KINDS: dict[str, type] = {"int": int, "float": float, "str": str, "json": dict}
 SWITCHES = {"bool": True, "switch": True, "off": False}
 # difflib's ratio from which an unknown name is taken for a misspelling of a known one
 SIMILAR = 0.7
+SAME = 0.9
 
 
 @dataclass
@@ -184,12 +185,14 @@ class Vocabulary:
         # a prefix that they share does not make two names alike
         prefix = next((prefix for prefix in ("sglang-", "router-") if name.startswith(prefix)), "")
         sglang = [f"sglang-{name}" for name in sglang_options()]
-        elsewhere = known_tables()["elsewhere"]
-        names = [*self.switches_on, *self.switches_off, *known_flags(), *sglang, *elsewhere]
+        names = [*self.switches_on, *self.switches_off, *known_flags(), *sglang]
         known = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
         near = difflib.get_close_matches(name.removeprefix(prefix), known, n=1, cutoff=SIMILAR)
         nearest = f"{prefix}{near[0]}" if near else ""
-        nearest = elsewhere.get(nearest, nearest)
+        # only a slip of the pen away: the names of other projects stand for flags of another kind, too
+        elsewhere = known_tables()["elsewhere"]
+        if near := difflib.get_close_matches(name, elsewhere, n=1, cutoff=SAME):
+            nearest = elsewhere[near[0]]
         return f"--{nearest}" if nearest and not self._is_refused(nearest) else None
 
     def _is_refused(self, name: str) -> bool:

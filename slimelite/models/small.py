@@ -23,11 +23,11 @@ _SMALL: dict[int, str] = {
     HEAD: "head_dim kv_channels dim_head d_head q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim "
     "global_head_dim linear_key_head_dim linear_value_head_dim mamba_d_state state_size ssm_state_size mamba_d_head "
     "mamba_head_dim attention_head_size rotary_dim index_head_dim",
-    2 * HEAD: "attention_head_dim qk_head_dim mamba_chunk_size chunk_size linear_chunk_size",
+    # with few index_n_heads many tokens score 0 exactly, and which of them are chosen depends on the row's length
+    2 * HEAD: "attention_head_dim qk_head_dim mamba_chunk_size chunk_size linear_chunk_size index_n_heads",
     8: "mamba_n_heads mamba_num_heads",
     4: "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads attention_heads "
-    "num_experts num_local_experts n_routed_experts moe_num_experts linear_num_value_heads zero_expert_num "
-    "index_n_heads",
+    "num_experts num_local_experts n_routed_experts moe_num_experts linear_num_value_heads zero_expert_num",
     2: "num_experts_per_tok moe_topk moe_k top_k_experts linear_num_key_heads n_mamba_heads",
     1: "n_group topk_group n_groups mamba_n_groups mamba_ngroups num_codebooks",
     WINDOW: "sliding_window attention_window_size attention_chunk_size index_topk",

@@ -34,6 +34,7 @@ ROOT = Path(__file__).parents[2]
         ("--learning-rate 1e-4", "--lr"),  # TRL's name
         ("--learning_rte 1e-4", "--lr"),
         ("--num-generations 8", "--n-samples-per-prompt"),
+        ("--max-prompt-length 8", "--rollout-max-prompt-len"),
     ],
 )
 def test_unknown_flag_names_the_nearest(problems: Problems, typo: str, meant: str) -> None:
@@ -42,7 +43,10 @@ def test_unknown_flag_names_the_nearest(problems: Problems, typo: str, meant: st
     assert meant + "?" in problem
 
 
-@pytest.mark.parametrize("option", ["--no-such-thing", "--data", "--resume", "--sglang-nonsense", "--router-nonsense"])
+@pytest.mark.parametrize(
+    "option",
+    ["--no-such-thing", "--data", "--resume", "--learning-rate-schedule", "--sglang-nonsense", "--router-nonsense"],
+)
 def test_what_is_like_no_flag_gets_no_hint(problems: Problems, option: str) -> None:
     assert problems(option) == [f"{option} is not a known flag; --help-all lists them all"]
 

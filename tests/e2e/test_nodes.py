@@ -81,6 +81,9 @@ def test_a_long_cable_that_loses_frames(grpo_args: list[str], on_two_nodes: list
     with machines(2, delay_ms=20, loss=0.01) as (nodes, _):
         address = start_ray(nodes, tmp_path, cpus=4)
         trains_as_one_process_does(nodes[0], address, grpo_args, on_two_nodes, tmp_path, timeout=600)
+        came, lost = nodes[1].pull()
+        print(f"{lost} of {came} frames were lost")
+        assert lost > 0
 
 
 def test_two_nodes_train_as_one_process_does(

@@ -35,21 +35,27 @@ def tap(process: int, name: str, setup: str) -> int:
 
 
 def relay(one: int, other: int, delay_s: float, loss: float) -> None:
-    """Carry frames both ways until stdin closes."""
+    """Carry frames both ways until stdin closes; then print how many came, and how many of them were lost."""
+    came = lost = 0
     chance, across = random.Random(0), {one: other, other: one}
     under_way = deque[tuple[float, int, bytes]]()  # due, to, frame; in the order of their times
     while True:
         wait = max(0.0, under_way[0][0] - time.monotonic()) if under_way else None
         readable, _, _ = select.select([*across, sys.stdin], [], [], wait)
         if sys.stdin in readable:
+            print(came, lost)
             return
         for card in readable:
-            frame = os.read(card, FRAME)
-            if chance.random() >= loss:
+            with suppress(BlockingIOError):
+                frame = os.read(card, FRAME)
+                came += 1
+                if chance.random() < loss:
+                    lost += 1
+                    continue
                 under_way.append((time.monotonic() + delay_s, across[card], frame))
         while under_way and under_way[0][0] <= time.monotonic():
             _, card, frame = under_way.popleft()
-            with suppress(BlockingIOError):  # the card's queue is full: this frame is lost, too
+            with suppress(OSError):  # the card's queue is full, or it is down: this frame is lost, too
                 os.write(card, frame)
 
 

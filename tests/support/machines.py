@@ -45,6 +45,16 @@ class Machine:
     holder: subprocess.Popen[str]
     first: int  # process id, here, of its first process
     started: list[subprocess.Popen[str]] = field(default_factory=list)
+    cable: subprocess.Popen[str] | None = None
+
+    def pull(self) -> tuple[int, int]:
+        """Pull the long cable out; returns the frames that came, and those of them that were lost."""
+        assert self.cable is not None
+        assert self.cable.stdout
+        out, err = self.cable.communicate(timeout=10)
+        assert self.cable.returncode == 0, err
+        came, lost = map(int, out.split())
+        return came, lost
 
     def start(self, *command: str, env: dict[str, str] | None = None, log: Path | None = None) -> subprocess.Popen[str]:
         """Start a command on the machine; its output goes to pipes or to ``log``."""
@@ -146,6 +156,7 @@ def _plug_far(stack: ExitStack, switch: int, machine: Machine, number: int, dela
     assert cable.stderr
     if cable.stdout.readline().strip() != READY:
         pytest.fail(f"no long cable: {cable.stderr.read().strip()}: {REMEDY}", False)
+    machine.cable = cable
 
 
 @contextmanager
@@ -168,7 +179,8 @@ def _started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
         yield process
     finally:
         assert process.stdin
-        process.stdin.close()
+        if not process.stdin.closed:
+            process.stdin.close()
         process.wait(START_S)
 
 

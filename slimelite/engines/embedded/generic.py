@@ -58,7 +58,8 @@ class GenericDecoder(Weights):
     def cache_tokens(self, free: int) -> tuple[int, int]:
         """How many tokens fit into ``free`` bytes, and how many tokens' memory the states of a row take."""
         if self.ways.rows is Rows.WHOLE:
-            return free, 1  # no cache is kept; that of a family may not even work
+            # no cache is kept, and that of a family may not even work; each step has the logits of all tokens in memory
+            return free // (4 * self.vocab_size), 1
         _, cache = self.passes.extend(torch.zeros(1, TRIAL, dtype=torch.long, device=self.model.device), None, 0)
         each, row = (0, 0) if cache is None else token_bytes(cache, TRIAL)
         # where a token takes nothing, memory is counted in states
