@@ -68,21 +68,21 @@ class SamplingParams:
     )
     top_p: float = parameter(
         1.0,
-        "nucleus sampling takes the likeliest tokens up to this share",
+        "nucleus sampling keeps the most likely tokens up to this total probability",
         "rollout eval dataset openai responses anthropic sglang",
         truncates="below 1",
         bounds={"above": 0, "at_most": 1},
     )
     top_k: int = parameter(
         -1,
-        "only the k likeliest tokens are sampled, -1 means all",
+        "only the k most likely tokens are sampled; -1 means all",
         "rollout eval dataset openai responses anthropic sglang",
         truncates="another number",
         bounds={"at_least": 1, "except_for": -1},
     )
     min_p: float = parameter(
         0.0,
-        "tokens with less than this share of the likeliest one's probability are not sampled",
+        "tokens whose probability is below this fraction of the most likely token's are not sampled",
         "rollout eval dataset openai responses sglang",
         truncates="above 0",
         bounds={"at_least": 0, "at_most": 1},
@@ -104,7 +104,7 @@ class SamplingParams:
     )
     ignore_eos: bool = parameter(False, own="openai responses sglang")
     skip_special_tokens: bool = parameter(
-        False, "the text of a response leaves special tokens out", "rollout dataset sglang"
+        False, "special tokens are left out of the text of a response", "rollout dataset sglang"
     )
     # seed of this request's random stream: the draw of token t depends only on (seed, t); None: not repeatable
     seed: int | None = parameter(None, own="openai responses", sglang="sampling_seed")
