@@ -73,7 +73,7 @@ RULES = [
     ),
     ("--eval-interval 2", "--eval-interval needs --eval-prompt-data", "--eval-prompt-data a a.jsonl"),
     ("--save-interval 2", "--save-interval needs --save: in which folder?", "--save out"),
-    ("--save-rollouts -1", "--save-rollouts -1: is a number of rollouts, all or none", "--save-rollouts 0"),
+    ("--save-rollouts -1", "--save-rollouts -1: must be a number of rollouts, all or none", "--save-rollouts 0"),
     ("--save-rollouts few", "--save-rollouts few: must be a number", "--save-rollouts none"),
     ("--early-stop-patience 2", "--early-stop-patience needs --eval-interval", f"{EVAL} --eval-interval 2"),
     (
