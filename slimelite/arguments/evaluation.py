@@ -240,7 +240,7 @@ class EvalDataset:
         if re.search(r"/|-pass@|-stderr$|-truncated_ratio$|-centred$|^(step|reward_errors)$", self.name):
             yield (
                 f"eval dataset {self.name}: eval/{self.name} would not be known as a score, as other metrics have "
-                "such names; take another one, such as math_500 for math/500"
+                "such names; choose another one, such as math_500 for math/500"
             )
         if self.max_response_len is None:
             yield f"eval dataset {self.name}: give --eval-max-response-len"

@@ -81,7 +81,7 @@ def _modes(args: Args) -> Iterator[str]:
     job = args.job
     if not (job.trains or job.engines):
         other = "--load-debug-rollout-data" if job.saved else "--debug-train-only"
-        yield f"--debug-rollout-only and {other} leave nothing to run; take one"
+        yield f"--debug-rollout-only and {other} leave nothing to run; choose one"
     if args.num_rollout is None and args.num_epoch is None:
         yield (
             "--num-rollout is missing: give the number of rollouts of the run, or --num-epoch, the number of passes "
@@ -109,7 +109,7 @@ def _modes(args: Args) -> Iterator[str]:
     ours = {"--environment": (args.environment, EPISODE), "--agent-command": (args.agent_command, PROGRAM)}
     for flag, (value, function) in ours.items():
         if value and args.custom_generate_function_path != function:
-            yield f"{flag} and --custom-generate-function-path both make the responses; take one"
+            yield f"{flag} and --custom-generate-function-path both make the responses; choose one"
     if args.agent_command and args.agent_network == "none" and (args.agent_sandbox or "none") != "none":
         yield (
             "--agent-network none: the programs of --agent-command could not reach their model; use --agent-network "
@@ -145,12 +145,12 @@ def _workers(args: RolloutArgs) -> Iterator[str]:
     if args.async_rollout and args.colocate:
         yield (
             "--async-rollout with --colocate: engines that share the trainer's devices cannot generate while it "
-            "trains; take one"
+            "trains; choose one"
         )
     if args.async_rollout and (args.offload_rollout or args.offload_train):
         yield (
             "--async-rollout with --offload: engines and trainer run at the same time, so neither can release its "
-            "memory; take one"
+            "memory; choose one"
         )
     oldest = args.update_weights_interval
     if args.async_rollout and args.max_weight_staleness is not None and args.max_weight_staleness < oldest:
@@ -173,18 +173,20 @@ def _engines(args: Args) -> Iterator[str]:
         )
     external, engine = args.rollout_external_engine_addrs, args.engine_kind
     if external and not engine.server:
-        yield f"--rollout-external-engine-addrs are SGLang servers: --rollout-backend {engine.name} runs none; take one"
+        yield (
+            f"--rollout-external-engine-addrs are SGLang servers: --rollout-backend {engine.name} runs none; choose one"
+        )
     if external and args.colocate:
         yield (
             "--rollout-external-engine-addrs with --colocate: external servers cannot share the trainer's devices; "
-            "take one"
+            "choose one"
         )
     if args.deterministic_mode and not engine.repeats_with(args.sglang_overrides):
         what = f"--deterministic-mode with --rollout-backend {engine.name}"
         if isinstance(engine.repeats, str):
             yield f"{what} needs --sglang-{engine.repeats.replace('_', '-')} (on GPUs)"
         else:
-            yield f"{what}: its samples are not reproducible; take embedded"
+            yield f"{what}: its samples are not reproducible; use embedded"
     if args.sglang_overrides.get("dp_size", 1) > 1 and not args.sglang_overrides.get("enable_dp_attention"):
         yield (
             "--sglang-dp-size: SGLang can update the weights of its replicas only with --sglang-enable-dp-attention; "
@@ -196,7 +198,7 @@ def _engines(args: Args) -> Iterator[str]:
     if args.sglang_config and external:
         yield (
             "--sglang-config starts servers, and --rollout-external-engine-addrs names servers that are already "
-            "running; take one"
+            "running; choose one"
         )
     if args.job.engines == "own" and args.rollout_num_gpus == 0:
         yield "--rollout-num-gpus 0 leaves no engine to generate responses; raise it"
@@ -218,7 +220,7 @@ def _weight_sync(args: Args) -> Iterator[str]:
             "--update-weight-transport disk"
         )
     if way == "ipc" and not args.colocate:
-        yield "--update-weight-transport ipc is for engines on the trainer's GPUs: add --colocate, or take nccl"
+        yield "--update-weight-transport ipc is for engines on the trainer's GPUs: add --colocate, or use nccl"
     ranks, job = args.training_ranks, args.job
     shared = job.servers and args.colocate and way == "ipc"
     if shared and job.syncs and args.rollout_num_gpus > ranks:
@@ -296,11 +298,11 @@ def _truncation(args: Args) -> Iterator[str]:
     """What training needs of samples that top-p, top-k, min-p or a grammar cut: the tokens that were kept."""
     params = SamplingParams.of(args, "rollout")
     if args.train_constrained and args.allow_truncated_sampling:
-        yield "--train-constrained needs the token ids that --allow-truncated-sampling does not record; take one"
+        yield "--train-constrained needs the token ids that --allow-truncated-sampling does not record; choose one"
     elif args.train_constrained and args.job.syncs and not args.engine_kind.kept:
         yield (
             f"--train-constrained: --rollout-backend {args.rollout_backend} does not report which tokens a grammar "
-            "allowed; take embedded or sglang"
+            "allowed; use embedded or sglang"
         )
     if not params.truncation() or args.job.loss != "policy" or not args.job.syncs or args.allow_truncated_sampling:
         return
@@ -309,7 +311,7 @@ def _truncation(args: Args) -> Iterator[str]:
     if not args.engine_kind.kept:
         yield (
             f"{what}: --rollout-backend {args.rollout_backend} does not report which tokens it kept, so log-probs "
-            "would be those before truncation; take embedded or sglang, or accept this with "
+            "would be those before truncation; use embedded or sglang, or accept this with "
             "--allow-truncated-sampling"
         )
     if params.top_k == 1:
@@ -327,7 +329,7 @@ def _truncation(args: Args) -> Iterator[str]:
             "--sglang-sampling-mask-max-tokens"
         )
     if params.min_p and options.get("enable_deterministic_inference"):
-        yield "--rollout-min-p with --sglang-enable-deterministic-inference: SGLang cannot combine them; take one"
+        yield "--rollout-min-p with --sglang-enable-deterministic-inference: SGLang cannot combine them; choose one"
 
 
 def _loss(args: Args) -> Iterator[str]:
@@ -338,7 +340,7 @@ def _loss(args: Args) -> Iterator[str]:
         yield "--ref-load is missing: a KL term, DPO or KTO needs a reference model"
     penalised = args.job.sampled and args.kl_coef != 0
     if penalised and args.kl_loss_coef != 0:
-        yield "--kl-coef (in the reward) and --kl-loss-coef (in the loss) are both above 0; take one"
+        yield "--kl-coef (in the reward) and --kl-loss-coef (in the loss) are both above 0; choose one"
     if penalised and not args.estimator.takes_kl:
         instead = f"use --use-kl-loss --kl-loss-coef {args.kl_coef}"
         yield f"--kl-coef {args.kl_coef} has no effect with {args.advantage_estimator}: {instead}"
@@ -352,7 +354,7 @@ def _loss(args: Args) -> Iterator[str]:
     if args.calculate_per_token_loss and args.loss_aggregation != "token":
         yield f"--calculate-per-token-loss is --loss-aggregation token, not {args.loss_aggregation}"
     if args.custom_pg_loss_reducer_function_path and args.loss_aggregation == "constant":
-        yield "--loss-aggregation constant and --custom-pg-loss-reducer-function-path both reduce the loss; take one"
+        yield "--loss-aggregation constant and --custom-pg-loss-reducer-function-path both reduce the loss; choose one"
     if args.loss_aggregation == "constant" and not args.rollout_max_response_len:
         yield "--loss-aggregation constant divides by --rollout-max-response-len: give it"
     if (args.job.loss == "paired" or args.loss.judged) and args.loss_aggregation != "rollout":
@@ -409,27 +411,27 @@ def _training(args: Args) -> Iterator[str]:
     elif args.use_critic and args.min_lr > args.critic_lr:
         yield f"--min-lr {args.min_lr} is above --critic-lr {args.critic_lr}"
     if args.sends_adapter and not (args.engine_kind.adapters and not args.rollout_external_engine_addrs):
-        yield "--lora-sync adapter is for SGLang servers that the run starts (--rollout-backend sglang); take merged"
+        yield "--lora-sync adapter is for SGLang servers that the run starts (--rollout-backend sglang); use merged"
     if args.lora_rank and args.optimizer == "muon" and args.job.trains:
-        yield "--optimizer muon with --lora-rank: Muon is for whole matrices, not for the two factors of one; take adam"
+        yield "--optimizer muon with --lora-rank: Muon is for whole matrices, not for the two factors of one; use adam"
     if args.load_in_4bit and args.compile and args.job.trains:
         yield "--load-in-4bit with --compile: torch.compile does not support the 4-bit matrix products; leave one out"
     if args.lr_warmup_fraction is not None and args.lr_warmup_iters:
-        yield "--lr-warmup-fraction and --lr-warmup-iters both set the length of warm-up; take one"
+        yield "--lr-warmup-fraction and --lr-warmup-iters both set the length of warm-up; choose one"
 
 
 def _correction(args: CorrectionArgs) -> Iterator[str]:
     """Correction flags that contradict each other, or change nothing."""
     chosen = args.correction
     if args.use_tis and chosen != "tis" and args.custom_tis_function_path is None:
-        yield f"--use-tis is --correction tis, not {chosen}; take one"
+        yield f"--use-tis is --correction tis, not {chosen}; choose one"
     if args.custom_tis_function_path is not None and chosen != "custom":
-        yield f"--custom-tis-function-path is a correction of its own, not --correction {chosen}; take one"
+        yield f"--custom-tis-function-path is a correction of its own, not --correction {chosen}; choose one"
     weighs = chosen != "none" and (chosen != "mis" or args.mis_mode != "none")
     if args.use_rollout_logprobs and weighs:
         yield (
             f"--use-rollout-logprobs and --correction {chosen}: with the engine's log-probs there is no mismatch to "
-            "correct; take one (only --correction mis --mis-mode none, which rejects, goes with it)"
+            "correct; choose one (only --correction mis --mis-mode none, which rejects, goes with it)"
         )
     if args.tis_clip_low > args.tis_clip:
         yield f"--tis-clip-low {args.tis_clip_low} is above --tis-clip {args.tis_clip}"
@@ -458,15 +460,15 @@ def _teacher_server(args: DistillationArgs) -> Iterator[str]:
     if args.train_constrained:
         yield (
             "--opd-type sglang with --train-constrained: the teacher's server gives log-probs over all tokens; leave "
-            "one of them out, or take --opd-type trainer"
+            "one of them out, or use --opd-type trainer"
         )
     if SamplingParams.of(args, "rollout").truncation() and not args.allow_truncated_sampling:
         yield (
             "--opd-type sglang with --rollout-top-p, --rollout-top-k or --rollout-min-p: the teacher's server gives "
-            "log-probs over the whole vocabulary; leave these out, or take --opd-type trainer"
+            "log-probs over the whole vocabulary; leave these out, or use --opd-type trainer"
         )
     if args.opd_teacher_load is not None:
-        yield "--opd-teacher-load with --opd-type sglang: the teacher is the server at --rm-url; take one"
+        yield "--opd-teacher-load with --opd-type sglang: the teacher is the server at --rm-url; choose one"
     # code of the user's that makes whole samples may have had a teacher score them already
     scored_elsewhere = args.job.saved or args.rollout_function_path or args.custom_generate_function_path
     if args.rm_url is None and not scored_elsewhere:

@@ -542,7 +542,7 @@ def read_presets(
                 option = "--" + key.replace("_", "-")
                 settings.complain(
                     "--preset",
-                    f"{owner[key]} and {name} disagree about {option}: take one, or give the flag",
+                    f"{owner[key]} and {name} disagree about {option}: use one, or give the flag",
                 )
             owner.setdefault(key, name)
         settings.problems += preset.problems

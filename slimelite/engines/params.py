@@ -111,7 +111,8 @@ class SamplingParams:
     # these change the logits before a token is drawn by them; log-probs stay those of the model
     repetition_penalty: float = parameter(
         1.0,
-        "logits of tokens of prompt and response are divided by this, negative ones multiplied",
+        "positive logits of tokens that occur in prompt or response are divided by this, negative ones are "
+        "multiplied by it",
         "openai responses sglang",
         bounds={"above": 0, "at_most": 2},
     )
@@ -123,12 +124,12 @@ class SamplingParams:
     )
     frequency_penalty: float = parameter(
         0.0,
-        "logits of tokens of the response are lowered by this, as often as they occur",
+        "logits of tokens of the response are lowered by this for each occurrence",
         "openai responses sglang",
         bounds={"at_least": -2, "at_most": 2},
     )
     logit_bias: dict[str, float] | None = parameter(
-        None, "token id -> what is added to its logit", "openai responses sglang"
+        None, "token id -> number that is added to its logit", "openai responses sglang"
     )
     # the grammar that the text is held to, at most one of these, where the engine can (`EngineInfo.schemas`)
     json_schema: str | None = parameter(None, "the response is JSON that fits this schema", "sglang")

@@ -91,7 +91,7 @@ RULES = [
     ("--use-tis --correction none", "--use-tis is --correction tis, not none", "--correction tis"),
     ("--correction tis --custom-tis-function-path my.fn", "a correction of its own", "--correction custom"),
     ("--correction custom", "needs --custom-tis-function-path", "--custom-tis-function-path my.fn"),
-    ("--use-tis --use-rollout-logprobs", "there is no mismatch to correct; take one", "--no-use-tis"),
+    ("--use-tis --use-rollout-logprobs", "there is no mismatch to correct; choose one", "--no-use-tis"),
     (
         "--correction mis --mis-rejection-level token --use-rollout-logprobs",
         "only --correction mis --mis-mode none, which rejects, goes with it",

@@ -196,7 +196,7 @@ RULES = [
     ("--overlong-buffer-len 5000", "--overlong-buffer-len 5000 is above", "--rollout-max-response-len 6000"),
     ("--rm-type remote_rm", "--rm-type remote_rm needs --rm-url", "--rm-url http://127.0.0.1:1"),
     ("--lr-decay-style WSD", "needs --lr-wsd-decay-iters", "--lr-wsd-decay-iters 5"),
-    ("--lr-warmup-fraction 0.1 --lr-warmup-iters 5", "take one", "--lr-warmup-iters 0"),
+    ("--lr-warmup-fraction 0.1 --lr-warmup-iters 5", "choose one", "--lr-warmup-iters 0"),
     ("--lr-decay-style cosine --min-lr 1", "--min-lr 1.0 is above --lr 1e-06", "--lr 2"),
     ("--min-lr 1", "--min-lr 1.0 is above --lr 1e-06", "--min-lr 0"),
     ("--finetune", "--finetune needs --load", "--load out"),
@@ -242,7 +242,7 @@ RULES = [
     ("--use-opd --opd-type sglang", "needs --rm-url", "--rm-url http://127.0.0.1:1"),
     ("--use-opd --opd-type sglang", "needs --rm-url", "--custom-generate-function-path my.fn"),
     ("--use-opd --opd-type sglang --rm-url 127.0.0.1:1", "starts with http", "--rm-url http://127.0.0.1:1"),
-    ("--use-opd --opd-type sglang --rm-url http://a --opd-teacher-load m", "take one", "--opd-type trainer"),
+    ("--use-opd --opd-type sglang --rm-url http://a --opd-teacher-load m", "choose one", "--opd-type trainer"),
     ("--use-opd --opd-type sglang --rm-url http://a --rm-type remote_rm", "both read --rm-url", "--rm-type math"),
     ("--use-opd --opd-type trainer --opd-teacher-load m --opd-kl-coef -1", "at least 0", "--opd-kl-coef 0"),
     (
@@ -260,7 +260,7 @@ RULES = [
     ("--record-memory-history", "needs GPUs: PyTorch keeps the history of", "--no-record-memory-history"),
     (
         "--custom-pg-loss-reducer-function-path my.reducer --loss-aggregation constant",
-        "both reduce the loss; take one",
+        "both reduce the loss; choose one",
         "--loss-aggregation token",
     ),
 ]

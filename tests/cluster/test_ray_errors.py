@@ -117,4 +117,4 @@ def test_a_machine_that_is_gone_is_named_as_a_cause() -> None:
     error = RuntimeError("[/pair.cc:537] Read error [10.77.0.2]:724: Connection reset by peer. Check the logs")
     message = with_memory(error, Args())
     assert isinstance(message, ClusterError)
-    assert "a training rank got no answer from another one" in str(message)
+    assert "a training rank got no answer from another rank" in str(message)
