@@ -368,7 +368,7 @@ class InputChecks:
             stops[f"eval dataset {d.name}: stop_token_ids"] = SamplingParams.of(d, "dataset").stop_token_ids
         for name, ids in stops.items():
             if outside := [i for i in ids if not 0 <= i < size]:
-                findings.problems.append(f"{name} {outside}: by the model's vocabulary, token ids are 0 to {size - 1}")
+                findings.problems.append(f"{name} {outside}: token ids are 0 to {size - 1}, by the model's vocabulary")
 
     def ask_teacher(self) -> None:
         """Check that the teacher's server answers, or that the teacher's model has the student's vocabulary."""

@@ -56,7 +56,7 @@ def test_a_good_run(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert out == ""
     (line,) = err.splitlines()
     assert line.startswith("train.py: warning: --hf-checkpoint ")
-    assert line.endswith("holds no weights: training starts from random ones (--seed 1234)")
+    assert line.endswith("contains no weights: training starts from random ones (--seed 1234)")
     only = inspect(parse(f"{run} --debug-rollout-only --rollout-seed 7"), CPU)
     assert any("the engines sample from random ones (--rollout-seed 7)" in warning for warning in only.warnings)
 
@@ -176,14 +176,14 @@ def test_a_start_looks_at_the_first_rows_only(run: str) -> None:
         ("--load-debug-rollout-data r/{rollout_id}.parquet", "no saved rollout at r/0.parquet"),
         (
             "--load-debug-rollout-data r/{rollout}.parquet",
-            "--load-debug-rollout-data r/{rollout}.parquet: {rollout_id} is",
+            "--load-debug-rollout-data r/{rollout}.parquet: only {rollout_id} is",
         ),
         (
             "--save-hf out/{step}",
             "--save-hf out/{step}: only {rollout_id} is replaced, here by 0 (KeyError: 'step')",
         ),
         ("--save-hf out/{", "--save-hf out/{: only {rollout_id} is replaced"),
-        ("--save-debug-rollout-data d/{rollout_id}{x}", "--save-debug-rollout-data d/{rollout_id}{x}: {rollout_id} is"),
+        ("--save-debug-rollout-data d/{rollout_id}{x}", "--save-debug-rollout-data d/{rollout_id}{x}: only {rollout_id} is"),
         ("--save-debug-rollout-data d/{rollout_id:03d}", "here by 'eval_0' (ValueError: Unknown format code 'd'"),
         (
             "--save-hf /proc/x/{rollout_id}",
