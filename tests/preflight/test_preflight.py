@@ -183,7 +183,10 @@ def test_a_start_looks_at_the_first_rows_only(run: str) -> None:
             "--save-hf out/{step}: only {rollout_id} is replaced, here by 0 (KeyError: 'step')",
         ),
         ("--save-hf out/{", "--save-hf out/{: only {rollout_id} is replaced"),
-        ("--save-debug-rollout-data d/{rollout_id}{x}", "--save-debug-rollout-data d/{rollout_id}{x}: only {rollout_id} is"),
+        (
+            "--save-debug-rollout-data d/{rollout_id}{x}",
+            "--save-debug-rollout-data d/{rollout_id}{x}: only {rollout_id} is",
+        ),
         ("--save-debug-rollout-data d/{rollout_id:03d}", "here by 'eval_0' (ValueError: Unknown format code 'd'"),
         (
             "--save-hf /proc/x/{rollout_id}",
