@@ -164,7 +164,7 @@ WHOLE = {"prompt": [USER], "chosen": "4", "rejected": "5"}
         (WHOLE | {"chosen": ""}, {}, "column 'chosen': the reply is empty"),
         (WHOLE | {"rejected": None}, {}, "column 'rejected': the reply is empty"),
         (WHOLE | {"rejected": 5}, {}, "column 'rejected': text or a list of messages is expected, not 5"),
-        (WHOLE | {"rejected": "4"}, {}, "column 'rejected': the same as 'chosen'"),
+        (WHOLE | {"rejected": "4"}, {}, "column 'rejected': is the same as 'chosen'"),
         (WHOLE | {"chosen": [AGAIN, GOOD]}, {}, "column 'chosen': starts with a user message that is not the first of"),
         (WHOLE | {"chosen": [USER]}, {}, "column 'chosen': does not end with a message of the assistant"),
         (WHOLE | {"chosen": [{"role": "assistant"}]}, {}, r"message 0 \(assistant\) is empty"),

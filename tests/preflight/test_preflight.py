@@ -417,7 +417,7 @@ def test_pairs_are_checked_and_one_is_made(model: Path, tmp_path: Path) -> None:
     path.write_text(f'{asked}"rejected": "2"}}\n')
     (problem,) = problems(words)
     assert (
-        "pairs.jsonl@[:64]: 1 of 1 rows is malformed: row 0 (line 1): column 'rejected': the same as 'chosen'"
+        "pairs.jsonl@[:64]: 1 of 1 rows is malformed: row 0 (line 1): column 'rejected': is the same as 'chosen'"
         in problem
     )
     path.write_text('{"messages": "1+1=", "chosen": [{"role": "assistant", "content": "2"}], "rejected": "3"}')
