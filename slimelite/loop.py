@@ -132,15 +132,13 @@ class Evaluations:
         if not self._args.save_best or self.best is None:
             return {}
         if self.best < 0:
-            return {"best": f"{self._best_text()}; nothing was kept, for no later evaluation was better"}
+            return {"best": f"{self._best_text()}; no model was kept, because no later evaluation was better"}
         save, template = self._args.save, self._args.save_hf
         places = [folder_of(save, self.best)] if save and best_of(save) == self.best else []
         places += [model_folder(template, "best")] if template else []
         kept = ", ".join(str(place) for place in places if place.is_dir())
         # a run that resumes may know of a better evaluation from a run with another --save, or without --save-best
-        return {
-            "best": f"{self._best_text()}{f': {kept}' if kept else '; it was before this run went on, and is not kept'}"
-        }
+        return {"best": f"{self._best_text()}{f': {kept}' if kept else '; it is from before the resume, and not kept'}"}
 
     def _best_text(self) -> str:
         if self.best is None:
@@ -166,7 +164,8 @@ def read_evaluations(args: EvalArgs) -> dict[int, float]:
         return values if content["metric"] == args.early_stop_metric else {}
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{file}: is damaged ({type(error).__name__}: {error}); remove it, and evaluations count from now on"
+            f"{file}: is damaged ({type(error).__name__}: {error}); remove the file, and the best evaluation is "
+            "chosen from now on"
         ) from error
 
 
@@ -244,5 +243,5 @@ def publish(args: Args, tracker: Tracker, evaluations: Evaluations) -> None:
         try:
             address = push(folder, args.push_to_hub, private=args.hub_private, message=message)
         except ValueError as error:
-            address = f"NOT uploaded, for {error}; slimelite push {folder} {args.push_to_hub} uploads it"
+            address = f"NOT uploaded, because {error}; slimelite push {folder} {args.push_to_hub} uploads it"
     tracker.log_facts({"hub": address})

@@ -121,7 +121,7 @@ class Stage:
         except ValueError as error:
             return str(error)
         if not record:
-            return f"it has finished, and {RECORD}, which says with which flags, is gone"
+            return f"it has finished, but {RECORD}, the record of its flags, is missing"
         before, now = record["flags"], self._flags()
         differ = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
         if differ:
@@ -129,7 +129,7 @@ class Stage:
                 f"{name} was {before.get(name, 'not given')} and is {now.get(name, 'not given')}" for name in differ
             )
             return f"it has finished with other flags: {', '.join(changes)}"
-        return None if record["after"] == after else "it began with another model of the stage before"
+        return None if record["after"] == after else "it started from another model of the previous stage"
 
     def _flags(self) -> dict[str, Any]:
         """Flags that say what the stage computes, as JSON gives them back."""
@@ -201,15 +201,17 @@ def read_stages(argv: Sequence[str]) -> list[Stage]:
     common = [word for option, words in calls for word in ("=".join((option, *words[:1])), *words[1:])]
     files = settings.get("stages")
     if not files:
-        raise ArgumentError(["--stages names no file: give one of flags for each, as in --stages sft.yaml rl.yaml"])
-    if "config" in settings:
-        raise ArgumentError(["--config and --stages exclude each other: put the flags into the files of --stages"])
-    if "run_dir" not in settings:
         raise ArgumentError(
-            ["--stages needs --run-dir: each stage has its run, its checkpoints and its model in there"]
+            ["--stages names no file: give one file of flags for each stage, as in --stages sft.yaml rl.yaml"]
         )
+    if "config" in settings:
+        raise ArgumentError(["--config and --stages cannot be combined: put the flags into the files of --stages"])
+    if "run_dir" not in settings:
+        raise ArgumentError(["--stages needs --run-dir, the folder for the runs, checkpoints and models of the stages"])
     if every := ", ".join(f"--{name.replace('_', '-')}" for name in OF_ONE if name in settings):
-        raise ArgumentError([f"{every} with --stages: all would use one folder; name one in the file of each stage"])
+        raise ArgumentError(
+            [f"{every} with --stages: all stages would use the same folder; name a folder in the file of each stage"]
+        )
     stages = [_stage(number, file, Path(settings["run_dir"]), common) for number, file in enumerate(files)]
     if wrong := [f"{each}: {wrong.removeprefix('--config ')}" for each in stages for wrong in each.settings.problems]:
         raise ArgumentError(wrong)
@@ -222,7 +224,7 @@ def _stage(number: int, file: str, folder: Path, common: list[str]) -> Stage:
     settings, own = merge_sources(argv, vocabulary), read_config(file, "--config", vocabulary).values
     values, place = settings.values, folder / f"{number}-{Path(file).stem}"
     if "run_dir" in own:
-        settings.complain("--run-dir", f"{own['run_dir']}: the stage's folder is {place}; leave it out")
+        settings.complain("--run-dir", f"{own['run_dir']}: the stage's folder is always {place}; leave this key out")
     checkpoints = values.get("save", str(place / "checkpoints"))
     model = values.get("save_hf", str(place / "model"))
     argv += ["--run-dir", str(place), "--save-hf", model, "--load", values.get("load", checkpoints)]
@@ -242,7 +244,7 @@ def _problems(stages: Sequence[Stage], problems: Callable[[list[str]], list[str]
         if stage.finished:
             if why := stage.changed(after):
                 again = ", ".join(str(each.folder) for each in stages[stage.number :] if each.folder.exists())
-                yield f"{stage}: {why}; to run it again, remove {again}, and to keep it, give the flags that it had"
+                yield f"{stage}: {why}; to run the stage again, remove {again}; to keep it, give the flags that it had"
                 return
             after = stage.record().get("id")
         elif not stage.dry and (
@@ -261,7 +263,7 @@ def _disorder(stages: Sequence[Stage]) -> Iterator[str]:
         for name in OF_ONE:
             mine = stage.settings.values.get(name)
             if twice := [each for each in before if mine is not None and each.settings.values.get(name) == mine]:
-                yield f"{stage}: --{name.replace('_', '-')} {mine} is that of {twice[0]} too; name another folder"
+                yield f"{stage}: --{name.replace('_', '-')} {mine} is also the folder of {twice[0]}; name another one"
         if stage.chooses and not any(_is(stage.settings.values["hf_checkpoint"], each) for each in before):
             yield (
                 f"{stage}: --hf-checkpoint {stage.settings.values['hf_checkpoint']}: it starts from the model of the "
@@ -269,8 +271,8 @@ def _disorder(stages: Sequence[Stage]) -> Iterator[str]:
             )
         if stage.chats and (base := _base(stage, stages)) is not None:
             yield (
-                f"{stage}: it needs a chat template, which the model of {base} will not have, because its --loss-type "
-                "is pretrain_loss: name the folder of a tokenizer with one by --tokenizer"
+                f"{stage}: it needs a chat template, but the model of {base} will have none, because its --loss-type "
+                "is pretrain_loss: give a tokenizer that has a chat template as --tokenizer"
             )
         if "{" in stage.model and stage is not stages[-1]:
             yield f"{stage}: --save-hf {stage.model}: the next stage starts from one folder; leave {{rollout_id}} out"

@@ -60,12 +60,12 @@ def test_the_script_writes_what_it_sees(script: ModuleType, tmp_path: Path, monk
         "zamba": (script.ALONE, "in a pack its ZambaMambaMixer sees the sequence before"),
         "bloom": (
             script.EAGER_ALONE,
-            "its BloomAttention computes something else without mask tensors; in a pack its BloomAttention sees the "
-            "sequence before",
+            "its BloomAttention computes something different without mask tensors; in a pack its BloomAttention sees "
+            "the sequence before",
         ),
-        "gptj": (script.EAGER_PACKED, "it has attention of its own, which cannot be exchanged"),
-        "recurrent_gemma": (script.REFUSED, "its RecurrentGemmaSdpaAttention computes something else here"),
-        "bert": (script.REFUSED, "its tokens see those that come after them"),
+        "gptj": (script.EAGER_PACKED, "it has its own attention code, which cannot be replaced"),
+        "recurrent_gemma": (script.REFUSED, "its RecurrentGemmaSdpaAttention computes something different here"),
+        "bert": (script.REFUSED, "its tokens attend to later tokens"),
         "xmod": (
             script.UNSEEN,
             "Input language unknown. Please call XmodPreTrainedModel.set_default_language()",
@@ -77,10 +77,10 @@ def test_the_script_writes_what_it_sees(script: ModuleType, tmp_path: Path, monk
         "zamba": (script.GENERIC, script.WHOLE_PREFIXES),
         "recurrent_gemma": (script.GENERIC, "each step computes all tokens, because no cache gives the right result"),
         "bart": (script.REFUSED, "it is an encoder–decoder"),
-        "bert": (script.REFUSED, "its tokens see those that come after them"),
+        "bert": (script.REFUSED, "its tokens attend to later tokens"),
         "xmod": (
             script.REFUSED,
-            "no small copy of it can be run (Input language unknown. Please call "
+            "a small copy of it cannot be run (Input language unknown. Please call "
             "XmodPreTrainedModel.set_default_language() )",
         ),
     }

@@ -48,7 +48,7 @@ def test_two_evaluations_without_a_better_one_end_the_run(
 def test_why_it_ends_and_what_is_kept_in_words(tmp_path: Path) -> None:
     one = evaluations([0.5, 0.25], early_stop_patience=1, save_best=True)
     assert one.stop == "1 evaluation was no better than eval/sums 0.500 before training"
-    nothing = "eval/sums 0.500 before training; nothing was kept, for no later evaluation was better"
+    nothing = "eval/sums 0.500 before training; no model was kept, because no later evaluation was better"
     assert one.facts() == {"best": nothing}
     assert not one.improved(-1), "nothing is trained yet"
     none = evaluations([math.nan], first=0, early_stop_patience=1)
@@ -92,7 +92,7 @@ def test_a_best_that_an_earlier_run_did_not_keep_is_not_said_to_be_there(tmp_pat
     evaluations([0.1, 0.7, 0.3], save=str(before), **flags).write()
     resumed = {"resume_directory": str(folder_of(before, 1)), "start_rollout_id": 2, **flags}
     found = evaluations([0.5], first=2, save=str(after), **resumed)
-    gone = "eval/sums 0.700 after rollout 0; it was before this run went on, and is not kept"
+    gone = "eval/sums 0.700 after rollout 0; it is from before the resume, and not kept"
     assert found.facts() == {"best": gone}
     folder_of(after, 0).mkdir(parents=True)
     found.mark(0)

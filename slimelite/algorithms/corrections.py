@@ -47,7 +47,7 @@ def mis_weights(
         case "mask":
             weights = torch.where((ratio >= lower) & (ratio <= upper), ratio, 0.0)
         case _:
-            raise ValueError(f"--mis-mode {mode}: there is no such correction mode that weighs")
+            raise ValueError(f"--mis-mode {mode}: there is no weighting mode of this name")
     return select(weights, mask), _weight_metrics(ratio, weights, mask)
 
 

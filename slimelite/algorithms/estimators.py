@@ -66,7 +66,7 @@ class Estimator:
 _GROUPS, _ADVANTAGES = "slimelite.algorithms.groups", "slimelite.algorithms.advantages"
 GRPO = Estimator(
     "grpo",
-    "(R − mean) / std of the responses to a prompt",
+    "(R − mean) / std over the responses to a prompt",
     "2402.03300",
     f"{_GROUPS}:over_std",
     divides_by_std=True,
@@ -79,23 +79,23 @@ ESTIMATORS = Registry(
         replace(
             GRPO,
             name="gspo",
-            summary="as grpo; the loss has one ratio a response",
+            summary="like grpo, but the loss has one ratio per response",
             paper="2507.18071",
             sequence_ratio=True,
         ),
         replace(
             GRPO,
             name="cispo",
-            summary="as grpo; the loss has a clipped weight without a gradient",
+            summary="like grpo, but the clipped ratio is a constant weight in the loss, without a gradient",
             paper="2506.13585",
             loss="slimelite.algorithms.policy:cispo_loss",
             dual_clip=False,
             open_below=True,
         ),
-        Estimator("rloo", "R − mean of the prompt's other responses", "2402.14740", f"{_GROUPS}:leave_one_out"),
+        Estimator("rloo", "R − mean over the other responses to the prompt", "2402.14740", f"{_GROUPS}:leave_one_out"),
         Estimator(
             "reinforce_plus_plus",
-            "discounted sum of R and the KL of the tokens that follow",
+            "R minus the KL of the following tokens, as a discounted sum",
             "2501.03262",
             token=f"{_ADVANTAGES}:reinforce_plus_plus",
             takes_kl=True,
@@ -104,7 +104,7 @@ ESTIMATORS = Registry(
         ),
         Estimator(
             "reinforce_plus_plus_baseline",
-            "R − mean of the responses to a prompt, less the KL of the token",
+            "R − mean over the responses to a prompt, minus the KL of the token",
             "2501.03262",
             f"{_GROUPS}:minus_mean",
             f"{_ADVANTAGES}:reinforce_plus_plus_baseline",
@@ -122,7 +122,8 @@ ESTIMATORS = Registry(
         ),
         Estimator(
             "grpo_turns",
-            "for each reply, (G − mean) / std of the same reply in a prompt's episodes; G: rewards from it on",
+            "for each reply, (G − mean) / std over the same reply in the prompt's other episodes; G is the sum of "
+            "rewards from that reply on",
             "2505.11821",
             token=f"{_ADVANTAGES}:grpo_turns",
             discounts=True,
@@ -130,7 +131,7 @@ ESTIMATORS = Registry(
         ),
         Estimator(
             "ppo_turns",
-            "as ppo, with the replies of an episode as its steps",
+            "like ppo, but each reply of an episode is one step",
             "1506.02438",
             token=f"{_ADVANTAGES}:ppo_turns",
             takes_kl=True,

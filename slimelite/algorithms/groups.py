@@ -92,7 +92,7 @@ def group_advantages(
         bad = np.flatnonzero(~np.isfinite(np.asarray(rewards, np.float32))).tolist()
     if bad:
         raise ValueError(
-            f"rewards of rows {bad[:8]} are not finite in fp32; --reward-error zero|drop handles such rewards"
+            f"rewards of rows {bad[:8]} are not finite in fp32; use --reward-error zero or drop for such rewards"
         )
     rewards = np.asarray(rewards, np.float64)  # in float64 squares of fp32 numbers do not overflow
     groups, row_group = np.unique(group_ids, return_inverse=True)

@@ -61,7 +61,7 @@ LOSSES = Registry(
         ),
         LossType(
             "dpo_loss",
-            "the loss of preference pairs that --dpo-loss names",
+            "the loss of preference pairs, as --dpo-loss chooses it",
             reads=("dpo_loss", "dpo_label_smoothing"),
             title="DPO",
             supervised=True,
@@ -70,7 +70,7 @@ LOSSES = Registry(
         ),
         LossType(
             "kto_loss",
-            "the KTO loss of replies that --label-key calls desirable or not",
+            "the KTO loss of single replies, each labelled desirable or not in --label-key",
             reads=("kto_desirable_weight", "kto_undesirable_weight"),
             title="KTO",
             supervised=True,
@@ -79,7 +79,7 @@ LOSSES = Registry(
         ),
         LossType(
             "orpo_loss",
-            "the likelihood of chosen replies and the odds ratio of pairs, without a reference",
+            "ORPO: the likelihood of chosen replies plus the odds ratio of pairs, without a reference model",
             reads=("orpo_lambda",),
             title="ORPO",
             supervised=True,
@@ -88,7 +88,7 @@ LOSSES = Registry(
         ),
         LossType(
             "reward_model_loss",
-            "the Bradley–Terry loss of pairs; what is saved is a reward model",
+            "the Bradley–Terry loss of pairs, which trains a reward model",
             title="reward model",
             supervised=True,
             paired=True,
@@ -96,7 +96,7 @@ LOSSES = Registry(
         ),
         LossType(
             "custom_loss",
-            "what your --custom-loss-function-path returns",
+            "the loss that your --custom-loss-function-path returns",
             reads=("custom_loss_function_path",),
         ),
     ),
@@ -125,8 +125,8 @@ CORRECTIONS = Registry(
             reads=_CLIP,
             slime=f"{_SLIME}.icepop_function",
         ),
-        Choice("mis", "tokens are weighted and dropped as the --mis-... flags say", slime=_MIS),
-        Choice("custom", "your --custom-tis-function-path weighs and drops", reads=_CLIP),
+        Choice("mis", "tokens are weighted and dropped according to the --mis-... flags", slime=_MIS),
+        Choice("custom", "your --custom-tis-function-path weights and drops tokens", reads=_CLIP),
     ),
 )
 
@@ -146,7 +146,7 @@ MODES = Registry(
     "--mis-mode",
     (
         Choice("truncate", "the weight is min(ratio, upper)"),
-        Choice("mask", "the weight is the ratio inside the bounds, else 0", reads=("mis_lower_bound",)),
+        Choice("mask", "the weight is the ratio inside the bounds, and 0 outside", reads=("mis_lower_bound",)),
         Choice("clip", "the weight is the ratio, clamped into the bounds", reads=("mis_lower_bound",)),
         Choice("none", "every weight is 1"),
     ),
@@ -177,9 +177,9 @@ AGGREGATIONS = Registry(
     "reduction",
     "--loss-aggregation",
     (
-        Choice("rollout", "the loss is the mean over rollouts of their token means"),
+        Choice("rollout", "the loss is the mean over responses of each response's token mean"),
         Choice("token", "the loss is the mean over tokens"),
-        Choice("constant", "the loss is the sum over tokens, over a constant length (Dr.GRPO)"),
+        Choice("constant", "the loss is the sum over tokens divided by a constant length (Dr.GRPO)"),
     ),
     closed=True,
 )

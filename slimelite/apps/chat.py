@@ -26,7 +26,7 @@ HELP = """/system TEXT      the system prompt; without a text there is none
 /regenerate       another answer to the last message
 /reset            forget the conversation
 /quit             leave, as Ctrl-D does
-Ctrl-C stops the answer. A line that ends with \\ goes on in the next."""
+Ctrl-C stops the answer. A line that ends with \\ continues on the next line."""
 # what `add_model_flags` adds
 MODEL_FLAGS = ("base", "engine", "device", "context_length", "tool_call_parser", "reasoning_parser")
 # tokens of a text that a model without a chat template goes on with, unless /max_tokens says how many
@@ -207,7 +207,7 @@ def main(argv: Sequence[str]) -> int:
                 return 0
         except HttpError as error:
             raise ValueError(error) from error
-        begins = "" if chat.chats else " goes on with your texts (it has no chat template)"
+        begins = "" if chat.chats else " continues your texts (it has no chat template)"
         _aside(f"{chat.model}{begins}; /help lists commands, Ctrl-D leaves")
         _talk(chat)
     return 0

@@ -31,7 +31,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "train": Command(
-        "make a run: `python train.py`, which an installed wheel has inside",
+        "start a run, like `python train.py`; works in an installed wheel too",
         "slimelite train --config run.yaml --lr 1e-6",
         "slimelite.apps.train",
         own=True,
@@ -42,7 +42,7 @@ COMMANDS = {
         "slimelite.apps.view",
     ),
     "compare": Command(
-        "a table of runs: flags that differ, scores with a paired test, tokens, time",
+        "compare runs in a table: flags that differ, scores with a paired test, tokens, time",
         "slimelite compare runs/a runs/b",
         "slimelite.apps.compare",
     ),
@@ -52,18 +52,18 @@ COMMANDS = {
         "slimelite.apps.plot",
     ),
     "make-pairs": Command(
-        "make preference pairs for DPO of a run's rollouts",
+        "make preference pairs for DPO from a run's rollouts",
         "slimelite make-pairs runs/a -o pairs.parquet",
         "slimelite.apps.make_pairs",
     ),
     "serve": Command(
-        "put a model behind the APIs of OpenAI, Anthropic and SGLang, with sessions that keep exact tokens",
+        "serve a model with the APIs of OpenAI, Anthropic and SGLang, and with sessions that keep exact tokens",
         "slimelite serve runs/a --port 8000 --web",
         "slimelite.apps.serve",
         connects=True,
     ),
     "eval": Command(
-        "score models on tasks such as gsm8k, mmlu, humaneval, and test whether they differ",
+        "score models on tasks such as gsm8k, mmlu and humaneval, and test whether they differ",
         "slimelite eval model-a model-b --tasks gsm8k,mmlu --data data",
         "slimelite.apps.eval",
         connects=True,
@@ -74,7 +74,7 @@ COMMANDS = {
         "slimelite.apps.env",
     ),
     "report": Command(
-        "write one page of the stages of train.py --stages: cost, scores and answers after each, curves",
+        "write one page about the stages of train.py --stages: curves, and cost, scores and answers of each stage",
         "slimelite report runs/journey --tasks arc-easy,gsm8k --price 2.5",
         "slimelite.apps.report",
     ),
@@ -95,7 +95,7 @@ COMMANDS = {
         "slimelite.apps.push",
     ),
     "completion": Command(
-        "print completion for bash and zsh, of this program and of train.py",
+        "print shell completion (bash and zsh) for this program and train.py",
         'slimelite completion    (in ~/.bashrc: eval "$(slimelite completion)")',
         "slimelite.apps.completion",
     ),

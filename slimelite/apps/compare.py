@@ -23,8 +23,8 @@ DRAWS = 10_000
 DRAWS_AT_ONCE = 256
 
 TEST = (
-    "two-sided sign-flip permutation test of the differences prompt by prompt, "
-    f"exact up to {EXACT} prompts that differ, from then on with {DRAWS:,} random patterns of signs"
+    f"two-sided sign-flip permutation test of the differences per prompt, exact for up to {EXACT} prompts that "
+    f"differ, and with {DRAWS:,} random sign patterns for more"
 )
 
 Facts = dict[str, Any]
@@ -217,14 +217,14 @@ def main(argv: Sequence[str]) -> int:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("runs", nargs="*", metavar="RUN", help="run folder; the others are tested against the first")
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="run folders; each is tested against the first")
     parser.add_argument(
         "--group",
         nargs="+",
         action="append",
         default=[],
         metavar=("NAME", "RUN"),
-        help="runs of several seeds under one name; the other groups are tested against the first",
+        help="runs of several seeds under one name; each group is tested against the first",
     )
     parser.add_argument("--json", action="store_true", help="every number as JSON")
     args = parser.parse_args(argv)
@@ -252,7 +252,7 @@ def show(facts: Facts) -> None:
 def _footnote(facts: Facts) -> str:
     if not any(run["evals"] for run in facts["runs"]):
         return ""
-    after = "after: the rollout that the evaluation followed, with start for none"
+    after = "after: the rollout after which the evaluation ran; start: before the first"
     return f"±: standard error. {after}. p: {facts['test']}."
 
 

@@ -84,10 +84,10 @@ def versions() -> Iterator[Finding]:
         elif have.partition("+")[0] != tested.get(name, have).partition("+")[0]:
             differs.append(f"{name} {have} (tested: {tested[name]})")
     if differs:
-        text = f"other versions than the tested ones: {', '.join(differs)}"
-        yield Finding("packages", "warning", text, "pip install -c constraints.txt -e . takes the tested ones")
+        text = f"these versions differ from the tested ones: {', '.join(differs)}"
+        yield Finding("packages", "warning", text, "pip install -c constraints.txt -e . installs the tested ones")
     elif not broken:
-        yield Finding("packages", "ok", f"the {len(required)} required ones are those of constraints.txt")
+        yield Finding("packages", "ok", f"all {len(required)} required packages have the versions of constraints.txt")
 
 
 def _tested() -> dict[str, str]:
@@ -124,13 +124,13 @@ def system() -> Iterator[Finding]:
         yield Finding("open files", "warning", text, f"ulimit -n {FILES if hard < 0 else min(FILES, hard)}")
     cores, threads = len(os.sched_getaffinity(0)), os.environ.get("OMP_NUM_THREADS", "")
     if threads and (not threads.isdigit() or int(threads) > cores):
-        text = f"OMP_NUM_THREADS={threads}, and this machine has {cores} cores: threads wait for each other"
+        text = f"OMP_NUM_THREADS={threads}, and this machine has {cores} cores: the threads would wait for each other"
         yield Finding("threads", "warning", text, f"export OMP_NUM_THREADS={cores}, or unset it")
     if sys.getfilesystemencoding().lower() != "utf-8":
-        text = f"files have {sys.getfilesystemencoding()} names: prompts in other scripts cannot be written"
+        text = f"file names are encoded as {sys.getfilesystemencoding()}: prompts in other scripts cannot be written"
         yield Finding("locale", "broken", text, "export PYTHONUTF8=1")
     if missing := gaps():
-        text = f"the sandbox of code answers does without {', '.join(missing)}"
+        text = f"the sandbox of code answers lacks {', '.join(missing)}"
         yield Finding("sandbox", "warning", text, "run on Linux 5.13 or newer, or score code in a container")
     else:
         yield Finding("sandbox", "ok", "code answers run under Landlock, seccomp and limits")
@@ -154,7 +154,12 @@ def graphics() -> Iterator[Finding]:
         yield Finding("GPU", "broken", text, "remove .venv and run bash scripts/setup.sh")
     elif words[2] != "True":
         text = f"torch {words[0]} for CUDA {words[1]} cannot use the GPU; driver {machine.driver or 'not found'}"
-        yield Finding("GPU", "broken", text, "update the driver, or install a torch for the CUDA that it runs")
+        yield Finding(
+            "GPU",
+            "broken",
+            text,
+            "update the driver, or install a torch build for the CUDA version that the driver supports",
+        )
     else:
         yield Finding("GPU", "ok", f"{machine.gpus} with driver {machine.driver}, torch {words[0]}")
 
@@ -164,7 +169,7 @@ def ray() -> Iterator[Finding]:
     if address := os.environ.get("RAY_ADDRESS"):
         host, _, port = address.rpartition("//")[2].rpartition(":")
         if not port.isdigit():
-            yield Finding("Ray", "ok", f"RAY_ADDRESS={address}: Ray looks for it when a run starts")
+            yield Finding("Ray", "ok", f"RAY_ADDRESS={address}: a run will connect to this Ray cluster")
             return
         try:
             socket.create_connection((host or "127.0.0.1", int(port)), 3).close()
@@ -192,7 +197,12 @@ def storage() -> Iterator[Finding]:
         text = f"{folder} has {in_units(usage.free)} free"
         if usage.free < SPACE or usage.free < 0.05 * usage.total:
             text += ": checkpoints need three to seven times a model's size, and Ray stops above 95 %"
-            yield Finding(purpose, "warning", text, "free some, or name another disk (--run-dir, --save, TMPDIR)")
+            yield Finding(
+                purpose,
+                "warning",
+                text,
+                "free some space, or name a folder on another disk (--run-dir, --save, TMPDIR)",
+            )
         else:
             yield Finding(purpose, "ok", text)
     named = os.environ.get("TMPDIR")
@@ -202,7 +212,7 @@ def storage() -> Iterator[Finding]:
     shared = Path("/dev/shm")
     if not shared.is_dir() or shutil.disk_usage(shared).total < SHARED:
         size = in_units(shutil.disk_usage(shared).total) if shared.is_dir() else "nothing"
-        text = f"/dev/shm has {size}: Ray keeps its objects on disk instead, NCCL fails"
+        text = f"/dev/shm has {size}: Ray would keep its objects on disk, and NCCL would fail"
         yield Finding("shared memory", "warning", text, "start the container with --shm-size 10g or --ipc host")
     yield Finding("memory", "ok", f"{in_units(host_bytes())} for this process and its children")
 
@@ -213,13 +223,17 @@ def hub() -> Iterator[Finding]:
     cache = Path(environment.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
     there = next(folder for folder in (cache, *cache.parents) if folder.exists())
     if not (there.is_dir() and os.access(there, os.W_OK)):
-        yield Finding("hub", "broken", f"its cache {cache} cannot be written", "set HF_HOME to a folder of yours")
+        yield Finding(
+            "hub", "broken", f"its cache {cache} cannot be written", "set HF_HOME to a folder that you can write to"
+        )
     proxy = _proxy(environment)
     if proxy and not any(word in _lower(environment, "no_proxy") for word in ("localhost", "127.0.0.1", "*")):
         text = f"{proxy} is set and no_proxy does not name localhost: calls to engines on this machine go to the proxy"
         yield Finding("proxy", "warning", text, "export no_proxy=localhost,127.0.0.1")
     if environment.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
-        yield Finding("hub", "ok", "not asked: HF_HUB_OFFLINE is set; models and data come from local folders")
+        yield Finding(
+            "hub", "ok", "not checked, because HF_HUB_OFFLINE is set; models and data come from local folders"
+        )
         return
     endpoint = environment.get("HF_ENDPOINT", "https://huggingface.co")
     try:
@@ -251,7 +265,7 @@ def main(argv: Sequence[str]) -> int:
         prog="slimelite doctor",
         description="Check this machine and its environment: packages, GPU and driver, compiler, Ray, disk, hub.",
     )
-    parser.add_argument("--versions", action="store_true", help="check the installed packages alone")
+    parser.add_argument("--versions", action="store_true", help="check only the installed packages")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     args = parser.parse_args(argv)
     checks = [versions()] if args.versions else [versions(), system(), graphics(), ray(), storage(), hub()]

@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
     if more and options.hf_checkpoint is None:
         raise ValueError("flags of train.py after -- need --hf-checkpoint")
     if min(options.rows, options.max_turns, options.call_timeout, options.groups, options.samples) <= 0:
-        raise ValueError("--rows, --max-turns, --call-timeout, --groups and --samples are numbers above 0")
+        raise ValueError("--rows, --max-turns, --call-timeout, --groups and --samples must be numbers above 0")
     targets = [name for target in options.environments for name in classes_of(target)]
     status, reports = FINE, list[dict[str, Any]]()
     for name in targets:
@@ -73,8 +73,8 @@ def _parser() -> argparse.ArgumentParser:
     check = commands.add_parser(
         "check",
         help="play scripted episodes and report faults",
-        description="Play scripted episodes of environments in processes of their own, and report faults. The exit "
-        "status is 0 without faults, 1 with some, and 2 if an environment cannot be checked.",
+        description="Play scripted episodes of environments in separate processes, and report faults. The exit status "
+        "is 0 if there are no faults, 1 if there are some, and 2 if an environment cannot be checked.",
         epilog="after --: flags of train.py for the model's episodes, such as -- --rollout-max-response-len 512",
     )
     add = check.add_argument
@@ -82,21 +82,43 @@ def _parser() -> argparse.ArgumentParser:
         "environments",
         nargs="+",
         metavar="NAME|CLASS|FILE",
-        help="as --environment takes it, or a .py file: its classes",
+        help="an environment, written as for --environment, or a .py file, whose environment classes are all checked",
     )
-    add("--prompt-data", metavar="FILE", help="rows for the episodes, as train.py takes them; default: its own rows")
+    add(
+        "--prompt-data",
+        metavar="FILE",
+        help="rows for the episodes, as for train.py (default: the rows that the environment brings)",
+    )
     add("--input-key", default="input", help="column of the prompt (default: %(default)s)")
     add("--label-key", default="label", help="column of the label, the golden answer (default: %(default)s)")
     add("--metadata-key", default="metadata", help="column of the metadata (default: %(default)s)")
-    add("--import-file", action="append", default=[], metavar="FILE", help="run this file first, as train.py does")
+    add(
+        "--import-file",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="run this Python file first, like --import-file of train.py",
+    )
     add("--rows", type=int, default=12, metavar="N", help="rows to play (default: %(default)s)")
-    add("--max-turns", type=int, default=16, metavar="N", help="replies of an episode (default: %(default)s)")
-    add("--call-timeout", type=float, default=10.0, metavar="S", help="seconds of one call (default: %(default)s)")
-    add("--seconds", type=float, default=120.0, metavar="S", help="begin no script later (default: %(default)s)")
-    add("--hf-checkpoint", metavar="MODEL", help="let this model play groups of episodes, too")
+    add("--max-turns", type=int, default=16, metavar="N", help="most replies of an episode (default: %(default)s)")
+    add(
+        "--call-timeout",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="time limit of one call in seconds (default: %(default)s)",
+    )
+    add(
+        "--seconds",
+        type=float,
+        default=120.0,
+        metavar="S",
+        help="start no new script after this many seconds (default: %(default)s)",
+    )
+    add("--hf-checkpoint", metavar="MODEL", help="also let this model play groups of episodes")
     add("--groups", type=int, default=8, metavar="N", help="groups that the model plays (default: %(default)s)")
     add("--samples", type=int, default=8, metavar="N", help="episodes of a group (default: %(default)s)")
-    add("--json", action="store_true", help="print all facts as JSON")
+    add("--json", action="store_true", help="print all findings as JSON")
     return parser
 
 
@@ -250,13 +272,13 @@ def _report(environment: str, one: Observed, findings: Sequence[Finding], second
 def _not_checked(one: Observed) -> dict[str, str]:
     """Checks that had nothing to look at, and why."""
     if not any(e["turns"] for e in one.episodes):
-        return dict.fromkeys((name for name in CHECKS if name != "runs"), "no step ended well")
+        return dict.fromkeys((name for name in CHECKS if name != "runs"), "no step succeeded")
     reasons: dict[str, str] = {}
     scored = any(e["reward"] is not None for e in one.episodes)
     if not scored:
         reasons |= dict.fromkeys(("golden answer", "cheap answers"), "no step has a reward: the run's --rm-type scores")
     elif mean(one.golden()) is None:
-        reasons["golden answer"] = "rows have no label, and the class no method golden"
+        reasons["golden answer"] = "rows have no label, and the class has no method golden"
     if not any(e["start"] and e["start"]["tools"] != "[]" for e in one.episodes):
         reasons["tools"] = "there are none"
     return reasons
@@ -268,7 +290,7 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
     if report["problem"] is not None:
         yield f"{name}\n  cannot be checked: {report['problem']}"
         return
-    cut = f", {report['skipped']} left out for lack of time (--seconds)" if report["skipped"] else ""
+    cut = f", {report['skipped']} left out because of the time limit (--seconds)" if report["skipped"] else ""
     yield f"{name}: {report['rows']} rows, {report['episodes']} episodes in {report['seconds']:.1f} s{cut}"
     for title, (healthy, _) in CHECKS.items():
         faults = [fault["says"] for fault in report["faults"] if fault["check"] == title]
@@ -284,8 +306,8 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
         calls = report["call_seconds"]
         says, turns = report["characters_a_step"] or 0, report["turns"]["mean"]
         yield (
-            f"  a call takes {1000 * calls['median']:.3g} ms (median), {1000 * calls['max']:.3g} ms at most; "
-            f"a step says {says:.0f} characters; an episode has {turns:.3g} turns"
+            f"  a call takes {1000 * calls['median']:.3g} ms (median), {1000 * calls['max']:.3g} ms at most; the "
+            f"messages of a step have {says:.0f} characters; an episode has {turns:.3g} turns"
         )
     if model := report.get("model"):
         from slimelite.apps.env_model import lines

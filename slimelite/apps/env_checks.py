@@ -94,7 +94,7 @@ def judge(one: Observed, two: Observed) -> list[Finding]:
     return [Finding(name, says) for name, (_, find) in CHECKS.items() for says in dict.fromkeys(find(one, two))]
 
 
-@check("runs", "every episode begins, goes on and ends without an error")
+@check("runs", "every episode starts, continues and ends without an error")
 def _runs(one: Observed, _: Observed) -> Iterator[str]:
     failures: dict[str, list[Record]] = {}
     for episode in one.episodes:
@@ -108,18 +108,24 @@ def _runs(one: Observed, _: Observed) -> Iterator[str]:
         yield f"the process ended during {one.died}"
 
 
-@check("in time", "no call hangs or holds the event loop")
+@check("in time", "no call hangs or blocks the event loop")
 def _in_time(one: Observed, two: Observed) -> Iterator[str]:
     for episode in one.episodes:
         if episode["failure"] and episode["failure"][0] == "timeout":
-            yield f"after {episode['name']}: {episode['failure'][1]}; the checks that follow were not run"
+            yield f"after {episode['name']}: {episode['failure'][1]}; the remaining checks were not run"
     hung = one.hung or two.hung
     if hung is not None:
-        yield f"it hangs and holds Python's lock or the event loop during {hung}; the checks that follow were not run"
+        yield (
+            f"it hangs during {hung} and blocks Python's global lock or the event loop; the remaining checks were "
+            "not run"
+        )
     lags = [lag for episode in one.episodes for lag in episode.get("lags", [])]
     long = [lag for lag in lags if lag > LAG_SECONDS]
     if len(long) >= 3 and len(long) >= len(lags) / 10:
-        yield f"calls hold the event loop for {median(long):.1f} s: all other episodes stop; await what takes time"
+        yield (
+            f"calls block the event loop for {median(long):.1f} s, so all other episodes stop; use await for slow "
+            "operations"
+        )
 
 
 @check("ends", "episodes end by themselves")
@@ -127,7 +133,7 @@ def _ends(one: Observed, _: Observed) -> Iterator[str]:
     whole = [e for e in one.episodes if not e["failure"] and e["kind"] != "cut"]
     mute = [e for e in whole if e["end"] == "mute"]
     if mute:
-        yield f"after {mute[0]['name']}: a step that is not done has no message that the model could answer"
+        yield f"after {mute[0]['name']}: a step that is not done has no message for the model to answer"
     if len(whole) >= 8 and all(e["end"] == "limit" for e in whole):
         yield f"no episode is ever done, whatever the replies (after {max(len(e['turns']) for e in whole)} turns)"
 
@@ -151,10 +157,10 @@ def _same_seed(one: Observed, two: Observed) -> Iterator[str]:
     different = [key for key in here.keys() & there.keys() if here[key] != there[key]]
     if different:
         name, row = min(different)
-        yield f"row {row} after {name} is another episode in a second process: take all chance from Row.seed"
+        yield f"row {row} after {name} gives another episode in a second process: derive all randomness from Row.seed"
 
 
-@check("clean reset", "an episode does not depend on those before it or beside it")
+@check("clean reset", "an episode does not depend on earlier or concurrent ones")
 def _clean(one: Observed, two: Observed) -> Iterator[str]:
     if any(True for _ in _same_seed(one, two)):
         return
@@ -162,9 +168,9 @@ def _clean(one: Observed, two: Observed) -> Iterator[str]:
     for part, why in (
         (
             "again",
-            "is another episode after others were played: what is left of them (in class or module variables)?",
+            "gives another episode after other episodes were played: do they leave state in class or module variables?",
         ),
-        ("together", "is another episode while another one is played: they share variables"),
+        ("together", "gives another episode while a second one is played: the two share variables"),
     ):
         now = one.digests(part)
         if different := [key for key in now if first.get(key, now[key]) != now[key]]:
@@ -174,10 +180,12 @@ def _clean(one: Observed, two: Observed) -> Iterator[str]:
         yield "it changes the row (prompt, label or metadata), which a group's episodes share: copy what you change"
     for what, number in one.end.get("grown", {}).items():
         if number > 0.5 * one.end["episodes"] > 5:
-            yield f"{number} {what} are still open after {one.end['episodes']} episodes: release them in close"
+            yield (
+                f"{number} {what} are still open after {one.end['episodes']} episodes: release them in the method close"
+            )
 
 
-@check("golden answer", "the golden answer scores most")
+@check("golden answer", "the golden answer scores highest")
 def _golden(one: Observed, _: Observed) -> Iterator[str]:
     golden, wrong = one.golden(), mean(one.of("wrong", "first"))
     best = mean(golden)
@@ -201,7 +209,7 @@ def _golden(one: Observed, _: Observed) -> Iterator[str]:
                 yield f"{name} scores {high:.3g}, more than the golden answer ({best:.3g})"
 
 
-@check("cheap answers", "empty, constant, copied, very long and injected answers score least")
+@check("cheap answers", "empty, constant, copied, very long and injected answers score lowest")
 def _cheap(one: Observed, _: Observed) -> Iterator[str]:
     best, means = mean(one.golden()), {"nonsense": mean(one.of("wrong", "first"))}
     kinds = dict.fromkeys(["nonsense"], "wrong")
@@ -238,20 +246,20 @@ def _no_code(one: Observed, _: Observed) -> Iterator[str]:
         yield f"{ran[0]} ran in the environment's process and made a file: never eval what the model writes"
 
 
-@check("no leak", "neither the answer nor the reward is shown")
+@check("no leak", "the model is shown neither the answer nor the reward")
 def _no_leak(one: Observed, _: Observed) -> Iterator[str]:
     starts = {e["row"]: e["start"] for e in one.episodes if e["start"]}
     labels = {row: label for row, label in enumerate(one.labels) if label}
     shown = {row: f"{start['messages']} {start['tools']}" for row, start in starts.items()}
     if _leaks(shown, labels):
-        yield "the first messages or the tools show the answer: the label stands there after a word such as answer"
+        yield "the first messages or the tools show the answer: they contain the label after a word such as answer"
     later = [e for e in one.of("wrong", "first") if len(e["turns"]) > 1 or e["end"] != "done"]
     after = {e["row"]: " ".join(turn["messages"] for turn in e["turns"] if not turn["done"]) for e in later}
     if _leaks(after, labels):
-        yield "a message after a wrong reply tells the right answer, and the episode goes on"
+        yield "a message after a wrong reply reveals the right answer, and the episode continues"
     telling = [e for e in one.episodes if e["kind"] in ("wrong", "empty", "golden") and _tells_reward(e)]
     if len(telling) >= ROWS_OF_A_LEAK:
-        yield "messages tell the model its reward while the episode goes on"
+        yield "messages tell the model its reward before the episode ends"
 
 
 def _leaks(texts: Mapping[int, str], labels: Mapping[int, str]) -> bool:
@@ -282,7 +290,7 @@ def _tells_reward(episode: Record) -> bool:
     return False
 
 
-@check("rewards", "rewards go to who spoke")
+@check("rewards", "rewards go to the role that spoke")
 def _rewards(one: Observed, _: Observed) -> Iterator[str]:
     speakers = {turn["role"] for e in one.episodes for turn in e["turns"]}
     who = ", ".join(map(repr, sorted(speakers)))

@@ -91,13 +91,16 @@ def lines(played: Mapping[str, Any]) -> list[str]:
     text = [
         f"  {played['model']} played {played['episodes']} episodes of {groups} groups: reward {played['reward']:.3g}, "
         f"spread in a group {played['spread']:.3g}; {share:.0%} of the groups have a gradient",
-        f"  {played['episodes_per_hour']:,.0f} episodes an hour here, {played['tokens_a_turn']:.0f} sampled tokens a "
-        f"turn; the longest sample has {played['longest']} tokens, which fit --rollout-max-context-len "
-        f"{played['context']}",
+        f"  {played['episodes_per_hour']:,.0f} episodes per hour on this machine, {played['tokens_a_turn']:.0f} "
+        f"sampled tokens a turn; the longest sample has {played['longest']} tokens, which fit "
+        f"--rollout-max-context-len {played['context']}",
     ]
     if played["truncated"] or played["failed"]:
         cut = f"{played['truncated']:.0%} of the samples were cut off by a limit"
         text.append(f"  {cut}, and {played['failed']:.0f} episodes failed")
     if not share:
-        text.append("  no group has a gradient: the model gets the same reward each time, and would learn nothing here")
+        text.append(
+            "  no group has a gradient: the model gets the same reward each time, so it would learn nothing in this "
+            "environment"
+        )
     return text

@@ -77,7 +77,9 @@ def _main(words: list[str]) -> int:
     targets = [(source, *_places(source, options.output)) for source in resolve_models(options.models, options.base)]
     folders = [folder for _, folder, _ in targets]
     if twice := [folder for folder in folders if folders.count(folder) > 1]:
-        raise ValueError(f"two models would have the folder {twice[0]}: evaluate them apart, each with its --output")
+        raise ValueError(
+            f"two models would use the folder {twice[0]}: evaluate them in two commands, each with its own --output"
+        )
     flags = [*_flags(options), *more]
     plan = partial(evaluation_args, engine=options.engine, chat=options.chat)
     # what is wrong with the tasks is said before an adapter or a checkpoint is merged with its base
@@ -125,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="slimelite eval",
         description="Score models on tasks. Answers, settings and scores of each model are in a run folder below "
-        "--output, which `slimelite view` and `slimelite compare` read; a task that is done is not done again.",
+        "--output, which `slimelite view` and `slimelite compare` read; a task that already has results is skipped.",
         epilog=f"tasks: {', '.join(shipped_tasks())}, or YAML files (docs/evaluation.md). After -- come flags "
         "of train.py, such as -- --rollout-num-gpus 8 --launcher ray.",
     )
@@ -136,24 +138,33 @@ def _parser() -> argparse.ArgumentParser:
         metavar="MODEL",
         help="Hugging Face folder, hub id, adapter, checkpoint of --save or run folder; tests are against the first",
     )
-    add("--base", metavar="MODEL", help="the model that adapters and checkpoints change, where they do not name it")
+    add("--base", metavar="MODEL", help="the base model of adapters and checkpoints that do not name it")
     add("--tasks", required=True, metavar="A,B", help="names or files of tasks")
-    add("--data", metavar="DIR", help="the rows are files in this folder; without it they come from the hub")
+    add(
+        "--data",
+        metavar="DIR",
+        help="the rows are read from files in this folder; without this flag they come from the hub",
+    )
     add("--fewshot", type=int, default=0, metavar="N", help="examples before each question")
     add(
         "--chat",
         action=argparse.BooleanOptionalAction,
-        help="apply the chat template; by default where the tokenizer has one",
+        help="apply the chat template; by default, if the tokenizer has one",
     )
     add("--samples", type=int, default=1, metavar="K", help="responses to a prompt, for pass@k; needs a temperature")
     add("--temperature", type=float, metavar="T", help="0, greedy, by default")
-    add("--max-tokens", type=int, metavar="N", help="most tokens of a response, in place of each task's own")
-    add("--limit", type=int, metavar="N", help="read the first N rows of each task alone")
+    add("--max-tokens", type=int, metavar="N", help="most tokens of a response, instead of each task's own limit")
+    add("--limit", type=int, metavar="N", help="read only the first N rows of each task")
     add("--seed", type=int, metavar="N", help="seed of the samples")
-    add("--engine", default="embedded", help="what samples and scores: embedded, sglang or vllm")
-    add("--output", default="runs/eval", metavar="DIR", help="a run folder for each model is made here (%(default)s)")
-    add("--again", action="store_true", help="evaluate also what is known")
-    add("--json", action="store_true", help="every number as JSON, in place of the table")
+    add("--engine", default="embedded", help="inference engine: embedded, sglang or vllm")
+    add(
+        "--output",
+        default="runs/eval",
+        metavar="DIR",
+        help="folder for the run folders of the models (default: %(default)s)",
+    )
+    add("--again", action="store_true", help="evaluate tasks again that already have results")
+    add("--json", action="store_true", help="every number as JSON, instead of the table")
     return parser
 
 

@@ -15,7 +15,7 @@ DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 EXAMPLES = """examples:
   slimelite gguf runs/a model.gguf                   the newest model of a run; an adapter is merged
   slimelite gguf out/model small.gguf --dtype q8_0   8 bits a weight
-Llama, Qwen2 and Qwen3; llama.cpp's convert_hf_to_gguf.py converts other families.
+Supported families are Llama, Qwen2 and Qwen3; llama.cpp's convert_hf_to_gguf.py converts other families.
 """
 
 
@@ -36,12 +36,14 @@ def main(argv: Sequence[str]) -> int:
         "model", metavar="MODEL|RUN|CHECKPOINT", help="Hugging Face folder, hub id, adapter, checkpoint or run folder"
     )
     parser.add_argument("out", metavar="FILE.gguf", type=Path, help="the file to write")
-    parser.add_argument("--base", metavar="MODEL", help="the model that an adapter or a checkpoint changes")
+    parser.add_argument("--base", metavar="MODEL", help="the base model of an adapter or checkpoint")
     parser.add_argument(
-        "--dtype", choices=["f32", "f16", "bf16", "q8_0"], help="of the matrices (default: the model's)"
+        "--dtype", choices=["f32", "f16", "bf16", "q8_0"], help="dtype of the matrices (default: the model's)"
     )
-    parser.add_argument("--name", help="what programs show as its name (default: the name of the file)")
-    parser.add_argument("--no-tokenizer", action="store_true", help="weights alone: programs then take token ids alone")
+    parser.add_argument("--name", help="name of the model that programs show (default: the name of the file)")
+    parser.add_argument(
+        "--no-tokenizer", action="store_true", help="write only the weights: programs then accept only token ids"
+    )
     args = parser.parse_args(argv)
     if args.out.suffix != ".gguf":
         parser.error(f"{args.out}: name a file that ends with .gguf")

@@ -70,7 +70,7 @@ def write_gguf(folder: Path, out: Path, dtype: str, *, name: str, tokenizer: boo
     sources = weight_sources(str(folder), empty)
     if sources is None:
         raise ValueError(
-            f"{folder} has no plain weights in safetensors files: save the model anew with save_pretrained"
+            f"{folder} has no plain weights in safetensors files: save the model again with save_pretrained"
         )
     writer = gguf.GGUFWriter(None, ARCHITECTURES[config.model_type])
     writer.add_name(name)
@@ -95,7 +95,7 @@ def check_family(config: PretrainedConfig) -> None:
     """
     kind = config.model_type
     if kind not in ARCHITECTURES:
-        raise ValueError(f"a model of family {kind} is not written here, but {', '.join(ARCHITECTURES)}: {CONVERTER}")
+        raise ValueError(f"a model of family {kind} is not supported, only {', '.join(ARCHITECTURES)}: {CONVERTER}")
     rope = str(rope_of(config)["rope_type"])
     reason = {
         f"its rope_type is {rope}": rope not in ("default", "llama3"),
@@ -104,7 +104,7 @@ def check_family(config: PretrainedConfig) -> None:
         f"its activation is {config.hidden_act}": config.hidden_act != "silu",
     }
     if why := [text for text, is_so in reason.items() if is_so]:
-        raise ValueError(f"this {kind} model is not written here, for {why[0]}: {CONVERTER}")
+        raise ValueError(f"this {kind} model is not supported, because {why[0]}: {CONVERTER}")
 
 
 def rope_of(config: PretrainedConfig) -> dict[str, Any]:
@@ -146,7 +146,9 @@ def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, size: int) -> None:
     writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in content["model"]["merges"]])
     begin = beginning(tokenizer)
     if begin not in ([], [tokenizer.bos_token_id]):
-        raise ValueError(f"texts begin with the tokens {begin}, and in GGUF with one bos token or none: {CONVERTER}")
+        raise ValueError(
+            f"texts begin with the tokens {begin}, but GGUF allows only one bos token or none: {CONVERTER}"
+        )
     writer.add_add_bos_token(bool(begin))
     add_ends(writer, stop_token_ids(str(folder), tokenizer), tokenizer.eos_token_id)
     for add, number in {
@@ -203,7 +205,7 @@ def splitting(content: Mapping[str, Any]) -> str:
     refused = (
         f"the tokenizer ({' and '.join(kinds)}, {model.get('type', 'no tokenizer.json')}) has no name in llama.cpp"
     )
-    remedy = "--no-tokenizer leaves it out, and programs then take token ids alone"
+    remedy = "--no-tokenizer leaves it out, and programs then accept only token ids"
     if model.get("type") != "BPE" or model.get("byte_fallback") or kinds[-1] != "ByteLevel":
         raise ValueError(f"{refused}: {remedy}; {CONVERTER}")
     # llama.cpp changes no text before it splits it; it does without NFC of Qwen's tokenizers
@@ -258,7 +260,7 @@ def _write_tensors(
         if config.model_type == "llama":
             weight = _interleaved(name, weight, config)
         if kind == gguf.GGMLQuantizationType.F16 and weight.abs().max() > torch.finfo(torch.float16).max:
-            raise ValueError(f"{name} has numbers that are too large for f16: take --dtype bf16")
+            raise ValueError(f"{name} has numbers that are too large for f16: use --dtype bf16")
         writer.write_tensor_data(gguf.quantize(weight.numpy(), kind).view(np.uint8))
     writer.close()
 

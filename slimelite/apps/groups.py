@@ -17,8 +17,8 @@ EXACT = 20_000
 DRAWS = 20_000
 SEEDS = ("--seed", "--rollout-seed")
 TEST = (
-    "two-sided permutation test of the difference of means, over all ways to deal the runs to the two groups, "
-    f"or {DRAWS:,} random ones where there are more than {EXACT:,}"
+    "two-sided permutation test of the difference of means, over all ways to divide the runs into the two groups, "
+    f"or {DRAWS:,} random ones if there are more than {EXACT:,}"
 )
 
 Facts = dict[str, Any]
@@ -102,7 +102,7 @@ def _measures(runs: Sequence[Run]) -> dict[str, Facts]:
 
 def _against(first: Sequence[float], other: Sequence[float], repeated: bool) -> Facts:
     if repeated:
-        return {"why_not": "runs that are the same are no seeds"}
+        return {"why_not": "identical runs cannot count as different seeds"}
     if min(len(first), len(other)) < 2:
         return {"why_not": "a group of one run has no spread"}
     if not np.isfinite([*first, *other]).all():
@@ -163,7 +163,7 @@ def show_groups(facts: Facts) -> None:
     notes = [f"±: standard error over runs. p: {facts['test']}.", *facts["same"]]
     late = {len(measure["at"]) > 1 for group in groups for measure in group["measures"].values()}
     if True in late:
-        notes.append("Some runs ended earlier than others: the last value of each is compared.")
+        notes.append("Some runs ended earlier than others; the last value of each run is compared.")
     print_table([group["name"] for group in groups], [_head(facts), list(_rows(groups))], notes)
 
 
@@ -190,5 +190,5 @@ def _rows(groups: Sequence[Facts]) -> Iterator[Row]:
 def _test_text(test: Facts) -> str:
     if "why_not" in test:
         return f"unknown: {test['why_not']}"
-    least = f" (at least {test['least_p']:.2g} with so few runs)" if test["least_p"] > 0.05 else ""
+    least = f" (with so few runs, p cannot be below {test['least_p']:.2g})" if test["least_p"] > 0.05 else ""
     return f"{test['difference']:+.3f} ±{test['standard_error']:.3f}, p {test['p']:.2g}{least}"

@@ -84,8 +84,10 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("sources", nargs="+", metavar="RUN_OR_PARQUET", help="a run folder, or a saved rollout's file")
     parser.add_argument("-o", "--out", type=Path, required=True, metavar="FILE.parquet", help="the file to write")
-    parser.add_argument("--margin", type=float, default=0.0, help="the least difference of a pair's rewards")
-    parser.add_argument("--max-pairs-per-group", type=int, default=1, metavar="N", help="pairs of one group at most")
+    parser.add_argument(
+        "--margin", type=float, default=0.0, help="the smallest difference between the rewards of a pair"
+    )
+    parser.add_argument("--max-pairs-per-group", type=int, default=1, metavar="N", help="most pairs of one group")
     args = parser.parse_args(argv)
     if args.out.suffix != ".parquet":
         parser.error(f"-o {args.out}: name a file that ends with .parquet")
@@ -96,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
     for file in [file for source in args.sources for file in rollout_files(source)]:
         pairs += pairs_of(SampleTable.from_parquet(file), args.margin, args.max_pairs_per_group, left_out)
     unique = {(row["prompt"], row["chosen"], row["rejected"]): row for row in pairs}
-    left_out["pairs that are there already"] = len(pairs) - len(unique)
+    left_out["pairs that already exist"] = len(pairs) - len(unique)
     reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.items() if count)
     if not unique:
         raise ValueError(f"there are no pairs: {reasons}; lower --margin, or give other runs")

@@ -37,7 +37,9 @@ def write_merged(source: Path, base: str, folder: Path, dtype: str) -> None:
         config = read_config(base)
     except ValueError as error:
         why = " ".join(str(error).split())
-        raise ValueError(f"{source} changes {base}, which is not there: name its model with --base ({why})") from error
+        raise ValueError(
+            f"{source} changes {base}, which does not exist: name its base model with --base ({why})"
+        ) from error
     if adapter and not has_weights(base):
         raise ValueError(f"{base} holds no weights that the adapter in {source} could change")
     hf = load_model(base, config, seed=0, attention="eager", empty=False)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from slimelite.apps.runs import Run, read_runs, same_notes
 from slimelite.tracking.plot import BANDS, draw_run, draw_runs
 
-MANY = "draw this metric; may be given several times. Of more than four runs, each has a panel then"
+MANY = "draw this metric; may be given several times. With more than four runs, each metric has its own panel"
 EXAMPLES = """examples:
   slimelite plot runs/a runs/b -o curves.png                     a line for each run
   slimelite plot --band "10 seeds" runs/seed-* -o curves.png     the median, and from minimum to maximum
@@ -30,25 +30,29 @@ def main(argv: Sequence[str]) -> int:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("runs", nargs="*", metavar="RUN", help="run folder: a line of its own")
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="run folders; each run is one line")
     parser.add_argument(
         "--band",
         nargs="+",
         action="append",
         default=[],
         metavar=("NAME", "RUN"),
-        help="several runs under one name: their median, and from minimum to maximum. Alone, --band mean-se, minmax or "
-        "quantiles says what all bands are: mean ± standard error, median and extremes, or median and quartiles",
+        help="several runs under one name, drawn as their median with a band from minimum to maximum. --band mean-se, "
+        "minmax or quantiles without run folders chooses the kind of all bands: mean ± standard error, median "
+        "and extremes, or median and quartiles",
     )
     parser.add_argument("--metric", action="append", default=[], help=MANY)
     parser.add_argument("-o", "--out", default="curves.png", metavar="FILE", help="PNG to write (default: %(default)s)")
     args = parser.parse_args(argv)
     kinds = [name for name, *folders in args.band if name in BANDS and not folders]
     if wrong := next((name for name, *folders in args.band if name in BANDS and folders), None):
-        parser.error(f"--band {wrong} stands alone and says what bands are: --band {wrong} --band NAME RUN...")
+        parser.error(
+            f"--band {wrong} chooses the kind of bands and takes no run folders: write --band {wrong} --band NAME "
+            "RUN..."
+        )
     args.band = [words for words in args.band if words[1:] or words[0] not in BANDS]
     if len(kinds) > 1:
-        parser.error(f"--band {kinds[0]} and --band {kinds[1]}: name one kind of band")
+        parser.error(f"--band {kinds[0]} and --band {kinds[1]}: choose one kind of band")
     if not args.runs and not args.band:
         parser.error("name a run folder, or --band NAME RUN...")
     if alone := [name for name, *folders in args.band if not folders]:

@@ -13,8 +13,8 @@ from slimelite.models.hub import push, refusal
 EXAMPLES = """examples:
   slimelite push runs/a me/my-model              the newest model or adapter that --save-hf of the run wrote
   slimelite push out/model me/my-model --private
-  slimelite push model.gguf me/my-model          a file beside what is there
-The token is that of `hf auth login` or of HF_TOKEN; it needs the right to write.
+  slimelite push model.gguf me/my-model          adds one file to the repository
+The token comes from `hf auth login` or HF_TOKEN and needs write permission.
 """
 
 
@@ -31,10 +31,10 @@ def main(argv: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("what", metavar="FOLDER|RUN|FILE", help="what to upload")
-    parser.add_argument("repo", metavar="ORG/NAME", help="the repository; it is created unless it is there")
+    parser.add_argument("repo", metavar="ORG/NAME", help="the repository; it is created if it does not exist")
     parser.add_argument("--private", action="store_true", help="a new repository is private")
-    parser.add_argument("--branch", help="the branch, which is created unless it is there (default: main)")
-    parser.add_argument("--message", help="of the commit (default: the name of the folder or file)")
+    parser.add_argument("--branch", help="the branch; it is created if it does not exist (default: main)")
+    parser.add_argument("--message", help="message of the commit (default: the name of the folder or file)")
     args = parser.parse_args(argv)
     if (why := refusal(args.repo)) is not None:
         raise ValueError(why)
@@ -52,5 +52,8 @@ def _model(what: str) -> Path:
         raise ValueError(f"{what}: no such folder or file")
     path = Path(resolve_model(what).path)
     if not any((path / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
-        raise ValueError(f"{path} is no model folder: --save-hf writes one; a checkpoint of --save is for resuming")
+        raise ValueError(
+            f"{path} is not a model folder: give a folder that --save-hf wrote; a checkpoint of --save is only for "
+            "resuming"
+        )
     return path

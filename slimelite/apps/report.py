@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = argparse.ArgumentParser(
         prog="slimelite report",
-        description="Write one page, in HTML and in Markdown, of what train.py --stages made: stages, cost, bits per "
+        description="Write one page, in HTML and in Markdown, about a run of train.py --stages: stages, cost, bits per "
         "byte, evaluations and answers after every stage, curves, versions.",
         epilog="example: slimelite report runs/journey",
     )
@@ -64,13 +64,13 @@ def main(argv: Sequence[str]) -> int:
         "--out",
         type=Path,
         metavar="FILE",
-        help="the HTML file; the Markdown lies beside it (JOURNEY/report.html)",
+        help="the HTML file; the Markdown file is written next to it (default: JOURNEY/report.html)",
     )
-    add("--price", type=float, metavar="MONEY", help="of an hour of one GPU, or of the machine where it has none")
-    add("--tasks", metavar="A,B", help="evaluate the model of every stage on these tasks first, as slimelite eval does")
-    add("--data", metavar="DIR", help="the tasks' rows are files in this folder")
-    add("--limit", type=int, metavar="N", help="read the first N rows of each task alone")
-    add("--prompts", nargs="*", default=PROMPTS, metavar="TEXT", help="the model of every stage answers these")
+    add("--price", type=float, metavar="MONEY", help="price of an hour of one GPU, or of the machine if it has none")
+    add("--tasks", metavar="A,B", help="first evaluate the model of every stage on these tasks, like slimelite eval")
+    add("--data", metavar="DIR", help="the rows of the tasks are read from files in this folder")
+    add("--limit", type=int, metavar="N", help="read only the first N rows of each task")
+    add("--prompts", nargs="*", default=PROMPTS, metavar="TEXT", help="prompts that the model of every stage answers")
     add("--max-tokens", type=int, default=64, metavar="N", help="most tokens of such an answer (%(default)s)")
     args = parser.parse_args(argv)
     stages = read_stages(args.journey)

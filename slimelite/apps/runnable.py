@@ -50,7 +50,7 @@ def resolve_models(paths: Sequence[str], base: str | None) -> list[Source]:
     """
     sources = [resolve_model(path, base) for path in paths]
     if base is not None and all(source.base is None for source in sources):
-        raise ValueError(f"--base {base} is for adapters and checkpoints, and {sources[0].path} is a whole model")
+        raise ValueError(f"--base {base} is for adapters and checkpoints, but {sources[0].path} is a whole model")
     return sources
 
 
@@ -101,7 +101,7 @@ def _resolve_checkpoint(folder: Path, base: str | None) -> Source:
 
 def _changes(path: str, base: str) -> Source:
     if not Path(base).is_dir() and not may_be_hub_id(base):
-        raise ValueError(f"{path} changes {base}, which is not there: name its model with --base")
+        raise ValueError(f"{path} changes {base}, which does not exist: name its base model with --base")
     return Source(path, base)
 
 
@@ -117,9 +117,12 @@ def _resolve_run(path: str, config: dict[str, Any], base: str | None) -> Source:
         return _resolve_checkpoint(Path(save), base)
     if template is None:
         raise ValueError(
-            f"{path} is a run that wrote no model, for it had no --save-hf and has no checkpoint; it began from {base}"
+            f"{path} is a run that wrote no model, because it had no --save-hf and no checkpoint; it started from "
+            f"{base}"
         )
-    raise ValueError(f"{path}: its --save-hf {template} holds no model yet (paths are seen from this folder)")
+    raise ValueError(
+        f"{path}: its --save-hf {template} contains no model yet (relative paths start from the current folder)"
+    )
 
 
 @contextmanager
@@ -146,7 +149,7 @@ def merged(source: Source, folder: Path, dtype: str) -> str:
     made_of = {**source._asdict(), "dtype": dtype, "files": times}
     there = read_json(folder / MADE_OF) if (folder / MADE_OF).is_file() else {}
     if there.get("path", source.path) != source.path:
-        raise ValueError(f"the model in {folder} was made of {there['path']}: give --output another folder")
+        raise ValueError(f"the model in {folder} was made from {there['path']}: give --output another folder")
     if there != made_of:
         from slimelite.apps.merging import write_merged
 

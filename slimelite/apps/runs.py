@@ -54,7 +54,7 @@ class Run:
             raise ValueError(f"{folder} has no {FILE_NAME}, although it has rollouts: copy the whole run folder")
         run = cls(folder, name or folder.resolve().name, tuple(read_metrics(folder)))
         if not (run.series or run.rollouts or run.dropped):
-            message = run.status.get("message") or "its first numbers come with its first evaluation or rollout"
+            message = run.status.get("message") or "its first metrics are written after its first evaluation or rollout"
             raise ValueError(f"{folder} has no metrics yet: status {run.status.get('status', 'unknown')}; {message}")
         return run
 
@@ -145,7 +145,7 @@ class Run:
         except ValueError as error:
             raise ValueError(f"{path} is not JSON: {error}") from error
         if not isinstance(content, dict):
-            raise ValueError(f"{path} is no file of a run: it holds no JSON object")
+            raise ValueError(f"{path} is not a file of a run: it does not contain a JSON object")
         return content
 
     def _numbered(self, folder: str) -> dict[int, Path]:

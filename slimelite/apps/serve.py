@@ -44,13 +44,13 @@ def main(argv: Sequence[str]) -> int:
     if args.api_key == "":  # `--api-key "$KEY"` without a KEY would let everybody in
         raise ValueError("--api-key is empty: give a key, or leave the flag out")
     if not 0 <= args.port < 1 << 16:
-        raise ValueError(f"--port is a number from 0 to 65535, not {args.port}")
+        raise ValueError(f"--port must be a number from 0 to 65535, not {args.port}")
     if args.api_key is None and "*" in args.cors_origin:
-        raise ValueError("--cors-origin * lets every page use the model: choose an --api-key, or name the origins")
+        raise ValueError("--cors-origin * lets every web page use the model: choose an --api-key, or name the origins")
     for origin in {*args.cors_origin} - {"*"}:
         if not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#\s]+", origin, re.IGNORECASE):
             raise ValueError(
-                f"--cors-origin {origin} is no origin: write it as https://chat.example.org, without a path"
+                f"--cors-origin {origin} is not an origin: write it as https://chat.example.org, without a path"
             )
     # as browsers send them: small letters, and no port that is the usual one
     args.cors_origin = [
@@ -59,7 +59,9 @@ def main(argv: Sequence[str]) -> int:
     if not 0 <= args.drain_seconds < math.inf:
         raise ValueError(f"--drain-seconds must be 0 or more, not {args.drain_seconds:g}")
     if args.api_key is None and not is_loopback(args.host):
-        raise ValueError(f"--host {args.host} lets other machines in: choose an --api-key, or listen on 127.0.0.1")
+        raise ValueError(
+            f"--host {args.host} accepts connections from other machines: choose an --api-key, or listen on 127.0.0.1"
+        )
     asyncio.run(_serve(args))
     return 0
 
@@ -67,21 +69,27 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="slimelite serve", description=__doc__)
     parser.add_argument("model", metavar="MODEL|RUN|CHECKPOINT", help=MODEL_HELP)
-    parser.add_argument("--host", default="127.0.0.1", help="address of this machine to listen on; another needs a key")
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on; any address that other machines can reach needs a key",
+    )
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one")
-    parser.add_argument("--api-key", help="clients must send it; without one, all who reach the port may use it")
+    parser.add_argument(
+        "--api-key", help="key that clients must send; without one, everyone who can reach the port may use the server"
+    )
     parser.add_argument(
         "--cors-origin",
         metavar="ORIGIN",
         nargs="+",
         default=[],
-        help="pages of these sites may ask the server, as https://chat.example.org; * for all",
+        help="web pages of these sites may call the server, as https://chat.example.org; * allows all",
     )
     parser.add_argument(
         "--drain-seconds",
         type=float,
         default=10.0,
-        help="after SIGTERM or Ctrl-C, requests that run have so long to end; a second signal ends them",
+        help="after SIGTERM or Ctrl-C, running requests have this many seconds to finish; a second signal ends them",
     )
     parser.add_argument("--access-log", action="store_true", help="write a line for each request to standard error")
     parser.add_argument("--web", action="store_true", help="also serve a page to chat with the model")
@@ -103,7 +111,7 @@ def add_model_flags(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--base",
         metavar="MODEL",
-        help="the model that an adapter or a checkpoint changes, in place of the one that it names",
+        help="the base model of an adapter or checkpoint, instead of the one that it names",
     )
     parser.add_argument("--engine", default="embedded", choices=list(ENGINES), help="what computes")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: a GPU if there is one")
@@ -112,8 +120,8 @@ def add_model_flags(parser: argparse._ActionsContainer) -> None:
         "--sampling-defaults",
         choices=["model", "openai"],
         default="model",
-        help="model: temperature, top-p, top-k, min-p and repetition penalty of generation_config.json where a request "
-        "brings none, as SGLang and vLLM take them; openai: temperature 1, and all tokens",
+        help="model: temperature, top-p, top-k, min-p and repetition penalty of generation_config.json if a request "
+        "does not set them, like SGLang and vLLM; openai: temperature 1, and all tokens",
     )
     parser.add_argument("--tool-call-parser", choices=list(TOOL_FORMATS), help="default: by the chat template")
     parser.add_argument("--reasoning-parser", choices=list(REASONING_FORMATS), help="default: by the chat template")
@@ -178,7 +186,7 @@ async def serving(
     package = ENGINES[args.engine].package
     if package is not None and importlib.util.find_spec(package) is None:
         raise ValueError(
-            f"--engine {args.engine}: {package} is not installed: docs/install.md says how; or take embedded"
+            f"--engine {args.engine}: {package} is not installed: docs/install.md says how; or use embedded"
         )
     if args.device == "cuda" and not gpus:
         raise ValueError("--device cuda: torch finds no GPU")
@@ -197,11 +205,11 @@ async def serving(
         ends = stop_token_ids(path, tokenizer)
         chat_format = ChatFormat(tokenizer, end_ids=ends, **parsers)
         if not has_weights(path):
-            print(f"warning: {path} holds no weights: random ones answer", file=sys.stderr)
+            print(f"warning: {path} contains no weights: the server answers with random ones", file=sys.stderr)
         known = text_config(read_config(path)).get("max_position_embeddings")
         if known is not None and (args.context_length or 0) > known:
             what = f"--context-length {args.context_length} is more than the model's {known} tokens"
-            print(f"warning: {what}; it has not learned to go on beyond them", file=sys.stderr)
+            print(f"warning: {what}; the model was not trained on longer texts", file=sys.stderr)
         codec = Codec(chat_format.decode, chat_format.encode_text, ends, tokenizer)
         engine = await stack.enter_async_context(_engine(args, path, device, codec))
         info = await engine.info()
@@ -232,7 +240,7 @@ def sampling_defaults(path: str) -> dict[str, float]:
     if wrong := [
         name for name, value in values.items() if isinstance(value, bool) or not isinstance(value, int | float)
     ]:
-        raise ValueError(f"{file}: {wrong[0]} is {values[wrong[0]]!r:.60}, not a number: mend it, or give {NEUTRAL}")
+        raise ValueError(f"{file}: {wrong[0]} is {values[wrong[0]]!r:.60}, not a number: fix it, or give {NEUTRAL}")
     return values
 
 
@@ -242,7 +250,7 @@ async def _try_address(host: str, port: int) -> None:
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise
-        raise ValueError(f"--port {port} is taken on {host}: take another one, or 0 for a free one") from error
+        raise ValueError(f"--port {port} is taken on {host}: choose another one, or 0 for a free one") from error
     server.close()
     await server.wait_closed()
 

@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
         "-o", "--out", metavar="FILE", help="file to write (default: view.html in the first run folder)"
     )
     parser.add_argument(
-        "--follow", action="store_true", help=f"look every {FOLLOW_EVERY} s and write the file again until the runs end"
+        "--follow", action="store_true", help=f"write the file again every {FOLLOW_EVERY} s until the runs end"
     )
     args = parser.parse_args(argv)
     out = Path(args.out or Path(args.runs[0]) / "view.html")

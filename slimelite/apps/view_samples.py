@@ -86,7 +86,7 @@ def samples(run: Run, budget: int = BUDGET) -> dict[str, object]:
         notes.append(
             f"This page holds {kept:,} of the run's {total:,} saved samples, as whole groups: dropped groups first, "
             "then the best and the worst group of each rollout, then all groups of some prompts, chosen by chance. "
-            "The numbers in the list of rollouts are those of all samples."
+            "The numbers in the list of rollouts cover all samples."
         )
     parts = [part for part in parts if len(part.rows) or part.source.kind == "rollout"]
     opened = []

@@ -56,8 +56,8 @@ class AlgorithmArgs(OfJob):
 
     preset: list[str] = flag(
         [],
-        "these named sets of flags stand below the command line and --config; docs/algorithms.md says what they hold: "
-        + ", ".join(PRESETS),
+        "each name stands for a set of flags, which the command line and --config override; docs/algorithms.md lists "
+        "the flags of each: " + ", ".join(PRESETS),
         ALWAYS,
         metavar="NAME",
     )
@@ -65,7 +65,7 @@ class AlgorithmArgs(OfJob):
     advantage_estimator: str = flag(
         "grpo",
         lambda: (
-            "rewards become advantages in this way, and the policy loss goes with it ("
+            "this method turns rewards into advantages and selects the matching policy loss ("
             + "; ".join(f"{estimator.name}: {estimator.summary}" for estimator in ESTIMATORS.values())
             + ")"
         ),
@@ -74,48 +74,51 @@ class AlgorithmArgs(OfJob):
     )
     compute_advantages_and_returns: bool = flag(
         True,
-        "rewards do not become advantages: the loss has none, as with sft_loss or a custom_loss",
+        "the run computes no advantages from rewards, for a loss that uses none, such as a custom_loss",
         POLICY,
         negative="--disable-compute-advantages-and-returns",
     )
     rewards_normalization: bool = flag(
         True,
-        "a reward is not compared with those of its group: the raw reward is the advantage",
+        "rewards are not normalized within their group: the raw reward is the advantage",
         POST_PROCESS | (ADVANTAGES & COMPARES),
         negative="--disable-rewards-normalization",
     )
     grpo_std_normalization: bool = flag(
         True,
-        "the advantages of a group are not divided by its standard deviation: they are Dr.GRPO's",
+        "the advantages of a group are not divided by its standard deviation, as in Dr.GRPO",
         POST_PROCESS
         | (
             ADVANTAGES
             & chosen(ESTIMATORS, lambda e: e.divides_by_std)
-            & when("rewards compared within their group", lambda a: a.rewards_normalization)
+            & when("rewards normalized within their group", lambda a: a.rewards_normalization)
         ),
         negative="--disable-grpo-std-normalization",
     )
     normalize_advantages: bool = flag(
         False,
-        "the advantages of the whole batch are whitened; an estimator that is defined so does it anyway",
+        "the advantages of the whole batch are whitened; some estimators always do this, because their definition "
+        "includes it",
         TRAINING & ADVANTAGES,
     )
     gamma: float = flag(
         1.0,
-        "rewards are discounted by this factor a token",
+        "rewards are discounted by this factor per token",
         TRAINING
         & (use_of("--custom-advantage-function-path") | (ADVANTAGES & chosen(ESTIMATORS, lambda e: e.discounts))),
         at_least=0,
         at_most=1,
     )
-    lambd: float = flag(1.0, "GAE weighs longer returns by this factor a token", CRITIC, at_least=0, at_most=1)
+    lambd: float = flag(
+        1.0, "GAE weights longer returns by this factor per token (lambda)", CRITIC, at_least=0, at_most=1
+    )
 
     eps_clip: float = flag(
-        0.2, "the ratio of new to old policy may fall to 1 less this", POLICY_TRAINING, at_least=0, infinite=True
+        0.2, "the ratio of new to old policy is clipped at 1 minus this", POLICY_TRAINING, at_least=0, infinite=True
     )
     eps_clip_high: float = flag(
         None,
-        "the ratio of new to old policy may rise to 1 plus this",
+        "the ratio of new to old policy is clipped at 1 plus this",
         POLICY_TRAINING,
         at_least=0,
         infinite=True,
@@ -123,14 +126,14 @@ class AlgorithmArgs(OfJob):
     )
     eps_clip_c: float | None = flag(
         None,
-        "dual clip bounds the loss of negative advantages at this ratio",
+        "dual clip: for negative advantages, the loss is bounded at this ratio",
         POLICY_TRAINING & chosen(ESTIMATORS, lambda e: e.dual_clip),
         above=1,
         infinite=True,
     )
     value_clip: float = flag(
         0.2,
-        "the value loss lets a value move by this from what it was before the step",
+        "the value loss clips a new value to within this distance of the old value",
         CRITIC,
         at_least=0,
         infinite=True,
@@ -141,21 +144,21 @@ class AlgorithmArgs(OfJob):
     )
     loss_aggregation: str = flag(
         "rollout",
-        "the loss is a mean over rollouts of their token means, a mean over tokens, or a sum over a constant length "
-        "(Dr.GRPO)",
+        "rollout: the mean over responses of each response's token mean; token: the mean over all tokens; constant: "
+        "the sum over tokens divided by a constant length (Dr.GRPO)",
         TRAINING,
         choices=AGGREGATIONS,
     )
 
     kl_coef: float = flag(
         0.0,
-        "the KL to the reference has this weight in the reward, where the estimator takes one; --use-kl-loss puts "
-        "it into the loss",
+        "the KL to the reference is subtracted from the reward with this weight, if the estimator supports it; "
+        "--use-kl-loss adds the KL to the loss instead",
         POLICY_TRAINING,
         at_least=0,
     )
     use_kl_loss: bool = flag(
-        False, "the KL to the reference is added to the loss, with --kl-loss-coef", POLICY_TRAINING
+        False, "the KL to the reference is added to the loss, weighted by --kl-loss-coef", POLICY_TRAINING
     )
     kl_loss_coef: float = flag(
         0.0,
@@ -164,23 +167,25 @@ class AlgorithmArgs(OfJob):
         at_least=0,
     )
     kl_loss_type: str = flag(
-        "low_var_kl", "the KL is estimated in this way", POLICY_TRAINING & REFERENCE, choices=KL_KINDS
+        "low_var_kl", "this estimator computes the KL", POLICY_TRAINING & REFERENCE, choices=KL_KINDS
     )
     use_unbiased_kl: bool = flag(
         False, "the KL estimate is weighted by the ratio of new to old policy", POLICY_TRAINING & REFERENCE
     )
-    log_ref_kl: bool = flag(False, "the KL to the reference is logged although no coefficient uses it", POLICY_TRAINING)
+    log_ref_kl: bool = flag(False, "the KL to the reference is logged even if no coefficient uses it", POLICY_TRAINING)
 
-    use_rollout_logprobs: bool = flag(False, "the engine's log-probs are the old ones of the loss", POLICY_TRAINING)
+    use_rollout_logprobs: bool = flag(
+        False, "the loss takes the engine's log-probs as those of the old policy", POLICY_TRAINING
+    )
 
     custom_loss_function_path: str | None = plugin(
-        "is the loss of --loss-type custom_loss",
+        "computes the loss for --loss-type custom_loss",
         chosen(LOSSES, lambda loss: "custom_loss_function_path" in loss.reads),
         required=True,
     )
     custom_advantage_function_path: str | None = plugin("sets the advantages of a rollout", TRAINING & ADVANTAGES)
     custom_pg_loss_reducer_function_path: str | None = plugin(
-        "makes the policy loss of a step out of that of its tokens, instead of --loss-aggregation", POLICY_LOSS
+        "reduces the per-token policy loss of a step to one number, instead of --loss-aggregation", POLICY_LOSS
     )
 
     # whether a reference model is needed
@@ -207,25 +212,35 @@ class PreferenceArgs(AlgorithmArgs):
     """
 
     chosen_key: str = flag(
-        "chosen", "this column has the preferred reply: text, messages, or the whole conversation", NEW_ROLLOUTS & PAIRS
+        "chosen",
+        "this column contains the preferred reply: text, messages, or the whole conversation",
+        NEW_ROLLOUTS & PAIRS,
     )
-    rejected_key: str = flag("rejected", "this column has the other reply", NEW_ROLLOUTS & PAIRS)
+    rejected_key: str = flag("rejected", "this column contains the rejected reply", NEW_ROLLOUTS & PAIRS)
     dpo_loss: str = flag(
-        "sigmoid", "a pair has this loss; ipo averages over a reply's tokens", TRAINING & DPO, choices=DPO_KINDS
+        "sigmoid",
+        "this loss is computed for each pair; ipo averages over a reply's tokens",
+        TRAINING & DPO,
+        choices=DPO_KINDS,
     )
     dpo_beta: float = flag(
-        0.1, "the policy is pulled to the reference model this strongly", TRAINING & COMPARED, above=0
+        0.1,
+        "beta of the loss: a larger value keeps the policy closer to the reference model",
+        TRAINING & COMPARED,
+        above=0,
     )
     dpo_label_smoothing: float = flag(
         0.0,
-        "this share of the pairs is assumed to have its preference the wrong way round",
+        "this fraction of the pairs is assumed to have chosen and rejected swapped",
         TRAINING & DPO & chosen(DPO_KINDS, lambda kind: "dpo_label_smoothing" in kind.reads),
         at_least=0,
         below=0.5,
     )
     kto_desirable_weight: float = flag(1.0, "desirable replies have this weight", TRAINING & KTO, at_least=0)
     kto_undesirable_weight: float = flag(1.0, "the other replies have this weight", TRAINING & KTO, at_least=0)
-    orpo_lambda: float = flag(0.1, "the odds ratio has this weight beside the likelihood", TRAINING & ORPO, at_least=0)
+    orpo_lambda: float = flag(
+        0.1, "the odds-ratio term is added to the likelihood term with this weight", TRAINING & ORPO, at_least=0
+    )
 
 
 @dataclass(frozen=True)
@@ -237,8 +252,8 @@ class CorrectionArgs(AlgorithmArgs):
 
     correction: str = flag(
         "none",
-        "tokens are weighted or dropped by that ratio: tis truncates it, icepop masks outliers, mis does as the "
-        "--mis-... flags say",
+        "tokens are weighted or dropped by that ratio: tis truncates it, icepop masks outliers, mis follows the "
+        "--mis-... flags",
         POLICY_LOSS,
         choices=CORRECTIONS,
     )
@@ -247,14 +262,16 @@ class CorrectionArgs(AlgorithmArgs):
     tis_clip_low: float = flag(0.0, "the ratio is bounded from below by this", TIS, at_least=0)
     mis_level: str = flag(
         "token",
-        "the ratio is that of a token, or of its response as the product or geometric mean",
+        "the ratio of each token is its own (token), or its response's product (sequence) or geometric mean "
+        "(geometric) of token ratios",
         MIS,
         choices=LEVELS,
         aliases=("--tis-level",),
     )
     mis_mode: str = flag(
         "truncate",
-        "the weight is min(ratio, upper), the ratio inside the bounds else 0, the ratio clamped into them, or always 1",
+        "the weight is min(ratio, upper) with truncate, the ratio inside the bounds and 0 outside with mask, the "
+        "ratio clamped to the bounds with clip, and always 1 with none",
         MIS,
         choices=MODES,
         aliases=("--tis-mode",),
@@ -264,7 +281,7 @@ class CorrectionArgs(AlgorithmArgs):
     )
     mis_lower_bound: float | None = flag(
         None,
-        "in the modes mask and clip the ratio is bounded from below by this",
+        "the modes mask and clip bound the ratio from below by this",
         MIS
         & when(
             lambda: BOUNDED_BELOW() + ", or with --mis-rejection-level",
@@ -277,19 +294,19 @@ class CorrectionArgs(AlgorithmArgs):
     mis_batch_normalize: bool = flag(
         False,
         "the weights of --correction mis are divided by their mean over the whole optimizer step",
-        MIS & when("a --mis-mode that weighs", lambda a: a.mis_mode != "none"),
+        MIS & when("a --mis-mode other than none", lambda a: a.mis_mode != "none"),
         aliases=("--tis-batch-normalize",),
     )
     mis_rejection_level: str | None = flag(
         None,
-        "what is outside the rejection bounds at this level is dropped as well",
+        "tokens or responses whose ratio at this level is outside the rejection bounds are dropped as well",
         MIS,
         choices=LEVELS,
         aliases=("--rs-level",),
     )
     mis_rejection_upper_bound: float | None = flag(
         None,
-        "a larger ratio is rejected",
+        "a token or response with a larger ratio is rejected",
         REJECTION,
         above=0,
         infinite=True,
@@ -298,15 +315,15 @@ class CorrectionArgs(AlgorithmArgs):
     )
     mis_rejection_lower_bound: float | None = flag(
         None,
-        "a smaller ratio is rejected",
+        "a token or response with a smaller ratio is rejected",
         REJECTION,
         at_least=0,
-        auto="--mis-lower-bound where that is given, else 1 / --mis-rejection-upper-bound",
+        auto="--mis-lower-bound if given, else 1 / --mis-rejection-upper-bound",
         aliases=("--rs-lower-bound",),
     )
     mis_veto_threshold: float | None = flag(
         None,
-        "a response that has a token with a ratio below this is dropped",
+        "a response is dropped if one of its tokens has a ratio below this",
         MIS,
         above=0,
         below=1,
@@ -314,12 +331,12 @@ class CorrectionArgs(AlgorithmArgs):
     )
     use_rs: bool | None = flag(
         None,
-        "this switch of slime's, on, rejects at --mis-rejection-level (token, if none is given); off, it rejects "
+        "slime's switch for rejection: on, it rejects at --mis-rejection-level (by default token); off, it rejects "
         "nothing",
         MIS,
     )
     custom_tis_function_path: str | None = plugin(
-        "is a correction of your own",
+        "computes your own correction",
         POLICY_LOSS & when("--correction custom", lambda a: a.correction == "custom"),
         required=True,
     )
@@ -339,18 +356,16 @@ class CriticArgs(AlgorithmArgs):
     Of --advantage-estimator ppo: a second model on the trainer's ranks. What is not here it shares with the policy.
     """
 
-    critic_lr: float = flag(
-        None, "the learning rate of the critic rises to this value (AdamW)", CRITIC, at_least=0, auto="--lr"
-    )
+    critic_lr: float = flag(None, "peak learning rate of the critic (AdamW)", CRITIC, at_least=0, auto="--lr")
     critic_lr_warmup_iters: int = flag(
-        0, "the critic's learning rate rises for this many optimizer steps", CRITIC, at_least=0
+        0, "the critic's learning rate warms up over this many optimizer steps", CRITIC, at_least=0
     )
     num_critic_only_steps: int = flag(
         0, "this many rollouts at the start of the run train the critic alone", CRITIC, at_least=0
     )
     critic_load: str | None = flag(
         None,
-        "the critic starts from this: a Hugging Face model, or the folder 'critic' of a checkpoint",
+        "the critic's initial weights come from this Hugging Face model, or from the folder 'critic' of a checkpoint",
         CRITIC,
         auto="--hf-checkpoint",
         metavar="DIR",
@@ -369,7 +384,8 @@ class DistillationArgs(AlgorithmArgs, RewardArgs):
     )
     opd_type: Literal["trainer", "sglang", "megatron"] | None = flag(
         None,
-        "the teacher is a model beside the trainer (--opd-teacher-load) or a server (--rm-url); megatron means trainer",
+        "trainer: the teacher is loaded next to the trainer (--opd-teacher-load); sglang: the teacher is a server "
+        "(--rm-url); megatron means trainer",
         DISTILLATION,
     )
     opd_kl_coef: float = flag(1.0, "the reverse KL to the teacher has this weight", TRAINING & DISTILLATION, at_least=0)

@@ -124,10 +124,10 @@ def chosen(registry: Registry[R], fact: Callable[[R], object]) -> Needs:
 
 
 # which halves of the loop run
-TRAINING = when("training", lambda a: a.job.trains, ", and --debug-rollout-only leaves it out")
-INFERENCE = when("engines", lambda a: a.job.engines, ", and --debug-train-only runs without")
+TRAINING = when("training", lambda a: a.job.trains, ", and --debug-rollout-only runs none")
+INFERENCE = when("engines", lambda a: a.job.engines, ", and --debug-train-only runs none")
 SYNC = TRAINING & INFERENCE
-NEW_ROLLOUTS = when("new rollouts", lambda a: not a.job.saved, ", and --load-debug-rollout-data brings saved ones")
+NEW_ROLLOUTS = when("new rollouts", lambda a: not a.job.saved, ", and --load-debug-rollout-data replays saved ones")
 # --loss-type sft_loss without evaluation runs no engine; a rollout function of the user's may sample without one
 SAMPLING = when("responses to sample", lambda a: a.job.engines or (a.rollout_function_path and a.job.sampled))
 EVALUATION = INFERENCE & use_of("--eval-interval")

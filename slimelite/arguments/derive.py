@@ -179,7 +179,7 @@ def _devices(draft: Draft) -> None:
         if not cuda and getattr(draft.args, name):
             draft.set(name, False, "on a CPU there is only host memory")
         draft.default(
-            name, turns, "trainer and engines take turns on the GPUs" if turns else "nobody else needs the memory"
+            name, turns, "trainer and engines take turns on the GPUs" if turns else "nothing else needs the memory"
         )
 
 
@@ -194,15 +194,15 @@ def _engines(draft: Draft) -> None:
         if args.rollout_external_engine_addrs:
             draft.set("rollout_backend", "sglang", "--rollout-external-engine-addrs")
         elif cuda and draft.machine.sglang and args.deterministic_mode and not repeats:
-            draft.set("rollout_backend", "embedded", "SGLang repeats with --sglang-enable-deterministic-inference only")
+            draft.set("rollout_backend", "embedded", "SGLang needs --sglang-enable-deterministic-inference for this")
         elif cuda and draft.machine.sglang:
-            planned_for = "--plan-gpu plans a machine with SGLang; --rollout-backend embedded plans without"
+            planned_for = "--plan-gpu plans for a machine with SGLang, unless --rollout-backend embedded is given"
             draft.set("rollout_backend", "sglang", planned_for if args.plan_gpu else "GPUs, and SGLang is installed")
         else:
             draft.set("rollout_backend", "embedded", "SGLang is not installed" if cuda else "no GPU")
     ranks = args.training_ranks
     if servers := len(args.rollout_external_engine_addrs):
-        draft.set("rollout_num_gpus", 0, "--rollout-external-engine-addrs: the servers' GPUs are not ours")
+        draft.set("rollout_num_gpus", 0, "--rollout-external-engine-addrs: the run does not own the servers' GPUs")
         draft.set("num_engines", servers if args.job.engines else 0, "--rollout-external-engine-addrs")
         return
     if args.colocate:
@@ -219,7 +219,7 @@ def _engines(draft: Draft) -> None:
         none = "" if draft.machine.gpus else "; no GPU is found here, and --device cpu needs none"
         draft.complain(
             "--rollout-num-gpus",
-            f"is missing: give inference GPUs of its own, or share those of training with --colocate{none}",
+            f"is missing: give the number of GPUs for inference, or share those of training with --colocate{none}",
         )
         draft.args = replace(draft.args, rollout_num_gpus=ranks)
     total, width = draft.args.rollout_num_gpus, args.rollout_num_gpus_per_engine
@@ -259,11 +259,11 @@ def _transport(draft: Draft) -> None:
             # a larger buffer is memory that the kernel has to clear anew for each sync; up to 32 MiB (`base.heap`)
             # the process that trains keeps it, and a bucket ends with the tensor that fills it
             size = (16 if job.local else 64) * 1024**2
-            draft.set("update_weight_buffer_size", size, "no request is saved by larger buckets on a CPU")
+            draft.set("update_weight_buffer_size", size, "larger buckets save no requests on a CPU")
         return
     shared = args.colocate and job.gpus
     if args.update_weight_transport == "nccl" and shared:
-        draft.set("update_weight_transport", "ipc", "NCCL takes one rank on a GPU: it is for engines with their own")
+        draft.set("update_weight_transport", "ipc", "NCCL allows one rank per GPU, so engines need GPUs of their own")
     elif args.update_weight_disk_dir:
         draft.default("update_weight_transport", "disk", "--update-weight-disk-dir")
     elif args.rollout_external_engine_addrs:
@@ -310,8 +310,8 @@ def _lora(draft: Draft) -> None:
     draft.default("lora_sync", "adapter" if alone else "merged", "what the engines take")
     if args.lora_dropout:
         draft.notes.append(
-            f"--lora-dropout {args.lora_dropout}: the policy that is trained is not the one that generated, and only "
-            "the latter is compared with the reference and the engines; 0 is what reinforcement learning wants"
+            f"--lora-dropout {args.lora_dropout}: with dropout, the trained policy differs from the one that "
+            "generated, and only the latter is compared with the reference and the engines; use 0 in RL"
         )
 
 
@@ -341,7 +341,7 @@ def _model(draft: Draft) -> None:
             "--use-kl-loss with --kl-loss-coef 0 loads no reference model; --log-ref-kl logs the KL anyway"
         )
     if args.job.loss != "policy" and "--kl-loss-coef" in wanted:
-        draft.notes.append(f"--loss-type {args.loss_type} adds no KL by itself: your function does, from inputs.ref")
+        draft.notes.append(f"--loss-type {args.loss_type} adds no KL: your function must add it, from inputs.ref")
     if args.ref_load is None and draft.args.model_config is None:
         draft.default("ref_load", args.hf_checkpoint, "as --hf-checkpoint")
     elif args.ref_load is not None and (problem := _not_hugging_face(args.ref_load)) is not None:
@@ -380,7 +380,7 @@ def _batches(draft: Draft) -> None:
     args = draft.args
     if not args.rollout_batch_size:
         if args.rollout_batch_size is None:
-            draft.complain("--rollout-batch-size", "is missing: how many prompts make a rollout?")
+            draft.complain("--rollout-batch-size", "is missing: give the number of prompts per rollout")
         return
     draft.default("over_sampling_batch_size", args.rollout_batch_size, "as --rollout-batch-size")
     samples = args.rollout_batch_size * args.n_samples_per_prompt
@@ -397,7 +397,7 @@ def _batches(draft: Draft) -> None:
         return
     fitting = ceil(samples / size)
     if steps is not None and fitting != steps:
-        draft.complain("--num-steps-per-rollout", f"{steps}: {total}, in steps of {size}, make {fitting} steps")
+        draft.complain("--num-steps-per-rollout", f"{steps}: {total}, in batches of {size}, make {fitting} steps")
     draft.default("num_steps_per_rollout", fitting, f"{total} / --global-batch-size {size}")
     if last := samples % size:
         step = "the only step" if fitting == 1 else f"the last of {fitting} steps"
@@ -412,9 +412,9 @@ def _lengths(draft: Draft) -> None:
     """Prompt and response lengths."""
     args = draft.args
     if args.rollout_max_context_len is not None:
-        draft.default("rollout_max_prompt_len", args.rollout_max_context_len - 1, "--rollout-max-context-len less 1")
+        draft.default("rollout_max_prompt_len", args.rollout_max_context_len - 1, "--rollout-max-context-len minus 1")
     if args.rollout_max_response_len is None and (args.rollout_function_path or not args.job.engines):
-        draft.set("rollout_max_response_len", args.rollout_max_context_len or 0, "no engine of ours generates")
+        draft.set("rollout_max_response_len", args.rollout_max_context_len or 0, "no engine of the run generates")
 
 
 def _context(draft: Draft) -> None:
@@ -430,13 +430,13 @@ def _algorithm(draft: Draft) -> None:
     args = draft.args
     draft.default("eps_clip_high", args.eps_clip, "as --eps-clip")
     if args.estimator.whitens and not args.normalize_advantages:
-        draft.set("normalize_advantages", True, f"{args.advantage_estimator} is defined with whitened advantages")
+        draft.set("normalize_advantages", True, f"part of the definition of {args.advantage_estimator}")
         draft.notes.append(f"--advantage-estimator {args.advantage_estimator} implies --normalize-advantages")
     draft.default("critic_lr", args.lr, "as --lr")
     if args.estimator.needs_critic and args.job.sampled:
         draft.set("use_critic", True, f"--advantage-estimator {args.advantage_estimator}")
         if count := args.num_critic_only_steps:
-            draft.notes.append(f"rollouts 1 to {count} train the critic alone: the policy stays as it is")
+            draft.notes.append(f"rollouts 1 to {count} train only the critic: the policy does not change")
     if args.calculate_per_token_loss and "loss_aggregation" not in draft.explicit:
         draft.set("loss_aggregation", "token", "--calculate-per-token-loss")
     if args.kl_coef and "kl_loss_type" in draft.explicit:
@@ -448,8 +448,8 @@ def _algorithm(draft: Draft) -> None:
         )
     if args.use_opsm and args.num_steps_per_rollout == 1 and not args.use_rollout_logprobs:
         draft.notes.append(
-            "--use-opsm with one optimizer step per rollout never drops anything: the weights that train are still "
-            "those that computed the old log-probs; give --num-steps-per-rollout 2 or more, or --use-rollout-logprobs"
+            "--use-opsm with one optimizer step per rollout never drops anything, because the old log-probs come "
+            "from the same weights; give --num-steps-per-rollout 2 or more, or --use-rollout-logprobs"
         )
     if args.eval_reward_key is None and args.reward_key is not None:
         draft.set("eval_reward_key", args.reward_key, "as --reward-key")
@@ -469,8 +469,8 @@ def _memory(draft: Draft) -> None:
     if isinstance(load, str) or here is None or load.shapes.router:
         unknown = load if isinstance(load, str) else "the GPUs' memory is not known here"
         if not isinstance(load, str) and load.shapes.router:
-            unknown = "what experts keep for the backward pass is not known here"
-        draft.default("gradient_checkpointing", True, f"{unknown}, and a GPU may be too small without")
+            unknown = "the memory that experts keep for the backward pass is not known"
+        draft.default("gradient_checkpointing", True, f"{unknown}, and a GPU may be too small without checkpointing")
         draft.set("reduce_once_a_step", False, f"{unknown}, and whole gradients may not fit")
         return
 
@@ -497,7 +497,7 @@ def _memory(draft: Draft) -> None:
     reason = f"with whole gradients on every rank a step takes about {whole / 1e9:.0f} GB; {has}"
     ranks = args.training_ranks
     once = ranks > 1 and whole <= usable
-    draft.set("reduce_once_a_step", once, reason if ranks > 1 else "one rank has no other to add to")
+    draft.set("reduce_once_a_step", once, reason if ranks > 1 else "with one rank there are no gradients to add up")
 
 
 def _checkpoint(draft: Draft, load: str) -> None:
@@ -527,7 +527,7 @@ def _rollout_seed(draft: Draft) -> None:
     if args.resume_directory is not None and not args.finetune:
         saved = read_json(Path(args.resume_directory) / ROLLOUT_STATE)[ROLLOUT_SEED]
         if saved != args.rollout_seed or "seed" in draft.explicit:
-            draft.set("rollout_seed", saved, "the checkpoint's: it goes on with the seed that it began with")
+            draft.set("rollout_seed", saved, "from the checkpoint: a resumed run keeps its seed")
     elif "seed" in draft.explicit and args.seed in SEEDS:
         draft.set("rollout_seed", args.seed, "as --seed")
 
@@ -591,10 +591,10 @@ def _distillation(draft: Draft) -> None:
     if args.rm_type is None and args.custom_rm_path is None:
         draft.set("rm_type", "zero", "--use-opd without a reward: pure distillation")
     elif args.custom_rm_path is None and args.label_key is None:
-        reason = "--use-opd without --label-key: where the reward needs a label it is 0, and the teacher alone trains"
+        reason = "--use-opd without --label-key: a reward that needs a label is 0, so only the teacher counts"
         draft.set("unlabelled_is_zero", True, reason)
     if args.n_samples_per_prompt == 1 and args.rewards_normalization and args.estimator.group is not None:
         draft.notes.append(
-            f"--use-opd with --n-samples-per-prompt 1: {args.advantage_estimator} has nothing to compare, so the "
-            "reward is reported only and the teacher alone trains"
+            f"--use-opd with --n-samples-per-prompt 1: {args.advantage_estimator} has no other response to compare "
+            "with, so the reward is only reported, and only the teacher counts"
         )

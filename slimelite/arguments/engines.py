@@ -23,11 +23,16 @@ class SglangArgs(RolloutArgs):
     """
 
     sglang_mem_fraction_static: float | None = flag(
-        None, "weights and KV cache take this share of a GPU's memory", SGLANG & OWN_ENGINES, at_least=0, at_most=1
+        None, "weights and KV cache take this fraction of a GPU's memory", SGLANG & OWN_ENGINES, at_least=0, at_most=1
     )
-    sglang_server_concurrency: int = flag(512, "each engine has this many requests in flight", INFERENCE, at_least=1)
+    sglang_server_concurrency: int = flag(
+        512, "each engine has at most this many requests in flight", INFERENCE, at_least=1
+    )
     sglang_max_running_requests: int | None = flag(
-        None, "an engine, the embedded one too, decodes this many sequences at once", OWN_ENGINES, at_least=1
+        None,
+        "an engine decodes at most this many sequences at once; this holds for the embedded engine too",
+        OWN_ENGINES,
+        at_least=1,
     )
     sglang_context_length: int | None = flag(
         None,
@@ -39,24 +44,26 @@ class SglangArgs(RolloutArgs):
 
     sglang_config: str | None = flag(
         None,
-        "this YAML has engine groups with sizes and SGLang options of their own (slime's format)",
+        "this YAML file defines groups of engines, each with its own size and SGLang options (slime's format)",
         SGLANG,
         metavar="FILE",
     )
     rollout_external: bool = flag(
         False,
-        "this switch of slime's says that somebody else runs the servers",
+        "slime's switch for servers that the run does not start",
         INFERENCE & use_of("--rollout-external-engine-addrs").strictly(),
     )
     rollout_external_engine_addrs: list[str] = flag(
-        [], "somebody else runs SGLang servers at these host:port, so none is started", INFERENCE
+        [], "the run uses the SGLang servers at these host:port addresses and starts none of its own", INFERENCE
     )
-    use_fault_tolerance: bool = flag(False, "an engine that dies is started anew, and others take its requests", SGLANG)
+    use_fault_tolerance: bool = flag(
+        False, "an engine that dies is restarted, and other engines take over its requests", SGLANG
+    )
     rollout_health_check_interval: float = flag(
-        30.0, "engines are checked at this interval during a rollout [s]", FAULT_TOLERANCE, at_least=1
+        30.0, "engines are health-checked at this interval during a rollout [s]", FAULT_TOLERANCE, at_least=1
     )
     rollout_health_check_timeout: float = flag(
-        30.0, "an engine that does not answer for this long is dead [s]", FAULT_TOLERANCE, at_least=1
+        30.0, "an engine that does not answer for this long is considered dead [s]", FAULT_TOLERANCE, at_least=1
     )
 
     # where a generate plugin finds an engine; set for each call
@@ -85,25 +92,26 @@ class WeightSyncArgs:
     )
     update_weight_transport: Transport | None = flag(
         None,
-        "weights go into SGLang by CUDA IPC, a process group (gloo on a CPU), bodies of HTTP requests, or a folder",
+        "how weights reach SGLang: by CUDA IPC (ipc), a process group, which is gloo on a CPU (nccl), HTTP requests "
+        "(http), or a shared folder (disk)",
         SYNC & SGLANG,
-        auto="disk with --update-weight-disk-dir, http into external servers, ipc with --colocate on GPUs, else nccl",
+        auto="disk with --update-weight-disk-dir, http for external servers, ipc with --colocate on GPUs, else nccl",
     )
     update_weight_disk_dir: str | None = flag(
         None,
-        "trainer and servers share this folder, for weights that go by disk",
+        "the trainer writes weights to this folder, and the servers read them from it",
         SYNC & SGLANG & when("--update-weight-transport disk", lambda a: a.update_weight_transport == "disk"),
         required=True,
         metavar="DIR",
     )
     update_weight_disk_keep_files: bool = flag(
         False,
-        "the folder keeps earlier versions of the weights",
+        "earlier versions of the weights are kept in the folder",
         SYNC & SGLANG & use_of("--update-weight-disk-dir"),
     )
     check_weight_update_equal: bool = flag(
         False,
-        "after each sync the log-probs of every engine are compared with the trainer's, on tokens it samples for this",
+        "after each sync, every engine samples a few tokens, and their log-probs are compared with the trainer's",
         SYNC,
     )
 

@@ -52,32 +52,32 @@ class Task:
         None, "the rows: a hub dataset `owner/name[:config][:split]`, or a file beside the task file", ALWAYS
     )
     files: list[str] = flag(
-        [], "patterns of the file with the rows in a folder of data; the first that matches counts", ALWAYS
+        [], "patterns that find the file with the rows in a folder of data; the first match is used", ALWAYS
     )
     examples: str | None = flag(None, "few-shot examples, as data; by default the first rows of the data", ALWAYS)
     example_files: list[str] = flag([], "few-shot examples, as files", ALWAYS)
-    same: str | None = flag(
-        None, "expression of what a question and its examples have in common, such as subject", ALWAYS
-    )
+    same: str | None = flag(None, "expression whose value a question shares with its examples, such as subject", ALWAYS)
     prompt: str = flag(None, "template of the question", ALWAYS)
     answer: str | None = flag(
-        None, "template of the answer that an example shows; by default it is the right one", ALWAYS
+        None, "template of the answer that an example shows; the default is the right answer", ALWAYS
     )
-    delimiter: str = flag(" ", "what stands between question and answer where no chat template does", ALWAYS)
+    delimiter: str = flag(" ", "text between question and answer if no chat template is applied", ALWAYS)
     label: str | None = flag(None, "expression of the label; of several choices, the index of the right one", ALWAYS)
     choices: str | None = flag(None, "expression of the list of choices, each a text", ALWAYS)
     shared: str | None = flag(
-        None, "expression of the text that ends every choice; its likelihood after each of them decides", ALWAYS
+        None,
+        "expression of the text that follows every choice; the choice after which it is likeliest is the answer",
+        ALWAYS,
     )
-    metadata: dict[str, Any] = flag({}, "expressions of what else the scorer reads, by name", ALWAYS)
-    scorer: str | None = flag(None, "a rule of --rm-type, or a function as of --custom-rm-path", ALWAYS)
+    metadata: dict[str, Any] = flag({}, "expressions of other values that the scorer reads, by name", ALWAYS)
+    scorer: str | None = flag(None, "a rule of --rm-type, or a function like that of --custom-rm-path", ALWAYS)
     metric: Literal["acc", "acc_norm", "acc_token"] = flag(
         "acc",
         "acc: the likeliest choice counts; acc_norm: the likeliest for its number of characters; acc_token: for its "
         "number of tokens, as in CORE",
         ALWAYS,
     )
-    stop: list[str] = flag([], "these texts end a response where no chat template is applied", ALWAYS)
+    stop: list[str] = flag([], "these texts end a response if no chat template is applied", ALWAYS)
     max_tokens: int = flag(512, "a response has at most this length [tokens]", ALWAYS, at_least=1)
 
     @property
@@ -101,7 +101,7 @@ class Task:
         if self.kind == "continuation" and self.label is None:
             return "a task of kind continuation needs the text that follows as label"
         if self.shared is not None and not self.chooses:
-            return "shared ends choices: it needs the kind multiple-choice"
+            return "shared is the text after each choice: it needs the kind multiple-choice"
         if self.kind == "generate" and self.scorer is None:
             return f"needs a scorer: one of {', '.join(RULES)}, or a function"
         if self.scorer is not None and self.scorer not in RULES and not {".", ":"} & set(self.scorer):
@@ -205,8 +205,10 @@ class EvalDataset:
     """
 
     name: str = flag(None, "its metrics are called eval/<name>", ALWAYS)
-    path: str = flag(None, "it is this jsonl or parquet file, or hub dataset id; path@[a:b] takes a slice", ALWAYS)
-    task: str | None = flag(None, "prompts, labels and the settings below are those of this task", ALWAYS)
+    path: str = flag(
+        None, "its rows are in this jsonl or parquet file, or hub dataset id; path@[a:b] takes a slice", ALWAYS
+    )
+    task: str | None = flag(None, "prompts, labels and the settings below come from this task", ALWAYS)
     fewshot: int = flag(0, "each prompt of the task begins with this many examples", ALWAYS, at_least=0)
     examples: str | None = flag(None, "this file or hub dataset has the examples of the task", ALWAYS)
     input_key: str = flag("input", "this column has the prompt", ALWAYS)
@@ -223,7 +225,9 @@ class EvalDataset:
     pass_at_k: list[int] = flag([], "pass@k is measured for these k, and for 1, 2, 4 and so on", ALWAYS, at_least=1)
     temperature: float = sampling_setting("temperature")
     max_response_len: int = sampling_setting("max_new_tokens")
-    max_prompt_len: int | None = flag(None, "longer prompts are left out [tokens]", ALWAYS, at_least=1)
+    max_prompt_len: int | None = flag(
+        None, "prompts that are longer than this are left out [tokens]", ALWAYS, at_least=1
+    )
     max_context_len: int | None = flag(
         None, "prompt and response together have at most this length [tokens]", ALWAYS, at_least=1
     )
@@ -236,7 +240,7 @@ class EvalDataset:
         if re.search(r"/|-pass@|-stderr$|-truncated_ratio$|-centred$|^(step|reward_errors)$", self.name):
             yield (
                 f"eval dataset {self.name}: eval/{self.name} would not be known as a score, as other metrics have "
-                "such names; take another one, such as math_500 for math/500"
+                "such names; choose another one, such as math_500 for math/500"
             )
         if self.max_response_len is None:
             yield f"eval dataset {self.name}: give --eval-max-response-len"
@@ -281,33 +285,35 @@ class EvalArgs(RewardArgs, CheckpointArgs, ClusterArgs):
 
     eval_interval: int | None = flag(
         None,
-        "evaluation runs every this many rollouts, before the first and after the last",
+        "evaluation runs after every N rollouts, and also before the first and after the last one",
         MEASURED,
         at_least=1,
     )
     eval_prompt_data: list[str] = flag(
         [],
-        "these are the datasets, each a name and a path, as in gsm8k test.parquet; path@[a:b] takes a slice",
+        "evaluation datasets, each as a name and a path, such as gsm8k test.parquet; path@[a:b] takes a slice",
         EVALUATION,
         metavar="NAME PATH",
     )
     eval_config: str | None = flag(
         None,
-        "this YAML has the datasets and their settings, instead of --eval-prompt-data",
+        "this YAML file lists the datasets and their settings, instead of --eval-prompt-data",
         EVALUATION,
         metavar="FILE",
     )
     eval_tasks: list[str] = flag(
         [],
-        "these tasks are datasets too: gsm8k and others of docs/evaluation.md, or task files",
+        "the run is also evaluated on these tasks: gsm8k and others of docs/evaluation.md, or task files",
         EVALUATION,
         metavar="TASK",
     )
     eval_task_data: str | None = flag(
-        None, "the rows of --eval-tasks are files in this folder", TASKS, metavar="DIR", auto="the hub"
+        None, "the rows of --eval-tasks are read from files in this folder", TASKS, metavar="DIR", auto="the hub"
     )
     eval_fewshot: int = flag(0, "each prompt of --eval-tasks begins with this many examples", TASKS, at_least=0)
-    eval_limit: int | None = flag(None, "of each of --eval-tasks this many rows are read", TASKS, at_least=1)
+    eval_limit: int | None = flag(
+        None, "at most this many rows of each task of --eval-tasks are used", TASKS, at_least=1
+    )
     skip_eval_before_train: bool = flag(False, "the run does not evaluate before the first rollout", SCORES)
     n_samples_per_eval_prompt: int = flag(1, "each prompt gets this many responses, for pass@k", EVALUATION)
     eval_pass_at_k: list[int] | None = _setting("pass_at_k")
@@ -315,12 +321,14 @@ class EvalArgs(RewardArgs, CheckpointArgs, ClusterArgs):
     eval_label_key: str | None = _setting("label_key", auto="--label-key")
     eval_tool_key: str | None = _setting("tool_key", auto="--tool-key")
     eval_reward_key: str | None = flag(
-        None, "of a reward that is a dict, this entry is the score", EVALUATION, auto="--reward-key"
+        None, "if a reward is a dict, this entry is the score", EVALUATION, auto="--reward-key"
     )
     eval_temperature: float | None = _setting("temperature", auto="--rollout-temperature")
     eval_max_prompt_len: int | None = _setting("max_prompt_len")
     eval_max_context_len: int | None = _setting("max_context_len", auto="--rollout-max-context-len")
-    eval_function_path: str | None = plugin("does what --rollout-function-path does, for evaluation", EVALUATION)
+    eval_function_path: str | None = plugin(
+        "makes the rollout of an evaluation, as --rollout-function-path does for training", EVALUATION
+    )
     early_stop_patience: int | None = flag(
         None,
         "the run ends after this many evaluations in a row that were no better than the best before them",
@@ -329,17 +337,17 @@ class EvalArgs(RewardArgs, CheckpointArgs, ClusterArgs):
     )
     early_stop_metric: str | None = flag(
         None,
-        "this metric of an evaluation decides which is better, such as eval/gsm8k-pass@4",
+        "this metric decides which evaluation is best, such as eval/gsm8k-pass@4",
         BEST_EVALUATION,
         auto="the score of the first dataset",
     )
     early_stop_mode: Literal["max", "min"] = flag(
         "max",
-        "the better evaluation has the higher, or the lower, --early-stop-metric",
+        "max: a higher --early-stop-metric is better; min: a lower one is",
         BEST_EVALUATION,
     )
     custom_eval_rollout_log_function_path: str | None = plugin(
-        "logs an evaluation, and by returning true leaves out the default log: fn(rollout_id, args, data, metrics)",
+        "logs an evaluation; if it returns true, the default log is skipped: fn(rollout_id, args, data, metrics)",
         EVALUATION,
     )
 

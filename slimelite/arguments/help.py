@@ -24,8 +24,8 @@ from slimelite.arguments.sources import SIMILAR, Vocabulary, known_flags, sglang
 INTRODUCTION = """\
 usage: train.py --flag value ...
 
-A flag given twice: the last one wins. --no-<switch> turns a switch off. --config FILE takes the same names from YAML.
-docs/arguments.md says the same at length."""
+If a flag is given twice, the last one wins. --no-<switch> turns a switch off. --config FILE reads the same names from
+a YAML file. docs/arguments.md says more."""
 EXAMPLE = """\
   python train.py --hf-checkpoint Qwen/Qwen2.5-0.5B-Instruct --prompt-data train.parquet --input-key messages \\
       --label-key label --apply-chat-template --rm-type math --num-rollout 100 --rollout-batch-size 32 \\
@@ -100,7 +100,7 @@ def _short(args_type: type, width: int) -> str:
         "train.py --help reward": "every flag of a group",
         "train.py --help --lr": "one flag",
         "train.py --help kl": "every flag with kl in its name",
-        "train.py --help-all | grep WORD": "all of them; docs/arguments.md is the same as a page",
+        "train.py --help-all | grep WORD": "all flags; docs/arguments.md lists them too",
     }
     parts.append("\n".join(["TO FIND A FLAG", *(_line(how, what, width) for how, what in ways.items())]))
     return "\n\n".join(parts)
@@ -219,10 +219,10 @@ def meaning(flag: Flag, shared: Collection[str] = ()) -> str:
     """What a flag does, its bounds, and what it needs besides ``shared``."""
     sentences = [_sentence(flag)]
     if flag.bounds:
-        sentences.append(f"It is {flag.bounds}.")
+        sentences.append(f"It must be {flag.bounds}.")
     needs = [condition.words for condition in (flag.needs or ALWAYS).conditions]
     if own := [words for words in needs if words not in shared]:
-        sentences.append(f"It needs {listed(own)}{', and has to be given there' if flag.required else ''}.")
+        sentences.append(f"It needs {listed(own)}{', and is required there' if flag.required else ''}.")
     return " ".join(sentences)
 
 

@@ -39,15 +39,15 @@ class ClusterArgs(OfJob):
     """
 
     train_backend: Literal["fsdp", "megatron"] = flag(
-        "fsdp", "FSDP2 trains a Hugging Face model; megatron, as slime's scripts say, means the same here", ALWAYS
+        "fsdp", "FSDP2 trains a Hugging Face model; megatron, which slime's scripts use, means the same here", ALWAYS
     )
     device: Literal["auto", "cpu", "cuda"] = flag(
-        "auto", "training and inference compute on this", ALWAYS, auto="cuda where a GPU is found, else cpu"
+        "auto", "training and inference run on this device", ALWAYS, auto="cuda if a GPU is found, else cpu"
     )
     launcher: Literal["ray", "local", "torchrun"] = flag(
         None,
-        "workers are Ray actors; local runs the same classes in this one process, for debugging; torchrun takes the "
-        "processes of `torchrun --nproc-per-node 8 train.py ...` as training ranks, where no engine runs",
+        "ray: workers are Ray actors; local: the same classes run in this one process, for debugging; torchrun: the "
+        "processes of `torchrun --nproc-per-node 8 train.py ...` are the training ranks, and no engine runs",
         ALWAYS,
         auto="torchrun under torchrun, else ray",
     )
@@ -61,7 +61,7 @@ class ClusterArgs(OfJob):
     )
     rollout_num_gpus: int = flag(
         None,
-        "inference has this many GPUs",
+        "inference runs on this many GPUs",
         OWN_ENGINES,
         at_least=0,
         auto="those of training with --colocate, one engine on a CPU, else required",
@@ -70,7 +70,7 @@ class ClusterArgs(OfJob):
         1, "one engine takes this many GPUs (tensor parallel in SGLang)", OWN_ENGINES
     )
     colocate: bool = flag(False, "training and inference share the GPUs and take turns, so both offloads are on", SYNC)
-    offload: bool = flag(False, "this turns on --offload-train and --offload-rollout", SYNC & GPUS)
+    offload: bool = flag(False, "turns on both --offload-train and --offload-rollout", SYNC & GPUS)
     offload_train: bool = flag(
         None,
         "the trainer moves to host memory while responses are generated",
@@ -78,54 +78,54 @@ class ClusterArgs(OfJob):
         auto="on with --colocate on GPUs",
     )
     offload_rollout: bool = flag(
-        None, "engines give their memory back while training runs", SYNC & GPUS, auto="on with --colocate on GPUs"
+        None, "engines release their memory while training runs", SYNC & GPUS, auto="on with --colocate on GPUs"
     )
     distributed_backend: Literal["nccl", "gloo"] = flag(
-        None, "the collectives of training go through this library", TRAINING, auto="nccl on GPUs, else gloo"
+        None, "the trainer's collectives use this library", TRAINING, auto="nccl on GPUs, else gloo"
     )
     distributed_timeout_minutes: int = flag(
         10, "a collective that takes longer than this fails [min]", TRAINING, at_least=1, at_most=525_600
     )
     hang_timeout: float = flag(
         60.0,
-        "a worker that is stopped (SIGSTOP) for this long, or ranks that all do nothing while they have work, are "
-        "named and ended [s]; 0: never (docs/reliability.md)",
+        "the run ends with an error that names the worker if a worker is stopped (SIGSTOP), or all ranks hang, for "
+        "this long [s]; 0 turns this off (docs/reliability.md)",
         ALWAYS,
         at_least=0,
     )
     max_restarts: int = flag(
         0,
-        "a run that a dead or frozen worker, Ray or a lost machine ended is started again by the same command, this "
-        "often, from the newest checkpoint in --save (docs/reliability.md)",
+        "if a dead or frozen worker, Ray or a lost machine ends the run, the same command restarts it from the "
+        "newest checkpoint in --save, at most this many times (docs/reliability.md)",
         SAVE.strictly()
         & when("no torchrun, which has a --max-restarts of its own", lambda a: a.launcher != "torchrun"),
         at_least=0,
     )
     restart_wait: float = flag(
         600.0,
-        "a start of --max-restarts after the first waits this long for Ray and for the devices that it needs [s]",
+        "a restart waits at most this long for Ray and for the devices that it needs [s]",
         use_of("--max-restarts"),
         at_least=0,
     )
     elastic: bool = flag(
         False,
-        "a start of --max-restarts after the first uses the nodes that are left: ranks and engines are planned anew if "
-        "fewer nodes answer than the run asks for (docs/reliability.md)",
+        "a restart uses the nodes that are left: if fewer nodes answer than the run asks for, ranks and engines are "
+        "reassigned to them (docs/reliability.md)",
         use_of("--max-restarts")
         & when("--launcher ray", lambda a: a.launcher == "ray")
-        & when("no --sglang-config, whose engines have places", lambda a: not a.sglang_config),
+        & when("no --sglang-config, which fixes the place of each engine", lambda a: not a.sglang_config),
     )
     cpu_threads: int = flag(
         1,
-        "each rank and engine computes with this many threads; more than 1 pays on idle cores only",
+        "each rank and engine computes with this many threads; more than 1 helps only on idle cores",
         ALWAYS,
         at_least=1,
         at_most=4096,
     )
     train_env_vars: dict[str, Any] = flag(
         {},
-        'training actors get this environment, as JSON: {"NAME": "value"}; a secret is better exported before Ray '
-        "starts: everyone on the machine can read a command line",
+        'training actors get these environment variables, as JSON: {"NAME": "value"}; export a secret before Ray '
+        "starts instead, because everyone on the machine can read a command line",
         TRAINING & when("--launcher ray (with another, export them)", lambda a: a.launcher == "ray"),
     )
 
@@ -154,8 +154,8 @@ class ArchitectureArgs:
     """
 
     num_layers: int | None = flag(None, "the model has this many transformer layers", ALWAYS, at_least=1)
-    hidden_size: int | None = flag(None, "the residual stream is this wide", ALWAYS, at_least=1)
-    ffn_hidden_size: int | None = flag(None, "the MLP is this wide", ALWAYS, at_least=1)
+    hidden_size: int | None = flag(None, "width of the residual stream", ALWAYS, at_least=1)
+    ffn_hidden_size: int | None = flag(None, "width of the MLP", ALWAYS, at_least=1)
     num_attention_heads: int | None = flag(None, "attention has this many query heads", ALWAYS, at_least=1)
     group_query_attention: bool = flag(
         False,
@@ -163,33 +163,35 @@ class ArchitectureArgs:
         use_of("--num-query-groups"),
     )
     num_query_groups: int | None = flag(None, "attention has this many key/value heads", ALWAYS, at_least=1)
-    kv_channels: int | None = flag(None, "one head is this wide", ALWAYS, at_least=1)
+    kv_channels: int | None = flag(None, "width of one attention head", ALWAYS, at_least=1)
     vocab_size: int | None = flag(None, "the embedding has this many rows", ALWAYS, at_least=1)
     max_position_embeddings: int | None = flag(
         None, "the model was built for contexts up to this length [tokens]", ALWAYS, at_least=1
     )
     normalization: Literal["RMSNorm", "LayerNorm"] | None = flag(
-        None, "norms are of this kind; a new model has RMSNorm", ALWAYS
+        None, "kind of the norms; a new model has RMSNorm", ALWAYS
     )
-    norm_epsilon: float | None = flag(None, "norms add this epsilon", ALWAYS)
-    rotary_base: float | None = flag(None, "the rotary embedding has this base", ALWAYS)
-    rotary_percent: float | None = flag(None, "this share of a head is rotated", ALWAYS)
-    use_rotary_position_embeddings: bool = flag(False, "positions are rotary embeddings", ALWAYS)
+    norm_epsilon: float | None = flag(None, "epsilon of the norms", ALWAYS)
+    rotary_base: float | None = flag(None, "base of the rotary embedding", ALWAYS)
+    rotary_percent: float | None = flag(None, "fraction of each head that is rotated", ALWAYS)
+    use_rotary_position_embeddings: bool = flag(False, "the model uses rotary position embeddings", ALWAYS)
     position_embedding_type: Literal["rope", "learned_absolute", "none"] | None = flag(
-        None, "positions are embedded in this way", ALWAYS
+        None, "kind of the position embedding", ALWAYS
     )
-    use_rope_scaling: bool = flag(False, "the rotary embedding is stretched, as in Llama 3.1 and later", ALWAYS)
+    use_rope_scaling: bool = flag(
+        False, "the rotary embedding is scaled for long contexts, as in Llama 3.1 and later", ALWAYS
+    )
     rotary_scaling_factor: float | None = flag(
         None,
-        "the rotary embedding is stretched by this factor",
+        "the rotary embedding is scaled by this factor",
         when("--use-rope-scaling for a new model", lambda a: a.use_rope_scaling or a.model_config is None),
     )
     swiglu: bool = flag(False, "the MLP is a SwiGLU", ALWAYS)
     qk_layernorm: bool = flag(False, "queries and keys have a norm (Qwen3)", ALWAYS)
     add_qkv_bias: bool = flag(False, "the query, key and value projections have a bias (Qwen2)", ALWAYS)
-    disable_bias_linear: bool = flag(False, "the other linear layers have no bias", ALWAYS)
+    disable_bias_linear: bool = flag(False, "all other linear layers have no bias", ALWAYS)
     untie_embeddings_and_output_weights: bool = flag(
-        False, "the LM head has weights of its own, not the embedding's", ALWAYS
+        False, "the LM head has its own weights instead of sharing those of the embedding", ALWAYS
     )
 
     @property
@@ -203,7 +205,7 @@ class ModelArgs(ArchitectureArgs, OfJob):
     """Model."""
 
     hf_checkpoint: str | None = flag(
-        None, "this Hugging Face model folder or hub id has the weights, config and tokenizer", ALWAYS, metavar="PATH"
+        None, "weights, config and tokenizer come from this Hugging Face model folder or hub id", ALWAYS, metavar="PATH"
     )
     tokenizer: str = flag(
         None, "the tokenizer comes from this folder or hub id", ALWAYS, metavar="PATH", auto="--hf-checkpoint"
@@ -216,10 +218,10 @@ class ModelArgs(ArchitectureArgs, OfJob):
         auto="--hf-checkpoint",
     )
     ref_update_interval: int | None = flag(
-        None, "the policy is copied into the reference every this many rollouts", REFERENCE, at_least=1
+        None, "the policy's weights are copied into the reference model after every N rollouts", REFERENCE, at_least=1
     )
     attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3"] = flag(
-        "auto", "training uses this attention kernel", TRAINING, auto="the fastest that works here"
+        "auto", "training uses this attention kernel", TRAINING, auto="the fastest that works on this machine"
     )
 
     # config of a new model that the architecture flags define; None: --hf-checkpoint has its own
@@ -232,8 +234,8 @@ class CheckpointArgs(OfJob):
 
     load: str | None = flag(
         None,
-        "the run goes on from the newest checkpoint in this folder; where there is none yet it starts afresh, and "
-        "the folder of a Hugging Face model gives it that model's weights",
+        "the run resumes from the newest checkpoint in this folder; if there is none yet, it starts from the "
+        "beginning; if the folder is a Hugging Face model, the run starts with its weights",
         ALWAYS,
         metavar="DIR",
     )
@@ -250,25 +252,25 @@ class CheckpointArgs(OfJob):
     )
     save_interval: int | None = flag(
         None,
-        "a checkpoint is saved every this many rollouts, and after the last one",
+        "a checkpoint is saved after every N rollouts, and after the last one",
         TRAINING & when("--save", lambda a: a.save, ": in which folder?").strictly(),
         at_least=1,
     )
     save_interval_minutes: float | None = flag(
         None,
-        "a checkpoint is also saved after the first rollout that ends this long after the last one [min]",
+        "a checkpoint is also saved after a rollout if the last save is at least this long ago [min]",
         TRAINING & when("--save", lambda a: a.save, ": in which folder?").strictly(),
         above=0,
     )
     async_save: bool = flag(
         False,
-        "training goes on while a checkpoint is written; before, its state is copied to host memory, which needs room "
-        "for it",
+        "training continues while a checkpoint is written; its state is first copied to host memory, which must have "
+        "room for it",
         SAVE,
     )
     save_retain_interval: int | None = flag(
         None,
-        "the checkpoints of every this many rollouts are kept; any other is deleted when the next one is complete",
+        "the checkpoint of every N-th rollout is kept; any other is deleted when the next one is complete",
         SAVE,
         at_least=1,
     )
@@ -283,13 +285,13 @@ class CheckpointArgs(OfJob):
         "the weights of --save-hf are written in this dtype",
         TRAINING
         & when("--save-hf", lambda a: a.save_hf)
-        & when("a whole model, as adapters have fp32", lambda a: a.lora_rank == 0 or a.lora_merge),
-        auto="that of --hf-checkpoint; for a new model the dtype of training",
+        & when("a whole model, because adapters are saved in fp32", lambda a: a.lora_rank == 0 or a.lora_merge),
+        auto="the dtype of --hf-checkpoint; for a new model, the dtype of training",
     )
     push_to_hub: str | None = flag(
         None,
-        "when the run has ended, its last model of --save-hf, or with --save-best its best one, is uploaded to this "
-        "repository of the Hugging Face hub, which is created unless it is there",
+        "at its end, the run uploads its last --save-hf model, or its best one with --save-best, to this repository "
+        "of the Hugging Face hub, and creates the repository if it does not exist",
         TRAINING.strictly() & when("--save-hf", lambda a: a.save_hf).strictly(),
         metavar="ORG/NAME",
     )
@@ -298,33 +300,35 @@ class CheckpointArgs(OfJob):
     )
     save_best: bool = flag(
         False,
-        "what the best evaluation so far measured is kept: under --save its checkpoint, named in "
-        "best_checkpointed_iteration.txt, and of --save-hf a folder best",
+        "the model with the best evaluation so far is kept: its checkpoint under --save, named in "
+        "best_checkpointed_iteration.txt, and its model in the folder best of --save-hf",
         TRAINING.strictly()
         & SCORES.strictly()
         & when("--save or --save-hf", lambda a: a.save or a.save_hf, ": where to?").strictly(),
     )
     ckpt_step: int | None = flag(
-        None, "the run goes on from the checkpoint of this rollout instead of the newest", LOAD.strictly()
+        None, "the run resumes from the checkpoint of this rollout instead of the newest", LOAD.strictly()
     )
     load_fallback: bool = flag(
         False,
-        "when a file of the newest checkpoint is damaged or missing, the run goes on from the newest whole one "
-        "before it",
+        "if a file of the newest checkpoint is damaged or missing, the run resumes from the newest complete "
+        "checkpoint before it",
         CHECKPOINT,
     )
-    no_save_optim: bool = flag(False, "checkpoints leave the optimizer state out", SAVE)
+    no_save_optim: bool = flag(False, "checkpoints do not contain the optimizer state", SAVE)
     no_load_optim: bool = flag(False, "the run resumes the weights only, with a fresh optimizer", CHECKPOINT)
     no_load_rng: bool = flag(False, "the run starts with a fresh random state", CHECKPOINT)
     finetune: bool = flag(
         False,
-        "only the weights of --load are taken: optimizer, random state and rollout count are fresh",
+        "the run takes only the weights of --load: optimizer, random state and rollout count start fresh",
         LOAD.strictly(),
     )
     start_rollout_id: int = flag(
-        None, "the first rollout has this number", ALWAYS, at_least=0, auto="one after the checkpoint's, else 0"
+        None, "the first rollout has this number", ALWAYS, at_least=0, auto="one after the checkpoint's rollout, else 0"
     )
-    override_lr_scheduler: bool = flag(False, "on resume the flags win over the checkpoint's schedule", CHECKPOINT)
+    override_lr_scheduler: bool = flag(
+        False, "on resume, the learning-rate flags override the checkpoint's schedule", CHECKPOINT
+    )
 
     # the checkpoint under --load to resume from; None: a fresh start
     resume_directory: str | None = resolved(None)

@@ -32,7 +32,7 @@ from slimelite.arguments.sources import (
 from slimelite.plan.devices import Machine, this_machine
 
 GROUP, FILE = "--args-group", "--import-file"
-TAKEN = "the arguments have an attribute of this name; call yours something else"
+TAKEN = "the arguments already have an attribute of this name; choose another name"
 
 
 class Origin(NamedTuple):
@@ -122,7 +122,7 @@ def compose(groups: Sequence[type], files: tuple[Origin, ...] = (), origins: Ori
     flags = [flag for group in (Args, *groups) for flag in all_flags(group).values()]
     taken = [option for flag in flags for option in (flag.option, *flag.aliases)]
     if twice := {option for option in taken if taken.count(option) > 1}:
-        raise ArgumentError([f"{', '.join(sorted(twice))}: two groups have this flag; call yours something else"])
+        raise ArgumentError([f"{', '.join(sorted(twice))}: two groups define this flag; choose another name for yours"])
     own = {name for group in groups for name in all_flags(group)}
     if reserved := own & attributes(Args):
         options = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(reserved))
@@ -184,8 +184,8 @@ def _find(origin: Origin) -> type:
 
 
 MASKED = (
-    f"has {HIDDEN} where a secret was: a run does not save them. Give the flag with the secret on the command line, or "
-    "remove it from the file and export the variable before Ray starts"
+    f"has {HIDDEN} in place of a secret, because a run does not save secrets. Give the flag with the secret on the "
+    "command line, or remove it from the file and export the variable before Ray starts"
 )
 
 
@@ -264,7 +264,7 @@ def make_args(argv: Sequence[str], groups: Sequence[type] = (), *, machine: Mach
     if settings.custom:  # one may be a misspelt flag
         near = {key: vocabulary.nearest("--" + key) for key in settings.custom}
         listed = ", ".join(f"{key} (the nearest flag is {flag})" if flag else key for key, flag in near.items())
-        note = f"--custom-config-path: no flags of ours, plugins read them as args.<key>: {listed}"
+        note = f"--custom-config-path: these keys are not flags of slimelite; plugins read them as args.<key>: {listed}"
         args = replace(args, notes=(*args.notes, note))
     later = settings.problems[len(misread) :] + validate(args)
     # a flag that could not be read has its default here; problems that this default causes are left out

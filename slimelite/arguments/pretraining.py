@@ -17,13 +17,13 @@ class PretrainingArgs(OfJob):
     """
 
     seq_length: int = flag(2048, "documents are packed into sequences of this length [tokens]", TEXTS, at_least=2)
-    text_key: str = flag("text", "this column of parquet and jsonl files has the documents", TEXTS)
+    text_key: str = flag("text", "this column of parquet and jsonl files contains the documents", TEXTS)
     cross_document_attention: bool = flag(
-        False, "a token attends to the documents before its own in a sequence too", DOCUMENTS & TRAINING
+        False, "a token also attends to the earlier documents in its sequence", DOCUMENTS & TRAINING
     )
     token_cache: str = flag(
         "~/.cache/slimelite/tokens",
-        "documents that were tokenised are kept in this folder, by what they were made from",
+        "tokenised documents are cached in this folder",
         TEXTS,
         metavar="DIR",
     )
@@ -34,21 +34,21 @@ class PretrainingArgs(OfJob):
         None, "the run trains on this many tokens, counted as full sequences", DOCUMENTS, above=0
     )
     train_flops: float | None = flag(
-        None, "the run takes this many floating-point operations, of full sequences", DOCUMENTS, above=0
+        None, "the run trains for this many floating-point operations, counted as full sequences", DOCUMENTS, above=0
     )
     tokens_per_parameter: float | None = flag(
-        None, "the run trains on this many tokens for each parameter of matrices and LM head", DOCUMENTS, above=0
+        None, "the run trains on this many tokens per parameter of the matrices and the LM head", DOCUMENTS, above=0
     )
     depth: int | None = flag(
         None,
-        "a new model has this many layers, and its width, the tokens, the batch and the optimizer's settings follow, "
-        "unless flags say them; docs/from_bytes.md has the rules",
+        "a new model has this many layers; its width, the number of tokens, the batch size and the optimizer's "
+        "settings follow from it unless flags set them; docs/from_bytes.md has the rules",
         DOCUMENTS,
         at_least=1,
     )
     eval_bpb: list[str] = flag(
         [],
-        "an evaluation measures the bits per byte of the documents in these files, folders or hub datasets: eval/bpb",
+        "an evaluation measures bits per byte (eval/bpb) on the documents in these files, folders or hub datasets",
         TRAINING & SCORES,
         metavar="PATH",
     )

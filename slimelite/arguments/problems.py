@@ -61,7 +61,7 @@ def without_effect(args: Args, explicit: frozenset[str]) -> Iterator[tuple[str, 
 def _flags(args: Args) -> Iterator[str]:
     """Numbers out of bounds, flags with an unmet strict condition, and required flags that are missing."""
     if args.stages:
-        yield "--stages is for the command line of train.py: a file of flags cannot name others"
+        yield "--stages can only be given on the command line of train.py, not in a file of flags"
     for flag in all_flags(type(args)).values():
         value = getattr(args, flag.name)
         if wrong := flag.wrong_number(value):
@@ -75,27 +75,33 @@ def _flags(args: Args) -> Iterator[str]:
 def _modes(args: Args) -> Iterator[str]:
     if args.max_restarts and (args.finetune or args.ckpt_step is not None):
         yield (
-            "--max-restarts goes on from the newest checkpoint in --save, which --finetune and --ckpt-step would not: "
-            "begin with the model as --hf-checkpoint, or start without --max-restarts once"
+            "--max-restarts resumes from the newest checkpoint in --save, which --finetune and --ckpt-step would "
+            "ignore: give the model as --hf-checkpoint, or start once without --max-restarts"
         )
     job = args.job
     if not (job.trains or job.engines):
         other = "--load-debug-rollout-data" if job.saved else "--debug-train-only"
-        yield f"--debug-rollout-only and {other} leave nothing to run; take one"
+        yield f"--debug-rollout-only and {other} leave nothing to run; choose one"
     if args.num_rollout is None and args.num_epoch is None:
-        yield "--num-rollout is missing: how long is the run? (--num-epoch counts in passes over the prompts)"
+        yield (
+            "--num-rollout is missing: give the number of rollouts of the run, or --num-epoch, the number of passes "
+            "over the prompts"
+        )
     elif args.num_rollout is None and job.saved:
-        yield "--num-epoch with --load-debug-rollout-data: saved rollouts make no epochs; give --num-rollout"
+        yield "--num-epoch with --load-debug-rollout-data: saved rollouts have no epochs; give --num-rollout"
     prompts = args.prompt_data or job.saved or args.num_rollout == 0
     if not prompts and args.rollout_global_dataset:
-        yield "--prompt-data is missing: which prompts? (--load-debug-rollout-data trains on saved rollouts)"
+        yield (
+            "--prompt-data is missing: name the files with the prompts (or train on saved rollouts with "
+            "--load-debug-rollout-data)"
+        )
     if args.curriculum_threshold is not None and (args.prompt_data_weights or not args.rollout_global_dataset):
-        yield "--curriculum-threshold orders one data set: leave out --prompt-data-weights and the like"
+        yield "--curriculum-threshold works with a single data set, not with a mixture: remove --prompt-data-weights"
     rule = RULES[args.rm_type] if args.rm_type and args.rm_type in RULES and not args.custom_rm_path else None
     if (args.curriculum_threshold or 0) > 1 and rule is not None and rule.example is not None:
         yield (
-            f"--curriculum-threshold {args.curriculum_threshold}: --rm-type {rule.name} gives a right answer 1, so "
-            "that no task would ever go on to its next level; take one from 0 to 1"
+            f"--curriculum-threshold {args.curriculum_threshold}: --rm-type {rule.name} gives a right answer the "
+            "reward 1, so no task would ever reach its next level; use a threshold from 0 to 1"
         )
     elsewhere = args.data_source_path or args.rollout_function_path or args.environment
     if not args.rollout_global_dataset and not elsewhere:
@@ -103,25 +109,28 @@ def _modes(args: Args) -> Iterator[str]:
     ours = {"--environment": (args.environment, EPISODE), "--agent-command": (args.agent_command, PROGRAM)}
     for flag, (value, function) in ours.items():
         if value and args.custom_generate_function_path != function:
-            yield f"{flag} and --custom-generate-function-path both make the responses; take one"
+            yield f"{flag} and --custom-generate-function-path both make the responses; choose one"
     if args.agent_command and args.agent_network == "none" and (args.agent_sandbox or "none") != "none":
-        yield "--agent-network none: the programs of --agent-command could not reach their model; take loopback"
+        yield (
+            "--agent-network none: the programs of --agent-command could not reach their model; use --agent-network "
+            "loopback"
+        )
     if not job.engines and job.sampled and not (job.saved or args.rollout_function_path):
         yield (
             "--debug-train-only has nothing to train on: give --load-debug-rollout-data, or a --loss-type that "
             "reads its responses from the data, such as sft_loss"
         )
     if not (job.trains or job.sampled):
-        yield f"--debug-rollout-only with --loss-type {args.loss_type}: it generates nothing"
+        yield f"--debug-rollout-only with --loss-type {args.loss_type}: this loss generates no rollouts; leave one out"
     if args.save_rollouts not in ("all", "none") and not re.fullmatch(r"\d{1,9}", args.save_rollouts):
-        yield f"--save-rollouts {args.save_rollouts}: is a number of rollouts, all or none"
+        yield f"--save-rollouts {args.save_rollouts}: must be a number of rollouts, all or none"
     if args.use_pytorch_profiler and args.num_rollout is not None:
         chosen = args.profiled_rollouts
         if not any(0 <= rollout < args.num_rollout for rollout in chosen):
             which = ", ".join(map(str, chosen[:4])) + ", …" * (len(chosen) > 4) or "none"
             yield (
-                f"--use-pytorch-profiler profiles {which} of the rollouts 0 to {args.num_rollout - 1}: say which, as "
-                "in --profile-rollouts 0"
+                f"--use-pytorch-profiler profiles {which} of the rollouts 0 to {args.num_rollout - 1}: name the "
+                "rollouts to profile, as in --profile-rollouts 0"
             )
     # what is wrong in one of them has been said
     named = args.eval_config or args.eval_prompt_data or "".join(args.eval_tasks).strip(",")
@@ -134,9 +143,15 @@ def _workers(args: RolloutArgs) -> Iterator[str]:
         if not name or "=" in name or isinstance(text, bool) or not isinstance(text, str | int | float):
             yield f"--train-env-vars: {name!r}: {text!r} is no variable: a name without = and a text or number"
     if args.async_rollout and args.colocate:
-        yield "--async-rollout with --colocate: engines that wait for the trainer's devices cannot run ahead; take one"
+        yield (
+            "--async-rollout with --colocate: engines that share the trainer's devices cannot generate while it "
+            "trains; choose one"
+        )
     if args.async_rollout and (args.offload_rollout or args.offload_train):
-        yield "--async-rollout with --offload: a rollout made ahead and training need their memory at once; take one"
+        yield (
+            "--async-rollout with --offload: engines and trainer run at the same time, so neither can release its "
+            "memory; choose one"
+        )
     oldest = args.update_weights_interval
     if args.async_rollout and args.max_weight_staleness is not None and args.max_weight_staleness < oldest:
         yield (
@@ -153,48 +168,59 @@ def _workers(args: RolloutArgs) -> Iterator[str]:
 def _engines(args: Args) -> Iterator[str]:
     if args.rollout_temperature == 0:
         yield (
-            "--rollout-temperature 0.0: must be above 0: training divides the logits by it, and the responses of a "
-            "group would be all alike; --eval-temperature 0 evaluates greedily"
+            "--rollout-temperature 0.0: must be above 0: training divides the logits by it, and all responses of a "
+            "group would be the same; --eval-temperature 0 evaluates greedily"
         )
     external, engine = args.rollout_external_engine_addrs, args.engine_kind
     if external and not engine.server:
-        yield f"--rollout-external-engine-addrs are SGLang servers: --rollout-backend {engine.name} runs none; take one"
+        yield (
+            f"--rollout-external-engine-addrs are SGLang servers: --rollout-backend {engine.name} runs none; choose one"
+        )
     if external and args.colocate:
-        yield "--rollout-external-engine-addrs with --colocate: someone else's servers share no devices; take one"
+        yield (
+            "--rollout-external-engine-addrs with --colocate: external servers cannot share the trainer's devices; "
+            "choose one"
+        )
     if args.deterministic_mode and not engine.repeats_with(args.sglang_overrides):
         what = f"--deterministic-mode with --rollout-backend {engine.name}"
         if isinstance(engine.repeats, str):
             yield f"{what} needs --sglang-{engine.repeats.replace('_', '-')} (on GPUs)"
         else:
-            yield f"{what}: its samples do not repeat; take embedded"
+            yield f"{what}: its samples are not reproducible; use embedded"
     if args.sglang_overrides.get("dp_size", 1) > 1 and not args.sglang_overrides.get("enable_dp_attention"):
         yield (
-            "--sglang-dp-size: SGLang takes new weights into its own replicas only with --sglang-enable-dp-attention; "
-            "for more engines raise --rollout-num-gpus"
+            "--sglang-dp-size: SGLang can update the weights of its replicas only with --sglang-enable-dp-attention; "
+            "to get more engines, raise --rollout-num-gpus"
         )
     widest = max((place.width for place in args.engine_places), default=args.rollout_num_gpus_per_engine)
     if engine.server and not args.job.gpus and widest > 1:
-        yield f"--rollout-num-gpus-per-engine {widest}: on a CPU a server is one process"
+        yield f"--rollout-num-gpus-per-engine {widest}: on a CPU a server is one process; leave it at 1"
     if args.sglang_config and external:
-        yield "--sglang-config starts servers, and --rollout-external-engine-addrs names some that run; take one"
+        yield (
+            "--sglang-config starts servers, and --rollout-external-engine-addrs names servers that are already "
+            "running; choose one"
+        )
     if args.job.engines == "own" and args.rollout_num_gpus == 0:
-        yield "--rollout-num-gpus 0 leaves no engine to generate"
+        yield "--rollout-num-gpus 0 leaves no engine to generate responses; raise it"
     if not engine.wide and (size := args.rollout_num_gpus_per_engine) > 1:
         yield f"--rollout-num-gpus-per-engine {size}: the {engine.name} engine runs on one device"
     shares = args.job.gpus and (args.colocate or args.job.local)
     if not engine.releases_memory and (args.offload_rollout or shares):
         yield (
-            f"--rollout-backend {engine.name} keeps its memory: no --colocate, --offload-rollout or --launcher local "
-            "on GPUs"
+            f"--rollout-backend {engine.name} cannot release its memory: it does not work with --colocate, "
+            "--offload-rollout or --launcher local on GPUs"
         )
 
 
 def _weight_sync(args: Args) -> Iterator[str]:
     way = args.update_weight_transport
     if way not in (None, "disk") and args.update_weight_disk_dir:
-        yield f"--update-weight-disk-dir with --update-weight-transport {way}: weights go one way; take disk"
+        yield (
+            f"--update-weight-disk-dir with --update-weight-transport {way}: the folder is only for "
+            "--update-weight-transport disk"
+        )
     if way == "ipc" and not args.colocate:
-        yield "--update-weight-transport ipc is for engines on the trainer's GPUs: add --colocate, or take nccl"
+        yield "--update-weight-transport ipc is for engines on the trainer's GPUs: add --colocate, or use nccl"
     ranks, job = args.training_ranks, args.job
     shared = job.servers and args.colocate and way == "ipc"
     if shared and job.syncs and args.rollout_num_gpus > ranks:
@@ -209,8 +235,9 @@ def _weight_sync(args: Args) -> Iterator[str]:
             yield f"--sglang-speculative-algorithm {drafts}: {NO_DRAFTS_BY_DISK}"
     if args.check_weight_update_equal and (args.offload_rollout or args.offload_train):
         yield (
-            "--check-weight-update-equal with --offload: right after a sync no engine has its KV cache and no trainer "
-            "its weights, to compare with; take --ci-test, or --no-offload-train --no-offload-rollout"
+            "--check-weight-update-equal with --offload: right after a sync, the engines have no KV cache and the "
+            "trainer has no weights in memory, so they cannot be compared; use --ci-test instead, or "
+            "--no-offload-train --no-offload-rollout"
         )
 
 
@@ -223,8 +250,8 @@ def _quantized(options: Mapping[str, object]) -> Iterator[str]:
         value = options.get(name)
         if value and value != "unquant" and (name != "load_format" or value == "flash_rl"):
             yield (
-                f"--sglang-{name.replace('_', '-')} {value}: SGLang cannot take the trainer's weights into layers that "
-                "it has quantized; leave it out, and engines compute in bfloat16 as the trainer does"
+                f"--sglang-{name.replace('_', '-')} {value}: SGLang cannot load the trainer's weights into layers "
+                "that it has quantized; without this flag, engines compute in bfloat16 like the trainer"
             )
 
 
@@ -232,7 +259,7 @@ def _data(args: Args) -> Iterator[str]:
     """Prompts, lengths, sampling and groups."""
     context, prompt, response = args.rollout_max_context_len, args.rollout_max_prompt_len, args.rollout_max_response_len
     if response is None:
-        yield "--rollout-max-response-len is missing: how many tokens may a response have?"
+        yield "--rollout-max-response-len is missing: give the most tokens that a response may have"
     elif response < 1 and args.job.engines and not args.rollout_function_path:
         yield f"--rollout-max-response-len {response}: must be at least 1"
     if context is not None and prompt is not None and prompt > context - 1:
@@ -242,7 +269,7 @@ def _data(args: Args) -> Iterator[str]:
         if dataset.custom_generate_function_path in (CHOOSE, CONTINUE) and not args.engine_kind.scores:
             yield (
                 f"eval dataset {dataset.name}: its choices are scored by their likelihood, which --rollout-backend "
-                f"{args.rollout_backend} does not give; take embedded"
+                f"{args.rollout_backend} does not return; use --rollout-backend embedded"
             )
     yield from _truncation(args)
     if args.prompt_data_weights and len(args.prompt_data_weights) != len(args.prompt_data):
@@ -254,13 +281,16 @@ def _data(args: Args) -> Iterator[str]:
     if args.n_samples_per_prompt != 1 or not args.job.engines:
         return
     if (args.dynamic_sampling_filter_path or "").split(".")[-1].split(":")[-1].startswith("check_reward_nonzero_std"):
-        yield "--n-samples-per-prompt 1: the filter check_reward_nonzero_std drops every group of one; raise it"
+        yield (
+            "--n-samples-per-prompt 1: the filter check_reward_nonzero_std drops every group with one response; "
+            "raise it"
+        )
     compares = args.job.loss == "policy" and (args.estimator.group is not None or args.estimator.compares)
     own_code = args.custom_reward_post_process_path or args.custom_advantage_function_path or args.rollout_function_path
     if compares and args.rewards_normalization and args.job.trains and not (own_code or args.use_opd):
         yield (
-            f"--n-samples-per-prompt 1: {args.advantage_estimator} compares the responses to a prompt with each other; "
-            "raise it, or take the reward as it is with --disable-rewards-normalization"
+            f"--n-samples-per-prompt 1: {args.advantage_estimator} compares the responses to a prompt with each "
+            "other; raise it, or use the raw reward with --disable-rewards-normalization"
         )
 
 
@@ -268,11 +298,11 @@ def _truncation(args: Args) -> Iterator[str]:
     """What training needs of samples that top-p, top-k, min-p or a grammar cut: the tokens that were kept."""
     params = SamplingParams.of(args, "rollout")
     if args.train_constrained and args.allow_truncated_sampling:
-        yield "--train-constrained needs the ids that --allow-truncated-sampling leaves out; take one of them"
+        yield "--train-constrained needs the token ids that --allow-truncated-sampling does not record; choose one"
     elif args.train_constrained and args.job.syncs and not args.engine_kind.kept:
         yield (
-            f"--train-constrained: --rollout-backend {args.rollout_backend} does not tell which tokens a grammar "
-            "allowed; take embedded or sglang"
+            f"--train-constrained: --rollout-backend {args.rollout_backend} does not report which tokens a grammar "
+            "allowed; use embedded or sglang"
         )
     if not params.truncation() or args.job.loss != "policy" or not args.job.syncs or args.allow_truncated_sampling:
         return
@@ -280,25 +310,26 @@ def _truncation(args: Args) -> Iterator[str]:
     what, options = f"--rollout-{name.replace('_', '-')} {value}", args.sglang_overrides
     if not args.engine_kind.kept:
         yield (
-            f"{what}: --rollout-backend {args.rollout_backend} does not tell which tokens it kept, so that log-probs "
-            "are those before truncation; take embedded or sglang, or insist: --allow-truncated-sampling"
+            f"{what}: --rollout-backend {args.rollout_backend} does not report which tokens it kept, so log-probs "
+            "would be those before truncation; use embedded or sglang, or accept this with "
+            "--allow-truncated-sampling"
         )
     if params.top_k == 1:
-        yield "--rollout-top-k 1: is greedy, so that the responses of a group would be all alike"
+        yield "--rollout-top-k 1: is greedy, so all responses of a group would be the same; raise it"
     if not args.job.servers:
         return
     if drafts := options.get(DRAFTS):
         yield (
-            f"{what} with --sglang-speculative-algorithm {drafts}: SGLang then does not tell which tokens it kept; "
-            "leave one out, or insist: --allow-truncated-sampling"
+            f"{what} with --sglang-speculative-algorithm {drafts}: with speculative decoding, SGLang does not report "
+            "which tokens it kept; leave one out, or accept this with --allow-truncated-sampling"
         )
     if params.top_k > (most := options.get("sampling_mask_max_tokens", SGLANG_MOST_KEPT)):
         yield (
-            f"--rollout-top-k {params.top_k}: SGLang tells at most {most} kept tokens; raise "
+            f"--rollout-top-k {params.top_k}: SGLang reports at most {most} kept tokens; raise "
             "--sglang-sampling-mask-max-tokens"
         )
     if params.min_p and options.get("enable_deterministic_inference"):
-        yield "--rollout-min-p with --sglang-enable-deterministic-inference: SGLang draws with one of them; take one"
+        yield "--rollout-min-p with --sglang-enable-deterministic-inference: SGLang cannot combine them; choose one"
 
 
 def _loss(args: Args) -> Iterator[str]:
@@ -306,10 +337,10 @@ def _loss(args: Args) -> Iterator[str]:
         if name not in registry.initial and registry[name].function is None:
             yield f"{registry.option} {name}: its record has no function; give it one: function=..."
     if args.use_reference and not args.ref_load:
-        yield "--ref-load is missing: a KL term, DPO or KTO compares with a reference model"
+        yield "--ref-load is missing: a KL term, DPO or KTO needs a reference model"
     penalised = args.job.sampled and args.kl_coef != 0
     if penalised and args.kl_loss_coef != 0:
-        yield "--kl-coef (in the reward) and --kl-loss-coef (in the loss) are both above 0; take one"
+        yield "--kl-coef (in the reward) and --kl-loss-coef (in the loss) are both above 0; choose one"
     if penalised and not args.estimator.takes_kl:
         instead = f"use --use-kl-loss --kl-loss-coef {args.kl_coef}"
         yield f"--kl-coef {args.kl_coef} has no effect with {args.advantage_estimator}: {instead}"
@@ -319,11 +350,11 @@ def _loss(args: Args) -> Iterator[str]:
     learner = f"the critic of {args.advantage_estimator}" if args.use_critic else "the policy loss"
     learns = args.use_critic or (args.job.loss == "policy" and args.job.trains)
     if learns and not args.compute_advantages_and_returns:
-        yield f"--disable-compute-advantages-and-returns leaves {learner} nothing to learn; leave it out"
+        yield f"--disable-compute-advantages-and-returns leaves {learner} nothing to learn from; leave it out"
     if args.calculate_per_token_loss and args.loss_aggregation != "token":
         yield f"--calculate-per-token-loss is --loss-aggregation token, not {args.loss_aggregation}"
     if args.custom_pg_loss_reducer_function_path and args.loss_aggregation == "constant":
-        yield "--loss-aggregation constant and --custom-pg-loss-reducer-function-path both reduce the loss; take one"
+        yield "--loss-aggregation constant and --custom-pg-loss-reducer-function-path both reduce the loss; choose one"
     if args.loss_aggregation == "constant" and not args.rollout_max_response_len:
         yield "--loss-aggregation constant divides by --rollout-max-response-len: give it"
     if (args.job.loss == "paired" or args.loss.judged) and args.loss_aggregation != "rollout":
@@ -331,19 +362,23 @@ def _loss(args: Args) -> Iterator[str]:
         what = "replies" if args.loss.judged else "pairs"
         yield f"--loss-type {args.loss_type} is a mean over {what}: leave {how} out"
     if args.loss.judged and args.label_key is None and not args.job.saved:
-        yield f"--loss-type {args.loss_type} reads from --label-key which replies are desirable: name the column"
+        yield (
+            f"--loss-type {args.loss_type} reads from the column --label-key which replies are desirable: give "
+            "--label-key"
+        )
     replies, size = (args.rollout_batch_size or 0) * args.n_samples_per_prompt, args.global_batch_size
     if args.loss.judged and size and (size == 1 or replies % size == 1):
         yield (
-            f"--loss-type {args.loss_type} --global-batch-size {size}: of {replies} replies a step has one, and the KL "
-            "is measured with the prompts of other ones; give sizes that leave no such step"
+            f"--loss-type {args.loss_type} --global-batch-size {size}: a step has only one of {replies} replies, but "
+            "the KL is measured on pairs of other prompts and replies; choose sizes that leave no step with one "
+            "reply"
         )
     if args.loss.scores and args.lora_rank:
         yield f"--loss-type {args.loss_type} trains all weights: leave --lora-rank out"
     if args.loss.scores and args.job.evaluates:
-        yield f"--loss-type {args.loss_type} trains a model that answers nothing: leave --eval-interval out"
+        yield f"--loss-type {args.loss_type} trains a model that generates no responses: leave --eval-interval out"
     if args.job.loss == "paired" and args.chosen_key == args.rejected_key:
-        yield f"--chosen-key and --rejected-key are both {args.chosen_key!r}: a pair has two replies"
+        yield f"--chosen-key and --rejected-key are both {args.chosen_key!r}: name two different columns"
 
 
 def _rewards(args: RewardArgs) -> Iterator[str]:
@@ -358,8 +393,8 @@ def _rewards(args: RewardArgs) -> Iterator[str]:
     shaped = args.overlong_buffer_len is not None or args.format_reward_coef != 0
     if shaped and args.custom_reward_post_process_path:
         yield (
-            "--custom-reward-post-process-path makes the rewards itself: leave out --overlong-buffer-len and "
-            "--format-reward-coef"
+            "--custom-reward-post-process-path replaces the changes to the rewards: leave out --overlong-buffer-len "
+            "and --format-reward-coef"
         )
     if args.format_regex is not None:
         try:
@@ -376,27 +411,27 @@ def _training(args: Args) -> Iterator[str]:
     elif args.use_critic and args.min_lr > args.critic_lr:
         yield f"--min-lr {args.min_lr} is above --critic-lr {args.critic_lr}"
     if args.sends_adapter and not (args.engine_kind.adapters and not args.rollout_external_engine_addrs):
-        yield "--lora-sync adapter is for SGLang servers that the run starts (--rollout-backend sglang); take merged"
+        yield "--lora-sync adapter is for SGLang servers that the run starts (--rollout-backend sglang); use merged"
     if args.lora_rank and args.optimizer == "muon" and args.job.trains:
-        yield "--optimizer muon with --lora-rank: Muon is for whole matrices, not for the two factors of one; take adam"
+        yield "--optimizer muon with --lora-rank: Muon is for whole matrices, not for the two factors of one; use adam"
     if args.load_in_4bit and args.compile and args.job.trains:
-        yield "--load-in-4bit with --compile: the products of 4-bit weights are not compiled here; leave one out"
+        yield "--load-in-4bit with --compile: torch.compile does not support the 4-bit matrix products; leave one out"
     if args.lr_warmup_fraction is not None and args.lr_warmup_iters:
-        yield "--lr-warmup-fraction and --lr-warmup-iters both say how long warm-up is; take one"
+        yield "--lr-warmup-fraction and --lr-warmup-iters both set the length of warm-up; choose one"
 
 
 def _correction(args: CorrectionArgs) -> Iterator[str]:
     """Correction flags that contradict each other, or change nothing."""
     chosen = args.correction
     if args.use_tis and chosen != "tis" and args.custom_tis_function_path is None:
-        yield f"--use-tis is --correction tis, not {chosen}; take one"
+        yield f"--use-tis is --correction tis, not {chosen}; choose one"
     if args.custom_tis_function_path is not None and chosen != "custom":
-        yield f"--custom-tis-function-path is a correction of its own, not --correction {chosen}; take one"
+        yield f"--custom-tis-function-path is a correction of its own, not --correction {chosen}; choose one"
     weighs = chosen != "none" and (chosen != "mis" or args.mis_mode != "none")
     if args.use_rollout_logprobs and weighs:
         yield (
-            f"--use-rollout-logprobs and --correction {chosen}: the engine's log-probs leave no mismatch to weigh; "
-            "take one (--correction mis --mis-mode none may reject)"
+            f"--use-rollout-logprobs and --correction {chosen}: with the engine's log-probs there is no mismatch to "
+            "correct; choose one (only --correction mis --mis-mode none, which rejects, goes with it)"
         )
     if args.tis_clip_low > args.tis_clip:
         yield f"--tis-clip-low {args.tis_clip_low} is above --tis-clip {args.tis_clip}"
@@ -414,7 +449,7 @@ def _distillation(args: DistillationArgs) -> Iterator[str]:
     """Distillation flags that contradict each other, or are missing."""
     if not (args.job.sampled and args.compute_advantages_and_returns):
         cause = "--disable-compute-advantages-and-returns" if args.job.sampled else f"--loss-type {args.loss_type}"
-        yield f"--use-opd adds to the advantages, and {cause} has none"
+        yield f"--use-opd adds to the advantages, but {cause} has none"
     if args.opd_type is None:
         yield "--use-opd needs --opd-type: trainer (with --opd-teacher-load) or sglang (with --rm-url)"
     elif args.opd_type == "sglang":
@@ -425,15 +460,15 @@ def _teacher_server(args: DistillationArgs) -> Iterator[str]:
     if args.train_constrained:
         yield (
             "--opd-type sglang with --train-constrained: the teacher's server gives log-probs over all tokens; leave "
-            "one of them out, or take --opd-type trainer"
+            "one of them out, or use --opd-type trainer"
         )
     if SamplingParams.of(args, "rollout").truncation() and not args.allow_truncated_sampling:
         yield (
             "--opd-type sglang with --rollout-top-p, --rollout-top-k or --rollout-min-p: the teacher's server gives "
-            "log-probs over the whole vocabulary; leave these out, or take --opd-type trainer"
+            "log-probs over the whole vocabulary; leave these out, or use --opd-type trainer"
         )
     if args.opd_teacher_load is not None:
-        yield "--opd-teacher-load with --opd-type sglang: the teacher is the server at --rm-url; take one"
+        yield "--opd-teacher-load with --opd-type sglang: the teacher is the server at --rm-url; choose one"
     # code of the user's that makes whole samples may have had a teacher score them already
     scored_elsewhere = args.job.saved or args.rollout_function_path or args.custom_generate_function_path
     if args.rm_url is None and not scored_elsewhere:
@@ -448,7 +483,7 @@ def _evaluation(args: Args) -> Iterator[str]:
     """What decides the best evaluation."""
     metric, ours = args.early_stop_metric, not (args.eval_function_path or args.custom_eval_rollout_log_function_path)
     if args.eval_bpb and args.offload_train:
-        yield "--eval-bpb with --offload-train: trainers measure it while engines have the GPUs; leave one out"
+        yield "--eval-bpb with --offload-train: trainers measure it while the engines occupy the GPUs; leave one out"
     known, parts = ["eval/bpb"] * bool(args.eval_bpb), tuple[str, ...]()
     for dataset in args.eval_datasets:
         known += dataset.metrics()
@@ -456,10 +491,10 @@ def _evaluation(args: Args) -> Iterator[str]:
     if metric is not None and known and ours and metric not in known and not metric.startswith(parts):
         near = difflib.get_close_matches(metric, known, n=1, cutoff=SIMILAR)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-        yield f"--early-stop-metric {metric}: no evaluation measures it; {hint} (and eval/NAME/reward/PART)"
+        yield f"--early-stop-metric {metric}: no evaluation measures this metric; {hint} (and eval/NAME/reward/PART)"
     if args.save_best and (args.eval_interval or 0) % args.update_weights_interval:
         yield (
             f"--save-best with --eval-interval {args.eval_interval} and --update-weights-interval "
-            f"{args.update_weights_interval}: the engines would be evaluated with older weights than those that are "
-            "saved; make the first a multiple of the second"
+            f"{args.update_weights_interval}: an evaluation would use older weights than those that are saved; make "
+            "the first a multiple of the second"
         )

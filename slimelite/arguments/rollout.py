@@ -48,28 +48,32 @@ class DataArgs(OfJob):
 
     prompt_data: list[str] = flag(
         [],
-        "prompts come from these jsonl or parquet files, or hub dataset ids; path@[a:b] takes a slice; one YAML file "
-        "is a mixture of paths with weights",
+        "prompts come from these files (jsonl or parquet) or hub dataset ids; path@[a:b] takes a slice; a single "
+        "YAML file defines a mixture of paths with weights",
         NEW_ROLLOUTS,
         metavar="PATH",
     )
     prompt_data_weights: list[float] = flag(
         [],
-        "each path of --prompt-data gives this share of the prompts, as in 3 1",
+        "relative weights of the paths of --prompt-data, as in 3 1",
         NEW_ROLLOUTS,
         above=0,
         auto="by their sizes",
     )
-    input_key: str = flag("input", "this column has the prompt: text or messages", NEW_ROLLOUTS)
-    label_key: str | None = flag(None, "this column has the label that the reward compares with", NEW_ROLLOUTS)
+    input_key: str = flag("input", "this column contains the prompt: text or messages", NEW_ROLLOUTS)
+    label_key: str | None = flag(
+        None, "this column contains the label, with which the reward compares the response", NEW_ROLLOUTS
+    )
     metadata_key: str = flag(
         "metadata",
-        "this column has a dict that the reward and plugins see; it may be absent, unless named here",
+        "this column contains a dict that rewards and plugins can read; the default column may be absent, one that "
+        "is named here may not",
         NEW_ROLLOUTS,
     )
     tool_key: str = flag(
         "tools",
-        "this column has the tools that the chat template shows; it may be absent, unless named here",
+        "this column contains the tools that the chat template shows; the default column may be absent, one that is "
+        "named here may not",
         NEW_ROLLOUTS,
     )
     apply_chat_template: bool = flag(False, "the tokenizer's chat template turns messages into a prompt", NEW_ROLLOUTS)
@@ -81,44 +85,44 @@ class DataArgs(OfJob):
         "prompts that are longer than this are left out [tokens]",
         ALWAYS,
         at_least=1,
-        auto="--rollout-max-context-len less 1",
+        auto="--rollout-max-context-len minus 1",
     )
     curriculum_threshold: float | None = flag(
         None,
-        "prompts begin with the lowest level in their metadata; a task goes on to its next when the mean reward of its "
-        "groups in a rollout is at least this",
+        "curriculum: each task begins with the prompts of its lowest level (in their metadata) and moves to the next "
+        "level when the mean reward of its groups in a rollout is at least this",
         NEW_ROLLOUTS & when("no --data-source-path", lambda a: a.data_source_path is None),
         auto="prompts of all levels",
     )
-    rollout_shuffle: bool = flag(False, "prompts are shuffled anew in every epoch", NEW_ROLLOUTS)
+    rollout_shuffle: bool = flag(False, "prompts are shuffled again in every epoch", NEW_ROLLOUTS)
     rollout_seed: int = flag(
         42,
-        "this seeds shuffling and sampling; it follows --seed where that is given",
+        "seed of shuffling and sampling; if --seed is given, this follows it",
         NEW_ROLLOUTS,
         at_least=0,
         at_most=SEEDS[-1],
     )
     rollout_global_dataset: bool = flag(
         True,
-        "the run has no dataset: the data source plugin finds prompts of its own",
+        "the run has no dataset: prompts come from the data source plugin",
         NEW_ROLLOUTS,
         negative="--disable-rollout-global-dataset",
     )
     data_source_path: str | None = plugin("is a data source class of your own", NEW_ROLLOUTS)
     skip_bad_rows: bool = flag(
-        False, "malformed rows are left out, counted and reported, instead of ending the run", NEW_ROLLOUTS
+        False, "malformed rows are skipped, counted and reported; without this flag they end the run", NEW_ROLLOUTS
     )
     loss_mask_type: str = flag(
         "auto",
-        "SFT finds the assistant's tokens in this way; auto reads them off the chat template, which fits all the "
-        "others",
+        "how SFT finds the assistant's tokens; auto derives them from the chat template, and covers all the other "
+        "values",
         CONVERSATIONS,
         choices=LOSS_MASKS,
     )
 
     num_rollout: int = flag(
         None,
-        "the run has this many rollouts; it wins over --num-epoch",
+        "the run has this many rollouts; this overrides --num-epoch",
         ALWAYS,
         at_least=0,
         auto="--num-epoch times prompts / --rollout-batch-size",
@@ -126,7 +130,7 @@ class DataArgs(OfJob):
     num_epoch: int | None = flag(
         None,
         "the run makes this many passes over the prompts",
-        when("no --num-rollout (which wins)", lambda a: a.num_rollout is None),
+        when("no --num-rollout (which overrides it)", lambda a: a.num_rollout is None),
         at_least=1,
     )
     rollout_batch_size: int = flag(None, "a rollout has this many prompts (required)", ALWAYS, at_least=1)
@@ -141,7 +145,7 @@ class DataArgs(OfJob):
         "an optimizer step takes this many samples",
         TRAINING,
         at_least=1,
-        auto="all samples of the rollout, or those over --num-steps-per-rollout",
+        auto="all samples of the rollout, or those samples / --num-steps-per-rollout",
     )
     num_steps_per_rollout: int = flag(
         None,
@@ -164,8 +168,8 @@ class DataArgs(OfJob):
     )
     share_prefixes: bool = flag(
         True,
-        "a prefix that samples of a forward pass share, such as a group's prompt, is computed once, where the model's "
-        "layers allow it; without it the same gradients cost more, which serves to compare",
+        "a prefix that several samples of a forward pass share, such as a group's prompt, is computed only once if "
+        "the model's layers allow it; --no-share-prefixes computes the same gradients more slowly, for comparison",
         TRAINING,
     )
     log_probs_max_tokens_per_gpu: int | None = flag(
@@ -184,15 +188,15 @@ class RolloutArgs(DataArgs, ClusterArgs):
 
     rollout_backend: str = flag(
         "auto",
-        "this inference engine generates",
+        "this inference engine generates the responses",
         INFERENCE,
         choices=("auto", ENGINES),
-        auto="sglang on GPUs where it is installed, else embedded",
+        auto="sglang on GPUs if it is installed, else embedded",
     )
     kv_cache_tokens: int | None = flag(
         None,
-        "the embedded engine keeps keys and values of this many tokens, running and cached ones; it takes the memory "
-        "when it is used",
+        "size of the embedded engine's KV cache [tokens], for running and cached sequences; memory is allocated as "
+        "it is needed",
         EMBEDDED,
         at_least=1,
         auto="what fits 4 GiB on a CPU, 60 % of the free memory on a GPU",
@@ -205,8 +209,8 @@ class RolloutArgs(DataArgs, ClusterArgs):
     )
     allow_truncated_sampling: bool = flag(
         False,
-        "training takes top-p, top-k or min-p samples although log-probs are those of the whole vocabulary; without "
-        "it they are renormalised over the tokens that the engine kept",
+        "training computes log-probs over the whole vocabulary even though sampling was truncated by top-p, top-k or "
+        "min-p; without this flag they are renormalised over the tokens that the engine kept",
         when(
             "--rollout-top-p, --rollout-top-k or --rollout-min-p",
             lambda a: SamplingParams.of(a, "rollout").truncation(),
@@ -214,37 +218,37 @@ class RolloutArgs(DataArgs, ClusterArgs):
     )
     train_constrained: bool = flag(
         False,
-        "tokens that were sampled under a grammar, such as a JSON schema of an agent's request, are trained on, with "
-        "log-probs over the tokens that it allowed; without it they get loss mask 0",
+        "tokens that were sampled under a grammar, such as the JSON schema of an agent's request, are trained on, "
+        "with log-probs over the tokens that the grammar allowed; without this flag their loss mask is 0",
         POLICY,
     )
     rollout_max_context_len: int | None = flag(
         None, "prompt and response together have at most this length [tokens]", ALWAYS, at_least=1
     )
     rollout_max_response_len: int = flag(
-        None, "a response has at most this length [tokens] (required to generate)", ALWAYS
+        None, "a response has at most this length [tokens] (required if responses are generated)", ALWAYS
     )
 
     over_sampling_batch_size: int = flag(
         None, "this many prompts are kept in flight", POLICY_SAMPLING, auto="--rollout-batch-size"
     )
     dynamic_sampling_filter_path: str | None = plugin(
-        "says whether to keep a group: fn(args, samples)", POLICY_SAMPLING
+        "decides whether to keep a group: fn(args, samples)", POLICY_SAMPLING
     )
     keep_dropped: int = flag(
         4,
-        "the run folder keeps this many of a rollout's groups that were filtered out, too stale or failed, each "
-        "with the reason",
+        "of each rollout, the run folder keeps this many of the groups that were filtered out, too stale or failed, "
+        "each with the reason",
         POLICY_SAMPLING,
         at_least=0,
     )
     partial_rollout: bool = flag(
-        False, "unfinished responses go on in the next rollout instead of being dropped", POLICY_SAMPLING
+        False, "unfinished responses are continued in the next rollout instead of being dropped", POLICY_SAMPLING
     )
     mask_offpolicy_in_partial_rollout: bool = flag(
         False,
-        "training takes only the tokens of the current weights: of resumed responses and of finished ones kept for "
-        "later",
+        "only tokens that the current weights sampled are trained on, in resumed responses and in finished ones that "
+        "were kept for a later rollout",
         POLICY_SAMPLING
         & when(
             "--partial-rollout, or --over-sampling-batch-size above --rollout-batch-size",
@@ -257,12 +261,13 @@ class RolloutArgs(DataArgs, ClusterArgs):
 
     async_rollout: bool = flag(
         False,
-        "the next rollout is generated while this one is trained on (slime's train_async.py): its weights are older",
+        "the next rollout is generated while this one is trained on, and therefore with older weights (slime's "
+        "train_async.py)",
         TRAINING,
     )
     update_weights_interval: int = flag(
         1,
-        "this many rollouts are trained on between weight syncs",
+        "weights are sent to the engines after every N rollouts",
         SYNC & use_of("--async-rollout"),
         at_least=1,
     )
@@ -275,20 +280,20 @@ class RolloutArgs(DataArgs, ClusterArgs):
     )
     generate_timeout: float = flag(
         3600.0,
-        "a custom generate function that takes longer has failed, and is tried again [s]",
+        "a custom generate function that takes longer than this counts as failed and is retried [s]",
         SAMPLING & OWN_GENERATE,
         at_least=1,
     )
     tool_call_parser: str | None = flag(
         None,
-        "an agent's model writes tool calls in this way",
+        "format in which an agent's model writes tool calls",
         SAMPLING & OWN_GENERATE,
         choices=TOOL_FORMATS,
         auto="what the chat template shows",
     )
     reasoning_parser: str | None = flag(
         None,
-        "an agent's model writes its thinking in this way",
+        "format in which an agent's model writes its thinking",
         SAMPLING & OWN_GENERATE,
         choices=REASONING_FORMATS,
         auto="what the chat template shows",
@@ -296,13 +301,14 @@ class RolloutArgs(DataArgs, ClusterArgs):
     agent_sandbox: str | None = flag(
         None,
         lambda: (
-            "programs of --agent-command, servers of --environment mcp and the code that a model writes run in this: "
+            "sandbox for the programs of --agent-command, the servers of --environment mcp and the code that a model "
+            "writes: "
             + "".join(f"{kind.name} ({kind.summary}), " for kind in SANDBOXES.values())
             + "or a class as path/to/file.py:Class"
         ),
         SAMPLING,
         metavar="NAME",
-        auto="process for the code that a model writes, none for the others",
+        auto="process for the code that a model writes, none for programs and servers",
     )
     rollout_sample_hook_path: list[str] = flag(
         [],
@@ -312,19 +318,19 @@ class RolloutArgs(DataArgs, ClusterArgs):
         repeat=True,
     )
     rollout_sample_filter_path: str | None = plugin(
-        "sets remove_sample on what the loss must not see: fn(args, groups)", POLICY_SAMPLING
+        "sets remove_sample on the samples that training must leave out: fn(args, groups)", POLICY_SAMPLING
     )
     rollout_all_samples_process_path: str | None = plugin(
         "sees every finished group, dropped ones too: fn(args, groups, data_source)", POLICY_SAMPLING
     )
     buffer_filter_path: str | None = plugin(
-        "picks from the groups that were given back: fn(args, rollout_id, buffer, n)",
+        "picks groups from the buffer of those that were returned to it: fn(args, rollout_id, buffer, n)",
         POLICY_SAMPLING,
         auto="first in, first out",
     )
     custom_rollout_log_function_path: str | None = plugin(
-        "logs a rollout, and by returning true leaves out the default log: "
-        "fn(rollout_id, args, samples, metrics, seconds)",
+        "logs a rollout; if it returns true, the default log is skipped: fn(rollout_id, args, samples, metrics, "
+        "seconds)",
         ALWAYS,
     )
 
@@ -345,10 +351,10 @@ class RewardArgs(RolloutArgs):
 
     rm_type: str | None = flag(
         None,
-        lambda: f"this rule makes the reward (boxed_ reads \\boxed{{}} alone): {' '.join(RULES)}",
-        SAMPLING & when("no --custom-rm-path (which wins)", lambda a: not a.custom_rm_path),
+        lambda: f"this rule computes the reward (a boxed_ rule reads only \\boxed{{}}): {' '.join(RULES)}",
+        SAMPLING & when("no --custom-rm-path (which overrides it)", lambda a: not a.custom_rm_path),
     )
-    reward_key: str | None = flag(None, "of a reward that is a dict, this entry is the reward", SAMPLING)
+    reward_key: str | None = flag(None, "if a reward is a dict, this entry is the reward", SAMPLING)
     group_rm: bool = flag(
         False,
         "one call of --custom-rm-path scores a whole group",
@@ -356,7 +362,7 @@ class RewardArgs(RolloutArgs):
     )
     rm_url: str | None = flag(
         None,
-        "the server of the rule remote_rm, or the teacher of --opd-type sglang, has this address",
+        "address of the server of the rule remote_rm, or of the teacher of --opd-type sglang",
         SAMPLING
         & (
             rule_reads("rm_url")
@@ -365,35 +371,35 @@ class RewardArgs(RolloutArgs):
         ),
         metavar="URL",
     )
-    custom_rm_path: str | None = plugin("makes the reward: async fn(args, sample)", SAMPLING)
+    custom_rm_path: str | None = plugin("computes the reward: async fn(args, sample)", SAMPLING)
     custom_reward_post_process_path: str | None = plugin(
-        "takes the place of the group normalisation: fn(args, samples) -> (raw rewards, rewards)", POLICY
+        "replaces the group normalization: fn(args, samples) -> (raw rewards, rewards)", POLICY
     )
     reward_error: Literal["zero", "drop", "fail"] = flag(
         "zero",
-        "a reward that raises, times out or is not finite counts as 0 (zero), takes its sample out (drop), or ends "
-        "the run (fail)",
+        "if a reward function raises, times out or returns a value that is not finite: the reward is 0 (zero), the "
+        "sample is dropped (drop), or the run ends (fail)",
         SAMPLING,
     )
-    reward_timeout: float = flag(30.0, "a reward that takes longer is an error [s]", SAMPLING, above=0)
+    reward_timeout: float = flag(30.0, "a reward that takes longer than this counts as an error [s]", SAMPLING, above=0)
     code_timeout: float = flag(
         10.0, "all tests of a response must pass within this time [s]", SAMPLING & rule_reads("code_timeout"), above=0
     )
     code_memory_mb: int = flag(
         1024,
-        "the program under test has this much address space, less than the grading process around it [MiB]",
+        "address-space limit of the program under test, which must be below that of the grading process [MiB]",
         SAMPLING & rule_reads("code_memory_mb"),
         at_least=64,
         below=GRADER_MEMORY_MB,
     )
     reward_model_path: str | None = flag(
         None,
-        "this Hugging Face sequence classification model with one output is the reward model",
+        "the reward model: a Hugging Face sequence classification model with one output",
         SAMPLING & rule_reads("reward_model_path"),
     )
     reward_model_device: Literal["auto", "cpu", "cuda"] = flag(
         "auto",
-        "the reward model runs here; auto: on a GPU if its process sees one",
+        "the reward model runs on this device; auto: on a GPU if its process sees one",
         SAMPLING & use_of("--reward-model-path"),
     )
     reward_model_batch_size: int = flag(
@@ -404,21 +410,23 @@ class RewardArgs(RolloutArgs):
     )
     format_regex: str | None = flag(
         None,
-        "the rule format wants a whole response to match this; without it, <think>...</think><answer>...</answer>",
+        "the rule format accepts a response that matches this regular expression as a whole; by default "
+        "<think>...</think><answer>...</answer>",
         SAMPLING & (rule_reads("format_regex") | use_of("--format-reward-coef")),
     )
     format_reward_coef: float = flag(
-        0.0, "in training this is added to the reward of a response that the rule format accepts", POLICY_SAMPLING
+        0.0, "in training, this is added to the reward of a response that the rule format accepts", POLICY_SAMPLING
     )
     overlong_buffer_len: int | None = flag(
         None,
-        "in training a response that ends within this distance of --rollout-max-response-len is punished [tokens]",
+        "in training, a response is penalized if its length is within this distance of --rollout-max-response-len "
+        "[tokens]",
         POLICY_SAMPLING,
         at_least=1,
     )
     overlong_penalty_factor: float = flag(
         1.0,
-        "a response that fills the buffer loses this much reward; one that just enters it loses nothing",
+        "the penalty of --overlong-buffer-len grows from 0 at the start of the buffer to this at its end",
         POLICY_SAMPLING & use_of("--overlong-buffer-len"),
         at_least=0,
     )
@@ -434,7 +442,7 @@ EPISODES = SAMPLING & NEW_ROLLOUTS & use_of("--environment")
 BOXED = SAMPLING & when("an --agent-sandbox of programs", lambda a: (a.agent_sandbox or "none") != "none")
 CONTAINED = SAMPLING & when("an --agent-sandbox of containers", lambda a: is_container(a.agent_sandbox))
 IN_THIS_RUN = EPISODES & when(
-    "an environment that is no address", lambda a: a.environment is None or not is_address(a.environment)
+    "an environment that is not a server's address", lambda a: a.environment is None or not is_address(a.environment)
 )
 
 
@@ -448,7 +456,7 @@ class EnvironmentArgs(RolloutArgs):
     environment: str | None = flag(
         None,
         lambda: (
-            "the model acts in this: "
+            "the model acts in this environment: "
             + "".join(f"{kind.name} ({kind.summary}), " for kind in ENVIRONMENTS.values())
             + "a class as path/to/file.py:Class, or a server as http://host:port"
         ),
@@ -458,7 +466,8 @@ class EnvironmentArgs(RolloutArgs):
     environment_max_turns: int = flag(16, "an episode has at most this many replies", EPISODES, at_least=1)
     environment_max_tokens: int | None = flag(
         None,
-        "the replies of an episode have at most this many tokens together; --rollout-max-response-len bounds each",
+        "all replies of an episode together have at most this many tokens; --rollout-max-response-len limits each "
+        "reply",
         EPISODES,
         at_least=1,
         auto="what --rollout-max-context-len leaves",
@@ -470,43 +479,46 @@ class EnvironmentArgs(RolloutArgs):
         60.0, "one call of the environment, such as a tool's, takes at most this long [s]", EPISODES, above=0
     )
     environment_processes: int = flag(
-        0, "environments run in this many processes of their own; 0: beside the rollout", IN_THIS_RUN, at_least=0
+        0,
+        "environments run in this many separate processes; with 0 they run in the rollout's process",
+        IN_THIS_RUN,
+        at_least=0,
     )
     agent_command: str | None = flag(
         None,
-        "this program answers each prompt: it gets the row as JSON on stdin, finds the model at OPENAI_BASE_URL, and "
-        'prints {"reward": 1.0} as its last line, or leaves the score to --rm-type',
+        "this program answers each prompt: it gets the row as JSON on stdin, reaches the model at OPENAI_BASE_URL, and "
+        'prints {"reward": 1.0} as its last line; if it prints no reward, --rm-type computes it',
         SAMPLING & NEW_ROLLOUTS,
         metavar="COMMAND",
     )
-    agent_timeout: float = flag(600.0, "a program takes at most this long, or it has failed [s]", PROGRAMS, above=0)
+    agent_timeout: float = flag(600.0, "a program that runs longer than this counts as failed [s]", PROGRAMS, above=0)
     agent_programs: int = flag(256, "at most this many programs run at the same time", PROGRAMS, at_least=1)
     agent_network: Literal["none", "loopback", "full"] = flag(
         "loopback",
-        "a program in a sandbox may connect to nothing, to the model alone (loopback), or to everything",
+        "a program in a sandbox may connect to nothing (none), only to the model (loopback), or to everything (full)",
         BOXED,
     )
     agent_sandbox_read: list[str] = flag(
         [],
-        "a program in a sandbox may read these files and folders too, besides the system's and those that its command "
-        "names",
+        "a program in a sandbox may read these files and folders, in addition to those of the system and those that "
+        "its command names",
         BOXED,
         metavar="PATH",
     )
     agent_image: str | None = flag(
         None,
-        "containers of --agent-sandbox podman or docker are of this image; it has a shell and is on this machine",
+        "image for the containers of --agent-sandbox podman or docker; it must be on this machine and contain a shell",
         CONTAINED,
         metavar="IMAGE",
     )
     agent_memory_mb: int = flag(
-        4096, "a program in a sandbox, with all that it starts, has this much memory [MiB]", BOXED, at_least=64
+        4096, "memory limit of a program in a sandbox, including all processes that it starts [MiB]", BOXED, at_least=64
     )
     agent_processes: int = flag(
         256, "a program in a sandbox has at most this many processes and threads", BOXED, at_least=8
     )
     agent_disk_mb: int = flag(
-        1024, "the files of a program in a sandbox hold at most this much together [MiB]", BOXED, at_least=1
+        1024, "all files of a program in a sandbox together have at most this size [MiB]", BOXED, at_least=1
     )
 
     @property

@@ -245,7 +245,7 @@ def _read_known(flag: KnownFlag, words: Sequence[str]) -> str:
         return flag.why
     value = " ".join(words)
     if flag.harmless is not None and _same(value, flag.harmless):
-        return f"{value} is how it is anyway"
+        return f"{value} is already the default behaviour"
     raise ValueError(f"is not supported: {flag.why}")
 
 
@@ -275,7 +275,7 @@ def _expect(words: Sequence[str], count: int | None) -> None:
     if count is None:
         return
     if count == 0 and words:
-        raise ValueError(f"takes no value, not {' '.join(words)!r}")
+        raise ValueError(f"takes no value: remove {' '.join(words)!r}")
     if len(words) < abs(count):
         raise ValueError("needs a value" if abs(count) == 1 else f"needs {count} values")
     if 0 < count < len(words):
@@ -358,7 +358,9 @@ def read_command_line(argv: Sequence[str], vocabulary: Vocabulary) -> Settings:
         vocabulary.read(option, words, settings)
     for option in FILES:
         if [option for option, _ in calls].count(option) > 1:
-            settings.complain(option, "is given twice: take one file, and flags on the command line over it")
+            settings.complain(
+                option, "is given twice: keep one file, and override its values by flags on the command line"
+            )
     return settings
 
 
@@ -370,14 +372,14 @@ def read_config(path: str, option: str, vocabulary: Vocabulary, *, own_keys: boo
     settings = Settings()
     content = load_yaml(path, option, settings)
     if content is not None and not isinstance(content, dict):
-        settings.complain(option, f"{path}: is not a mapping of arguments")
+        settings.complain(option, f"{path}: must be a mapping of arguments, as in `lr: 1e-5`")
     if not isinstance(content, dict):
         return settings
     before = len(settings.problems)
     keys = [str(key).replace("_", "-") for key in content]
     for name, value in zip(keys, content.values(), strict=True):
         if keys.count(name) > 1:
-            settings.complain(f"--{name}", "is there twice, with - and with _")
+            settings.complain(f"--{name}", "is given twice, once with - and once with _")
         elif own_keys and not vocabulary.knows(name):
             try:
                 json.dumps(value, default=str)  # the run writes it into config.json
@@ -434,11 +436,13 @@ def _short_text(path: str) -> str:
     """The text of a file, unless it may be endless."""
     mode = os.stat(path).st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # of a folder the system has its own words
-        raise ValueError("is a pipe or a device; name a file")
+        raise ValueError("is a pipe or a device; give a regular file")
     with open(path, "rb") as file:
         text = file.read(YAML_BYTES + 1)
     if len(text) > YAML_BYTES:
-        raise ValueError(f"has more than {YAML_BYTES:,} bytes: is it a file of arguments?")
+        raise ValueError(
+            f"has more than {YAML_BYTES:,} bytes, which is too large for a file of arguments: is it the right file?"
+        )
     return text.decode()
 
 
@@ -496,16 +500,18 @@ def _check_keys(root: Any) -> None:
                 continue
             key = item[0]
             if str(key.value) in keys:
-                raise ValueError(f"line {key.start_mark.line + 1}: {key.value} is there a second time")
+                raise ValueError(f"line {key.start_mark.line + 1}: {key.value} is given a second time")
             keys.add(str(key.value))
 
 
 def _read_key(name: str, value: object, vocabulary: Vocabulary, settings: Settings) -> None:
     if f"--{name}" in FILES:
-        settings.complain(f"--{name}", "is for the command line; a file of arguments names no other")
+        settings.complain(f"--{name}", "can only be given on the command line, not in a file of arguments")
         return
     if isinstance(value, dict) and not vocabulary.knows(name):
-        settings.complain(f"--{name}", "is not a flag but a section; a file has no sections: move its keys out of it")
+        settings.complain(
+            f"--{name}", "is a section, not a flag; a file of arguments has no sections: move its keys to the top level"
+        )
         return
     try:
         if name in vocabulary.switches_on:
@@ -537,7 +543,10 @@ def read_presets(
         for key, value in preset.values.items():
             if key not in explicit and settings.values.setdefault(key, value) != value:
                 option = "--" + key.replace("_", "-")
-                settings.complain("--preset", f"{owner[key]} and {name} disagree about {option}: give it, or take one")
+                settings.complain(
+                    "--preset",
+                    f"{owner[key]} and {name} disagree about {option}: use one, or give the flag",
+                )
             owner.setdefault(key, name)
         settings.problems += preset.problems
     return settings, owner
@@ -559,7 +568,7 @@ def drop_unusable_paths(settings: Settings, vocabulary: Vocabulary) -> None:
 def _unusable(path: str) -> str | None:
     """Why ``path`` cannot be used, or None; a path where nothing exists yet can be used."""
     if not path:
-        return "is empty: a variable that is not set?"
+        return "is empty: is it a shell variable that is not set?"
     try:
         os.stat(f"{path.partition('@[')[0]}/.")  # fails for a folder that we may not enter
     except (FileNotFoundError, NotADirectoryError):

@@ -18,7 +18,9 @@ def choose_launcher(draft: Draft) -> None:
     if not started:
         return
     if draft.args.job.engines:
-        draft.complain("--launcher", "torchrun is for runs without engines: start this one without it")
+        draft.complain(
+            "--launcher", "torchrun is for runs without engines, and this run needs engines: start it without torchrun"
+        )
     world, local = (int(os.environ[name]) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     for name, value in (("actor_num_gpus_per_node", local), ("actor_num_nodes", world // local)):
         if name in draft.explicit and getattr(draft.args, name) != value:

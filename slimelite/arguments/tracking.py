@@ -32,32 +32,36 @@ class TrackingArgs(DataArgs, CheckpointArgs):
 
     run_dir: str = flag(
         None,
-        "this folder is the run's alone: it gets config, metrics, rollouts and plots",
+        "the run writes config, metrics, rollouts and plots to this folder; runs must not share one",
         ALWAYS,
         metavar="DIR",
         auto="runs/<name>-<time>",
     )
     save_rollouts: str = flag(
         "all",
-        "the run folder keeps the samples, dropped groups and token stats of this many newest rollouts, of all or of "
-        "none; the answers of evaluations stay",
+        "the run folder keeps the samples, dropped groups and token stats of this many of the newest rollouts, of "
+        "all of them (all), or of none; the answers of evaluations are always kept",
         ALWAYS,
         metavar="N",
     )
     use_wandb: bool = flag(False, "metrics go to Weights & Biases", ALWAYS)
     wandb_mode: Literal["online", "offline", "disabled"] | None = flag(
-        None, "wandb sends the metrics, writes files for a later wandb sync, or does nothing", WANDB
+        None,
+        "online: wandb uploads the metrics; offline: it writes files for a later wandb sync; disabled: it does nothing",
+        WANDB,
     )
     wandb_dir: str | None = flag(
-        None, "the files of wandb go to this folder", WANDB, metavar="DIR", auto="the run folder"
+        None, "wandb writes its files to this folder", WANDB, metavar="DIR", auto="the run folder"
     )
-    wandb_key: str | None = flag(None, "this is the API key; it is better in the environment, as WANDB_API_KEY", WANDB)
-    wandb_host: str | None = flag(None, "your own wandb server has this address", WANDB, metavar="URL")
+    wandb_key: str | None = flag(
+        None, "the API key; the environment variable WANDB_API_KEY is a safer place for it", WANDB
+    )
+    wandb_host: str | None = flag(None, "address of your own wandb server", WANDB, metavar="URL")
     wandb_team: str | None = flag(None, "the run belongs to this team (entity)", WANDB)
     wandb_project: str | None = flag(None, "the run belongs to this project", WANDB, auto="slimelite")
-    wandb_group: str | None = flag(None, "the run belongs to this group, and is called so", WANDB)
+    wandb_group: str | None = flag(None, "group of the run, and the default of its name", WANDB)
     wandb_run_name: str | None = flag(None, "the run has this name", WANDB, auto="the group")
-    wandb_run_id: str | None = flag(None, "the run with this id goes on", WANDB)
+    wandb_run_id: str | None = flag(None, "wandb continues the run with this id", WANDB)
     wandb_random_suffix: bool = flag(
         True,
         "no random letters are added to the group's name",
@@ -70,35 +74,37 @@ class TrackingArgs(DataArgs, CheckpointArgs):
         None, "TensorBoard's files go to this folder", TENSORBOARD, metavar="DIR", auto="in the run folder"
     )
     tb_project_name: str | None = flag(None, "metrics go to this subfolder of TensorBoard's folder", TENSORBOARD)
-    tb_experiment_name: str | None = flag(None, "metrics go to this subfolder, in that of the project", TENSORBOARD)
+    tb_experiment_name: str | None = flag(None, "metrics go to this subfolder of the project's folder", TENSORBOARD)
     use_prometheus: bool = flag(
-        False, "/metrics answers Prometheus with the newest value of every metric, while the run goes on", ALWAYS
+        False, "during the run, Prometheus can read the newest value of every metric at /metrics", ALWAYS
     )
     prometheus_port: int = flag(
         9090,
-        "/metrics is on this port; 0 takes a free one, which the console names",
+        "port of /metrics; 0 takes a free one and prints it",
         PROMETHEUS,
         at_least=0,
         at_most=65535,
     )
     prometheus_host: str = flag(
         "127.0.0.1",
-        "/metrics is on this address of the machine; 0.0.0.0 is all of them, and everybody who reaches one can read it",
+        "address on which /metrics listens; with 0.0.0.0 it listens on all addresses of the machine, and everyone "
+        "who can reach one of them can read it",
         PROMETHEUS,
     )
     prometheus_run_name: str | None = flag(
-        None, "the label run_name of every metric is this", PROMETHEUS, auto="--wandb-group, or the run folder's name"
+        None, "value of the label run_name of every metric", PROMETHEUS, auto="--wandb-group, or the run folder's name"
     )
     token_stats: Literal["computed", "all", "none"] = flag(
         "computed",
-        "token_stats/ of the run folder gets the trainer's log-prob and entropy of each response token: of the rows "
-        "that a forward pass computes anyway, of all rows with one more pass over the others, or no such file",
+        "which samples get the trainer's log-prob and entropy of each response token, in token_stats/ of the run "
+        "folder: those for which a forward pass computes them anyway (computed), all, at the cost of one more pass "
+        "over the rest (all), or none",
         TRAINING,
     )
-    log_multi_turn: bool = flag(False, "the log has metrics of multi-turn responses", POLICY)
-    log_passrate: bool = flag(False, "the log has pass@k of the training samples", POLICY)
+    log_multi_turn: bool = flag(False, "metrics of multi-turn responses are logged", POLICY)
+    log_passrate: bool = flag(False, "pass@k of the training samples is logged", POLICY)
     log_reward_category: str | None = flag(
-        None, "the log counts the values of this key of a dict reward, as rollout/error_cat/*", POLICY
+        None, "if a reward is a dict, the values of this key are counted and logged as rollout/error_cat/*", POLICY
     )
 
     @property
@@ -114,11 +120,12 @@ class ProfilingArgs(TrackingArgs):
 
     trace: bool = flag(
         False,
-        "trace.json of the run folder says what every worker did when: ui.perfetto.dev and chrome://tracing open it",
+        "the run writes a timeline of every worker's work to trace.json in the run folder; open it with "
+        "ui.perfetto.dev or chrome://tracing",
         ALWAYS,
     )
     use_pytorch_profiler: bool = flag(
-        False, "profile/ of the run folder gets a trace of PyTorch's operations, of each training rank", TRAINING
+        False, "each training rank writes a trace of PyTorch's operations to profile/ in the run folder", TRAINING
     )
     profile_rollouts: list[int] = flag(
         [],
@@ -126,28 +133,29 @@ class ProfilingArgs(TrackingArgs):
         TRAINING & PROFILER.strictly(),
         auto="from --profile-step-start to before --profile-step-end",
     )
-    profile_step_start: int = flag(10, "this rollout is the first that is profiled", PROFILED_STEPS, at_least=0)
-    profile_step_end: int = flag(12, "this rollout is the first after those", PROFILED_STEPS, at_least=1)
+    profile_step_start: int = flag(10, "the first rollout that is profiled", PROFILED_STEPS, at_least=0)
+    profile_step_end: int = flag(12, "the first rollout that is no longer profiled", PROFILED_STEPS, at_least=1)
     profile_target: list[Literal["train_overall", "train_actor", "train_log_probs"]] = flag(
         ["train_overall"],
-        "this is profiled: all of the training on a rollout, or its forward and backward passes, or its log-probs",
+        "what is profiled: all of the training on a rollout (train_overall), its forward and backward passes "
+        "(train_actor), or its log-probs (train_log_probs)",
         TRAINING & PROFILER,
     )
     record_memory_history: bool = flag(
         False,
-        "CUDA's allocator remembers who took memory when, of each training rank, and a file keeps that: when memory "
-        "runs out, after --memory-snapshot-num-steps, and when the run ends",
+        "each training rank records CUDA memory allocations and writes them to a file when memory runs out, after "
+        "--memory-snapshot-num-steps, and when the run ends",
         TRAINING & when("GPUs", lambda a: a.job.gpus, ": PyTorch keeps the history of CUDA's memory alone").strictly(),
     )
     memory_snapshot_dir: str | None = flag(
         None,
-        "the memory's history goes to this folder",
+        "the memory history is written to this folder",
         MEMORY_HISTORY,
         metavar="DIR",
         auto="profile/ of the run folder",
     )
     memory_snapshot_num_steps: int | None = flag(
-        None, "the memory's history ends after this many rollouts", MEMORY_HISTORY, at_least=1, auto="all of the run"
+        None, "the memory history ends after this many rollouts", MEMORY_HISTORY, at_least=1, auto="all of the run"
     )
 
     @property
@@ -160,110 +168,115 @@ class ProfilingArgs(TrackingArgs):
 class DebugArgs(OfJob):
     """Debugging."""
 
-    seed: int = flag(1234, "this seeds the whole run", ALWAYS, at_least=SEEDS[0], at_most=SEEDS[-1])
+    seed: int = flag(1234, "seed of the whole run", ALWAYS, at_least=SEEDS[0], at_most=SEEDS[-1])
     dry_run: bool = flag(
         False,
-        "the run checks everything that can be checked, prints the resolved arguments and the memory, time and traffic "
-        "to expect, and stops",
+        "checks everything that can be checked before a run, prints the resolved arguments and the expected memory, "
+        "time and traffic, and stops",
         ALWAYS,
     )
     plan_gpu: str | None = flag(
         None,
-        "--dry-run plans for these GPUs instead of this machine's: h100:8, l40s:1 or rtx4090:1, GPUs of one node "
-        "(docs/planner.md lists them)",
+        "--dry-run plans for these GPUs of one node instead of this machine's: h100:8, l40s:1 or rtx4090:1 "
+        "(docs/planner.md lists the names)",
         DRY_RUN.strictly(),
         metavar="NAME:COUNT",
     )
     import_file: list[str] = flag(
         [],
-        "this Python file is run before the command line is read, and in every worker; what it registers, such as an "
-        "advantage estimator, is there like our own; may be given several times",
+        "this Python file runs before the command line is read, and in every worker; what it registers, such as an "
+        "advantage estimator, can be used like a built-in one; may be given several times",
         needs=ALWAYS,
         repeat=True,
         metavar="FILE",
     )
     args_group: list[str] = flag(
         [],
-        "this dataclass, my_file.py:MyArgs, has flags of your own: on the command line, in --help, in config files and "
-        "as args.my_flag in plugins; it may be given several times",
+        "this dataclass, as my_file.py:MyArgs, defines your own flags: on the command line, in --help, in config "
+        "files and as args.my_flag in plugins; it may be given several times",
         ALWAYS,
         repeat=True,
         metavar="CLASS",
     )
-    config: str | None = flag(None, "this YAML has arguments; the command line wins over it", ALWAYS, metavar="FILE")
+    config: str | None = flag(
+        None, "this YAML file contains arguments; the command line overrides it", ALWAYS, metavar="FILE"
+    )
     stages: list[str] = flag(
         [],
-        "these YAML files are runs, one after another, each from the model that the one before ends with; other flags "
-        "hold for all of them",
+        "each of these YAML files is a run; the runs follow one another, and each starts from the final model of the "
+        "run before it; all other flags apply to every run",
         ALWAYS,
         metavar="FILE",
     )
     custom_config_path: str | None = flag(
         None,
-        "this is another YAML, below --config; a key that is no flag reaches plugins as args.<key>",
+        "a second YAML file, which --config overrides; a key that is not a flag reaches plugins as args.<key>",
         ALWAYS,
         metavar="FILE",
     )
-    debug_rollout_only: bool = flag(False, "the run generates and scores, without a trainer", ALWAYS)
-    debug_train_only: bool = flag(False, "the run trains on given data, without engines", ALWAYS)
+    debug_rollout_only: bool = flag(False, "the run generates and scores responses, without a trainer", ALWAYS)
+    debug_train_only: bool = flag(
+        False, "the run trains on saved rollouts or on data with responses, without engines", ALWAYS
+    )
     save_debug_rollout_data: str | None = flag(
         None,
-        "each rollout is written here; {rollout_id} is replaced (eval_<id> for evaluations)",
+        "each rollout is written to this file; {rollout_id} is replaced (eval_<id> for evaluations)",
         ALWAYS,
         metavar="TEMPLATE",
     )
     load_debug_rollout_data: str | None = flag(
         None,
-        "saved rollouts are trained on, and none is generated; {rollout_id} is replaced",
+        "the run trains on these saved rollouts and generates none; {rollout_id} is replaced",
         ALWAYS,
         metavar="TEMPLATE",
     )
     load_debug_rollout_data_subsample: float | None = flag(
         None,
-        "this share of the groups of a saved rollout is used",
+        "only this fraction of the groups of a saved rollout is used",
         use_of("--load-debug-rollout-data").strictly(),
         above=0,
         at_most=1,
     )
     dump_details: str | None = flag(
         None,
-        "this folder gets what --save-debug-rollout-data writes",
+        "rollouts are written to this folder, as --save-debug-rollout-data does",
         when(
-            "no --save-debug-rollout-data (which wins)",
+            "no --save-debug-rollout-data (which overrides it)",
             lambda a: str(a.save_debug_rollout_data).startswith(f"{a.dump_details}".rstrip("/")),
         ),
         metavar="DIR",
     )
     ci_test: bool = flag(
         False,
-        "the run fails when what must hold of its first step does not, such as a KL of 0 to an equal reference",
+        "the run fails if its first step violates what must be true, such as a KL of 0 to an identical reference",
         TRAINING,
     )
     ci_metric_checker_key: str | None = flag(
         None,
-        "the run fails at its end unless this metric once reached --ci-metric-checker-threshold, such as eval/gsm8k",
+        "the run fails at its end unless this metric, such as eval/gsm8k, reached --ci-metric-checker-threshold at "
+        "least once",
         when(
             "--ci-metric-checker-threshold (they come together)", lambda a: a.ci_metric_checker_threshold is not None
         ).strictly(),
     )
     ci_metric_checker_threshold: float | None = flag(
         None,
-        "this is the lowest value of that metric that is a success",
+        "lowest value of that metric that counts as a success",
         when("--ci-metric-checker-key (they come together)", lambda a: a.ci_metric_checker_key is not None).strictly(),
     )
     ci_save_grad_norm: str | None = flag(
-        None, "this JSON file gets train/grad_norm of each optimizer step", TRAINING, metavar="FILE"
+        None, "train/grad_norm of each optimizer step is written to this JSON file", TRAINING, metavar="FILE"
     )
     ci_load_grad_norm: str | None = flag(
         None,
-        "the run fails when a step's train/grad_norm is not within 3 % of that in this file",
+        "the run fails if a step's train/grad_norm differs by more than 3 % from the one in this file",
         TRAINING,
         metavar="FILE",
     )
-    ci_disable_kl_checker: bool = flag(False, "the checks of --ci-test leave the KL out", CI)
+    ci_disable_kl_checker: bool = flag(False, "--ci-test does not check the KL", CI)
     ci_train_rollout_logprob_abs_diff_threshold: float = flag(
         0.1,
-        "the checks of --ci-test let trainer and engine log-probs differ by this; in fp32 by at most 0.001",
+        "--ci-test accepts this difference of trainer and engine log-probs; in fp32 at most 0.001",
         CI,
         at_least=0,
     )

@@ -36,44 +36,38 @@ class OptimizerArgs:
         "AdamW (adam, adamw) trains all weights; with muon, Muon trains the matrices and AdamW the rest",
         TRAINING,
     )
-    lr: float = flag(1e-6, "the learning rate rises to this value", TRAINING, at_least=0)
+    lr: float = flag(1e-6, "peak learning rate", TRAINING, at_least=0)
     weight_decay: float = flag(
         0.0,
-        "weights shrink by this share of the learning rate in each step; norms and biases do not",
+        "AdamW's weight decay; norms and biases are not decayed",
         TRAINING,
         at_least=0,
     )
-    adam_beta1: float = flag(
-        0.9, "the first moment keeps this share of itself in each step", TRAINING, at_least=0, at_most=1
-    )
-    adam_beta2: float = flag(
-        0.95, "the second moment keeps this share of itself in each step", TRAINING, at_least=0, at_most=1
-    )
-    adam_eps: float = flag(1e-8, "AdamW adds this to the denominator of its step", TRAINING, at_least=0)
-    muon_lr: float = flag(0.02, "the learning rate of the matrices under Muon rises to this value", MUON, at_least=0)
-    muon_momentum: float = flag(
-        0.95, "the momentum of Muon keeps this share of itself in each step", MUON, at_least=0, at_most=1
-    )
+    adam_beta1: float = flag(0.9, "decay rate of the first moment", TRAINING, at_least=0, at_most=1)
+    adam_beta2: float = flag(0.95, "decay rate of the second moment", TRAINING, at_least=0, at_most=1)
+    adam_eps: float = flag(1e-8, "epsilon that AdamW adds to the denominator of its step", TRAINING, at_least=0)
+    muon_lr: float = flag(0.02, "peak learning rate of the matrices that Muon trains", MUON, at_least=0)
+    muon_momentum: float = flag(0.95, "momentum of Muon", MUON, at_least=0, at_most=1)
     clip_grad: float = flag(
         1.0,
-        "a gradient with a larger 2-norm is scaled down to this; 0 clips nothing",
+        "gradients with a larger norm are scaled down to this norm; 0 turns clipping off",
         TRAINING,
         at_least=0,
         infinite=True,
     )
     nonfinite_grad: Literal["skip", "fail"] = flag(
-        "skip", "when a loss or gradient has inf or nan, skip leaves the step out and fail ends the run", TRAINING
+        "skip", "if a loss or gradient is inf or nan, skip skips the step and fail ends the run", TRAINING
     )
     reset_optimizer_states: bool = flag(
-        False, "the optimizer's moments are forgotten at the start of every rollout", TRAINING
+        False, "the optimizer's moments are reset at the start of every rollout", TRAINING
     )
 
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = flag(
-        "constant", "the learning rate falls in this way after warm-up", TRAINING
+        "constant", "schedule of the learning rate after warm-up", TRAINING
     )
-    lr_warmup_iters: int = flag(0, "the learning rate rises for this many optimizer steps", TRAINING, at_least=0)
+    lr_warmup_iters: int = flag(0, "the learning rate warms up over this many optimizer steps", TRAINING, at_least=0)
     lr_warmup_fraction: float | None = flag(
-        None, "warm-up is this share of --lr-decay-iters", TRAINING, at_least=0, at_most=1
+        None, "warm-up takes this fraction of --lr-decay-iters", TRAINING, at_least=0, at_most=1
     )
     lr_warmup_init: float = flag(0.0, "warm-up starts from this learning rate", WARMUP, at_least=0)
     lr_decay_iters: int | None = flag(
@@ -83,9 +77,9 @@ class OptimizerArgs:
         at_least=1,
         auto="all steps of the run",
     )
-    min_lr: float = flag(0.0, "the learning rate falls no lower than this", DECAY, at_least=0)
+    min_lr: float = flag(0.0, "lowest learning rate of the schedule", DECAY, at_least=0)
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = flag(
-        "exponential", "the last phase of WSD falls in this way", WSD
+        "exponential", "how the learning rate falls in the last phase of WSD", WSD
     )
     lr_wsd_decay_iters: int | None = flag(
         None, "the last phase of WSD takes this many optimizer steps", WSD, required=True, at_least=1
@@ -98,34 +92,40 @@ class PerfArgs(ClusterArgs):
 
     gradient_checkpointing: bool = flag(
         None,
-        "the backward pass computes activations again: it is slower and takes far less memory",
+        "the backward pass recomputes activations, which is slower and takes far less memory",
         TRAINING,
         auto="on where the model's shapes and the GPUs' memory need it; off on a CPU",
     )
     recompute_granularity: Literal["full", "selective"] | None = flag(
         None,
-        "full is Megatron's spelling of --gradient-checkpointing; with selective, what matrix products and attention "
-        "return is kept and the rest computed again",
+        "full is Megatron's spelling of --gradient-checkpointing; selective keeps the outputs of matrix products and "
+        "attention, and recomputes the rest",
         TRAINING & when("the value full with --compile", lambda a: a.recompute_granularity == "full" or not a.compile),
     )
     compile: bool = flag(
         False,
-        "torch.compile fuses what layers and LM head do between matrix products: for GPUs; on a CPU it does not pay",
+        "torch.compile fuses the operations between matrix products in layers and LM head; this helps on GPUs, not "
+        "on a CPU",
         TRAINING,
     )
     log_probs_chunk_size: int = flag(
-        -1, "the LM head takes this many rows of hidden states at a time; -1 chooses by the vocabulary", TRAINING
+        -1,
+        "the LM head processes this many rows of hidden states at a time; -1 chooses a number that suits the "
+        "vocabulary size",
+        TRAINING,
     )
     fsdp_cpu_offload: bool = flag(False, "parameters and optimizer state stay in host memory", TRAINING & GPUS)
     optimizer_cpu_offload: bool = flag(False, "this is Megatron's spelling of --fsdp-cpu-offload", TRAINING & GPUS)
     dp_replicate_size: int = flag(
         1,
-        "there are this many copies of the sharded model (HSDP), each with ranks / this many shards",
+        "number of replicas of the sharded model (HSDP); each replica is sharded over ranks / this many ranks",
         TRAINING,
         at_least=1,
     )
     deterministic_mode: bool = flag(
-        False, "the run repeats to the bit: it takes deterministic kernels and keeps submission order", ALWAYS
+        False,
+        "the run is reproducible bit for bit: it uses deterministic kernels and keeps the order of submission",
+        ALWAYS,
     )
 
     # whether ranks reduce gradients only after the last micro-batch of a step, and hold whole gradients until then
@@ -174,10 +174,10 @@ class LoraArgs(CheckpointArgs, ModelArgs):
         TRAINING,
         at_least=0,
     )
-    lora_alpha: float = flag(16.0, "an adapter's output is scaled by this over its rank", LORA, above=0)
+    lora_alpha: float = flag(16.0, "an adapter's output is scaled by this divided by its rank", LORA, above=0)
     lora_dropout: float = flag(
         0.0,
-        "training drops this share of an adapter's inputs; above 0, the policy that is trained is not the one that "
+        "dropout rate of an adapter's inputs in training; above 0, the trained policy differs from the one that "
         "generated",
         LORA,
         at_least=0,
@@ -185,20 +185,20 @@ class LoraArgs(CheckpointArgs, ModelArgs):
     )
     lora_type: Literal["lora", "canonical_lora", "rslora"] = flag(
         "lora",
-        "rslora scales by alpha over the square root of the rank; canonical_lora is Megatron's name for adapters of "
-        "single matrices, which all of these are",
+        "rslora scales by alpha divided by the square root of the rank; canonical_lora, Megatron's name for one "
+        "adapter per matrix, is the same as lora",
         LORA,
     )
     lora_target_modules: list[str] = flag(
         [],
-        "modules with these names get an adapter: q_proj, or attn, mlp, unembed, or Megatron's linear_qkv; spaces or "
-        "commas separate them",
+        "modules with these names get an adapter: names such as q_proj, the groups attn, mlp and unembed, or "
+        "Megatron's names such as linear_qkv; separate them by spaces or commas",
         LORA,
         auto=f"{ALL_LINEAR}: every linear layer but the LM head",
         aliases=("--target-modules",),
     )
     lora_exclude_modules: list[str] = flag(
-        [], "modules with these names get none", LORA, aliases=("--exclude-modules",)
+        [], "modules with these names get no adapter", LORA, aliases=("--exclude-modules",)
     )
     lora_adapter_path: str | None = flag(
         None,
@@ -213,19 +213,22 @@ class LoraArgs(CheckpointArgs, ModelArgs):
     )
     lora_sync: Literal["adapter", "merged"] | None = flag(
         None,
-        "a weight sync sends the adapter, which the engines compute beside the frozen weights, or the matrices that it "
-        "changes, with the adapter merged into them",
+        "what a weight sync sends: only the adapter, which the engines apply to the frozen weights (adapter), or the "
+        "changed matrices, with the adapter merged into them (merged)",
         LORA & INFERENCE,
-        auto="adapter for SGLang servers of the run and the layers between embedding and LM head, without "
-        "--load-in-4bit, else merged",
+        auto="adapter, if the run starts SGLang servers, no adapter is on the embedding or LM head, and "
+        "--load-in-4bit is off; else merged",
     )
     load_in_4bit: bool = flag(
         False,
-        "QLoRA: the frozen linear layers have 4 bits (NF4 with quantized scales, by bitsandbytes)",
+        "QLoRA: the frozen linear layers are stored in 4 bits (NF4 with quantized scales, by bitsandbytes)",
         LORA,
     )
     critic_lora_rank: int = flag(
-        0, "the critic's weights are frozen too, and it learns adapters of this rank and its head", CRITIC, at_least=0
+        0,
+        "the critic's weights are frozen too, and only its adapters of this rank and its head are trained",
+        CRITIC,
+        at_least=0,
     )
 
     # modules that get an adapter and those that do not: words of the flags, or of the adapter's config

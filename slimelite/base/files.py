@@ -69,7 +69,7 @@ def named(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in FULL:
             raise
-        remedy = f"{free_space(path.parent)} are free there: make room, and go on from the last checkpoint with --load"
+        remedy = f"{free_space(path.parent)} are free there: make room, and resume from the last checkpoint with --load"
         raise OSError(error.errno, f"{os.strerror(error.errno)}; {remedy}", str(path)) from error
 
 
@@ -141,10 +141,10 @@ def _lock(file: int, path: Path, flag: str) -> None:
     except BlockingIOError:
         run = os.pread(file, 1000, 0).decode().strip()  # by now that run may have ended and removed the file
         raise ValueError(
-            f"{flag} {path.parent}: another run writes there: {run}. Name another folder, or end that run"
+            f"{flag} {path.parent}: another run writes to this folder: {run}. Name another folder, or end that run"
         ) from None
     except OSError as error:
-        logger.warning("%s cannot be locked (%s): take care that no other run writes there", path, error.strerror)
+        logger.warning("%s cannot be locked (%s): make sure that no other run writes to it", path, error.strerror)
 
 
 def is_text(value: object) -> bool:

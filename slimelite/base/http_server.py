@@ -129,7 +129,9 @@ class Server(ABC):
         if http.match_info.handler not in self._public():
             # what has no key listens to this machine alone, whose browser may be showing somebody's page
             if self.key is None and not _is_asked_from_here(http, self.origins):
-                raise RequestError("a page of another site may not use a server without an API key", 403)
+                raise RequestError(
+                    "a page of another site may not use this server, because the server has no API key", 403
+                )
             if not self._opens(http, request_key(http)):
                 raise RequestError("this needs the server's API key", 401, code="invalid_api_key")
         return await handler(http)
@@ -289,7 +291,7 @@ async def read_json(http: web.Request) -> dict[str, Any]:
         raise RequestError(f"the body does not arrive whole: {error}") from error
     except (ValueError, RecursionError, gzip.BadGzipFile, EOFError, zlib.error) as error:
         encoding = http.headers.get("Content-Encoding")
-        packed = f"; its Content-Encoding is {encoding:.20}, and gzip alone is read" if encoding else ""
+        packed = f"; its Content-Encoding is {encoding:.20}, but only gzip is supported" if encoding else ""
         raise RequestError(f"the body is not JSON: {error}{packed}") from error
     if not isinstance(body, dict):
         raise RequestError(f"the body must be a JSON object, not {body!r:.60}")

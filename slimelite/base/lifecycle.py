@@ -92,7 +92,7 @@ class StopSignals:
         stopped, now = Stopped(number), time.monotonic()
         if self._first is None:
             self._first, StopSignals._number = now, number
-            _say(f"{stopped}: the run is being ended; a second {stopped} ends it at once")
+            _say(f"{stopped}: the run is shutting down; a second {stopped} ends it at once")
             raise stopped
         if now - self._first > SAME_SIGNAL_S:
             os._exit(stopped.status)

@@ -60,9 +60,9 @@ class Registry(dict[str, R], Generic[R]):
             ValueError: another record has its name, or the registry is closed.
         """
         if self.closed:
-            raise ValueError(f"{self.option} takes no {self.what} of your own; known are {', '.join(self)}")
+            raise ValueError(f"{self.option} does not accept a new {self.what}; the known ones are {', '.join(self)}")
         if record.name in self:
-            raise ValueError(f"another {self.what} is called {record.name!r} already; give yours another name")
+            raise ValueError(f"another {self.what} is already called {record.name!r}; choose another name for yours")
         self[record.name] = record
         return record
 
@@ -96,7 +96,7 @@ def function(reference: Function, option: str = "", name: str = "") -> Callable[
                 raise  # something that the module imports is missing
             target = None
         if target is None:
-            raise ValueError(f"{reference!r} of a record is no function; write package.module:function")
+            raise ValueError(f"{reference!r} of a record is not a function; write package.module:function")
     else:
         target = reference
     ours = str(getattr(target, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]

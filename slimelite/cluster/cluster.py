@@ -60,8 +60,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 logger = logging.getLogger(__name__)
 MOVED_ON = (
-    "every engine died while a rollout was generated ahead of training, whose weights have moved on: go on from the "
-    "last checkpoint with --load"
+    "every engine died while a rollout was generated ahead of training, and the trainer's weights have changed "
+    "since: resume from the last checkpoint with --load"
 )
 # after a rank has missed another one in a collective, Ray has this long to say that it is dead [s]
 VERDICT_S = 5.0
@@ -361,7 +361,7 @@ class Cluster:
         if self._released:
             tags = ", ".join(repr(tag) for tag in MEMORY_TAGS if tag in self._released)
             raise ValueError(
-                f"{verb}: the engines lack memory since release_engines; resume_engines({tags}) comes first"
+                f"{verb}: the engines have no memory since release_engines; call resume_engines({tags}) first"
             )
 
     def _begin(self, work: Callable[[], R]) -> Pending[R]:
@@ -417,7 +417,7 @@ class Cluster:
                 return
             if self._moved:
                 raise ClusterError(MOVED_ON)
-            logger.warning("every engine was started anew: sending weights %d again", self._version)
+            logger.warning("every engine was restarted: sending weights %d again", self._version)
             self._push(self._version)
 
     def _push(self, version: int) -> dict[str, float]:
@@ -435,7 +435,7 @@ class Cluster:
                 if not retries:
                     raise ClusterError(str(error)) from error
                 retries -= 1
-                logger.warning("%s; once more, with every engine alive", error)
+                logger.warning("%s; trying again, with every engine alive", error)
 
     def _check_engines(self, version: int) -> float:
         from slimelite.training.loss import engine_threshold  # it needs torch
@@ -454,8 +454,8 @@ class Cluster:
     def _load(self, directory: Path) -> int:
         if not self.args.job.trains:
             raise ValueError(
-                "--load with --debug-rollout-only: without a trainer nobody reads the checkpoint; write the model with "
-                "--save-hf and give that folder as --hf-checkpoint"
+                "--load with --debug-rollout-only: there is no trainer that could read the checkpoint; write the "
+                "model with --save-hf and give that folder as --hf-checkpoint"
             )
         saved = self._all(Trainer.load, str(directory))[0]
         if self.args.finetune:

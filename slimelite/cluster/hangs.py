@@ -135,7 +135,7 @@ class Monitor:
             try:
                 self._look()
             except Exception:  # a node that goes away, say: whoever waits for its workers gets that error
-                logger.info("a look at the workers failed", exc_info=True)
+                logger.info("checking the workers failed", exc_info=True)
 
     def _look(self) -> None:
         hosts: dict[str, list[Worker]] = {"": []}
@@ -157,7 +157,7 @@ class Monitor:
         what = f"process {stopped.pid} ({stopped.command[:80]})"
         if DAEMONS.search(stopped.command):
             if stopped.seconds >= min(self._limit / 2, DAEMON_S):
-                logger.warning("%s was stopped for %.0f s (SIGSTOP): it goes on", what, stopped.seconds)
+                logger.warning("%s was stopped for %.0f s (SIGSTOP) and runs again", what, stopped.seconds)
                 place.send(stopped.pid, signal.SIGCONT)
         elif stopped.seconds < self._limit:
             return
@@ -165,7 +165,7 @@ class Monitor:
             seen = Seen(owner, place, stopped.pid, stopped.seconds)
             self._end(seen, f"was stopped for {stopped.seconds:.1f} s (SIGSTOP)", seen.stack())
         elif owner is not None or OURS.search(stopped.command):
-            logger.error("%s was stopped for %.0f s (SIGSTOP): it is ended", what, stopped.seconds)
+            logger.error("%s was stopped for %.0f s (SIGSTOP), so it is ended", what, stopped.seconds)
             place.send(stopped.pid, signal.SIGKILL)
 
     def _still(self, seen: Sequence[Seen]) -> None:
@@ -173,7 +173,7 @@ class Monitor:
         long = [each for each in seen if each.waits() >= self._limit <= each.still]
         for each in long:
             if each.worker.name == "rollout" and each.method() == PROGRESS:
-                self._end(each, f"has answered no call for {each.waits():.1f} s, and does nothing", each.stack())
+                self._end(each, f"has been idle and answered no call for {each.waits():.1f} s", each.stack())
         busy = [each for each in seen if each.worker.calls.open and each.is_rank and each not in long]
         ranks = [each for each in long if each.is_rank]
         sends = any(each.method() == PUSH for each in ranks)

@@ -315,9 +315,9 @@ class Actors:
                 seen = [(trainer, trainer.sees(Path(file.name))) for trainer in writers]
                 if blind := [f"{trainer.name} on {trainer.host}" for trainer, sees in seen if not sees.result()]:
                     raise ClusterError(
-                        f"{flag} {folder}: {', '.join(blind)} cannot see what {platform.node()} writes there. Each "
-                        "machine would keep a part for itself, and a run could not go on from the parts: name a folder "
-                        "on a disk that all machines share"
+                        f"{flag} {folder}: {', '.join(blind)} cannot see the files that {platform.node()} writes "
+                        "there. Each machine would save its part on its own disk, and a run could not resume from "
+                        "these parts: name a folder on a disk that all machines share"
                     )
 
     def machines(self) -> dict[str, RemoteMachine]:
@@ -356,8 +356,8 @@ class Actors:
         nodes, gpus = zip(*ray.get(places), strict=True)
         if len(set(nodes)) > 1:
             raise ClusterError(
-                f"an engine of {len(bundles)} GPUs (--rollout-num-gpus-per-engine) would span {len(set(nodes))} nodes; "
-                "engines stay within a node: lower it, or free whole nodes"
+                f"an engine of {len(bundles)} GPUs (--rollout-num-gpus-per-engine) would span {len(set(nodes))} "
+                "nodes, but an engine must fit on one node: lower the flag, or free whole nodes"
             )
         visible = ",".join(str(gpu) for ids in gpus for gpu in ids)
         return {"CUDA_VISIBLE_DEVICES": visible, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
@@ -509,7 +509,9 @@ def _reserved(
     )
     try:
         if not group.wait(timeout_seconds=WAIT_LIMIT_S):
-            raise ClusterError(f"Ray did not reserve {bundles} x {bundle} in {WAIT_LIMIT_S} s; another job was faster")
+            raise ClusterError(
+                f"Ray did not reserve {bundles} x {bundle} in {WAIT_LIMIT_S} s; another job probably took them"
+            )
         yield group
     finally:
         # a scheduler's SIGTERM may have ended this run's own Ray daemons; removal would then wait a minute for them

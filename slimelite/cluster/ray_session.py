@@ -106,13 +106,13 @@ def _join(address: str, patience: float) -> None:
         _init()
     except AuthenticationError as error:
         raise ClusterError(
-            f"the Ray cluster of RAY_ADDRESS={address} wants a token, or another one: export RAY_AUTH_MODE=token, and "
+            f"the Ray cluster of RAY_ADDRESS={address} requires a valid token: export RAY_AUTH_MODE=token, and give "
             "the cluster's token as RAY_AUTH_TOKEN or in ~/.ray/auth_token (docs/install.md)"
         ) from error
     except (OSError, RuntimeError, ValueError) as error:
         raise ClusterError(
             f"no Ray cluster can be joined at RAY_ADDRESS={address} ({_first_line(error)}): name the head's address, "
-            "such as 10.0.0.1:6379; unset it to start a Ray of this run's own"
+            "such as 10.0.0.1:6379; unset RAY_ADDRESS to let the run start its own Ray"
         ) from error
 
 
@@ -128,7 +128,7 @@ def _start(bundles: int) -> None:
     for left in reversed(range(TRIES)):
         try:
             if (free := shutil.disk_usage(folder).free) < ROOM:
-                raise OSError(f"{free >> 20} MB are free in {folder}, and it takes {ROOM >> 20} MB at least")
+                raise OSError(f"{free >> 20} MB are free in {folder}, but Ray needs at least {ROOM >> 20} MB")
             with _without_needless(), _sessions_of_their_own():
                 _init(address="local", num_cpus=cpus, include_dashboard=False, _system_config=dict(SETTINGS))
             return
@@ -140,7 +140,7 @@ def _start(bundles: int) -> None:
         except Exception as error:
             ray.shutdown()
             if left:
-                logger.warning("Ray did not start (%s); once more", _first_line(error))
+                logger.warning("Ray did not start (%s); trying again", _first_line(error))
                 continue
             raise ClusterError(
                 f"Ray did not start, in {TRIES} tries: {_first_line(error)}. Its logs are in "
@@ -220,11 +220,11 @@ def explained(error: RayError, worker: str, log: Path | None = None) -> ClusterE
     elif isinstance(error, RuntimeEnvSetupError):
         what = f"{worker} could not be given its environment (--train-env-vars): {last}"
     elif isinstance(error, NodeDiedError):
-        what = f"{worker}: its machine is gone: {last}"
+        what = f"{worker}: its machine died or lost its connection: {last}"
     elif isinstance(error, RayActorError) and ENDED in last:
         what = (
-            f"{worker} died without an error: it was killed (SIGKILL; `dmesg` says whether for want of memory, then "
-            f"{NO_MEMORY}) or it crashed"
+            f"{worker} died without an error message: it crashed, or it was killed by SIGKILL (`dmesg` shows whether "
+            f"the machine ran out of memory; if so, {NO_MEMORY})"
         )
     elif isinstance(error, RayActorError):
         what = f"{worker} died: {last}"

@@ -62,10 +62,10 @@ def with_memory(error: BaseException, args: Args) -> BaseException:
         explained = ClusterError(shortage(error, args))
     elif isinstance(error, RuntimeError) and not isinstance(error, ClusterError) and SILENCE.search(str(error)):
         explained = ClusterError(
-            f"a training rank got no answer from another one: its process was stopped or hangs, its machine or the "
-            f"network is gone, or a collective takes more than --distributed-timeout-minutes "
-            f"{args.distributed_timeout_minutes} ({' '.join(str(error).rpartition(']')[2].split())[:200]}); the ranks' "
-            "logs are in logs/ of the run folder"
+            "a training rank got no answer from another rank: that rank is stopped or hangs, its machine or network "
+            "failed, or a collective takes more than --distributed-timeout-minutes "
+            f"{args.distributed_timeout_minutes} ({' '.join(str(error).rpartition(']')[2].split())[:200]}); the "
+            "ranks' logs are in logs/ of the run folder"
         )
     else:
         return error
@@ -281,7 +281,7 @@ class Turns:
         if error is not None:
             raise error
         if self._closed:
-            raise ValueError("the run has ended with its `with launch(...)`: call verbs inside the block")
+            raise ValueError("the run ended at the end of its `with launch(...)` block: call verbs inside the block")
 
     def seen(self, pending: Future[Any]) -> None:
         """Note that the caller has seen the error of ``pending``. After a failed job no other runs until then."""

@@ -80,7 +80,7 @@ class Saving(Thread):
     def _part(self, file: Path) -> Checksums:
         while not file.is_file():
             if self._dropped.wait(POLL_S):
-                raise InterruptedError("the run has ended meanwhile")
+                raise InterruptedError("the run has ended in the meantime")
         result = json.loads(file.read_text())
         file.unlink()
         if "error" in result:

@@ -85,7 +85,7 @@ def read_task(folder: Path) -> Task:
         config = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
         instruction = (folder / "instruction.md").read_text(encoding="utf-8").strip()
     except (OSError, ValueError) as error:
-        raise ValueError(f"{folder} is no task of Harbor's: {error}") from error
+        raise ValueError(f"{folder} is not a task of Harbor: {error}") from error
     box, tests = config.get("environment", {}), config.get("verifier", {})
     image = _dockerfile(folder / "environment")
     own = _resolved(box.get("env", {}))
@@ -119,11 +119,11 @@ def _problem(folder: Path, config: Mapping[str, Any], box: Mapping[str, Any], te
         "it is for Windows": str(box.get("os", "linux")).lower() != "linux",
         "it needs accelerators": box.get("gpus") or box.get("tpu"),
         "it brings MCP servers": box.get("mcp_servers"),
-        "its tests run in a box of their own": separate,
+        "its tests run in a separate container": separate,
         "it collects files (verifier.collect)": tests.get("collect"),
-        "it has users of its own": config.get("agent", {}).get("user") or tests.get("user"),
+        "it defines its own users": config.get("agent", {}).get("user") or tests.get("user"),
         "it waits for a health check": box.get("healthcheck"),
-        "it may reach some hosts alone": box.get("network_mode") == "allowlist",
+        "its network is limited to some hosts": box.get("network_mode") == "allowlist",
     }
     return next((what for what, holds in checks.items() if holds), "")
 
@@ -256,9 +256,9 @@ class Box:
                 status = await self._process.stdout.readline()
         except asyncio.IncompleteReadError as error:
             lines = error.partial.decode("utf-8", "replace").strip().splitlines() or ["without a word"]
-            raise OSError(f"the box has ended: {lines[-1]}") from error
+            raise OSError(f"the container has ended: {lines[-1]}") from error
         except (TimeoutError, asyncio.LimitOverrunError) as error:
-            raise OSError("the shell of the box does not answer") from error
+            raise OSError("the shell of the container does not answer") from error
         return int(status), text[: -len(mark) - 2].decode("utf-8", "replace")
 
     async def run(self, command: str, folder: str, seconds: float, most: int = MOST_CHARACTERS) -> tuple[int, str]:
@@ -292,7 +292,7 @@ class Box:
             await self._tell(f"{line} <<'{mark}' || W=\"$W \"{target}\n{content}{mark}")
         status, text = await self._answer('printf %s "$W"; [ -z "$W" ]', COMMAND_SECONDS)
         if status:
-            raise OSError(f"the box cannot write{text.splitlines()[-1]}: {text[:200]}")
+            raise OSError(f"the container cannot write{text.splitlines()[-1]}: {text[:200]}")
 
     async def pack(self, folders: Sequence[str], into: IO[bytes], most: int) -> None:
         """Write a base64 text of the files of ``folders`` into ``into``, at most ``most`` bytes.
@@ -309,12 +309,12 @@ class Box:
             async with asyncio.timeout(PACK_SECONDS):
                 while (line := await self._process.stdout.readline()) != end or not begun:
                     if not line or written > most:
-                        raise OSError("the box has ended, or holds too much")
+                        raise OSError("the container has ended, or its output is too large")
                     if begun:
                         written += into.write(re.sub(rb"[^A-Za-z0-9+/=\n]", b"", line))
                     begun = begun or line == end
         except (TimeoutError, ValueError) as error:
-            raise OSError("the shell of the box does not answer") from error
+            raise OSError("the shell of the container does not answer") from error
 
     async def unpack(self, packed: IO[bytes]) -> None:
         """Write the files of `pack`.
@@ -330,7 +330,7 @@ class Box:
         line = '{ [ ! -s "$P" ] || tar -C / -xf "$P"; } 2>&1; s=$?; rm -f "$P"; (exit $s)'
         status, text = await self._answer(line, PACK_SECONDS)
         if status:
-            raise OSError(f"the box cannot take the files of the model: {text:.300}")
+            raise OSError(f"the files of the model cannot be copied into the container: {text:.300}")
 
     async def close(self) -> None:
         """End it, with everything in it."""
@@ -376,7 +376,7 @@ class Harbor(ToolEnvironment):
         """Start the task's box."""
         name = str(row.metadata.get("task"))
         if name not in self._all:
-            raise ValueError("this row is not of harbor's tasks; leave --prompt-data out")
+            raise ValueError("this row does not belong to a Harbor task; leave --prompt-data out")
         start, self._task = super().reset(row), self._all[name]
         task = self._task
         self._variables = task.variables if self._bare else task.own_variables
@@ -573,7 +573,7 @@ def _built(task: Task, engine: str) -> str:
             words = [engine, "build", "--tag", tag, str(folder)]
             _engine(words, f"build the image of the task {task.name}", BUILD_SECONDS)
         except ValueError as error:
-            raise ValueError(f"{error}; --agent-image names an image in its place") from error
+            raise ValueError(f"{error}; --agent-image names another image to use instead") from error
     return tag
 
 

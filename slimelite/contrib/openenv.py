@@ -49,7 +49,7 @@ class OpenEnv:
         schema = await self._client.get(f"{self._address}/schema")
         actions = schema.get("action") if isinstance(schema, dict) else None
         if not isinstance(actions, dict):
-            raise ValueError(f"{shown(self._address)}/schema names no actions: is it a server of OpenEnv?")
+            raise ValueError(f"{shown(self._address)}/schema lists no actions: is it an OpenEnv server?")
         self._actions = actions
         needed, fields = self._actions.get("required", []), self._actions.get("properties", {})
         self._field = needed[0] if len(needed) == 1 and fields[needed[0]].get("type") == "string" else None
@@ -141,7 +141,7 @@ class OpenEnv:
             raise ServerError("UNKNOWN", f"its answer to {kind} is not an object with data: {str(answer)[:200]}")
         if answer.get("type") == "error":
             code = str(content.get("code"))
-            more = "; it takes fewer sessions at once (max_concurrent_envs) than the run has episodes"
+            more = "; it allows fewer sessions at once (max_concurrent_envs) than the run has episodes"
             raise ServerError(code, f"{content.get('message')}{more if code == NO_ROOM else ''}")
         return dict(content)
 

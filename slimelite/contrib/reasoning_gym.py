@@ -72,7 +72,7 @@ def _dataset(task: str, level: int | None, seed: int, size: int, settings: str) 
     if task not in DATASETS or task == "composite":
         raise ValueError(f"reasoning-gym has no task {task}; it has {', '.join(sorted({*DATASETS} - {'composite'}))}")
     if task in CHANGING:
-        raise ValueError(f"reasoning-gym:{task} makes other questions of the same seed each time: not usable")
+        raise ValueError(f"reasoning-gym:{task} is not usable: it makes different questions from the same seed")
     config = DATASETS[task][1]()
     overrides = {key: value for key, value in json.loads(settings).items() if hasattr(config, key)}
     for key, value in overrides.items():
@@ -90,7 +90,7 @@ def _dataset(task: str, level: int | None, seed: int, size: int, settings: str) 
     except (AssertionError, TypeError) as error:
         raise ValueError(f"reasoning-gym refuses the settings of {task}: {error}") from error
     if made[0]["answer"] is None or made.score_answer(made[0]["answer"], made[0]) < 1:
-        raise ValueError(f"reasoning-gym:{task} cannot be used: the library gives its own answer no reward")
+        raise ValueError(f"reasoning-gym:{task} cannot be used: the library gives no reward to its own answer")
     return made
 
 
@@ -132,7 +132,7 @@ class ReasoningGym:
     async def reset(self, row: Row) -> Start:
         """Show the question."""
         if "tags" not in row.metadata:
-            raise ValueError("this row is not reasoning-gym's; name the tasks and leave --prompt-data out")
+            raise ValueError("this row does not come from reasoning-gym; name the tasks and leave --prompt-data out")
         self._recipe = row.metadata
         return Start(row.prompt)
 

@@ -83,7 +83,8 @@ def make(spec: str) -> Callable[[], Search]:
     passages = [passage for file in files for passage in passages_of(file)] if spec and path.exists() else []
     if not passages:
         raise ValueError(
-            f"--environment search:{spec}: no passages there; name a folder or a file: {', '.join((*TEXTS, *READERS))}"
+            f"--environment search:{spec}: no passages were found; name a folder or a file: "
+            f"{', '.join((*TEXTS, *READERS))}"
         )
     return partial(Search, Index(passages))
 

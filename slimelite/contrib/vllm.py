@@ -185,7 +185,7 @@ class VllmEngine(InProcessEngine):
         head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         if device == "cpu" and head not in (sizes := CPUAttentionBackend.get_supported_head_sizes()):
             raise ValueError(
-                f"vLLM on a CPU has no attention of head size {head}, only {sizes}; take --rollout-backend embedded"
+                f"vLLM on a CPU has no attention of head size {head}, only {sizes}; use --rollout-backend embedded"
             )
         super().__init__(decode, encode, http_host)
         self._update = WeightUpdate(model_shapes(model_path))
@@ -239,7 +239,7 @@ class VllmEngine(InProcessEngine):
     def _load(self, bucket: WeightBucket) -> None:
         with self._update.taking(zip(bucket.names, bucket.shapes, strict=True)):
             if twice := sorted(self._update.received & set(bucket.names)):
-                raise ValueError(f"{twice[0]} was sent twice; vLLM takes a weight once in an update")
+                raise ValueError(f"{twice[0]} was sent twice; vLLM accepts each weight only once per update")
             # tensors are pickled for the worker process, and pickling a view would copy the whole bucket
             self._llm.collective_rpc(reload, args=([(name, tensor.clone()) for name, tensor in bucket.tensors()],))
 

@@ -84,7 +84,7 @@ class ChatReader:
             pieces = find(self, messages, tools)
         except (TemplateError, TypeError) as error:
             raise ValueError(
-                f"the chat template refuses this conversation ({error}); mend or remove the row, or put another "
+                f"the chat template refuses this conversation ({error}); fix or remove the row, or put another "
                 "chat_template.jinja into the --hf-checkpoint folder"
             ) from error
         token_ids: list[int] = []
@@ -152,7 +152,7 @@ class ChatReader:
         desirable = JUDGEMENTS.get(str(sample.label).lower())
         if desirable is None:
             raise ValueError(
-                f"conversation {sample.index}: the label {sample.label!r:.60} (--label-key) is to be true where the "
+                f"conversation {sample.index}: the label {sample.label!r:.60} (--label-key) must be true if the "
                 "reply is desirable, else false"
             )
         if not isinstance(sample.prompt, str):
@@ -184,8 +184,8 @@ class ChatReader:
         """Empty samples for the two replies of a sample's `PAIR`."""
         if PAIR not in sample.metadata or sample.index is None:
             raise ValueError(
-                "a loss of pairs needs of each sample of the data source an index, and the two replies in "
-                f"metadata[{PAIR!r}]"
+                f"a loss of pairs needs an index and the two replies in metadata[{PAIR!r}] for each sample of the "
+                "data source"
             )
         metadata = {key: value for key, value in sample.metadata.items() if key != PAIR}
         sides = []

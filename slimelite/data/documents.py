@@ -161,8 +161,8 @@ class Documents:
         saved, now = state["dataset"], self._identity()
         if changed := [key for key in now if saved.get(key) != now[key]]:
             raise ValueError(
-                f"cannot go on in the data, which is not what the checkpoint's run read: {', '.join(changed)} changed; "
-                "take the same files and flags, or the weights alone with --finetune"
+                f"cannot resume, because the data differ from those of the checkpoint's run: {', '.join(changed)} "
+                "changed; use the same files and flags, or load only the weights with --finetune"
             )
         for stream, position in zip(self._streams, state["streams"], strict=True):
             stream.restore(position)

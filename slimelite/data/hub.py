@@ -43,7 +43,7 @@ class HubFile:
                     self.dataset, self.file, repo_type="dataset", revision=self.revision, local_dir=place
                 )
             except OSError as error:
-                raise ValueError(f"{self.dataset}: the hub does not give {self.file}: {error}") from error
+                raise ValueError(f"{self.dataset}: the hub does not provide {self.file}: {error}") from error
             yield copy
 
 
@@ -61,7 +61,7 @@ def hub_files(spec: str, endings: Sequence[str]) -> list[HubFile]:
     try:
         content = HfApi().dataset_info(dataset, files_metadata=True)
     except (OSError, ValueError) as error:
-        raise ValueError(f"no file {spec!r}, and the hub gives no dataset {dataset}: {error}") from error
+        raise ValueError(f"no file {spec!r}, and the hub has no dataset {dataset}: {error}") from error
     files = [
         HubFile(dataset, str(content.sha), each.rfilename, (each.lfs and each.lfs.sha256) or str(each.blob_id), size)
         for each in sorted(content.siblings or (), key=lambda each: each.rfilename)

@@ -68,8 +68,8 @@ def try_template(tokenizer: PreTrainedTokenizerBase) -> None:
         return
     slow = status in (-signal.SIGXCPU, -signal.SIGKILL)
     raise ValueError(
-        f"the chat template takes more than {f'{CPU_S} s' if slow else f'{MEMORY >> 20} MB'} to render a few words: it "
-        "is broken or hostile; take that of the model's makers (chat_template.jinja or tokenizer_config.json)"
+        f"the chat template takes more than {f'{CPU_S} s' if slow else f'{MEMORY >> 20} MB'} to render a few words: "
+        "it is broken or hostile; use the original one of the model (chat_template.jinja or tokenizer_config.json)"
     )
 
 
@@ -188,8 +188,8 @@ def bounded(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
         _watch.end()
         raise TooSlow(
             f"the chat template of {tokenizer.name_or_path or 'the tokenizer'} takes more than {RENDER_S:g} s to "
-            "render these messages: it is broken or hostile; take that of the model's makers (chat_template.jinja or "
-            "tokenizer_config.json)"
+            "render these messages: it is broken or hostile; use the original one of the model (chat_template.jinja "
+            "or tokenizer_config.json)"
         ) from None
 
 
@@ -233,7 +233,7 @@ def read_messages(content: object, column: str = "messages") -> Messages:
         message = {key: value for key, value in raw.items() if value is not None}
         calls = message.pop("tool_calls", None)
         if not calls and not message.keys() & {"content", "reasoning_content"}:
-            raise BadCell(column, f"message {number} ({message['role']}) says nothing: content is missing")
+            raise BadCell(column, f"message {number} ({message['role']}) is empty: content is missing")
         message.setdefault("content", "")
         if calls:
             where = f"message {number}: tool_calls"
@@ -264,7 +264,7 @@ def sound(value: object, column: str, depth: int = 0) -> object:
             value.encode()
         except UnicodeEncodeError as error:
             half = value[error.start : error.start + 1]
-            raise BadCell(column, f"half a character ({half!r}, a lone surrogate) at {error.start}") from error
+            raise BadCell(column, f"an incomplete character ({half!r}, a lone surrogate) at {error.start}") from error
     elif isinstance(value, dict):
         for key, item in value.items():
             sound(key, column)

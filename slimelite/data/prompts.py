@@ -223,7 +223,7 @@ def _read_prompt(
     elif not content:
         raise BadCell(columns.input_key, "the prompt is empty")
     elif content.lstrip().startswith(('[{"role"', "[{'role'")):
-        raise BadCell(columns.input_key, "messages written as text; keep them as a list of objects")
+        raise BadCell(columns.input_key, "messages are written as text; write them as a list of objects")
     elif columns.apply_chat_template:
         messages = [{"role": "user", "content": content}]
     if columns.apply_chat_template and tokenizer is not None:
@@ -247,16 +247,18 @@ def _add_pair(
     pair = list(cells.values())
     inside = input_key in keys
     if inside and not isinstance(row[input_key], list):
-        raise BadCell(input_key, "a reply that is text holds no prompt; name the prompt's column: --input-key")
+        raise BadCell(
+            input_key, "a reply that is text does not contain the prompt; name the prompt's column with --input-key"
+        )
     if messages is not None or not all(isinstance(cell, str) for cell in pair):
         messages = messages or [{"role": "user", "content": prompt.prompt}]
         messages = before_answers(messages) if inside else messages
         if not messages:
-            raise BadCell(input_key, "nothing stands before the first answer")
+            raise BadCell(input_key, "there is no message before the first answer")
         prompt.prompt = messages
         pair = [_conversation(messages, cell, key, input_key) for key, cell in cells.items()]
     if pair[0] == pair[1]:
-        raise BadCell(keys[1], f"the same as {keys[0]!r}: neither is preferred")
+        raise BadCell(keys[1], f"is the same as {keys[0]!r}, so neither is preferred")
     prompt.metadata[PAIR] = pair
     return messages
 
@@ -268,9 +270,9 @@ def _conversation(prompt: Messages, cell: object, key: str, input_key: str) -> M
     if not whole and reply[0]["role"] != "assistant":
         raise BadCell(
             key,
-            f"starts with a {reply[0]['role']} message that is not the first of {input_key!r}; a reply is the "
-            "assistant's turns, or the whole conversation from the prompt on (--input-key "
-            f"{key} where no column has the prompt alone)",
+            f"starts with a {reply[0]['role']} message that is not the first of {input_key!r}; a reply must be the "
+            f"assistant's turns, or the whole conversation from the prompt on (--input-key {key} where no column has "
+            "the prompt alone)",
         )
     conversation = reply if whole else [*prompt, *reply]
     if len(conversation) == len(prompt) or conversation[-1]["role"] != "assistant":
@@ -323,7 +325,7 @@ class DataSource:
         self._weights = list(args.prompt_data_weights)
         assert not self._weights or len(self._weights) == len(args.prompt_data), "parsing checks the weights"
         if args.rollout_global_dataset and not args.prompt_data:
-            raise ValueError("--prompt-data names no file; give one, or --disable-rollout-global-dataset")
+            raise ValueError("--prompt-data names no file; name one, or add --disable-rollout-global-dataset")
         parts = [[path] for path in args.prompt_data] if self._weights else [args.prompt_data]
         datasets = [self._load(paths, tokenizer) for paths in parts if args.rollout_global_dataset]
         self._curriculum = (

@@ -67,7 +67,7 @@ class BadRows:
         what = f"{self.count} of {self.rows} rows {'are' if self.count > 1 else 'is'} malformed"
         first = "; ".join(f"{place}: {problem}" for problem, place in self.examples.items())
         if not self.skip:
-            raise ValueError(f"{name}: {what}: {first}; mend them, or leave such rows out with --skip-bad-rows")
+            raise ValueError(f"{name}: {what}: {first}; fix them, or leave such rows out with --skip-bad-rows")
         self.warn(f"{name}: {what} and left out: {first}")
 
 
@@ -276,7 +276,9 @@ def _json_rows(path: str, part: slice, *_: object) -> Iterator[Found]:
     try:
         rows = json.loads(Path(path).read_bytes(), object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON ({error}); one object a line belongs in a .jsonl file") from error
+        raise ValueError(
+            f"{path} is not JSON ({error}); a file with one object per line must end with .jsonl"
+        ) from error
     if not isinstance(rows, list):
         raise ValueError(f"{path} holds one {type(rows).__name__}; a .json file of prompts is a list of objects")
     for index in range(len(rows))[part]:
@@ -288,7 +290,7 @@ def _object(pairs: list[tuple[str, object]]) -> Row:
     values = dict(pairs)
     if len(values) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(n for n in names if names.count(n) > 1)!r} is there twice")
+        raise ValueError(f"the key {next(n for n in names if names.count(n) > 1)!r} is given twice")
     return values
 
 
@@ -310,7 +312,7 @@ def _hub_rows(name: str, part: slice, required: Sequence[str], _optional: object
         dataset = load_dataset(dataset_id, config, split=split)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"no file {name!r}, and the hub gives no dataset owner/name[:config][:split] for it: {error}"
+            f"no file {name!r}, and the hub has no dataset owner/name[:config][:split] of this name: {error}"
         ) from error
     _check_columns(name, dataset.column_names, required)
     for index in range(len(dataset))[part]:

@@ -102,13 +102,13 @@ class TaskRows:
         if self.task.chooses:
             return self._prompt(row), self._choices(values)[values["label"]] + values.get("shared", "")
         if "label" not in values:
-            raise ValueError(f"the task {self.task.name} has neither answer nor label to show in an example")
+            raise ValueError(f"the task {self.task.name} has neither an answer nor a label that an example could show")
         return self._prompt(row), str(values["label"])
 
     def _choices(self, values: dict[str, Any]) -> list[str]:
         choices, right = [str(choice) for choice in values["choices"]], values["label"]
         if not isinstance(right, int) or not 0 <= right < len(choices) or not all(choices):
-            raise ValueError(f"label {right!r:.60} is no index of the choices {choices!r:.200}")
+            raise ValueError(f"label {right!r:.60} is not an index of the choices {choices!r:.200}")
         return choices
 
     def _template(self, name: str, text: str) -> Callable[[Row], str]:

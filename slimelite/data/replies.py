@@ -230,8 +230,9 @@ def renamed(called: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _hidden(i: int) -> ValueError:
     return ValueError(
-        f"the chat template does not show what assistant message {i} says as a reply to the prompt before it, so its "
-        "tokens cannot be found; mark replies with {% generation %} … {% endgeneration %} in the template"
+        f"the chat template does not show what assistant message {i} says as a reply to the prompt before it, so the "
+        "tokens of the reply cannot be found; mark replies with {% generation %} … {% endgeneration %} in the "
+        "template"
     )
 
 

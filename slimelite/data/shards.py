@@ -94,7 +94,9 @@ class TextCoder:
         self.path = path
         self._tokenizer: PreTrainedTokenizerBase = load_tokenizer(path)
         if self._tokenizer.eos_token_id is None:
-            raise ValueError(f"{path} has no eos_token, which ends a document: name one in its config")
+            raise ValueError(
+                f"{path} has no eos_token, the token that ends a document: name one in the tokenizer's config"
+            )
         self.end = int(self._tokenizer.eos_token_id)
         begins = beginning(self._tokenizer)
         bos = begins[-1] if begins else self._tokenizer.bos_token_id
@@ -186,7 +188,7 @@ def _problem(source: str, left_out: Mapping[str, int], places: Mapping[str, str]
 def _refuse(problems: Sequence[str], *, skip: bool) -> None:
     if problems and not skip:
         more = f"; and {len(problems) - 3} files more" if len(problems) > 3 else ""
-        raise ValueError(f"{'; '.join(problems[:3])}{more}; mend them, or leave them out with --skip-bad-rows")
+        raise ValueError(f"{'; '.join(problems[:3])}{more}; fix them, or leave them out with --skip-bad-rows")
 
 
 def _judge(sources: Sequence[str], facts: Sequence[ShardFacts], *, skip: bool) -> None:
@@ -278,7 +280,7 @@ def make_shard(source: str, coder: TextCoder, column: str, cache: Path) -> str:
         after = os.stat(source)
         if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
             _paths(cache, key)[0].unlink()
-            raise ValueError(f"{source} changed while it was tokenised: start again when nobody writes to it")
+            raise ValueError(f"{source} changed while it was being tokenised: start again when no program writes to it")
     return key
 
 

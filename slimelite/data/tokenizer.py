@@ -58,7 +58,7 @@ def check_files(path: str) -> None:
     elif not may_be_hub_id(path):
         wrong = "no such folder"
     if wrong is not None:
-        raise ValueError(f"no tokenizer at {path!r}, which is to be a folder with tokenizer.json or a hub id ({wrong})")
+        raise ValueError(f"no tokenizer at {path!r}, which must be a folder with tokenizer.json or a hub id ({wrong})")
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
@@ -82,18 +82,19 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         tokenizer = (kind or transformers.AutoTokenizer).from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # transformers raises all kinds of errors for malformed files
         raise ValueError(
-            f"no tokenizer at {path!r}, which is to be a folder with tokenizer.json or a hub id ({_short(error)})"
+            f"no tokenizer at {path!r}, which must be a folder with tokenizer.json or a hub id ({_short(error)})"
         ) from error
     if file is None:
         if not tokenizer(PROBES[1], add_special_tokens=False)["input_ids"]:
-            raise ValueError(f"the tokenizer at {path!r} knows no words: its tokenizer.json is missing")
+            raise ValueError(f"the tokenizer at {path!r} has no vocabulary: its tokenizer.json is missing")
         return tokenizer
     truth = Tokenizer.from_file(file)
     if not _agrees(tokenizer, truth):
         tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(path)
         if not _agrees(tokenizer, truth):
             raise ValueError(
-                f"{file} does not load faithfully: transformers gives other ids than the file; save it anew"
+                f"{file} does not load correctly: transformers returns other ids than the file defines; save the "
+                "tokenizer again"
             )
     return tokenizer
 
@@ -129,7 +130,7 @@ def check_same(saved: Mapping[str, str], tokenizer: PreTrainedTokenizerBase) -> 
     if differ := [part for part, digest in fingerprint(tokenizer).items() if saved.get(part) != digest]:
         raise ValueError(
             f"the checkpoint was saved with another tokenizer, which differs in its {' and its '.join(differ)}; give "
-            "the one that the run had with --tokenizer, or take the weights alone with --finetune"
+            "the one that the run had with --tokenizer, or load only the weights with --finetune"
         )
 
 
@@ -221,7 +222,7 @@ def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
             eos = config.get("eos_token_id", text_config(config).get("eos_token_id"))
             named = eos if isinstance(eos, list) else [eos]
             if wrong := [i for i in named if not isinstance(i, int | None)]:
-                raise ValueError(f"{file}: eos_token_id {wrong[0]!r} is no token id")
+                raise ValueError(f"{file}: eos_token_id {wrong[0]!r} is not a token id")
             eos_ids.update(named)
     eos_ids.discard(None)
     ids = sorted(eos_ids)

@@ -207,7 +207,7 @@ class WeightUpdate:
             if name not in self.shapes:
                 raise ValueError(f"{name} is not a weight of the model that the engine was started with")
             if tuple(shape) != self.shapes[name]:
-                raise ValueError(f"{name} came with shape {tuple(shape)}; the model has {self.shapes[name]}")
+                raise ValueError(f"{name} was sent with shape {tuple(shape)}, but the model's has {self.shapes[name]}")
             names.append(name)
         yield
         self.received.update(names)
@@ -227,7 +227,8 @@ class WeightUpdate:
         if missing := self.missing():
             names = ", ".join(missing[:4]) + (", …" if len(missing) > 4 else "")
             raise ValueError(
-                f"weight version {self.version} lacks {len(missing)} weights ({names}); send them, end again"
+                f"weight version {self.version} lacks {len(missing)} weights ({names}); send them, then call "
+                "end_weight_update again"
             )
         return self.version
 

@@ -68,7 +68,7 @@ class SampledBody(Body):
         if grammars := [*own, *self.grammars()]:
             if len(grammars) > 1:
                 named = " and ".join(name for name, _, _ in grammars)
-                raise RequestError(f"{named}: a response is held to one grammar; leave the others out")
+                raise RequestError(f"{named}: a response can follow only one grammar; leave the others out")
             values |= {**dict.fromkeys(GRAMMARS), grammars[0][1]: grammars[0][2]}
         return replace(defaults, **values)
 
@@ -277,7 +277,7 @@ class GenerateServer(Server):
             )
         info = await self._engine.info()
         if not info.scores:
-            raise ValueError(f"the {info.name} engine scores no prompts")
+            raise ValueError(f"the {info.name} engine cannot score prompts")
         log_probs = (await self._engine.score(input_ids, begin + 1, temperature)).log_probs
         request = GenerateRequest(body.rid or uuid.uuid4().hex, input_ids, SamplingParams(0))
         nothing = GenerateResult(request.request_id, [], [], [], "length")

@@ -175,7 +175,7 @@ class InProcessEngine(Engine):
             raise
 
     async def score(self, input_ids: Sequence[int], start: int, temperature: float = 1.0, top: int = 0) -> Scores:  # noqa: ARG002
-        raise ValueError(f"score: the {self.name} engine scores no prompts; use --rollout-backend embedded")
+        raise ValueError(f"score: the {self.name} engine cannot score prompts; use --rollout-backend embedded")
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         ids = None if request_ids is None else set(request_ids)
@@ -199,7 +199,9 @@ class InProcessEngine(Engine):
         await self._do(end)
 
     async def release_memory(self, tags: Sequence[str]) -> None:
-        raise ValueError(f"the {self.name} engine keeps its {' and '.join(tags)}; take another --rollout-backend")
+        raise ValueError(
+            f"the {self.name} engine cannot release its {' and '.join(tags)}; use another --rollout-backend"
+        )
 
     async def resume_memory(self, tags: Sequence[str]) -> None:
         await self.release_memory(tags)
@@ -222,7 +224,7 @@ class InProcessEngine(Engine):
             ValueError: it is malformed or too large, or the engine knows no grammars.
         """
         if request.params.guided and request.params.grammar is not None:
-            raise ValueError(f"{request.params.grammar[0]}: the {self.name} engine holds no response to a grammar")
+            raise ValueError(f"{request.params.grammar[0]}: the {self.name} engine cannot enforce a grammar")
 
     def _accept(self, calls: list[_Call]) -> None:
         def submit() -> None:

@@ -68,21 +68,21 @@ class SamplingParams:
     )
     top_p: float = parameter(
         1.0,
-        "nucleus sampling takes the likeliest tokens up to this share",
+        "nucleus sampling keeps the most likely tokens up to this total probability",
         "rollout eval dataset openai responses anthropic sglang",
         truncates="below 1",
         bounds={"above": 0, "at_most": 1},
     )
     top_k: int = parameter(
         -1,
-        "only the k likeliest tokens are sampled, -1 means all",
+        "only the k most likely tokens are sampled; -1 means all",
         "rollout eval dataset openai responses anthropic sglang",
         truncates="another number",
         bounds={"at_least": 1, "except_for": -1},
     )
     min_p: float = parameter(
         0.0,
-        "tokens with less than this share of the likeliest one's probability are not sampled",
+        "tokens whose probability is below this fraction of the most likely token's are not sampled",
         "rollout eval dataset openai responses sglang",
         truncates="above 0",
         bounds={"at_least": 0, "at_most": 1},
@@ -104,14 +104,15 @@ class SamplingParams:
     )
     ignore_eos: bool = parameter(False, own="openai responses sglang")
     skip_special_tokens: bool = parameter(
-        False, "the text of a response leaves special tokens out", "rollout dataset sglang"
+        False, "special tokens are left out of the text of a response", "rollout dataset sglang"
     )
     # seed of this request's random stream: the draw of token t depends only on (seed, t); None: not repeatable
     seed: int | None = parameter(None, own="openai responses", sglang="sampling_seed")
     # these change the logits before a token is drawn by them; log-probs stay those of the model
     repetition_penalty: float = parameter(
         1.0,
-        "logits of tokens of prompt and response are divided by this, negative ones multiplied",
+        "positive logits of tokens that occur in prompt or response are divided by this, negative ones are "
+        "multiplied by it",
         "openai responses sglang",
         bounds={"above": 0, "at_most": 2},
     )
@@ -123,12 +124,12 @@ class SamplingParams:
     )
     frequency_penalty: float = parameter(
         0.0,
-        "logits of tokens of the response are lowered by this, as often as they occur",
+        "logits of tokens of the response are lowered by this for each occurrence",
         "openai responses sglang",
         bounds={"at_least": -2, "at_most": 2},
     )
     logit_bias: dict[str, float] | None = parameter(
-        None, "token id -> what is added to its logit", "openai responses sglang"
+        None, "token id -> number that is added to its logit", "openai responses sglang"
     )
     # the grammar that the text is held to, at most one of these, where the engine can (`EngineInfo.schemas`)
     json_schema: str | None = parameter(None, "the response is JSON that fits this schema", "sglang")

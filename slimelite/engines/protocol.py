@@ -166,7 +166,7 @@ class GenerateResult:
     def __post_init__(self) -> None:
         if not self.finish_reason:
             if self.length:
-                raise TypeError(f"the result of request {self.request_id} has tokens and no finish_reason")
+                raise TypeError(f"the result of request {self.request_id} has tokens but no finish_reason")
             self.finish_reason = "abort"
 
     @property
@@ -345,7 +345,7 @@ class Engine(Protocol):
 def check_memory_tags(tags: Sequence[str]) -> None:
     """Raise ValueError unless every one of ``tags`` is in `MEMORY_TAGS`."""
     if unknown := set(tags) - set(MEMORY_TAGS):
-        raise ValueError(f"no memory is called {sorted(unknown)}; known are {MEMORY_TAGS}")
+        raise ValueError(f"there is no memory of the name {sorted(unknown)}; the names are {MEMORY_TAGS}")
 
 
 class ServerProcess(Protocol):

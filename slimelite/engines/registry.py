@@ -18,8 +18,8 @@ from slimelite.base.registry import Function, Registry
 # and no field of the request prevents it (its BaseSpecWorker.update_weights_from_disk)
 DRAFTS = "speculative_algorithm"
 NO_DRAFTS_BY_DISK = (
-    "with --update-weight-transport disk SGLang would load the policy's weights into the draft model too; take another "
-    "transport, such as nccl or http"
+    "with --update-weight-transport disk SGLang would load the policy's weights into the draft model too; use "
+    "another transport, such as nccl or http"
 )
 
 

@@ -19,7 +19,7 @@ from slimelite.serving.sessions import ContextFullError, Session, Turn
 logger = logging.getLogger(__name__)
 # turns of an episode that its timeline has
 MOST_TURNS = 200
-REMEDY = "let reset say less, or raise --rollout-max-context-len"
+REMEDY = "shorten the messages that reset returns, or raise --rollout-max-context-len"
 
 
 @dataclass
@@ -131,7 +131,7 @@ class Episode:
                 self.counts["context_full"] = 1
                 if not self.counts["turns"]:
                     raise EnvironmentFailure(
-                        "too_long", f"an episode begins too long: {str(error).rstrip('.')}; {REMEDY}"
+                        "too_long", f"the start of an episode is too long: {str(error).rstrip('.')}; {REMEDY}"
                     ) from error
                 self.status = Status.TRUNCATED
                 return

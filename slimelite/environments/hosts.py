@@ -249,7 +249,7 @@ def _sound(result: object, method: Callable[..., object], wanted: type[Start] | 
             raise TypeError(f"the role is {result.role!r:.60}, not text")
         if isinstance(result, Start):
             if not len(result.messages):
-                raise ValueError("there is no message that the model could answer")
+                raise ValueError("there is no message for the model to answer")
             names = list(map(_tool_name, result.tools))
             if twice := [name for name in names if names.count(name) > 1]:
                 raise ValueError(f"two tools have the name {twice[0]}")
@@ -263,7 +263,7 @@ def _sound(result: object, method: Callable[..., object], wanted: type[Start] | 
         any(map(math.isnan, [*result.metrics.values(), *result.call_seconds]))  # raises where one is no number
     except (TypeError, ValueError, AttributeError, OverflowError) as error:
         problem = getattr(error, "problem", error)  # of a `BadCell`, which speaks of the column of a file
-        what = f"{method.__name__} returned what cannot be used: {problem}{defined_at(method)}"
+        what = f"{method.__name__} returned a value that cannot be used: {problem}{defined_at(method)}"
         raise EnvironmentFailure("invalid", what) from error
     return result
 
@@ -273,7 +273,7 @@ def _tool_name(tool: object) -> str:
     function = tool.get("function") if isinstance(tool, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(function, dict) or not isinstance(name, str) or not name:
-        raise TypeError(f"{tool!r:.60} is no tool; one looks like {A_TOOL}")
+        raise TypeError(f"{tool!r:.60} is not a tool; a tool looks like {A_TOOL}")
     shape = function.get("parameters", {})
     if not isinstance(shape, dict) or not isinstance(shape.get("properties", {}), dict):
         raise TypeError(f"the parameters of the tool {name} are {shape!r:.60}, not a JSON schema of an object")
@@ -366,7 +366,9 @@ class _Worker:
                     await asyncio.wait_for(asyncio.to_thread(self._start), START_SECONDS)
                 except TimeoutError:
                     self.kill()
-                    raise ValueError(f"no environment process within {START_SECONDS:g} s; stderr says why") from None
+                    raise ValueError(
+                        f"the environment process did not start within {START_SECONDS:g} s; see stderr for the reason"
+                    ) from None
 
     def _start(self) -> None:
         words = [

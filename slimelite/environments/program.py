@@ -57,7 +57,7 @@ class Ended:
                 # an integer of 400 digits is no number either
                 number = isinstance(reward, int | float) and abs(reward) <= sys.float_info.max
                 if reward is not None and not number:
-                    raise ValueError(f"the program's reward is no finite number: {reward!r:.100}")
+                    raise ValueError(f"the program's reward is not a finite number: {reward!r:.100}")
                 return None if reward is None else float(reward)
         return None
 

@@ -41,7 +41,9 @@ class Python(ToolEnvironment):
             return f"Error: {result.message}"
         assert isinstance(result, dict)
         if not result["finished"]:
-            return f"{result['output']}\nError: it did not end within {self._seconds:g} s, or took too much memory"
+            return (
+                f"{result['output']}\nError: the code did not end within {self._seconds:g} s, or used too much memory"
+            )
         return str(result["output"]) or "(no output; print what you want to see)"
 
     def tools(self) -> Sequence[Callable[..., Any]]:
@@ -59,7 +61,7 @@ def make(spec: str, sandbox: SandboxSettings = NO_WISHES) -> Callable[[], Python
         seconds = float(spec) if spec else SECONDS
     except ValueError:
         raise ValueError(
-            f"--environment python:{spec}: what follows is the seconds of a call, as in python:5"
+            f"--environment python:{spec}: give the time limit of a call in seconds after the colon, as in python:5"
         ) from None
     pool = WorkerPool(os.cpu_count() or 1, seconds + 5, program=(__name__, sandbox.name or "process"), chunk=1)
     return partial(Python, pool, seconds)

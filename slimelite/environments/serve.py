@@ -105,7 +105,7 @@ class EnvironmentServer(Server):
     def _taken(self, name: str) -> Environment:
         """The environment of an episode, which is no longer under way."""
         if name not in self._episodes:
-            raise LookupError(f"there is no episode {name!r}; was the server started anew?")
+            raise LookupError(f"there is no episode {name!r}; was the server restarted?")
         return self._episodes.pop(name)[0]
 
 
@@ -133,11 +133,14 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--import-file", action="append", default=[])
     parser.add_argument("--sandbox", type=json.loads, default={}, help="fields of SandboxSettings, as JSON")
-    parser.add_argument("--worker", action="store_true", help="end when stdin does")
+    parser.add_argument("--worker", action="store_true", help="end when stdin is closed")
     options = parser.parse_args()
     out, key = sys.stdout, os.environ.get(KEY_VARIABLE) or None
     if key is None and not is_loopback(options.host):
-        sys.exit(f"--host {options.host} lets other machines in: put a key into {KEY_VARIABLE}, or listen on 127.0.0.1")
+        sys.exit(
+            f"--host {options.host} accepts connections from other machines: put a key into {KEY_VARIABLE}, or "
+            "listen on 127.0.0.1"
+        )
     if options.worker:
         key = secrets.token_urlsafe(24)
         # nobody reads what environments print after the address, and a full pipe would stop them: it goes to stderr

@@ -39,7 +39,7 @@ SAID_ABOVE = 10**10
 Checksums = dict[str, "Checksum"]
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 OWN_CHECKPOINT = "is a checkpoint of --save"
-REMEDY = "go on from an earlier checkpoint with --ckpt-step"
+REMEDY = "resume from an earlier checkpoint with --ckpt-step"
 
 
 def may_be_hub_id(path: str) -> bool:
@@ -131,7 +131,7 @@ def find_checkpoint(
             f"{load}: {MARKER} says {word}, but there is no iter_{word:0>7}/{ROLLOUT_STATE}: a Megatron checkpoint?"
         )
     if not word.isdecimal():
-        cut = f"{marker}: is damaged: it should have the number of a rollout"
+        cut = f"{marker}: is damaged: it must contain the number of a rollout"
         raise DamagedCheckpoint(cut, "give one with --ckpt-step")
     directory = _directory(root, word)
     wrong = whats_wrong(directory)
@@ -143,17 +143,17 @@ def find_checkpoint(
     if whole is None:
         raise DamagedCheckpoint(
             wrong,
-            f"{'no checkpoint before it is whole' if earlier else 'none is before it'}: leave --load out to "
-            "start anew from --hf-checkpoint, which may be a folder of --save-hf",
+            f"{'no earlier checkpoint is complete' if earlier else 'there is no earlier checkpoint'}: leave --load "
+            "out to start from the beginning with --hf-checkpoint, which may be a folder of --save-hf",
         )
     if not fallback:
         raise DamagedCheckpoint(
             wrong,
-            f"the newest whole checkpoint before it is {whole.name}: go on from there with --load-fallback "
-            f"or --ckpt-step {int(whole.name[5:])}",
+            f"the newest complete checkpoint before it is {whole.name}: resume from it with --load-fallback or "
+            f"--ckpt-step {int(whole.name[5:])}",
             whole,
         )
-    return whole, f"{wrong}: going on from {whole.name} instead (--load-fallback)"
+    return whole, f"{wrong}: resuming from {whole.name} instead (--load-fallback)"
 
 
 def folder_of(save: str | Path, rollout_id: int) -> Path:
@@ -231,9 +231,9 @@ def writing(final: Path, size: int, retain: int | None) -> Iterator[tuple[Path, 
         if not isinstance(error, OSError):
             raise
         raise OSError(
-            f"{final}: the checkpoint cannot be written ({error.strerror or error}); it takes about {in_units(size)}, "
-            f"and {free_space(root)} are free there, now that what was written of it is removed: make room or give "
-            "--save another place, and go on from the last checkpoint with --load"
+            f"{final}: the checkpoint cannot be written ({error.strerror or error}); it takes about "
+            f"{in_units(size)}, and {free_space(root)} are free there after the incomplete checkpoint was removed: "
+            "make room or choose another folder for --save, and resume from the last checkpoint with --load"
         ) from error
     if final.is_dir():
         final.rename(replaced)
@@ -322,7 +322,7 @@ def damage(folder: Path) -> str | None:
         if not path.is_file():
             return f"{path}: is missing"
         if (size := path.stat().st_size) != each["bytes"]:
-            return f"{path}: has {size:,} bytes, not the {each['bytes']:,} that were written"
+            return f"{path}: has {size:,} bytes, but {each['bytes']:,} were written"
     if (size := sum(each["bytes"] for each in expected.values())) > SAID_ABOVE:
         print(f"comparing {size / 1e9:.0f} GB of {root} with its checksums", file=sys.stderr, flush=True)
     actual = checksums(root, (root / name for name in expected))

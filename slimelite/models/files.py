@@ -33,7 +33,7 @@ ENTRIES = (WHOLE, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
 PARTS = ("*.safetensors", "pytorch_model*.bin")
 # what a model on the hub is taken to have [bytes]
 UNKNOWN_BYTES = 150 * 10**9
-REMEDY = "copy or save the model anew"
+REMEDY = "copy or save the model again"
 # config attribute that transforms the logits after hidden·weightᵀ -> the value that has no effect
 LOGIT_TRANSFORMS: dict[str, float | None] = {"final_logit_softcapping": None, "logit_scale": 1, "logits_scaling": 1}
 # activations of gated MLPs in transformers, besides rare ones

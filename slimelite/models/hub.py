@@ -18,7 +18,7 @@ def refusal(repo: str) -> str | None:
     from huggingface_hub import constants, get_token
 
     if not HUB_ID.fullmatch(repo):
-        return f"{repo!r} is no name on the hub: it is ORG/NAME or USER/NAME"
+        return f"{repo!r} is not a repository name of the hub: write ORG/NAME or USER/NAME"
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set, so nothing is uploaded: unset it, or upload later with slimelite push"
     if get_token() is None:
@@ -82,9 +82,15 @@ def _reason(repo: str, error: Exception) -> str:
     status = getattr(getattr(error, "response", None), "status_code", None)
     reply = " ".join(str(getattr(error, "server_message", None) or error).split())[:200]
     if status == 401:
-        return f"the hub at {constants.ENDPOINT} does not know the token: `hf auth login` or HF_TOKEN gives another"
+        return (
+            f"the hub at {constants.ENDPOINT} does not accept the token: log in again with `hf auth login`, or set "
+            "another HF_TOKEN"
+        )
     if status == 403:
-        return f"the token may not write to {repo} ({reply}): take a token with the right to write, or another name"
+        return (
+            f"the token has no permission to write to {repo} ({reply}): use a token with write permission, or "
+            "another name"
+        )
     if status is not None:
         return f"the hub at {constants.ENDPOINT} answered {status} for {repo}: {reply}"
     return f"the hub at {constants.ENDPOINT} cannot be reached ({type(error).__name__}: {reply})"

@@ -108,7 +108,7 @@ def planned(text: str) -> tuple[Device, int]:
         )
         raise ValueError(f"there is no such GPU in the planner's list; {hint}")
     if count and not (count.isdecimal() and int(count)):
-        raise ValueError(f"{count} is no number of GPUs; write {name}:8")
+        raise ValueError(f"{count} is not a number of GPUs; write {name}:8")
     if int(count or 1) > MOST_GPUS:
         raise ValueError(f"no machine has {count} GPUs; write {name}:8, and --actor-num-nodes for more machines")
     return gpus()[name], int(count or 1)

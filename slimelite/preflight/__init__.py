@@ -31,7 +31,7 @@ from slimelite.preflight.findings import Findings, fill, format_report, one_line
 if TYPE_CHECKING:
     from types import ModuleType
 
-UNCHECKED = "the tokenizer, the prompts as the model sees them and the memory are checked once the problems are mended"
+UNCHECKED = "the tokenizer, the prompts as the model sees them and the memory are checked once the problems are fixed"
 
 
 @loading()
@@ -131,7 +131,7 @@ def _check_packages(args: Args, findings: Findings) -> None:
         (
             engine.package,
             runs_engine and not args.plan_gpu,
-            "docs/install.md says how; or take --rollout-backend embedded",
+            "docs/install.md says how; or use --rollout-backend embedded",
         ),
         ("wandb", args.use_wandb, "pip install wandb"),
         ("tensorboard", args.use_tensorboard, "pip install tensorboard"),
@@ -146,8 +146,8 @@ def _check_packages(args: Args, findings: Findings) -> None:
         return
     if kept_away := [name for name in engine.memory.unset if name in os.environ]:
         findings.warnings.append(
-            f"{' and '.join(kept_away)} in the environment: trainers have it, and {engine.name} servers do not, as "
-            "what they release their memory with (torch_memory_saver) cannot bear expandable segments"
+            f"{' and '.join(kept_away)} in the environment: only trainers get it; {engine.name} servers do not, "
+            "because torch_memory_saver, which releases their memory, does not work with expandable segments"
         )
 
 
@@ -167,8 +167,8 @@ def _output_problems(args: Args) -> Iterator[str]:
         # a run that failed before its first rollout left no metrics that could be mixed up
         if any('"kind": "start"' not in line for line in lines if line):
             yield (
-                f"--run-dir {args.run_dir} holds another run: name a new folder, or, if that run is over, remove this "
-                "one; to go on with it, give its checkpoints as --load"
+                f"--run-dir {args.run_dir} contains another run: name a new folder, or remove this one if that run "
+                "is over; to resume that run, give its checkpoints as --load"
             )
     places: dict[str, str | Path | None] = {
         "--run-dir": args.run_dir,
@@ -227,7 +227,7 @@ def _in_the_way(args: ModelArgs, target: Path) -> Iterator[str]:
         yield f"--save-hf: {target} is a file; name a folder"
     for option, model in (("--hf-checkpoint", args.hf_checkpoint), ("--tokenizer", args.tokenizer)):
         if target.is_dir() and model and Path(model).is_dir() and target.samefile(model):
-            yield f"--save-hf: {target} is {option} itself, and would be written over; name another folder"
+            yield f"--save-hf: {target} is the folder of {option}, which would be overwritten; name another folder"
             return
 
 
@@ -266,8 +266,8 @@ def check_torch(args: Args, machine: Machine, findings: Findings) -> None:
         return
     if torch.version.cuda is None:
         findings.problems.append(
-            f"--device cuda: torch {torch.__version__} is a build for CPUs; install its CUDA build (docs/install.md), "
-            "or take --device cpu"
+            f"--device cuda: torch {torch.__version__} is a build for CPUs; install its CUDA build "
+            "(docs/install.md), or use --device cpu"
         )
     elif not torch.cuda.is_available():
         findings.problems.append(f"--device cuda: torch cannot use the GPU here: {_no_cuda(torch, machine.driver)}")
@@ -293,7 +293,7 @@ def _check_generation(args: Args, capability: tuple[int, int], findings: Finding
     gpus = f"GPUs of compute capability {_dotted(capability)} ({record.name}: {record.examples})"
     if record.attention is None:
         findings.problems.append(
-            f"--device cuda: {gpus} run neither bf16 nor FlashAttention, which the trainer and its engines need; take "
+            f"--device cuda: {gpus} run neither bf16 nor FlashAttention, which the trainer and its engines need; use "
             f"GPUs of {_dotted(OLDEST)} or newer ({generation(OLDEST).examples}), or --device cpu"
         )
     else:

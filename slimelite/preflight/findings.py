@@ -50,8 +50,8 @@ def fill(option: str, template: str, rollout_id: int | str) -> Path:
         return Path(template.format(rollout_id=rollout_id))
     except (LookupError, ValueError, AttributeError) as error:
         raise ValueError(
-            f"{option} {template}: {{rollout_id}} is all that is replaced, here by {rollout_id!r} "
-            f"({type(error).__name__}: {error})"
+            f"{option} {template}: only {{rollout_id}} is replaced, here by {rollout_id!r} ({type(error).__name__}: "
+            f"{error})"
         ) from error
 
 

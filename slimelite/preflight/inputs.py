@@ -143,10 +143,10 @@ class InputChecks:
             what = f"training starts from random ones (--seed {args.seed})"
             if not args.job.trains:
                 what = f"the engines sample from random ones (--rollout-seed {args.rollout_seed})"
-            findings.warnings.append(f"--hf-checkpoint {path} holds no weights: {what}")
+            findings.warnings.append(f"--hf-checkpoint {path} contains no weights: {what}")
         if self.config and not has_weights(path) and args.sends_adapter:
             (findings.warnings if args.dry_run else findings.problems).append(
-                f"--lora-sync adapter: engines have the frozen weights from {path}, which holds none; take merged"
+                f"--lora-sync adapter: engines have the frozen weights from {path}, which holds none; use merged"
             )
         critic = args.critic_load if args.use_critic else None
         if critic and (Path(critic) / STATE_FILE).is_file():
@@ -254,8 +254,8 @@ class InputChecks:
         if rows.any_form or columns.apply_chat_template or all(isinstance(p.prompt, str) for p in prompts):
             return True
         self.findings.problems.append(
-            f"{rows.name}: column {columns.input_key!r} holds messages: add --apply-chat-template, which makes text of "
-            "them, or name a column of text with --input-key"
+            f"{rows.name}: column {columns.input_key!r} holds messages: add --apply-chat-template, which turns them "
+            "into text, or name a column of text with --input-key"
         )
         return False
 
@@ -291,8 +291,8 @@ class InputChecks:
                     key, option = args.eval_reward_key, "--eval-reward-key"
                 if key is not None and args.environment is None and not isinstance(reward, dict):
                     self.findings.warnings.append(
-                        f"{option} {key}: the reward of the first row of {rows.name} is {reward}, a number without "
-                        "entries, so that the flag has no effect"
+                        f"{option} {key}: the reward of the first row of {rows.name} is {reward}, which is a number "
+                        "and not a dict, so the flag has no effect"
                     )
                 label = f"{prompt.label!r:.60}"
                 if settings.custom_rm_path and response == "the bare label" and reward == 0:
@@ -354,8 +354,8 @@ class InputChecks:
                 theirs = text_config(read_config(args.ref_load)).get("vocab_size")
                 if theirs is not None and theirs < known:
                     findings.problems.append(
-                        f"--ref-load {args.ref_load}: its vocabulary has {theirs} tokens, the tokenizer {known}: "
-                        "take a reference that reads the policy's tokens"
+                        f"--ref-load {args.ref_load}: its vocabulary has {theirs} tokens, the tokenizer {known}: use "
+                        "a reference that reads the policy's tokens"
                     )
         if rows is not None and known > rows:
             findings.problems.append(f"the tokenizer has {known} tokens but the model's vocabulary has {rows}")
@@ -415,8 +415,8 @@ class InputChecks:
         if not rows.any_form and "assistant" in ends:
             column = columns.input_key
             findings.warnings.append(
-                f"{name}: conversations in column {column!r} end with an answer of the assistant, which the model sees "
-                "before it writes its own: leave it out of the prompts"
+                f"{name}: conversations in column {column!r} end with an answer of the assistant, so the model sees "
+                "that answer before it writes its own: remove it from the prompts"
             )
         if rows.dataset is None and self.args.curriculum_threshold is not None:
             with findings.blaming("--curriculum-threshold"):
@@ -486,8 +486,8 @@ class InputChecks:
             conversations = [c for c in prompt.metadata.get(PAIR, [prompt.prompt]) if isinstance(c, list)]
             hidden.update({key for c in conversations for key in chat.left_out(c, prompt.metadata.get("tools"))})
         self.findings.warnings += [
-            f"{name}: the chat template leaves {key} out of {count} of the first {len(first)} rows: nothing learns it; "
-            "put a chat_template.jinja that shows it into the --hf-checkpoint folder, or write it into the content"
+            f"{name}: the chat template leaves {key} out of {count} of the first {len(first)} rows: the model cannot "
+            "learn it; put a chat_template.jinja that shows it into the --hf-checkpoint folder, or use the content"
             for key, count in hidden.items()
         ]
 
@@ -504,9 +504,9 @@ class InputChecks:
         with self.findings.blaming(rows.name):
             if PROBE not in render(self.tokenizer, messages, renamed(tools), columns.apply_chat_template_kwargs):
                 self.findings.warnings.append(
-                    f"{rows.name}: {len(with_tools)} of the first {len(first)} rows have tools, and the "
-                    "chat template does not show them: the model will not know of them; put a chat_template.jinja that "
-                    "does into the --hf-checkpoint folder"
+                    f"{rows.name}: {len(with_tools)} of the first {len(first)} rows have tools, and the chat "
+                    "template does not show them: the model will not see them; put a chat_template.jinja that shows "
+                    "tools into the --hf-checkpoint folder"
                 )
 
     def _check_lengths(self, rows: Rows, longest: int, what: str = "a prompt of") -> None:
@@ -536,8 +536,8 @@ class InputChecks:
             )
         if dataset is None and args.max_tokens_per_gpu is not None and whole > args.max_tokens_per_gpu:
             self.findings.warnings.append(
-                f"{name}: a sample may have {whole} tokens, more than --max-tokens-per-gpu {args.max_tokens_per_gpu}; "
-                "such a one is trained in a pass of its own"
+                f"{name}: a sample may have {whole} tokens, more than --max-tokens-per-gpu "
+                f"{args.max_tokens_per_gpu}; such a sample is trained in a separate pass"
             )
 
 
@@ -579,7 +579,7 @@ async def _begin(args: EnvironmentArgs, prompt: Sample) -> Start:
         await live.close()
         return start
     except EnvironmentFailure as failure:
-        raise ValueError(f"an episode with the first prompt does not begin: {failure}") from failure
+        raise ValueError(f"an episode with the first prompt fails to start: {failure}") from failure
     finally:
         await host.close()
 

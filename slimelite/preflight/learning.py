@@ -89,7 +89,9 @@ def try_estimator(args: Args) -> str | None:
                 "the last four of one prompt: divide by something that is never 0"
             )
     spread = ", ".join(f"{value:.3g}" for value in of_rows[:4])
-    return f"--advantage-estimator {record.name}: rewards 0, 1, 0.5, 1 of one prompt give {spread}; equal ones are fine"
+    return (
+        f"--advantage-estimator {record.name}: rewards 0, 1, 0.5, 1 of one prompt give {spread}; equal rewards are fine"
+    )
 
 
 def _losses(record: Estimator, args: Args, advantages: Any) -> Any:

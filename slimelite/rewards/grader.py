@@ -265,7 +265,9 @@ class Grader:
             per_sample = []
         if isinstance(rewards, dict) or len(per_sample) != len(samples):
             got = f"{len(per_sample)} rewards" if per_sample else f"a {type(rewards).__name__}"
-            message = f"{len(samples)} samples at once need a list of rewards as long, not {got}"
+            message = (
+                f"a reward function that gets {len(samples)} samples must return a list of as many rewards, not {got}"
+            )
             return [Failure("invalid", message)] * len(samples)
         return per_sample
 
@@ -285,7 +287,7 @@ class Grader:
             if not self._trial:
                 logger.warning("%s", report)
         if self.args.reward_error == "fail":
-            raise RewardError(f"{report}\n(--reward-error zero or drop would go on)")
+            raise RewardError(f"{report}\n(with --reward-error zero or drop, the run would continue)")
         zero = None if route.custom else RULES[route.name].zero
         if zero is None:
             zero = 0.0 if reward_key is None else {reward_key: 0.0}
@@ -306,7 +308,7 @@ def route_of(sample: Sample, custom_rm_path: str | None, rm_type: str | None) ->
     name = str((sample.metadata or {}).get("rm_type") or rm_type or "").strip()
     if not name:
         raise ValueError(
-            f"nothing says how to score sample {sample.index}: give --rm-type or --custom-rm-path, or metadata.rm_type"
+            f"sample {sample.index} has no scoring rule: give --rm-type or --custom-rm-path, or metadata.rm_type"
         )
     return Route(name, custom=False)
 
@@ -341,7 +343,10 @@ def _quick(rule: Rule, answer: Answer) -> Reward | Failure | None:
     except Exception as error:
         return failure_of(error)
     if verdict is None and rule.slow is None:
-        return Failure("invalid", f"the rule {rule.name} cannot tell (quick returned None), and it has no slow to ask")
+        return Failure(
+            "invalid",
+            f"the rule {rule.name} cannot decide (its function quick returned None), and it has no function slow",
+        )
     return verdict
 
 
@@ -406,8 +411,8 @@ def check_reward(args: RewardArgs, sample: Sample, group_size: int = 1) -> Trial
         if where in report.failure.message:  # the message of a wrong plugin call already has it
             where = ""
         raise ValueError(
-            f"the reward {report.reward} fails on the first row, which no --reward-error excuses: "
-            f"{report.failure.kind}: {report.failure.message}{where} (label {report.label!r}, response "
+            f"the reward {report.reward} fails on the first row, so the run does not start, whatever --reward-error "
+            f"is: {report.failure.kind}: {report.failure.message}{where} (label {report.label!r}, response "
             f"{report.response!r})"
         )
     if example is not None and trial.reward_value(args.reward_key) != 1.0:
@@ -446,7 +451,14 @@ class RewardLoop:
         answered, _ = await asyncio.wait({asyncio.wrap_future(alive)}, timeout=ANSWER_SECONDS)
         if not answered and self._thread is thread:
             self.close()
-        blocked = "" if answered else "; it blocks its event loop: let it await, or be a plain def, which gets a thread"
+        blocked = (
+            ""
+            if answered
+            else (
+                "; the function blocks the event loop: use await for slow calls, or make it a plain def, which runs "
+                "in a thread"
+            )
+        )
         return Failure("timeout", f"no reward within {timeout:g} s (--reward-timeout){blocked}")
 
     def close(self) -> None:

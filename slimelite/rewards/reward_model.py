@@ -34,7 +34,7 @@ class RewardModel:
             ValueError: the number of outputs is not 1, weights are missing, or there is no such device.
         """
         if device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("--reward-model-device cuda: this process sees no GPU; take cpu, or auto")
+            raise ValueError("--reward-model-device cuda: this process sees no GPU; use cpu, or auto")
         self.device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
         dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(path)
@@ -60,7 +60,10 @@ class RewardModel:
         """One score for each conversation; a `Failure` for one longer than the model's context."""
         ids = [self.tokenizer(self.text(e), add_special_tokens=False)["input_ids"] for e in exchanges]
         results: list[float | Failure] = [
-            Failure("invalid", f"prompt and response have {len(row)} tokens, the reward model takes {self.longest}")
+            Failure(
+                "invalid",
+                f"prompt and response have {len(row)} tokens, but the reward model accepts at most {self.longest}",
+            )
             for row in ids
         ]
         fitting = [i for i, row in enumerate(ids) if self.longest is None or len(row) <= self.longest]

@@ -137,7 +137,9 @@ class Rule:
 
     def __post_init__(self) -> None:
         if not (self.quick or self.slow or self.scorer):
-            raise ValueError(f"the rule {self.name!r} scores nothing: give it a quick, a slow or a scorer")
+            raise ValueError(
+                f"the rule {self.name!r} cannot score: give it a function quick, a function slow or a scorer"
+            )
 
     def lacks(self, args: object) -> str | None:
         """A message if ``args`` lack the flag that the rule needs, else None."""
@@ -178,8 +180,8 @@ class Rules(Registry[Rule]):
         if plain in self:
             boxed = ", ".join(rule.name for rule in self.values() if rule.boxed)
             raise ValueError(
-                f"--rm-type {name} would be wrong for every response: {plain} does not look for its answer in a box, "
-                f"and {BOXED} cuts away all else; use {plain} (those that can be boxed are {boxed})"
+                f"--rm-type {name} would score every response as wrong: {plain} does not look for its answer in a "
+                f"box, but {BOXED} removes everything outside the box; use {plain} (rules with a boxed form: {boxed})"
             )
         return super().__missing__(name)
 

@@ -126,7 +126,7 @@ class _Worker:
                         if stopped and again != here:
                             again = here
                             break
-                        results.append(Failure("timeout", f"no verdict within {self._timeout:g} s (--reward-timeout)"))
+                        results.append(Failure("timeout", f"no result within {self._timeout:g} s (--reward-timeout)"))
                         break
                     results.append(self._connection.recv())
             except (EOFError, OSError):
@@ -158,7 +158,8 @@ class _Worker:
         if not ready:
             code = self._kill()
             raise RuntimeError(
-                f"no grading process within {self._start_seconds:g} s (exit code {code}); stderr says why"
+                f"the grading process did not start within {self._start_seconds:g} s (exit code {code}); see stderr "
+                "for the reason"
             )
         if ready != "ready":
             self._kill()

@@ -57,7 +57,7 @@ async def play(
         if tried or episode.failure is None or not episode.failure.lost:
             break
         tried = True
-        logger.warning("an episode is played once more: its worker process is gone (%s)", episode.failure)
+        logger.warning("an episode is repeated because its worker process died (%s)", episode.failure)
     made = episode.samples(sample)
     rule = args.rm_type or args.custom_rm_path or sample.metadata.get("rm_type")
     for each in made:
@@ -118,7 +118,7 @@ def _failure(ended: Ended, session: Session) -> Failure | None:
         last = (ended.errors.strip().splitlines() or [""])[-1]
         return Failure("crash", f"the program ended with exit status {ended.status}: {last:.200}")
     if not session.turns:
-        return Failure("invalid", "the program never asked the model (it finds it at OPENAI_BASE_URL)")
+        return Failure("invalid", "the program never called the model, which it can reach at OPENAI_BASE_URL")
     try:
         _ = ended.reward
     except ValueError as error:

@@ -218,14 +218,15 @@ class DroppedGroups:
         self._lengths += [s.response_length for s in samples]
         drops = self._reasons.total()
         if self._reasons[NO_REWARD] == drops >= self._most_failures:
-            check_scored(samples, f"--reward-error drop left nothing of {drops} groups in a row")
+            check_scored(samples, f"--reward-error drop dropped all samples of {drops} groups in a row")
         if drops == self._most_drops // 4 and not self._warned:
             self._warned = True
             logger.warning("%s; the run ends at %d", self._story(), self._most_drops)
         if drops >= self._most_drops:
             raise self._end(
-                f"{self._story()}. Is the reward right (--rm-type, --label-key), the task within the model's reach, "
-                "the temperature above 0, --n-samples-per-prompt above 1? Or leave --dynamic-sampling-filter-path out."
+                f"{self._story()}. Check the reward (--rm-type, --label-key), the difficulty of the task, the "
+                "temperature (above 0) and --n-samples-per-prompt (above 1), or leave "
+                "--dynamic-sampling-filter-path out."
             )
 
     def _end(self, message: str) -> RolloutError:

@@ -292,7 +292,7 @@ class Collection:
             names = ", ".join(str(group[0].group_index) for group in stuck)
             logger.error(
                 "the groups of prompts %s did not stop within %g s (a custom generate function or reward hangs?): "
-                "they are cancelled, and sampled anew in the next rollout",
+                "they are cancelled, and sampled again in the next rollout",
                 names,
                 STOP_SECONDS,
             )

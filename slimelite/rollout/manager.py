@@ -274,7 +274,9 @@ class RolloutManager:
         if self.source is None:
             return state
         if not hasattr(self.source, "state_dict"):
-            logger.warning("%s has no state_dict: its position is not in the checkpoint", type(self.source).__name__)
+            logger.warning(
+                "%s has no state_dict, so its position is not saved in the checkpoint", type(self.source).__name__
+            )
             return state
         return {**state, "data_source": self.source.state_dict()}
 
@@ -289,8 +291,9 @@ class RolloutManager:
             return
         if "data_source" not in state:
             raise ValueError(
-                "the checkpoint's rollout_state.json does not say which prompts were used: it is damaged, or of a run "
-                "without prompts; take another checkpoint with --ckpt-step, or its weights alone with --finetune"
+                "the checkpoint's rollout_state.json does not say which prompts were used: it is damaged, or of a "
+                "run without prompts; use another checkpoint with --ckpt-step, or load only its weights with "
+                "--finetune"
             )
         self.source.load_state_dict(state["data_source"])
 
@@ -418,9 +421,9 @@ class RolloutManager:
         if old:
             self._warned_of_old_weights = True
             logger.warning(
-                "%d of %d response tokens to train on are from older weights than the current ones, and nothing "
-                "corrects for it: consider --correction tis, --use-opsm, --max-weight-staleness or "
-                "--mask-offpolicy-in-partial-rollout (said once; see rollout/weight_staleness)",
+                "%d of %d response tokens to train on are from older weights than the current ones, without a "
+                "correction: consider --correction tis, --use-opsm, --max-weight-staleness or "
+                "--mask-offpolicy-in-partial-rollout (this warning appears once; see rollout/weight_staleness)",
                 old,
                 int(np.count_nonzero(table.loss_mask)),
             )

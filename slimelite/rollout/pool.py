@@ -258,7 +258,7 @@ class EnginePool:
             self._lost(engine, f"{error or f'no answer within {self._timeout:g} s'}")
         else:
             if self._restarts and self._syncs and info.weight_version < 0 <= self._version_of(engine):
-                self._lost(engine, "its process is another one, without the weights")
+                self._lost(engine, "it was restarted and has no weights")
             else:
                 self.infos[engine] = info
 
@@ -305,8 +305,8 @@ class EnginePool:
         if engine in self._down:
             return
         if not self._restarts:
-            raise ValueError(f"engine {engine} is gone: {why}; --use-fault-tolerance would start it anew")
-        logger.error("engine %d is gone: %s; its requests go to others until it runs again", engine, why)
+            raise ValueError(f"engine {engine} has died: {why}; with --use-fault-tolerance it would be restarted")
+        logger.error("engine %d has died: %s; other engines take its requests until it runs again", engine, why)
         self._down.add(engine)
         self.deaths[engine] += 1
         if engine not in self._started or self._started[engine].is_set():  # `settle` may wait for the old one
@@ -335,7 +335,7 @@ class EnginePool:
             self._down.discard(engine)
             self._lost(engine, f"dead once more: {error}")
         except Exception as error:
-            self._broken = ValueError(f"engine {engine} does not start again: {error}")
+            self._broken = ValueError(f"engine {engine} cannot be restarted: {error}")
             self._started[engine].set()
         finally:
             self._unsynced.discard(engine)
@@ -347,7 +347,7 @@ class EnginePool:
         if self._syncs and info.weight_version < 0:
             return False
         if engine in self._unsynced:
-            logger.warning("engine %d has weights %d and takes part again", engine, info.weight_version)
+            logger.warning("engine %d has weights %d and is in use again", engine, info.weight_version)
             self.infos[engine] = info
             self._unsynced.discard(engine)
             self._down.discard(engine)

@@ -119,14 +119,15 @@ class PooledSessions(Sessions):
             truncated = request.params.truncation()
             if self._trains_constrained and (shifts := request.params.shifts()):
                 raise ValueError(
-                    f"{' and '.join(shifts)}: nothing tells what such tokens were drawn by, so that they cannot be "
-                    "trained on; leave it out of the request, or start the run without --train-constrained"
+                    f"{' and '.join(shifts)}: the distribution that such tokens were sampled from is not known, so "
+                    "they cannot be trained on; leave it out of the request, or start the run without "
+                    "--train-constrained"
                 )
             request = replace(request, params=request.params.telling(constrained=self._trains_constrained))
             if truncated and not self._engines_tell:
                 raise ValueError(
-                    f"{' and '.join(truncated)}: this engine does not tell which tokens it kept, so "
-                    "that training would not fit; leave them out of the request, or start the run with "
+                    f"{' and '.join(truncated)}: this engine does not report which tokens it kept, so training would "
+                    "compute other log-probs; leave these out of the request, or start the run with "
                     "--allow-truncated-sampling"
                 )
         tries = 0

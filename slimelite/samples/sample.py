@@ -299,7 +299,7 @@ class Sample:
         count = len(added)
         if log_probs is None:
             if trainable and count:
-                raise ValueError(f"{count} trainable tokens came without log-probs; pass log_probs, or trainable=False")
+                raise ValueError(f"{count} trainable tokens have no log-probs; pass log_probs, or trainable=False")
             log_probs = [0.0] * count
         if meta_info is not None and weight_version is None and weight_versions is None:
             weight_versions = versions_of(meta_info, count)
@@ -530,7 +530,7 @@ def _refuse(values: dict[str, object]) -> None:
     for name, value in values.items():
         carried = value.values() if isinstance(value, dict) else [value]
         if any(entry is not None and not (hasattr(entry, "__len__") and len(entry) == 0) for entry in carried):
-            raise ValueError(f"Sample.{name} carries something, and {NOT_HERE[name]} are not supported here")
+            raise ValueError(f"Sample.{name} is not empty, but {NOT_HERE[name]} are not supported here")
 
 
 def plain(value: object) -> object:

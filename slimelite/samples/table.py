@@ -246,7 +246,7 @@ class SampleTable:
         there = {*table.column_names, *values}
         if missing := [column.name for column in COLUMNS.values() if column.required and column.name not in there]:
             raise ValueError(
-                f"not a table of samples: columns {missing} are missing; write it with --save-debug-rollout-data"
+                f"not a table of samples: columns {missing} are missing; files of --save-debug-rollout-data have them"
             )
         for column in COLUMNS.values():
             if column.name not in table.column_names:

@@ -48,7 +48,7 @@ class ProcessSandbox:
     def check(self) -> list[str]:
         """See `Sandbox`."""
         if sys.platform != "linux":
-            raise ValueError(f"{OPTION} {self.name} needs Linux; take docker, or none in a container of your own")
+            raise ValueError(f"{OPTION} {self.name} needs Linux; use docker, or none in a container of your own")
         if not confine.has_seccomp():
             raise ValueError(f"{OPTION} {self.name} needs a kernel with seccomp, on x86-64 or arm64")
         if missing := [path for path in self.settings.read if not os.path.exists(path)]:
@@ -59,7 +59,7 @@ class ProcessSandbox:
     def _probe(self) -> None:
         if confine.landlock_abi() == 0:
             raise ValueError(
-                f"{OPTION} process needs Landlock (Linux 5.13, with landlock among the kernel's lsm=); take bwrap"
+                f"{OPTION} process needs Landlock (Linux 5.13, with landlock among the kernel's lsm=); use bwrap"
             )
         self._try()
 
@@ -82,14 +82,17 @@ class ProcessSandbox:
 
     def _lacks(self) -> list[str]:
         if os.geteuid() != 0 and confine.landlock_abi() < 6:
-            return ["before Linux 6.12 a program may send signals to this user's other processes"]
+            return ["before Linux 6.12, a program can send signals to this user's other processes"]
         return []
 
     def _limits(self) -> list[str]:
         megabytes = self.settings.memory_mb
         if self._groups:
             return []
-        return [f"memory is {megabytes} MiB for each process, and looked at for all (no cgroup can be written here)"]
+        return [
+            f"the limit of {megabytes} MiB holds for each process, and the total is only checked from time to time "
+            "(no cgroup can be written here)"
+        ]
 
     def launch(self, words: Sequence[str], variables: Mapping[str, str], endpoint: str | None) -> Launch:
         """See `Sandbox`."""
@@ -141,19 +144,21 @@ class BubblewrapSandbox(ProcessSandbox):
 
     def _probe(self) -> None:
         if shutil.which("bwrap") is None:
-            raise ValueError(f"{OPTION} bwrap needs bubblewrap: apt-get install bubblewrap, or take process")
+            raise ValueError(f"{OPTION} bwrap needs bubblewrap: apt-get install bubblewrap, or use process")
         self._try()
 
     def _remedy(self) -> str:
         return (
             "; it needs user namespaces (kernel.unprivileged_userns_clone=1 and "
             "kernel.apparmor_restrict_unprivileged_userns=0; in docker --security-opt seccomp=unconfined "
-            "--security-opt apparmor=unconfined), or take process"
+            "--security-opt apparmor=unconfined), or use process"
         )
 
     def _lacks(self) -> list[str]:
         if os.geteuid() == 0 and not self._groups:
-            return ["the number of processes has no hard limit, because this is root and no cgroup can be written here"]
+            return [
+                "the number of processes has no hard limit, because the user is root and no cgroup can be written here"
+            ]
         return []
 
     def _prefix(self, readable: Sequence[str]) -> list[str]:

@@ -87,10 +87,11 @@ def gaps() -> list[str]:
     """A sentence for each missing layer: what a program can then do on this machine. Empty if all layers are there."""
     missing = []
     if not has_seccomp():
-        missing.append("there is no seccomp: it can start processes, send signals and open sockets")
+        missing.append("there is no seccomp, so the code can start processes, send signals and open sockets")
     if landlock_abi() == 0:
         missing.append(
-            "there is no Landlock: it can read and write what this user may, in /proc too, but for its grader's"
+            "there is no Landlock, so the code can read and write the files of this user, and /proc except for that "
+            "of its grader"
         )
     return missing
 

@@ -98,7 +98,9 @@ class _Container:
         status = self._client.wait()
         if status == KILLED:
             megabytes = self._plan["memory_mb"]
-            return say(f"it was killed, as for more than {megabytes} MiB of memory (--agent-memory-mb)")
+            return say(
+                f"it was killed, probably because it used more than {megabytes} MiB of memory (--agent-memory-mb)"
+            )
         return status if status >= 0 else 128 - status
 
     def _connect(self, endpoint: tuple[str, int]) -> bool:
@@ -135,7 +137,9 @@ class _Container:
         except FileNotFoundError:
             ours = False
         if not ours:
-            raise OSError(f"{self._engine} runs on another machine, or hides its containers; take --agent-network full")
+            raise OSError(
+                f"{self._engine} runs on another machine, or its containers cannot be seen; use --agent-network full"
+            )
         return int(pid)
 
     def _tell(self) -> None:
@@ -192,5 +196,5 @@ def _listener_in(pid: int, port: int) -> socket.socket:
     made = received(ours)
     os.waitpid(child, 0)
     if made is None:
-        raise OSError("this user may not enter the container's network: take podman, or --agent-network full")
+        raise OSError("this user may not enter the container's network: use podman, or --agent-network full")
     return made

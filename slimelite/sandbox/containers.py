@@ -53,7 +53,7 @@ class ContainerSandbox:
         """See `Sandbox`."""
         image = self.settings.image
         if shutil.which(self.name) is None:
-            raise ValueError(f"{OPTION} {self.name} needs {self.name}: {self.remedy}; or take process or bwrap")
+            raise ValueError(f"{OPTION} {self.name} needs {self.name}: {self.remedy}; or use process or bwrap")
         if image is None:
             raise ValueError(self._without_image())
         if missing := [path for path in self.settings.read if not os.path.exists(path)]:
@@ -145,7 +145,7 @@ class ContainerSandbox:
         places = dict.fromkeys([*there, *map(os.path.abspath, self.settings.read)])
         if commas := [path for path in places if "," in path]:
             raise ValueError(
-                f"{OPTION} {self.name} cannot show a path with a comma to the program: {commas[0]}; rename it"
+                f"{OPTION} {self.name} cannot give the program a path with a comma: {commas[0]}; rename it"
             )
         mounts = [word for path in places for word in ("--mount", f"type=bind,source={path},target={path},readonly")]
         return placed, mounts

@@ -117,7 +117,7 @@ class SandboxKind:
     Args:
         name: what ``--agent-sandbox`` takes.
         summary: for the help.
-        make: ``fn(settings) -> Sandbox``; None: programs run as the user who trains.
+        make: ``fn(settings) -> Sandbox``; None: programs run no sandbox, as the user who trains.
         answers: ``fn(folder, readable, memory_bytes) -> words`` before those of a program that a model wrote, which
             the code reward and the python tool start in ``folder``; None: they have ``process``.
         container: it needs an image.
@@ -135,7 +135,7 @@ SANDBOXES: Registry[SandboxKind] = Registry(
     "sandbox",
     OPTION,
     (
-        SandboxKind("none", "as the user who trains"),
+        SandboxKind("none", "no sandbox, as the user who trains"),
         SandboxKind("process", "Landlock, seccomp and limits, without privileges", f"{_BOXES}:ProcessSandbox"),
         SandboxKind(
             "bwrap", "namespaces by bubblewrap", f"{_BOXES}:BubblewrapSandbox", f"{_BOXES}:bubblewrap_of_answer"

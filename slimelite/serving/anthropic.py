@@ -217,8 +217,8 @@ def _check_clears(body: CountBody, messages: list[Message], tokens: int) -> None
         if cleared > 0 and size > edit.trigger.value:
             where = f"context_management.edits[{index}]"
             raise RequestError(
-                f"{where} would clear the results of {cleared} tool uses, and here a history stays as it is sent: "
-                "leave the edit out, or send a shorter history",
+                f"{where} would clear the results of {cleared} tool uses, but this server keeps a history as it is "
+                "sent: leave the edit out, or send a shorter history",
                 param=where,
             )
 

@@ -125,7 +125,7 @@ def typed_call(name: str, pairs: list[tuple[str, str]], rest: str, schemas: Sche
     if not name or "<" in name:
         raise Unreadable("it has no name")
     if rest.strip():
-        raise Unreadable(f"it has something else than parameters: {short(rest)}")
+        raise Unreadable(f"it contains something other than parameters: {short(rest)}")
     arguments = {key.strip(): _typed(text, _kinds(schemas.get(name, {}).get(key.strip()))) for key, text in pairs}
     return name, arguments_text(arguments)
 

@@ -62,7 +62,7 @@ def content_text(content: object, name: str = "content") -> str:
         for place, part in enumerate(content):
             if not isinstance(part, dict) or not isinstance(part.get("text"), str):
                 kind = part.get("type") if isinstance(part, dict) else part
-                raise ValueError(f"{name}[{place}] is of type {kind!r:.60}, and only parts of type text are read")
+                raise ValueError(f"{name}[{place}] is of type {kind!r:.60}, but only parts of type text are supported")
         return "".join(part["text"] for part in content)
     if content is None or isinstance(content, str):
         return content or ""
@@ -265,7 +265,7 @@ class ChatFormat:
             call = {"role": "assistant", "content": "", "tool_calls": [_called(PROBE, arguments)]}
             text = self._apply([*messages, call], tools, kwargs)
             if self.tools is None or PROBE not in text or not text.startswith(rendered):
-                raise ValueError("tool_choice: the chat template shows no call that goes on from the prompt: take auto")
+                raise ValueError("tool_choice: the chat template shows no call that goes on from the prompt: use auto")
             text = text[len(rendered) :]
             for name in names:
                 for parameter in schemas(tools).get(name) or ("x",):
@@ -274,7 +274,7 @@ class ChatFormat:
         columns = takewhile(lambda column: {*column} == {column[0]} - {unknown}, zip(*calls, strict=False))
         if not (opening := [column[0] for column in columns]):
             named = " and ".join(names)
-            raise ValueError(f"tool_choice: calls of {named} begin with different tokens: take one function")
+            raise ValueError(f"tool_choice: calls of {named} begin with different tokens: use one function")
         return opening
 
     def begun(
@@ -287,7 +287,7 @@ class ChatFormat:
         """
         content = content_text(reply.get("content"))
         if not content or reply.get("tool_calls"):
-            raise ValueError("continue_final_message: the last message must have text, and no calls")
+            raise ValueError("continue_final_message: the last message must have text and no tool calls")
         text, mark, _ = self._apply([*messages, {**reply, "content": content + PROBE}], tools, kwargs).partition(PROBE)
         if not mark or not text.startswith(rendered):
             raise ValueError("continue_final_message: the chat template shows no reply that goes on from the prompt")
@@ -336,7 +336,10 @@ class ChatFormat:
                 begin, end = self._call_form
                 calls = structural_tag(functions, begin, end)
             elif params.guided:
-                raise ValueError("a reply to a schema cannot call tools of this model's format: leave one of them out")
+                raise ValueError(
+                    "a reply that follows a schema cannot call tools in this model's format: leave out the schema or "
+                    "the tools"
+                )
         begun = self.decode(given_ids) if given_ids else ""
         return replace(params, calls=calls, grammar_after=FINAL if channels else after, begun=begun)
 
@@ -427,7 +430,7 @@ class ChatFormat:
         except ValueError:
             return None  # it wants something else in a conversation, or says so when it is asked
         if not shown:
-            return "the chat template shows the model no tools; take a template that uses `tools`"
+            return "the chat template shows the model no tools; use a template that uses `tools`"
         if self._reads_always:
             return None
         try:
@@ -437,7 +440,7 @@ class ChatFormat:
         except ValueError as error:
             return f"tools cannot be used with this chat template: of a call of the model {error}"
         if PROBE not in text:
-            return "the chat template shows tools, but no calls of the model; take one that uses `tool_calls`"
+            return "the chat template shows tools, but no calls of the model; use one that uses `tool_calls`"
         written = f"the chat template writes a call of f as {short(text.replace(PROBE, 'f'))}"
         known = f"--tool-call-parser names one of {', '.join(TOOL_FORMATS)}"
         if self.tools is None:

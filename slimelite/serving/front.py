@@ -116,7 +116,7 @@ class Front(GenerateServer):
     async def _handled(self, http: web.Request, handler: Handler) -> web.StreamResponse:
         """As every server; and the number of requests is bounded."""
         if self._running >= MOST_REQUESTS:
-            raise RequestError(f"{MOST_REQUESTS} requests are running or waiting; come again later", 429)
+            raise RequestError(f"{MOST_REQUESTS} requests are running or waiting; try again later", 429)
         self._running += 1
         try:
             return await super()._handled(http, handler)
@@ -157,7 +157,9 @@ class Front(GenerateServer):
             self._model.sessions.get(session, key)
         except (LookupError, PermissionError):
             # whether there is such a session is nobody's business without a key
-            raise RequestError(f"this key does not open session {session!r}", 401, code="invalid_api_key") from None
+            raise RequestError(
+                f"this key does not give access to session {session!r}", 401, code="invalid_api_key"
+            ) from None
         return True
 
     def _session(self, http: web.Request) -> Session:

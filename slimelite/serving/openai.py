@@ -136,7 +136,7 @@ async def chat(model: Model, session: Session, body: ChatBody) -> Answer:
             "add_generation_prompt=false needs continue_final_message=true", param="add_generation_prompt"
         )
     if "chat_template" in kwargs:  # a template is a program, which could stop the server, or a run, for everybody
-        raise RequestError("a request cannot bring a chat_template of its own", param="chat_template_kwargs")
+        raise RequestError("a request cannot contain its own chat_template", param="chat_template_kwargs")
     how = {"one_call": not body.parallel_tool_calls, "goes_on": body.continue_final_message}
     planned = [(session.turn(messages, tools, forced, kwargs, **how), _seeded(params, copy)) for copy in range(body.n)]
     top = body.top_logprobs if body.logprobs else None
@@ -152,7 +152,7 @@ async def held_params(model: Model, session: Session, body: HeldBody, forced: Se
     """
     params = body.params(session.defaults)
     if params.guided and not (info := await model.engine.info()).schemas:
-        raise RequestError(f"the {info.name} engine holds no reply to a schema or another grammar")
+        raise RequestError(f"the {info.name} engine cannot enforce a schema or another grammar")
     # a call that is asked for is no answer that has the form
     none: dict[str, Any] = dict.fromkeys(GRAMMARS)
     return replace(params, **none) if forced else params
@@ -341,7 +341,7 @@ class Choices(ABC):
         """The engine's scores, if it has any."""
         info = await self._engine.info()
         if not info.scores:
-            raise RequestError(f"the {info.name} engine gives log-probs of sampled tokens alone", param="logprobs")
+            raise RequestError(f"the {info.name} engine returns log-probs only for sampled tokens", param="logprobs")
         return await self._engine.score(ids, start, temperature, self._alternatives or 0)
 
     async def _alternatives_of(self, turn: Turn) -> list[list[tuple[int, float]]]:

@@ -284,7 +284,10 @@ class Session:
             raise ContextFullError(tokens, self.max_context_len)
         if begun is not None:
             if forced:
-                raise ValueError("continue_final_message: a reply that was begun is no call; take tool_choice auto")
+                raise ValueError(
+                    "continue_final_message: a reply that has begun with text cannot become a tool call; use "
+                    "tool_choice auto"
+                )
             opening = self.format.begun(whole, begun, rendered, tools, **template_kwargs)
         else:
             opening = self.format.opening(whole, rendered, forced, tools, **template_kwargs) if forced else []
@@ -357,7 +360,10 @@ class Session:
             if whole.length and params.guided:
                 # SGLang holds a text to a grammar from its first token on
                 if on_tokens is not None:
-                    raise ConnectionError("the reply was interrupted, and one in a grammar cannot go on: ask again")
+                    raise ConnectionError(
+                        "the reply was interrupted, and a reply that follows a grammar cannot be resumed: send the "
+                        "request again"
+                    )
                 whole = self._unfinished[turn.number] = GenerateResult(whole.request_id)
             done = whole.length
             request = GenerateRequest(
@@ -417,7 +423,7 @@ class Sessions:
             defaults, seed = replace(defaults, seed=None), defaults.seed
         session_id = uuid.uuid4().hex if session_id is None else session_id
         if session_id in self._open:
-            raise ValueError(f"there is a session {session_id!r} already; close it, or take another id")
+            raise ValueError(f"there is a session {session_id!r} already; close it, or use another id")
         session = Session(session_id, self.format, self.sampler, self.max_context_len, defaults, seed)
         self._open[session_id] = session
         return session
@@ -431,7 +437,7 @@ class Sessions:
         """
         session = self.find(session_id)
         if not hmac.compare_digest((key or "").encode(), session.key.encode()):
-            raise PermissionError(f"this key does not open session {session_id!r}")
+            raise PermissionError(f"this key does not give access to session {session_id!r}")
         return session
 
     def find(self, session_id: str) -> Session:

@@ -85,7 +85,7 @@ class Stored:
 
 def _lost(name: str, status: int) -> RequestError:
     return RequestError(
-        f"there is no response or item {name!r}: it was not stored, or was forgotten to make room; send the whole "
+        f"there is no response or item {name!r}: it was not stored, or was deleted to make room; send the whole "
         "conversation as input",
         status,
         "previous_response_id",

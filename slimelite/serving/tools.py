@@ -416,7 +416,7 @@ def read_tools(
             calls.append(ToolCall(hashlib.blake2b(key).hexdigest()[:9], name, arguments))
     content += text[at:]
     if not calls and not malformed and (sign := _sign(text, form)):
-        malformed.append(f"The reply has {sign}, but no tool call in the form that this model is to write.")
+        malformed.append(f"The reply has {sign}, but no tool call in the format of this model.")
     return content.strip() if calls else content, tuple(calls), tuple(malformed)
 
 

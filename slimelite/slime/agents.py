@@ -144,14 +144,16 @@ class _ByKey(Front):
     def _opens(self, http: web.Request, key: str) -> bool:  # noqa: ARG002
         """The key is looked up where the session is; what is not of one session is nobody's."""
         if http.path not in SAMPLING_ROUTES and http.method != "GET":
-            raise RequestError("an agent may ask for replies alone", 401, code="invalid_api_key")
+            raise RequestError("an agent may only request replies", 401, code="invalid_api_key")
         return True
 
     def _session(self, http: web.Request) -> Session:
         session_id = request_key(http)
         session = self._model.sessions.find(session_id)
         if self._most_turns is not None and len(session.turns) >= self._most_turns:
-            raise RequestError(f"session {session_id!r} has had its {self._most_turns} turns (max_turns_per_sid)", 429)
+            raise RequestError(
+                f"session {session_id!r} has reached its limit of {self._most_turns} turns (max_turns_per_sid)", 429
+            )
         return session
 
 

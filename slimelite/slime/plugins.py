@@ -168,7 +168,7 @@ def load_function(path: str, flag: str | None = None) -> Callable[..., Any]:
     if not module_name or not name:
         raise ValueError(f"{path!r} is not a plugin path; write package.module.function or path/to/file.py:function")
     if name == "py" and Path(path).is_file():
-        raise ValueError(f"{path!r} names a file and nothing in it; write {path}:name")
+        raise ValueError(f"{path!r} names a file but no function or class in it; write {path}:name")
     if path in SLIME_NAMES:
         return resolve(path)
     install_finder()

@@ -176,7 +176,7 @@ def rollout_values(pending: Mapping[str, list[float]]) -> dict[str, float]:
 
 
 @kind(
-    "nine groups in ten have no right answer any more, or the reward lost half of its best level",
+    "nine groups in ten no longer have a right answer, or the reward fell to half of its best level",
     "Usually the learning rate is too high: go back to an earlier checkpoint and divide --lr by 3 to 10; a lower "
     "--clip-grad, --use-kl-loss and --lr-warmup-iters help, too.",
 )
@@ -191,15 +191,15 @@ def reward_collapse(h: History) -> Seen | None:
     half = best - abs(best) / 2
     says = f"the reward fell from {best:.3g} to {h.now('reward', QUIET):.3g}"
     if groups:
-        says += f"; {h.now('wrong', QUIET):.0%} of the groups have no right answer any more"
+        says += f"; {h.now('wrong', QUIET):.0%} of the groups no longer have a right answer"
     return Seen(says, lambda h: h.now("reward", QUIET) < half)
 
 
 @kind(
     "nine groups in ten have had no right answer (a reward of 0 or less) for 3 rollouts, from the start",
-    "Read samples beside their labels: is --label-key the right column, does --rm-type read such answers, is "
-    "--rollout-max-response-len long enough? If so, the task is too hard: take easier prompts, more samples for "
-    "each, or SFT first.",
+    "Compare samples with their labels: is --label-key the right column, can --rm-type read such answers, is "
+    "--rollout-max-response-len large enough? If all this is right, the task is too hard: use easier prompts, more "
+    "samples per prompt, or SFT first.",
 )
 def all_wrong(h: History) -> Seen | None:
     """Three rollouts in a row, so that one hard batch is no alarm; a run that was better before has collapsed."""
@@ -211,21 +211,22 @@ def all_wrong(h: History) -> Seen | None:
 
 
 @kind(
-    "no response of a rollout has a token",
-    "Look at the prompts in rollouts/ of the run folder: a prompt as long as the context leaves no room for a reply. "
-    "Shorten it, or raise --rollout-max-context-len. If environments failed, log.txt says why.",
+    "no response of a rollout has any token",
+    "Look at the prompts in rollouts/ of the run folder: a prompt that fills the context leaves no room for a reply. "
+    "Shorten such prompts, or raise --rollout-max-context-len. If environments failed, log.txt says why.",
 )
 def no_tokens(h: History) -> Seen | None:
     """One rollout: not a single token is never chance."""
     if h.row.get("length") != 0:
         return None
-    return Seen("no response has a token, so that nothing is trained", lambda h: h.row.get("length") == 0)
+    return Seen("no response has any token, so there is nothing to train on", lambda h: h.row.get("length") == 0)
 
 
 @kind(
     "nine groups in ten have had equal rewards above 0 for 3 rollouts, and a new eval score is below 0.9",
-    "These prompts have nothing left to teach: take harder ones, or drop solved groups with "
-    "--dynamic-sampling-filter-path. If the score falls, the reward pays for something else: read samples.",
+    "The model has nothing left to learn from these prompts: use harder ones, or drop solved groups with "
+    "--dynamic-sampling-filter-path. If the score falls, the reward measures something else than the task: read "
+    "samples.",
 )
 def all_right(h: History) -> Seen | None:
     """An eval below 0.9 says that there is something left to learn that these prompts do not teach."""
@@ -258,23 +259,25 @@ def entropy_collapse(h: History) -> Seen | None:
 
 
 @kind(
-    "more than 25 % of the responses run into the length limit, a tenth more of them than 20 rollouts before",
+    "more than 25 % of the responses reach the length limit, and this share grew by 10 percentage points in 20 "
+    "rollouts",
     "Read the ends of long samples. Answers that are cut off need a larger --rollout-max-response-len; loops and "
-    "padding need --overlong-buffer-len, a reward that does not pay for length, or a lower --lr.",
+    "padding need --overlong-buffer-len, a reward that does not favour length, or a lower --lr.",
 )
 def truncation(h: History) -> Seen | None:
     """A quarter of the samples ends without an answer, a tenth of them more than before and more than noise."""
     now, then = h.now("truncated"), h.then("truncated")
     if now <= 0.25 or now - then < max(0.1, NOISE * h.noise("truncated")):
         return None
-    says = f"{now:.0%} of the responses ran into the length limit; it was {then:.0%}"
+    says = f"{now:.0%} of the responses reached the length limit; before, it was {then:.0%}"
     return Seen(says, lambda h: h.now("truncated", QUIET) > 0.25)
 
 
 @kind(
-    "responses are twice as long as 20 rollouts before, and no eval score (without evaluations: no reward) rose",
-    "Read the longest samples: does the reward pay for length? --overlong-buffer-len punishes it; under "
-    "--calculate-per-token-loss a long wrong answer costs its full length.",
+    "responses are twice as long as 20 rollouts before, but no eval score rose (without evaluations: the reward did "
+    "not rise)",
+    "Read the longest samples: does the reward favour length? --overlong-buffer-len penalizes it; with "
+    "--calculate-per-token-loss, every token of a long wrong answer counts.",
 )
 def length(h: History) -> Seen | None:
     """Twice: responses that learn to reason grow, too, but the score then grows with them."""
@@ -289,9 +292,9 @@ def length(h: History) -> Seen | None:
 @kind(
     "the reward rose by a tenth, and an eval score has not gained 0.02 in 20 rollouts, or fell by a tenth from its "
     "best",
-    "The policy learns what the reward pays for instead of the task, or learns the prompts by heart. Read the "
-    "samples with the highest reward, mend it, and keep the checkpoint of the best evaluation; more prompts help "
-    "against learning by heart.",
+    "The policy exploits the reward instead of learning the task, or memorizes the prompts. Read the samples with "
+    "the highest reward, fix the reward, and keep the checkpoint of the best evaluation; more prompts help against "
+    "memorization.",
 )
 def reward_without_eval(h: History) -> Seen | None:
     """The reward gained a tenth and more than noise. The score fell from its best by a tenth and by four standard
@@ -325,8 +328,9 @@ def _stays_below(name: str, score: float) -> Callable[[History], bool]:
     f"the mean |trainer − engine log-prob| is above {MISMATCH_LIMIT:g} (0.2 higher for each weight update since the "
     "tokens were sampled), or it rose fivefold "
     f"in 20 rollouts and is above {MISMATCH_LIMIT / 10:g}",
-    "The gradient belongs to another policy than the one that wrote the samples. --check-weight-update-equal tells "
-    "whether the weights arrive; --correction tis corrects small differences; docs/metrics.md lists the causes.",
+    "The gradient is computed for another policy than the one that generated the samples. "
+    "--check-weight-update-equal tests whether the engines get the trainer's weights; --correction tis corrects "
+    "small differences; docs/metrics.md lists the causes.",
 )
 def mismatch(h: History) -> Seen | None:
     """One rollout above the limit is enough, because the mean is over many tokens. Below it, five times the earlier
@@ -360,8 +364,8 @@ def stale(h: History) -> Seen | None:
 
 @kind(
     "a gradient norm is above 10 times the median of the last 20 and 5 times the largest of them",
-    "One spike that --clip-grad catches is harmless. If they come back, lower --lr and read that rollout: long, "
-    "repetitive or extremely rewarded samples make them.",
+    "One spike that --clip-grad catches is harmless. If spikes recur, lower --lr and read the samples of that "
+    "rollout: long or repetitive samples and extreme rewards cause spikes.",
 )
 def grad_spike(h: History) -> Seen | None:
     """Ten times the median, and five times the largest of the last 20: when most groups are solved, a few odd ones make
@@ -378,8 +382,8 @@ def grad_spike(h: History) -> Seen | None:
 
 @kind(
     "an optimizer step changed nothing, because its loss or gradient was not finite",
-    "Look for infinite rewards and a custom loss that divides by zero; lower --lr; take bfloat16 rather than "
-    "float16. --nonfinite-grad fail stops at the first.",
+    "Look for infinite rewards and a custom loss that divides by zero; lower --lr; use bfloat16 rather than float16. "
+    "--nonfinite-grad fail stops at the first.",
 )
 def skipped_steps(h: History) -> Seen | None:
     """Any share: a loss or gradient that is not finite is never noise."""
@@ -387,14 +391,14 @@ def skipped_steps(h: History) -> Seen | None:
     if not shares:
         return None
     name, share = next(iter(shares.items()))
-    says = f"{share:.0%} of the optimizer steps changed nothing, for their loss or gradient was not finite ({name})"
+    says = f"{share:.0%} of the optimizer steps changed nothing, because their loss or gradient was not finite ({name})"
     return Seen(says, lambda h: any(h.row.get(name, 0.0) > 0 for name in SKIPPED))
 
 
 @kind(
-    "the filter dropped nine groups in ten of a rollout, at least 32",
-    "Read the groups in dropped/ of the run folder, each with its reason: is the reward right, is the task within "
-    "reach, is the temperature above 0? Otherwise loosen --dynamic-sampling-filter-path or leave it out.",
+    "the filter dropped nine groups in ten of a rollout, and at least 32",
+    "Read the groups in dropped/ of the run folder, each with its reason: is the reward right, is the task not too "
+    "hard, is the temperature above 0? If so, loosen --dynamic-sampling-filter-path or leave it out.",
 )
 def filtered(h: History) -> Seen | None:
     """Ten groups are generated for each one that is trained on. Fewer than 32 dropped groups may be chance."""
@@ -406,8 +410,8 @@ def filtered(h: History) -> Seen | None:
 
 @kind(
     "a tenth of a rollout's groups could not be generated, or an engine died",
-    "log.txt has the errors: memory, a time limit, or a generate function that raises. The run goes on with other "
-    "prompts; those that fail are missing from what it learns.",
+    "log.txt has the errors: memory, a time limit, or a generate function that raises. The run continues with other "
+    "prompts and learns nothing from those that fail.",
 )
 def failed_groups(h: History) -> Seen | None:
     """A tenth of the groups: one request that fails after its retries is usual on a large cluster. A death of an engine
@@ -415,7 +419,7 @@ def failed_groups(h: History) -> Seen | None:
     failed, sent = h.row.get("rollout/failed_groups", 0.0), h.row.get("rollout/submitted_groups", 0.0)
     deaths = [0.0, *h.values["deaths"]][-2:]
     if len(h.values["deaths"]) and deaths[-1] > deaths[0]:
-        says = f"an engine died and was started anew; that makes {deaths[-1]:.0f} in this run"
+        says = f"an engine died and was restarted; that makes {deaths[-1]:.0f} in this run"
     elif failed and failed >= sent / 10:
         says = f"{failed:.0f} of {sent:.0f} groups could not be generated"
     else:
@@ -425,8 +429,8 @@ def failed_groups(h: History) -> Seen | None:
 
 @kind(
     "a rollout took five times the median of the last 20, and a minute more (without evaluating and saving)",
-    "Look which phase grew: gen by an endless response, or a slow reward (--reward-timeout) or tool; sync by the "
-    "network or a disk; all of them by another job on the machine.",
+    "Find the phase that grew: gen grows with a very long response, a slow reward (--reward-timeout) or a slow tool; "
+    "sync with a slow network or disk; all phases with another job on the machine.",
 )
 def stall(h: History) -> Seen | None:
     """Five times the usual time and a minute more: below that a busy machine is the likeliest reason."""
@@ -434,14 +438,14 @@ def stall(h: History) -> Seen | None:
     usual = median(before or [math.inf])
     if len(before) < LEVEL or now < max(5 * usual, usual + 60):
         return None
-    says = f"the rollout took {now:.0f} s, and {usual:.0f} s are usual"
+    says = f"the rollout took {now:.0f} s; {usual:.0f} s are usual"
     return Seen(says, lambda h: h.values["seconds"][-1] >= max(5 * usual, usual + 60))
 
 
 @kind(
     "a tenth of a rollout's agent programs or environments failed or crashed",
     "log.txt has each error, and agents/programs.log the end of what programs printed. `slimelite env check` finds "
-    "faults of an environment. --reward-error says what their samples are worth.",
+    "faults of an environment. --reward-error decides what happens to the samples of failed episodes.",
 )
 def agent_errors(h: History) -> Seen | None:
     """A tenth, and two at least: one program of many that falls over is usual."""
@@ -451,7 +455,7 @@ def agent_errors(h: History) -> Seen | None:
 @kind(
     "a tenth of a rollout's agent programs or environments took too long",
     "Look for a tool or a request that waits. Raise --agent-timeout, --environment-call-timeout or "
-    "--environment-timeout; fewer --agent-programs at once leave each more of the machine.",
+    "--environment-timeout; with fewer --agent-programs at once, each of them runs faster.",
 )
 def agent_timeouts(h: History) -> Seen | None:
     """As `agent_errors`."""
@@ -460,8 +464,8 @@ def agent_timeouts(h: History) -> Seen | None:
 
 @kind(
     "a tenth of a rollout's episodes have no token that is trained on",
-    "These episodes ended before the first reply, or their replies are masked: does the program ask the model at "
-    "OPENAI_BASE_URL, does reset leave room in the context?",
+    "These episodes ended before the first reply, or their replies are masked: does the program call the model at "
+    "OPENAI_BASE_URL, and do the messages of reset leave room in the context?",
 )
 def untrained_episodes(h: History) -> Seen | None:
     """As `agent_errors`."""
@@ -470,7 +474,7 @@ def untrained_episodes(h: History) -> Seen | None:
 
 @kind(
     "a tenth of a rollout's episodes have a prompt that leaves no room for a reply",
-    "Let tools and messages say less, end episodes earlier (--environment-max-turns), or raise "
+    "Shorten the outputs of tools and the messages, end episodes earlier (--environment-max-turns), or raise "
     "--rollout-max-context-len.",
 )
 def context_overflow(h: History) -> Seen | None:
@@ -480,15 +484,15 @@ def context_overflow(h: History) -> Seen | None:
 
 @kind(
     "half of the episodes of 3 rollouts end at --environment-max-turns",
-    "Read the ends of such episodes: does the environment end an episode that is solved or lost? If they need more "
-    "turns, raise --environment-max-turns.",
+    "Read the ends of such episodes: does the environment end an episode once it is solved or lost? If they need "
+    "more turns, raise --environment-max-turns.",
 )
 def turn_limit(h: History) -> Seen | None:
     """Half, in three rollouts: a model that does not know yet how to end runs on, and learns it."""
     limit = h.values["turn_limit"]
     if len(limit) < QUIET or min(limit[-QUIET:]) < 0.5:
         return None
-    says = f"{limit[-1]:.0%} of the episodes ended at their most turns (--environment-max-turns)"
+    says = f"{limit[-1]:.0%} of the episodes reached the limit of turns (--environment-max-turns)"
     return Seen(says, lambda h: h.now("turn_limit", QUIET) >= 0.5)
 
 

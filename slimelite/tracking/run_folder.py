@@ -134,12 +134,14 @@ def config_yaml(args: Args) -> str:
     """
     reasons = {d.name: d.reason for d in args.derivations}
     lines = ["# arguments of this run; `python train.py --config` with this file repeats it"]
-    lines += ["# a line that begins with # was not given: it is a default, or has its reason beside it"]
+    lines += [
+        "# a line that begins with # was not given: its value is the default, or follows from the reason next to it"
+    ]
     lines += ["# " + " ".join(note.split()) for note in args.notes]
     lines += [f"# no effect here: {name}: {why}" for name, why in args.no_effect]
     if args.custom_config:
         keys = ", ".join(args.custom_config)
-        lines.append(f"# plugins also had {keys}: give --custom-config-path {args.custom_config_path} again")
+        lines.append(f"# plugins also read {keys}: give --custom-config-path {args.custom_config_path} again")
     for group in groups_of(type(args)):
         lines += ["", f"# {group_title(group)[0]}"]
         for name in (flag.name for flag in group_flags(group) if flag.name not in SOURCES):

@@ -184,7 +184,7 @@ class Tracker:
         self._write("start", {"rollout/step": first, "eval/step": first - 1})
         self._remember_alarms()
         if args.num_rollout not in (None, 0) and args.start_rollout_id >= args.num_rollout:
-            done = f"the checkpoint of --load has all {args.num_rollout} rollouts; to go on, raise"
+            done = f"the checkpoint of --load already has all {args.num_rollout} rollouts; to continue, raise"
             if args.load is None:
                 done = f"the first rollout is number {args.start_rollout_id} of --num-rollout {args.num_rollout}: raise"
             self.console.line(f"nothing is left to do: {done} --num-rollout (or --num-epoch)", "bold")

@@ -222,7 +222,7 @@ class PrometheusWriter:
         info = GaugeMetricFamily("slimelite_run_info", "this run", labels=("run_name", "run_dir", "version"))
         info.add_metric((self._run_name, self._run_dir, slimelite.__version__), 1)
         updated = GaugeMetricFamily(
-            "slimelite_updated_seconds", "when the newest metric came, in seconds since 1970", labels=("run_name",)
+            "slimelite_updated_seconds", "time of the newest metric, in seconds since 1970", labels=("run_name",)
         )
         updated.add_metric((self._run_name,), self._updated)
         families = [info, updated]

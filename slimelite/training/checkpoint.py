@@ -115,7 +115,7 @@ def save_and_tell(directory: Path, parts: Mapping[str, Snapshot], group: dist.Pr
             write_text(file, json.dumps(result))
             break
         except OSError:
-            logger.exception("%s cannot be written; once more", file)
+            logger.exception("%s cannot be written; trying again", file)
             time.sleep(1)
 
 
@@ -162,15 +162,17 @@ def load(
         for name, random_state in state.get("rng", {}).items():
             (torch.cuda if name.startswith("cuda") else torch).set_rng_state(random_state)
     except RuntimeError as error:
-        raise ValueError(f"{directory}: its random state is damaged ({error}); --no-load-rng does without") from error
+        raise ValueError(
+            f"{directory}: its random state is damaged ({error}); --no-load-rng resumes without it"
+        ) from error
     if weights_only:
         progress.steps = 0
     if weights_only or args.override_lr_scheduler:
         progress.schedule = own
     elif world.rank == 0 and (differences := progress.schedule.differences(own, learner.lr_flags)):
         logger.warning(
-            "the checkpoint's learning-rate schedule goes on, not this run's: %s; "
-            "--override-lr-scheduler takes this run's",
+            "the checkpoint's learning-rate schedule is used, not this run's: %s; --override-lr-scheduler selects "
+            "this run's",
             ", ".join(differences),
         )
     learner.progress = progress
@@ -202,9 +204,13 @@ def _check_adapter(directory: Path, args: LoraArgs) -> None:
         return
     if saved is None or own is None:
         lora = f"--lora-rank {(saved or own or {}).get('rank')}"
-        raise ValueError(f"{directory} was saved {'without' if saved is None else 'with'} {lora}; resume it like that")
+        raise ValueError(
+            f"{directory} was saved {'without' if saved is None else 'with'} {lora}; resume it the same way"
+        )
     if (bits := saved.get("bits")) != own.get("bits"):
-        raise ValueError(f"{directory} was saved {'with' if bits else 'without'} --load-in-4bit; resume it like that")
+        raise ValueError(
+            f"{directory} was saved {'with' if bits else 'without'} --load-in-4bit; resume it the same way"
+        )
     if saved != own:
         raise ValueError(
             f"{directory} was saved with adapters of rank {saved['rank']} scaled by {saved['scaling']}, and this run's "
@@ -241,7 +247,8 @@ def _check_weights(directory: Path, saved: Collection[str], state: State) -> Non
     if missing := [path for path in wanted if path not in saved]:
         if missing[0].startswith("reference."):
             raise ValueError(
-                f"{directory} has no reference model: it was saved without --ref-update-interval; resume it without"
+                f"{directory} has no reference model: it was saved without --ref-update-interval; resume it without "
+                "that flag"
             )
         raise ValueError(f"{directory} {_kind(missing[0])}: it has no {missing[0]}")
     if more := sorted(path for path in set(saved) - set(wanted) if path.startswith("model.")):
@@ -269,7 +276,7 @@ def _check_optimizer(directory: Path, saved: Collection[str], name: str, *, begu
     if kept and (before == "muon") != (name == "muon"):
         raise ValueError(
             f"{directory} was saved with --optimizer {before}, not {name}; resume with --optimizer {before}, or add "
-            f"--no-load-optim, with which {name} starts without moments"
+            f"--no-load-optim, so that {name} starts with fresh moments"
         )
 
 
@@ -364,14 +371,15 @@ class CheckpointReader(dcp.FileSystemReader):
             raise _damaged(file, "is missing") from None
         except _ForeignClass as error:
             raise ValueError(
-                f"{file}: {error}, which no checkpoint of slimelite does and which could run a program: {DO_NOT}"
+                f"{file}: {error}, which never happens in a checkpoint of slimelite and could run a program: {DO_NOT}"
             ) from error
         except Exception as error:  # unpickling a truncated file may raise anything
             raise _damaged(file, f"is damaged or cut short ({type(error).__name__}: {error})") from error
         if others or odd:
             what = f"{min(others)} is bytes instead of a tensor" if others else "it is of another kind"
             raise ValueError(
-                f"{file}: {what}. No checkpoint of slimelite is like that, and bytes could run a program: {DO_NOT}"
+                f"{file}: {what}. A checkpoint of slimelite never contains this, and bytes could run a program: "
+                f"{DO_NOT}"
             )
         self.metadata = content
 
@@ -401,8 +409,8 @@ class CheckpointReader(dcp.FileSystemReader):
             if entry.size != tensor.shape:
                 here, there = (" x ".join(map(str, shape)) or "one number" for shape in (tensor.shape, entry.size))
                 raise ValueError(
-                    f"{self.directory} is a checkpoint of another model: {path} is {there} in it, and {here} in this "
-                    "run's; name its model with --hf-checkpoint"
+                    f"{self.directory} is a checkpoint of another model: {path} is {there} in it but {here} in this "
+                    "run's model; give the checkpoint's model as --hf-checkpoint"
                 )
             if sum(chunk.sizes.numel() for chunk in entry.chunks) != entry.size.numel():
                 raise _damaged(self.directory / METADATA, f"is damaged: parts of {path} are not in it")

@@ -199,7 +199,7 @@ class TokenColumns:
             source = f"what --custom-reward-post-process-path {args.custom_reward_post_process_path} returns"
         for name, column in columns.items():
             if column is not None:
-                self._refuse(~column.isfinite(), f"{name} that are not finite; look at {source}")
+                self._refuse(~column.isfinite(), f"{name} that are not finite; check {source}")
 
     def rows_to_compute(self, args: CorrectionArgs, *, checked: bool) -> np.ndarray:
         """[n] bool: the rows that need a forward pass, because they can have a gradient.
@@ -243,11 +243,14 @@ class TokenColumns:
         table = self.table
         largest = max(table.prompt_tokens.max(initial=0), table.response_tokens.max(initial=0))
         if largest >= vocab_size:
-            raise ValueError(f"token {largest} is not one of the model's {vocab_size}; --tokenizer is another model's")
+            raise ValueError(
+                f"token {largest} is outside the model's vocabulary of {vocab_size}; --tokenizer belongs to another "
+                "model"
+            )
         if args.use_opd and args.opd_type == "sglang":
             self._refuse(
                 self.teacher.isnan(),
-                "no teacher log-probs, which --opd-type sglang trains on: give the teacher's address as --rm-url, or "
+                "no teacher log-probs, which --opd-type sglang needs: give the teacher's address as --rm-url, or "
                 "fill sample.teacher_log_probs where samples are made",
             )
         self._check_kept(args, vocab_size)
@@ -277,9 +280,9 @@ class TokenColumns:
             flags = " and ".join(f"--rollout-{name.replace('_', '-')}" for name in truncated)
             self._refuse(
                 torch.from_numpy(counts == 0),
-                f"tokens without the ids that {flags} kept, which log-probs are renormalised over: a generate function "
-                "asks for them by return_sampling_mask in the body of /generate, and gives the answer's meta_info to "
-                "sample.append_response_tokens; or insist on log-probs of the whole vocabulary: "
+                f"tokens without the ids that {flags} kept, which are needed to renormalise log-probs: a generate "
+                "function must set return_sampling_mask in the body of /generate, and pass the answer's meta_info "
+                "to sample.append_response_tokens; or accept log-probs of the whole vocabulary with "
                 "--allow-truncated-sampling",
             )
         if table.kept_ids is None or not len(table.kept_ids):
@@ -289,7 +292,7 @@ class TokenColumns:
         some, known = counts > 0, counts == 0
         starts = (np.cumsum(counts, dtype=np.int64) - counts)[some]
         known[some] = np.logical_or.reduceat(among, starts) & ~np.logical_or.reduceat(outside, starts)
-        what = "tokens that are not among the ids which the engine says it drew them from"
+        what = "tokens that are not among the ids from which, according to the engine, they were sampled"
         self._refuse(torch.from_numpy(~known), what)
 
     def means(self, args: DistillationArgs, computed: np.ndarray) -> dict[str, float]:

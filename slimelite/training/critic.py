@@ -86,8 +86,8 @@ class Critic(Learner[ValueModel]):
         """
         if columns.returns is None:
             raise ValueError(
-                "--custom-advantage-function-path left columns.returns None; with --advantage-estimator ppo it sets "
-                "them: they are what the critic learns"
+                "--custom-advantage-function-path left columns.returns None; with --advantage-estimator ppo it must "
+                "set them, because the critic is trained on them"
             )
         if self.args.reset_optimizer_states:
             self.optimizers.reset()
@@ -130,8 +130,8 @@ class Critic(Learner[ValueModel]):
         folder = Path(directory) / FOLDER
         if not (folder / STATE_FILE).is_file():
             raise ValueError(
-                f"{directory} was saved without a critic; to give its policy one, write it with --save-hf and start "
-                "from that folder with --hf-checkpoint"
+                f"{directory} was saved without a critic; to train its policy with a critic, write the model with "
+                "--save-hf and start from that folder with --hf-checkpoint"
             )
         checkpoint.load(folder, self)
 

@@ -116,7 +116,7 @@ def build_model(
     model = wrap(hf)
     model.flops = ForwardFlops.of(model)
     if world.device.type == "cuda" and (kernel := next(filter(None, map(stateless_kernel, hf.modules())), "")):
-        logger.warning("%s: one sequence a forward pass, since %s takes no state", config.model_type, kernel)
+        logger.warning("%s: one sequence per forward pass, because %s takes no state", config.model_type, kernel)
         packing = Packing.ALONE
     model.packed = packing >= Packing.PACKED
     model.shares = args.share_prefixes and packing is Packing.SHARED
@@ -187,8 +187,8 @@ def read_config(path: str | None) -> PretrainedConfig:
     if isinstance(quantized, dict):
         if (method := quantized.get("quant_method")) not in DEQUANTIZED:
             raise ValueError(
-                f"{path} is quantized by {method}, whose weights transformers does not give back to train; take the "
-                "model that it was made from (--lora-rank with --load-in-4bit saves as much memory)"
+                f"{path} is quantized by {method}, and transformers cannot restore its weights for training; use the "
+                "unquantized model (--lora-rank with --load-in-4bit saves as much memory)"
             )
         quantized["dequantize"] = True
     return config
@@ -263,7 +263,7 @@ def inspect_model(
     except Exception as error:  # transformers may raise anything for an inconsistent config
         raise ValueError(
             "the installed transformers can build no causal language model from its config.json "
-            f"({one_line(error)}); compare it with the original, or take another model"
+            f"({one_line(error)}); compare it with the original, or use another model"
         ) from error
     check_weights(path, empty, unread=LM_HEAD if new_head else (SCORE,) if scores else ())
     if trained and (args.lora_rank or args.critic_lora_rank):
@@ -278,7 +278,7 @@ def inspect_model(
         if args.sends_adapter and odd:
             raise ValueError(
                 f"--lora-sync adapter: the servers start with room for {', '.join(args.lora_modules)}, and "
-                f"{', '.join(sorted(odd))} has an adapter too; take merged"
+                f"{', '.join(sorted(odd))} has an adapter too; use merged"
             )
     try:
         return config, bool(may_pack(config, _attention(args, config), pairs=args.job.loss == "paired"))
@@ -330,7 +330,7 @@ def inspect_models(args: Args, broken: Collection[str] = ()) -> tuple[list[str],
             new_head, scores = option == "--critic-load", args.loss.scores and trained
             model, packed = inspect_model(args, path, new_head=new_head, trained=trained, scores=scores)
             if not packed:
-                facts.append(f"{option}: {model.model_type} is trained on one sequence a forward pass")
+                facts.append(f"{option}: {model.model_type} is trained on one sequence per forward pass")
             if option == "--hf-checkpoint" and args.job.engines and check_config:
                 function(check_config, ENGINES.option, args.rollout_backend)(model)
         except (OSError, ValueError) as error:

@@ -201,12 +201,14 @@ def check_quantizable(hf: PreTrainedModel) -> None:
     kind, layers = hf.config.model_type, sum(module.weight.numel() for _, module in _quantizable(hf))
     if has_experts(hf):
         raise ValueError(
-            f"--load-in-4bit: the experts of {kind} are fused weights, which stay whole here, so that little would be "
-            "saved; leave it out"
+            f"--load-in-4bit: the experts of {kind} are fused weights, which are not quantized here, so little "
+            "memory would be saved; leave the flag out"
         )
     outer = {id(_weight(module)): _weight(module).numel() for module in _outer(hf)}
     if layers < (sum(parameter.numel() for parameter in hf.parameters()) - sum(outer.values())) / 2:
-        raise ValueError(f"--load-in-4bit: most layers of {kind} are not torch's own Linear, which alone it quantizes")
+        raise ValueError(
+            f"--load-in-4bit: most layers of {kind} are not torch.nn.Linear, the only kind that can be quantized"
+        )
 
 
 def _quantizable(hf: PreTrainedModel) -> list[tuple[str, nn.Linear]]:
@@ -233,8 +235,8 @@ def check_ranks(hf: PreTrainedModel, args: LoraArgs) -> None:
     for option, rank in (("--lora-rank", args.lora_rank), ("--critic-lora-rank", args.critic_lora_rank)):
         if rank > highest:
             raise ValueError(
-                f"{option} {rank}: the matrices that get an adapter have at most rank {highest}, and a higher one only "
-                "adds parameters; 8 to 64 is usual"
+                f"{option} {rank}: the matrices that get an adapter have at most rank {highest}, so a higher rank "
+                "only adds parameters; 8 to 64 is usual"
             )
 
 
@@ -259,8 +261,8 @@ def _targets(hf: PreTrainedModel, args: LoraArgs) -> list[str]:
     outer = [name for name in chosen if able[name] in (head, hf.get_input_embeddings())]
     if outer and head.weight is hf.get_input_embeddings().weight:
         raise ValueError(
-            f"--lora-target-modules {outer[0].rpartition('.')[2]}: embedding and LM head of this model are one weight, "
-            "which an adapter of one of them would tear apart; leave it out"
+            f"--lora-target-modules {outer[0].rpartition('.')[2]}: embedding and LM head of this model share one "
+            "weight, and an adapter on one of them would make them differ; leave it out"
         )
     if not chosen:
         raise ValueError("--lora-exclude-modules leaves no module with an adapter")
@@ -320,12 +322,15 @@ def _why_not(hf: PreTrainedModel, word: str, able: Mapping[str, nn.Module]) -> s
             continue
         if _is_called(name, word) or (word == ALL_LINEAR and not isinstance(module, nn.Embedding)):
             if type(module) in (nn.Linear, nn.Embedding):
-                return f"{kind} reads its weight without calling it, so that an adapter would change nothing"
-            return f"in {kind} it is a {type(module).__name__}; adapters here are for torch's own Linear and Embedding"
+                return f"{kind} uses the module's weight without calling the module, so an adapter would change nothing"
+            return (
+                f"in {kind} it is a {type(module).__name__}; only torch.nn.Linear and torch.nn.Embedding can have "
+                "adapters"
+            )
     there = sorted({last_name(name) for name in able})
     near = difflib.get_close_matches(word, there, n=1)
     hint = f"did you mean {near[0]}?" if near else f"there are {', '.join([*there, ALL_LINEAR])}"
-    return f"no module of {kind} has that name; {hint}"
+    return f"no module of {kind} has this name; {hint}"
 
 
 def _weight(module: nn.Module) -> Tensor:
@@ -413,20 +418,20 @@ def _load(hf: PreTrainedModel, folder: Path) -> None:
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{file} cannot be read ({error})") from error
     if broken := [name for name, value in saved.items() if not value.isfinite().all()]:
-        raise ValueError(f"{min(broken)} in {file} holds NaN or infinity; take an earlier adapter")
+        raise ValueError(f"{min(broken)} in {file} holds NaN or infinity; use an earlier adapter")
     mine = dict(peft_weights(hf))
     for problem, names in (("lacks", mine.keys() - saved.keys()), ("has", saved.keys() - mine.keys())):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise ValueError(
                 f"the adapter in {file} {problem} {min(names)}{more}, unlike one of this model by its "
-                f"{ADAPTER_CONFIG}: it is another model's, or damaged"
+                f"{ADAPTER_CONFIG}: it belongs to another model, or is damaged"
             )
     for name, parameter in mine.items():
         if parameter.shape != saved[name].shape:
             raise ValueError(
-                f"{name} is {list(saved[name].shape)} in {file} and {list(parameter.shape)} in this model: it is "
-                "another model's"
+                f"{name} is {list(saved[name].shape)} in {file} and {list(parameter.shape)} in this model: the "
+                "adapter belongs to another model"
             )
         if not parameter.is_meta:
             parameter.copy_(saved[name])

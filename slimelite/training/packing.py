@@ -43,14 +43,14 @@ class NotTrainable(ValueError):
     """Log-probs here are not transformers' own; ``reason`` says why; ``eager``: whether that attention mends it."""
 
     def __init__(self, family: str, reason: str, eager: bool) -> None:
-        remedy = "docs/algorithms.md says which families can be"
+        remedy = "docs/algorithms.md lists the families that can be trained"
         if eager:
-            remedy = "--attn-implementation eager computes it right, with a mask tensor for each forward pass"
+            remedy = "--attn-implementation eager computes it correctly, with a mask tensor for each forward pass"
         super().__init__(f"{family} cannot be trained: {reason}; {remedy}")
         self.reason, self.eager = reason, eager
 
 
-AHEAD = "its tokens see those that come after them"
+AHEAD = "its tokens attend to later tokens"
 FAILS = "its forward pass fails here"
 MASKED = "its layers read a mask tensor, and packed rows have none"
 
@@ -107,8 +107,8 @@ def _small_model(config: PretrainedConfig) -> SmallModel:
         except Exception as error:  # of any type, for example if a config only looks like its family's
             problem = error
     raise NoSmallModel(
-        f"{config.model_type}: no small copy of it can be run, so that it is not known whether packed sequences mix: "
-        f"{one_line(problem)}"
+        f"{config.model_type}: a small copy of the model cannot be run, so it is not known whether packed sequences "
+        f"mix: {one_line(problem)}"
     ) from problem
 
 
@@ -152,7 +152,7 @@ class SmallModel:
             why = self._why_other(policy) if apart >= TOLERANCE else ""
         except Exception as error:  # models may raise anything when they are called in an unsupported way
             if isinstance(error, KeyError) and attention in str(error):
-                return Packing.ALONE, "it has attention of its own, which cannot be exchanged"
+                return Packing.ALONE, "it has its own attention code, which cannot be replaced"
             return Packing.ALONE, f"{FAILS}: {one_line(error)}"
         problem = why and f"{why}: its log-probs differ by {apart:.1e} from transformers' own"
         return max(right, default=Packing.ALONE), problem
@@ -180,8 +180,8 @@ class SmallModel:
         with _outputs(self._own) as theirs:
             self._own(input_ids=ids, use_cache=False)
         if name := _first_difference(self._seen(policy, [1]), theirs):
-            return f"its {name} computes something else here"
-        return "its logits are not what its LM head gives"
+            return f"its {name} computes something different here"
+        return "its logits are not the output of its LM head"
 
     def _policy(self, attention: str) -> PolicyModel:
         """The same model as it is trained here, with this attention."""

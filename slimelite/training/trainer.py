@@ -113,8 +113,9 @@ class Trainer(Learner[PolicyModel]):
         self.limits = PackingLimits(None, 1) if leaking else limits
         if leaking and self.world.rank == 0:
             logger.warning(
-                "%s is trained on one sequence a forward pass, because its layers may mix packed sequences: the "
-                "results are right, training is slower, and --micro-batch-size and --max-tokens-per-gpu have no effect",
+                "%s is trained on one sequence per forward pass, because its layers may mix packed sequences: the "
+                "results are right, training is slower, and --micro-batch-size and --max-tokens-per-gpu have no "
+                "effect",
                 " and ".join(sorted(leaking)),
             )
 
@@ -193,7 +194,7 @@ class Trainer(Learner[PolicyModel]):
             FloatingPointError: see `Optimizers.step`.
         """
         if not self._losses:
-            raise ValueError("optim_step: there is no gradient; forward_backward(table) makes it")
+            raise ValueError("optim_step: there is no gradient; call forward_backward(table) first")
         losses, self._losses = self._losses, []
         sums = MetricSums(self.world)
         self.update(sums, torch.stack(losses).sum())
@@ -284,7 +285,10 @@ class Trainer(Learner[PolicyModel]):
         """
         rows = rows[columns.table.mask_sums[rows] > 0]
         if len(rows) == 1:
-            logger.warning("a step of --loss-type kto_loss has one reply, and no other prompt: its KL counts as 0")
+            logger.warning(
+                "a step of --loss-type kto_loss has one reply and no other prompt to measure the KL on, so its KL "
+                "counts as 0"
+            )
         if len(rows) < 2:
             return 0.0
         assert self.reference is not None
@@ -505,5 +509,5 @@ def _check_splits(args: Args) -> None:
     }
     if whole := [flag for flag, is_set in flags.items() if is_set]:
         raise ValueError(
-            f"forward_backward: {' and '.join(whole)} concerns whole rollouts: call train(rollout_id, table) instead"
+            f"forward_backward: {' and '.join(whole)} needs whole rollouts: call train(rollout_id, table) instead"
         )

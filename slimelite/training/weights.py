@@ -230,8 +230,8 @@ def save_hf(
         for left in directory.glob("*.partial"):
             left.unlink()
         raise OSError(
-            f"{directory}: the model cannot be written ({error}); {free_space(directory)} are free there, now that "
-            "what was half written is removed: make room or give --save-hf another place"
+            f"{directory}: the model cannot be written ({error}); {free_space(directory)} are free there after the "
+            "incomplete files were removed: make room or choose another folder for --save-hf"
         ) from error
 
 

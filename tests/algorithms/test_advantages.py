@@ -220,7 +220,7 @@ def test_rewards_have_the_range_of_fp32() -> None:
     advantages, _ = group_advantages(rewards_of(1e30, 2e30, 3e30), *one_group, "grpo")
     np.testing.assert_allclose(advantages, [-1, 0, 1], rtol=1e-6, atol=1e-6)
     for wrong in (np.inf, np.nan, 1e300):
-        with pytest.raises(ValueError, match=r"rewards of rows \[1\] are not finite in fp32; --reward-error"):
+        with pytest.raises(ValueError, match=r"rewards of rows \[1\] are not finite in fp32; use --reward-error"):
             group_advantages(rewards_of(0.0, wrong, 1.0), *one_group, "grpo")
 
 

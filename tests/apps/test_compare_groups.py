@@ -108,7 +108,7 @@ def test_seeds_that_are_one_run_are_named_and_give_no_p(tmp_path: Path, capsys: 
     assert main(["compare", "--group", "x", *runs[:2], "--group", "y", *runs[2:]]) == 0
     shown = capsys.readouterr().out
     assert note in shown
-    assert "unknown: runs that are the same are no seeds" in shown
+    assert "unknown: identical runs cannot count as different seeds" in shown
     assert same_notes([Run.read(run) for run in runs[1:]]) == []
     more = [write(tmp_path / name, score) for name, score in (("e", 0.5), ("f", 0.625))]
     assert main(["compare", "--group", "y", *runs[2:], "--group", "z", *more, "--group", "x", *runs[:2], "--json"]) == 0
@@ -120,7 +120,7 @@ def test_seeds_that_are_one_run_are_named_and_give_no_p(tmp_path: Path, capsys: 
 def test_so_few_runs_that_nothing_can_be_shown_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [write(tmp_path / name, score) for name, score in zip("abcdef", (0.1, 0.2, 0.3, 0.7, 0.8, 0.9), strict=True)]
     assert main(["compare", "--group", "x", *runs[:3], "--group", "y", *runs[3:]]) == 0
-    assert "p 0.1 (at least 0.1 with so few runs)" in capsys.readouterr().out
+    assert "p 0.1 (with so few runs, p cannot be below 0.1)" in capsys.readouterr().out
     assert main(["compare", "--group", "x", runs[0], "--group", "y", *runs[3:]]) == 0
     assert "unknown: a group of one run has no spread" in capsys.readouterr().out
 

@@ -144,7 +144,7 @@ def test_processes_contain_hangs_and_crashes(data: Path, capsys: pytest.CaptureF
 def test_a_report_for_people_and_the_exit_status(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["env", "check", f"{FILE}:OrderOfASet", "--prompt-data", str(data), "--rows", "2"]) == 1
     text = capsys.readouterr().out
-    assert f"  FAULT  {'same seed':<15}row 0 after nonsense is another episode in a second process" in text
+    assert f"  FAULT  {'same seed':<15}row 0 after nonsense gives another episode in a second process" in text
     assert f"  ok     {'golden answer':<15}{CHECKS['golden answer'][0]}" in text
     assert text.endswith("  1 fault\n")
     assert main(["env", "check", "calculater"]) == 2

@@ -214,12 +214,12 @@ def test_llama_3s_positions_are_divided_as_transformers_divides_them(tmp_path: P
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
-        ("mistral", {"sliding_window": None}, "a model of family mistral is not written here, but llama, qwen2, qwen3"),
-        ("qwen3", {"attention_bias": True}, "this qwen3 model is not written here, for its attention has biases"),
+        ("mistral", {"sliding_window": None}, "a model of family mistral is not supported, only llama, qwen2, qwen3"),
+        ("qwen3", {"attention_bias": True}, "this qwen3 model is not supported, because its attention has biases"),
         (
             "qwen2",
             {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
-            "this qwen2 model is not written here, for its rope_type is linear",
+            "this qwen2 model is not supported, because its rope_type is linear",
         ),
     ],
 )
@@ -263,7 +263,7 @@ def test_numbers_that_f16_cannot_hold_are_refused(tmp_path: Path, capsys: pytest
     assert load_config(str(tmp_path)).dtype == torch.float32
     assert main(["gguf", str(tmp_path), str(tmp_path / "it.gguf"), "--dtype", "f16"]) == 1
     printed = capsys.readouterr().err
-    assert "model.layers.1.mlp.up_proj.weight has numbers that are too large for f16: take --dtype bf16" in printed
+    assert "model.layers.1.mlp.up_proj.weight has numbers that are too large for f16: use --dtype bf16" in printed
     assert not list(tmp_path.glob("*.gguf*"))
 
 

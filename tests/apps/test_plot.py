@@ -94,7 +94,7 @@ def test_a_band_that_is_named_twice_is_refused(tmp_path: Path, capsys: pytest.Ca
 def test_a_kind_of_band_is_no_name_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["plot", "--band", "mean-se", str(write_run(tmp_path / "a", 1.0)), "-o", str(tmp_path / "x.png")])
-    assert "--band mean-se stands alone" in capsys.readouterr().err
+    assert "--band mean-se chooses the kind of bands" in capsys.readouterr().err
 
 
 def test_scores_are_told_from_what_stands_beside_them() -> None:

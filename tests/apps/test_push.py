@@ -51,9 +51,9 @@ def test_a_folder_arrives_whole_and_a_file_beside_it(folder: Path, tmp_path: Pat
     [
         ({"HF_HUB_OFFLINE": True}, "me/model", "HF_HUB_OFFLINE is set, so nothing is uploaded"),
         ({"token": ""}, "me/model", "there is no token for the hub: log in with `hf auth login`, or set HF_TOKEN"),
-        ({}, "model", "'model' is no name on the hub"),
-        ({"token": "hf_other"}, "me/model", "does not know the token"),
-        ({}, f"{MAY_NOT_WRITE}model", "the token may not write to other/model (you have no rights there)"),
+        ({}, "model", "'model' is not a repository name of the hub"),
+        ({"token": "hf_other"}, "me/model", "does not accept the token"),
+        ({}, f"{MAY_NOT_WRITE}model", "the token has no permission to write to other/model (you have no rights there)"),
         ({"ENDPOINT": "http://127.0.0.1:9"}, "me/model", "the hub at http://127.0.0.1:9 cannot be reached"),
     ],
 )

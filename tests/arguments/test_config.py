@@ -87,14 +87,14 @@ def test_derivations_see_the_file(make: Make, config: Any) -> None:
         ("lr: .nan", "--lr takes a number, not nan"),
         ("colocate: maybe", "--colocate is true or false, not 'maybe'"),
         ("mtp_num_layers: 1", "--mtp-num-layers is not supported"),
-        ("- lr", "is not a mapping"),
+        ("- lr", "must be a mapping of arguments"),
         ("# lr: 1", "is empty"),
         ("lr: [1", "is not YAML"),
-        ("lr: 1\nseed: 1\nlr: 2", "line 3: lr is there a second time"),
-        ("train_env_vars: {A: 1, B: 2, A: 3}", "line 1: A is there a second time"),
-        ("num-rollout: 1\nnum_rollout: 2", "--num-rollout is there twice, with - and with _"),
-        ("config: other.yaml", "--config is for the command line; a file of arguments names no other"),
-        ("custom_config_path: other.yaml", "--custom-config-path is for the command line"),
+        ("lr: 1\nseed: 1\nlr: 2", "line 3: lr is given a second time"),
+        ("train_env_vars: {A: 1, B: 2, A: 3}", "line 1: A is given a second time"),
+        ("num-rollout: 1\nnum_rollout: 2", "--num-rollout is given twice, once with - and once with _"),
+        ("config: other.yaml", "--config can only be given on the command line, not in a file of arguments"),
+        ("custom_config_path: other.yaml", "--custom-config-path can only be given on the command line"),
         ("lr: &a [*a]", "--lr maximum recursion depth"),
         ("# of your own\nmine: &a [*a]", "--mine"),
         ("# of your own\nmine: {2020-01-01: b}", "--mine"),
@@ -114,7 +114,7 @@ def test_mistakes_in_a_file(problems: Problems, config: Any, text: str, says: st
     [
         ("rollout_batchsize: 3", "did you mean --rollout-batch-size?"),
         ("esp_clip: false", "did you mean --eps-clip?"),
-        ("data: {input_key: x}", "--data is not a flag but a section; a file has no sections: move its keys out of it"),
+        ("data: {input_key: x}", "--data is a section, not a flag; a file of arguments has no sections: move its keys"),
     ],
 )
 def test_unknown_keys_are_mistakes_in_config_alone(problems: Problems, config: Any, text: str, says: str) -> None:
@@ -139,14 +139,14 @@ def test_keys_of_a_custom_config_that_are_no_flags(make: Make, config: Any) -> N
 def test_a_key_of_a_custom_config_hides_no_attribute(problems: Problems, config: Any) -> None:
     """``args.job`` is read in many places; plugins get ``rollout_context`` beside the arguments."""
     text = "job: translate\nrollout-context: x\nderivations: []\nqkv_format: thd\nmax_turns: 3"
-    rest = "the arguments have an attribute of this name; call yours something else"
+    rest = "the arguments already have an attribute of this name; choose another name"
     names = ("derivations", "job", "rollout_context")
     assert problems(config(text, "--custom-config-path")) == [f"--custom-config-path {n}: {rest}" for n in names]
 
 
 def test_one_file_of_each_kind(problems: Problems, config: Any) -> None:
     assert problems(config("lr: 1") + " " + config("lr: 1")) == [
-        "--config is given twice: take one file, and flags on the command line over it"
+        "--config is given twice: keep one file, and override its values by flags on the command line"
     ]
 
 
@@ -203,12 +203,14 @@ def test_a_file_that_explodes_is_refused(problems: Problems, config: Any, kind: 
 
 def test_a_file_too_long_for_arguments_is_refused(problems: Problems, config: Any) -> None:
     (problem,) = problems(config("# " + "x" * 250_000))
-    assert problem.endswith("has more than 250,000 bytes: is it a file of arguments?")
+    assert problem.endswith(
+        "has more than 250,000 bytes, which is too large for a file of arguments: is it the right file?"
+    )
 
 
 @pytest.mark.timeout(30)
 def test_a_file_that_never_ends_is_refused(problems: Problems, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.yaml")
     for place in (tmp_path / "pipe.yaml", "/dev/zero"):
-        assert problems(f"--config {place}") == [f"--config {place}: is a pipe or a device; name a file"]
+        assert problems(f"--config {place}") == [f"--config {place}: is a pipe or a device; give a regular file"]
     assert problems(f"--config {tmp_path}") == [f"--config {tmp_path}: cannot be read: Is a directory"]

@@ -91,10 +91,10 @@ RULES = [
     ("--use-tis --correction none", "--use-tis is --correction tis, not none", "--correction tis"),
     ("--correction tis --custom-tis-function-path my.fn", "a correction of its own", "--correction custom"),
     ("--correction custom", "needs --custom-tis-function-path", "--custom-tis-function-path my.fn"),
-    ("--use-tis --use-rollout-logprobs", "leave no mismatch to weigh; take one", "--no-use-tis"),
+    ("--use-tis --use-rollout-logprobs", "there is no mismatch to correct; choose one", "--no-use-tis"),
     (
         "--correction mis --mis-rejection-level token --use-rollout-logprobs",
-        "--correction mis --mis-mode none may reject",
+        "only --correction mis --mis-mode none, which rejects, goes with it",
         "--mis-mode none",
     ),
     ("--use-tis --tis-clip-low 3", "--tis-clip-low 3.0 is above --tis-clip 2.0", "--tis-clip 4"),

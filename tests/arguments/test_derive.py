@@ -192,7 +192,7 @@ def test_a_smaller_last_step_is_said(make: Make) -> None:
 
 def test_batch_sizes_that_contradict(problems: Problems) -> None:
     (problem,) = problems("--num-steps-per-rollout 3 --global-batch-size 4")
-    assert problem == "--num-steps-per-rollout 3: 4 prompts x 2 responses = 8 samples, in steps of 4, make 2 steps"
+    assert problem == "--num-steps-per-rollout 3: 4 prompts x 2 responses = 8 samples, in batches of 4, make 2 steps"
     assert "make 4 steps" in problems("--num-steps-per-rollout 5")[0]
 
 
@@ -265,7 +265,7 @@ def test_algorithm(make: Make) -> None:
 def test_ppo_has_a_critic(make: Make) -> None:
     args = make("--advantage-estimator ppo --lr 3e-4 --num-critic-only-steps 2")
     assert (args.use_critic, args.critic_lr) == (True, 3e-4)
-    assert "rollouts 1 to 2 train the critic alone: the policy stays as it is" in args.notes
+    assert "rollouts 1 to 2 train only the critic: the policy does not change" in args.notes
     assert make("--advantage-estimator ppo --critic-lr 1e-3").critic_lr == 1e-3
     assert not make("--advantage-estimator ppo --loss-type sft_loss").use_critic
     args = make("--critic-lr 1e-3 --critic-lr-warmup-iters 1 --num-critic-only-steps 2 --critic-load x --lambd 0.9")
@@ -548,7 +548,7 @@ def test_an_environment_makes_the_responses_and_may_bring_its_rows() -> None:
     idle = make_args(f"{words} --prompt-data y.jsonl --environment-max-turns 3".split()).no_effect
     assert idle == (("--environment-max-turns", "needs --environment"),)
     beside = make_args(f"{words} --prompt-data y.jsonl --environment http://a:1 --environment-processes 3".split())
-    assert beside.no_effect == (("--environment-processes", "needs an environment that is no address"),)
+    assert beside.no_effect == (("--environment-processes", "needs an environment that is not a server's address"),)
 
 
 def test_a_mixture_is_one_file_of_paths_and_weights(make: Make, problems: Problems, tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def test_a_rule_of_its_own_beats_the_custom_reward(make: Make, config: Any) -> N
         ),
         (f"datasets: [{{name: {'n' * 300}, path: p}}]", "its files are called after it: a name of 200 bytes or less"),
         ("datasets: {a: {path: p}}\ndefaults: [temperature]", "defaults: is not a mapping of settings"),
-        ("datasets: {a: {path: p}, a: {path: q}}", "line 1: a is there a second time"),
+        ("datasets: {a: {path: p}, a: {path: q}}", "line 1: a is given a second time"),
         ("", "is empty"),
         ("datasets: []", "needs datasets: a list, or a mapping by name"),
         ("datasets: 3", "needs datasets: a list, or a mapping by name"),
@@ -186,10 +186,10 @@ def test_choices_are_scored_once_by_our_generate_function(make: Make, problems: 
     assert (mmlu.metadata_overrides, arc.metadata_overrides) == ({"metric": "acc"}, {"metric": "acc_norm"})
     assert mmlu.custom_generate_function_path == "slimelite.rollout.evaluation.choose"
     assert problems(f"{words} --rollout-backend vllm") == [
-        "eval dataset mmlu: its choices are scored by their likelihood, which --rollout-backend vllm does not give; "
-        "take embedded",
-        "eval dataset arc: its choices are scored by their likelihood, which --rollout-backend vllm does not give; "
-        "take embedded",
+        "eval dataset mmlu: its choices are scored by their likelihood, which --rollout-backend vllm does not return; "
+        "use --rollout-backend embedded",
+        "eval dataset arc: its choices are scored by their likelihood, which --rollout-backend vllm does not return; "
+        "use --rollout-backend embedded",
     ]
 
 

@@ -113,7 +113,8 @@ def test_a_flag_says_its_choices_bounds_and_needs(capsys: pytest.CaptureFixture[
     text = " ".join(capsys.readouterr().out.split())
     assert "--voice {auto,alto,bass} This voice sings. Default: auto." in text
     assert (
-        "--pitch FLOAT It sings at this pitch. It is above 0 and below 20000. It needs a voice. Default: 440." in text
+        "--pitch FLOAT It sings at this pitch. It must be above 0 and below 20000. It needs a voice. Default: 440."
+        in text
     )
 
 
@@ -135,7 +136,7 @@ def test_a_flag_that_hides_an_attribute_of_the_arguments_is_refused() -> None:
 
         job: str | None = flag(None, "which job of the queue")
 
-    with pytest.raises(ArgumentError, match="--job: the arguments have an attribute of this name"):
+    with pytest.raises(ArgumentError, match="--job: the arguments already have an attribute of this name"):
         make_args(COMPLETE.split(), groups=[Hides], machine=CPU)
 
 

@@ -79,12 +79,12 @@ def test_a_group_by_its_short_name(group: type, capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
-        (["--lr"], "--lr FLOAT The learning rate rises to this value. It is at least 0. It needs training. Default: 1"),
-        (["lr"], "--lr FLOAT The learning rate"),
+        (["--lr"], "--lr FLOAT Peak learning rate. It must be at least 0. It needs training. Default: 1"),
+        (["lr"], "--lr FLOAT Peak learning rate"),
         (["eps_clip"], "--eps-clip FLOAT The ratio of new to old policy"),
         (["--tis-level"], "--mis-level, --tis-level"),
         (["--no-colocate"], "--colocate Training and inference share the GPUs"),
-        (["--disable-rewards-normalization"], "--disable-rewards-normalization A reward is not compared"),
+        (["--disable-rewards-normalization"], "--disable-rewards-normalization Rewards are not normalized"),
         (["--sglang-dtype"], "--sglang-dtype It is an option of SGLang's server"),
         (["--fp16"], "--fp16 It is refused: there is no loss scaler; "),
         (["--sequence-parallel"], "--sequence-parallel It is known, and has no effect here: it belongs to tensor"),

@@ -22,7 +22,8 @@ def test_the_ranks_are_those_that_torchrun_has_started(make: Make, problems: Pro
     assert problems(f"{SFT} --actor-num-gpus-per-node 2") == ["--actor-num-gpus-per-node 2: torchrun has started 4"]
     assert problems(f"{SFT} --launcher ray") == ["--launcher ray: leave --launcher out"]
     engines = problems("")
-    assert engines == ["--launcher torchrun is for runs without engines: start this one without it"]
+    remedy = "and this run needs engines: start it without torchrun"
+    assert engines == [f"--launcher torchrun is for runs without engines, {remedy}"]
 
 
 def test_torchrun_starts_a_run_of_torchruns(make: Make, problems: Problems) -> None:

@@ -18,46 +18,46 @@ RULES = [
     ),
     (
         "--rollout-top-p 0.9 --rollout-backend vllm",
-        "--rollout-top-p 0.9: --rollout-backend vllm does not tell which tokens it kept",
+        "--rollout-top-p 0.9: --rollout-backend vllm does not report which tokens it kept",
         "--allow-truncated-sampling",
     ),
     (
         "--rollout-min-p 0.1 --rollout-backend vllm",
-        "--rollout-min-p 0.1: --rollout-backend vllm does not tell which tokens it kept",
+        "--rollout-min-p 0.1: --rollout-backend vllm does not report which tokens it kept",
         "--rollout-backend embedded",
     ),
     (
         "--train-constrained --rollout-backend vllm",
-        "--train-constrained: --rollout-backend vllm does not tell which tokens a grammar allowed",
+        "--train-constrained: --rollout-backend vllm does not report which tokens a grammar allowed",
         "--rollout-backend embedded",
     ),
     (
         "--train-constrained --rollout-top-p 0.9 --allow-truncated-sampling",
-        "--train-constrained needs the ids that --allow-truncated-sampling leaves out",
+        "--train-constrained needs the token ids that --allow-truncated-sampling does not record",
         "--no-train-constrained",
     ),
     ("--lora-rank 4 --load-in-4bit --compile", "--load-in-4bit with --compile", "--debug-rollout-only"),
     (
         "--loss-type kto_loss --label-key y --ref-load r --n-samples-per-prompt 1 --rollout-batch-size 3 "
         "--global-batch-size 2",
-        "--loss-type kto_loss --global-batch-size 2: of 3 replies a step has one",
+        "--loss-type kto_loss --global-batch-size 2: a step has only one of 3 replies",
         "--rollout-batch-size 4",
     ),
     ("--rollout-top-k 1", "--rollout-top-k 1: is greedy", "--debug-rollout-only"),
     ("--rollout-min-p 1.5", "--rollout-min-p 1.5: must be", "--rollout-min-p 0.5"),
     (
         "--rollout-backend sglang --rollout-top-k 5000",
-        "--rollout-top-k 5000: SGLang tells at most 4096 kept tokens",
+        "--rollout-top-k 5000: SGLang reports at most 4096 kept tokens",
         "--sglang-sampling-mask-max-tokens 6000",
     ),
     (
         "--rollout-backend sglang --rollout-top-p 0.9 --sglang-speculative-algorithm EAGLE3",
-        "--rollout-top-p 0.9 with --sglang-speculative-algorithm EAGLE3: SGLang then does not tell",
+        "--rollout-top-p 0.9 with --sglang-speculative-algorithm EAGLE3: with speculative decoding, SGLang",
         "--allow-truncated-sampling",
     ),
     (
         "--rollout-backend sglang --rollout-min-p 0.1 --sglang-enable-deterministic-inference",
-        "--rollout-min-p with --sglang-enable-deterministic-inference: SGLang draws with one",
+        "--rollout-min-p with --sglang-enable-deterministic-inference: SGLang cannot combine them",
         "--rollout-min-p 0",
     ),
     (
@@ -68,13 +68,13 @@ RULES = [
     ("--rollout-top-k 0", "--rollout-top-k 0: must be -1 or at least 1", "--rollout-top-k -1"),
     (
         "--curriculum-threshold 2 --rm-type math",
-        "--curriculum-threshold 2.0: --rm-type math gives a right answer 1, so that no task",
+        "--curriculum-threshold 2.0: --rm-type math gives a right answer the reward 1, so no task",
         "--curriculum-threshold 0.9",
     ),
     ("--eval-interval 2", "--eval-interval needs --eval-prompt-data", "--eval-prompt-data a a.jsonl"),
     ("--save-interval 2", "--save-interval needs --save: in which folder?", "--save out"),
-    ("--save-rollouts -1", "--save-rollouts -1: is a number of rollouts, all or none", "--save-rollouts 0"),
-    ("--save-rollouts few", "--save-rollouts few: is a number", "--save-rollouts none"),
+    ("--save-rollouts -1", "--save-rollouts -1: must be a number of rollouts, all or none", "--save-rollouts 0"),
+    ("--save-rollouts few", "--save-rollouts few: must be a number", "--save-rollouts none"),
     ("--early-stop-patience 2", "--early-stop-patience needs --eval-interval", f"{EVAL} --eval-interval 2"),
     (
         "--early-stop-patience 2 --debug-rollout-only",
@@ -85,12 +85,12 @@ RULES = [
     (f"--save-best --eval-interval 2 {EVAL}", "--save-best needs --save or --save-hf: where to?", "--save-hf out"),
     (
         f"--early-stop-patience 2 --eval-interval 2 {EVAL} --early-stop-metric eval/sum",
-        "--early-stop-metric eval/sum: no evaluation measures it; did you mean eval/sums?",
+        "--early-stop-metric eval/sum: no evaluation measures this metric; did you mean eval/sums?",
         "--early-stop-metric eval/sums-truncated_ratio",
     ),
     (
         f"--early-stop-patience 2 --eval-interval 2 {EVAL} --early-stop-metric eval/sums-pass@4",
-        "--early-stop-metric eval/sums-pass@4: no evaluation measures it",
+        "--early-stop-metric eval/sums-pass@4: no evaluation measures this metric",
         "--n-samples-per-eval-prompt 5",
     ),
     (
@@ -100,7 +100,7 @@ RULES = [
     ),
     (
         f"--save-best --save-hf out --eval-interval 3 {EVAL} --async-rollout --update-weights-interval 2",
-        "evaluated with older weights than those that are saved; make the first a multiple of the second",
+        "use older weights than those that are saved; make the first a multiple of the second",
         "--eval-interval 4",
     ),
     ("--save out", "--save needs --save-interval: after how many rollouts?", "--save-interval 1"),
@@ -144,7 +144,7 @@ RULES = [
     ("--reward-timeout -5", "--reward-timeout -5.0: must be above 0", "--reward-timeout 20"),
     ("--code-timeout 0", "--code-timeout 0.0: must be above 0", "--code-timeout 5"),
     ("--eps-clip -0.1", "--eps-clip -0.1: must be at least 0", "--eps-clip 0.1"),
-    ("--async-rollout --colocate", "cannot run ahead", "--no-colocate"),
+    ("--async-rollout --colocate", "cannot generate while it trains", "--no-colocate"),
     ("--async-rollout --max-weight-staleness 0", "allow 1 or more", "--max-weight-staleness 1"),
     ("--async-rollout --max-weight-staleness 2 --update-weights-interval 3", "allow 3", "--max-weight-staleness 3"),
     ("--gamma 1.5", "--gamma 1.5: must be between 0 and 1", "--gamma 1"),
@@ -159,7 +159,7 @@ RULES = [
     ("--loss-type dpo_loss --calculate-per-token-loss", "leave --calculate-per-token-loss out", "--loss-type sft_loss"),
     ("--loss-type dpo_loss --loss-aggregation token", "leave --loss-aggregation out", "--loss-aggregation rollout"),
     ("--loss-type dpo_loss --rejected-key chosen", "are both 'chosen'", "--chosen-key yes"),
-    ("--loss-type dpo_loss --debug-rollout-only", "it generates nothing", "--no-debug-rollout-only"),
+    ("--loss-type dpo_loss --debug-rollout-only", "generates no rollouts; leave one out", "--no-debug-rollout-only"),
     ("--n-samples-per-prompt 1", "grpo compares the responses", "--disable-rewards-normalization"),
     ("--n-samples-per-prompt 1", "grpo compares the responses", "--advantage-estimator reinforce_plus_plus"),
     ("--n-samples-per-prompt 1", "grpo compares the responses", "--loss-type sft_loss"),
@@ -167,7 +167,7 @@ RULES = [
     (
         "--n-samples-per-prompt 1 --disable-rewards-normalization "
         "--dynamic-sampling-filter-path slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std",
-        "drops every group of one",
+        "drops every group with one response",
         "--n-samples-per-prompt 2",
     ),
     ("--over-sampling-batch-size 3", "must be at least --rollout-batch-size 4", "--over-sampling-batch-size 4"),
@@ -190,13 +190,13 @@ RULES = [
     ("--format-regex (", "--format-regex '(': missing )", "--format-regex ()"),
     (
         "--format-reward-coef 1 --custom-reward-post-process-path my.fn",
-        "--custom-reward-post-process-path makes the rewards itself",
+        "--custom-reward-post-process-path replaces the changes to the rewards",
         "--format-reward-coef 0",
     ),
     ("--overlong-buffer-len 5000", "--overlong-buffer-len 5000 is above", "--rollout-max-response-len 6000"),
     ("--rm-type remote_rm", "--rm-type remote_rm needs --rm-url", "--rm-url http://127.0.0.1:1"),
     ("--lr-decay-style WSD", "needs --lr-wsd-decay-iters", "--lr-wsd-decay-iters 5"),
-    ("--lr-warmup-fraction 0.1 --lr-warmup-iters 5", "take one", "--lr-warmup-iters 0"),
+    ("--lr-warmup-fraction 0.1 --lr-warmup-iters 5", "choose one", "--lr-warmup-iters 0"),
     ("--lr-decay-style cosine --min-lr 1", "--min-lr 1.0 is above --lr 1e-06", "--lr 2"),
     ("--min-lr 1", "--min-lr 1.0 is above --lr 1e-06", "--min-lr 0"),
     ("--finetune", "--finetune needs --load", "--load out"),
@@ -221,13 +221,13 @@ RULES = [
         '--train-env-vars {"A":1}',
     ),
     ('--train-env-vars {"A":[1]}', "'A': [1] is no variable", '--train-env-vars {"A":"1"}'),
-    ("--run-dir=", "--run-dir is empty: a variable that is not set?", "--run-dir out"),
+    ("--run-dir=", "--run-dir is empty: is it a shell variable that is not set?", "--run-dir out"),
     ("--launcher local --actor-num-gpus-per-node 2", "2 training ranks need --launcher ray", "--launcher ray"),
     ("--launcher local --rollout-num-gpus 2", "2 engines need --launcher ray", "--launcher ray"),
     ("--rollout-num-gpus 3 --rollout-num-gpus-per-engine 2", "3 is not a multiple", "--rollout-num-gpus-per-engine 1"),
     ("--rollout-num-gpus-per-engine 2", "the embedded engine runs on one device", "--rollout-num-gpus-per-engine 1"),
-    ("--rollout-backend vllm --deterministic-mode", "its samples do not repeat", "--rollout-backend embedded"),
-    ("--device cuda --colocate --rollout-backend vllm", "vllm keeps its memory", "--rollout-backend embedded"),
+    ("--rollout-backend vllm --deterministic-mode", "its samples are not reproducible", "--rollout-backend embedded"),
+    ("--device cuda --colocate --rollout-backend vllm", "vllm cannot release its memory", "--rollout-backend embedded"),
     ("--rollout-num-gpus 0", "leaves no engine", "--rollout-num-gpus 1"),
     (
         "--actor-num-gpus-per-node 3 --dp-replicate-size 2",
@@ -242,7 +242,7 @@ RULES = [
     ("--use-opd --opd-type sglang", "needs --rm-url", "--rm-url http://127.0.0.1:1"),
     ("--use-opd --opd-type sglang", "needs --rm-url", "--custom-generate-function-path my.fn"),
     ("--use-opd --opd-type sglang --rm-url 127.0.0.1:1", "starts with http", "--rm-url http://127.0.0.1:1"),
-    ("--use-opd --opd-type sglang --rm-url http://a --opd-teacher-load m", "take one", "--opd-type trainer"),
+    ("--use-opd --opd-type sglang --rm-url http://a --opd-teacher-load m", "choose one", "--opd-type trainer"),
     ("--use-opd --opd-type sglang --rm-url http://a --rm-type remote_rm", "both read --rm-url", "--rm-type math"),
     ("--use-opd --opd-type trainer --opd-teacher-load m --opd-kl-coef -1", "at least 0", "--opd-kl-coef 0"),
     (
@@ -255,12 +255,12 @@ RULES = [
         "grpo compares the responses",
         "--use-opd --opd-type trainer --opd-teacher-load m",
     ),
-    ("--use-pytorch-profiler", "profiles 10, 11 of the rollouts 0 to 1: say which", "--profile-rollouts 1"),
+    ("--use-pytorch-profiler", "profiles 10, 11 of the rollouts 0 to 1: name the rollouts", "--profile-rollouts 1"),
     ("--profile-rollouts 1", "--profile-rollouts needs --use-pytorch-profiler", "--use-pytorch-profiler"),
     ("--record-memory-history", "needs GPUs: PyTorch keeps the history of", "--no-record-memory-history"),
     (
         "--custom-pg-loss-reducer-function-path my.reducer --loss-aggregation constant",
-        "both reduce the loss; take one",
+        "both reduce the loss; choose one",
         "--loss-aggregation token",
     ),
 ]
@@ -325,7 +325,7 @@ def test_saved_rollouts_make_no_epochs() -> None:
 def test_servers_that_take_new_weights_cannot_quantize_them(problems: Problems, option: str) -> None:
     gpu, words = Machine(gpus=1, sglang=True), f"--colocate --sglang-{option}"
     (problem,) = problems(words, gpu)
-    assert problem.startswith(f"--sglang-{option}: SGLang cannot take the trainer's weights into layers that")
+    assert problem.startswith(f"--sglang-{option}: SGLang cannot load the trainer's weights into layers that")
     for mends in ("--debug-rollout-only", "--lora-rank 4"):
         assert problems(f"{words} {mends}", gpu) == [], "the server keeps the weights that it read"
     assert problems(f"{words} --lora-rank 4 --lora-sync merged", gpu) == [problem]

@@ -156,8 +156,8 @@ def test_every_flag_is_known(project: str) -> None:
         ("--use-session-server", "sessions keep the sampled tokens"),
         ("--use-session-server v2 --session-server-port 30000 30002 --tito-model qwen3", "need no server of their own"),
         ("--dumper-inference", "it belongs to --dumper-enable"),
-        ("--ft-components rollout", "rollout is how it is anyway"),
-        ("--multi-lora-n-adapters 0 --opd-log-prob-top-k 0", "0 is how it is anyway"),
+        ("--ft-components rollout", "rollout is already the default behaviour"),
+        ("--multi-lora-n-adapters 0 --opd-log-prob-top-k 0", "0 is already the default behaviour"),
         ("--skip-actor-forward-only", "old log-probs take no pass of their own"),
     ],
 )

@@ -56,7 +56,7 @@ def test_a_saved_configuration_does_not_give_the_mask_for_the_secret(tmp_path: P
         text = (tmp_path / name).read_text()
         assert ("hf_123" in text, "pw456" in text, "INFO" in text) == (False, False, True), name
     saved = str(tmp_path / "config.yaml")
-    with pytest.raises(ArgumentError, match=r"--train-env-vars has \*\*\* where a secret was"):
+    with pytest.raises(ArgumentError, match=r"--train-env-vars has \*\*\* in place of a secret"):
         make_args(["--config", saved], machine=Machine(gpus=0))
     assert make_args(["--config", saved, "--train-env-vars", '{"A": "b"}'], machine=Machine(gpus=0)).train_env_vars == {
         "A": "b"

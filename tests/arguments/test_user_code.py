@@ -122,8 +122,8 @@ def test_an_imported_file_that_fails_is_one_message(tmp_path: Path) -> None:
         f"train.py: --import-file {tmp_path}/fails.py, line 2: AttributeError: module 'os' has no attribute 'nothing'",
         "train.py: --import-file: SyntaxError: '(' was never closed (syntax.py, line 1)",
         f"train.py: --import-file {tmp_path}/ends.py, line 2: SystemExit: 3",
-        f"train.py: --import-file {tmp_path}/clashes.py, line 6: another reward rule is called 'math' already; give "
-        "yours another name",
+        f"train.py: --import-file {tmp_path}/clashes.py, line 6: another reward rule is already called 'math'; choose "
+        "another name for yours",
     ]
 
 

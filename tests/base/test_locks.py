@@ -64,7 +64,9 @@ def test_a_second_run_is_refused_until_the_first_is_over(
     first = start(tmp_path / "out", 60)
     assert said(first) == "held\n"
     folders = {"--run-dir": str(tmp_path / "other"), "--save": str(tmp_path / "out")}
-    with pytest.raises(ValueError, match=f"another run writes there: process {first.pid} on .*since 20") as caught:
+    with pytest.raises(
+        ValueError, match=f"another run writes to this folder: process {first.pid} on .*since 20"
+    ) as caught:
         hold(folders).__enter__()
     assert str(caught.value).startswith(f"--save {tmp_path / 'out'}: ")
     assert not (tmp_path / "other" / LOCK).exists(), "the other folder is given back"

@@ -55,7 +55,7 @@ def test_functions_of_packages_and_of_files(plugin_file: Path) -> None:
         ("{dir}/my_plugin.py:rewad", "no 'rewad'; did you mean reward?"),
         ("{dir}/my_plugn.py:reward", "no plugin file .*my_plugn.py; did you mean my_plugin.py?"),
         ("{dir}/my_plugin.py:NUMBER", "is a int, not a function"),
-        ("{dir}/my_plugin.py", "names a file and nothing in it; write .*/my_plugin.py:name"),
+        ("{dir}/my_plugin.py", "names a file but no function or class in it; write .*/my_plugin.py:name"),
         ("{dir}/lacks_module.py:fn", "No module named 'no_such_dependency'"),
         ("slimelite.rollout.filterz.check_all", "did you mean filters?"),
         ("slimelite.rollout.filters.check_al", "did you mean check_all?"),
@@ -235,7 +235,7 @@ def test_what_slimes_constructor_takes() -> None:
     sample = Sample(prompt="q", multimodal_inputs={"images": None, "videos": []}, rollout_routed_experts=None)
     assert sample.multimodal_train_inputs is None
     assert replace(sample, prompt="r").prompt == "r"
-    with pytest.raises(ValueError, match="multimodal_inputs carries something, and images"):
+    with pytest.raises(ValueError, match="multimodal_inputs is not empty, but images"):
         Sample(multimodal_inputs={"images": ["cat.png"]})
     sample.multimodal_train_inputs = {"pixel_values": [1.0]}
     with pytest.raises(ValueError, match="multimodal_train_inputs carries"):

@@ -178,7 +178,7 @@ def test_what_a_users_function_raises_names_the_option_and_the_line(
         with pytest.raises(PluginError, match=place):
             call()
     for reference in ("no.such.module:fn", "slimelite.base.registry:no_such_function"):
-        with pytest.raises(ValueError, match=f"'{reference}' of a record is no function"):
+        with pytest.raises(ValueError, match=f"'{reference}' of a record is not a function"):
             function(reference)
 
 

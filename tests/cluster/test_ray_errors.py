@@ -58,7 +58,7 @@ def test_a_ray_that_does_not_come_up_is_tried_twice(
     assert message.startswith("Ray did not start, in 2 tries: Timed out")
     assert "session_latest/logs" in message
     assert "--launcher local" in message
-    assert [record.message for record in caplog.records if "once more" in record.message]
+    assert [record.message for record in caplog.records if "trying again" in record.message]
 
 
 def test_a_cluster_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,4 +117,4 @@ def test_a_machine_that_is_gone_is_named_as_a_cause() -> None:
     error = RuntimeError("[/pair.cc:537] Read error [10.77.0.2]:724: Connection reset by peer. Check the logs")
     message = with_memory(error, Args())
     assert isinstance(message, ClusterError)
-    assert "a training rank got no answer from another one" in str(message)
+    assert "a training rank got no answer from another rank" in str(message)

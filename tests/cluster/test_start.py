@@ -98,4 +98,4 @@ def test_what_is_wrong_with_a_model_is_one_line_of_the_first_trainers(tmp_path: 
     assert lines[0].startswith(
         f"train.py: --hf-checkpoint {tmp_path / 'model'}: the installed transformers can build no"
     )
-    assert lines[0].endswith("compare it with the original, or take another model")
+    assert lines[0].endswith("compare it with the original, or use another model")

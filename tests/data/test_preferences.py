@@ -164,12 +164,12 @@ WHOLE = {"prompt": [USER], "chosen": "4", "rejected": "5"}
         (WHOLE | {"chosen": ""}, {}, "column 'chosen': the reply is empty"),
         (WHOLE | {"rejected": None}, {}, "column 'rejected': the reply is empty"),
         (WHOLE | {"rejected": 5}, {}, "column 'rejected': text or a list of messages is expected, not 5"),
-        (WHOLE | {"rejected": "4"}, {}, "column 'rejected': the same as 'chosen'"),
+        (WHOLE | {"rejected": "4"}, {}, "column 'rejected': is the same as 'chosen'"),
         (WHOLE | {"chosen": [AGAIN, GOOD]}, {}, "column 'chosen': starts with a user message that is not the first of"),
         (WHOLE | {"chosen": [USER]}, {}, "column 'chosen': does not end with a message of the assistant"),
-        (WHOLE | {"chosen": [{"role": "assistant"}]}, {}, r"message 0 \(assistant\) says nothing"),
-        (WHOLE, {"input_key": "chosen"}, "column 'chosen': a reply that is text holds no prompt"),
-        ({"chosen": [GOOD], "rejected": [BAD]}, {"input_key": "chosen"}, "nothing stands before the first answer"),
+        (WHOLE | {"chosen": [{"role": "assistant"}]}, {}, r"message 0 \(assistant\) is empty"),
+        (WHOLE, {"input_key": "chosen"}, "column 'chosen': a reply that is text does not contain the prompt"),
+        ({"chosen": [GOOD], "rejected": [BAD]}, {"input_key": "chosen"}, "there is no message before the first answer"),
     ],
 )
 def test_bad_rows_are_named_or_skipped(load: Load, row: dict[str, Any], given: dict[str, Any], says: str) -> None:

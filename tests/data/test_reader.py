@@ -85,7 +85,7 @@ def test_a_malformed_line_is_named_with_file_row_and_line(tmp_path: Path) -> Non
         "(line 4): a row is an object with named columns, not list; row 3 (line 5): no column 'input'; it has ['label']"
     )
     assert said == [f"{path}: {rows.format(' and left out')}"]
-    with pytest.raises(ValueError, match=re.escape(f"{path}: {rows.format('')}; mend them, or leave such rows out")):
+    with pytest.raises(ValueError, match=re.escape(f"{path}: {rows.format('')}; fix them, or leave such rows out")):
         inputs(path)
 
 

@@ -232,10 +232,10 @@ def test_a_row_that_does_not_fit_is_named(text: str, row: dict[str, Any], messag
             "kind is one of generate, multiple-choice, contin.*, not 'choice'",
         ),
         ("name: x\nprompt: y\ndata: a/b\nkind: continuation", "needs the text that follows as label"),
-        ("name: x\nprompt: y\ndata: a/b\nscorer: math\nshared: z", "shared ends choices"),
+        ("name: x\nprompt: y\ndata: a/b\nscorer: math\nshared: z", "shared is the text after each choice"),
         ("name: x\nprompt: y\ndata: a/b\nscorer: math\nmax_tokens: 0", "max_tokens must be at least 1"),
         ("[1]", "is not a mapping"),
-        ("name: x\nname: y", "name is there a second time"),
+        ("name: x\nname: y", "name is given a second time"),
     ],
 )
 def test_a_wrong_task_file_is_one_line(text: str, message: str, tmp_path: Path) -> None:

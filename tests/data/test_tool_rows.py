@@ -148,7 +148,7 @@ MISTAKES = {
     "an id that is a list": ([{**call("{}"), "id": ["call_0"]}], r"tool_calls\[0\] \(add\): its id must be text"),
     "no name": ([{"type": "function", "function": {}}], r"tool_calls\[0\] needs a function with a name"),
     "text": ("add(2, 2)", "tool_calls are not JSON .* write a list or its JSON text"),
-    "nothing": ([], r"message 1 \(assistant\) says nothing"),
+    "nothing": ([], r"message 1 \(assistant\) is empty"),
 }
 
 

@@ -175,7 +175,7 @@ SHOWN: dict[str, dict[str, tuple[str, int]]] = {
 
 # page -> lines that its blocks print, and that the page shows
 CONTAINS: dict[str, list[str]] = {
-    "docs/tutorial_reward.md": ["golden answer  the golden answer scores most", "no faults"],
+    "docs/tutorial_reward.md": ["golden answer  the golden answer scores highest", "no faults"],
     "docs/tutorial_cluster.md": ["fits: train needs most, 11.2 of the 22.7 GB that tensors can use on a GPU"],
     "docs/tutorial_wrong_run.md": ["the right answer as the response to the first prompt gets 1.0 (label '0')"],
 }

@@ -53,10 +53,10 @@ def test_a_flipped_bit_is_seen_and_the_run_goes_on_before_it(run: Run, small: Pa
     status, said = run(*resumed)
     assert status == 2
     assert f"{part}: its contents have changed since it was written" in said
-    assert "checkpoint before it is iter_0000001: go on from there with --load-fallback or --ckpt-step 1" in said
+    assert "checkpoint before it is iter_0000001: resume from it with --load-fallback or --ckpt-step 1" in said
     assert not (small / "resumed").exists()
     assert run(*resumed, "--load-fallback")[0] == 0
-    assert "going on from iter_0000001 instead (--load-fallback)" in (small / "resumed" / "log.txt").read_text()
+    assert "resuming from iter_0000001 instead (--load-fallback)" in (small / "resumed" / "log.txt").read_text()
     whole, after = (metrics(small / name, "train/grad_norm") for name in ("straight", "resumed"))
     assert (len(whole), after) == (6, whole[4:])
     assert find_checkpoint(small / "saved") == (small / "saved" / "iter_0000002", ""), "it was written anew"
@@ -106,7 +106,9 @@ def test_a_folder_in_which_another_run_writes_is_refused(run: Run, small: Path) 
         with hold({flag: str(small / "taken")}):
             status, said = run(flag, "taken", other, "free", "--save-interval", "1")
         assert status == 1
-        assert f"train.py: {flag} {small / 'taken'}: another run writes there: process {os.getpid()} on " in said
+        assert (
+            f"train.py: {flag} {small / 'taken'}: another run writes to this folder: process {os.getpid()} on " in said
+        )
         assert not (small / "taken").exists() or not list((small / "taken").iterdir())
 
 
@@ -125,7 +127,7 @@ def test_a_checkpoint_that_does_not_fit_leaves_nothing_and_says_so(run: Run, sma
     last = said.splitlines()[-1]
     assert last.startswith(f"train.py: {small}/saved/iter_0000001: the checkpoint cannot be written (File too large); ")
     assert "it takes about 346 kB, and " in last
-    assert " are free there, now that what was written of it is removed: make room" in last
+    assert " are free there after the incomplete checkpoint was removed: make room" in last
     assert not list((small / "saved").iterdir())
     recorded = json.loads((small / "run2" / "status.json").read_text())
     assert (recorded["status"], recorded["rollouts_done"]) == ("failed", 1)
@@ -149,7 +151,7 @@ def test_a_disk_that_is_full_from_the_start(run: Run, small: Path) -> None:
     assert status == 1
     assert "No space left on device; " in said.splitlines()[-1]
     assert said.splitlines()[-1].endswith(
-        "make room, and go on from the last checkpoint with --load: 'run2/metrics.jsonl'"
+        "make room, and resume from the last checkpoint with --load: 'run2/metrics.jsonl'"
     )
     assert json.loads((small / "run2" / "status.json").read_text())["status"] == "failed"
 

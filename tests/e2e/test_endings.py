@@ -81,7 +81,7 @@ def test_sigterm_in_each_phase(
     done = found["rollouts_done"] or 0
     assert done == {"start": 0, "train": 0, "sync": 0}.get(phase, 1)
     notice, ending = out.out.splitlines()[-2:]
-    assert notice == "SIGTERM: the run is being ended; a second SIGTERM ends it at once"
+    assert notice == "SIGTERM: the run is shutting down; a second SIGTERM ends it at once"
     came = f"after {done} of 9 rollouts" if done else "before the end of its first rollout"
     assert ending.startswith(f"interrupted {came}, ")
     assert "Traceback" not in out.out + out.err
@@ -248,7 +248,7 @@ def test_ray_is_closed_to_others_and_sigterm_for_all_in_training_leaves_nothing(
         os.killpg(process.pid, signal.SIGTERM)
         out, _ = process.communicate(timeout=60)
     assert process.returncode == 143, out
-    assert out.splitlines()[-2] == "SIGTERM: the run is being ended; a second SIGTERM ends it at once"
+    assert out.splitlines()[-2] == "SIGTERM: the run is shutting down; a second SIGTERM ends it at once"
     assert out.splitlines()[-1].startswith("interrupted before the end of its first rollout, ")
     assert "Traceback" not in out
     assert alive(members) == []

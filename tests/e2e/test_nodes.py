@@ -165,7 +165,10 @@ def test_a_job_from_outside_a_folder_of_each_node_and_a_lost_node(
         save = ["--save", str(local_folder), "--save-interval", "1"]
         refused = nodes[0].run(sys.executable, "train.py", *on_two_nodes, *save, "--run-dir", f"{tmp_path}/r", env=env)
         assert refused.returncode == 1
-        assert f"--save {local_folder}: trainer_1 on 10.77.0.2 cannot see what node1 writes there" in refused.stderr
+        assert (
+            f"--save {local_folder}: trainer_1 on 10.77.0.2 cannot see the files that node1 writes there"
+            in refused.stderr
+        )
         assert "Traceback" not in refused.stderr
         assert not list(local_folder.iterdir())
 

@@ -153,5 +153,5 @@ def test_a_job_for_a_head_that_runs_already_and_its_end(grpo_args: list[str], tm
     assert len(metrics(run, "train/loss")) >= 1
     status = json.loads((run / "status.json").read_text())
     assert (status["status"], status["message"]) == ("interrupted", "SIGTERM")
-    assert "SIGTERM: the run is being ended" in done.stdout
+    assert "SIGTERM: the run is shutting down" in done.stdout
     assert (run / "curves.png").is_file()

@@ -96,7 +96,7 @@ def test_a_killed_engine_costs_nothing_but_time(
         assert all(groups.count(group) == 4 for group in set(groups))
         assert len(set(table.sample_id.tolist())) == 32
     log = (run / "logs" / "rollout.log").read_text()
-    assert "engine 0 is gone" in log
+    assert "engine 0 has died" in log
     assert "engine 0 has weights" in log
     # back for the next rollout: it answers requests after its second start
     second = (run / "logs" / "sglang_0.log").read_text().split("fired up and ready")[-1]

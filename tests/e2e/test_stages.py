@@ -88,13 +88,16 @@ def test_a_failed_stage_is_taken_up_again(task: Path, tmp_path: Path, train_py: 
         ("--stages missing.yaml --run-dir out", "stage 0 (missing.yaml): missing.yaml: cannot be read"),
         ("--stages=a.yaml", "needs --run-dir"),
         ("--stages=a.yaml b.yaml --run-dir=out --config=b.yaml", "put the flags into the files"),
-        ("--stages a.yaml b.yaml --run-dir=out --save-hf=m", "--save-hf with --stages: all would use one folder"),
+        (
+            "--stages a.yaml b.yaml --run-dir=out --save-hf=m",
+            "--save-hf with --stages: all stages would use the same folder",
+        ),
         (
             "--stages a.yaml folder.yaml --run-dir out",
             "folder.yaml): --run-dir here: the stage's folder is out/1-folder",
         ),
         ("--stages a.yaml other.yaml --run-dir out", "other.yaml): --hf-checkpoint m: it starts from the model of the"),
-        ("--stages saves.yaml saves.yaml --run-dir out", "--save-hf same is that of stage 0 (saves.yaml) too"),
+        ("--stages saves.yaml saves.yaml --run-dir out", "--save-hf same is also the folder of stage 0 (saves.yaml)"),
         ("--stages each.yaml a.yaml --run-dir out", "leave {rollout_id} out"),
         ("--stages a.yaml b.yaml --run-dir out --lr=x", "stage 1 (b.yaml): --lr takes a number, not 'x'"),
     ],
@@ -187,13 +190,13 @@ def test_stages_may_name_what_earlier_ones_make(two: Path, train_py: TrainPy) ->
     edited = train_py(*TWO)
     assert edited.returncode == 2
     assert edited.stderr == (
-        "train.py: stage 0 (one.yaml): it has finished with other flags: lr was not given and is 0.25; to run it "
-        "again, remove out/0-one, out/1-two, and to keep it, give the flags that it had\n"
+        "train.py: stage 0 (one.yaml): it has finished with other flags: lr was not given and is 0.25; to run "
+        "the stage again, remove out/0-one, out/1-two; to keep it, give the flags that it had\n"
     )
     shutil.rmtree(two / "out" / "0-one")
     later = train_py(*TWO)
     assert later.returncode == 2
-    assert "stage 1 (two.yaml): it began with another model of the stage before" in later.stderr
+    assert "stage 1 (two.yaml): it started from another model of the previous stage" in later.stderr
 
 
 def test_a_stage_that_chats_after_pretraining_needs_a_tokenizer_with_a_template(
@@ -206,8 +209,8 @@ def test_a_stage_that_chats_after_pretraining_needs_a_tokenizer_with_a_template(
     done = train_py(*TWO)
     assert done.returncode == 2
     assert done.stderr == (
-        "train.py: stage 1 (two.yaml): it needs a chat template, which the model of stage 0 (one.yaml) will not have, "
-        "because its --loss-type is pretrain_loss: name the folder of a tokenizer with one by --tokenizer\n"
+        "train.py: stage 1 (two.yaml): it needs a chat template, but the model of stage 0 (one.yaml) will have none, "
+        "because its --loss-type is pretrain_loss: give a tokenizer that has a chat template as --tokenizer\n"
     )
     assert not (two / "out").exists()
     write(two / "two.yaml", **yaml.safe_load((two / "two.yaml").read_text()), tokenizer=str(task / "model"))
@@ -251,7 +254,7 @@ def test_a_stage_that_was_killed_at_its_very_end_does_not_take_later_edits(
     assert "stage.json: has format 2, and this slimelite reads format 1: use the" in capsys.readouterr().err
     record.unlink()
     assert run_stages(run, lambda _: []) == 2
-    assert "stage.json, which says with which flags, is gone; to run it again, remove out/0-one" in (
+    assert "stage.json, the record of its flags, is missing; to run the stage again, remove out/0-one" in (
         capsys.readouterr().err
     )
     assert len(ran) == 1

@@ -82,7 +82,7 @@ def test_the_code_of_a_chat_models_card_runs(sft: Path, monkeypatch: pytest.Monk
     [
         ("me/tuned", True, TOKEN, "--push-to-hub: HF_HUB_OFFLINE is set, so nothing is uploaded"),
         ("me/tuned", False, "", "--push-to-hub: there is no token for the hub"),
-        (f"{MAY_NOT_WRITE}tuned", False, TOKEN, "--push-to-hub: the token may not write to other/tuned"),
+        (f"{MAY_NOT_WRITE}tuned", False, TOKEN, "--push-to-hub: the token has no permission to write to other/tuned"),
     ],
 )
 def test_what_is_in_the_way_of_an_upload_is_said_before_the_run(
@@ -123,6 +123,6 @@ def test_a_hub_that_goes_away_costs_no_run(
     assert done.returncode == 0
     assert json.loads((small / "out" / "run" / "status.json").read_text())["status"] == "finished"
     told = next(line for line in done.stdout.splitlines() if line.startswith("  hub "))
-    assert "NOT uploaded, for " in told
+    assert "NOT uploaded, because " in told
     assert "the storage is full" in told
     assert told.endswith(f"; slimelite push {small}/out/model me/tuned uploads it")

@@ -306,7 +306,7 @@ def test_a_config_without_weights_gives_seeded_random_ones(folder: Path, caplog:
     first, again, other = (serve(folder, requests, seed=seed) for seed in (1, 1, 2))
     assert first == again
     assert first != other
-    assert "random weights (seed 2) until those of a trainer come" in caplog.text
+    assert "the weights are random (seed 2) until a trainer sends some" in caplog.text
     assert not [r for r in caplog.records if r.levelno > logging.INFO], (
         "the trainer's weights take their place in a run"
     )
@@ -349,7 +349,7 @@ def test_what_the_fast_path_does_not_compute_the_generic_one_does(
 @pytest.mark.newest
 def test_encoders_and_impossible_limits_are_refused(tmp_path: Path, folder: Path) -> None:
     BertConfig(vocab_size=VOCAB).save_pretrained(tmp_path / "bert")
-    with pytest.raises(ValueError, match="bert: its tokens see those that come after them; use --rollout-b"):
+    with pytest.raises(ValueError, match="bert: its tokens attend to later tokens; use --rollout-b"):
         EmbeddedEngine(str(tmp_path / "bert"))
     T5Config(vocab_size=VOCAB).save_pretrained(tmp_path / "t5")
     with pytest.raises(ValueError, match="t5: it is an encoder–decoder"):

@@ -250,14 +250,14 @@ def test_a_server_of_another_model_is_refused(sglang_url: str, tmp_path: Path) -
     for changes in ({"intermediate_size": 56}, {"num_hidden_layers": 3}, {"model_type": "llama"}):
         folder = tmp_path / next(iter(changes))
         build_model(folder, **changes)
-        with pytest.raises(ValueError, match="start it with the model that is trained"):
+        with pytest.raises(ValueError, match="start the server with the model that is trained"):
             external_servers([sglang_url], str(folder), "http")
 
 
 def test_a_server_of_a_model_that_cannot_be_read_here_is_refused(sglang_model: Path) -> None:
     build_model(sglang_model)
     info = {"model_path": "/elsewhere/model", "model_type": "qwen2"}
-    with pytest.raises(ValueError, match="/elsewhere/model, which cannot be read here"):
+    with pytest.raises(ValueError, match="/elsewhere/model, which cannot be read on this machine"):
         check_model("http://there:1", info, str(sglang_model))
 
 

@@ -136,7 +136,7 @@ def test_an_unknown_name_and_a_wrong_shape_are_refused_before_they_are_sent(
     sink.begin(31)
     with pytest.raises(ValueError, match=r"no_such\.weight"):
         sink.send(WeightBucket(["no_such.weight"], [(2,)], torch.ones(2)))
-    with pytest.raises(ValueError, match=rf"{whole[0].names[0]} came with shape \(2,\)"):
+    with pytest.raises(ValueError, match=rf"{whole[0].names[0]} was sent with shape \(2,\)"):
         sink.send(WeightBucket([whole[0].names[0]], [(2,)], torch.ones(2)))
     for bucket in whole[1:]:
         sink.send(bucket)
@@ -152,7 +152,7 @@ def test_a_server_of_another_model_is_refused(
 ) -> None:
     build_model(tmp_path / "wider", intermediate_size=56)
     sync = build_sink(SyncSetup(str(tmp_path / "wider"), "nccl", CPU, "127.0.0.1")).to([server])
-    with pytest.raises(ValueError, match="start it with the model that is trained"):
+    with pytest.raises(ValueError, match="start the server with the model that is trained"):
         sync.begin(42)
 
 
@@ -193,6 +193,6 @@ def test_a_server_that_loaded_a_folder_goes_on_when_another_failed(
     for bucket in buckets(((n, p.detach()) for n, p in models[1].named_parameters()), 10_000):
         sink.send(bucket)
     sink.own.append(Server("http://127.0.0.1:9"))
-    with pytest.raises(WeightSyncError, match=r"127\.0\.0\.1:9/pause.*One that failed .*stays paused"):
+    with pytest.raises(WeightSyncError, match=r"127\.0\.0\.1:9/pause.*An engine that failed .*stays paused"):
         sink.end()
     check(server, models[1], 71)

@@ -133,9 +133,9 @@ class TestReasoningGym:
         ("spec", "problem"),
         [
             ("chain_sums", "no task chain_sums"),
-            ("graph_color?size=1", "gives its own answer no reward"),
-            ("list_functions?size=1", "other questions of the same seed"),
-            ("polynomial_multiplication?size=1", "other questions of the same seed"),
+            ("graph_color?size=1", "gives no reward to its own answer"),
+            ("list_functions?size=1", "different questions from the same seed"),
+            ("polynomial_multiplication?size=1", "different questions from the same seed"),
             ("chain_sum?size=many", "whole numbers"),
             ("chain_sum?size=-1", "whole numbers"),
             ("chain_sum?size=1&allow_negation=no", "allow_negation of chain_sum is a value like False, not 'no'"),

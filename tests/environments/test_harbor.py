@@ -80,7 +80,7 @@ def test_a_task_is_read(tmp_path: Path) -> None:
         ("[[steps]]\nname = 'a'", "it has several steps"),
         ("os = 'windows'", "it is for Windows"),
         ("gpus = 1", "it needs accelerators"),
-        ("network_mode = 'allowlist'", "it may reach some hosts alone"),
+        ("network_mode = 'allowlist'", "its network is limited to some hosts"),
         ("healthcheck = {command = 'true'}", "it waits for a health check"),
     ],
 )
@@ -209,7 +209,7 @@ def test_a_process_that_the_model_left_cannot_write_the_reward(tmp_path: Path) -
 @pytest.mark.bwrap
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     folder = write_task(tmp_path / "one", dockerfile="FROM x\nCOPY data/number /app/a\nCOPY data /app/a\n")
-    with pytest.raises(EnvironmentFailure, match="the box cannot write /app/a/number"):
+    with pytest.raises(EnvironmentFailure, match="the container cannot write /app/a/number"):
         episode(f"harbor:{folder}", row_of(folder), [said("")], SandboxSettings("bwrap"))
 
 

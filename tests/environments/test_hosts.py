@@ -72,7 +72,7 @@ def test_behind_an_address() -> None:
         with pytest.raises(EnvironmentFailure, match=r"LookupError: no such thing \(.*acted.py, line \d+, in step\)"):
             await live.step({"content": "raise"})
         live._environment._id = "x"  # type: ignore[union-attr]
-        with pytest.raises(EnvironmentFailure, match="there is no episode 'x'; was the server started anew"):
+        with pytest.raises(EnvironmentFailure, match="there is no episode 'x'; was the server restarted"):
             await live.step({"content": "end"})
         await host.close()
         server.cancel()
@@ -143,7 +143,8 @@ def test_other_machines_are_let_in_with_a_key_alone(monkeypatch: pytest.MonkeyPa
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1
     assert done.stderr == (
-        "--host 0.0.0.0 lets other machines in: put a key into ENVIRONMENT_API_KEY, or listen on 127.0.0.1\n"
+        "--host 0.0.0.0 accepts connections from other machines: put a key into ENVIRONMENT_API_KEY, "
+        "or listen on 127.0.0.1\n"
     )
 
 
@@ -183,10 +184,10 @@ def test_a_server_may_say_anything(reset: str, step: str, message: str | None) -
         ("empty", "exception", r"RuntimeError: StopIteration\(\) \(.*acted.py, line \d+, in step\)"),
         ("hang", "timeout", r"step took longer than 2 s \(--environment-call-timeout\)"),
         ("wrong", "invalid", "step returned a dict, not a Step"),
-        ("much", "invalid", "step returned what cannot be used: must be real number, not str"),
-        ("over", "invalid", "step returned what cannot be used: done is 'false', not True or False"),
-        ("whose", "invalid", r"step returned what cannot be used: the role is \['b'\], not text"),
-        ("text", "invalid", "step returned what cannot be used: message 0 needs a role and a content, got 't'"),
+        ("much", "invalid", "step returned a value that cannot be used: must be real number, not str"),
+        ("over", "invalid", "step returned a value that cannot be used: done is 'false', not True or False"),
+        ("whose", "invalid", r"step returned a value that cannot be used: the role is \['b'\], not text"),
+        ("text", "invalid", "step returned a value that cannot be used: message 0 needs a role and a content, got 't'"),
     ],
 )
 def test_a_failure_is_one_message_and_bounded(said: str, kind: str, message: str) -> None:
@@ -206,7 +207,7 @@ def test_a_failure_is_one_message_and_bounded(said: str, kind: str, message: str
 def test_an_episode_begins_with_a_message() -> None:
     async def play(host: Host) -> None:
         with pytest.raises(
-            EnvironmentFailure, match="reset returned what cannot be used: there is no message"
+            EnvironmentFailure, match="reset returned a value that cannot be used: there is no message"
         ) as raised:
             await (await host.open()).reset(Row([]))
         assert raised.value.kind == "invalid"
@@ -217,7 +218,7 @@ def test_an_episode_begins_with_a_message() -> None:
 @pytest.mark.parametrize("tool", [{"name": "f"}, {"type": "function", "function": {"name": None}}, "f", None])
 def test_what_is_no_tool_is_said_beside_what_is_one(tool: object) -> None:
     async def play(host: Host) -> None:
-        said = 'is no tool; one looks like {"type": "function", "function": {"name": ...}}'
+        said = 'is not a tool; a tool looks like {"type": "function", "function": {"name": ...}}'
         with pytest.raises(EnvironmentFailure, match=re.escape(f"{tool!r} {said}")) as raised:
             await (await host.open()).reset(replace(ROW, metadata={"tools": [tool]}))
         assert raised.value.kind == "invalid"

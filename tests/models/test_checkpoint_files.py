@@ -39,7 +39,7 @@ def flip(path: Path) -> None:
 
 DAMAGE = {
     "flipped": (lambda f: flip(f / "__0_0.distcp"), "__0_0.distcp: its contents have changed"),
-    "short": (lambda f: os.truncate(f / "__0_0.distcp", 99), "__0_0.distcp: has 99 bytes, not the 25,600"),
+    "short": (lambda f: os.truncate(f / "__0_0.distcp", 99), "__0_0.distcp: has 99 bytes, but 25,600"),
     "absent": (lambda f: (f / "__0_0.distcp").unlink(), "__0_0.distcp: is missing"),
     "part": (lambda f: flip(f / "critic" / "trainer.json"), "critic/trainer.json: its contents have changed"),
     "state": (
@@ -65,7 +65,7 @@ def test_the_newest_whole_checkpoint_is_taken_only_when_asked(tmp_path: Path, ki
     flip(tmp_path / "iter_0000006" / "__0_0.distcp")
     assert find_checkpoint(tmp_path) == (tmp_path / "iter_0000009", "")
     harm(tmp_path / "iter_0000009")
-    with pytest.raises(ValueError, match="newest whole checkpoint before it is iter_0000004") as caught:
+    with pytest.raises(ValueError, match="newest complete checkpoint before it is iter_0000004") as caught:
         find_checkpoint(tmp_path)
     assert said in str(caught.value)
     assert "--load-fallback or --ckpt-step 4" in str(caught.value)
@@ -78,7 +78,7 @@ def test_the_newest_whole_checkpoint_is_taken_only_when_asked(tmp_path: Path, ki
 def test_nothing_whole_is_left(tmp_path: Path) -> None:
     for step in (2, 4):
         flip(write(tmp_path, step) / "__0_0.distcp")
-    for step, said in ((None, "no checkpoint before it is whole"), (2, "none is before it")):
+    for step, said in ((None, "no earlier checkpoint is complete"), (2, "there is no earlier checkpoint")):
         with pytest.raises(ValueError, match=said):
             find_checkpoint(tmp_path, step, fallback=True)
 
@@ -158,5 +158,5 @@ def test_a_marker_that_is_no_number_of_a_rollout(tmp_path: Path, name: str) -> N
     if name.startswith("best"):
         assert best_of(tmp_path) is None
         return
-    with pytest.raises(DamagedCheckpoint, match="is damaged: it should have the number of a rollout"):
+    with pytest.raises(DamagedCheckpoint, match="is damaged: it must contain the number of a rollout"):
         find_checkpoint(tmp_path)

@@ -58,7 +58,7 @@ def said_by_each(folder: Path) -> str:
             str(folder), config, 0
         ),
     ):
-        with pytest.raises(ValueError, match="copy or save the model anew") as caught:
+        with pytest.raises(ValueError, match="copy or save the model again") as caught:
             look()
         said.append(str(caught.value))
     assert len(set(said)) == 1, said
@@ -136,7 +136,7 @@ def test_old_pickles_are_read_and_refused_likewise(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"missing: {NAME}"):
         load_weights(AutoModelForCausalLM, str(folder), config)
     cut(folder / "pytorch_model.bin", 3000)
-    with pytest.raises(ValueError, match=r"the weights in .* cannot be read .*: copy or save the model anew"):
+    with pytest.raises(ValueError, match=r"the weights in .* cannot be read .*: copy or save the model again"):
         load_weights(AutoModelForCausalLM, str(folder), config)
 
 

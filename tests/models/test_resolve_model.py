@@ -35,7 +35,7 @@ def test_a_model_and_a_hub_id_are_themselves(tmp_path: Path, monkeypatch: pytest
 
 def test_a_run_means_the_newest_model_that_it_wrote(tmp_path: Path) -> None:
     run = write(tmp_path / "run" / "config.json", hf_checkpoint="base", save_hf=f"{tmp_path}/hf/{{rollout_id:03d}}/m")
-    with pytest.raises(ValueError, match="holds no model yet"):
+    with pytest.raises(ValueError, match="contains no model yet"):
         resolve_model(str(run))
     newest = write(tmp_path / "hf" / "009" / "m" / "config.json", model_type="qwen2")
     write(tmp_path / "hf" / "010" / "m" / "config.json", 60, model_type="qwen2")
@@ -73,7 +73,7 @@ def test_an_adapter_and_a_checkpoint_have_a_base(tmp_path: Path) -> None:
 
 def test_what_is_no_model_is_said_with_the_remedy(tmp_path: Path) -> None:
     run = write(tmp_path / "run" / "config.json", hf_checkpoint="base", save_hf=None)
-    with pytest.raises(ValueError, match="it had no --save-hf and has no checkpoint; it began from base"):
+    with pytest.raises(ValueError, match="it had no --save-hf and no checkpoint; it started from base"):
         resolve_model(str(run))
     adapter = write(tmp_path / "adapter" / "adapter_config.json", r=8)
     with pytest.raises(ValueError, match="does not name its model: give it with --base"):
@@ -87,11 +87,11 @@ def test_what_is_no_model_is_said_with_the_remedy(tmp_path: Path) -> None:
         saved(tmp_path / "s", 3, base=moved),
         write(tmp_path / "a" / "adapter_config.json", base_model_name_or_path=moved),
     ):
-        with pytest.raises(ValueError, match="moved/base, which is not there: name its model with --base"):
+        with pytest.raises(ValueError, match="moved/base, which does not exist: name its base model with --base"):
             resolve_model(str(folder))
         assert [resolve_model(str(folder), base).base for base in ("my/base", "gpt2")] == ["my/base", "gpt2"]
     whole = str(write(tmp_path / "whole model" / "config.json", model_type="qwen2"))
-    with pytest.raises(ValueError, match="--base my/base is for adapters and checkpoints, and"):
+    with pytest.raises(ValueError, match="--base my/base is for adapters and checkpoints, but"):
         resolve_models([whole], "my/base")
     assert [source.base for source in resolve_models([whole, str(folder)], "my/base")] == [None, "my/base"]
     with pytest.raises(ValueError, match="no such folder"):

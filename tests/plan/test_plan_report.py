@@ -347,7 +347,7 @@ def test_each_other_setting_has_a_line() -> None:
     ("text", "said"),
     [
         ("h10:8", "did you mean h100:8?"),
-        ("h100:x", "x is no number of GPUs"),
+        ("h100:x", "x is not a number of GPUs"),
         ("h100:99999999999999", "write h100:8, and"),
     ],
 )

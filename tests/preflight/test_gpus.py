@@ -55,7 +55,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> Said:
 def test_gpus_without_bf16_and_flash_attention_are_refused(said: Said, old: tuple[int, int]) -> None:
     (problem,) = said(old).problems
     assert f"compute capability {old[0]}.{old[1]} ({generation(old).name}" in problem
-    assert "take GPUs of 8.0 or newer (A100, A10G, RTX 30), or --device cpu" in problem
+    assert "use GPUs of 8.0 or newer (A100, A10G, RTX 30), or --device cpu" in problem
     (later,) = said(None).problems  # an old nvidia-smi did not say it, and torch does
     assert "7.5 (Turing: T4, RTX 20)" in later
     assert said(old, words="--actor-num-nodes 2").problems == []  # the GPUs may be on other nodes

@@ -87,7 +87,11 @@ def test_mistakes_are_answered_without_torch_and_transformers(run: str, model: P
     commands += [
         ("slimelite", f"serve {empty}".split(), "config.json: is missing"),
         ("slimelite", f"serve {bare}".split(), "it has none: copy tokenizer.json and"),
-        ("slimelite", f"serve {model} --port {port}".split(), f"--port {port} is taken on 127.0.0.1: take another one"),
+        (
+            "slimelite",
+            f"serve {model} --port {port}".split(),
+            f"--port {port} is taken on 127.0.0.1: choose another one",
+        ),
         ("slimelite", ["chat", "/models/none"], "no such folder"),
         ("slimelite", f"eval {model} --tasks gsm9k".split(), "gsm9k: there is no such task; did you mean gsm8k?"),
         ("slimelite", f"eval {model} --tasks gsm8k --data {tmp_path}/none".split(), "no such folder of data"),
@@ -130,7 +134,7 @@ def test_documents_are_looked_at_before_the_start(model: Path, tmp_path: Path) -
     assert said(other, other, "--text-key content") == ""
     assert "1 of the first 2 documents cannot be trained on: 1 malformed (first: line 2)" in said(good, odd)
     assert said(odd, more="--skip-bad-rows") == ""
-    assert "has no eos_token, which ends a document" in said(good, folder=plain)
+    assert "has no eos_token, the token that ends a document" in said(good, folder=plain)
 
 
 def test_a_dry_run_with_a_mistake_says_what_is_left_out(run: str) -> None:

@@ -31,7 +31,7 @@ def test_sglang_is_planned_as_the_gpus_machine_would_run_it(
     said = capsys.readouterr().out
     assert status == 0, said
     assert "KV pool graphs" in said, "SGLang's share of a GPU and its CUDA graphs"
-    assert ("sglang  (--plan-gpu plans a machine with SGLang" in said) is (named == "")
+    assert ("sglang  (--plan-gpu plans for a machine with SGLang" in said) is (named == "")
     assert "8 GPU(s) of --plan-gpu" in said
 
 

@@ -56,7 +56,7 @@ def test_a_good_run(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert out == ""
     (line,) = err.splitlines()
     assert line.startswith("train.py: warning: --hf-checkpoint ")
-    assert line.endswith("holds no weights: training starts from random ones (--seed 1234)")
+    assert line.endswith("contains no weights: training starts from random ones (--seed 1234)")
     only = inspect(parse(f"{run} --debug-rollout-only --rollout-seed 7"), CPU)
     assert any("the engines sample from random ones (--rollout-seed 7)" in warning for warning in only.warnings)
 
@@ -69,7 +69,9 @@ def test_a_run_folder_is_for_one_run(run: str, tmp_path: Path) -> None:
     metrics.write("rollout", {"rollout/step": 0, "rollout/raw_reward": 0.5})
     metrics.close(False)
     (problem,) = problems(words)
-    assert problem.startswith(f"--run-dir {tmp_path} holds another run: name a new folder, or, if that run is over, ")
+    assert problem.startswith(
+        f"--run-dir {tmp_path} contains another run: name a new folder, or remove this one if that run is over"
+    )
     # a script that resumes may be started again before its first checkpoint
     assert problems(f"{words} --load {tmp_path / 'checkpoints'}") == []
     assert problems(f"{words} --load {tmp_path / 'checkpoints'} --finetune") == [problem]
@@ -148,7 +150,7 @@ def test_an_environment_that_is_not_there_is_one_line_of_a_dry_run(
 
 
 def test_a_flag_is_named_once_in_the_message_about_it(run: str) -> None:
-    said = "--environment python:abc: what follows is the seconds of a call, as in python:5"
+    said = "--environment python:abc: give the time limit of a call in seconds after the colon, as in python:5"
     assert problems(f"{run} --environment python:abc") == [said]
 
 
@@ -166,7 +168,7 @@ def test_a_start_looks_at_the_first_rows_only(run: str) -> None:
         ("--rm-type maths", "--rm-type maths: there is no such reward rule"),
         ("--rm-type dapo", "--reward-key"),
         ("--hf-checkpoint /no/such/model", "--hf-checkpoint /no/such/model: no such folder"),
-        ("--tokenizer /no/such/folder", "--tokenizer: no tokenizer at '/no/such/folder', which is to be a folder"),
+        ("--tokenizer /no/such/folder", "--tokenizer: no tokenizer at '/no/such/folder', which must be a folder"),
         ("--num-layers 3 --add-qkv-bias", "--num-layers is 3 but the model's config.json says 2"),
         ("--custom-generate-function-path nowhere.py:f", "--custom-generate-function-path: no plugin file"),
         ("--dynamic-sampling-filter-path slimelite.rollout.filters.nothing", "--dynamic-sampling-filter-path: "),
@@ -174,14 +176,17 @@ def test_a_start_looks_at_the_first_rows_only(run: str) -> None:
         ("--load-debug-rollout-data r/{rollout_id}.parquet", "no saved rollout at r/0.parquet"),
         (
             "--load-debug-rollout-data r/{rollout}.parquet",
-            "--load-debug-rollout-data r/{rollout}.parquet: {rollout_id} is",
+            "--load-debug-rollout-data r/{rollout}.parquet: only {rollout_id} is",
         ),
         (
             "--save-hf out/{step}",
-            "--save-hf out/{step}: {rollout_id} is all that is replaced, here by 0 (KeyError: 'step')",
+            "--save-hf out/{step}: only {rollout_id} is replaced, here by 0 (KeyError: 'step')",
         ),
-        ("--save-hf out/{", "--save-hf out/{: {rollout_id} is all that is replaced"),
-        ("--save-debug-rollout-data d/{rollout_id}{x}", "--save-debug-rollout-data d/{rollout_id}{x}: {rollout_id} is"),
+        ("--save-hf out/{", "--save-hf out/{: only {rollout_id} is replaced"),
+        (
+            "--save-debug-rollout-data d/{rollout_id}{x}",
+            "--save-debug-rollout-data d/{rollout_id}{x}: only {rollout_id} is",
+        ),
         ("--save-debug-rollout-data d/{rollout_id:03d}", "here by 'eval_0' (ValueError: Unknown format code 'd'"),
         (
             "--save-hf /proc/x/{rollout_id}",
@@ -220,7 +225,7 @@ def test_messages_without_the_chat_template_name_the_flag(run: str, tmp_path: Pa
     as_text = tmp_path / "text.jsonl"
     as_text.write_text(json.dumps({"messages": '[{"role": "user", "content": "1+1="}]', "label": "2"}))
     (problem,) = problems(f"{bare.replace('--eval-interval 1', '')} --prompt-data {as_text}")
-    assert "row 0 (line 1): column 'messages': messages written as text; keep them as a list" in problem
+    assert "row 0 (line 1): column 'messages': messages are written as text; write them as a list" in problem
 
 
 def test_how_a_family_is_trained_is_said_before_a_start(run: str, model: Path) -> None:
@@ -229,10 +234,10 @@ def test_how_a_family_is_trained_is_said_before_a_start(run: str, model: Path) -
     facts = inspect(parse(run), CPU).facts
     assert not any("one sequence" in fact for fact in facts)
     (model / "config.json").write_text(json.dumps({**config, "model_type": "ctrl"}))
-    assert "--hf-checkpoint: ctrl is trained on one sequence a forward pass" in inspect(parse(run), CPU).facts
+    assert "--hf-checkpoint: ctrl is trained on one sequence per forward pass" in inspect(parse(run), CPU).facts
     (model / "config.json").write_text(json.dumps({**config, "model_type": "cpmant"}))
     (problem,) = problems(run)
-    assert "cpmant cannot be trained: its tokens see those that come after them" in problem
+    assert "cpmant cannot be trained: its tokens attend to later tokens" in problem
 
 
 @pytest.mark.parametrize(
@@ -250,7 +255,7 @@ def test_how_a_family_is_trained_is_said_before_a_start(run: str, model: Path) -
         ({"model_type": "t5"}, "can build no causal language model from its config.json (Unrecognized"),
         ({"model_type": "x", "auto_map": {"AutoConfig": "x.X", "AutoModelForCausalLM": "x.Y"}}, "needs Python files"),
         ({"layer_types": ["full_attention"]}, "must be equal to the number of `layer_types` (1)"),
-        ({"model_type": "bert"}, "its tokens see those that come after them"),
+        ({"model_type": "bert"}, "its tokens attend to later tokens"),
         ({"text_config": "x"}, "can build no causal language model"),
         ({"eos_token_id": 9999}, "or the tokenizer [9999]: token ids are 0 to 511"),
     ],
@@ -281,9 +286,9 @@ def test_a_config_does_not_choose_what_computes(run: str, model: Path) -> None:
         ("config.json", "[" * 100_000, "config.json: is damaged or cut short: not JSON (maximum recursion"),
         ("config.json", "[]", "config.json: is damaged: holds no JSON object"),
         ("generation_config.json", "{", "generation_config.json: is damaged or cut short"),
-        ("generation_config.json", '{"eos_token_id": "x"}', "eos_token_id 'x' is no token id"),
+        ("generation_config.json", '{"eos_token_id": "x"}', "eos_token_id 'x' is not a token id"),
         ("tokenizer.json", "[]", "--hf-checkpoint: no tokenizer at "),
-        ("tokenizer.json", None, "knows no words: its tokenizer.json is missing"),
+        ("tokenizer.json", None, "has no vocabulary: its tokenizer.json is missing"),
         ("chat_template.jinja", "{{ 1 / 0 }}", "row 0 (line 1): column 'messages': the chat template refuses these"),
         ("chat_template.jinja", "{{ 'x' * 10 ** 14 }}", "--hf-checkpoint: the chat template takes more than 512 MB"),
         ("chat_template.jinja", "{% for i in range(10 ** 7) %}{% endfor %}", "(Range too big"),
@@ -338,7 +343,10 @@ def test_what_may_not_be_read_is_a_line_that_names_it(run: str, tmp_path: Path) 
 
 def test_a_model_is_not_saved_over_the_one_that_it_starts_from(run: str, model: Path) -> None:
     (problem,) = problems(f"{run} --save-hf {model}/")
-    assert problem == f"--save-hf: {model} is --hf-checkpoint itself, and would be written over; name another folder"
+    assert (
+        problem
+        == f"--save-hf: {model} is the folder of --hf-checkpoint, which would be overwritten; name another folder"
+    )
 
 
 def test_a_reference_of_fewer_tokens(run: str, model: Path, tmp_path: Path) -> None:
@@ -346,7 +354,7 @@ def test_a_reference_of_fewer_tokens(run: str, model: Path, tmp_path: Path) -> N
     config = tmp_path / "small" / "config.json"
     config.write_text(config.read_text().replace('"vocab_size": 512', '"vocab_size": 200'))
     (problem,) = problems(f"{run} --use-kl-loss --kl-loss-coef 0.1 --ref-load {tmp_path / 'small'}")
-    assert "small: its vocabulary has 200 tokens, the tokenizer 258: take a reference that" in problem
+    assert "small: its vocabulary has 200 tokens, the tokenizer 258: use a reference that" in problem
 
 
 def test_conversations_are_checked_and_some_are_made(model: Path, tmp_path: Path) -> None:
@@ -371,7 +379,7 @@ def test_conversations_are_checked_and_some_are_made(model: Path, tmp_path: Path
     called = {**reply, "tool_calls": [{"name": "add", "arguments": "{}"}]}
     path.write_text("".join(json.dumps({"input": [asked, answer]}) + "\n" for answer in (reply, called)))
     warnings = inspect(parse(words), CPU).warnings
-    assert any("leaves tool_calls out of 1 of the first 2 rows: nothing learns it" in line for line in warnings)
+    assert any("leaves tool_calls out of 1 of the first 2 rows: the model cannot learn it" in line for line in warnings)
 
 
 def test_prompts_that_are_answered_already(run: str, tmp_path: Path) -> None:
@@ -409,7 +417,7 @@ def test_pairs_are_checked_and_one_is_made(model: Path, tmp_path: Path) -> None:
     path.write_text(f'{asked}"rejected": "2"}}\n')
     (problem,) = problems(words)
     assert (
-        "pairs.jsonl@[:64]: 1 of 1 rows is malformed: row 0 (line 1): column 'rejected': the same as 'chosen'"
+        "pairs.jsonl@[:64]: 1 of 1 rows is malformed: row 0 (line 1): column 'rejected': is the same as 'chosen'"
         in problem
     )
     path.write_text('{"messages": "1+1=", "chosen": [{"role": "assistant", "content": "2"}], "rejected": "3"}')
@@ -640,7 +648,7 @@ def test_servers_that_release_memory_do_not_get_the_allocators_variables(
     assert warnings("--colocate") == []
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     (warning,) = warnings("--colocate")
-    assert warning.startswith("PYTORCH_CUDA_ALLOC_CONF in the environment: trainers have it, and sglang servers do not")
+    assert warning.startswith("PYTORCH_CUDA_ALLOC_CONF in the environment: only trainers get it; sglang servers do not")
     assert warnings("--actor-num-gpus-per-node 1 --rollout-num-gpus 1") == []
     assert warnings("--colocate --rollout-backend embedded") == []
 
@@ -668,7 +676,7 @@ def test_an_environment_begins_one_episode(run: str, tmp_path: Path) -> None:
         (fact,) = [fact for fact in good.facts if fact.startswith(f"{name}: an episode begins with ")]
         assert fact.endswith(" tokens, no tools")
     for found in problems(f"{run} --environment {file}:Broken"):
-        assert re.search(r"does not begin: KeyError: 'there is none' \(.*own.py, line 9, in reset\)", found)
+        assert re.search(r"fails to start: KeyError: 'there is none' \(.*own.py, line 9, in reset\)", found)
     assert "no 'Brok'; did you mean Broken?" in problems(f"{run} --environment {file}:Brok")[0]
     said = "Bare has no method reset and no method step: an environment has reset and step (docs/agents.md)"
     assert said in problems(f"{run} --environment {file}:Bare")[0]
@@ -728,7 +736,7 @@ def test_tools_that_the_template_does_not_show_are_said(run: str, tmp_path: Path
 def test_a_reward_key_without_entries_is_said(run: str) -> None:
     warnings = inspect(parse(f"{run} --reward-key score"), CPU).warnings
     (said,) = [warning for warning in warnings if "--reward-key" in warning]
-    assert said.startswith("--reward-key score: the reward of the first row of --prompt-data is 1.0, a number without")
+    assert said.startswith("--reward-key score: the reward of the first row of --prompt-data is 1.0, which is a number")
     parts = inspect(parse(f"{run} --rm-type dapo --reward-key score"), CPU).warnings
     assert not [warning for warning in parts if "--reward-key" in warning]
 

@@ -261,7 +261,7 @@ def test_dict_rewards_are_kept_whole_and_need_a_key(graders: list[Grader], plugi
         ("timeout_of_its_own", "exception", "the judge is asleep"),
         ("slow", "timeout", "no reward within 0.3 s"),
         ("hangs", "timeout", "no reward within 0.3 s"),
-        ("blocks", "timeout", "it blocks its event loop"),
+        ("blocks", "timeout", "the function blocks the event loop"),
     ],
 )
 def test_every_failure_is_counted_kept_and_noted(
@@ -474,7 +474,7 @@ def test_check_reward_reports_a_custom_function_that_raises_in_one_message(
 ) -> None:
     args = RewardArgs(custom_rm_path=f"{plugin}:{name}", reward_error="drop")
     with pytest.raises(
-        ValueError, match=rf"fails on the first row, which no --reward-error excuses: .*({says})"
+        ValueError, match=rf"fails on the first row, so the run does not start, whatever --reward-error is: .*({says})"
     ) as told:
         check_reward(args, Sample(index=0, group_index=0, label="42"))
     assert str(told.value).count(f"in {name})") == 1, "where it failed"
@@ -484,7 +484,9 @@ def test_check_reward_reports_a_custom_function_that_raises_in_one_message(
 def test_check_reward_tries_a_whole_group(plugin: str) -> None:
     """One reward for a group of four would pass as the reward of a group of one."""
     args, row = RewardArgs(custom_rm_path=f"{plugin}:too_short", group_rm=True), Sample(index=0, group_index=0)
-    with pytest.raises(ValueError, match="4 samples at once need a list of rewards as long, not 1 rewards"):
+    with pytest.raises(
+        ValueError, match="a reward function that gets 4 samples must return a list of as many rewards, not 1 rewards"
+    ):
         check_reward(args, row, group_size=4)
 
 

@@ -102,7 +102,9 @@ def test_without_a_chat_template_the_text_goes_in_as_it_is_and_too_long_a_text_i
     path = save_model(tmp_path, template=None)
     score, failure = RewardModel(path, "cpu").scores([Exchange("Q: ", "yes"), Exchange("Q: ", "x" * 200)])
     assert score == pytest.approx(direct(path, ["Q: yes"])[0], abs=1e-6)
-    assert failure == Failure("invalid", "prompt and response have 203 tokens, the reward model takes 128")
+    assert failure == Failure(
+        "invalid", "prompt and response have 203 tokens, but the reward model accepts at most 128"
+    )
 
 
 def test_what_cannot_be_a_reward_model_is_said_at_start(tmp_path: Path) -> None:

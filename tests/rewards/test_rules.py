@@ -210,9 +210,9 @@ def test_names() -> None:
         RULES["xyz"]
     with pytest.raises(ValueError, match="opencua_click is not offered"):
         RULES["opencua_click"]
-    with pytest.raises(ValueError, match="boxed_reward_model would be wrong"):
+    with pytest.raises(ValueError, match="boxed_reward_model would score every"):
         RULES["boxed_reward_model"]
-    with pytest.raises(ValueError, match="boxed_math would be wrong for every response"):
+    with pytest.raises(ValueError, match="boxed_math would score every response as wrong"):
         RULES["boxed_math"]
 
 
@@ -253,9 +253,14 @@ def test_a_rule_of_a_users_file_is_a_rule_like_any_other_in_worker_processes_too
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stdout.splitlines() == [
         *("[0.5, 0.5, 0.0]", "", "[0.0, 0.5, 0.0]", "", "[0.5, 0.5, 0.5]", ""),
-        *("[0.0, 0.0, 0.0]", "the rule undecided cannot tell (quick returned None), and it has no slow to ask"),
+        *(
+            "[0.0, 0.0, 0.0]",
+            "the rule undecided cannot decide (its function quick returned None), and it has no function slow",
+        ),
     ], done.stderr
-    with pytest.raises(ValueError, match="the rule 'nothing' scores nothing: give it a quick, a slow or a scorer"):
+    with pytest.raises(
+        ValueError, match="the rule 'nothing' cannot score: give it a function quick, a function slow or a scorer"
+    ):
         Rule("nothing")
 
 

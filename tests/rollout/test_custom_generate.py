@@ -193,7 +193,7 @@ def test_a_plugin_waits_for_no_engine_that_is_gone(
     waits: list[int] = []
     monkeypatch.setattr(Retry, "wait_s", lambda _, attempt: 0.0 * (waits.append(attempt) or 0))
     args = make_args(custom_generate_function_path=plugin(f"slime_style.py:{function}"))
-    with pytest.raises(ValueError, match="engine 0 is gone: nobody is there"):
+    with pytest.raises(ValueError, match="engine 0 has died: nobody is there"):
         make_manager(args, [Dying()]).generate(0)
     assert waits == []
     assert len(loops) == 1  # where the engine is started anew, which a plugin's own loop would end with itself

@@ -259,7 +259,7 @@ def test_an_episode_that_begins_longer_than_the_context_is_counted_and_said(
     assert output.metrics["rollout/environment/errors"] == output.metrics["rollout/reward_errors/too_long"] == 2
     assert output.metrics["rollout/environment/context_full"] == output.metrics["rollout/environment/untrained"] == 2
     assert output.metrics["rollout/response_len/mean"] == output.table.loss_mask.sum() / 2
-    said = [record.getMessage() for record in caplog.records if "begins too long" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "of an episode is too long" in record.getMessage()]
     assert len(said) == 1
     assert re.search(r"maximum context length is 4096 tokens.* Please reduce the length of the messages", said[0])
     assert "--rollout-max-context-len" in said[0]

@@ -336,13 +336,16 @@ def test_reward_errors(make_args: MakeArgs, make_manager: MakeManager, policy: s
 
 
 @pytest.mark.parametrize(
-    ("policy", "what"), [("zero", "rollout 0"), ("drop", "--reward-error drop left nothing of 4 groups in a row")]
+    ("policy", "what"),
+    [("zero", "rollout 0"), ("drop", "--reward-error drop dropped all samples of 4 groups in a row")],
 )
 def test_a_rollout_without_any_reward_ends_the_run(
     make_args: MakeArgs, make_manager: MakeManager, policy: str, what: str
 ) -> None:
     args = make_args(custom_rm_path=plugin("rewards.py:of_one"), group_rm=True, reward_error=policy)
-    with pytest.raises(ValueError, match=f"{what}: the reward of every sample failed .* 4 samples at once need a list"):
+    with pytest.raises(
+        ValueError, match=f"{what}: the reward of every sample failed .* that gets 4 samples must return a list"
+    ):
         make_manager(args, [ScriptedEngine()]).generate(0)
 
 

@@ -97,6 +97,6 @@ def test_an_agent_that_truncates_is_refused_where_nobody_tells_what_was_kept(
         session = manager._context.sessions().open("agent")
         return manager._thread.run(session.chat(question, params=params)).output_ids
 
-    with pytest.raises(ValueError, match=r"top_p: this engine does not tell .*--allow-truncated-sampling"):
+    with pytest.raises(ValueError, match=r"top_p: this engine does not report .*--allow-truncated-sampling"):
         reply()
     assert len(reply(allow_truncated_sampling=True)) == 4

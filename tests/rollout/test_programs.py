@@ -91,9 +91,9 @@ def test_programs_make_samples_and_failures_are_counted(make: Make, tmp_path: Pa
     }
     errors = {way: s.metadata["reward_error"] for way, s in found.items() if "reward_error" in s.metadata}
     assert "exit status 1: no idea" in errors.pop("fail")
-    assert "never asked the model" in errors.pop("silent")
-    assert "no finite number: 'much'" in errors.pop("strange")
-    assert "no finite number: 1000" in errors.pop("huge")
+    assert "never called the model" in errors.pop("silent")
+    assert "not a finite number: 'much'" in errors.pop("strange")
+    assert "not a finite number: 1000" in errors.pop("huge")
     assert errors == {}
     assert found["silent"].remove_sample
     assert ended(tmp_path)  # the child with its program
@@ -156,7 +156,7 @@ def test_the_end_of_a_run_ends_its_programs(make: Make, tmp_path: Path) -> None:
 def test_a_run_that_fails_waits_for_the_ends_of_its_programs(make: Make) -> None:
     """A loop that closes before says so for each of them, and the garbage collector with a traceback."""
     manager = make("late", *["hang"] * 7, agent_timeout=60.0, rm_type=None, custom_rm_path=None)
-    with pytest.raises(ValueError, match="nothing says how to score"):
+    with pytest.raises(ValueError, match="has no scoring rule"):
         manager.generate(0)
     manager.cancel()  # the first thing that the end of a run does
     transports = [t for t in gc.get_objects() if isinstance(t, BaseSubprocessTransport) and t.get_pid()]

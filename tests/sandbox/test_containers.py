@@ -106,7 +106,7 @@ def test_what_is_missing_is_said_at_the_start(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
     box = open_sandbox(SandboxSettings("podman", image=IMAGE))
     assert box is not None
-    with pytest.raises(ValueError, match="apt-get install podman; or take process or bwrap"):
+    with pytest.raises(ValueError, match="apt-get install podman; or use process or bwrap"):
         box.check()
 
 
@@ -131,7 +131,7 @@ def test_an_engine_that_hangs_is_said(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_path_with_a_comma_is_refused(tmp_path: Path) -> None:
     """It would be an option of the mount."""
     (tmp_path / "a,b").mkdir()
-    with pytest.raises(ValueError, match=r"a path with a comma to the program: .*/a,b; rename it"):
+    with pytest.raises(ValueError, match=r"the program a path with a comma: .*/a,b; rename it"):
         launched("podman", ["agent"], read=(str(tmp_path / "a,b"),))
 
 

@@ -272,14 +272,14 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "type": "json_schema", "json_schema": {"schema": {"type": "objec"}}}}, "json_schema: no grammar: Invalid type")
       for stream in (False, True)),
     ("/v1/chat/completions", {**CHAT, "response_format": {"type": "json_object"}, "guided_regex": "a"},
-     "regex and response_format: a response is held to one grammar"),
+     "regex and response_format: a response can follow only one grammar"),
     ("/v1/chat/completions", {**CHAT, "guided_choice": [""]}, "guided_choice"),
     ("/v1/chat/completions", {**CHAT, "repetition_penalty": 0}, "repetition_penalty"),
     ("/v1/chat/completions", {**CHAT, "logit_bias": {"100000": 1}}, "logit_bias"),
     ("/v1/chat/completions", {"messages": [{"role": "robot", "content": "a"}]}, "messages[0]"),
     ("/v1/chat/completions", {"messages": [*ASK, {"role": "user", "content": [{"type": "text", "text": "a" * 99}, {
         "type": "image_url", "image_url": {"url": "data:"}}]}]}, "messages[1].content[1] is of type 'image_url'"),
-    ("/v1/chat/completions", {"messages": [*ASK, {"role": "user"}]}, "messages[1] (user) says nothing"),
+    ("/v1/chat/completions", {"messages": [*ASK, {"role": "user"}]}, "messages[1] (user) is empty"),
     ("/v1/chat/completions", {"messages": [*ASK, {"role": "assistant", "tool_calls": [
         {"function": {"name": "f", "arguments": "{"}}]}]}, "messages[1] tool_calls[0] (f): arguments are not JSON"),
     ("/v1/chat/completions", {"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "messages[0]"),

@@ -86,10 +86,10 @@ def test_a_run_is_served_until_it_is_interrupted(run_folder: Path) -> None:
         (["{run}", "--host", "0.0.0.0"], "--api-key"),
         (["{run}", "--host", "192.0.2.1", "--api-key", "k"], "192.0.2.1"),
         (["{run}", "--api-key", ""], "--api-key is empty"),
-        (["{run}", "--cors-origin", "*"], "--cors-origin * lets every page use the model"),
-        (["{run}", "--cors-origin", "a.org/"], "--cors-origin a.org/ is no origin: write it as https://"),
+        (["{run}", "--cors-origin", "*"], "--cors-origin * lets every web page use the model"),
+        (["{run}", "--cors-origin", "a.org/"], "--cors-origin a.org/ is not an origin: write it as https://"),
         (["{run}", "--drain-seconds", "-1"], "--drain-seconds must be 0 or more, not -1"),
-        (["{run}", "--port", "65536"], "--port is a number from 0 to 65535, not 65536"),
+        (["{run}", "--port", "65536"], "--port must be a number from 0 to 65535, not 65536"),
         (["{run}", "--context-length", "0"], "--context-length must be at least 1, not 0"),
         pytest.param(
             ["{run}", "--device", "cuda"],
@@ -123,7 +123,7 @@ def test_an_engine_that_is_not_installed_is_one_line(
         importlib.util, "find_spec", lambda name, *rest: None if name == "sglang" else find(name, *rest)
     )
     assert main(["serve", str(run_folder), "--engine", "sglang"]) == 1
-    said = "--engine sglang: sglang is not installed: docs/install.md says how; or take embedded"
+    said = "--engine sglang: sglang is not installed: docs/install.md says how; or use embedded"
     assert capsys.readouterr().err == f"slimelite serve: {said}\n"
 
 
@@ -146,7 +146,7 @@ def test_sampling_defaults_are_those_of_the_model_unless_they_are_turned_off(tmp
     for defaults in (sessions.anonymous().defaults, sessions.open().defaults):
         assert defaults == SamplingParams(99, **found)
     file.write_text('{"temperature": "hot"}')
-    with pytest.raises(ValueError, match="temperature is 'hot', not a number: mend it, or give --sampling-defaults"):
+    with pytest.raises(ValueError, match="temperature is 'hot', not a number: fix it, or give --sampling-defaults"):
         sampling_defaults(str(tmp_path))
     file.write_text('{"temperature": 0, "do_sample": true}')
 

@@ -185,7 +185,7 @@ def test_constrained_tokens_are_left_out_of_the_loss_and_counted(folder: Path) -
             assert other.kept is not None
             assert (other.kept.counts > 0).all()
             assert all(t in ids for t, ids in zip(other.response_ids, other.kept.rows(), strict=True))
-            with pytest.raises(ValueError, match="presence_penalty: nothing tells"):
+            with pytest.raises(ValueError, match="presence_penalty: the distribution that such tokens"):
                 await session.chat(ASK, None, replace(free, presence_penalty=1.0))
 
     run(scenario(False))
@@ -216,7 +216,10 @@ def test_a_reply_goes_on_from_its_beginning_and_effort_reaches_the_template(fold
             for wrong, words in (
                 ({"messages": ASK}, "the last message must be the assistant's"),
                 ({"continue_final_message": False}, "add_generation_prompt=false needs"),
-                ({"tools": [TOOL], "tool_choice": "required"}, "a reply that was begun is no call"),
+                (
+                    {"tools": [TOOL], "tool_choice": "required"},
+                    "a reply that has begun with text cannot become a tool call",
+                ),
             ):
                 status, answer = await ask("/v1/chat/completions", {**body, **wrong})
                 assert (status, words in answer["error"]["message"]) == (400, True), answer

@@ -263,7 +263,7 @@ def test_a_run_says_its_alarms_once_and_a_resumed_one_not_again(
     played(tmp_path / "straight", range(9))
     out = capsys.readouterr().out
     assert out.count("alarm mismatch since rollout 1:") == 1
-    assert "mean |log-prob difference| 0.050. The gradient belongs to another policy" in out
+    assert "mean |log-prob difference| 0.050. The gradient is computed for another policy" in out
     assert out.count("alarm mismatch since rollout 1, over in rollout 6") == 1
     assert out.count("alarm skipped_steps since rollout 6:") == 1
     assert "50% of the optimizer steps changed nothing" in out

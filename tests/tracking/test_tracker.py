@@ -94,7 +94,7 @@ def test_a_finished_run_says_that_nothing_is_left(tmp_path: Path, capsys: pytest
     play(make_args(tmp_path, start_rollout_id=5), range(5, 5))
     assert "nothing is left to do: the first rollout is number 5 of --num-rollout 5: raise" in capsys.readouterr().out
     play(make_args(tmp_path, start_rollout_id=5, load="checkpoints"), range(5, 5))
-    assert "nothing is left to do: the checkpoint of --load has all 5 rollouts" in capsys.readouterr().out
+    assert "nothing is left to do: the checkpoint of --load already has all 5 rollouts" in capsys.readouterr().out
 
 
 def test_an_error_is_recorded_and_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

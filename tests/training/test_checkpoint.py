@@ -193,13 +193,13 @@ def test_a_damaged_file_is_named(
     text = refusal(model, folder)
     assert said in text
     assert text.startswith(str(folder if "a part" in said else folder / name))
-    assert text.endswith("; go on from an earlier checkpoint with --ckpt-step")
+    assert text.endswith("; resume from an earlier checkpoint with --ckpt-step")
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"hidden_size": 64}, "model.model.embed_tokens.weight is 61 x 32 in it, and 61 x 64 in this run's"),
+        ({"hidden_size": 64}, "model.model.embed_tokens.weight is 61 x 32 in it but 61 x 64 in this run's"),
         ({"num_hidden_layers": 1}, "it has model.model.layers.1."),
         ({"num_hidden_layers": 3}, "it has no model.model.layers.2."),
     ],
@@ -272,7 +272,9 @@ def test_bytes_instead_of_a_tensor_are_not_opened(model: Path, folder: Path, tmp
 def test_a_random_state_that_is_none(model: Path, folder: Path) -> None:
     state = torch.zeros_like(torch.get_rng_state())
     plant(folder, state, name="rng.cpu0")
-    assert "its random state is damaged (Invalid mt19937 state); --no-load-rng does without" in refusal(model, folder)
+    assert "its random state is damaged (Invalid mt19937 state); --no-load-rng resumes without it" in refusal(
+        model, folder
+    )
     with one_rank(tiny_args(model, no_load_rng=True)) as trainer:
         assert trainer.load(str(folder)) == 0
 

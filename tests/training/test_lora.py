@@ -234,8 +234,8 @@ def test_a_resumed_run_is_the_straight_one(model: Path, tmp_path: Path, flags: d
 @pytest.mark.parametrize(
     ("saved", "flags", "said"),
     [
-        ({}, LORA, "was saved without --lora-rank 4; resume it like that"),
-        (LORA, {}, "was saved with --lora-rank 4; resume it like that"),
+        ({}, LORA, "was saved without --lora-rank 4; resume it the same way"),
+        (LORA, {}, "was saved with --lora-rank 4; resume it the same way"),
         (LORA, {"lora_rank": 8, "lora_alpha": 8.0}, "rank 4 scaled by 2.0, and this run's have rank 8 and 1.0"),
         (LORA, {**LORA, "lora_targets": ("attn",)}, "with adapters on other modules; give the same --lora-target-m"),
         ({**LORA, "lora_targets": ("attn",)}, LORA, r"on other modules; .*: it has no model.*_proj.lora_A"),
@@ -386,7 +386,7 @@ def test_a_critic_may_have_adapters(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ({"lora_targets": ("q_prj",)}, "q_prj: no module of qwen2 has that name; did you mean q_proj"),
+        ({"lora_targets": ("q_prj",)}, "q_prj: no module of qwen2 has this name; did you mean q_proj"),
         ({"lora_targets": ("zz",)}, "there are down_proj, embed_tokens, gate_proj, k_proj, lm_head, .*, all-linear"),
         ({"lora_excluded": (ALL_LINEAR,)}, "leaves no module"),
     ],
@@ -400,7 +400,7 @@ def test_names_that_fit_nothing(model: Path, flags: dict[str, Any], said: str) -
 def test_tied_embeddings_have_no_adapter(tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path)
     for name in ("embed_tokens", "lm_head"):
-        with pytest.raises(ValueError, match=f"{name}: embedding and LM head of this model are one weight"):
+        with pytest.raises(ValueError, match=f"{name}: embedding and LM head of this model share one weight"):
             inspect_model(tiny_args(model, **LORA, lora_targets=(name,)), str(model), trained=True)
 
 
@@ -449,7 +449,7 @@ def test_an_adapter_of_nan_is_refused(model: Path, tmp_path: Path, broken: float
     weights = load_file(folder / "adapter_model.safetensors")
     weights[max(weights)][0, 0] = broken
     save_file(weights, folder / "adapter_model.safetensors")
-    with pytest.raises(ValueError, match=f"{max(weights)} in .* holds NaN or infinity; take an"):
+    with pytest.raises(ValueError, match=f"{max(weights)} in .* holds NaN or infinity; use an"):
         inspect_model(tiny_args(model, **LORA, lora_adapter_path=str(folder)), str(model), trained=True)
     config = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": broken}))

@@ -50,7 +50,9 @@ def test_the_merged_model_has_the_trainers_weights(saves: str, flags: dict[str, 
     with pytest.raises(ValueError, match=r"has another shape; name its model with --base|in this model") as caught:
         merged(Source(place, str(other)), folder, "float32")
     assert "--lora" not in str(caught.value), "a flag of train.py"
-    with pytest.raises(ValueError, match="changes no/model, which is not there: name its model with --base") as caught:
+    with pytest.raises(
+        ValueError, match="changes no/model, which does not exist: name its base model with --base"
+    ) as caught:
         merged(Source(place, "no/model"), folder, "float32")
     assert "\n" not in str(caught.value)
     if saves == "save":

@@ -54,7 +54,7 @@ def test_logits_that_are_not_transformers_own_are_refused(tmp_path: Path) -> Non
     save_tiny_model(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"final_logit_softcapping": 30.0}))
-    with pytest.raises(ValueError, match="its logits are not what its LM head gives"), one_rank(tiny_args(tmp_path)):
+    with pytest.raises(ValueError, match="its logits are not the output of its LM head"), one_rank(tiny_args(tmp_path)):
         pass
 
 

@@ -89,8 +89,8 @@ def test_a_leaking_family_is_trained_on_one_sequence_at_a_time(
         torch.testing.assert_close(torch.from_numpy(trainer.log_probs(table)), right.detach(), rtol=1e-4, atol=1e-5)
     assert len(lengths) == len(table)
     assert all(len(parts) == 1 for parts in lengths)
-    assert [r.message for r in caplog.records if "one sequence a forward pass" in r.message][1:] == []
-    assert "one sequence a forward pass" in caplog.text
+    assert [r.message for r in caplog.records if "one sequence per forward pass" in r.message][1:] == []
+    assert "one sequence per forward pass" in caplog.text
 
 
 @pytest.mark.usefixtures("unknown_layers")
@@ -231,7 +231,7 @@ def test_a_model_is_trained_as_it_is_sampled(family: str, tmp_path: Path) -> Non
 
 def test_tokens_that_see_later_ones_are_refused_even_where_log_probs_are_transformers_own() -> None:
     """Log-probs of a whole text are no probabilities to sample with, whatever they are equal to."""
-    with pytest.raises(ValueError, match="xlnet cannot be trained: its tokens see those that come after them"):
+    with pytest.raises(ValueError, match="xlnet cannot be trained: its tokens attend to later tokens"):
         may_pack(AutoConfig.for_model("xlnet", n_layer=2), ATTENTION)
 
 

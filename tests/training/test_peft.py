@@ -229,8 +229,12 @@ def test_a_choice_that_peft_cannot_read_is_refused_or_merged(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("family", "word", "said"),
     [
-        ("gpt2", ALL_LINEAR, "in gpt2 it is a Conv1D; adapters here are for torch's own Linear and Embedding"),
-        ("mamba", "out_proj", "mamba reads its weight without calling it, so that an adapter would change nothing"),
+        ("gpt2", ALL_LINEAR, "in gpt2 it is a Conv1D; only torch.nn.Linear and torch.nn.Embedding can have adapters"),
+        (
+            "mamba",
+            "out_proj",
+            "mamba uses the module's weight without calling the module, so an adapter would change nothing",
+        ),
         ("gemma", "embed_tokens", "in gemma it is a GemmaTextScaledWordEmbedding"),
     ],
 )

@@ -242,9 +242,7 @@ def test_an_advantage_that_is_not_finite_is_refused(
     table = random_table(masked=0.0)
     table.advantage[[2, 5]] = value
     with one_rank(tiny_args(model, **given)) as trainer:
-        with pytest.raises(
-            ValueError, match=rf"samples \[2, 5\] have advantages that are not finite; look at {source}"
-        ):
+        with pytest.raises(ValueError, match=rf"samples \[2, 5\] have advantages that are not finite; check {source}"):
             trainer.train(0, table)
         table.removed[[2, 5]] = True  # what is not trained on does no harm
         assert trainer.train(0, table)["train/skipped_steps"] == 0
@@ -389,9 +387,7 @@ def test_plugins(model: Path) -> None:
     # with advantages of 1 the policy gradient is that of the likelihood
     ones = {"custom_advantage_function_path": f"{here}:all_ones"}
     assert norm(**ones) == pytest.approx(sft, rel=1e-5)
-    with pytest.raises(
-        ValueError, match="have advantages that are not finite; look at what --custom-advantage-function"
-    ):
+    with pytest.raises(ValueError, match="have advantages that are not finite; check what --custom-advantage-function"):
         norm(custom_advantage_function_path=f"{here}:no_number")
     assert norm(**ones, normalize_advantages=True) == 0, "equal advantages are whitened to nothing"
 
@@ -430,7 +426,7 @@ def test_what_cannot_be_trained_on_is_refused(model: Path) -> None:
         with pytest.raises(ValueError, match=r"samples \[0\] have no engine log-probs"):
             trainer.train(0, table)
         table.response_tokens[4] = 61
-        with pytest.raises(ValueError, match="token 61 is not one of the model's 61"):
+        with pytest.raises(ValueError, match="token 61 is outside the model's vocabulary of 61"):
             trainer.train(0, table)
         empty_prompt = Sample(group_index=0, index=7, tokens=[1, 2], response_length=2, reward=1.0)
         empty_prompt.rollout_log_probs = [-1.0, -1.0]
@@ -467,6 +463,6 @@ def test_a_rollout_of_one_step_is_the_same_in_two_verbs(model: Path) -> None:
         trainer.forward_backward(other)
         for name, gradient in gradients(trainer).items():
             torch.testing.assert_close(both[name] - one[name], gradient, rtol=1e-4, atol=1e-6)
-    wrong = pytest.raises(ValueError, match="--reset-optimizer-states concerns whole rollouts")
+    wrong = pytest.raises(ValueError, match="--reset-optimizer-states needs whole rollouts")
     with one_rank(tiny_args(model, reset_optimizer_states=True)) as trainer, wrong:
         trainer.forward_backward(table)

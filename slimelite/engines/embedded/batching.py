@@ -161,7 +161,7 @@ class Batching(ABC):
         length = int(state["length"])
         if length < state["min_length"]:
             return False
-        assert self._decode is not None, "the engine takes no stop strings without a decode function"
+        assert self._decode is not None, "the engine needs a decode function for stop strings"
         prompt = len(request.input_ids) - request.position
         return holds_stop(self._decode, self.rows.tokens[row, prompt:length], request.params.stop)
 

@@ -232,7 +232,9 @@ class EmbeddedEngine(InProcessEngine):
         if params.grammar is None or (self._tokenizer is None and not params.guided):
             return None
         if self._tokenizer is None:
-            raise ValueError(f"{params.grammar[0]}: this engine was built without a tokenizer, and holds no grammar")
+            raise ValueError(
+                f"{params.grammar[0]}: this engine was built without a tokenizer, so it cannot enforce a grammar"
+            )
         if self._grammars is None:
             self._grammars = Grammars(self._tokenizer, self._vocab_size, self._eos)
         guide = self._grammars.guide(params)

@@ -58,7 +58,7 @@ class Grammars:
         try:
             self.tokens: LLTokenizer = from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=self.end_ids)
         except Exception as error:  # a slow tokenizer, or one of another kind
-            raise ValueError(f"no grammar can be held with this tokenizer: {error!s:.200}") from error
+            raise ValueError(f"grammars cannot be enforced with this tokenizer: {error!s:.200}") from error
         # their texts are no text in a grammar, which names them by their ids
         added = tokenizer.added_tokens_decoder
         self.special = {token.content: i for i, token in added.items() if self.tokens.is_special_token(i)}
@@ -103,7 +103,7 @@ class Grammars:
                 self._known.move_to_end(key)
                 return self._known[key].deep_copy()
         if len(text) > LONGEST:
-            raise ValueError(f"{kind}: the grammar has {len(text)} characters; {LONGEST} are the most")
+            raise ValueError(f"{kind}: the grammar has {len(text)} characters; the limit is {LONGEST}")
         matcher = LLMatcher(self.tokens, _written(kind, text), log_level=0, limits=self._limits)
         if matcher.is_error():
             name = "the schema of a strict tool" if kind == "calls" else kind
@@ -249,7 +249,7 @@ def _parsed(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"json_schema: no JSON: {error!s:.200}") from None
+        raise ValueError(f"json_schema: not JSON: {error!s:.200}") from None
 
 
 def _with_options(schema: Any) -> str:

@@ -91,7 +91,7 @@ class Slab:
             self._resize(count)
 
     def _resize(self, capacity: int) -> None:
-        """Layer by layer, so that only one layer is there twice at a time."""
+        """Layer by layer, so that only one layer is given twice at a time."""
         kept = min(len(self.rows), capacity)
         self._memory.slab_tokens += (capacity - self.capacity) * self.length
         self.capacity = capacity

@@ -97,7 +97,7 @@ def _ways_of(pickled: bytes) -> Ways:
         except Exception as error:  # of any type: models raise anything
             problem = error
     text = " ".join(str(problem).split())[:200]
-    raise NotComputed(config.model_type, f"no small copy of it can be run ({text})") from problem
+    raise NotComputed(config.model_type, f"a small copy of it cannot be run ({text})") from problem
 
 
 class _Trial:
@@ -140,7 +140,7 @@ class _Trial:
             return "its log-probs change from call to call"
         ids[:, -1] = 1 + ids[:, -1] % (VOCABULARY - 1)
         if not _alike(self._plain(ids)[:-1], self._right[0][:-1]):
-            return "its tokens see those that come after them"
+            return "its tokens attend to later tokens"
         weights = self._passes.model.state_dict()
         if any(not torch.equal(weights[name].cpu(), tensor) for name, tensor in self._weights.items()):
             return "its forward pass changes its weights"

@@ -24,7 +24,7 @@ def load_model(
     if has_weights(model_path):
         return load_weights(AutoModelForCausalLM, model_path, config, dtype=dtype, attn_implementation=attention)
     # no warning: the pre-flight check has given one, and the first weight sync replaces these weights
-    logger.info("no weight files in %s: random weights (seed %d) until those of a trainer come", model_path, seed)
+    logger.info("no weight files in %s: the weights are random (seed %d) until a trainer sends some", model_path, seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)

@@ -59,9 +59,9 @@ REQUEST_ROOM = 4
 # SGLang ends a request this many tokens below its context length, so that we ask for a longer one
 CONTEXT_MARGIN = 2
 NO_MASKS = (
-    "does not tell the tokens that top-p, top-k or min-p kept, which training renormalises over: SGLang 0.5.20 does "
-    "(return_sampling_mask); start a newer one, or insist on log-probs of the whole vocabulary: "
-    "--allow-truncated-sampling"
+    "does not report the tokens that top-p, top-k or min-p kept, which training needs to renormalise log-probs: "
+    "SGLang 0.5.20 does (return_sampling_mask); start a newer SGLang, or accept log-probs of the whole vocabulary "
+    "with --allow-truncated-sampling"
 )
 # what a request has for the adapter
 POLICY = {"lora_path": ADAPTER}
@@ -168,7 +168,7 @@ class SglangEngine(Engine):
         info = self._known or await self.info()
         check_score(input_ids, start, temperature, top, self._vocab_size, info.max_context_len)
         if temperature != 1:
-            raise ValueError(f"score: {self.url} scores at temperature 1 alone, not at {temperature}")
+            raise ValueError(f"score: {self.url} scores only at temperature 1, not at {temperature}")
         body: dict[str, object] = {"input_ids": list(input_ids), "sampling_params": {"max_new_tokens": 0}}
         body |= {"return_logprob": True, "logprob_start_len": start - 1, "top_logprobs_num": top}
         body |= POLICY if self._front else {}
@@ -284,7 +284,8 @@ class SglangEngine(Engine):
             if result.output_ids and request.params.guided:  # its grammar begins with the first token
                 if sent:
                     raise RuntimeError(
-                        f"request {request.request_id}: interrupted, and a response in a grammar cannot go on"
+                        f"request {request.request_id}: interrupted, and a response that follows a grammar cannot be "
+                        "resumed"
                     )
                 result = GenerateResult(request.request_id)
             # SGLang aborts every request whose id starts with the given one, so no id may be a prefix of another

@@ -254,7 +254,7 @@ class SglangServer:
 
     def _tail(self) -> str:
         lines = self.log.read_text(errors="replace").splitlines()[-LOG_LINES:]
-        return "\n".join([f"its log {self.log} ends with", *lines])
+        return "\n".join([f"the end of its log {self.log} is", *lines])
 
     def _end(self) -> None:
         process, self._process = self._process, None
@@ -274,7 +274,7 @@ class SglangServer:
             except ProcessLookupError:
                 return
             time.sleep(0.05)
-        logger.warning("some of the server of %s outlives SIGKILL by %.0f s", self.url, END_S)
+        logger.warning("some processes of the server of %s are still alive %.0f s after SIGKILL", self.url, END_S)
 
 
 def reserve_port(host: str) -> socket.socket:
@@ -302,9 +302,9 @@ def missing_for_kernels() -> Iterator[str]:
         yield f"SGLang's kernels need glibc 2.34 or newer, and this machine has {name} {version}: see docs/install.md"
     if shutil.which("nvcc") is None and not (Path(os.environ.get("CUDA_HOME", "")) / "bin" / "nvcc").is_file():
         yield (
-            "no nvcc is found, with which SGLang compiles kernels when it first needs them: all of them on GPUs before "
-            "Hopper (RTX 4090, L40S), top-k and top-p sampling (--eval-top-k 1) on any; install the CUDA toolkit, or "
-            "set CUDA_HOME"
+            "nvcc is not found, but SGLang needs it to compile kernels when it first uses them: all kernels on GPUs "
+            "before Hopper (RTX 4090, L40S), and those of top-k and top-p sampling (--eval-top-k 1) on any GPU; "
+            "install the CUDA toolkit, or set CUDA_HOME"
         )
 
 

@@ -66,16 +66,17 @@ def check_model(url: str, info: dict[str, Any], ours: str) -> None:
         theirs = model_shapes(path)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{url} runs {path}, which cannot be read here, so that nothing tells whether it is --hf-checkpoint "
-            f"{ours}: start it with a folder that both machines see, or with a name on the Hugging Face hub"
+            f"{url} runs {path}, which cannot be read on this machine, so it cannot be compared with --hf-checkpoint "
+            f"{ours}: start the server with a folder that both machines can read, or with a name on the Hugging Face "
+            "hub"
         ) from error
     different = sorted(name for name, _ in theirs.items() ^ model_shapes(ours).items())
     if info["model_type"] != AutoConfig.from_pretrained(ours).model_type:
         different = ["model_type"]
     if different:
         raise ValueError(
-            f"{url} runs {path}, whose {different[0]} is not that of --hf-checkpoint {ours}: start it with the model "
-            "that is trained"
+            f"{url} runs {path}, whose {different[0]} differs from that of --hf-checkpoint {ours}: start the server "
+            "with the model that is trained"
         )
 
 
@@ -190,9 +191,9 @@ class ServerSink(ABC):
 
     def _failed(self, why: str) -> WeightSyncError:
         return WeightSyncError(
-            f"weights {self.update.version} did not reach every engine: {why}. One that failed may have some new "
-            "weights and some old ones: it stays paused, nothing is sampled from it. Go on from the last checkpoint "
-            "with --load"
+            f"weights {self.update.version} did not reach every engine: {why}. An engine that failed may have a "
+            "mixture of new and old weights, so it stays paused and nothing is sampled from it. Resume from the "
+            "last checkpoint with --load"
         )
 
 
