@@ -56,7 +56,7 @@ class OptimizerArgs:
         infinite=True,
     )
     nonfinite_grad: Literal["skip", "fail"] = flag(
-        "skip", "if a loss or gradient is inf or nan, skip skips the step and fail ends the run", TRAINING
+        "skip", "if a loss or gradient is inf or nan: skip leaves the step out, fail ends the run", TRAINING
     )
     reset_optimizer_states: bool = flag(
         False, "the optimizer's moments are reset at the start of every rollout", TRAINING
