@@ -100,7 +100,7 @@ def test_a_run_that_ends_while_it_is_named_is_still_named(tmp_path: Path, monkey
 
     (tmp_path / LOCK).write_text("process 7 on here, since then\n")
     monkeypatch.setattr("slimelite.base.files.fcntl.flock", refuse)
-    with pytest.raises(ValueError, match=r"writes there: process 7 on here, since then\. Name"):
+    with pytest.raises(ValueError, match=r"writes to this folder: process 7 on here, since then\. Name"):
         hold({"--save": str(tmp_path)}).__enter__()
 
 

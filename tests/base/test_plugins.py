@@ -182,7 +182,7 @@ def test_both_ways_to_append_tokens() -> None:
     assert sample.loss_mask == [1, 1, 1, 0]
     assert sample.weight_versions == [UNSTAMPED, 4, 4, UNSTAMPED]
     assert (sample.response, sample.status) == ("abc", Status.TRUNCATED)
-    with pytest.raises(ValueError, match="without log-probs"):
+    with pytest.raises(ValueError, match="have no log-probs"):
         sample.append_response_tokens(None, tokens=[12])
 
 
@@ -238,7 +238,7 @@ def test_what_slimes_constructor_takes() -> None:
     with pytest.raises(ValueError, match="multimodal_inputs is not empty, but images"):
         Sample(multimodal_inputs={"images": ["cat.png"]})
     sample.multimodal_train_inputs = {"pixel_values": [1.0]}
-    with pytest.raises(ValueError, match="multimodal_train_inputs carries"):
+    with pytest.raises(ValueError, match="multimodal_train_inputs is not empty"):
         sample.check_aligned()
     with pytest.raises(TypeError, match="imagez"):
         Sample(imagez=[])  # type: ignore[call-arg]

@@ -184,7 +184,7 @@ def test_what_a_users_function_raises_names_the_option_and_the_line(
 
 def test_names_that_code_branches_on_take_no_others() -> None:
     for registry in (LEVELS, MODES, KL_KINDS, AGGREGATIONS, DPO_KINDS):
-        with pytest.raises(ValueError, match=rf"{registry.option} takes no {registry.what} of your own"):
+        with pytest.raises(ValueError, match=rf"{registry.option} does not accept a new {registry.what}"):
             registry.add(replace(next(iter(registry.values())), name="own"))  # type: ignore[attr-defined]
         assert "own" not in registry
 

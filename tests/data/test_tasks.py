@@ -209,8 +209,8 @@ def test_rows_that_are_examples_are_not_asked_and_examples_share_what_the_task_s
         (SUMS, {"a": 1}, r"prompt of the task sums: 'b' is undefined"),
         (SUMS + "metadata: {c: c}\n", {"a": 1, "b": 1}, r"c of the task sums: 'c' is undefined"),
         (SUMS, {"a": 1, "b": "x"}, r"label of the task sums: unsupported operand"),
-        (PICK, {"q": "?", "options": ["x"], "right": 1}, r"label 1 is no index of the choices \['x'\]"),
-        (PICK, {"q": "?", "options": ["x"], "right": "A"}, r"label 'A' is no index"),
+        (PICK, {"q": "?", "options": ["x"], "right": 1}, r"label 1 is not an index of the choices \['x'\]"),
+        (PICK, {"q": "?", "options": ["x"], "right": "A"}, r"label 'A' is not an index"),
     ],
 )
 def test_a_row_that_does_not_fit_is_named(text: str, row: dict[str, Any], message: str, tmp_path: Path) -> None:

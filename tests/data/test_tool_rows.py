@@ -144,7 +144,7 @@ MISTAKES = {
         [call([2, 2])],
         r"tool_calls\[0\] \(add\): arguments are not an object: \[2, 2\]; write",
     ),
-    "half a character": ([call('{"a": "\\ud800"}')], "half a character"),
+    "half a character": ([call('{"a": "\\ud800"}')], "incomplete character"),
     "an id that is a list": ([{**call("{}"), "id": ["call_0"]}], r"tool_calls\[0\] \(add\): its id must be text"),
     "no name": ([{"type": "function", "function": {}}], r"tool_calls\[0\] needs a function with a name"),
     "text": ("add(2, 2)", "tool_calls are not JSON .* write a list or its JSON text"),
