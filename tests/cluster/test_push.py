@@ -121,7 +121,7 @@ def test_engines_that_lost_all_weights_get_those_that_the_rollout_began_with_or_
     both.dead = True
     if trained:
         for waits in (rollout, cluster.sync(1)):  # the sync comes after the rollout
-            with pytest.raises(ClusterError, match="weights have moved on"):
+            with pytest.raises(ClusterError, match="weights have changed"):
                 waits.result()
     else:
         assert rollout.result(timeout) == "rollout"
