@@ -86,7 +86,7 @@ def train(agent: str, program: str, out: Path, kind: str, rollouts: int) -> Path
         "num-rollout": rollouts,
         "rollout-batch-size": 1,
         "n-samples-per-prompt": 2,
-        "rollout-max-response-len": 128,
+        "rollout-max-response-len": 64,
         "rollout-max-context-len": CONTEXT[kind],
         "max-tokens-per-gpu": CONTEXT[kind],
         "lr": 1e-4,
