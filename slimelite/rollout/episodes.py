@@ -86,6 +86,7 @@ async def run(
     sessions, front = context.sessions(), await context.front()
     defaults = replace(parse_sampling_params(sampling_params), seed=None)  # the session has a seed of its own
     session = sessions.open(sample.session_id, defaults=defaults)
+    session.longest_reply = defaults.max_new_tokens  # a program may ask for more: Claude Code always does
     base = f"{front}/sessions/{session.id}"
     variables = {
         "OPENAI_BASE_URL": f"{base}/v1",

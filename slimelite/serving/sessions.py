@@ -136,8 +136,8 @@ class Session:
 
     ``key`` opens this session alone. ``turns``: the finished ones, in the order in which they finished. ``running``:
     number of requests that the sampler has now. ``overflows``: prompts that left no room for a reply.
-    ``trains_constrained``: whether tokens that a grammar constrained are trained on. ``used``: when it was opened, or a
-    turn last ended [s, monotonic].
+    ``trains_constrained``: whether tokens that a grammar constrained are trained on. ``longest_reply``: most tokens of
+    a reply, whatever a request asks for. ``used``: when it was opened, or a turn last ended [s, monotonic].
     """
 
     def __init__(
@@ -156,6 +156,7 @@ class Session:
         self._unfinished: dict[int, GenerateResult] = {}  # by turn, what the sampler has given so far
         self.running = self.overflows = 0
         self.trains_constrained = False
+        self.longest_reply: int | None = None
         self._sampler, self._seed = sampler, seed
         self._begun = 0
         self.used = time.monotonic()
@@ -327,6 +328,8 @@ class Session:
         if room <= 0:
             self.overflows += 1
             raise ContextFullError(len(prompt_ids), self.max_context_len)
+        if self.longest_reply is not None:
+            room = min(room, self.longest_reply)
         seed = params.seed
         if seed is None and self._seed is not None:
             seed = stream_seed(self._seed, turn.number)

@@ -113,6 +113,15 @@ def test_programs_make_samples_and_failures_are_counted(make: Make, tmp_path: Pa
     assert len(log) < 20_000  # the end of what the loud one said
 
 
+@pytest.mark.parametrize("limit", [3, 12])
+def test_a_program_that_asks_for_long_replies_gets_the_length_of_the_run(make: Make, limit: int) -> None:
+    """Claude Code always asks for 64,000 tokens or so."""
+    engine = ScriptedEngine()
+    make("long", engine=engine, rollout_max_response_len=limit).generate(0)
+    asked = [request.params.max_new_tokens for call in engine.calls for request in call]
+    assert asked == [limit, limit]
+
+
 def test_programs_in_a_sandbox_reach_their_model_and_nothing_of_the_run(make: Make, tmp_path: Path) -> None:
     """The child cannot write its id outside; the program has what stdin and its address give."""
     given = {"agent_timeout": 60.0, "agent_sandbox": "process", "agent_sandbox_read": [os.path.relpath(PLUGINS)]}

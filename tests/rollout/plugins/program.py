@@ -13,7 +13,8 @@ FOLDER, WAYS = Path(sys.argv[1]), sys.argv[2].split(",")
 
 def ask(messages: list[dict[str, str]]) -> dict[str, str]:
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
-    body = json.dumps({"model": "any", "messages": messages}).encode()
+    fields = {"model": "any", "messages": messages} | ({"max_tokens": 64000} if "long" in WAYS else {})
+    body = json.dumps(fields).encode()
     url = f"{os.environ['OPENAI_BASE_URL']}/chat/completions"
     with urllib.request.urlopen(urllib.request.Request(url, body, headers)) as answer:
         return json.load(answer)["choices"][0]["message"]
@@ -43,7 +44,7 @@ if way == "strange":
     print(json.dumps({"reward": "much"}))
 if way == "huge":
     print('{"reward": 1' + "0" * 400 + "}")
-if way in ("reward", "loud", "child", "deep"):
+if way in ("reward", "loud", "child", "deep", "long"):
     print(json.dumps({"reward": 0.5}))
 if way == "deep":
     print("[" * 60_000)
