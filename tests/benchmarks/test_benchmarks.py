@@ -125,6 +125,7 @@ def test_compare_names_what_became_slower(tmp_path: Path, new: dict[str, Any], s
 
 @pytest.mark.e2e
 @pytest.mark.timeout(900)
+@pytest.mark.slow
 def test_the_short_run_answers_every_quick_question(tmp_path: Path) -> None:
     """Times on a shared machine prove nothing: each question runs, and its figures are possible ones."""
     out = tmp_path / "report.json"

@@ -74,7 +74,7 @@ def test_a_cluster_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     ("error", "says"),
     [
         (OutOfMemoryError("Memory on the node was 15 GB / 16 GB\na table\nof processes"), "lower --max-tokens-per-gpu"),
-        (RayActorError(error_msg="The actor died.\nWorker unexpectedly exits with code 2"), "was killed (SIGKILL"),
+        (RayActorError(error_msg="The actor died.\nWorker unexpectedly exits with code 2"), "was killed by SIGKILL"),
         (
             RayActorError(error_msg="The actor died.\nValueError: no such model"),
             "died: ValueError: no such model; its log",

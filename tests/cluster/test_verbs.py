@@ -111,7 +111,7 @@ def test_engines_without_memory_are_asked_for_nothing(side: Side) -> None:
         with pytest.raises(ValueError, match=r"^generate: .* resume_engines\('kv_cache', 'weights', 'cuda_graph'\)"):
             cluster.generate(0)
         cluster.resume_engines("weights", "cuda_graph")
-        with pytest.raises(ValueError, match=r"^evaluate: .* resume_engines\('kv_cache'\) comes first"):
+        with pytest.raises(ValueError, match=r"^evaluate: .* call resume_engines\('kv_cache'\) first"):
             cluster.evaluate(0)
         cluster.resume_engines("kv_cache")
         assert cluster.generate(0).result().table is TABLE

@@ -94,7 +94,7 @@ def test_a_failed_stage_is_taken_up_again(task: Path, tmp_path: Path, train_py: 
         ),
         (
             "--stages a.yaml folder.yaml --run-dir out",
-            "folder.yaml): --run-dir here: the stage's folder is out/1-folder",
+            "folder.yaml): --run-dir here: the stage's folder is always out/1-folder",
         ),
         ("--stages a.yaml other.yaml --run-dir out", "other.yaml): --hf-checkpoint m: it starts from the model of the"),
         ("--stages saves.yaml saves.yaml --run-dir out", "--save-hf same is also the folder of stage 0 (saves.yaml)"),

@@ -73,7 +73,7 @@ def test_mistakes_are_answered_without_torch_and_transformers(run: str, model: P
         ("--hf-checkpoint /models/none", "--hf-checkpoint /models/none: no such folder"),
         ("--hf-checkpoint models/of/mine", "--hf-checkpoint models/of/mine: no such folder"),
         (f"--hf-checkpoint {model}/config.json", "config.json: is a file; name the folder that holds it"),
-        (f"--hf-checkpoint {bare}", f"--hf-checkpoint: no tokenizer at '{bare}', which is"),
+        (f"--hf-checkpoint {bare}", f"--hf-checkpoint: no tokenizer at '{bare}', which must be"),
         ("--num-layers 3", "--num-layers is 3 but the model's config.json says 2"),
         ("--dynamic-sampling-filter-path slimelite.rollout.filters.nothing", "slimelite.rollout.filters has no"),
         ("--load-debug-rollout-data r/{rollout_id}.parquet", "no saved rollout at r/0.parquet"),

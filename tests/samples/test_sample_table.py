@@ -185,7 +185,7 @@ def test_append_keeps_lists_aligned() -> None:
     ("fault", "message"),
     [
         (lambda s: s.append_response_tokens([1, 2], [-1.0]), "2 response tokens but 1 log_probs"),
-        (lambda s: s.append_response_tokens([1, 2]), "without log-probs"),
+        (lambda s: s.append_response_tokens([1, 2]), "have no log-probs"),
         (lambda s: s.append_response_tokens([1], [0.0], weight_versions=[1, 2]), "2 weight_versions"),
     ],
 )

@@ -564,7 +564,7 @@ def test_a_reply_to_a_schema_begins_anew_after_a_pause_and_others_go_on() -> Non
 
     assert run(scenario(None, streams=True)) == [1, 2, 2, 9]
     assert run(scenario("{}", streams=False)) == [7, 9]
-    with pytest.raises(ConnectionError, match="ask again"):
+    with pytest.raises(ConnectionError, match="send the request again"):
         run(scenario("{}", streams=True))
 
 
