@@ -26,11 +26,11 @@ class LoopThread:
         self._thread.start()
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start ``work`` there; cancelling the future cancels it."""
+        """Start ``work`` on the thread's event loop. To cancel ``work``, cancel the future."""
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     async def result(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run ``work`` there and await its result on the caller's event loop."""
+        """Run ``work`` on the thread's event loop, and await its result on the caller's."""
         return await asyncio.wrap_future(self.submit(work))
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:

@@ -23,7 +23,7 @@ from slimelite.sandbox.registry import NO_WISHES, Launch, SandboxSettings, is_co
 
 @dataclass(frozen=True)
 class ServerTool(Tool):
-    """A tool of the server; ``about``: its name, description and schema, as OpenAI's form has them."""
+    """A tool of the server. ``about`` has its name, description and schema in OpenAI's form."""
 
     about: dict[str, object]
 

@@ -81,7 +81,7 @@ S = TypeVar("S", bound=SampledBody)
 
 
 def sampled(*dialects: Place) -> Callable[[type[S]], type[S]]:
-    """A decorator: the body has the sampling parameters of these dialects, under the names that they have there."""
+    """Return a decorator that gives a request body the sampling parameters of these dialects, under their names."""
     added: dict[str, tuple[Any, Any]] = {}
     for dialect in dialects:
         for f in fields(SamplingParams):

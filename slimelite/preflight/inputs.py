@@ -585,10 +585,13 @@ async def _begin(args: EnvironmentArgs, prompt: Sample) -> Start:
 
 
 def check_program(command: str, *, in_image: bool = False) -> None:
-    """Check that the program of ``--agent-command`` is there, and the files that it is to run, or perhaps ``in_image``.
+    """Check that the program of ``--agent-command`` exists, and the Python files that the command names.
+
+    Args:
+        in_image: the program runs in a container, whose image may have them.
 
     Raises:
-        ValueError: it is not.
+        ValueError: the program or a file is missing.
     """
     try:
         words = shlex.split(command)

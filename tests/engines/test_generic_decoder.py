@@ -7,10 +7,12 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from slimelite.engines.embedded import EmbeddedEngine
 from slimelite.engines.embedded.passes import Passes
 from slimelite.engines.protocol import GenerateRequest, SamplingParams
+from slimelite.models.small import small_config
 from tests.engines.test_embedded_engine import EmbeddedContract, check, group, run, serve
 from tests.engines.tiny_models import build_model, greedy
 
@@ -75,6 +77,41 @@ def test_rows_of_all_lengths_come_and_go_and_have_the_models_log_probs(tmp_path:
     requests = [GenerateRequest(f"{i}", prompts[i], SamplingParams(12, temperature=0.0)) for i in range(5)]
     for request, result in zip(requests, serve(tmp_path, requests, eos_token_ids=[]), strict=True):
         assert result.output_ids == greedy(model, request.input_ids, 12)
+
+
+def small(family: str, layers: int) -> PreTrainedModel:
+    """A small copy with random weights, as the engine tries a family."""
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(1)
+        config = small_config(AutoConfig.for_model(family, num_hidden_layers=layers))
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight) * 0.1)
+    return model.eval()
+
+
+def test_a_family_whose_own_cache_fails_is_sampled(tmp_path: Path) -> None:
+    model = small("xlstm", 2)
+    with pytest.raises(ValueError, match="matC_old has wrong shape"):
+        model(torch.tensor([[5, 6, 7]]), use_cache=True)
+    model.save_pretrained(tmp_path)
+    requests = [GenerateRequest("0", (5, 6, 7, 8), SamplingParams(6, ignore_eos=True, seed=0))]
+    (result,) = serve(tmp_path, requests, max_context_len=64, eos_token_ids=[])
+    ids = torch.tensor([[5, 6, 7, 8, *result.output_ids]])
+    with torch.no_grad():
+        right = model(ids, use_cache=False).logits.log_softmax(-1)[0, 3:-1].gather(1, ids[0, 4:, None])[:, 0]
+    assert result.log_probs == pytest.approx(right.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+def test_a_small_copy_of_sparse_attention_chooses_the_same_tokens_in_rows_of_any_length(family: str) -> None:
+    """Tokens with equal scores would be chosen by the length of the row, and caches would look wrong."""
+    model, ids = small(family, 4), torch.arange(5, 23)[None]
+    with torch.no_grad():
+        whole = model(ids, use_cache=False).logits[0].log_softmax(-1)
+        for length in range(6, ids.shape[1]):
+            last = model(ids[:, :length], use_cache=False).logits[0, -1].log_softmax(-1)
+            torch.testing.assert_close(last, whole[length - 1], atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(("family", "goes_on"), [("olmoe", True), ("gemma3_text", True), ("mamba", False)])

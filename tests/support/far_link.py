@@ -1,6 +1,8 @@
 """A cable between a machine of ``machines.py`` and its bridge that is long and loses frames: a relay between two taps.
 
-python far_link.py SWITCH MACHINE NUMBER DELAY_MS LOSS    inside their user namespace; it ends when its stdin closes
+python far_link.py SWITCH MACHINE NUMBER ADDRESS DELAY_MS LOSS
+
+It runs inside their user namespace, and ends when its stdin closes.
 
 Each frame comes DELAY_MS later, and a share LOSS of them never. Kernels that lack netem can do this too.
 """
@@ -61,9 +63,9 @@ def relay(one: int, other: int, delay_s: float, loss: float) -> None:
 
 def main() -> None:
     """The command line."""
-    switch, machine, number, delay_ms, loss = sys.argv[1:]
+    switch, machine, number, address, delay_ms, loss = sys.argv[1:]
     near = tap(int(switch), f"v{number}", f"ip link set v{number} master br0 up")
-    far = tap(int(machine), "eth0", f"ip addr add 10.77.0.{number}/24 dev eth0 && ip link set eth0 up")
+    far = tap(int(machine), "eth0", f"ip addr add {address}/24 dev eth0 && ip link set eth0 up")
     print("ready", flush=True)
     relay(near, far, float(delay_ms) / 1000, float(loss))
 

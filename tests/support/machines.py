@@ -150,7 +150,7 @@ def _plug(switch: int, machine: Machine, number: int) -> None:
 def _plug_far(stack: ExitStack, switch: int, machine: Machine, number: int, delay_ms: float, loss: float) -> None:
     """Connect a machine with the bridge by ``far_link.py``, which ends with ``stack``."""
     into = ["nsenter", "--target", str(switch), "--user", "--preserve-credentials"]
-    words = [switch, machine.first, number, delay_ms, loss]
+    words = [switch, machine.first, number, machine.address, delay_ms, loss]
     cable = stack.enter_context(_started([*into, "--", sys.executable, str(FAR_LINK), *map(str, words)]))
     assert cable.stdout
     assert cable.stderr

@@ -6,28 +6,20 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
-import tempfile
 
-from tests.serving.clients.weather import ANSWER, KEY, QUESTION, RULED, in_session
+from tests.serving.clients.weather import ANSWER, KEY, QUESTION, RULED, alone, in_session, version_of
 
 
 def answer(program: str, url: str, key: str) -> str:
-    """What the program says about the weather; it knows nothing of this machine but where it may write."""
+    """What the program says about the weather."""
     provider = {"npm": "@ai-sdk/openai-compatible", "options": {"baseURL": f"{url}/v1", "apiKey": key}}
     config = {"provider": {"local": {**provider, "models": {"ruled": {}}}}, "small_model": "local/ruled"}
     config |= {"autoupdate": False, "share": "disabled", "permission": {"bash": "allow"}}
-    with tempfile.TemporaryDirectory() as home:
-        env = {"PATH": os.environ["PATH"], "HOME": home, "OPENCODE_CONFIG_CONTENT": json.dumps(config)}
-        env |= {"OPENCODE_DISABLE_MODELS_FETCH": "1", "OPENCODE_DISABLE_LSP_DOWNLOAD": "1", "NO_PROXY": "127.0.0.1"}
-        done = subprocess.run(
-            [program, "run", "-m", "local/ruled", "--format", "json", QUESTION],
-            env=env, cwd=home, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=600,
-        )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    events = [json.loads(line) for line in done.stdout.splitlines()]
+    quiet = {"OPENCODE_DISABLE_MODELS_FETCH": "1", "OPENCODE_DISABLE_LSP_DOWNLOAD": "1"}
+    words = [program, "run", "-m", "local/ruled", "--format", "json", QUESTION]
+    printed = alone(words, OPENCODE_CONFIG_CONTENT=json.dumps(config), **quiet)
+    events = [json.loads(line) for line in printed.splitlines()]
     assert any("12 degrees" in json.dumps(event) for event in events if event["type"] == "tool_use"), events
     texts = [event["part"]["text"] for event in events if event["type"] == "text"]
     return str(texts[-1])
@@ -38,8 +30,7 @@ def main(program: str) -> None:
     parents = in_session(lambda url, key: print(answer(program, url, key)))
     # the title of the conversation is a branch of its own
     assert sum(parent is not None for parent in parents) == 1, parents
-    version = subprocess.run([program, "--version"], capture_output=True, text=True, check=True).stdout.split()[-1]
-    print(f"opencode {version}: a question that it answers with a command; in a session")
+    print(f"opencode {version_of(program)}: a question that it answers with a command; in a session")
 
 
 if __name__ == "__main__":
