@@ -585,10 +585,7 @@ async def _begin(args: EnvironmentArgs, prompt: Sample) -> Start:
 
 
 def check_program(command: str, *, in_image: bool = False) -> None:
-    """Check that the program of ``--agent-command`` exists, and the Python files that the command names.
-
-    Args:
-        in_image: the program runs in a container, whose image may have them.
+    """Check that the program of ``--agent-command`` and the Python files that it names exist, unless ``in_image``.
 
     Raises:
         ValueError: the program or a file is missing.
