@@ -158,6 +158,20 @@ def is_stopped(pid: int) -> bool:
     return False
 
 
+def waited(pid: int | None = None) -> float:
+    """Seconds for which a thread was ready to run and had no processor; 0 where the kernel does not say (Linux).
+
+    ``pid``: the process whose threads are asked; the one that waited longest counts. None: the calling thread alone.
+    """
+    files = [Path("/proc/thread-self/schedstat")] if pid is None else Path(f"/proc/{pid}/task").glob("*/schedstat")
+    longest = 0.0
+    with suppress(OSError):
+        for file in files:
+            with suppress(OSError, IndexError, ValueError):
+                longest = max(longest, int(file.read_text().split()[1]) / 1e9)
+    return longest
+
+
 def command(pid: int) -> str:
     """The command line of a process, empty if it is gone."""
     with suppress(OSError):
