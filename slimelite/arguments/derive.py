@@ -544,7 +544,7 @@ def _tracking(draft: Draft) -> None:
 
 
 def _correction(draft: Draft) -> None:
-    """Choose ``--correction`` as slime's flags do, and fill in its bounds. The lower bound defaults to 1 / the upper."""
+    """Choose ``--correction`` as slime's flags do, and fill in its bounds. The default lower bound is 1 / the upper."""
     args = draft.args
     if args.custom_tis_function_path is not None:
         _resolve_plugin(draft, args.custom_tis_function_path)
