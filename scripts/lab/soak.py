@@ -104,6 +104,7 @@ KINDS = {
     ENVIRONMENTS: "environments",
     "train.py": "driver",
 }
+NICENESS = "RAY_worker_niceness"
 POLL_S, LOOK_S, END_S = 0.2, 2.0, 15.0
 
 
@@ -141,12 +142,14 @@ class Run:
         words = [*shlex.split(FLAGS), "--num-rollout", str(rollouts), "--run-dir", str(self.folder / "run")]
         words += ["--save", str(self.folder / "saved"), "--save-hf", str(self.folder / "model"), *more]
         self.words = words
+        # Ray's workers would step back for every other program of this machine
+        own = {**sglang_variables(), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", NICENESS: "0"}
         clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         with (self.folder / "console.txt").open("w") as console:
             process = subprocess.Popen(
                 [sys.executable, str(ROOT / "train.py"), *words],
                 cwd=self.folder.parent,
-                env={**clean, **sglang_variables(), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+                env={**clean, **own},
                 stdout=console,
                 stderr=subprocess.STDOUT,
             )
