@@ -116,9 +116,10 @@ def _is_program(command: str) -> bool:
 def bytes_in(folder: Path) -> int:
     """Bytes of all files in a folder, 0 if there is none."""
     total = 0
-    for file in folder.rglob("*"):
-        with suppress(OSError):
-            total += file.lstat().st_size if file.is_file() else 0
+    for where, _, files in os.walk(folder):  # of a folder that has just gone it says nothing
+        for file in files:
+            with suppress(OSError):
+                total += os.lstat(os.path.join(where, file)).st_size
     return total
 
 

@@ -26,7 +26,8 @@ logger = logging.getLogger(__name__)
 LOOK, END = 0.05, 0.85
 # Ray gives a node up whose daemons are silent for about half a minute: they go on before that [s]
 DAEMON_S = 10.0
-DAEMONS = re.compile(r"/ray/core/src/|/ray/_private/|^ray::\w*Agent|slimelite/base/lifecycle\.py")
+# others that nobody starts again: the run's watchdog, and wandb's process
+DAEMONS = re.compile(r"/ray/core/src/|/ray/_private/|^ray::\w*Agent|slimelite/base/lifecycle\.py|wandb-core")
 # what this process starts itself, and starts again when it is gone
 OURS = re.compile(r"slimelite\.(environments|rewards)")
 PROGRESS, PUSH = "progress", "push_weights"
@@ -81,8 +82,7 @@ class Seen:
     still: float
 
     def __str__(self) -> str:
-        host = socket.gethostname() if isinstance(self.place, Machine) else self.worker.host
-        return f"{self.worker.name} (process {self.pid} on {host})"
+        return f"{self.worker.name} (process {self.pid} on {_host(self.place, self.worker)})"
 
     @property
     def is_rank(self) -> bool:
@@ -102,6 +102,11 @@ class Seen:
     def stack(self) -> str:
         """Where it stands."""
         return self.place.stack(self.pid, str(self.worker.log))
+
+
+def _host(place: Place, worker: Worker | None) -> str:
+    """The name of this machine, or the address of another one."""
+    return socket.gethostname() if worker is None or isinstance(place, Machine) else worker.host
 
 
 class Monitor:
@@ -154,7 +159,7 @@ class Monitor:
 
     def _stopped(self, stopped: Stopped, place: Place, workers: Mapping[str, Worker]) -> None:
         owner = workers.get(stopped.log or "")
-        what = f"process {stopped.pid} ({stopped.command[:80]})"
+        what = f"process {stopped.pid} on {_host(place, owner)} ({stopped.command[:80]})"
         if DAEMONS.search(stopped.command):
             if stopped.seconds >= min(self._limit / 2, DAEMON_S):
                 logger.warning("%s was stopped for %.0f s (SIGSTOP) and runs again", what, stopped.seconds)
@@ -165,7 +170,10 @@ class Monitor:
             seen = Seen(owner, place, stopped.pid, stopped.seconds)
             self._end(seen, f"was stopped for {stopped.seconds:.1f} s (SIGSTOP)", seen.stack())
         elif owner is not None or OURS.search(stopped.command):
-            logger.error("%s was stopped for %.0f s (SIGSTOP), so it is ended", what, stopped.seconds)
+            stack = place.stack(stopped.pid, str(owner.log)) if owner else ""
+            where = f"; it stood at {stack}" * bool(stack)
+            whose = f"; {owner.name} had started it, whose log is {owner.log}" if owner else ""
+            logger.error("%s was stopped for %.1f s (SIGSTOP), so it is ended%s%s", what, stopped.seconds, where, whose)
             place.send(stopped.pid, signal.SIGKILL)
 
     def _still(self, seen: Sequence[Seen]) -> None:

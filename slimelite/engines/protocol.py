@@ -419,6 +419,10 @@ class Transport(WeightSink, Protocol):
         ...
 
 
+class EngineLostError(ValueError):
+    """An engine is dead, and this run cannot start it again; a restart of the run may."""
+
+
 class WeightSyncError(RuntimeError):
     """An engine did not receive a whole update; it stays paused until a whole update succeeds."""
 
