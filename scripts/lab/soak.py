@@ -9,7 +9,7 @@ python scripts/lab/soak.py --sglang --rollouts 200 --every 300
 A tiny model under Ray, one trainer and one embedded engine, or with --sglang one server; that does not sample the same
 tokens twice on a CPU, so its weights are not compared. Faults go in turn to the driver, the trainer, the engine, the
 rollout manager, raylet, GCS and, with --agents, a process of environments: SIGKILL, and SIGSTOP but for the driver,
-which nobody watches. A fault comes only after a checkpoint that is newer than the fault before it. The status is 1 if
+which nobody watches. The time to the next fault begins with the first checkpoint after the last one. The status is 1 if
 
 - a rollout or a sample is missing, or is there twice,
 - the weights are not those of the run that nobody disturbed, to the bit,
@@ -104,6 +104,7 @@ KINDS = {
     ENVIRONMENTS: "environments",
     "train.py": "driver",
 }
+KEPT = "sizes.json"
 NICENESS = "RAY_worker_niceness"
 POLL_S, LOOK_S, END_S = 0.2, 2.0, 15.0
 
@@ -129,6 +130,7 @@ class Run:
 
     folder: Path
     faults: list[tuple[str, int]] = field(default_factory=list)
+    away: list[float] = field(default_factory=list)  # from each fault to the next checkpoint [s]
     # kind of process and pid -> rollouts done, resident and shared bytes, descriptors and threads, at each look
     sizes: dict[tuple[str, int], list[tuple[int, ...]]] = field(default_factory=lambda: defaultdict(list))
     # rollouts done, and bytes of Ray's folder and of the checkpoints, at each look
@@ -139,7 +141,7 @@ class Run:
     words: list[str] = field(default_factory=list)
 
     def play(self, rollouts: int, every: float | None, more: list[str]) -> None:
-        """Run to the end; ``every``: seconds between two faults, None: without."""
+        """Run to the end; ``every``: seconds of work between two faults, None: without."""
         words = [*shlex.split(FLAGS), "--num-rollout", str(rollouts), "--run-dir", str(self.folder / "run")]
         words += ["--save", str(self.folder / "saved"), "--save-hf", str(self.folder / "model"), *more]
         self.words = words
@@ -154,19 +156,27 @@ class Run:
                 stdout=console,
                 stderr=subprocess.STDOUT,
             )
-            begin = fault = looked = time.monotonic()
-            saved = self._saved()
+            begin = looked = fault = time.monotonic()
+            saved, back = self._saved(), None
             while process.poll() is None:
                 time.sleep(POLL_S)
                 if time.monotonic() - looked > LOOK_S:
                     self._look(process)
                     looked = time.monotonic()
-                due = every is not None and time.monotonic() - fault > every and self._saved() > saved
-                if due and self._hurt(process):
-                    fault, saved = time.monotonic(), self._saved()
+                if back is None and self._saved() > saved:
+                    back = time.monotonic()
+                    self.away += [back - fault] * bool(self.faults)
+                if every is not None and back is not None and time.monotonic() - back > every and self._hurt(process):
+                    fault, saved, back = time.monotonic(), self._saved(), None
         self.seconds = time.monotonic() - begin
         if process.returncode:
             sys.exit(f"exit status {process.returncode}: {self.folder}/console.txt")
+        (self.folder / KEPT).write_text(json.dumps([self.seconds, list(self.sizes.items()), self.disk]))
+
+    def recall(self) -> None:
+        """Know what an earlier `play` in its folder has written there."""
+        self.seconds, sizes, self.disk = json.loads((self.folder / KEPT).read_text())
+        self.sizes.update({tuple(key): rows for key, rows in sizes})
 
     def _saved(self) -> int:
         marker = self.folder / "saved" / MARKER
@@ -301,11 +311,13 @@ def report(rollouts: int, more: list[str], undisturbed: Run, disturbed: Run) -> 
     pace = statistics.median(
         record["perf/step_time"] for record in read_metrics(undisturbed.folder / "run") if "perf/step_time" in record
     )
+    median = statistics.median(disturbed.away or [0.0])
     stops = re.findall(r" was stopped for ([\d.]+) s", (disturbed.folder / "console.txt").read_text())
     return [
         f"{rollouts} rollouts {' '.join(more)}: {undisturbed.seconds:.0f} s undisturbed (a rollout {pace:.2f} s), "
         f"{disturbed.seconds:.0f} s with {sum(dealt.values())} faults and {disturbed.restarts()} restarts: "
         + ", ".join(f"{count} × {what}" for what, count in dealt.items()),
+        f"From a fault to the next checkpoint: {median:.0f} s (median), {max(disturbed.away, default=0):.0f} s (longest).",
         *([f"Nobody was stopped for longer than {max(map(float, stops)):.1f} s."] if stops else []),
         *([f"The run was too short for {', '.join(never)}."] if never else []),
         "",
@@ -318,10 +330,11 @@ def main() -> int:
     """The command line; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rollouts", type=int, default=1000)
-    parser.add_argument("--every", type=float, default=60.0, help="seconds between two faults")
+    parser.add_argument("--every", type=float, default=60.0, help="seconds of work between two faults")
     parser.add_argument("--async-rollout", action="store_true", help="sample a rollout ahead")
     parser.add_argument("--agents", action="store_true", help="a third of the samples are episodes of turns")
     parser.add_argument("--sglang", action="store_true", help="a real SGLang server samples")
+    parser.add_argument("--undisturbed", type=Path, help="the folder of that name of a soak with the same flags")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "soak", help="an empty folder, or none yet")
     args = parser.parse_args()
     args.out = args.out.resolve()
@@ -334,9 +347,13 @@ def main() -> int:
     more = shlex.split(SGLANG if args.sglang else EMBEDDED) + ["--async-rollout"] * args.async_rollout
     more += shlex.split(AGENTS) * args.agents
     runs = {name: Run(args.out / name) for name in ("undisturbed", "disturbed")}
+    if args.undisturbed:
+        runs["undisturbed"].folder = args.undisturbed.resolve()
+        runs["undisturbed"].recall()
     for name, run in runs.items():
-        run.folder.mkdir()
-        run.play(args.rollouts, args.every if name == "disturbed" else None, more)
+        if not (name == "undisturbed" and args.undisturbed):
+            run.folder.mkdir()
+            run.play(args.rollouts, args.every if name == "disturbed" else None, more)
     wrong = problems(runs["undisturbed"], args.rollouts, None)
     wrong += problems(runs["disturbed"], args.rollouts, None if args.sglang else runs["undisturbed"])
     print("\n".join([*report(args.rollouts, more, **runs), *(f"WRONG: {each}" for each in wrong or ["nothing"])]))

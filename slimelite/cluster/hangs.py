@@ -124,6 +124,7 @@ class Monitor:
         self._pause, self._limit = LOOK * timeout, END * timeout
         self._workers, self._places = workers, places
         self._here: Place = Machine(self._limit)
+        self._ended = -self._limit  # when a process was ended: others may have waited for it, and have a limit's time
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._work, name="hangs", daemon=True)
 
@@ -154,7 +155,7 @@ class Monitor:
                 self._stopped(stopped, place, logs)
                 paused = paused or stopped.is_worker
             seen += [Seen(logs[log], place, pid, sight.still[log]) for log, pid in sight.pids.items()]
-        if not paused:  # else the others wait for that one
+        if not paused and time.monotonic() - self._ended > self._limit:  # else the others wait for that one
             self._still(seen)
 
     def _stopped(self, stopped: Stopped, place: Place, workers: Mapping[str, Worker]) -> None:
@@ -174,7 +175,7 @@ class Monitor:
             where = f"; it stood at {stack}" * bool(stack)
             whose = f"; {owner.name} had started it, whose log is {owner.log}" if owner else ""
             logger.error("%s was stopped for %.1f s (SIGSTOP), so it is ended%s%s", what, stopped.seconds, where, whose)
-            place.send(stopped.pid, signal.SIGKILL)
+            self._kill(place, stopped.pid)
 
     def _still(self, seen: Sequence[Seen]) -> None:
         """End a manager that answers nothing, and the rank that all others wait for."""
@@ -205,4 +206,8 @@ class Monitor:
     def _end(self, seen: Seen, why: str, stack: str) -> None:
         seen.worker.verdict = f"{seen} {why}" + f"; it stood at {stack}" * bool(stack)
         logger.error("%s; its log is %s", seen.worker.verdict, seen.worker.log)
-        seen.place.send(seen.pid, signal.SIGKILL)
+        self._kill(seen.place, seen.pid)
+
+    def _kill(self, place: Place, pid: int) -> None:
+        place.send(pid, signal.SIGKILL)
+        self._ended = time.monotonic()

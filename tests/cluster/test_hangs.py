@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
 
+import psutil
 import pytest
 
 from slimelite.base.processes import Machine
@@ -24,6 +25,8 @@ ACTS = {
     "sleeps": "import time\ndef lost():\n    time.sleep(60)\nlost()",
     # one call of C that holds Python's lock
     "computes": "def long():\n    sum(range(10**12))\nlong()",
+    # a server's owner
+    "serves": "import subprocess, time\nprint(subprocess.Popen(['sleep', '60']).pid, flush=True)\ntime.sleep(60)",
 }
 
 
@@ -106,6 +109,29 @@ def test_ranks_that_wait_for_each_other_and_ranks_without_work(ranks: list[Rank]
     watch(ranks, 20)
     assert " and the other ranks wait for each other (trainer_1 (process " in str(ranks[0].verdict)
     assert str(ranks[0].verdict).count("waits.py:3 in gather") == 2
+
+
+@pytest.mark.parametrize("ranks", ["sleeps serves"], indirect=True)
+def test_who_waits_for_a_stopped_server_has_time_when_that_is_ended(
+    ranks: list[Rank], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its owner learns of the end a moment later, and only then the trainer that sends it weights."""
+    trainer, engine = ranks
+    trainer.calls.open.clear()
+    trainer.calls.begin("push_weights", trainer.answer)
+    engine.name = "engine_0"
+    assert engine.process.stdout is not None
+    server = psutil.Process(int(engine.process.stdout.readline()))
+    server.send_signal(signal.SIGSTOP)
+    with Monitor(LIMIT, ranks):
+        deadline = time.monotonic() + 20
+        while server.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
+            time.sleep(0.01)
+        ended = time.monotonic()
+        trainer.process.wait(20)
+    assert time.monotonic() - ended > 0.8 * LIMIT
+    assert f"process {server.pid} on {os.uname().nodename} (sleep 60) was stopped for " in caplog.text
+    assert f"engine_0 had started it, whose log is {engine.log}" in caplog.text
 
 
 @pytest.mark.parametrize("ranks", ["sleeps"], indirect=True)
