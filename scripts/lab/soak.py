@@ -311,13 +311,13 @@ def report(rollouts: int, more: list[str], undisturbed: Run, disturbed: Run) -> 
     pace = statistics.median(
         record["perf/step_time"] for record in read_metrics(undisturbed.folder / "run") if "perf/step_time" in record
     )
-    median = statistics.median(disturbed.away or [0.0])
+    median, longest = statistics.median(disturbed.away or [0.0]), max(disturbed.away, default=0.0)
     stops = re.findall(r" was stopped for ([\d.]+) s", (disturbed.folder / "console.txt").read_text())
     return [
         f"{rollouts} rollouts {' '.join(more)}: {undisturbed.seconds:.0f} s undisturbed (a rollout {pace:.2f} s), "
         f"{disturbed.seconds:.0f} s with {sum(dealt.values())} faults and {disturbed.restarts()} restarts: "
         + ", ".join(f"{count} × {what}" for what, count in dealt.items()),
-        f"From a fault to the next checkpoint: {median:.0f} s (median), {max(disturbed.away, default=0):.0f} s (longest).",
+        f"From a fault to the next checkpoint: {median:.0f} s (median), {longest:.0f} s (longest).",
         *([f"Nobody was stopped for longer than {max(map(float, stops)):.1f} s."] if stops else []),
         *([f"The run was too short for {', '.join(never)}."] if never else []),
         "",
