@@ -130,7 +130,7 @@ class WandbWriter:
             self._forget()
 
     def _ask(self, call: Callable[[Run], object]) -> None:
-        """Have the run of wandb do something; if it fails, because its process is gone, say, ours goes on without it."""
+        """Have the run of wandb do something. If it fails, for want of its process, say, ours goes on without it."""
         if self._run is None:
             return
         try:
