@@ -163,6 +163,31 @@ def test_a_run_goes_on_with_the_node_that_is_left(on_two_nodes: list[str], tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_waits_for_a_machine_in_place_of_a_lost_one(on_two_nodes: list[str], tmp_path: Path) -> None:
+    with machines(3) as ((first, second, third), _):
+        address = start_ray([first, second], tmp_path, cpus=4)
+        flags = ["--num-rollout", "8", "--run-dir", str(tmp_path / "run"), "--save", str(tmp_path / "saved")]
+        restarts = ["--save-interval", "1", "--max-restarts", "2"]
+        words, env = [*on_two_nodes, *flags, *restarts], {**CLUSTER, "RAY_ADDRESS": address}
+        console = tmp_path / "console.txt"
+        run = first.start(sys.executable, "train.py", *words, env=env, log=console)
+        file = tmp_path / "run" / "metrics.jsonl"
+        while not file.is_file() or len(metrics(file.parent, "train/loss")) < 2:
+            assert run.poll() is None, console.read_text()
+            time.sleep(0.2)
+        second.kill()
+        while "waiting for 4 CPUs: Ray has 4" not in console.read_text():
+            assert run.poll() is None, console.read_text()
+            time.sleep(0.2)
+        start_ray([third], tmp_path, cpus=4, head=address)
+        assert run.wait(400) == 0, console.read_text()
+        assert "Traceback" not in console.read_text()
+        losses = [record for record in read_metrics(tmp_path / "run") if "train/loss" in record]
+        assert len(losses) == 8, "each once, but for those that the new start did again"
+
+
+@pytest.mark.slow
 def test_a_job_from_outside_a_folder_of_each_node_and_a_lost_node(
     on_two_nodes: list[str], local_folder: Path, tmp_path: Path
 ) -> None:

@@ -215,17 +215,18 @@ def start_ray(
     cpus: int,
     dashboard: bool = False,
     more: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
+    head: str | None = None,
 ) -> str:
     """A Ray cluster of ``nodes``, the first of which is its head, with ``cpus`` each; returns the head's address.
 
-    ``more``: variables of the Ray of some nodes, by the node's name.
+    ``more``: variables of the Ray of some nodes, by the node's name. ``head``: a cluster that all of them join.
     """
     ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus", str(cpus)]
     store = ["--object-store-memory", str(100 << 20), "--disable-usage-stats"]
-    head, starting = f"{nodes[0].address}:6379", []
+    first, starting = head or f"{nodes[0].address}:6379", []
     for number, node in enumerate(nodes):
         page = ["--dashboard-host", node.address] if dashboard else ["--include-dashboard", "false"]
-        role = ["--head", "--port", "6379", *page] if number == 0 else ["--address", head]
+        role = ["--head", "--port", "6379", *page] if number == 0 and not head else ["--address", first]
         log, env = logs / f"{node.name}.log", {**CLUSTER, **more.get(node.name, {})}
         starting.append((log, node.start(*ray, *store, "--node-ip-address", node.address, *role, env=env, log=log)))
     end = time.monotonic() + START_S
@@ -234,4 +235,4 @@ def start_ray(
             said = "\n".join(log.read_text()[-1000:] for log, _ in starting)
             pytest.fail(f"the cluster of {len(nodes)} nodes does not come up:\n{said}", False)
         time.sleep(0.1)
-    return head
+    return first
