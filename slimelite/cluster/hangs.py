@@ -28,8 +28,8 @@ LOOK, END = 0.05, 0.85
 DAEMON_S = 10.0
 # others that nobody starts again: the run's watchdog, and wandb's process
 DAEMONS = re.compile(r"/ray/core/src/|/ray/_private/|^ray::\w*Agent|slimelite/base/lifecycle\.py|wandb-core")
-# what this process starts itself, and starts again when it is gone
-OURS = re.compile(r"slimelite\.(environments|rewards)")
+# what this process starts itself, and starts again when it is gone; and a worker of Ray's that has no log yet
+OURS = re.compile(r"slimelite\.(environments|rewards)|^ray::")
 PROGRESS, PUSH = "progress", "push_weights"
 # the code in which a rank waits for the other ones
 COLLECTIVES = re.compile(r"distributed/|_functional_collectives")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -148,12 +149,14 @@ def test_a_stopped_child_of_the_runs_is_ended() -> None:
     with ExitStack() as stack:
         child = subprocess.Popen(["sleep", "60"])
         own = subprocess.Popen([sys.executable, "-c", "input()", "slimelite.rewards"], stdin=subprocess.PIPE)
-        stack.callback(own.kill)
-        stack.callback(child.kill)
-        for process in (child, own):
+        # a worker that has not opened its log yet
+        worker = subprocess.Popen(["ray::engine.__init__", "60"], executable=shutil.which("sleep"))
+        for process in (child, own, worker):
+            stack.callback(process.kill)
             process.send_signal(signal.SIGSTOP)
         with Monitor(LIMIT):
-            assert own.wait(20) == -signal.SIGKILL
+            for process in (own, worker):
+                assert process.wait(20) == -signal.SIGKILL
         assert child.poll() is None
 
 
