@@ -84,7 +84,7 @@ class ThreeTurns:
 """
 AGENTS = """
     --environment environment.py:ThreeTurns --environment-processes 2 --environment-call-timeout 5
-    --rollout-max-context-len 256
+    --rollout-max-context-len 128
 """
 ENVIRONMENTS, SERVER, SCHEDULER = "slimelite.environments.serve", "slimelite.engines.sglang.server", "sglang::scheduler"
 # processes that only runs with a certain word have
