@@ -57,7 +57,8 @@ FLAGS = """
     --save-interval 5 --max-restarts 100000 --hang-timeout 10
 """
 EMBEDDED = "--rollout-backend embedded --deterministic-mode"
-SGLANG = "--rollout-backend sglang --sglang-max-total-tokens 16384 --sglang-max-running-requests 32"
+# a server whose scheduler was killed takes six seconds to end
+SGLANG = "--rollout-backend sglang --sglang-max-total-tokens 16384 --sglang-max-running-requests 32 --hang-timeout 20"
 # a reward that nobody learns, so that every step moves the weights until the end
 REWARD = """
 import zlib
@@ -83,7 +84,7 @@ class ThreeTurns:
 """
 AGENTS = """
     --environment environment.py:ThreeTurns --environment-processes 2 --environment-call-timeout 5
-    --rollout-max-context-len 256
+    --rollout-max-context-len 128
 """
 ENVIRONMENTS, SERVER, SCHEDULER = "slimelite.environments.serve", "slimelite.engines.sglang.server", "sglang::scheduler"
 # processes that only runs with a certain word have
