@@ -263,7 +263,7 @@ def check(args: Args, model: str) -> list[str]:
 
     ``args`` may be those of the base of a ``model`` that is merged later: what they warn of is not true of the model.
     """
-    known = _written(args).get("model", model)
+    known = _written(args.run_dir).get("model", model)
     if known != model:
         return [f"{args.run_dir} has the results of another model, {known}: give --output another folder"]
     findings = inspect(args, this_machine())
@@ -311,7 +311,7 @@ def evaluate(args: Args, *, again: bool = False) -> Results:
 
 def known_results(args: Args) -> Results:
     """The results in the run folder that these settings gave, with the model, tasks and rows that are there now."""
-    content = _written(args)
+    content = _written(args.run_dir)
     if content.get("run") != _run_settings(args):
         return {}
     tasks: Results = content["tasks"]
@@ -319,9 +319,9 @@ def known_results(args: Args) -> Results:
     return {name: result for name, result in tasks.items() if result == result | now[name]}
 
 
-def _written(args: Args) -> dict[str, Any]:
+def _written(run_dir: str) -> dict[str, Any]:
     """The content of the run folder's file of results; empty where there is none."""
-    file = Path(args.run_dir) / RESULTS
+    file = Path(run_dir) / RESULTS
     content = read_json(file) if file.is_file() else {}
     check_format(file, content.get("format"))
     return content

@@ -14,7 +14,7 @@ from slimelite.base.registry import function
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-    from slimelite.arguments import Args
+    from slimelite.arguments import AlgorithmArgs, Args
     from slimelite.samples.sample import Sample
 
 # tokens at each end of the first prompt, and characters of it, that a dry run prints
@@ -95,7 +95,7 @@ def try_estimator(args: Args) -> str | None:
     )
 
 
-def _losses(record: Estimator, args: Args, advantages: Any) -> Any:
+def _losses(record: Estimator, args: AlgorithmArgs, advantages: Any) -> Any:
     """[T] losses of the estimator for a policy that has changed a little."""
     import torch
 

@@ -53,7 +53,7 @@ def model_card(args: Args, rollout_id: int, records: Sequence[Record] = (), *, c
     base, library = base_of(args.hf_checkpoint), "peft" if writes_adapter(args) else "transformers"
     head = {"library_name": library, "pipeline_tag": None if args.loss.scores else "text-generation", **base}
     made_of = args.hf_checkpoint or f"a new model of {args.num_layers} layers with random weights"
-    turns = "rollouts" if unit_of(args) == "rollout" else "batches"
+    turns = "rollouts" if unit_of(args.job) == "rollout" else "batches"
     facts = {
         "base": made_of,
         "licence of the base": base.get("license_name", base.get("license", "its card names none")) if base else "",

@@ -20,6 +20,7 @@ from rich.text import Text
 
 from slimelite.algorithms.losses import LossType
 from slimelite.arguments import AlgorithmArgs, Args, DataArgs, RolloutArgs
+from slimelite.arguments.conditions import Job
 from slimelite.arguments.derive import OFFLINE_ROLLOUT
 from slimelite.arguments.evaluation import CHOOSE, CONTINUE
 from slimelite.arguments.parse import FILE, GROUP, plugin_paths
@@ -389,9 +390,9 @@ def plugins(args: Args) -> Iterator[str]:
     yield from (f"{flag} {path}" for flag, path in plugin_paths(args) if path not in implied)
 
 
-def unit_of(args: Args) -> str:
+def unit_of(job: Job) -> str:
     """The name of a turn of the loop. A rollout samples; supervised training reads a batch."""
-    return "rollout" if args.job.sampled else "batch"
+    return "rollout" if job.sampled else "batch"
 
 
 def method(args: Args) -> str:

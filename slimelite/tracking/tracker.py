@@ -123,7 +123,7 @@ class Tracker:
         self.args = args
         self.folder = RunFolder(args.run_dir, args.rollouts_kept)
         always = ["eval"] if args.eval_interval and args.eval_datasets else []
-        self.console = Console(always=always, unit=unit_of(args))
+        self.console = Console(always=always, unit=unit_of(args.job))
         self.timer = Timer()
         self._stack = ExitStack()
         self._writers: list[Writer] = []
@@ -211,7 +211,7 @@ class Tracker:
         if self._looping:
             rollout_id = (self.args.start_rollout_id or 0) if self._finished is None else self._finished + 1
             of = "" if self.args.num_rollout is None else f" of {self.args.num_rollout}"
-            label = f"{unit_of(self.args)} {rollout_id + 1}{of}, {label}"
+            label = f"{unit_of(self.args.job)} {rollout_id + 1}{of}, {label}"
         timed = self.timer(PERF_NAMES.get(name, name))
         with trace.span("driver", "phases", name), timed, Phase(self.console, label) as phase:
             yield phase

@@ -18,7 +18,7 @@ from huggingface_hub import snapshot_download, split_torch_state_dict_into_shard
 from safetensors import SafetensorError
 from torch import Tensor
 
-from slimelite.arguments import Args
+from slimelite.arguments import LoraArgs
 from slimelite.base.files import free_space
 from slimelite.engines.protocol import WeightBucket, WeightSink
 from slimelite.models.files import INDEX, load_config, write_weights
@@ -237,7 +237,7 @@ def save_hf(
         ) from error
 
 
-def saved_dtype(args: Args, world: World) -> torch.dtype:
+def saved_dtype(args: LoraArgs, world: World) -> torch.dtype:
     """``--save-hf-dtype``; else the dtype in the config of the model that the run began from; else the dtype of
     training."""
     if args.save_hf_dtype is not None:
