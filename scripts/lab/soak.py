@@ -1,15 +1,15 @@
-"""A long run whose processes are killed and stopped one after the other: what is lost, and what grows.
+"""A long run whose processes are killed and stopped one after the other: what it loses, and what grows.
 
 python scripts/lab/soak.py                      # 1,000 rollouts, a fault each minute, and the same undisturbed
 python scripts/lab/soak.py --rollouts 60 --every 20
 python scripts/lab/soak.py --async-rollout      # does not compare weights: what is sampled ahead depends on time
 python scripts/lab/soak.py --agents             # each sample is an episode of three turns, played in processes
 
-A tiny model under Ray, one trainer and one embedded engine. Faults go in turn to the driver, the trainer, the engine,
-the rollout manager, raylet, GCS and, with --agents, a process of environments: SIGKILL, and SIGSTOP but for the driver,
-which nobody watches. A fault comes only after a checkpoint that is newer than the fault before it. The status is 1 if a
-rollout or a sample is missing, is there twice, or if the weights are not those of the run that nobody disturbed, to the
-bit.
+It trains a tiny model with Ray, one trainer and one embedded engine. Faults go in turn to the driver, the trainer, the
+engine, the rollout manager, raylet, GCS and, with --agents, a process of environments. They are SIGKILL and SIGSTOP;
+the driver gets no SIGSTOP, because nobody watches it. A fault comes only after a checkpoint that is newer than the
+previous fault. The status is 1 if a rollout or a sample is missing or appears twice, or if the weights differ in any
+bit from those of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ POLL_S, LOOK_S = 0.2, 2.0
 
 @dataclass
 class Run:
-    """A run in ``folder``; ``faults``: what was done to it, and after how many rollouts."""
+    """A run in ``folder``. ``faults``: each fault, and after how many rollouts it came."""
 
     folder: Path
     faults: list[tuple[str, int]] = field(default_factory=list)
@@ -94,7 +94,7 @@ class Run:
     words: list[str] = field(default_factory=list)
 
     def play(self, rollouts: int, every: float | None, more: list[str]) -> None:
-        """Run to the end; ``every``: seconds between two faults, None: without."""
+        """Run to the end. ``every``: seconds between two faults; None: no faults."""
         words = [*shlex.split(FLAGS), "--num-rollout", str(rollouts), "--run-dir", str(self.folder / "run")]
         words += ["--save", str(self.folder / "saved"), "--save-hf", str(self.folder / "model"), *more]
         self.words = words
@@ -135,7 +135,7 @@ class Run:
                     yield child, " ".join(child.cmdline())[:200]
 
     def all_faults(self) -> list[tuple[str, signal.Signals]]:
-        """Those of `FAULTS` whose processes this run has."""
+        """The faults of `FAULTS` whose processes this run has."""
         return [fault for fault in FAULTS if fault[0] != ENVIRONMENTS or "--environment" in self.words]
 
     def _hurt(self, process: subprocess.Popen[bytes]) -> bool:
@@ -161,7 +161,7 @@ class Run:
                     self.sizes[kind, child.pid].append(size)
 
     def samples(self) -> dict[int, tuple[list[int], list[int]]]:
-        """Rollout -> ids of its samples, and the rewards of these in thousandths."""
+        """Rollout -> the ids of its samples, and their rewards in thousandths."""
         files = sorted((self.folder / "run" / "rollouts").glob("*.parquet"))
         tables = [SampleTable.from_parquet(file) for file in files]
         return {
@@ -170,7 +170,7 @@ class Run:
         }
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Those of the model at the end."""
+        """The weights of the final model."""
         return load_file(self.folder / "model" / "model.safetensors")
 
 
@@ -187,7 +187,7 @@ def slopes(run: Run) -> list[str]:
 
 
 def problems(run: Run, rollouts: int, undisturbed: Run | None) -> list[str]:
-    """What is missing, there twice, or different."""
+    """Samples and weights that are missing, duplicated or different."""
     wrong, samples = list[str](), run.samples()
     if sorted(samples) != list(range(rollouts)):
         wrong.append(f"{rollouts - len(samples)} rollouts have no file")
@@ -210,7 +210,7 @@ def problems(run: Run, rollouts: int, undisturbed: Run | None) -> list[str]:
 
 
 def main() -> int:
-    """The command line; returns the exit status."""
+    """The program of the command line. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rollouts", type=int, default=1000)
     parser.add_argument("--every", type=float, default=60.0, help="seconds between two faults")
