@@ -6,23 +6,16 @@ python scripts/lab/soak.py --async-rollout
 python scripts/lab/soak.py --agents             # a third of the samples are episodes of three turns, in processes
 python scripts/lab/soak.py --sglang --rollouts 200 --every 300
 
-<<<<<<< HEAD
-A tiny model under Ray, one trainer and one embedded engine, or with --sglang one server; that does not sample the same
-tokens twice on a CPU, so its weights are not compared. Faults go in turn to the driver, the trainer, the engine, the
-rollout manager, raylet, GCS and, with --agents, a process of environments: SIGKILL, and SIGSTOP but for the driver,
-which nobody watches. The time to the next fault begins with the first checkpoint after the last one. The status is 1 if
+It trains a tiny model with Ray, one trainer and one embedded engine, or with --sglang one server. SGLang does not sample
+the same tokens twice on a CPU, so the script does not compare its weights. Faults go in turn to the driver, the trainer,
+the engine, the rollout manager, raylet, GCS and, with --agents, a process of environments. They are SIGKILL and SIGSTOP;
+the driver gets no SIGSTOP, because nobody watches it. The time to the next fault begins with the first checkpoint after
+the previous fault. The status is 1 if
 
-- a rollout or a sample is missing, or is there twice,
-- the weights are not those of the run that nobody disturbed, to the bit,
-- the undisturbed run was started again, or the disturbed one more often than it had faults,
+- a rollout or a sample is missing or appears twice,
+- the weights differ in any bit from those of an undisturbed run,
+- the undisturbed run restarted, or the disturbed run restarted more often than it had faults,
 - a process or a folder of Ray is left at the end.
-=======
-It trains a tiny model with Ray, one trainer and one embedded engine. Faults go in turn to the driver, the trainer, the
-engine, the rollout manager, raylet, GCS and, with --agents, a process of environments. They are SIGKILL and SIGSTOP;
-the driver gets no SIGSTOP, because nobody watches it. A fault comes only after a checkpoint that is newer than the
-previous fault. The status is 1 if a rollout or a sample is missing or appears twice, or if the weights differ in any
-bit from those of an undisturbed run.
->>>>>>> helper-h2
 """
 
 from __future__ import annotations
@@ -150,11 +143,7 @@ class Run:
     words: list[str] = field(default_factory=list)
 
     def play(self, rollouts: int, every: float | None, more: list[str]) -> None:
-<<<<<<< HEAD
-        """Run to the end; ``every``: seconds of work between two faults, None: without."""
-=======
-        """Run to the end. ``every``: seconds between two faults; None: no faults."""
->>>>>>> helper-h2
+        """Run to the end. ``every``: seconds of work between two faults; None: no faults."""
         words = [*shlex.split(FLAGS), "--num-rollout", str(rollouts), "--run-dir", str(self.folder / "run")]
         words += ["--save", str(self.folder / "saved"), "--save-hf", str(self.folder / "model"), *more]
         self.words = words
@@ -205,13 +194,8 @@ class Run:
                     yield child, " ".join(child.cmdline())[:200]
 
     def all_faults(self) -> list[tuple[str, signal.Signals]]:
-<<<<<<< HEAD
-        """Those of `FAULTS` whose processes this run has."""
-        return [fault for fault in FAULTS if ONLY_WITH.get(fault[0], "--num-rollout") in self.words]
-=======
         """The faults of `FAULTS` whose processes this run has."""
-        return [fault for fault in FAULTS if fault[0] != ENVIRONMENTS or "--environment" in self.words]
->>>>>>> helper-h2
+        return [fault for fault in FAULTS if ONLY_WITH.get(fault[0], "--num-rollout") in self.words]
 
     def _hurt(self, process: subprocess.Popen[bytes]) -> bool:
         faults = self.all_faults()
