@@ -1,12 +1,12 @@
-"""Answer questions about speed, each with a rival or a limit measured in turn in the same run.
+"""Answer questions about speed. Each compares with a rival or a limit that is measured in turn in the same run.
 
     python scripts/benchmarks/run.py --list
     python scripts/benchmarks/run.py grpo-tiny engine-tiny --out now.json
     TRL_PYTHON=~/trl/bin/python python scripts/benchmarks/run.py grpo-135m --rounds 1
     python scripts/benchmarks/run.py grpo-tiny --before ../earlier-checkout     # now, before and TRL, in turn
 
-`setup_rivals.sh` makes the rivals' environments. CPU-seconds are of all processes that a command starts (`tree.py`),
-one compute thread each. A rival that is not given is left out, and with it the answers that need it.
+`setup_rivals.sh` makes the rivals' environments. CPU-seconds cover all processes that a command starts (`tree.py`),
+each with one compute thread. If a rival is not given, it is left out together with the answers that need it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from sides import Setting  # noqa: E402
 
 
 def say(line: str) -> None:
-    """Progress, to the console at once."""
+    """Print progress at once."""
     print(line, flush=True)
 
 
 def ask(name: str, setting: Setting) -> dict[str, Any]:
-    """Everything about one question: its sides' figures, its answers, the load around them."""
+    """The result of one question: its sides' figures, its answers, and the machine's load."""
     question = QUESTIONS[name]
     say(f"{name}: {question.text}")
     load, began, setting.notes = [os.getloadavg()[0]], time.monotonic(), {}
@@ -58,7 +58,7 @@ def ask(name: str, setting: Setting) -> dict[str, Any]:
 
 
 def main() -> int:
-    """The command line."""
+    """The program of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("questions", nargs="*", help="names of --list; none: all of them")
     parser.add_argument("--list", action="store_true", help="print the questions and end")

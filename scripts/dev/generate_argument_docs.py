@@ -126,7 +126,7 @@ def _flag_rows(group: type) -> Iterator[tuple[str, str, str]]:
 
 
 def _choice_rows() -> Iterator[tuple[str, str]]:
-    """Values whose records say in a line what they do."""
+    """Rows for values whose records have a one-line summary."""
     for flag in all_flags(Args).values():
         for record in flag.known.values() if isinstance(flag.known, Registry) else ():
             if summary := getattr(record, "summary", ""):
@@ -142,7 +142,7 @@ def _eval_rows() -> Iterator[tuple[str, str]]:
 
 
 def _known_rows(*, refused: bool) -> Iterator[tuple[str, str]]:
-    """Flags that are none of ours, together where they have one reason."""
+    """Rows for flags that are not ours. Flags with the same reason share a row."""
     rows: dict[str, dict[str, None]] = {}
     for name, flag in known_flags(refused).items():
         shown = "`--router-...`" if name.startswith("router-") else f"`--{name}`"
@@ -163,13 +163,13 @@ def _cell(text: str) -> str:
 
 
 def _text(words: str) -> str:
-    """``words`` in Markdown: outside code, what stands in angle brackets is no tag of HTML."""
+    """``words`` in Markdown. Angle brackets outside code are escaped, because they are not HTML tags."""
     parts = words.split("`")
     return "`".join(part.replace("<", "&lt;") if i % 2 == 0 else part for i, part in enumerate(parts))
 
 
 def main() -> int:
-    """Write the page, or with ``--check`` only say whether the one in docs/ is up to date."""
+    """Write the page. With ``--check`` only report whether the page in docs/ is up to date."""
     if "--check" in sys.argv[1:]:
         if PATH.is_file() and PATH.read_text(encoding="utf-8") == document():
             return 0

@@ -57,7 +57,7 @@ async def talk(session: Session, turns: int, params: SamplingParams, sleep_s: fl
 
 
 async def exactness(sessions: Sessions, model: str, count: int) -> None:
-    """Print what is kept over ten turns, what encoding again would lose, and the trainer's distance."""
+    """Print what is kept over ten turns, what encoding again would lose, and the distance to the trainer."""
     params = SamplingParams(max_new_tokens=64)
     talks = (talk(sessions.open(seed=number), 10, params, 0.0) for number in range(count))
     done = await asyncio.gather(*talks)

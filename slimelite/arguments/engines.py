@@ -83,7 +83,7 @@ Transport = Literal["ipc", "nccl", "http", "disk"]
 class WeightSyncArgs:
     """Weight sync.
 
-    From the trainer into the engines, after every rollout.
+    The trainer sends its weights to the engines after every rollout.
     """
 
     update_weight_buffer_size: int = flag(
@@ -126,7 +126,7 @@ GROUP_KEYS = {"worker_type", "num_gpus", "num_gpus_per_engine", "overrides"}
 def engine_places(content: object, checkpoint: str | None, gpus: int, width: int) -> Iterator[EnginePlace]:
     """The place of each engine in the ``content`` of ``--sglang-config``.
 
-    It lists groups of engines, each with a size and settings of its own, in slime's format::
+    The content lists groups of engines, each with a size and settings, in slime's format::
 
         sglang:
           - name: actor
@@ -136,10 +136,10 @@ def engine_places(content: object, checkpoint: str | None, gpus: int, width: int
               - {worker_type: placeholder, num_gpus: 2}      # GPUs that stay free
 
     Args:
-        content: of the YAML file.
+        content: the content of the YAML file.
         checkpoint: ``--hf-checkpoint``, which tells the policy from other models.
-        gpus: ``--rollout-num-gpus``, which the groups have together.
-        width: ``--rollout-num-gpus-per-engine``, for groups that say none.
+        gpus: ``--rollout-num-gpus``, the GPUs of all groups together.
+        width: ``--rollout-num-gpus-per-engine``, for groups without a width.
 
     Raises:
         ValueError: a setting is not supported.

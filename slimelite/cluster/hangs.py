@@ -1,8 +1,8 @@
-"""Sees workers that are stopped or stand still (``--hang-timeout``), names them, and ends them.
+"""``--hang-timeout``: finds workers that are stopped or make no progress, names them, and ends them.
 
-A thread of the driver looks at the processes of the run, on other nodes through an actor there. What it goes by is what
-the kernel knows: a process that is stopped, and training ranks that all do nothing while they have work. A worker that
-computes, reads a disk or holds Python's lock is never taken for one that hangs, however long it takes.
+A thread of the driver looks at the processes of the run. On other nodes an actor looks for it. The evidence comes from
+the kernel: a process is stopped, or all training ranks do nothing although they have work. A worker that computes,
+reads a disk or holds Python's lock never counts as hanging, however long it takes.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ COLLECTIVES = re.compile(r"distributed/|_functional_collectives")
 
 @dataclass(slots=True)
 class Calls:
-    """What a worker was asked for and has not answered: method and time, by number."""
+    """The calls that a worker has not answered yet: method and start time, by number."""
 
     open: dict[int, tuple[str, float]] = field(default_factory=dict)
     _next: int = 0
 
     def begin(self, method: str, answer: Future[Any]) -> None:
-        """Note a call, until ``answer`` is there."""
+        """Note a call until ``answer`` is done."""
         number, self._next = self._next, self._next + 1
         self.open[number] = method, time.monotonic()
         answer.add_done_callback(lambda _: self.open.pop(number, None))
 
     def oldest(self) -> tuple[str, float] | None:
-        """Method and age [s] of the call that waits longest."""
+        """Method and age [s] of the call that has waited longest; ("", 0.0) if there is none."""
         method, since = min(list(self.open.values()), key=lambda call: call[1], default=("", 0.0))
         return (method, time.monotonic() - since) if method else None
 
 
 class Worker(Protocol):
-    """What the monitor needs of a worker: ``verdict``: why it was ended, for whoever calls it afterwards."""
+    """What the monitor needs to know about a worker. ``verdict``: why the monitor ended it, for later callers."""
 
     name: str
     log: Any
@@ -65,7 +65,7 @@ class Worker(Protocol):
 
 
 class Place(Protocol):
-    """A `Machine`, of this process or of another node."""
+    """A `Machine` in this process or on another node."""
 
     def look(self, logs: Sequence[str]) -> Sight: ...
     def stack(self, pid: int, log: str) -> str: ...
@@ -74,7 +74,8 @@ class Place(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Seen:
-    """A worker as a look found it: on ``place``, in process ``pid``, without a movement for ``still`` [s]."""
+    """The state of a worker at one look: it runs on ``place`` in process ``pid``, and has not moved for ``still``
+    [s]."""
 
     worker: Worker
     place: Place
@@ -86,21 +87,21 @@ class Seen:
 
     @property
     def is_rank(self) -> bool:
-        """Whether it is a rank of training."""
+        """Whether the worker is a training rank."""
         return self.worker.name.startswith("trainer")
 
     def waits(self) -> float:
-        """How long its oldest call has had no answer [s]; 0 without one."""
+        """How long the worker's oldest call has waited for an answer [s]; 0 without a call."""
         oldest = self.worker.calls.oldest()
         return oldest[1] if oldest else 0.0
 
     def method(self) -> str:
-        """The method of that call."""
+        """The method of the oldest call."""
         oldest = self.worker.calls.oldest()
         return oldest[0] if oldest else ""
 
     def stack(self) -> str:
-        """Where it stands."""
+        """The stack of the worker's process."""
         return self.place.stack(self.pid, str(self.worker.log))
 
 
@@ -110,11 +111,11 @@ def _host(place: Place, worker: Worker | None) -> str:
 
 
 class Monitor:
-    """Looks at all workers again and again.
+    """Looks at all workers in a loop.
 
     Args:
-        timeout: who is stopped or stands still is ended within this time [s]; 0: never.
-        workers: of the run; more may be added while it runs.
+        timeout: a worker that is stopped or stands still is ended within this time [s]; 0: never.
+        workers: the workers of the run; more may be added later.
         places: the machines of hosts other than this one.
     """
 
@@ -178,7 +179,7 @@ class Monitor:
             self._kill(place, stopped.pid)
 
     def _still(self, seen: Sequence[Seen]) -> None:
-        """End a manager that answers nothing, and the rank that all others wait for."""
+        """End a rollout manager that does not answer, and the rank that all other ranks wait for."""
         long = [each for each in seen if each.waits() >= self._limit <= each.still]
         for each in long:
             if each.worker.name == "rollout" and each.method() == PROGRESS:
@@ -199,7 +200,8 @@ class Monitor:
             self._end(ranks[0], f"and the other ranks wait for each other ({others})", stacks[ranks[0]])
 
     def _engines_still(self, seen: Sequence[Seen]) -> bool:
-        """Whether it is not the engines that take long to load weights; of those of others nobody knows."""
+        """Whether this run's engines stand still too, so that they are not the reason for a long wait (loading weights,
+        say). False for external engines, because nobody can look at them."""
         engines = [each for each in seen if each.worker.name.startswith("engine")]
         return bool(engines) and all(each.still >= self._limit for each in engines)
 

@@ -1,4 +1,4 @@
-"""Metric writers besides ``metrics.jsonl``: Weights & Biases, TensorBoard and Prometheus."""
+"""Metric writers in addition to ``metrics.jsonl``: Weights & Biases, TensorBoard and Prometheus."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ logger = logging.getLogger(__name__)
 
 
 class Writer(Protocol):
-    """A destination of metrics; ``where``: its path or URL, for the console."""
+    """A destination of metrics. ``where``: its path or URL, for the console."""
 
     name: str
     where: str
 
     def write(self, kind: Kind, metrics: Mapping[str, float], /) -> None:
-        """Write metrics that belong together; their steps (see `AXES`) are among them."""
+        """Write metrics that belong together. Their steps (see `AXES`) are among them."""
         ...
 
     def write_alarm(self, title: str, text: str, rollout_id: int, /) -> None:
-        """Tell of an alarm that began or ended in a rollout."""
+        """Report an alarm that began or ended in a rollout."""
         ...
 
     def close(self, failed: bool, /) -> None:
@@ -49,7 +49,7 @@ class Writer(Protocol):
 def open_writers(args: TrackingArgs, config: Mapping[str, object]) -> list[Writer]:
     """The writer of ``metrics.jsonl``, and those for ``--use-wandb``, ``--use-tensorboard`` and ``--use-prometheus``.
 
-    ``config``: the resolved arguments, which wandb shows beside the curves.
+    ``config``: the resolved arguments, which wandb shows next to the curves.
 
     Raises:
         ValueError: wandb refuses the run, or the port of ``--use-prometheus`` is taken.
@@ -68,7 +68,7 @@ class WandbWriter:
     """Writes to Weights & Biases. A resumed run folder continues its earlier wandb run.
 
     Raises:
-        ValueError: wandb refuses the run, for want of a key for example.
+        ValueError: wandb refuses the run, for example because there is no key.
     """
 
     name = "wandb"
@@ -116,11 +116,11 @@ class WandbWriter:
         self._ask(lambda run: run.log(row))
 
     def write_alarm(self, title: str, text: str, _rollout_id: int, /) -> None:
-        """Send an alert, which wandb passes on by mail or Slack, as its user chose."""
+        """Send an alert. wandb sends it by mail or Slack, as its user chose."""
         self._ask(lambda run: run.alert(title=title, text=text, level="WARN"))
 
     def close(self, failed: bool, /) -> None:
-        """Upload what is left.
+        """Upload the remaining data.
 
         After a failure the watchdog ends every process of the run. wandb's must be gone by then: wandb would miss it
         when Python exits, with a traceback.
@@ -177,7 +177,7 @@ class TensorboardWriter:
         self._events.flush()
 
     def write_alarm(self, title: str, text: str, rollout_id: int, /) -> None:
-        """Write a text, which TensorBoard shows under Text as ``alarms``."""
+        """Write a text. TensorBoard shows it under Text as ``alarms``."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.plugins.text.metadata import create_summary_metadata
@@ -196,11 +196,11 @@ class TensorboardWriter:
 class PrometheusWriter:
     """Answers ``/metrics`` with the newest value of every metric, from a thread of this process.
 
-    A metric is a gauge with its name as Prometheus allows it; the label ``metric`` has the name as it is elsewhere, and
-    ``run_name`` tells runs apart. ``slimelite_run_info`` is there from the start.
+    A metric is a gauge under a name that Prometheus allows. The label ``metric`` has its usual name, and ``run_name``
+    tells runs apart. ``slimelite_run_info`` exists from the start.
 
     Raises:
-        ValueError: the port is taken, or the host is no address of this machine.
+        ValueError: the port is taken, or the host is not an address of this machine.
     """
 
     name = "prometheus"
@@ -231,7 +231,7 @@ class PrometheusWriter:
         self._updated = time.time()
 
     def write_alarm(self, title: str, text: str, rollout_id: int, /) -> None:
-        """Write nothing: the metric ``alarms/active`` counts the alarms."""
+        """Write nothing, because the metric ``alarms/active`` counts the alarms."""
 
     def close(self, _failed: bool, /) -> None:
         """Stop answering, and free the port."""
@@ -267,7 +267,7 @@ def prometheus_run_name(args: TrackingArgs) -> str:
 
 
 def port_problem(args: TrackingArgs, error: OSError) -> str:
-    """Why ``/metrics`` cannot be answered, and the remedy."""
+    """Why ``/metrics`` cannot be served, and the remedy."""
     place = f"{args.prometheus_host}:{args.prometheus_port}"
     if error.errno == errno.EADDRINUSE:
         return f"--prometheus-port: {place} is taken: name another port, or 0 for a free one"
@@ -276,7 +276,7 @@ def port_problem(args: TrackingArgs, error: OSError) -> str:
 
 @contextmanager
 def _command_line_masked() -> Iterator[None]:
-    """Mask secrets in ``sys.argv``, because wandb saves it with the run and has no setting against that."""
+    """Mask secrets in ``sys.argv``. wandb saves the command line with the run, and has no setting against that."""
     before = sys.argv
     sys.argv = [before[0], *masked_words(before[1:])]
     try:
@@ -286,13 +286,14 @@ def _command_line_masked() -> Iterator[None]:
 
 
 def tensorboard_directory(args: TrackingArgs) -> Path:
-    """``--tensorboard-dir``, else ``$TENSORBOARD_DIR`` (slime's), else the run folder; plus project and experiment."""
+    """``--tensorboard-dir``, else slime's ``$TENSORBOARD_DIR``, else the run folder. Project and experiment are
+    appended."""
     base = args.tensorboard_dir or os.environ.get("TENSORBOARD_DIR") or str(Path(args.run_dir) / "tensorboard")
     return Path(base, *filter(None, (args.tb_project_name, args.tb_experiment_name)))
 
 
 def _wandb_identity(args: TrackingArgs) -> dict[str, str]:
-    """id, group and name of the wandb run; saved in the run folder, so that a resumed run can continue it."""
+    """id, group and name of the wandb run. They are saved in the run folder, so that a resumed run can continue it."""
     path = Path(args.run_dir) / "wandb_run.json"
     known: dict[str, str] = json.loads(path.read_text()) if path.is_file() else {}
     if not known or args.wandb_run_id not in (None, known["id"]):

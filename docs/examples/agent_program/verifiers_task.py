@@ -27,7 +27,7 @@ def setting(text):
 
 
 def environment(options):
-    """The taskset's own environment; the run's model plays every role in it, on this machine."""
+    """The taskset's own environment. The run's model plays every role in it, on this machine."""
     config = env_config_type(options.taskset)
     seats = [name for name, field in config.model_fields.items() if isinstance(field.default, vf.AgentConfig)]
     seat = {"harness": {"id": options.harness}, "runtime": {"type": "subprocess"}}
