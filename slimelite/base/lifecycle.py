@@ -221,7 +221,7 @@ def _watch(pid: int, mark: str, folder: Path, explain: list[str]) -> None:
     waiting.register(0, select.POLLIN)
     with suppress(OSError):  # an old kernel; the pipe's end shows it too, unless a child holds the pipe open
         waiting.register(os.pidfd_open(pid), select.POLLIN)
-    *noted, last = _last_words(waiting).split(b"\n")
+    *noted, last = _words(waiting).split(b"\n")
     if last == ALL_IS_WELL:
         return
     deadline, sessions = time.monotonic() + SWEEP_S, {Path(os.fsdecode(session)) for session in noted}
@@ -236,7 +236,7 @@ def _watch(pid: int, mark: str, folder: Path, explain: list[str]) -> None:
     _set_status(folder, pid, explain)
 
 
-def _last_words(waiting: select.poll) -> bytes:
+def _words(waiting: select.poll) -> bytes:
     """What the process has said when it ends, or ends its block: a line for each session, and whether all is well."""
     words = b""
     os.set_blocking(0, False)
