@@ -216,7 +216,9 @@ def main() -> int:
     parser.add_argument("--every", type=float, default=60.0, help="seconds between two faults")
     parser.add_argument("--async-rollout", action="store_true", help="sample a rollout ahead")
     parser.add_argument("--agents", action="store_true", help="each sample is an episode of three turns")
-    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "soak", help="an empty folder, or none yet")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "runs" / "soak", help="an empty folder, or one that does not exist yet"
+    )
     args = parser.parse_args()
     args.out = args.out.resolve()
     if args.out.exists() and any(args.out.iterdir()):
