@@ -245,11 +245,11 @@ def main() -> None:
     add = parser.add_argument
     add("command", choices=("texts", "baselines", "questions"))
     add("--out", type=Path, required=True, help="folder to write")
-    add("--train-bytes", type=int, default=24_000_000, help="of texts to train on, about (%(default)s)")
-    add("--held-bytes", type=int, default=1_300_000, help="of held-out texts, about (%(default)s)")
-    add("--rows", type=int, default=10_000, help="conversations of questions, and as many of sums (%(default)s)")
+    add("--train-bytes", type=int, default=24_000_000, help="about how many bytes of texts to train on (%(default)s)")
+    add("--held-bytes", type=int, default=1_300_000, help="about how many bytes of held-out texts (%(default)s)")
+    add("--rows", type=int, default=10_000, help="conversations with questions, and as many with sums (%(default)s)")
     add("--held-out", type=int, default=1000, help="held-out questions, and as many sums (%(default)s)")
-    add("--seed", type=int, default=0, help="of what is drawn (%(default)s)")
+    add("--seed", type=int, default=0, help="seed of all random choices (%(default)s)")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     try:

@@ -239,17 +239,24 @@ def main() -> None:
         choices=range(len(SHOTS) + 1),
         help="worked examples before each question (default: 0)",
     )
-    parser.add_argument("--rows", type=int, default=2000, help="spelling, counting, identity: rows (default: 2000)")
-    parser.add_argument("--name", default="Slim", help="identity: the model's name (default: Slim)")
-    parser.add_argument("--seed", type=int, default=0, help="of what is made here (default: 0)")
     parser.add_argument(
-        "--held-out", type=int, default=1000, help="quickstart: prompts in heldout.parquet (default: 1000)"
+        "--rows", type=int, default=2000, help="spelling, counting, identity: number of rows (default: 2000)"
+    )
+    parser.add_argument("--name", default="Slim", help="identity: the model's name (default: Slim)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of generated data (default: 0)")
+    parser.add_argument(
+        "--held-out", type=int, default=1000, help="quickstart: number of prompts in heldout.parquet (default: 1000)"
     )
     parser.add_argument("--sft-rows", type=int, default=32_000, help="quickstart: conversations (default: 32000)")
     parser.add_argument(
-        "--worked-share", type=float, default=0.35, help="quickstart: share that shows its working (default: 0.35)"
+        "--worked-share",
+        type=float,
+        default=0.35,
+        help="quickstart: share of answers that show their working (default: 0.35)",
     )
-    parser.add_argument("--pairs", type=int, default=3200, help="quickstart: preference pairs (default: 3200)")
+    parser.add_argument(
+        "--pairs", type=int, default=3200, help="quickstart: number of preference pairs (default: 3200)"
+    )
     args = parser.parse_args()
     if args.task == "quickstart":
         quickstart(args.out, args.seed, args.held_out, args.sft_rows, args.worked_share, args.pairs)

@@ -156,12 +156,22 @@ def main() -> None:
     add("--data", nargs="+", required=True, metavar="[NAME=]TEXTS", help="texts, each with the name of its domain")
     add("--column", default="text", help="the column with the text (%(default)s)")
     add("--out", type=Path, required=True, help="folder to write")
-    add("--vocab-size", type=int, default=32_768, help="ids, special tokens among them (%(default)s)")
-    add("--digits", type=int, default=3, choices=(1, 2, 3), help="most digits in a token (%(default)s, as GPT-4)")
-    add("--special", nargs="*", default=[], metavar="TOKEN", help="special tokens beside those of the chat template")
-    add("--max-chars", type=int, default=2_000_000_000, help="characters that are read at most (%(default)s)")
-    add("--beside", nargs="*", default=[], metavar="FOLDER", help="tokenizers to compare with, folders or hub ids")
-    add("--skip-bad-rows", action="store_true", help="leave out empty texts, NULs and what is no UTF-8; count them")
+    add("--vocab-size", type=int, default=32_768, help="number of ids, including special tokens (%(default)s)")
+    add("--digits", type=int, default=3, choices=(1, 2, 3), help="most digits in a token (%(default)s, like GPT-4)")
+    add(
+        "--special",
+        nargs="*",
+        default=[],
+        metavar="TOKEN",
+        help="special tokens in addition to those of the chat template",
+    )
+    add("--max-chars", type=int, default=2_000_000_000, help="read at most this many characters (%(default)s)")
+    add("--beside", nargs="*", default=[], metavar="FOLDER", help="tokenizers to compare with: folders or hub ids")
+    add(
+        "--skip-bad-rows",
+        action="store_true",
+        help="leave out and count texts that are empty, have NULs or are not UTF-8",
+    )
     args = parser.parse_args()
     specials = list(dict.fromkeys((BEGIN, TURN, END, PAD, *args.special)))
     try:
@@ -170,7 +180,7 @@ def main() -> None:
         texts = Texts(domains_of(args.data), args.column, args.max_chars, skip_bad=args.skip_bad_rows)
         tokenizer = train(texts, args.vocab_size, args.digits, specials)
         if not sum(texts.chars.values()):
-            raise ValueError(f"{' '.join(args.data)}: too few texts: of {HELD_OUT_EVERY}, one is held out")
+            raise ValueError(f"{' '.join(args.data)}: too few texts: one of {HELD_OUT_EVERY} is held out")
         args.out.mkdir(parents=True, exist_ok=True)
         save(tokenizer, args.out)
         page = table(texts.held_out, [str(args.out), *args.beside])

@@ -33,7 +33,7 @@ def compare(old: dict[str, Any], new: dict[str, Any], least: float = 0.05) -> tu
         b = after.get(key)
         if b is None:
             if key[0] in new["questions"]:
-                slower.append(f"{name}: {a['median']:.4g}, and no figure now")
+                slower.append(f"{name}: was {a['median']:.4g}, and has no figure now")
             continue
         noise = max((a["high"] - a["low"]) / 2 + (b["high"] - b["low"]) / 2, least * abs(a["median"]))
         gain = b["median"] - a["median"] if a["higher_is_better"] else a["median"] - b["median"]

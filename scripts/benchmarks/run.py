@@ -60,27 +60,33 @@ def ask(name: str, setting: Setting) -> dict[str, Any]:
 def main() -> int:
     """The program of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("questions", nargs="*", help="names of --list; none: all of them")
+    parser.add_argument("questions", nargs="*", help="names from --list (default: all questions)")
     parser.add_argument("--list", action="store_true", help="print the questions and end")
     parser.add_argument(
-        "--quick", action="store_true", help="the tiny questions, a step or two each: they run, and no more"
+        "--quick", action="store_true", help="only the tiny questions, with one or two steps each, to see that they run"
     )
-    parser.add_argument("--out", type=Path, help="JSON to write, or to add to where it is there")
+    parser.add_argument("--out", type=Path, help="JSON file to write; if it exists, the results are added to it")
     parser.add_argument(
-        "--work", type=Path, default=ROOT / "build" / "benchmarks", help="models, prompts and run folders"
+        "--work", type=Path, default=ROOT / "build" / "benchmarks", help="folder for models, prompts and run folders"
     )
     parser.add_argument("--slimelite", type=Path, default=ROOT, help="checkout to measure (default: this one)")
     parser.add_argument("--before", type=Path, help="an earlier checkout, measured in turn with the other")
     parser.add_argument("--trl", default=os.environ.get("TRL_PYTHON"), help="Python of TRL's environment ($TRL_PYTHON)")
-    parser.add_argument("--vllm", default=os.environ.get("VLLM_PYTHON"), help="Python of vLLM's ($VLLM_PYTHON)")
-    parser.add_argument("--llama", default=os.environ.get("LLAMA_PYTHON"), help="Python of llama.cpp's ($LLAMA_PYTHON)")
+    parser.add_argument(
+        "--vllm", default=os.environ.get("VLLM_PYTHON"), help="Python of vLLM's environment ($VLLM_PYTHON)"
+    )
+    parser.add_argument(
+        "--llama", default=os.environ.get("LLAMA_PYTHON"), help="Python of llama.cpp's environment ($LLAMA_PYTHON)"
+    )
     parser.add_argument("--smollm2", type=Path, help="SmolLM2-135M's folder (default: random weights of its shape)")
     parser.add_argument(
         "--data", type=Path, help="parquet with the columns messages and label, for SmolLM2's questions"
     )
-    parser.add_argument("--rounds", type=int, help="how often each side runs (default: by question, mostly 3)")
-    parser.add_argument("--steps", type=int, help="training steps of a run (default: by question)")
-    parser.add_argument("--prompts", type=int, help="prompts of a GRPO step of SmolLM2 (default: 8)")
+    parser.add_argument(
+        "--rounds", type=int, help="how often each side runs (default: depends on the question, usually 3)"
+    )
+    parser.add_argument("--steps", type=int, help="training steps of a run (default: depends on the question)")
+    parser.add_argument("--prompts", type=int, help="prompts in a GRPO step of SmolLM2 (default: 8)")
     parser.add_argument(
         "--trl-batch", type=int, help="TRL's batch size (default: the fastest of 8, 16, 64 and all rows)"
     )

@@ -186,9 +186,9 @@ def kill_all(tree: Tree) -> int:
 def main() -> int:
     """Measure the command of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="JSON with the figures")
+    parser.add_argument("--out", type=Path, required=True, help="write the figures to this JSON file")
     parser.add_argument("--log", type=Path, default=Path(os.devnull), help="the command's output")
-    parser.add_argument("--watch", type=Path, help="file of JSON lines that the command writes")
+    parser.add_argument("--watch", type=Path, help="watch this file of JSON lines, which the command writes")
     parser.add_argument("--mark", action="append", default=[], help="a line with this text is a mark")
     parser.add_argument("--limit", type=float, default=3600.0, help="end the command after this time [s]")
     parser.add_argument("command", nargs=argparse.REMAINDER)

@@ -133,11 +133,9 @@ def main() -> None:
     parser.add_argument("--data", required=True)
     parser.add_argument("--marks", required=True)
     parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--rows", type=int, default=256, help="samples, rows or pairs of a step")
-    parser.add_argument("--batch", type=int, default=64, help="rows of a forward pass")
-    parser.add_argument(
-        "--packed", type=int, default=0, help="sft: pack into sequences of this length, --batch of them"
-    )
+    parser.add_argument("--rows", type=int, default=256, help="samples, rows or pairs in a step")
+    parser.add_argument("--batch", type=int, default=64, help="rows in a forward pass")
+    parser.add_argument("--packed", type=int, default=0, help="sft: pack into --batch sequences of this length")
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--reward", choices=["random", "answer"], default="answer")

@@ -158,7 +158,7 @@ def rooms(root: Path) -> dict[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", metavar="COMMIT", help="a commit to compare with")
-    parser.add_argument("--rooms", action="store_true", help="count each package instead of the whole")
+    parser.add_argument("--rooms", action="store_true", help="count each package separately")
     options = parser.parse_args()
     count = rooms if options.rooms else counts
     columns = {"now": count(ROOT)}

@@ -50,10 +50,10 @@ def main() -> int:
     anything failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="tiny shapes, to try the checks themselves")
+    parser.add_argument("--tiny", action="store_true", help="use tiny shapes, to try the checks themselves")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu_check"), help="folder for results.json and the logs")
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS), help="only these checks")
-    parser.add_argument("--call", type=int, choices=range(1, len(CALLS) + 1), help="only the checks of one call")
+    parser.add_argument("--call", type=int, choices=range(1, len(CALLS) + 1), help="run only the checks of this call")
     options = parser.parse_args()
     if options.call:
         options.groups = CALLS[options.call - 1]

@@ -413,7 +413,7 @@ def main() -> None:
         "transformers": transformers.__version__,
     }
     chosen = [(name, needs, check) for group, name, needs, check in CHECKS if group in options.groups]
-    unfinished = {"status": "FAIL", "shown": "the process did not live to its end", "seconds": 0.0, "numbers": {}}
+    unfinished = {"status": "FAIL", "shown": "the process ended before the check did", "seconds": 0.0, "numbers": {}}
     results: list[Result] = [{"name": name} | unfinished for name, *_ in chosen]
 
     def save() -> None:

@@ -147,7 +147,7 @@ def main() -> None:
     parser.add_argument("model", help="Hugging Face folder of the real model")
     parser.add_argument("out", type=Path, help="folder to write")
     parser.add_argument("agents", nargs="+", metavar="claude=PATH, codex=PATH")
-    parser.add_argument("--real", action="store_true", help="train the real model, not the scripted one")
+    parser.add_argument("--real", action="store_true", help="train the real model instead of the scripted one")
     parser.add_argument("--rollouts", type=int, default=10)
     args = parser.parse_args()
     out, kind = args.out.resolve(), "real" if args.real else "scripted"

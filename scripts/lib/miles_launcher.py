@@ -175,11 +175,11 @@ def main() -> int:
     """Answer a launcher with its command. The exit status is 2, because nothing has run."""
     script = Path(sys.argv[1]).resolve()
     if "miles" not in script.read_text(encoding="utf-8"):
-        say(f"{script.name} is a Python program and no launcher of miles's: run it with python")
+        say(f"{script.name} is a Python program, but not a launcher of miles: run it with python")
         return 2
     utils = stand_in(script)
     sys.argv = sys.argv[1:]
-    say(f"{script.name} is a launcher of miles's; this command is what it starts:")
+    say(f"{script.name} is a launcher of miles; it starts this command:")
     try:
         runpy.run_path(str(script), run_name="__main__")
     except Exception as error:

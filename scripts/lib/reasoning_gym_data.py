@@ -57,7 +57,7 @@ def _begin(texts: list[str]) -> str:
 def main() -> None:
     """The program of the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("spec", help="what follows reasoning-gym: in --environment; with prompt=none")
+    parser.add_argument("spec", help="the text after reasoning-gym: in --environment, with prompt=none")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--right", type=float, default=0.35)
     options = parser.parse_args()

@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="ORIGIN",
         nargs="+",
         default=[],
-        help="web pages of these sites may call the server, as https://chat.example.org; * allows all",
+        help="web pages of these sites may call the server, such as https://chat.example.org; * allows all sites",
     )
     parser.add_argument(
         "--drain-seconds",

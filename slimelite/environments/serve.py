@@ -130,8 +130,10 @@ async def serve(
 def main() -> None:
     """The program of the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("environment", help="as --environment of train.py takes it")
-    parser.add_argument("--host", default="127.0.0.1", help=f"any other address needs a key in {KEY_VARIABLE}")
+    parser.add_argument("environment", help="an environment, written as for --environment of train.py")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help=f"the address; any other than the default needs a key in {KEY_VARIABLE}"
+    )
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--import-file", action="append", default=[])
     parser.add_argument("--sandbox", type=json.loads, default={}, help="fields of SandboxSettings, as JSON")

@@ -39,7 +39,9 @@ async def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("taskset")
     parser.add_argument("settings", nargs="*", metavar="SETTING=VALUE", help="of the taskset")
-    parser.add_argument("--harness", default="null", help="what asks the model; null has no tools of its own")
+    parser.add_argument(
+        "--harness", default="null", help="the harness that asks the model; the harness null has no tools"
+    )
     options = parser.parse_args()
     index = json.loads(sys.stdin.readline())["metadata"]["index"]
     played = environment(options)
