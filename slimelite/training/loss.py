@@ -18,7 +18,7 @@ from slimelite.algorithms.losses import CORRECTIONS, LOSSES
 from slimelite.algorithms.packed import Metrics, mean_metric, segment_sum, weighted_sum
 from slimelite.algorithms.policy import kl_estimate, policy_loss
 from slimelite.algorithms.supervised import dpo_loss, kto_loss, odds_ratio_loss, reward_model_loss, sft_loss
-from slimelite.arguments import Args, CorrectionArgs, DebugArgs, PreferenceArgs
+from slimelite.arguments import AlgorithmArgs, Args, CorrectionArgs, DebugArgs, PreferenceArgs
 from slimelite.base.registry import function
 from slimelite.slime.plugins import load_function
 from slimelite.training.batch import MicroBatch
@@ -44,7 +44,7 @@ def micro_batch_loss(args: Args, batch: MicroBatch, log_probs: Tensor, entropy: 
     """The loss of ``--loss-type``. ``log_probs`` and ``entropy`` are [R].
 
     Raises:
-        ValueError: the losses of tokens are not [R], or have no gradient.
+        ValueError: the losses of tokens are not [R], or a loss has no gradient.
     """
     metrics: Metrics
     match args.loss_type:
@@ -64,23 +64,37 @@ def micro_batch_loss(args: Args, batch: MicroBatch, log_probs: Tensor, entropy: 
             plugin = load_function(str(args.custom_loss_function_path), "--custom-loss-function-path")
             made = plugin(args, batch, log_probs, entropy)
             if isinstance(made, Loss):
-                return made
+                return _with_gradient(args, made)
             losses, metrics = made
         case name:
             assert args.loss.function is not None  # `problems` has checked it
             made = function(args.loss.function, LOSSES.option, name)(args, batch, log_probs, entropy)
             if isinstance(made, Loss):
-                return made
+                return _with_gradient(args, made)
             losses, metrics = made
     if losses.shape != log_probs.shape or not losses.requires_grad:
-        whose = args.custom_loss_function_path or args.loss_type
         raise ValueError(
-            f"--{'custom-loss-function-path' if args.custom_loss_function_path else 'loss-type'} {whose} must return a "
-            f"loss for each of the {len(log_probs)} tokens of log_probs, computed from them, not {list(losses.shape)} "
-            f"{'with' if losses.requires_grad else 'without'} a gradient"
+            f"{_named(args)} must return a loss for each of the {len(log_probs)} tokens of log_probs, computed from "
+            f"them, not {list(losses.shape)} {'with' if losses.requires_grad else 'without'} a gradient"
         )
     total = weighted_sum(losses, batch.weights)
     return Loss(total, {"loss": total}, {"entropy_loss": _weighted_mean(entropy, batch), **metrics})
+
+
+def _named(args: AlgorithmArgs) -> str:
+    path = args.custom_loss_function_path
+    return f"--custom-loss-function-path {path}" if path else f"--loss-type {args.loss_type}"
+
+
+def _with_gradient(args: AlgorithmArgs, loss: Loss) -> Loss:
+    if not loss.total.requires_grad:
+        raise ValueError(f"{_named(args)} must return a Loss whose total is computed from log_probs or entropy")
+    return loss
+
+
+def reads_entropy(args: AlgorithmArgs) -> bool:
+    """Whether the loss may depend on the entropies, so that they need a gradient. A loss of the user's own may."""
+    return args.entropy_coef != 0 or args.loss.function is not None or args.loss_type == "custom_loss"
 
 
 def preferences(args: PreferenceArgs, batch: MicroBatch, log_probs: Tensor, entropy: Tensor) -> Loss:

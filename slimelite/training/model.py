@@ -100,7 +100,6 @@ class _Context(FunctionCtx):
     needs_input_grad: tuple[bool, ...]
     form: Logits
     chunk_size: int
-    entropy_grad: bool
     compiled: bool
     kept: KeptIds | None
 
@@ -130,17 +129,22 @@ class _ChunkedLogProbs(torch.autograd.Function):
             if kept is not None and (left := kept.chunk(rows)) is not None:
                 left.replace(log_probs[rows], logits, targets[rows])
         ctx.save_for_backward(hidden, weight, targets, log_z, entropy, *([] if bias is None else [bias]))
-        ctx.form, ctx.chunk_size, ctx.entropy_grad = form, chunk_size, entropy_grad
+        ctx.form, ctx.chunk_size = form, chunk_size
         ctx.compiled, ctx.kept = compiled, kept
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy)
+        ctx.set_materialize_grads(False)  # a loss that reads one of the two does not pay for the other
         return log_probs, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _Context, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: _Context, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, log_z, entropy, *rest = ctx.saved_tensors
         bias = rest[0] if rest else None
+        if grad_log_probs is None:
+            grad_log_probs = torch.zeros_like(log_z)
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         gradient = _compiled(_chunk_gradient) if ctx.compiled else _chunk_gradient
         # the chunks' contributions add up in fp32
@@ -150,7 +154,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
             rows = slice(start, start + ctx.chunk_size)
             logits = ctx.form.of(hidden[rows], weight, bias)
             slope = ctx.form.slope(logits)
-            of_entropy = (entropy[rows], grad_entropy[rows]) if ctx.entropy_grad else None
+            of_entropy = None if grad_entropy is None else (entropy[rows], grad_entropy[rows])
             whole, left = grad_log_probs[rows], None if ctx.kept is None else ctx.kept.chunk(rows)
             if left is not None:  # the others' logits have no part in the log-probs of such tokens
                 added, whole = left.gradient(logits, whole.where(left.some, 0.0)), whole.where(~left.some, 0.0)

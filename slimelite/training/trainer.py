@@ -33,7 +33,7 @@ from slimelite.training.critic import FOLDER, Critic, FrozenPolicy, build_refere
 from slimelite.training.learner import Learner, MetricSums, PassTimer, Scores, table_scores
 from slimelite.training.loading import build_policy, build_scorer, loading_minutes
 from slimelite.training.lora import peft_config
-from slimelite.training.loss import check_first_step, micro_batch_loss
+from slimelite.training.loss import check_first_step, micro_batch_loss, reads_entropy
 from slimelite.training.model import LanguageModel, PolicyModel
 from slimelite.training.offload import HostMemory
 from slimelite.training.parallel import be_deterministic, join_world
@@ -258,7 +258,7 @@ class Trainer(Learner[PolicyModel]):
             sums.note("mismatch_kl", columns.mismatch_kl)
 
         def share(batch: MicroBatch) -> Tensor:
-            log_probs, entropy = self.model(batch, self.temperature, entropy_grad=self.args.entropy_coef != 0)
+            log_probs, entropy = self.model(batch, self.temperature, entropy_grad=reads_entropy(self.args))
             if scores is not None:
                 unknown = batch.old.isnan()
                 scores.add(batch, log_probs.where(unknown, torch.nan), entropy.where(unknown, torch.nan))

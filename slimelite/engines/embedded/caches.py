@@ -2,8 +2,9 @@
 batch.
 
 A cache is an object of transformers with tensors somewhere inside, in layers, lists or dictionaries, or a list of
-`Held`. The first dimension of each tensor is the row. Keys and values have a column for each token, and the newest
-tokens are in the last columns. States of linear attention, state-space layers and convolutions have no such columns.
+`LayerCache`. The first dimension of each tensor is the row. Keys and values have a column for each token, and the
+newest tokens are in the last columns. States of linear attention, state-space layers and convolutions have no such
+columns.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ COLUMNS = {"keys": 2, "values": 2, "indexer_keys": 2, "key_cache": 2, "value_cac
 COUNTS = ("cumulative_length",)
 
 
-class Held:
+class LayerCache:
     """What a layer of our own keeps of its rows, in attributes that are tensors."""
 
 
@@ -106,7 +107,7 @@ def _combined(parts: Sequence[Any], leaf: Callable[[str, Sequence[Any]], Any], n
     if isinstance(first, dict):
         return {key: _combined([part[key] for part in parts], leaf, name) for key in first}
     is_theirs = type(first).__module__.startswith("transformers.") and not isinstance(first, PretrainedConfig | type)
-    if is_theirs or isinstance(first, Held):
+    if is_theirs or isinstance(first, LayerCache):
         twin = copy.copy(first)
         for field in vars(first):
             setattr(twin, field, _combined([vars(part)[field] for part in parts], leaf, field))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from slimelite.engines.embedded.attention import causal_attention
-from slimelite.engines.embedded.caches import Held
+from slimelite.engines.embedded.caches import LayerCache
 from slimelite.engines.embedded.model import DYNAMIC_ROPE, GatedMLP, Linear
 from slimelite.models.scans import gated_delta_rule
 
@@ -65,7 +65,7 @@ class Norm:
 
 
 @dataclass
-class States(Held):
+class States(LayerCache):
     """``conv`` [n, taps - 1, channels]: the convolution's last inputs; ``delta`` [n, key heads, K, group · V]."""
 
     conv: Tensor
@@ -73,7 +73,7 @@ class States(Held):
 
 
 @dataclass
-class Columns(Held):
+class Columns(LayerCache):
     """``keys`` and ``values`` [n, kv heads, columns, head dim]; their storage may have room for more columns."""
 
     keys: Tensor
@@ -112,12 +112,12 @@ class DeltaNet:
         # the query is divided by √K
         self._scales = torch.tensor([self._keys**-0.5, 1.0])[:, None, None]
 
-    def added_to(self, x: Tensor, normed: Tensor, step: Step, held: States | None) -> tuple[Tensor, States]:
+    def added_to(self, x: Tensor, normed: Tensor, step: Step, cached: States | None) -> tuple[Tensor, States]:
         """``x`` [tokens, hidden], which may be overwritten, plus the result for ``normed``; and the states after."""
         qkv, gate, b, a = self._projected(normed)
         g = self._rate() * F.softplus(a + self._dt_bias)
-        run = self._decoded if held is not None and step.tokens == 1 else self._prefilled
-        out, states = run(qkv, g, b.sigmoid(), step, held)
+        run = self._decoded if cached is not None and step.tokens == 1 else self._prefilled
+        out, states = run(qkv, g, b.sigmoid(), step, cached)
         out = F.rms_norm(out.view(len(x), -1, self._width), (self._width,), self._norm.weight, self._eps)
         return self._out.added_to(x, out.flatten(1).mul_(F.silu(gate))), states
 
@@ -134,10 +134,12 @@ class DeltaNet:
         qkv = torch.cat([part.flatten(1) for part in (query, key, value)], -1)
         return qkv, gate.flatten(1), b.flatten(1), a.flatten(1)
 
-    def _decoded(self, qkv: Tensor, g: Tensor, beta: Tensor, step: Step, held: States | None) -> tuple[Tensor, States]:
+    def _decoded(
+        self, qkv: Tensor, g: Tensor, beta: Tensor, step: Step, cached: States | None
+    ) -> tuple[Tensor, States]:
         """One token for each row: [rows, heads, V]."""
-        assert held is not None
-        window = torch.cat((held.conv, qkv[:, None]), 1)
+        assert cached is not None
+        window = torch.cat((cached.conv, qkv[:, None]), 1)
         mixed = F.silu((window * self._taps()).sum(1))
         pair, value = mixed.split([2 * self._heads * self._keys, self._heads * self._group * self._width], -1)
         pair = pair.view(step.rows, 2, self._heads, self._keys)
@@ -145,23 +147,23 @@ class DeltaNet:
         by_head = (step.rows, self._heads, self._group)
         decay, beta, value = g.exp().view(*by_head, 1), beta.view(*by_head, 1), value.view(*by_head, -1)
         # both products read the state as it was; what the token adds comes on top
-        read = (pair.transpose(1, 2) @ held.delta).unflatten(-1, (self._group, -1))
+        read = (pair.transpose(1, 2) @ cached.delta).unflatten(-1, (self._group, -1))
         delta = (value - decay * read[:, :, 1]) * beta
         inner = (pair[:, 0] * pair[:, 1]).sum(-1)[..., None, None]
         out = (decay * read[:, :, 0]).addcmul_(inner, delta)
-        held.delta.unflatten(-1, (self._group, -1)).mul_(decay[:, :, None])
-        held.delta.flatten(0, 1).baddbmm_(
+        cached.delta.unflatten(-1, (self._group, -1)).mul_(decay[:, :, None])
+        cached.delta.flatten(0, 1).baddbmm_(
             pair[:, 1].reshape(-1, self._keys, 1), delta.flatten(2).flatten(0, 1)[:, None]
         )
-        return out, States(window[:, 1:], held.delta)
+        return out, States(window[:, 1:], cached.delta)
 
     def _prefilled(
-        self, qkv: Tensor, g: Tensor, beta: Tensor, step: Step, held: States | None
+        self, qkv: Tensor, g: Tensor, beta: Tensor, step: Step, cached: States | None
     ) -> tuple[Tensor, States]:
         """Several tokens for each row: [rows · tokens, heads, V]."""
         n, length, heads, group = step.rows, step.tokens, self._heads, self._group
         taps = self._taps()
-        before = qkv.new_zeros(n, len(taps) - 1, qkv.shape[-1]) if held is None else held.conv
+        before = qkv.new_zeros(n, len(taps) - 1, qkv.shape[-1]) if cached is None else cached.conv
         window = torch.cat((before, qkv.view(n, length, -1)), 1)
         mixed = window[:, :length] * taps[0]
         for number in range(1, len(taps)):
@@ -169,8 +171,8 @@ class DeltaNet:
         sizes = [heads * self._keys, heads * self._keys, heads * group * self._width]
         query, key, value = F.silu(mixed).split(sizes, -1)
         state = None
-        if held is not None:
-            state = held.delta.unflatten(-1, (group, -1)).transpose(2, 3).flatten(1, 2)
+        if cached is not None:
+            state = cached.delta.unflatten(-1, (group, -1)).transpose(2, 3).flatten(1, 2)
         out, state = gated_delta_rule(
             query.unflatten(-1, (heads, -1)),
             key.unflatten(-1, (heads, -1)),
@@ -191,7 +193,7 @@ class GatedAttention:
         self._in = fused(layer.q_proj, layer.k_proj, layer.v_proj)
         self._q_norm, self._k_norm, self._out = Norm(layer.q_norm), Norm(layer.k_norm), fused(layer.o_proj)
 
-    def added_to(self, x: Tensor, normed: Tensor, step: Step, held: Columns | None) -> tuple[Tensor, Columns]:
+    def added_to(self, x: Tensor, normed: Tensor, step: Step, cached: Columns | None) -> tuple[Tensor, Columns]:
         """See `DeltaNet.added_to`."""
         heads = self._in(normed).view(len(x), -1, self._dim)
         kv_heads = heads.shape[1] // (2 * self._group + 2)
@@ -199,14 +201,16 @@ class GatedAttention:
         query, gate = queries.unflatten(1, (-1, 2)).unbind(2)
         parts = (rotated(self._q_norm(query), step), rotated(self._k_norm(key), step), value)
         query, key, value = (part.view(step.rows, step.tokens, -1, self._dim).transpose(1, 2) for part in parts)
-        held = Columns(key, value) if held is None else Columns(grown(held.keys, key), grown(held.values, value))
-        out = self._attended(query, held, step).transpose(1, 2).reshape(gate.shape)
-        return self._out.added_to(x, (out * gate.sigmoid()).flatten(1)), held
+        cached = (
+            Columns(key, value) if cached is None else Columns(grown(cached.keys, key), grown(cached.values, value))
+        )
+        out = self._attended(query, cached, step).transpose(1, 2).reshape(gate.shape)
+        return self._out.added_to(x, (out * gate.sigmoid()).flatten(1)), cached
 
-    def _attended(self, query: Tensor, held: Columns, step: Step) -> Tensor:
+    def _attended(self, query: Tensor, cached: Columns, step: Step) -> Tensor:
         if not step.start:
-            return causal_attention(query, held.keys, held.values)
-        keys, values = held.keys.flatten(0, 1), held.values.flatten(0, 1)
+            return causal_attention(query, cached.keys, cached.values)
+        keys, values = cached.keys.flatten(0, 1), cached.values.flatten(0, 1)
         mask = step.mask
         if step.tokens > 1:
             mask = query.new_full((step.tokens, keys.shape[1]), -torch.inf).triu_(step.start + 1)
@@ -229,11 +233,11 @@ class Layer:
         if hasattr(mlp, "gate_proj"):
             self._mlp = GatedMLP(fused(mlp.gate_proj, mlp.up_proj), fused(mlp.down_proj))
 
-    def __call__(self, x: Tensor, step: Step, held: Any) -> tuple[Tensor, Any]:
+    def __call__(self, x: Tensor, step: Step, cached: Any) -> tuple[Tensor, Any]:
         """``x`` [tokens, hidden], which may be overwritten, through the layer; and what it holds afterwards."""
-        x, held = self.mixer.added_to(x, self._norm(x), step, held)
+        x, cached = self.mixer.added_to(x, self._norm(x), step, cached)
         normed = self._mlp_norm(x)
-        return self._mlp.added_to(x, normed) if self._mlp else x.add_(self._module(normed[None])[0]), held
+        return self._mlp.added_to(x, normed) if self._mlp else x.add_(self._module(normed[None])[0]), cached
 
 
 class HybridPasses:
@@ -259,7 +263,7 @@ class HybridPasses:
         """See `Passes.decode`. The tensors of ``cache`` are changed in place."""
         step = self._step(ids, lengths, width)
         if bool((lengths != width).any()):
-            kv_heads = next(held.keys.shape[1] for held in cache if isinstance(held, Columns))
+            kv_heads = next(cached.keys.shape[1] for cached in cache if isinstance(cached, Columns))
             hidden = torch.arange(width + 1) < width - lengths[:, None]
             mask = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
             step.mask = mask.repeat_interleave(kv_heads, 0)[:, None]
@@ -278,9 +282,9 @@ class HybridPasses:
 
     def _run(self, ids: Tensor, cache: Any, step: Step) -> tuple[Tensor, list[Any]]:
         x, after = F.embedding(ids.flatten(), self._embed), []
-        for layer, held in zip(self._layers, cache or [None] * len(self._layers), strict=True):
-            x, held_now = layer(x, step, held)
-            after.append(held_now)
+        for layer, cached in zip(self._layers, cache or [None] * len(self._layers), strict=True):
+            x, cached_now = layer(x, step, cached)
+            after.append(cached_now)
         return self._norm(x), after
 
     def _logits(self, hidden: Tensor) -> Tensor:
@@ -308,18 +312,22 @@ def rotated(heads: Tensor, step: Step) -> Tensor:
     return heads
 
 
-def grown(held: Tensor, new: Tensor) -> Tensor:
-    """``held`` [n, heads, columns, dim] and the columns of ``new`` after it, in the storage of ``held`` if it has room.
+def grown(cached: Tensor, new: Tensor) -> Tensor:
+    """``cached`` [n, heads, columns, dim], then the columns of ``new``; in the storage of ``cached`` if it has room.
 
     The room is what lies between the columns of two heads.
     """
-    n, heads, columns, dim = held.shape
+    n, heads, columns, dim = cached.shape
     wanted = columns + new.shape[2]
-    room = held.stride(1) // dim if held.stride()[2:] == (dim, 1) and held.stride(0) == heads * held.stride(1) else 0
+    room = (
+        cached.stride(1) // dim
+        if cached.stride()[2:] == (dim, 1) and cached.stride(0) == heads * cached.stride(1)
+        else 0
+    )
     if room < wanted:
-        larger = held.new_empty(n, heads, wanted + max(ROOM, wanted // ROOM_SHARE), dim)
-        larger[:, :, :columns] = held
-        held = larger
-    both = held.as_strided((n, heads, wanted, dim), held.stride(), held.storage_offset())
+        larger = cached.new_empty(n, heads, wanted + max(ROOM, wanted // ROOM_SHARE), dim)
+        larger[:, :, :columns] = cached
+        cached = larger
+    both = cached.as_strided((n, heads, wanted, dim), cached.stride(), cached.storage_offset())
     both[:, :, columns:] = new
     return both
