@@ -27,6 +27,7 @@ from typing import IO, Any
 
 from slimelite.apps.env_checks import CHECKS, Finding, Observed, judge, mean
 from slimelite.base.lifecycle import start_module
+from slimelite.base.processes import waited
 
 PROBE = "slimelite.environments.probe"
 # for the imports of the environment and the rows that it makes; reasoning-gym's first import compiles for 25 s
@@ -205,15 +206,24 @@ def _observe_all(plans: Sequence[Mapping[str, Any]]) -> list[Observed]:
 
 
 def _observe(process: subprocess.Popen[str], silent_seconds: float, observed: Observed) -> None:
-    """Read the output of a probe into ``observed`` until the probe ends. If it is silent for too long, it is killed."""
+    """Read the output of a probe into ``observed`` until the probe ends. If it is silent for too long, it is killed.
+
+    Time in which the probe waits for a processor does not count, so a busy machine is not a fault of the environment.
+    """
     assert process.stdout is not None
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(process.stdout, lines), daemon=True).start()
     playing, limit = "its start", START_SECONDS
     while True:
-        try:
-            line = lines.get(timeout=limit)
-        except queue.Empty:
+        before, left = waited(process.pid), limit
+        while left > 0:
+            try:
+                line = lines.get(timeout=left)
+                break
+            except queue.Empty:
+                now = waited(process.pid)
+                before, left = now, now - before
+        else:
             observed.hung = playing
             process.kill()
             return

@@ -67,7 +67,8 @@ class Job:
             loss=family,
             gpus=args.device == "cuda",
             local=args.launcher == "local",
-            revives=args.use_fault_tolerance if servers else runs_engines and args.launcher == "ray",
+            revives=(servers and args.use_fault_tolerance)
+            or (runs_engines and engines == "own" and args.launcher == "ray"),
         )
 
 

@@ -57,7 +57,10 @@ class SglangArgs(RolloutArgs):
         [], "the run uses the SGLang servers at these host:port addresses and starts none of its own", INFERENCE
     )
     use_fault_tolerance: bool = flag(
-        False, "an engine that dies is restarted, and other engines take over its requests", SGLANG
+        False,
+        "an engine that does not answer is restarted, and other engines take over its requests; under Ray, a dead "
+        "engine is restarted without this flag",
+        SGLANG,
     )
     rollout_health_check_interval: float = flag(
         30.0, "engines are health-checked at this interval during a rollout [s]", FAULT_TOLERANCE, at_least=1

@@ -134,6 +134,8 @@ class Watchdog:
     the run folder. ``explain``: a command that prints why the run may have been killed.
     """
 
+    _current: ClassVar[Watchdog | None] = None
+
     def __init__(self, folder: str | Path, explain: Sequence[str] = ()) -> None:
         self._folder, self._explain = Path(folder).absolute(), explain
         self._mark = secrets.token_hex(16)
@@ -150,9 +152,11 @@ class Watchdog:
         )
         self._before = {name: os.environ.get(name) for name in (MARK, KEEP)}
         os.environ.update({MARK: self._mark, KEEP: "1"})
+        Watchdog._current = self
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        Watchdog._current = None
         for name, value in self._before.items():
             os.environ.pop(name)
             if value is not None:
@@ -162,6 +166,14 @@ class Watchdog:
             if error is None:
                 stdin.write(ALL_IS_WELL)
         self._process.wait()
+
+    @classmethod
+    def note_session(cls, session: Path) -> None:
+        """Let the watchdog remove this folder of Ray when this process ends. Ray's daemons may be gone before that."""
+        if cls._current is not None and (stdin := cls._current._process.stdin) is not None:
+            with suppress(BrokenPipeError):
+                stdin.write(f"{session}\n".encode())
+                stdin.flush()
 
 
 def this_process() -> dict[str, object]:
@@ -209,15 +221,11 @@ def _watch(pid: int, mark: str, folder: Path, explain: list[str]) -> None:
     waiting.register(0, select.POLLIN)
     with suppress(OSError):  # an old kernel; the pipe's end shows it too, unless a child holds the pipe open
         waiting.register(os.pidfd_open(pid), select.POLLIN)
-    waiting.poll()
-    os.set_blocking(0, False)
-    with suppress(BlockingIOError):
-        if os.read(0, 1) == ALL_IS_WELL:
-            return
-    deadline, sessions = (
-        time.monotonic() + SWEEP_S,
-        {session for child in _marked(mark) for session in _sessions(child)},
-    )
+    *noted, last = _heard(waiting).split(b"\n")
+    if last == ALL_IS_WELL:
+        return
+    deadline, sessions = time.monotonic() + SWEEP_S, {Path(os.fsdecode(session)) for session in noted}
+    sessions |= {session for child in _marked(mark) for session in _sessions(child)}
     while (left := list(_marked(mark))) and time.monotonic() < deadline:
         for child in left:
             with suppress(ProcessLookupError):
@@ -226,6 +234,20 @@ def _watch(pid: int, mark: str, folder: Path, explain: list[str]) -> None:
     for session in sessions:
         _remove(session)
     _set_status(folder, pid, explain)
+
+
+def _heard(waiting: select.poll) -> bytes:
+    """What the process has written until it ends or leaves its block: a line per session, and whether all is well."""
+    said = b""
+    os.set_blocking(0, False)
+    while True:
+        gone = any(source != 0 for source, _ in waiting.poll())
+        with suppress(BlockingIOError):
+            while part := os.read(0, 1 << 16):
+                said += part
+            return said  # it has closed the pipe
+        if gone:
+            return said
 
 
 def _marked(mark: str) -> Iterator[int]:

@@ -161,6 +161,20 @@ def is_stopped(pid: int) -> bool:
     return False
 
 
+def waited(pid: int | None = None) -> float:
+    """Seconds for which a thread was ready to run but had no processor. 0 if the kernel does not report it (Linux does).
+
+    ``pid``: a process; the thread of it that waited longest counts. None: only the calling thread counts.
+    """
+    files = [Path("/proc/thread-self/schedstat")] if pid is None else Path(f"/proc/{pid}/task").glob("*/schedstat")
+    longest = 0.0
+    with suppress(OSError):
+        for file in files:
+            with suppress(OSError, IndexError, ValueError):
+                longest = max(longest, int(file.read_text().split()[1]) / 1e9)
+    return longest
+
+
 def command(pid: int) -> str:
     """The command line of a process, empty if it is gone."""
     with suppress(OSError):

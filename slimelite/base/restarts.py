@@ -27,6 +27,8 @@ from slimelite.base.lifecycle import ATTEMPT, WITHOUT_A_WORD, Stopped, read_stat
 FIRST_PAUSE_S, MOST_PAUSE_S = 1.0, 60.0
 # a run that fails so often in the same rollout would fail there again
 SAME_ROLLOUT = 3
+# what a run fails with, beside an OSError, if not by a mistake of the user's
+OUTSIDE = ("ClusterError:", "EngineLostError:")
 PR_SET_PDEATHSIG = 1
 # the program that plans ranks and engines for the machines that are left
 ELASTIC = "slimelite.cluster.elastic"
@@ -93,7 +95,7 @@ def _mishap(run_dir: str, code: int, pid: int) -> str | None:
         return None
     message = str(status.get("message"))
     kind = getattr(builtins, message.partition(":")[0], None)
-    outside = message.startswith("ClusterError:") or (isinstance(kind, type) and issubclass(kind, OSError))
+    outside = message.startswith(OUTSIDE) or (isinstance(kind, type) and issubclass(kind, OSError))
     killed = code < 0 or status.get("status") == WITHOUT_A_WORD
     return message if killed or (status.get("status") == "failed" and outside) else None
 

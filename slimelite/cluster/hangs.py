@@ -26,9 +26,10 @@ logger = logging.getLogger(__name__)
 LOOK, END = 0.05, 0.85
 # Ray gives a node up whose daemons are silent for about half a minute: they go on before that [s]
 DAEMON_S = 10.0
-DAEMONS = re.compile(r"/ray/core/src/|/ray/_private/|^ray::\w*Agent|slimelite/base/lifecycle\.py")
-# what this process starts itself, and starts again when it is gone
-OURS = re.compile(r"slimelite\.(environments|rewards)")
+# others that nobody starts again: the run's watchdog, and wandb's process
+DAEMONS = re.compile(r"/ray/core/src/|/ray/_private/|^ray::\w*Agent|slimelite/base/lifecycle\.py|wandb-core")
+# what this process starts itself, and starts again when it is gone; and a worker of Ray's that has no log yet
+OURS = re.compile(r"slimelite\.(environments|rewards)|^ray::")
 PROGRESS, PUSH = "progress", "push_weights"
 # the code in which a rank waits for the other ones
 COLLECTIVES = re.compile(r"distributed/|_functional_collectives")
@@ -82,8 +83,7 @@ class Seen:
     still: float
 
     def __str__(self) -> str:
-        host = socket.gethostname() if isinstance(self.place, Machine) else self.worker.host
-        return f"{self.worker.name} (process {self.pid} on {host})"
+        return f"{self.worker.name} (process {self.pid} on {_host(self.place, self.worker)})"
 
     @property
     def is_rank(self) -> bool:
@@ -105,6 +105,11 @@ class Seen:
         return self.place.stack(self.pid, str(self.worker.log))
 
 
+def _host(place: Place, worker: Worker | None) -> str:
+    """The name of this machine, or the address of another one."""
+    return socket.gethostname() if worker is None or isinstance(place, Machine) else worker.host
+
+
 class Monitor:
     """Looks at all workers in a loop.
 
@@ -120,6 +125,7 @@ class Monitor:
         self._pause, self._limit = LOOK * timeout, END * timeout
         self._workers, self._places = workers, places
         self._here: Place = Machine(self._limit)
+        self._ended = -self._limit  # when a process was ended: others may have waited for it, and have a limit's time
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._work, name="hangs", daemon=True)
 
@@ -150,12 +156,12 @@ class Monitor:
                 self._stopped(stopped, place, logs)
                 paused = paused or stopped.is_worker
             seen += [Seen(logs[log], place, pid, sight.still[log]) for log, pid in sight.pids.items()]
-        if not paused:  # else the others wait for that one
+        if not paused and time.monotonic() - self._ended > self._limit:  # else the others wait for that one
             self._still(seen)
 
     def _stopped(self, stopped: Stopped, place: Place, workers: Mapping[str, Worker]) -> None:
         owner = workers.get(stopped.log or "")
-        what = f"process {stopped.pid} ({stopped.command[:80]})"
+        what = f"process {stopped.pid} on {_host(place, owner)} ({stopped.command[:80]})"
         if DAEMONS.search(stopped.command):
             if stopped.seconds >= min(self._limit / 2, DAEMON_S):
                 logger.warning("%s was stopped for %.0f s (SIGSTOP) and runs again", what, stopped.seconds)
@@ -166,8 +172,11 @@ class Monitor:
             seen = Seen(owner, place, stopped.pid, stopped.seconds)
             self._end(seen, f"was stopped for {stopped.seconds:.1f} s (SIGSTOP)", seen.stack())
         elif owner is not None or OURS.search(stopped.command):
-            logger.error("%s was stopped for %.0f s (SIGSTOP), so it is ended", what, stopped.seconds)
-            place.send(stopped.pid, signal.SIGKILL)
+            stack = place.stack(stopped.pid, str(owner.log)) if owner else ""
+            where = f"; it stood at {stack}" * bool(stack)
+            whose = f"; {owner.name} had started it, whose log is {owner.log}" if owner else ""
+            logger.error("%s was stopped for %.1f s (SIGSTOP), so it is ended%s%s", what, stopped.seconds, where, whose)
+            self._kill(place, stopped.pid)
 
     def _still(self, seen: Sequence[Seen]) -> None:
         """End a rollout manager that does not answer, and the rank that all other ranks wait for."""
@@ -199,4 +208,8 @@ class Monitor:
     def _end(self, seen: Seen, why: str, stack: str) -> None:
         seen.worker.verdict = f"{seen} {why}" + f"; it stood at {stack}" * bool(stack)
         logger.error("%s; its log is %s", seen.worker.verdict, seen.worker.log)
-        seen.place.send(seen.pid, signal.SIGKILL)
+        self._kill(seen.place, seen.pid)
+
+    def _kill(self, place: Place, pid: int) -> None:
+        place.send(pid, signal.SIGKILL)
+        self._ended = time.monotonic()

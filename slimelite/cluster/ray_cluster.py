@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 # Trainer and engine of a colocated job share a bundle of one device: slime's fractions.
 TRAINER_SHARE, ENGINE_SHARE = 0.4, 0.2
-WAIT_REPORT_S, WAIT_LIMIT_S, WAIT_POLL_S = 10, 300, 0.1
+WAIT_REPORT_S, WAIT_LIMIT_S, WAIT_POLL_S, GROUP_POLL_S = 10, 300, 0.1, 2
 # interval between two looks at the log of a rank that loads [s]
 LOG_POLL_S = 1.0
 # other nodes see a new file in a shared folder within this time [s]
@@ -507,22 +507,34 @@ def _reserved(
         )
     progress(0, 0, f"waiting for {bundles} {device}s from Ray")
     bundle = {"CPU": 1.0, "GPU": 1.0} if device == "GPU" else {"CPU": 1.0}
-    places = _wait_for(plan, alive, device, f"{bundles} x {bundle}", max(WAIT_LIMIT_S, _patience(args)))
-    group = placement_group(
-        [dict(bundle) for _ in range(bundles)],
-        strategy="PACK",
-        bundle_label_selector=[{NODE_LABEL: node} for node in places] if len(alive) > 1 else None,
-    )
+    group = _granted(plan, device, [dict(bundle) for _ in range(bundles)], max(WAIT_LIMIT_S, _patience(args)))
     try:
-        if not group.wait(timeout_seconds=WAIT_LIMIT_S):
-            raise ClusterError(
-                f"Ray did not reserve {bundles} x {bundle} in {WAIT_LIMIT_S} s; another job probably took them"
-            )
         yield group
     finally:
         # a scheduler's SIGTERM may have ended this run's own Ray daemons; removal would then wait a minute for them
         if kept:
             remove_placement_group(group)
+
+
+def _granted(
+    plan: Callable[[dict[str, int]], list[str] | None], device: str, bundles: list[dict[str, float]], limit: float
+) -> PlacementGroup:
+    """A placement group of ``bundles`` where ``plan`` puts them. If Ray loses one of these nodes, it plans again."""
+    wanted = f"{len(bundles)} x {bundles[0]}"
+    while True:
+        places = _wait_for(plan, device, wanted, limit)
+        several, end = len(_devices(device)) > 1, time.monotonic() + WAIT_LIMIT_S
+        selector = [{NODE_LABEL: node} for node in places] if several else None
+        group = placement_group(bundles, strategy="PACK", bundle_label_selector=selector)
+        while not group.wait(timeout_seconds=GROUP_POLL_S):
+            if time.monotonic() > end:
+                remove_placement_group(group)
+                raise ClusterError(f"Ray did not reserve {wanted} in {WAIT_LIMIT_S} s; another job probably took them")
+            if not set(places) <= _devices(device).keys():
+                remove_placement_group(group)
+                break
+        else:
+            return group
 
 
 def _patience(args: ClusterArgs) -> float:
@@ -536,12 +548,11 @@ def _devices(device: str) -> dict[str, int]:
     return {node["NodeID"]: int(node["Resources"].get(device, 0)) for node in ray.nodes() if node["Alive"]}
 
 
-def _wait_for(
-    plan: Callable[[dict[str, int]], list[str] | None], alive: dict[str, int], device: str, wanted: str, limit: float
-) -> list[str]:
-    """Wait until all bundles have room, and return the node of each."""
+def _wait_for(plan: Callable[[dict[str, int]], list[str] | None], device: str, wanted: str, limit: float) -> list[str]:
+    """Wait until all bundles have room, and return the node of each. Nodes may come and go meanwhile."""
     begin = noted = time.monotonic()
     while True:
+        alive = _devices(device)
         free = {node: free.get(device, 0) for node, free in available_resources_per_node().items() if node in alive}
         if (places := plan({node: int(count) for node, count in free.items()})) is not None:
             return places

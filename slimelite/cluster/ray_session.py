@@ -32,7 +32,7 @@ from ray.exceptions import (
     RuntimeEnvSetupError,
 )
 
-from slimelite.base.lifecycle import end_session
+from slimelite.base.lifecycle import Watchdog, end_session
 from slimelite.cluster.remote import ClusterError, MemoryShortage
 
 logger = logging.getLogger(__name__)
@@ -85,10 +85,15 @@ def connected(bundles: int, patience: float = 0.0) -> Iterator[bool]:
         yield bool(address)
     finally:
         own = ray.is_initialized() and not address
-        session = Path(ray._private.worker._global_node.get_session_dir_path()) if own else None
+        session = _session() if own else None
         ray.shutdown()
         if session is not None:
             end_session(session)
+
+
+def _session() -> Path:
+    """The folder of this process's Ray."""
+    return Path(ray._private.worker._global_node.get_session_dir_path())
 
 
 def _join(address: str, patience: float) -> None:
@@ -131,6 +136,7 @@ def _start(bundles: int) -> None:
                 raise OSError(f"{free >> 20} MB are free in {folder}, but Ray needs at least {ROOM >> 20} MB")
             with _without_needless(), _sessions_of_their_own():
                 _init(address="local", num_cpus=cpus, include_dashboard=False, _system_config=dict(SETTINGS))
+            Watchdog.note_session(_session())
             return
         except OSError as error:
             raise ClusterError(

@@ -423,6 +423,10 @@ class Transport(WeightSink, Protocol):
         ...
 
 
+class EngineLostError(ValueError):
+    """An engine is dead, and this run cannot start it again. A restart of the run may help."""
+
+
 class WeightSyncError(RuntimeError):
     """An engine did not receive a complete update. It stays paused until an update is complete."""
 

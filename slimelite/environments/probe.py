@@ -22,6 +22,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from slimelite.base.processes import waited
 from slimelite.data.messages import parsed, read_messages
 from slimelite.data.reader import ENVIRONMENT, read_rows
 from slimelite.environments.hosts import EnvironmentFailure, Host, Live
@@ -261,13 +262,13 @@ class Player:
         await self._host.close()
 
     async def _beat(self) -> None:
-        last, waited = time.monotonic(), _waited()
+        last, waiting = time.monotonic(), waited()
         while True:
             await asyncio.sleep(BEAT_SECONDS)
-            now, waits = time.monotonic(), _waited()
+            now, waits = time.monotonic(), waited()
             # on a busy machine the event loop waits for a processor too, which is no fault of the environment
-            self._lag = max(self._lag, now - last - BEAT_SECONDS - (waits - waited))
-            last, waited = now, waits
+            self._lag = max(self._lag, now - last - BEAT_SECONDS - (waits - waiting))
+            last, waiting = now, waits
             self._out({"event": "beat"})
 
     async def _all(self, part: str, scripts: Sequence[Script], rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -392,15 +393,6 @@ def total(record: Mapping[str, Any]) -> float | None:
         for role, number in turn["rewards"].items():
             sums[role] = sums.get(role, 0.0) + number if role in sums else 0.0
     return statistics.fmean(sums.values()) if scored else None
-
-
-def _waited() -> float:
-    """Seconds for which this thread was ready to run but had no processor; 0 if the kernel does not report it
-    (Linux)."""
-    try:
-        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
-    except (OSError, IndexError, ValueError):
-        return 0.0
 
 
 def _left_open() -> dict[str, int]:

@@ -31,6 +31,7 @@ from aiohttp import web
 from slimelite.base.guard import raised_at
 from slimelite.base.http_body import Shape, read_body
 from slimelite.base.http_server import Handler, RequestError, Server, is_loopback, with_key
+from slimelite.base.processes import show_stacks
 from slimelite.base.threads import call
 from slimelite.environments.hosts import load
 from slimelite.environments.protocol import Environment, Row
@@ -150,6 +151,7 @@ def main() -> None:
         out = os.fdopen(os.dup(sys.stdout.fileno()), "w")
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
+        show_stacks()
     try:
         for file in options.import_file:
             run_file(file, "--import-file")

@@ -26,7 +26,7 @@ from queue import LifoQueue
 from typing import TypeVar
 
 from slimelite.base.lifecycle import start_module
-from slimelite.base.processes import is_stopped
+from slimelite.base.processes import is_stopped, show_stacks
 from slimelite.base.registry import function
 from slimelite.rewards.rules import GRADER_MEMORY_MB, RULES, Answer, Exchange, Failure, Reward, TooCostly
 from slimelite.slime.plugins import files_run, run_file
@@ -204,6 +204,7 @@ def serve(descriptor: int, seconds: float, verdicts: Callable[[list[T]], Iterabl
     """
     # the parent kills a worker that takes too long; the alarm ends one whose parent is gone
     alarm = math.ceil(seconds) + 5
+    show_stacks()
     with Connection(descriptor) as connection:
         parent = os.getppid()
         connection.send("ready")

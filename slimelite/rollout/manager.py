@@ -96,8 +96,8 @@ class RolloutManager:
             args.sglang_server_concurrency,
             restarts=args.job.revives,
             interval=args.rollout_health_check_interval,
-            # an engine in a process of ours is dead when Ray says so; one that is slow is not
-            timeout=args.rollout_health_check_timeout if args.job.servers else math.inf,
+            # an engine is dead when it or Ray says so; one that is slow is not, unless the user says so
+            timeout=args.rollout_health_check_timeout if args.job.servers and args.use_fault_tolerance else math.inf,
             syncs=args.job.trains,
         )
         self._context = RolloutContext(args, tokenizer, pool, Grader(args), self._thread, self._note)

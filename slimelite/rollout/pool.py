@@ -15,6 +15,7 @@ from slimelite.base import trace
 from slimelite.engines.protocol import (
     Engine,
     EngineInfo,
+    EngineLostError,
     GenerateRequest,
     GenerateResult,
     OnTokens,
@@ -77,7 +78,7 @@ class EnginePool:
 
     Args:
         concurrency: the most requests in flight on each engine, on average.
-        restarts: ``--use-fault-tolerance``. Without it, a dead engine ends the run.
+        restarts: whether an engine that died is started again. If not, its death ends the run.
         interval, timeout: the time between two health checks, and the time limit for an answer [s].
         syncs: whether the run has weight syncs at all.
     """
@@ -106,7 +107,7 @@ class EnginePool:
         self._unsynced: set[int] = set()  # the part of _down that was restarted and waits for a weight sync
         self._revivals: dict[int, asyncio.Task[None]] = {}
         self._started: dict[int, asyncio.Event] = {}  # one event per engine that died, set when it runs again
-        self._broken: ValueError | None = None
+        self._broken: EngineLostError | None = None
         self._watch: asyncio.Task[None] | None = None
 
     @property
@@ -149,7 +150,7 @@ class EnginePool:
         used at once, whatever its load, unless it is down. While all engines are down, this waits.
 
         Raises:
-            ValueError: an engine could not be restarted.
+            EngineLostError: an engine could not be restarted.
         """
         if engine is None or engine in self._down:
             async with self._room:
@@ -173,7 +174,7 @@ class EnginePool:
         """``engine`` if it can be used, else the least loaded one. The request's room must be reserved already.
 
         Raises:
-            ValueError: an engine could not be restarted.
+            EngineLostError: an engine could not be restarted.
         """
         async with self._room:
             await self._room.wait_for(lambda: self._broken or self.up)
@@ -244,7 +245,7 @@ class EnginePool:
         used again.
 
         Raises:
-            ValueError: the engine is dead and ``restarts`` is off.
+            EngineLostError: the engine is dead and ``restarts`` is off.
         """
         if engine in self._unsynced:
             with suppress(ConnectionError, TimeoutError):  # `_revive` handles the error
@@ -295,7 +296,7 @@ class EnginePool:
         """Check every engine, and wait until dead ones are restarted.
 
         Raises:
-            ValueError: an engine cannot be restarted.
+            EngineLostError: an engine cannot be restarted.
         """
         await asyncio.gather(*(self.check(engine) for engine in self.up))
         await asyncio.gather(*(event.wait() for event in self._started.values()))
@@ -306,7 +307,10 @@ class EnginePool:
         if engine in self._down:
             return
         if not self._restarts:
-            raise ValueError(f"engine {engine} has died: {why}; with --use-fault-tolerance it would be restarted")
+            raise EngineLostError(
+                f"engine {engine} has died: {why}; with --launcher ray the run would start it again "
+                "(an external server: with --use-fault-tolerance it would wait for it)"
+            )
         logger.error("engine %d has died: %s; other engines take its requests until it runs again", engine, why)
         self._down.add(engine)
         self.deaths[engine] += 1
@@ -325,7 +329,7 @@ class EnginePool:
         try:
             target = self.engines[engine]
             if self.deaths[engine] > MOST_DEATHS or not isinstance(target, Restartable):
-                raise ValueError(f"it died {self.deaths[engine]} times, the last time of: {why}")
+                raise EngineLostError(f"it died {self.deaths[engine]} times, the last time of: {why}")
             await target.restart()
             logger.warning("engine %d runs again after %.0f s", engine, time.monotonic() - begin)
             self._unsynced.add(engine)
@@ -336,7 +340,7 @@ class EnginePool:
             self._down.discard(engine)
             self._lost(engine, f"dead once more: {error}")
         except Exception as error:
-            self._broken = ValueError(f"engine {engine} cannot be restarted: {error}")
+            self._broken = EngineLostError(f"engine {engine} cannot be restarted: {error}")
             self._started[engine].set()
         finally:
             self._unsynced.discard(engine)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import secrets
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -21,6 +22,9 @@ from slimelite.tracking.metrics_file import AXES, DEFAULT_AXIS, Kind, MetricsFil
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
+    from wandb import Run
+
+logger = logging.getLogger(__name__)
 
 
 class Writer(Protocol):
@@ -81,7 +85,7 @@ class WandbWriter:
         account = {name: value for name, value in keys if value is not None}
         try:
             with _command_line_masked():
-                self._run = wandb.init(
+                run = wandb.init(
                     project=args.wandb_project or "slimelite",
                     entity=args.wandb_team,
                     mode=args.wandb_mode,
@@ -96,22 +100,24 @@ class WandbWriter:
         except wandb.Error as error:  # no key, a wrong one, or a server that does not answer
             remedy = "log in with `wandb login`, set $WANDB_API_KEY, or keep the run here with --wandb-mode offline"
             raise ValueError(f"--use-wandb: {str(error).rstrip('.')}: {remedy}") from error
-        self.where = self._run.url or f"offline: wandb sync {Path(self._run.dir).parent}"
+        self._run: Run | None = run
+        self.where = run.url or f"offline: wandb sync {Path(run.dir).parent}"
         for axis in (DEFAULT_AXIS, *AXES.values()):
-            self._run.define_metric(axis)
+            run.define_metric(axis)
         for prefix in ("rollout/", "perf/", "multi_turn/", "passrate/", "alarms/", *AXES):
-            self._run.define_metric(prefix + "*", step_metric=axis_of(prefix))
+            run.define_metric(prefix + "*", step_metric=axis_of(prefix))
 
     def write(self, kind: Kind, metrics: Mapping[str, float], /) -> None:
         """Log one row of the wandb run's history."""
         if kind == "start":
             return
         axes = [axis for axis in (DEFAULT_AXIS, "eval/step") if axis in metrics]
-        self._run.log({**metrics, **{axis: metrics[axis] * self._steps_per_rollout for axis in axes}})
+        row = {**metrics, **{axis: metrics[axis] * self._steps_per_rollout for axis in axes}}
+        self._ask(lambda run: run.log(row))
 
     def write_alarm(self, title: str, text: str, _rollout_id: int, /) -> None:
         """Send an alert. wandb sends it by mail or Slack, as its user chose."""
-        self._run.alert(title=title, text=text, level="WARN")
+        self._ask(lambda run: run.alert(title=title, text=text, level="WARN"))
 
     def close(self, failed: bool, /) -> None:
         """Upload the remaining data.
@@ -119,11 +125,30 @@ class WandbWriter:
         After a failure the watchdog ends every process of the run. wandb's must be gone by then: wandb would miss it
         when Python exits, with a traceback.
         """
-        self._run.finish(exit_code=int(failed))
-        if failed:
-            import wandb
+        self._ask(lambda run: run.finish(exit_code=int(failed)))
+        if failed and self._run is not None:
+            self._forget()
 
-            wandb.teardown()
+    def _ask(self, call: Callable[[Run], object]) -> None:
+        """Call a function on the run of wandb. If it fails, the training run goes on without wandb."""
+        if self._run is None:
+            return
+        try:
+            call(self._run)
+        except Exception as error:
+            logger.error(
+                "wandb failed (%s: %s), so the run goes on without wandb; metrics.jsonl has everything, and "
+                "the next start of the run goes on in wandb",
+                *(type(error).__name__, error),
+            )
+            self._run = None
+            with suppress(Exception):  # it misses its process too
+                self._forget()
+
+    def _forget(self) -> None:
+        import wandb
+
+        wandb.teardown()
 
 
 class TensorboardWriter:
