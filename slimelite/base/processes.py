@@ -162,7 +162,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def waited(pid: int | None = None) -> float:
-    """Seconds for which a thread was ready to run but had no processor. 0 if the kernel does not report it (Linux does).
+    """Seconds for which a thread was ready to run but had no processor; 0 if the kernel does not report it.
 
     ``pid``: a process; the thread of it that waited longest counts. None: only the calling thread counts.
     """
