@@ -18,12 +18,14 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as FAMILIES
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from slimelite.engines.embedded.gated_delta import is_fast_hybrid
 from slimelite.engines.embedded.model import not_fast
 from slimelite.engines.embedded.ways import NotComputed, Rows, ways_of
 from slimelite.training.attention import ATTENTION
@@ -76,6 +78,8 @@ def engine(family: str) -> tuple[str, str]:
         if not not_fast(config):
             return FAST, ""
         ways = ways_of(config)
+        if is_fast_hybrid(config, torch.device("cpu"), torch.float32):
+            return FAST, ""
     except NotComputed as error:
         return REFUSED, error.reason
     except Exception as error:  # a config that its own defaults do not make

@@ -1,4 +1,4 @@
-"""A long run whose processes are killed and stopped one after the other: what it loses, and what grows.
+"""A long run whose processes are killed and stopped one after the other: what is lost, and what grows.
 
 python scripts/lab/soak.py                      # 1,000 rollouts, a fault each minute, and the same undisturbed
 python scripts/lab/soak.py --rollouts 60 --every 20
@@ -6,15 +6,15 @@ python scripts/lab/soak.py --async-rollout
 python scripts/lab/soak.py --agents             # a third of the samples are episodes of three turns, in processes
 python scripts/lab/soak.py --sglang --rollouts 200 --every 300
 
-It trains a tiny model with Ray, one trainer and one embedded engine. With --sglang a server samples instead. A server
-does not sample the same tokens twice on a CPU, so its weights are not compared. Faults go in turn to the driver, the
-trainer, the engine, the rollout manager, raylet, GCS and, with --agents, a process of environments. They are SIGKILL
-and SIGSTOP; the driver gets no SIGSTOP, because nobody watches it. The time to the next fault is counted from the first
-checkpoint after the previous fault. The status is 1 if
+The script trains a tiny model with Ray, one trainer and one embedded engine, or one server with --sglang. SGLang does
+not sample the same tokens twice on a CPU, so the script does not compare its weights. Faults go in turn to the driver,
+the trainer, the engine, the rollout manager, raylet, GCS and, with --agents, a process of environments. A fault is
+SIGKILL or SIGSTOP; the driver gets no SIGSTOP, because nobody watches it. The time to the next fault begins with the
+first checkpoint after the previous fault. The status is 1 if
 
 - a rollout or a sample is missing or appears twice,
 - the weights differ in any bit from those of an undisturbed run,
-- the undisturbed run was started again, or the disturbed one was started again more often than it had faults,
+- the undisturbed run restarted, or the disturbed run restarted more often than it had faults,
 - a process or a folder of Ray is left at the end.
 """
 
@@ -128,7 +128,7 @@ def bytes_in(folder: Path) -> int:
 
 @dataclass
 class Run:
-    """A run in ``folder``. ``faults``: each fault, and after how many rollouts it came."""
+    """A run in ``folder``; ``faults``: what was done to it, and after how many rollouts."""
 
     folder: Path
     faults: list[tuple[str, int]] = field(default_factory=list)
@@ -238,7 +238,7 @@ class Run:
         return len(re.findall(r"^train.py: start \d+ of", (self.folder / "console.txt").read_text(), re.MULTILINE))
 
     def samples(self) -> dict[int, tuple[list[int], list[int]]]:
-        """Rollout -> the ids of its samples, and their rewards in thousandths."""
+        """Rollout -> ids of its samples, and the rewards of these in thousandths."""
         files = sorted((self.folder / "run" / "rollouts").glob("*.parquet"))
         tables = [SampleTable.from_parquet(file) for file in files]
         return {
@@ -247,7 +247,7 @@ class Run:
         }
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The weights of the final model."""
+        """Those of the model at the end."""
         return load_file(self.folder / "model" / "model.safetensors")
 
 
@@ -279,7 +279,7 @@ def slopes(run: Run) -> list[str]:
 
 
 def problems(run: Run, rollouts: int, undisturbed: Run | None) -> list[str]:
-    """Samples and weights that are missing, duplicated or different."""
+    """What is missing, there twice, or different."""
     wrong, samples = list[str](), run.samples()
     if sorted(samples) != list(range(rollouts)):
         wrong.append(f"{rollouts - len(samples)} rollouts have no file")
@@ -329,7 +329,7 @@ def report(rollouts: int, more: list[str], undisturbed: Run, disturbed: Run) -> 
 
 
 def main() -> int:
-    """The program of the command line. Returns the exit status."""
+    """The command line; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rollouts", type=int, default=1000)
     parser.add_argument("--every", type=float, default=60.0, help="seconds of work between two faults")

@@ -221,7 +221,7 @@ def _watch(pid: int, mark: str, folder: Path, explain: list[str]) -> None:
     waiting.register(0, select.POLLIN)
     with suppress(OSError):  # an old kernel; the pipe's end shows it too, unless a child holds the pipe open
         waiting.register(os.pidfd_open(pid), select.POLLIN)
-    *noted, last = _heard(waiting).split(b"\n")
+    *noted, last = _words(waiting).split(b"\n")
     if last == ALL_IS_WELL:
         return
     deadline, sessions = time.monotonic() + SWEEP_S, {Path(os.fsdecode(session)) for session in noted}
@@ -236,18 +236,18 @@ def _watch(pid: int, mark: str, folder: Path, explain: list[str]) -> None:
     _set_status(folder, pid, explain)
 
 
-def _heard(waiting: select.poll) -> bytes:
+def _words(waiting: select.poll) -> bytes:
     """What the process has written until it ends or leaves its block: a line per session, and whether all is well."""
-    said = b""
+    words = b""
     os.set_blocking(0, False)
     while True:
         gone = any(source != 0 for source, _ in waiting.poll())
         with suppress(BlockingIOError):
             while part := os.read(0, 1 << 16):
-                said += part
-            return said  # it has closed the pipe
+                words += part
+            return words  # it has closed the pipe
         if gone:
-            return said
+            return words
 
 
 def _marked(mark: str) -> Iterator[int]:

@@ -250,13 +250,13 @@ class Actors:
     """The actors of a run on its placement group.
 
     Colocated engines share the trainers' devices. Other engines get the devices after those. ``started``: all actors
-    that were started so far.
+    are added to this list.
     """
 
-    def __init__(self, args: Args, group: PlacementGroup, world: int) -> None:
+    def __init__(self, args: Args, group: PlacementGroup, world: int, started: list[RayRemote[object]]) -> None:
         self.args, self.group, self.world = args, group, world
         self.factory = EngineFactory(args)
-        self.started: list[RayRemote[object]] = []
+        self.started = started
         self._nodes = placement_group_table(group)["bundles_to_node_id"]
         self._here = str(ray.get_runtime_context().get_node_id())
         self._hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
@@ -408,29 +408,32 @@ def ray_workers(args: Args, progress: Progress) -> Iterator[Workers]:
     count = args.num_engines if args.job.engines == "own" else 0
     widths = beside_ranks(args, world, [args.engine_place(number) for number in range(count)])
     bundles = world + sum(widths)
+    started, machines = list[RayRemote[object]](), dict[str, RemoteMachine]()
     with (
         _one_message(),
+        Monitor(args.hang_timeout, started, machines),  # until Ray has ended, which takes its daemons
         connected(bundles, _patience(args)) as kept,
         _reserved(args, world, widths, progress, kept) as group,
     ):
-        actors = Actors(args, group, world)
-        machines = actors.machines()
+        actors = Actors(args, group, world, started)
+        machines.update(actors.machines())
         try:
-            with Monitor(args.hang_timeout, actors.started, machines):
-                engines, trainers = actors.engines(count), actors.trainers()
-                processes: list[RayRemote[ServerProcess]] = engines if args.job.servers else []
-                targets: Sequence[Target] = engines
-                if args.job.servers and args.job.engines:
-                    targets = actors.factory.addresses(processes)
-                rollout = actors.rollout(targets, processes)
-                actors.check_shared(trainers)
-                start_workers(args, rollout, trainers, engines, progress)
-                yield Workers(rollout, trainers, targets, engines)
-                closing: list[Remote[Closing]] = [*trainers, rollout, *processes]
-                for each in closing:
-                    each.submit(Closing.close).result()
+            engines, trainers = actors.engines(count), actors.trainers()
+            processes: list[RayRemote[ServerProcess]] = engines if args.job.servers else []
+            targets: Sequence[Target] = engines
+            if args.job.servers and args.job.engines:
+                targets = actors.factory.addresses(processes)
+            rollout = actors.rollout(targets, processes)
+            actors.check_shared(trainers)
+            start_workers(args, rollout, trainers, engines, progress)
+            yield Workers(rollout, trainers, targets, engines)
+            closing: list[Remote[Closing]] = [*trainers, rollout, *processes]
+            for each in closing:
+                each.submit(Closing.close).result()
         finally:
-            for ended in (*(actor.handle for actor in actors.started), *(each.actor for each in machines.values())):
+            others = [each.actor for each in machines.values()]
+            machines.clear()
+            for ended in (*(actor.handle for actor in started), *others):
                 ray.kill(ended)
 
 

@@ -26,8 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from slimelite.models.scans import decayed_attention, gated_delta_rule, selective_scan, state_space_duality
 from slimelite.training.batch import sequences_of_pass
-from slimelite.training.scans import decayed_attention, gated_delta_rule, selective_scan, state_space_duality
 
 # (inputs [n, L, ...] and a state [n, ...] or None) -> result [n, L, ...] and the last state
 Scan = Callable[..., tuple[Tensor, Tensor]]

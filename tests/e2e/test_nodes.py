@@ -88,16 +88,15 @@ def test_a_long_cable_that_loses_frames(grpo_args: list[str], on_two_nodes: list
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("seconds", [3600, -86400])
-def test_clocks_that_differ(grpo_args: list[str], on_two_nodes: list[str], tmp_path: Path, seconds: int) -> None:
-    """The second node's clock is an hour ahead, or a day behind."""
+def test_clocks_that_differ(grpo_args: list[str], on_two_nodes: list[str], tmp_path: Path) -> None:
+    """The second node's clock is an hour ahead."""
     with machines(2) as (nodes, _):
-        more = {"node2": clock_ahead(tmp_path, seconds)}
+        more = {"node2": clock_ahead(tmp_path, 3600)}
         address = start_ray(nodes, tmp_path, cpus=4, more=more)
         two = trains_as_one_process_does(nodes[0], address, grpo_args, on_two_nodes, tmp_path, timeout=600)
     first, second = (two / file for file in ("trace.json", "trace-10.77.0.2.json"))
     begins = [min(bar["ts"] for bar in spans(file.read_text().rstrip(",]\n") + "]")) for file in (first, second)]
-    assert (begins[1] - begins[0]) / 1e6 == pytest.approx(seconds, abs=300), "the workers there had that clock"
+    assert (begins[1] - begins[0]) / 1e6 == pytest.approx(3600, abs=300), "the workers there had that clock"
 
 
 def test_two_nodes_train_as_one_process_does(

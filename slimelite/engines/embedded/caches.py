@@ -1,9 +1,9 @@
 """Rows of the caches of transformers: take some rows out of a cache, or join several caches into the cache of one
 batch.
 
-A cache is an object of transformers with tensors somewhere inside, in layers, lists or dictionaries. The first
-dimension of each tensor is the row. Keys and values have a column for each token, and the newest tokens are in the last
-columns. States of linear attention, state-space layers and convolutions have no such columns.
+A cache is an object of transformers with tensors somewhere inside, in layers, lists or dictionaries, or a list of
+`Held`. The first dimension of each tensor is the row. Keys and values have a column for each token, and the newest
+tokens are in the last columns. States of linear attention, state-space layers and convolutions have no such columns.
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ from transformers import PretrainedConfig
 COLUMNS = {"keys": 2, "values": 2, "indexer_keys": 2, "key_cache": 2, "value_cache": 2}
 # numbers of a layer that count the tokens it has seen
 COUNTS = ("cumulative_length",)
+
+
+class Held:
+    """What a layer of our own keeps of its rows, in attributes that are tensors."""
 
 
 def with_rows(cache: Any, rows: Tensor, width: int | None = None) -> Any:
@@ -101,7 +105,8 @@ def _combined(parts: Sequence[Any], leaf: Callable[[str, Sequence[Any]], Any], n
         return type(first)([_combined(group, leaf, name) for group in zip(*parts, strict=True)])
     if isinstance(first, dict):
         return {key: _combined([part[key] for part in parts], leaf, name) for key in first}
-    if type(first).__module__.startswith("transformers.") and not isinstance(first, PretrainedConfig | type):
+    is_theirs = type(first).__module__.startswith("transformers.") and not isinstance(first, PretrainedConfig | type)
+    if is_theirs or isinstance(first, Held):
         twin = copy.copy(first)
         for field in vars(first):
             setattr(twin, field, _combined([vars(part)[field] for part in parts], leaf, field))

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig
 
 from slimelite.engines.embedded.caches import token_bytes
+from slimelite.engines.embedded.gated_delta import HybridPasses, is_fast_hybrid
 from slimelite.engines.embedded.model import Linear
 from slimelite.engines.embedded.passes import Passes
 from slimelite.engines.embedded.ways import NotComputed, Rows, Ways, ways_of
@@ -38,6 +39,8 @@ class GenericDecoder(Weights):
         self.dtype = dtype
         model = load_model(model_path, config, dtype, seed, self.ways.attention)
         self.model = model.eval().requires_grad_(False).to(device)
+        # first, because it makes parts of larger weights of some
+        self.passes = HybridPasses(model) if is_fast_hybrid(config, device, dtype) else Passes(model)
         text = config.get_text_config()
         self.vocab_size: int = text.vocab_size
         self.context: int | None = getattr(text, "max_position_embeddings", None)
@@ -51,7 +54,6 @@ class GenericDecoder(Weights):
         names = {tensor.data_ptr(): name for name, tensor in own.items() if name in self._targets}
         tied = ((name, names.get(tensor.data_ptr())) for name, tensor in model.state_dict().items())
         self._complete({name: first for name, first in tied if first not in (None, name) and name not in own})
-        self.passes = Passes(model)
         if device.type == "cpu" and dtype == torch.float32:
             _pack(model)
 

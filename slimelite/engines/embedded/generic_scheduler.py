@@ -221,9 +221,11 @@ class GenericScheduler(Batching):
             whole = count == len(known.tokens)
             if not (whole and count == len(wanted) and known.logits is not None):
                 cut = min(count, len(wanted) - 1)
+                if cut <= prompt.start or cut < min(ALIKE, len(wanted) - 1):
+                    continue  # before a look at the cache, which takes longer
                 may_cut = (whole and cut == count) or is_cut(known.cache, len(known.tokens))
                 may_go_on = cut == len(wanted) - 1 or self._ways.extends
-                count = cut if may_cut and may_go_on and cut >= min(ALIKE, len(wanted) - 1) else 0
+                count = cut if may_cut and may_go_on else 0
             if count > prompt.start:
                 prompt.start, best = count, known
         if best is not None:
