@@ -112,12 +112,12 @@ POLL_S, LOOK_S, END_S = 0.2, 2.0, 15.0
 
 
 def _is_program(command: str) -> bool:
-    """Whether it is no watchdog and no shell, which have a program's name among their words."""
+    """Whether ``command`` is a program itself, not a watchdog or a shell that has the program's name in its words."""
     return "watchdog" not in command and not command.startswith("sh ")
 
 
 def bytes_in(folder: Path) -> int:
-    """Bytes of all files in a folder, 0 if there is none."""
+    """Bytes of all files in a folder; 0 if the folder does not exist."""
     total = 0
     for where, _, files in os.walk(folder):  # of a folder that has just gone it says nothing
         for file in files:
@@ -143,7 +143,7 @@ class Run:
     words: list[str] = field(default_factory=list)
 
     def play(self, rollouts: int, every: float | None, more: list[str]) -> None:
-        """Run to the end; ``every``: seconds of work between two faults, None: without."""
+        """Run to the end. ``every``: seconds of work between two faults; None: no faults."""
         words = [*shlex.split(FLAGS), "--num-rollout", str(rollouts), "--run-dir", str(self.folder / "run")]
         words += ["--save", str(self.folder / "saved"), "--save-hf", str(self.folder / "model"), *more]
         self.words = words
@@ -176,7 +176,7 @@ class Run:
         (self.folder / KEPT).write_text(json.dumps([self.seconds, list(self.sizes.items()), self.disk]))
 
     def recall(self) -> None:
-        """Know what an earlier `play` in its folder has written there."""
+        """Read what an earlier `play` has written in this folder."""
         self.seconds, sizes, self.disk = json.loads((self.folder / KEPT).read_text())
         self.sizes.update({tuple(key): rows for key, rows in sizes})
 
@@ -194,7 +194,7 @@ class Run:
                     yield child, " ".join(child.cmdline())[:200]
 
     def all_faults(self) -> list[tuple[str, signal.Signals]]:
-        """Those of `FAULTS` whose processes this run has."""
+        """The faults of `FAULTS` whose processes this run has."""
         return [fault for fault in FAULTS if ONLY_WITH.get(fault[0], "--num-rollout") in self.words]
 
     def _hurt(self, process: subprocess.Popen[bytes]) -> bool:
@@ -306,7 +306,7 @@ def problems(run: Run, rollouts: int, undisturbed: Run | None) -> list[str]:
 
 
 def report(rollouts: int, more: list[str], undisturbed: Run, disturbed: Run) -> list[str]:
-    """What was run and done to it, and what grew."""
+    """Lines about the two runs, the faults, and what grew."""
     dealt = Counter(what for what, _ in disturbed.faults)
     never = [f"{what} {number.name}" for what, number in disturbed.all_faults()]
     never = [fault for fault in never if fault not in dealt]
@@ -334,10 +334,14 @@ def main() -> int:
     parser.add_argument("--rollouts", type=int, default=1000)
     parser.add_argument("--every", type=float, default=60.0, help="seconds of work between two faults")
     parser.add_argument("--async-rollout", action="store_true", help="sample a rollout ahead")
-    parser.add_argument("--agents", action="store_true", help="a third of the samples are episodes of turns")
-    parser.add_argument("--sglang", action="store_true", help="a real SGLang server samples")
-    parser.add_argument("--undisturbed", type=Path, help="the folder of that name of a soak with the same flags")
-    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "soak", help="an empty folder, or none yet")
+    parser.add_argument("--agents", action="store_true", help="a third of the samples are episodes of three turns")
+    parser.add_argument("--sglang", action="store_true", help="sample with a real SGLang server")
+    parser.add_argument(
+        "--undisturbed", type=Path, help="use this folder `undisturbed` of an earlier soak with the same flags"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "runs" / "soak", help="an empty folder, or one that does not exist yet"
+    )
     args = parser.parse_args()
     args.out = args.out.resolve()
     if args.out.exists() and any(args.out.iterdir()):

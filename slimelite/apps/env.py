@@ -208,7 +208,7 @@ def _observe_all(plans: Sequence[Mapping[str, Any]]) -> list[Observed]:
 def _observe(process: subprocess.Popen[str], silent_seconds: float, observed: Observed) -> None:
     """Read the output of a probe into ``observed`` until the probe ends. If it is silent for too long, it is killed.
 
-    The time that the probe waits for a processor does not count: a busy machine is no fault of an environment.
+    Time in which the probe waits for a processor does not count, so a busy machine is not a fault of the environment.
     """
     assert process.stdout is not None
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()

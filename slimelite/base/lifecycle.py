@@ -169,7 +169,7 @@ class Watchdog:
 
     @classmethod
     def note_session(cls, session: Path) -> None:
-        """Have the folder of a Ray of this process's removed with it; its daemons may be gone before anybody looks."""
+        """Let the watchdog remove this folder of Ray when this process ends. Ray's daemons may be gone before that."""
         if cls._current is not None and (stdin := cls._current._process.stdin) is not None:
             with suppress(BrokenPipeError):
                 stdin.write(f"{session}\n".encode())
@@ -237,7 +237,7 @@ def _watch(pid: int, mark: str, folder: Path, explain: list[str]) -> None:
 
 
 def _words(waiting: select.poll) -> bytes:
-    """What the process has said when it ends, or ends its block: a line for each session, and whether all is well."""
+    """What the process has written until it ends or leaves its block: a line per session, and whether all is well."""
     words = b""
     os.set_blocking(0, False)
     while True:

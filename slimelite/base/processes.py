@@ -162,9 +162,9 @@ def is_stopped(pid: int) -> bool:
 
 
 def waited(pid: int | None = None) -> float:
-    """Seconds for which a thread was ready to run and had no processor; 0 where the kernel does not say (Linux).
+    """Seconds for which a thread was ready to run but had no processor; 0 if the kernel does not report it.
 
-    ``pid``: the process whose threads are asked; the one that waited longest counts. None: the calling thread alone.
+    ``pid``: a process; the thread of it that waited longest counts. None: only the calling thread counts.
     """
     files = [Path("/proc/thread-self/schedstat")] if pid is None else Path(f"/proc/{pid}/task").glob("*/schedstat")
     longest = 0.0

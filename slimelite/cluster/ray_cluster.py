@@ -522,7 +522,7 @@ def _reserved(
 def _granted(
     plan: Callable[[dict[str, int]], list[str] | None], device: str, bundles: list[dict[str, float]], limit: float
 ) -> PlacementGroup:
-    """The placement group of ``bundles`` where ``plan`` puts them; Ray may learn meanwhile that a node is gone."""
+    """A placement group of ``bundles`` where ``plan`` puts them. If Ray loses one of these nodes, it plans again."""
     wanted = f"{len(bundles)} x {bundles[0]}"
     while True:
         places = _wait_for(plan, device, wanted, limit)

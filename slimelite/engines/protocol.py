@@ -424,7 +424,7 @@ class Transport(WeightSink, Protocol):
 
 
 class EngineLostError(ValueError):
-    """An engine is dead, and this run cannot start it again; a restart of the run may."""
+    """An engine is dead, and this run cannot start it again. A restart of the run may help."""
 
 
 class WeightSyncError(RuntimeError):

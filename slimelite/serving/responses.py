@@ -432,7 +432,7 @@ def _end(turn: Turn) -> dict[str, Any]:
 
 
 def _usage(turn: Turn, chat_format: ChatFormat) -> dict[str, Any]:
-    """OpenAI's count of tokens. The thinking counts as many tokens as its text has."""
+    """OpenAI's count of tokens. The tokens of the thinking are counted in its text."""
     read, written = len(turn.prompt_ids), len(turn.output_ids)
     thought = len(chat_format.encode(turn.reply.reasoning or ""))
     return {

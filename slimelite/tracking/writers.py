@@ -130,7 +130,7 @@ class WandbWriter:
             self._forget()
 
     def _ask(self, call: Callable[[Run], object]) -> None:
-        """Have the run of wandb do something. If it fails, for want of its process, say, ours goes on without it."""
+        """Call a function on the run of wandb. If it fails, the training run goes on without wandb."""
         if self._run is None:
             return
         try:

@@ -430,8 +430,8 @@ def reducer_weights(args: AlgorithmArgs, columns: TokenColumns) -> Tensor:
 
     slime calls it for each micro-batch, adds up the results of the reducers, and divides by the rollouts of the step
     (with ``--calculate-per-token-loss`` by its trained tokens). Here it is called once with all responses of the step,
-    so it may divide by totals of the whole step. The divisor afterwards is the same. The reducer must be a weighted
-    sum. Its derivative is the weight of each token.
+    so it may divide by totals of the whole step. Its result is divided by the same number as in slime. The reducer must
+    be a weighted sum. Its derivative is the weight of each token.
 
     Raises:
         ValueError: the reducer's result is not a finite weighted sum of the losses.

@@ -263,7 +263,7 @@ class GenericScheduler(Batching):
         return torch.tensor(rows, device=self._device)
 
     def _keep(self, tokens: np.ndarray, cache: Any, row: int, logits: Tensor | None, *, new: bool = True) -> None:
-        """Cache the results for ``tokens``, which are a row of ``cache``, if there is memory."""
+        """Remember the results for ``tokens`` if there is memory. They are in row ``row`` of ``cache``."""
         if not new or len(self._known) >= self._max_rows or not self._make_room(len(tokens) + self._row_tokens):
             return
         kept = with_rows(cache, self._indices([row]), len(tokens))
