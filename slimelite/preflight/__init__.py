@@ -23,7 +23,7 @@ from slimelite.base.heap import loading
 from slimelite.base.registry import function
 from slimelite.engines.registry import ENGINES
 from slimelite.loop import read_evaluations
-from slimelite.models.checkpoints import model_folder
+from slimelite.models.checkpoints import MARKER, model_folder
 from slimelite.models.hub import make_room, refusal
 from slimelite.plan.devices import Machine, generation, this_machine
 from slimelite.preflight.findings import Findings, fill, format_report, one_line
@@ -86,6 +86,7 @@ def inspect(args: Args, machine: Machine, *, files_only: bool = False) -> Findin
         check_devices(args, machine, findings)
         _check_packages(args, findings)
         findings.problems += _output_problems(args)
+        findings.warnings += _older_checkpoints(args)
         if args.use_prometheus:
             findings.problems += _port_problems(args)
         try:
@@ -112,6 +113,18 @@ def inspect(args: Args, machine: Machine, *, files_only: bool = False) -> Findin
     except OSError as error:  # such as a folder that cannot be read; the text names it
         findings.problems.append(str(error))
     return findings
+
+
+def _older_checkpoints(args: Args) -> Iterator[str]:
+    """A warning if a new run saves where another run has saved."""
+    marker = Path(args.save or "") / MARKER
+    if args.save and args.job.trains and not args.resume_directory and marker.is_file():
+        newest = marker.read_text(errors="replace").strip()
+        yield (
+            f"--save {args.save} has the checkpoint of rollout {newest:.20} of another run. This run starts anew: it "
+            f"replaces checkpoints of the same number. To continue that run, add --load {args.save}; else name another "
+            "folder"
+        )
 
 
 def _try_estimator(args: Args, findings: Findings) -> None:
