@@ -32,23 +32,34 @@ from slimelite.samples.table import SampleTable  # noqa: E402
 
 ROW = {
     "messages": [{"role": "user", "content": TASK}],
-    "label": "",
+    "label": "def add(a, b):\n    return a + b\n",
     "metadata": {
         "files": {"sums.py": "def add(a, b):\n    return a - b\n"},
         "test": "from sums import add\n\nassert (add(2, 3), add(2, 2)) == (5, 4)\n",
     },
 }
 CONTEXT = {"scripted": 40960, "real": 8192}
+# tokens of a reply; the agents fail when one is cut off
+LONGEST = {"scripted": 64, "real": 256}
+# the real model ends a reply with its first paragraph; it would often go on until it is cut off
+STOP = "\n\n"
 INSTRUCTIONS = "You mend code."
 COLUMNS = ("episodes", "failed", "turns", "branches", "trained tokens", "reward 1", "prompt tokens", "distance")
 
 
 def short(agent: str, out: Path) -> list[str]:
-    """The options that make an agent's prompt short enough for the real model, whose context is 8,192 tokens."""
+    """The options that make an agent's prompt short: the real model's context is 8,192 tokens."""
     if agent == "claude":
-        return ["--tools", "Bash", "--system-prompt", INSTRUCTIONS]
+        return ["--tools", "Read,Edit", "--system-prompt", INSTRUCTIONS]
     (out / "instructions.md").write_text(INSTRUCTIONS)
-    values = (f'model_instructions_file="{out}/instructions.md"', "features.multi_agent=false", "features.goals=false")
+    off = ["features.multi_agent", "features.goals", "features.view_image", "features.unified_exec"]
+    off += ["skills.include_instructions", "skills.bundled.enabled", "include_permissions_instructions"]
+    off += ["include_environment_context", "tools.experimental_request_user_input.enabled"]
+    values = [
+        f"model_instructions_file={out}/instructions.md",
+        "web_search=disabled",
+        *(f"{name}=false" for name in off),
+    ]
     return [word for value in values for word in ("-c", value)]
 
 
@@ -86,7 +97,7 @@ def train(agent: str, program: str, out: Path, kind: str, rollouts: int) -> Path
         "num-rollout": rollouts,
         "rollout-batch-size": 1,
         "n-samples-per-prompt": 2,
-        "rollout-max-response-len": 64,
+        "rollout-max-response-len": LONGEST[kind],
         "rollout-max-context-len": CONTEXT[kind],
         "max-tokens-per-gpu": CONTEXT[kind],
         "lr": 1e-4,
@@ -95,6 +106,8 @@ def train(agent: str, program: str, out: Path, kind: str, rollouts: int) -> Path
     }
     if kind == "scripted":
         flags |= {"import-file": "scripts/lib/scripted_engine.py", "rollout-backend": "scripted"}
+    else:
+        flags["rollout-stop"] = STOP
     command = [sys.executable, "train.py", "--launcher", "local", "--use-dynamic-batch-size"]
     command += [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     subprocess.run(command, cwd=ROOT, check=True)

@@ -12,11 +12,10 @@ import os
 import resource
 import struct
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
 
-TYPE_CHECKING = False  # typing takes 4 ms, for which each program would wait
+TYPE_CHECKING = False  # typing and collections take milliseconds, for which each program would wait
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
     from typing import ClassVar
 
 # a system call that fails with EPERM for some arguments: its number by machine, which argument, values, whether these
@@ -242,14 +241,17 @@ def program_filter(
     return _packed(denied, rules, missing=(CLONE3,))
 
 
-@cache
+_groups: dict[str, list[int]] = {}
+
+
 def _system_calls() -> dict[str, list[int]]:
     """The numbers of the system calls on this machine, by group."""
-    import tomllib  # the supervisor of a sandbox does without it
+    if not _groups:
+        import tomllib  # the supervisor of a sandbox does without it
 
-    with open(os.path.join(os.path.dirname(__file__), "system_calls.toml"), "rb") as file:
-        groups: dict[str, list[int]] = tomllib.load(file)[os.uname().machine]
-    return groups
+        with open(os.path.join(os.path.dirname(__file__), "system_calls.toml"), "rb") as file:
+            _groups.update(tomllib.load(file)[os.uname().machine])
+    return _groups
 
 
 def _packed(denied: Iterable[int], rules: Iterable[Arguments], missing: Iterable[int] = ()) -> bytes:

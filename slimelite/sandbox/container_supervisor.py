@@ -29,6 +29,7 @@ from slimelite.sandbox.supervisor import (
     received,
     relay,
     say,
+    send_descriptor,
 )
 
 TYPE_CHECKING = False  # as in `confine`
@@ -171,8 +172,9 @@ class _Container:
         subprocess.run(line, start_new_session=True, check=False, stdin=none, stdout=none, stderr=none)
 
 
-def _listener_in(pid: int, port: int) -> socket.socket:
-    """A socket that listens at ``port`` on the loopback of another process's network.
+def _listener_in(pid: int, port: int) -> int:
+    """The descriptor of a socket that listens at ``port`` on the loopback of another process's network.
+
 
     Raises:
         OSError: this user may not enter the network.
@@ -191,7 +193,7 @@ def _listener_in(pid: int, port: int) -> socket.socket:
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 listener.bind(("127.0.0.1", port))
                 listener.listen(CONNECTIONS)
-                socket.send_fds(theirs, [b"x"], [listener.fileno()])
+                send_descriptor(theirs, listener.fileno())
         finally:
             os._exit(0)
     theirs.close()

@@ -2,7 +2,8 @@
 moment.
 
 `boxes` starts it as ``python -I -S -c``. The environment has a `Plan`, marshalled. It is the parent of the processes in
-the sandbox, and of those that they leave behind. It imports little (not even json), because each episode waits for it.
+the sandbox, and of those that they leave behind. It imports little, because each episode waits for it: not json, not
+the enums of ``signal`` and ``socket``. It imports what relays connections only when the first client comes.
 """
 
 from __future__ import annotations
@@ -13,20 +14,23 @@ import marshal
 import os
 import resource
 import select
-import signal
-import socket
 import stat
 import struct
 import sys
-import threading
 import time
-from contextlib import suppress
+from _thread import start_new_thread
 
 from slimelite.sandbox import confine
 
 TYPE_CHECKING = False  # as in `confine`
 if TYPE_CHECKING:
+    import signal
+    import socket
+
     from slimelite.sandbox.registry import Plan
+else:  # the same without enums and methods in Python, whose import costs more processor time than all other steps
+    import _signal as signal
+    import _socket as socket
 
 VARIABLE = "SLIMELITE_SANDBOX"
 # the exit status where the sandbox ended the program, or could not start it
@@ -41,6 +45,19 @@ NEW_USER, NEW_NET = 0x10000000, 0x40000000
 # users that no system has; the process's id makes one for each program
 FIRST_USER = 1 << 30
 SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)
+
+
+class suppress:  # contextlib's, without what that imports
+    """Ignore these errors in a block."""
+
+    def __init__(self, *errors: type[BaseException]) -> None:
+        self._errors = errors
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        return kind is not None and issubclass(kind, self._errors)
 
 
 def main() -> None:
@@ -91,7 +108,7 @@ class _Run:
         theirs.close()
         listener = received(ours)
         if listener is not None and plan["endpoint"] is not None:
-            threading.Thread(target=relay, args=(listener, plan["endpoint"]), daemon=True).start()
+            start_new_thread(relay, (listener, plan["endpoint"]))
 
     def to_the_end(self, parent: int) -> int:
         """Wait for the program and for signals. Returns the exit status, below 0 for a signal."""
@@ -263,13 +280,15 @@ class _Run:
             ):
                 with open(f"/proc/self/{name}", "w") as file:
                     file.write(text)
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-            fcntl.ioctl(any_socket, 0x8914, struct.pack("16sH14x", b"lo", 1))  # SIOCSIFFLAGS: up
+        any_socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        fcntl.ioctl(any_socket, 0x8914, struct.pack("16sH14x", b"lo", 1))  # SIOCSIFFLAGS: up
+        any_socket.close()
         if self._plan["network"] == "loopback" and self._plan["endpoint"] is not None:
-            with socket.socket() as listener:
-                listener.bind(("127.0.0.1", self._plan["endpoint"][1]))
-                listener.listen(CONNECTIONS)
-                socket.send_fds(sender, [b"x"], [listener.fileno()])
+            listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+            listener.bind(("127.0.0.1", self._plan["endpoint"][1]))
+            listener.listen(CONNECTIONS)
+            send_descriptor(sender, listener.fileno())
+            listener.close()
         return how
 
 
@@ -302,24 +321,36 @@ def _make_groups(parents: dict[str, dict[str, str]]) -> list[str]:
     return made
 
 
-def received(ours: socket.socket) -> socket.socket | None:
-    """The listener that the child sent; None if it has none."""
-    with ours:
-        descriptors = socket.recv_fds(ours, 1, 1)[1]
-        return socket.socket(fileno=descriptors[0]) if descriptors else None
+def send_descriptor(sender: socket.socket, descriptor: int) -> None:
+    """Send an open file to whom `received` asks."""
+    sender.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", descriptor))])
 
 
-def relay(listener: socket.socket, endpoint: tuple[str, int]) -> None:
-    """Connect every client of ``listener`` to the endpoint."""
-    room = threading.BoundedSemaphore(CONNECTIONS)
+def received(ours: socket.socket) -> int | None:
+    """The descriptor of the listener that the child sent; None if it has none."""
+    sent = ours.recvmsg(1, socket.CMSG_LEN(4))[1]
+    ours.close()
+    return int(struct.unpack("i", sent[0][2])[0]) if sent else None
+
+
+def relay(listener: int, endpoint: tuple[str, int]) -> None:
+    """Connect every client of the socket ``listener`` to the endpoint."""
+    select.select([listener], (), ())
+    import socket  # not threading: imported here, it would wait for this thread at the end
+
+    comers, joined = socket.socket(fileno=listener), list[None]()
     while True:
-        theirs = listener.accept()[0]
-        room.acquire()
-        threading.Thread(target=_join, args=(theirs, endpoint, room), daemon=True).start()
+        theirs = comers.accept()[0]
+        while len(joined) >= CONNECTIONS:
+            time.sleep(0.01)
+        joined.append(None)
+        start_new_thread(_join, (theirs, endpoint, joined))
 
 
-def _join(theirs: socket.socket, endpoint: tuple[str, int], room: threading.BoundedSemaphore) -> None:
-    with suppress(OSError), theirs, socket.create_connection(endpoint, 30.0) as model:
+def _join(theirs: socket.socket, endpoint: tuple[str, int], joined: list[None]) -> None:
+    from socket import SHUT_WR, create_connection
+
+    with suppress(OSError), theirs, create_connection(endpoint, 30.0) as model:
         model.settimeout(None)
         other = {theirs: model, model: theirs}
         open_sides = list(other)
@@ -330,8 +361,8 @@ def _join(theirs: socket.socket, endpoint: tuple[str, int], room: threading.Boun
                     other[side].sendall(data)
                 else:
                     open_sides.remove(side)
-                    other[side].shutdown(socket.SHUT_WR)
-    room.release()
+                    other[side].shutdown(SHUT_WR)
+    joined.pop()
 
 
 def say(what: str) -> int:

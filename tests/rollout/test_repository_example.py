@@ -29,18 +29,19 @@ else:
 
 
 @pytest.mark.parametrize(
-    ("agent", "work", "reward"),
+    ("agent", "work", "label", "reward"),
     [
-        ("claude", "pathlib.Path('sums.py').write_text('SUM = 4')", 1.0),
-        ("codex", "pathlib.Path('sums.py').write_text('SUM = 4')", 1.0),
-        ("claude", "print('I do nothing.')", 0.0),
-        ("codex", "pathlib.Path('test.py').write_text('')", 0.0),
-        ("claude", "sys.exit('the model is gone')", None),
+        ("claude", "pathlib.Path('sums.py').write_text('SUM = 4')", "", 1.0),
+        ("codex", "pathlib.Path('sums.py').write_text('SUM = 4')", "SUM = 4", 1.0),
+        ("claude", "print('I do nothing.')", "", 0.0),
+        ("codex", "pathlib.Path('test.py').write_text('')", "", 0.0),
+        ("claude", "print('SUM = 5', end='')", "SUM = 4", 0.5 * 12 / 14),
+        ("claude", "sys.exit('the model is gone')", "", None),
     ],
-    ids=["claude-mends", "codex-mends", "does-nothing", "changes-the-test", "fails"],
+    ids=["claude-mends", "codex-mends", "does-nothing", "changes-the-test", "says-nearly-what-to-do", "fails"],
 )
 def test_the_reward_is_what_the_test_says_of_the_agents_work(
-    agent: str, work: str, reward: float | None, tmp_path: Path
+    agent: str, work: str, label: str, reward: float | None, tmp_path: Path
 ) -> None:
     program = tmp_path / "agent"
     program.write_text(AGENT.format(python=sys.executable, work=work))
@@ -50,10 +51,10 @@ def test_the_reward_is_what_the_test_says_of_the_agents_work(
     example = ROOT / "docs/examples/agent_program/repository.py"
     done = subprocess.run(
         [sys.executable, example, agent, program, "--mine", "x y"],
-        input=json.dumps(ROW) + "\n", env=env, capture_output=True, text=True, timeout=120,
+        input=json.dumps({**ROW, "label": label}) + "\n", env=env, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     if reward is None:
         assert (done.returncode, "the model is gone" in done.stderr) == (1, True)
     else:
         assert done.returncode == 0, done.stderr
-        assert json.loads(done.stdout.splitlines()[-1]) == {"reward": reward}
+        assert json.loads(done.stdout.splitlines()[-1])["reward"] == pytest.approx(reward)

@@ -3,9 +3,12 @@
     repository.py claude|codex PROGRAM [OPTION ...]
 
 PROGRAM is the path of the agent's program. Options go to the agent, such as ``--tools Bash`` to Claude Code. A row's
-metadata has ``files``, name -> text, and ``test``, the text of test.py. The script needs only the standard library.
+metadata has ``files``, name -> text, and ``test``, the text of test.py. A row may have a label, such as the mended
+file's text. Then work that fails the test earns up to 0.5, by how alike the agent's last words and the label are. The
+script needs only the standard library.
 """
 
+import difflib
 import json
 import os
 import subprocess
@@ -45,4 +48,5 @@ with tempfile.TemporaryDirectory() as home:
     # once more, because the agent may have changed it
     (work / "test.py").write_text(row["metadata"]["test"])
     test = subprocess.run([sys.executable, "test.py"], cwd=work, capture_output=True, timeout=20)
-print(json.dumps({"reward": float(test.returncode == 0)}))
+alike = difflib.SequenceMatcher(None, done.stdout, row["label"]).ratio() if row.get("label") else 0.0
+print(json.dumps({"reward": 1.0 if test.returncode == 0 else alike / 2}))
