@@ -3,7 +3,7 @@
 #
 #   bash scripts/run_slime_script.sh [--map /root=/data]... path/to/run-qwen3-4B.sh [flags...]
 #
-# The flags follow the script's own flags, so they override them. --dry-run checks the script and starts nothing.
+# Your flags come after the script's own flags, so yours override the script's. --dry-run checks the script and starts nothing.
 # --map /root=/data changes /root/... in the script's arguments to /data/....
 #
 # For that script alone, these commands are replaced. `pkill`, `killall` and `ray stop` end nothing. `ray start` starts

@@ -63,7 +63,7 @@ class Answer:
 
 
 class SideFailed(RuntimeError):
-    """A command ended with an error. The message has the end of its output."""
+    """A command ended with an error. The message contains the last part of the command's output."""
 
 
 def measure(side: Side, folder: Path, limit_s: float = 3600.0) -> dict[str, Any]:

@@ -46,8 +46,8 @@ def pair(run: Run) -> tuple[Shown, Shown]:
     """(A sample of the first rollout with its lowest reward, a sample of the last quarter of the rollouts with the
     highest reward).
 
-    Of all such pairs it is the one whose prompts share the most characters, and of these the later one. The same prompt
-    seldom appears twice.
+    Of all such pairs it is the one whose prompts share the most characters. If several tie, it is the latest. The same
+    prompt seldom appears twice.
 
     Raises:
         ValueError: the run has fewer than two rollouts' files.

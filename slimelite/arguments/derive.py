@@ -101,7 +101,7 @@ def _modes(draft: Draft) -> None:
     for name, paths in SLIME_DEFAULTS.items():
         root, _, path = str(getattr(args, name)).partition(".")
         if root in ("slime", "miles") and path in paths:
-            draft.set(name, None, f"{root}.{path} is what runs anyway{AHEAD if 'async' in path else ''}")
+            draft.set(name, None, f"{root}.{path} is the default here{AHEAD if 'async' in path else ''}")
     if draft.args.rollout_function_path is not None and job.sampled:
         draft.default("eval_function_path", args.rollout_function_path, "as --rollout-function-path")
     if not job.sampled:

@@ -127,7 +127,7 @@ class ClusterArgs(OfJob):
         {},
         'training actors get these environment variables, as JSON: {"NAME": "value"}; export a secret before Ray '
         "starts instead, because everyone on the machine can read a command line",
-        TRAINING & when("--launcher ray (with another, export them)", lambda a: a.launcher == "ray"),
+        TRAINING & when("--launcher ray (with another launcher, export the variables)", lambda a: a.launcher == "ray"),
     )
 
     # rollout_num_gpus / rollout_num_gpus_per_engine

@@ -22,7 +22,7 @@ SELDOM = 50_000
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """Inside this block Python seldom looks for unreachable objects, because imported modules stay anyway.
+    """Inside this block Python's garbage collector seldom runs. Imported modules stay in memory, so it finds little.
 
     Looking through all modules again and again took a tenth to a fifth of the CPU time of a trainer's imports.
     """

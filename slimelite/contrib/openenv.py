@@ -88,7 +88,7 @@ class OpenEnv:
             return await self._called(reply)
         action = self._action(reply.get("content") or "")
         if action is None:
-            return _again(f"Error: that is no action. {self._how()}")
+            return _again(f"Error: your reply is not an action. {self._how()}")
         try:
             result = await self._ask("step", action)
         except ServerError as error:

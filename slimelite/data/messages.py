@@ -297,7 +297,7 @@ def _call(raw: object, where: str, column: str) -> dict[str, object]:
 def parsed(value: object, kind: type[Kind], column: str, where: str = "") -> Kind:
     """``value`` as a list or dict (``kind``), parsed if it is text. Null and empty text give an empty one.
 
-    ``where``: names the part of the cell, with a verb, for the message.
+    ``where``: the beginning of an error message. It names the part of the cell, and has a verb.
 
     Raises:
         BadCell: it is neither a ``kind`` nor its JSON text.

@@ -325,7 +325,7 @@ class DataSource:
         if tokenizer is None:
             tokenizer = load_tokenizer(str(args.tokenizer))
         self._weights = list(args.prompt_data_weights)
-        assert not self._weights or len(self._weights) == len(args.prompt_data), "parsing checks the weights"
+        assert not self._weights or len(self._weights) == len(args.prompt_data), "parsing has counted the weights"
         if args.rollout_global_dataset and not args.prompt_data:
             raise ValueError("--prompt-data names no file; name one, or add --disable-rollout-global-dataset")
         parts = [[path] for path in args.prompt_data] if self._weights else [args.prompt_data]

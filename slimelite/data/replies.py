@@ -120,7 +120,7 @@ class Finder:
             return ""
 
     def _end_of_words(self, i: int, after: str, follower: str) -> int:
-        """The end of a reply that has words. ``after``: the text after a probe at its place."""
+        """The end of a reply that has words. ``after``: the text that follows a probe in the reply's place."""
         if not self.text.endswith(after):
             raise _hidden(i)
         end = len(self.text) - len(after)

@@ -33,7 +33,7 @@ class Nim:
         self._pile = int(row.metadata.get("pile") or self._chance.choice(PILES))
         self._opponent = row.metadata.get("opponent", "self")
         if self._opponent not in OPPONENTS:
-            raise ValueError(f"the opponent {self._opponent!r} is none of {', '.join(OPPONENTS)}")
+            raise ValueError(f"there is no opponent {self._opponent!r}; there are {', '.join(OPPONENTS)}")
         self._player = 0
         return Start(self._shown(), role=PLAYERS[0])
 

@@ -91,7 +91,7 @@ class Environment(Protocol):
         ...
 
     def step(self, reply: Mapping[str, Any]) -> Step:
-        """Answer a reply of the model.
+        """Respond to a reply of the model.
 
         ``reply``: an OpenAI message with ``content``, and with ``tool_calls`` and ``reasoning_content`` if there are
         any. Its ``malformed`` has a sentence for each call that could not be read. Its ``finish_reason`` is "length" if

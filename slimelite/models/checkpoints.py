@@ -163,7 +163,7 @@ def folder_of(save: str | Path, rollout_id: int) -> Path:
 
 
 def part_file(directory: Path, rank: int) -> Path:
-    """The file that says how a rank's part of a checkpoint ended, while ``--async-save`` writes the checkpoint."""
+    """A file while ``--async-save`` writes a checkpoint. It has the checksums of a rank's part, or its error."""
     return directory / f"part-{rank}.json"
 
 

@@ -22,7 +22,7 @@ COLUMNS = (*PARTS, "KV pool", "graphs", "buffers", "others", "processes")  # of 
 # what is not known of a run -> what makes it known
 UNKNOWN = {
     "the model's shapes are not known here": (
-        "give a folder with a config.json, of a decoder with attention in each layer"
+        "give a folder whose config.json describes a decoder with attention in each layer"
     ),
     "the longest micro-batch is not known before the prompts are read": (
         "--rollout-max-prompt-len or --use-dynamic-batch-size bounds it"

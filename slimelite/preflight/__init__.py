@@ -31,7 +31,7 @@ from slimelite.preflight.findings import Findings, fill, format_report, one_line
 if TYPE_CHECKING:
     from types import ModuleType
 
-UNCHECKED = "the tokenizer, the prompts as the model sees them and the memory are checked once the problems are fixed"
+UNCHECKED = "checked once the problems are fixed: the tokenizer, the memory, and the prompts as the model sees them"
 
 
 @loading()

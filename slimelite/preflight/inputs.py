@@ -479,7 +479,7 @@ class InputChecks:
             self._warn_of_hidden(chat, name, prompts)
 
     def _warn_of_hidden(self, chat: ChatReader, name: str, prompts: list[Sample]) -> None:
-        """Warn about content of the first rows that the chat template does not show, so that it is not learned."""
+        """Warn if the chat template leaves out content of the first rows. The model would not learn that content."""
         hidden, first = Counter[str](), prompts[:ROWS_AT_START]
         for prompt in first:
             conversations = [c for c in prompt.metadata.get(PAIR, [prompt.prompt]) if isinstance(c, list)]

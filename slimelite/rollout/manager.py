@@ -425,9 +425,9 @@ class RolloutManager:
         if old:
             self._warned_of_old_weights = True
             logger.warning(
-                "%d of %d response tokens to train on are from older weights than the current ones, without a "
-                "correction: consider --correction tis, --use-opsm, --max-weight-staleness or "
-                "--mask-offpolicy-in-partial-rollout (this warning appears once; see rollout/weight_staleness)",
+                "%d of %d response tokens to train on are from older weights than the current ones, and nothing "
+                "corrects for this. Consider --correction tis, --use-opsm, --max-weight-staleness or "
+                "--mask-offpolicy-in-partial-rollout. This warning appears once; see rollout/weight_staleness",
                 old,
                 int(np.count_nonzero(table.loss_mask)),
             )

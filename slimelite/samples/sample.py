@@ -292,8 +292,9 @@ class Sample:
         function was called. ``kept``: the ids that each token was drawn from. ``log_probs`` are then over these ids.
         ``constrained``: for each token, whether a grammar excluded other tokens. Such a token gets mask 0 and is
         counted in ``metadata``. ``meta_info``: from the engine's answer. It has the weight versions and the finish
-        reason, which sets the status unless ``update_terminal_info`` is False. If the request asked for them with
-        ``return_sampling_mask``, it also has the kept ids and log-probs over these, which replace ``log_probs``.
+        reason, which sets the status unless ``update_terminal_info`` is False. If the request set
+        ``return_sampling_mask``, the answer also has the kept ids, and the log-probs over these ids. These log-probs
+        replace ``log_probs``.
 
         Raises:
             ValueError: trainable tokens without log-probs, or lists of different lengths.

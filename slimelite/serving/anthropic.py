@@ -191,7 +191,8 @@ def _conversation(body: CountBody) -> tuple[list[Message], list[dict[str, Any]] 
     for index, message in enumerate(body.messages):
         conversation += checked_messages(_messages(message), f"messages[{index}]")
     if conversation[-1]["role"] == "assistant":  # as newer models of theirs do; it would be a message of its own here
-        raise RequestError(f"messages[{index}]: the assistant's reply cannot be begun for it", param="messages")
+        what = "the last message is the assistant's, but the model cannot continue a reply that somebody else began"
+        raise RequestError(f"messages[{index}]: {what}", param="messages")
     functions = [
         {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
         | ({"strict": True} if tool.strict else {})

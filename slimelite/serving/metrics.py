@@ -18,7 +18,7 @@ METRICS = {
     "responses_running": ("gauge", "responses that the engine samples"),
     "responses_waiting": ("gauge", "responses beyond the number that the engine samples at a time"),
     "prompt_tokens_total": ("counter", "tokens of prompts whose response ended"),
-    "cached_prompt_tokens_total": ("counter", "those of them that the engine had in its cache"),
+    "cached_prompt_tokens_total": ("counter", "tokens of these prompts that the engine had in its cache"),
     "generated_tokens_total": ("counter", "sampled tokens of responses that ended"),
     "sessions_open": ("gauge", "open sessions"),
 }

@@ -260,8 +260,8 @@ def _alike(one: Tensor, two: Tensor) -> bool:
 
 
 def _row(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The part of the tensors that belongs to row 1, alone or after row 0; nothing if they are not ordered by
-    tokens."""
+    """The part of the tensors that belongs to row 1, whether row 1 is alone or after row 0. It is empty if the
+    tensors are not ordered by tokens."""
     lengths = (LENGTHS[1], LENGTHS[0] + LENGTHS[1])
     if any(x.ndim < 2 or x.shape[1] not in lengths for x in tensors):
         return ()

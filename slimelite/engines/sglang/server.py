@@ -151,8 +151,8 @@ def each(servers: Sequence[Server], call: Callable[[Server], T]) -> list[T]:
 
 
 class SglangServer:
-    """One server process at ``host:port``. The constructor reserves the port, so that it is still free when the server
-    binds it, half a minute later, and after a restart.
+    """One server process at ``host:port``. The constructor reserves the port. The port is then still free when the
+    server binds it half a minute later, and again after a restart.
 
     ``command``: makes the command line from (host, port). ``log``: the server's output is appended to this file.
     ``environment``: the server's; None: ours, with ``CUDA_VISIBLE_DEVICES``.
