@@ -2,7 +2,8 @@
 
     python train.py --hf-checkpoint Qwen/Qwen2.5-0.5B-Instruct --prompt-data gsm8k/train.parquet --rm-type math ...
 
-``--help`` lists the flags people use, ``--help-all`` all; ``--dry-run`` checks a command line and starts nothing.
+``--help`` lists the flags that people use most, and ``--help-all`` lists all flags. ``--dry-run`` checks a command line
+and starts nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 
 
 def train(cluster: Cluster, tracker: Tracker) -> None:
-    """Run every rollout from the first to the last; colocation requires this order. Each verb returns a future."""
+    """Run every rollout from the first to the last; colocation requires this order. Each method of ``cluster`` returns
+    a future."""
     args, evaluations = cluster.args, Evaluations(cluster.args)
     saves = Saves(args, args.num_rollout)
     sync(cluster, tracker, version=args.start_rollout_id)
@@ -69,7 +71,7 @@ def train(cluster: Cluster, tracker: Tracker) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parse, check, launch, loop; returns the exit status."""
+    """Read the command line, check it, start the workers and run the loop. Returns the exit status."""
     with StopSignals() as stop:
         args = parse_args(argv, inspect=problems)
         if args.max_restarts and not args.dry_run and ATTEMPT not in os.environ:

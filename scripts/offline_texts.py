@@ -1,11 +1,12 @@
-"""What a small model can learn from without a network: texts of this machine's Python packages, and questions of them.
+"""Learning material without a network, for a small model: texts of this machine's Python packages, and questions about
+them.
 
     python scripts/offline_texts.py texts --out data/texts        # train.jsonl, held_out.jsonl, sources.md
     python scripts/offline_texts.py baselines --out data/texts    # bits per byte of compressors and an n-gram model
     python scripts/offline_texts.py questions --out data/texts    # conversations, prompts and evaluations
 
-Packages are held out whole. Compressors and n-gram model read the held-out texts as one stream, each text with a byte
-for its end, as eval/bpb counts it.
+Whole packages are held out. Compressors and the n-gram model read the held-out texts as one stream. Each text has a
+byte for its end, as in eval/bpb.
 """
 
 from __future__ import annotations
@@ -48,16 +49,16 @@ Row = dict[str, Any]
 
 
 class Lines:
-    """The lines of the texts so far, by which a text is known that says little new."""
+    """The lines of all texts so far. They show whether a new text adds little."""
 
     def __init__(self) -> None:
         self._known = set[str]()
 
     def repeated(self, entry: Entry) -> bool:
-        """Whether lines that were there before are more than half of the entry's text; its own are known from now on.
+        """Whether earlier lines are more than half of the entry's text. Its own lines are remembered from now on.
 
-        Generated clients describe each of a hundred calls in nearly the same words: a compressor, which sees all of
-        them at once, would be compared with a model that reads them one by one.
+        Generated clients describe a hundred calls in nearly the same words. A compressor sees all of them at once, but
+        a model reads them one by one, so their comparison would not be fair.
         """
         lines = [line for line in map(str.strip, entry.text.splitlines()) if line]
         known = sum(len(line) for line in lines if line in self._known)
@@ -66,9 +67,9 @@ class Lines:
 
 
 def split_texts(train_bytes: int, held_bytes: int) -> dict[str, list[tuple[Source, list[Document]]]]:
-    """(package, documents) of either side, without texts that repeat others of their side.
+    """side -> (package, documents), without texts that repeat others of their side.
 
-    A text that the training side has, too, is left out of the held-out ones.
+    A held-out text that the training side has too is left out.
 
     Raises:
         ValueError: this machine has too few texts.
@@ -97,7 +98,7 @@ def split_texts(train_bytes: int, held_bytes: int) -> dict[str, list[tuple[Sourc
 
 
 def _first(found: Sequence[Document], most: int, known: Lines) -> Iterator[Document]:
-    """Documents up to ``most`` bytes, without entries that repeat what is ``known``."""
+    """Documents up to ``most`` bytes, without entries that repeat ``known`` lines."""
     size = 0
     for document in found:
         document.entries = [entry for entry in document.entries if not known.repeated(entry)]
@@ -132,7 +133,7 @@ def write_texts(out: Path, train_bytes: int, held_bytes: int) -> None:
 
 
 def baselines(out: Path) -> dict[str, float]:
-    """Bits per byte of the held-out texts, by the name of who reads them."""
+    """Bits per byte of the held-out texts, by the name of the compressor or model."""
     train, held_out = (_read(out / f"{side}.jsonl") for side in SIDES)
     size, end = sum(map(len, held_out)), bytes([END])
     before, stream = (end.join([*texts, b""]) for texts in (train, held_out))
@@ -153,7 +154,7 @@ def _read(file: Path) -> list[bytes]:
 
 
 def _xz(data: bytes) -> int:
-    """Bytes of ``data`` after xz, whose window has 64 MiB."""
+    """Size of ``data`` after xz [bytes]. Its window has 64 MiB."""
     return len(lzma.compress(data, preset=9))
 
 
@@ -164,17 +165,17 @@ def summary(entry: Entry) -> str | None:
 
 
 def public(entries: Sequence[Entry]) -> list[tuple[Entry, str]]:
-    """Classes and functions that can be asked for, with their summaries."""
+    """Classes and functions that a question can be about, with their summaries."""
     named = [(entry, summary(entry)) for entry in entries if not entry.name.split(".")[-1].startswith("_")]
     return [(entry, line) for entry, line in named if line is not None]
 
 
 def questions(entries: Sequence[Entry], rng: random.Random, rows: int) -> Iterator[Row]:
-    """In turn: which of four docstrings is this function's, and which of four modules has it. Labels are letters;
-    ``reply`` is a right one.
+    """Two kinds of questions in turn: which of four docstrings belongs to this function, and which of four modules has
+    it. Labels are letters. ``reply`` is a right answer.
 
     Raises:
-        ValueError: there are too few to choose from.
+        ValueError: there are too few entries to choose from.
     """
     asked = public(entries)
     if min(len({line for _, line in asked}), len({entry.module for entry, _ in asked})) < 4:
@@ -204,7 +205,8 @@ def questions(entries: Sequence[Entry], rng: random.Random, rows: int) -> Iterat
 
 
 def write_questions(out: Path, rows: int, held_out: int, seed: int) -> None:
-    """``sft.parquet``; ``sums.parquet`` and ``questions.parquet``, prompts; the same with ``held_out_`` before."""
+    """Write ``sft.parquet`` and the prompts ``sums.parquet`` and ``questions.parquet``. The same names with
+    ``held_out_`` in front have held-out rows."""
     rng = random.Random(seed)
     sums = all_questions()
     rng.shuffle(sums)
@@ -232,22 +234,22 @@ def with_reply(row: Row) -> Row:
 
 
 def write(rows: list[Row], path: Path) -> None:
-    """Parquet, and a line that says so."""
+    """Write a parquet file, and print a line about it."""
     pq.write_table(pa.Table.from_pylist(rows), path)
     print(f"{path}: {len(rows)} rows")
 
 
 def main() -> None:
-    """The command line."""
+    """The program of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("command", choices=("texts", "baselines", "questions"))
     add("--out", type=Path, required=True, help="folder to write")
-    add("--train-bytes", type=int, default=24_000_000, help="of texts to train on, about (%(default)s)")
-    add("--held-bytes", type=int, default=1_300_000, help="of held-out texts, about (%(default)s)")
-    add("--rows", type=int, default=10_000, help="conversations of questions, and as many of sums (%(default)s)")
+    add("--train-bytes", type=int, default=24_000_000, help="about how many bytes of texts to train on (%(default)s)")
+    add("--held-bytes", type=int, default=1_300_000, help="about how many bytes of held-out texts (%(default)s)")
+    add("--rows", type=int, default=10_000, help="conversations with questions, and as many with sums (%(default)s)")
     add("--held-out", type=int, default=1000, help="held-out questions, and as many sums (%(default)s)")
-    add("--seed", type=int, default=0, help="of what is drawn (%(default)s)")
+    add("--seed", type=int, default=0, help="seed of all random choices (%(default)s)")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     try:

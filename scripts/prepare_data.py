@@ -6,9 +6,10 @@
     python scripts/prepare_data.py smoltalk --out data/smoltalk                 # conversations, for midtraining and SFT
     python scripts/prepare_data.py spelling --rows 5000 --out data/spelling     # made here, as counting and identity
 
-`--source` is `hub` (needs `pip install -e '.[hub]'`) or a folder with the original files: train and test as .jsonl
-or .parquet (GSM8K, MATH-500, MMLU), or SVAMP.json. Files that have the three columns already are copied. For spelling
-and counting it may be texts whose words are taken, for identity a .jsonl file of conversations of one's own.
+`--source` is `hub` (needs `pip install -e '.[hub]'`) or a folder with the original files: train and test as .jsonl or
+.parquet (GSM8K, MATH-500, MMLU), or SVAMP.json. Files that already have the three columns are copied. For spelling and
+counting, `--source` may be texts that words are taken from. For identity it may be a .jsonl file with your own
+conversations.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Task:
-    """Where the original is and how a row of it becomes one of ours (None: the row is left out)."""
+    """Where the original is, and the function that converts a row (None: the row is left out)."""
 
     convert: Callable[[Row, str, int], Row | None]
     hub: dict[str, str]  # split -> dataset id for `read_rows`
@@ -66,14 +67,14 @@ def row_of(question: str, label: str, metadata: Row) -> Row:
 
 
 def gsm8k(row: Row, split: str, index: int) -> Row:
-    """The label is what stands after ``####``, without thousands separators."""
+    """The label is the text after ``####``, without thousands separators."""
     label = row["answer"].split("####")[-1].strip().replace(",", "")
     metadata = {"split": split, "index": index, "answer": row["answer"], "question": row["question"]}
     return row_of(row["question"] + BOXED, label, metadata)
 
 
 def svamp(row: Row, split: str, index: int) -> Row:  # noqa: ARG001
-    """Body and question, one sentence each."""
+    """Body and question, as one sentence each."""
     body, answer = row["Body"].strip().rstrip(". "), float(row["Answer"])
     question = f"{body}{' ' if body.endswith((',', '?', '!')) else '. '}{row['Question'].strip()}"
     label = str(int(answer)) if answer.is_integer() else str(answer)
@@ -87,7 +88,7 @@ def math500(row: Row, split: str, index: int) -> Row:  # noqa: ARG001
 
 
 def mmlu_stem(row: Row, split: str, index: int) -> Row | None:  # noqa: ARG001
-    """Four choices; the label is the letter of the right one."""
+    """Four choices. The label is the letter of the right one."""
     subject = row.get("type") or row["subject"]
     if subject not in STEM:
         return None
@@ -97,7 +98,7 @@ def mmlu_stem(row: Row, split: str, index: int) -> Row | None:  # noqa: ARG001
 
 
 def gsm8k_talk(row: Row, split: str, index: int) -> Row:
-    """The worked answer as a reply, without the calculator's marks, and its number in a box."""
+    """The worked answer as a reply. The calculator's marks are removed, and its number is in a box."""
     ours = gsm8k(row, split, index)
     steps = re.sub(r"<<.*?>>", "", row["answer"].split("####")[0]).strip()
     return talks.talk(
@@ -134,7 +135,7 @@ MADE = ("spelling", "counting", "identity")
 
 
 def originals(task: Task, source: str) -> dict[str, str]:
-    """Split -> what `read_rows` reads."""
+    """Split -> the spec that `read_rows` reads."""
     if source == "hub":
         return task.hub
     # the 1,000 problems of SVAMP.json come as one file; the last 300 are kept for evaluation
@@ -164,7 +165,8 @@ def converted(task: Task, original: str, split: str) -> Iterator[Row]:
 
 
 def few_shot(row: Row, shots: int) -> Row:
-    """The question after ``shots`` worked examples, answered with ``#### n``: for models too small to follow BOXED."""
+    """The question after ``shots`` worked examples that are answered with ``#### n``, for models too small to follow
+    BOXED."""
     messages = [{"role": "system", "content": SHOTS_SYSTEM}]
     for question, answer in SHOTS[:shots]:
         messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
@@ -173,14 +175,14 @@ def few_shot(row: Row, shots: int) -> Row:
 
 
 def write(rows: list[Row], path: Path) -> None:
-    """Parquet, and a line that says so."""
+    """Write a parquet file, and print a line about it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.Table.from_pylist(rows), path)
     print(f"{path}: {len(rows)} rows")
 
 
 def prepare(name: str, source: str, out: Path, shots: int) -> None:
-    """Every split of a task."""
+    """Write every split of a task."""
     task = TASKS[name]
     for split, original in originals(task, source).items():
         target = out / f"{split}.parquet"
@@ -195,7 +197,7 @@ def prepare(name: str, source: str, out: Path, shots: int) -> None:
 
 
 def made(name: str, source: str, model: str, rows: int, seed: int) -> list[Row]:
-    """Conversations that are made here, or ``source``'s own of identity.
+    """Conversations that are generated here. For identity, those of ``source`` if it is given.
 
     Raises:
         ValueError: ``source`` cannot be read.
@@ -208,8 +210,8 @@ def made(name: str, source: str, model: str, rows: int, seed: int) -> list[Row]:
 
 
 def quickstart(out: Path, seed: int, held_out: int, sft_rows: int, worked_share: float, pairs: int) -> None:
-    """The tiny arithmetic task: prompts that do not overlap, conversations and preference pairs on the training
-    prompts, an empty model."""
+    """Write the tiny arithmetic task: prompts that do not overlap, conversations and preference pairs on the training
+    prompts, and a model folder without weights."""
     from arithmetic import all_questions, conversation_row, pair_row, prompt_row, write_model_folder
 
     rng = random.Random(seed)
@@ -225,7 +227,7 @@ def quickstart(out: Path, seed: int, held_out: int, sft_rows: int, worked_share:
 
 
 def main() -> None:
-    """The command line."""
+    """The program of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", choices=[*TASKS, *MADE, "quickstart"])
     parser.add_argument("--source", default="hub", help="hub, or the folder of the original files (default: hub)")
@@ -237,17 +239,24 @@ def main() -> None:
         choices=range(len(SHOTS) + 1),
         help="worked examples before each question (default: 0)",
     )
-    parser.add_argument("--rows", type=int, default=2000, help="spelling, counting, identity: rows (default: 2000)")
-    parser.add_argument("--name", default="Slim", help="identity: the model's name (default: Slim)")
-    parser.add_argument("--seed", type=int, default=0, help="of what is made here (default: 0)")
     parser.add_argument(
-        "--held-out", type=int, default=1000, help="quickstart: prompts in heldout.parquet (default: 1000)"
+        "--rows", type=int, default=2000, help="spelling, counting, identity: number of rows (default: 2000)"
+    )
+    parser.add_argument("--name", default="Slim", help="identity: the model's name (default: Slim)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of generated data (default: 0)")
+    parser.add_argument(
+        "--held-out", type=int, default=1000, help="quickstart: number of prompts in heldout.parquet (default: 1000)"
     )
     parser.add_argument("--sft-rows", type=int, default=32_000, help="quickstart: conversations (default: 32000)")
     parser.add_argument(
-        "--worked-share", type=float, default=0.35, help="quickstart: share that shows its working (default: 0.35)"
+        "--worked-share",
+        type=float,
+        default=0.35,
+        help="quickstart: share of answers that show their working (default: 0.35)",
     )
-    parser.add_argument("--pairs", type=int, default=3200, help="quickstart: preference pairs (default: 3200)")
+    parser.add_argument(
+        "--pairs", type=int, default=3200, help="quickstart: number of preference pairs (default: 3200)"
+    )
     args = parser.parse_args()
     if args.task == "quickstart":
         quickstart(args.out, args.seed, args.held_out, args.sft_rows, args.worked_share, args.pairs)

@@ -4,11 +4,11 @@
 #   1. .venv with the tested versions                       (once; minutes)
 #   2. data/quickstart: the task (sums of four numbers), its tokenizer and an untrained 120k-parameter Qwen2
 #   3. SFT on a mix of worked answers (35 %) and bare guesses (65 %)
-#   4. GRPO: reward 1 for the right number. Bare guesses are nearly always wrong, so the policy finds out that
-#      writing the steps pays
+#   4. GRPO: reward 1 for the right number. Bare guesses are nearly always wrong, so the model learns to write the
+#      steps
 #   5. runs/quickstart/seed-N/{sft,grpo}/: metrics, every rollout, curves.png
 #
-# SEED=3 bash scripts/quickstart.sh --num-rollout 80     (flags go to the GRPO run and win)
+# SEED=3 bash scripts/quickstart.sh --num-rollout 80     (flags go to the GRPO run and override its own)
 # MODEL=an/SFT/model bash scripts/quickstart.sh          (no SFT: starts at step 4)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -6,7 +6,8 @@
 #   bash scripts/run-smollm2-135M-cpu.sh [--any-flag value]
 #
 # The model is too small for "\boxed{}": four worked examples come before each question, and the answer is "#### n".
-# An hour or two on two cores. Started again it goes on from its last checkpoint. TASK=gsm8k for the harder one.
+# It takes an hour or two on two cores. If you start it again, it resumes from its last checkpoint. TASK=gsm8k selects
+# the harder task.
 set -euo pipefail
 SCRIPT_DIR=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 source "$SCRIPT_DIR/../models/smollm2-135M.sh"

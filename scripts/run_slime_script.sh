@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# Run a launch script of slime's as it is: its job runs on train.py of this folder.
+# Run one of slime's launch scripts unchanged. Its job runs on the train.py of this folder.
 #
 #   bash scripts/run_slime_script.sh [--map /root=/data]... path/to/run-qwen3-4B.sh [flags...]
 #
-# The flags go behind the script's own, so they win (--dry-run checks the script and starts nothing). --map /root=/data
-# reads /root/... in the script's arguments as /data/....
+# The flags follow the script's own flags, so they override them. --dry-run checks the script and starts nothing.
+# --map /root=/data changes /root/... in the script's arguments to /data/....
 #
-# For that script alone these commands are ours: `pkill`, `killall` and `ray stop` end nothing, `ray start` starts
-# nothing (train.py starts a Ray of its own, or uses that of RAY_ADDRESS), `ray job submit -- python3 train.py ...` and
-# `python3 train.py ...` run train.py here. Every other `python3` is the real one. What is replaced is printed.
+# For that script alone, these commands are replaced. `pkill`, `killall` and `ray stop` end nothing. `ray start` starts
+# nothing, because train.py starts its own Ray or uses that of RAY_ADDRESS. `ray job submit -- python3 train.py ...` and
+# `python3 train.py ...` run train.py here. Every other `python3` is the real one. Each replacement is printed.
 #
-# A Python launcher of miles's (run_qwen3_4b.py, with its own options behind it) is not run: the command of train.py that
-# it stands for is printed.
+# A Python launcher of miles (run_qwen3_4b.py, followed by its own options) starts no training. Instead, the
+# corresponding train.py command is printed.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 if [[ -z "${VIRTUAL_ENV:-}" && -x "$here/.venv/bin/python" ]]; then export PATH="$here/.venv/bin:$PATH"; fi

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Make .venv with the tested versions (constraints.txt).   bash scripts/setup.sh [--dev]
-# With a GPU: torch for CUDA, and SGLang. Without: torch for CPUs. --dev adds what the tests need.
-# Needs only Python >= 3.11. VENV=/elsewhere puts it somewhere else; a finished environment is left as it is.
+# With a GPU it installs torch for CUDA and SGLang, otherwise torch for CPUs. --dev adds the packages of the tests.
+# It needs only Python >= 3.11. VENV=/elsewhere sets another folder. A finished environment is not changed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 VENV=${VENV:-.venv}

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# nanochat's class on one machine of eight H100: 561M parameters, 11.2B tokens.   bash scripts/speedrun-8gpu.sh
+# A model of nanochat's size on one machine with eight H100: 561M parameters, 11.2B tokens.   bash scripts/speedrun-8gpu.sh
 #
-# NOT RUN: the project had no such machine. Each stage passes --dry-run on stand-ins, with the planner's hours and memory:
+# NOT RUN, because the project had no such machine. Each stage passes --dry-run with small stand-ins for its data, and
+# the dry run predicts hours and memory:
 #   bash scripts/speedrun-8gpu.sh --dry-run
 #
 #   1. from the hub: texts of FineWeb-Edu, a tokenizer of 65,536 tokens on 2 billion characters of them
@@ -11,7 +12,7 @@
 #   5. rl: GRPO on GSM8K
 #   6. report.html, with CORE's tasks after each stage
 #
-# The same command goes on after a crash. Flags go to every stage and win. PRICE: of one GPU for an hour.
+# After a crash, give the same command again. Flags go to every stage and override its own. PRICE: one GPU for an hour.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh

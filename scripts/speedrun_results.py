@@ -1,8 +1,8 @@
-"""What the stages of `speedrun-cpu.sh` reached, beside what they had to: RUN/results.md.
+"""The results of the stages of `speedrun-cpu.sh`, compared with their aims: RUN/results.md.
 
     python scripts/speedrun_results.py runs/speedrun-full/seed-0 --data data/speedrun-full
 
-It ends with status 1 where a stage did not do its work.
+The exit status is 1 if a stage missed its aim.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Line = tuple[str, str, str]  # what was measured, the value, what it has to be
 
 
 def base(run: Run, data: Path) -> Iterator[tuple[Line, bool]]:
-    """Lines about the base model, and whether each is as it has to be."""
+    """Lines about the base model, and whether each reaches its aim."""
     own = run.series["eval/bpb"][1][-1]
     yield ("base: bits per byte of the held-out packages", f"{own:.3f}", ""), True
     for number, (name, value) in enumerate(baselines(data).items()):
@@ -62,18 +62,18 @@ def answers(run: Run) -> Iterator[tuple[Line, bool]]:
 
 
 def formed(table: SampleTable, form: re.Pattern[str]) -> float:
-    """The share of responses that ended by themselves and have the form."""
+    """The share of responses that ended by themselves and have the right form."""
     ended = [status == Status.COMPLETED for status in table.status]
     good = [end and form.fullmatch(text.removesuffix(END)) for end, text in zip(ended, table.response, strict=True)]
     return sum(map(bool, good)) / max(len(good), 1)
 
 
 def main() -> int:
-    """The command line."""
+    """The program of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="the --run-dir of the stages")
     parser.add_argument("--data", type=Path, required=True, help="the folder of the texts")
-    parser.add_argument("--only-print", action="store_true", help="end with status 0 whatever was reached")
+    parser.add_argument("--only-print", action="store_true", help="end with status 0 even if an aim was missed")
     args = parser.parse_args()
     found = [*base(Run.read(args.run / "0-base"), args.data), *answers(Run.read(args.run / "2-rl"))]
     lines = ["| | measured | has to be | |", "|---|---:|---|---|"]

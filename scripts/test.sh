@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# Set up .venv and pass the tests: linter, type checker, test suite.   bash scripts/test.sh [pytest arguments]
-# Without arguments scripts/test_newest.sh follows: the tests marked newest, with the newest transformers and peft.
-# The tests marked sglang start real SGLang servers, on the CPU where there is no GPU; -m 'not sglang and not vllm' leaves them out.
-# REQUIRE_BROWSER=1 runs the tests marked browser too, which need chromium or Google Chrome; REQUIRE_BWRAP=1 those marked
-# bwrap, which need bubblewrap; REQUIRE_PODMAN=1 those marked podman, which need podman, and runc where cgroups are hybrid.
+# Set up .venv and run the linter, the type checker and the tests.   bash scripts/test.sh [pytest arguments]
+# Without arguments, scripts/test_newest.sh follows: the tests marked newest, with the newest transformers and peft.
+# The tests marked sglang start real SGLang servers, without a GPU on the CPU; -m 'not sglang and not vllm' leaves them
+# out. Three markers are left out by default. REQUIRE_BROWSER=1 runs the tests marked browser, which need chromium or
+# Google Chrome. REQUIRE_BWRAP=1 runs those marked bwrap, which need bubblewrap. REQUIRE_PODMAN=1 runs those marked
+# podman, which need podman, and runc if cgroups are hybrid.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if compgen -G "/dev/nvidia[0-9]*" >/dev/null; then bash scripts/setup.sh --dev; else bash scripts/install_sglang_cpu.sh; fi
 source scripts/lib/programs.sh
-# two cores and several processes: more OpenMP threads than cores make all of them crawl
+# several processes share the cores: more OpenMP threads than cores would slow all of them down
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 left_out="not vllm and not slow"
 if [[ "${REQUIRE_BROWSER:-}" != 1 ]]; then

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Runs clients from PyPI and, where npm is there, from npm against the HTTP front, each in an environment of its own,
-# since their requirements exclude SGLang's. With --record it also writes down the requests that they send, which
-# continuous integration repeats without them (tests/serving/test_recorded_clients.py), and the table of docs/serving.md.
+# Runs clients against the HTTP front: from PyPI, and from npm if it is installed. Each has its own environment, because
+# the requirements of clients and of SGLang exclude each other. With --record it also saves the requests that they send,
+# and writes the table of docs/serving.md. Continuous integration repeats these requests without the clients
+# (tests/serving/test_recorded_clients.py).
 #
-#   bash scripts/test_clients.sh [--record [client]]     # --table writes the table alone
+#   bash scripts/test_clients.sh [--record [client]]     # --table writes only the table
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}

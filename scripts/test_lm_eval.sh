@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# slimelite eval beside lm-evaluation-harness: the same answers and likelihoods, row by row.
+# Compare slimelite eval with lm-evaluation-harness: answers and likelihoods must be equal, row by row.
 #
-# lm-eval has an environment of its own, .venv-lm-eval, for its requirements exclude some of ours. It asks a model behind
-# `slimelite serve` two local tasks through /v1/completions, one of choices and one of answers to write; `slimelite eval`
-# asks the same rows; then verdicts, likelihoods and answers are compared. MODEL: a model folder, by default
-# SmolLM2-135M-Instruct (scripts/fetch_smollm2.py).
+# lm-eval has its own environment, .venv-lm-eval, because its requirements exclude some of ours. It runs two local tasks
+# on a model behind `slimelite serve`, through /v1/completions: one with choices, and one with written answers.
+# `slimelite eval` runs the same rows. Then verdicts, likelihoods and answers are compared. MODEL is a model folder, by
+# default SmolLM2-135M-Instruct (scripts/fetch_smollm2.py).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 MODEL=${MODEL:-data/SmolLM2-135M-Instruct} PYTHON=${PYTHON:-.venv/bin/python} VENV=${LM_EVAL_VENV:-.venv-lm-eval}

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Pass tests with the newest transformers and peft that pyproject.toml allows; the rest is .venv's.
+# Run tests with the newest transformers and peft that pyproject.toml allows. Other packages are those of .venv.
 #   bash scripts/test_newest.sh                      the tests marked newest; scripts/test.sh ends with it
 #   bash scripts/test_newest.sh all                  all but those of SGLang, which pins its own, and those marked pinned
 #   TORCH=2.14.1 bash scripts/test_newest.sh all     with another torch too
@@ -9,7 +9,7 @@ PINNED=$(realpath "${VENV:-.venv}")
 NEWEST=${NEWEST:-$PINNED-newest}
 [[ -x "$NEWEST/bin/python" ]] || "$PINNED/bin/python" -m venv "$NEWEST"
 site() { "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
-# behind its own packages on the path, so that only what is newer is installed
+# .venv's packages come last on the path, so that only newer ones are installed
 echo "import site; site.addsitedir('$(site "$PINNED")')" >"$(site "$NEWEST")/zz_pinned.pth"
 
 transformers=$(sed -n 's/^ *"\(transformers[^"]*\)",$/\1/p' pyproject.toml)

@@ -4,10 +4,10 @@
     python scripts/train_tokenizer.py --data web=web.parquet code=code.jsonl notes=notes/ --out data/tokenizer \\
         --beside Qwen/Qwen2.5-0.5B
 
-Texts come from parquet, jsonl or text files, folders, patterns, or a dataset of the hub (owner/name[:config][:split]),
-all of which may be larger than memory. The folder opens in `AutoTokenizer` and in --tokenizer of train.py with the same
-ids; but beside the config.json of a Qwen2, transformers 5.12 splits texts as Qwen2 does: take a Qwen3 or a Llama.
-bytes_per_token.md in it compares, on texts that training did not see, each domain's bytes per token.
+Texts come from parquet, jsonl or text files, folders, patterns, or a hub dataset (owner/name[:config][:split]). All of
+them may be larger than memory. `AutoTokenizer` and --tokenizer of train.py open the folder with the same ids. There is
+one exception: next to the config.json of a Qwen2, transformers 5.12 splits texts as Qwen2 does, so use a Qwen3 or a
+Llama. bytes_per_token.md in the folder compares each domain's bytes per token, on texts that training did not see.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ HELD_OUT_EVERY, HELD_OUT_CHARS = 20, 1_000_000
 
 
 class Texts:
-    """The texts of several domains, in turn; one of ``HELD_OUT_EVERY`` is kept from training in ``held_out``."""
+    """The texts of several domains, in turn. One of ``HELD_OUT_EVERY`` is not trained on, and goes to ``held_out``."""
 
     def __init__(self, domains: dict[str, str], column: str, max_chars: int, *, skip_bad: bool) -> None:
-        """``domains``: what `read_texts` reads, by name; ``max_chars``: so much of them is trained on, in all."""
+        """``domains``: name -> what `read_texts` reads. ``max_chars``: how many characters are trained on, in all."""
         self.held_out: dict[str, list[str]] = {name: [] for name in domains}
         self.chars = dict.fromkeys(domains, 0)
         self._streams = {name: read_texts(spec, column, skip_bad=skip_bad) for name, spec in domains.items()}
         self._max_chars = max_chars
 
     def __iter__(self) -> Iterator[str]:
-        """What is trained on: of each domain the same number of characters, as long as it has some."""
+        """The training texts: the same number of characters of each domain, while it has some."""
         streams, number, kept = dict(self._streams), dict.fromkeys(self._streams, 0), dict.fromkeys(self._streams, 0)
         while streams and sum(self.chars.values()) < self._max_chars:
             name = min(streams, key=lambda each: self.chars[each])
@@ -71,7 +71,8 @@ class Texts:
 
 
 def train(texts: Iterator[str] | Texts, vocab_size: int, digits: int, specials: Sequence[str]) -> Tokenizer:
-    """Byte-level BPE with ``vocab_size`` ids; the first are those of ``specials``, which no text is split into."""
+    """Byte-level BPE with ``vocab_size`` ids. The first ids are those of ``specials``, which no plain text is encoded
+    to."""
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(SPLIT.format(digits=digits)), behavior="isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -91,7 +92,7 @@ def train(texts: Iterator[str] | Texts, vocab_size: int, digits: int, specials: 
 
 
 def save(tokenizer: Tokenizer, out: Path) -> None:
-    """Write the folder, and check that it opens as what it is.
+    """Write the folder, and check that it opens with the same ids.
 
     Raises:
         ValueError: `AutoTokenizer` or `load_tokenizer` gives other ids.
@@ -116,7 +117,7 @@ def save(tokenizer: Tokenizer, out: Path) -> None:
 
 
 def table(texts: dict[str, list[str]], folders: Sequence[str]) -> str:
-    """Bytes per token of each domain by each tokenizer, as Markdown; ``folders``: tokenizers, ours first.
+    """Bytes per token of each domain with each tokenizer, as Markdown. ``folders``: tokenizers, ours first.
 
     Raises:
         ValueError: there is no tokenizer in a folder.
@@ -133,10 +134,10 @@ def table(texts: dict[str, list[str]], folders: Sequence[str]) -> str:
 
 
 def domains_of(words: Sequence[str]) -> dict[str, str]:
-    """``name=texts`` or texts, by name.
+    """Parse ``name=texts`` or texts into a dict by name.
 
     Raises:
-        ValueError: two have one name.
+        ValueError: two entries have the same name.
     """
     found: dict[str, str] = {}
     for word in words:
@@ -149,18 +150,28 @@ def domains_of(words: Sequence[str]) -> dict[str, str]:
 
 
 def main() -> None:
-    """The command line."""
+    """The program of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--data", nargs="+", required=True, metavar="[NAME=]TEXTS", help="texts, each with the name of its domain")
     add("--column", default="text", help="the column with the text (%(default)s)")
     add("--out", type=Path, required=True, help="folder to write")
-    add("--vocab-size", type=int, default=32_768, help="ids, special tokens among them (%(default)s)")
-    add("--digits", type=int, default=3, choices=(1, 2, 3), help="most digits in a token (%(default)s, as GPT-4)")
-    add("--special", nargs="*", default=[], metavar="TOKEN", help="special tokens beside those of the chat template")
-    add("--max-chars", type=int, default=2_000_000_000, help="characters that are read at most (%(default)s)")
-    add("--beside", nargs="*", default=[], metavar="FOLDER", help="tokenizers to compare with, folders or hub ids")
-    add("--skip-bad-rows", action="store_true", help="leave out empty texts, NULs and what is no UTF-8; count them")
+    add("--vocab-size", type=int, default=32_768, help="number of ids, including special tokens (%(default)s)")
+    add("--digits", type=int, default=3, choices=(1, 2, 3), help="most digits in a token (%(default)s, like GPT-4)")
+    add(
+        "--special",
+        nargs="*",
+        default=[],
+        metavar="TOKEN",
+        help="special tokens in addition to those of the chat template",
+    )
+    add("--max-chars", type=int, default=2_000_000_000, help="read at most this many characters (%(default)s)")
+    add("--beside", nargs="*", default=[], metavar="FOLDER", help="tokenizers to compare with: folders or hub ids")
+    add(
+        "--skip-bad-rows",
+        action="store_true",
+        help="leave out and count texts that are empty, have NULs or are not UTF-8",
+    )
     args = parser.parse_args()
     specials = list(dict.fromkeys((BEGIN, TURN, END, PAD, *args.special)))
     try:
@@ -169,7 +180,7 @@ def main() -> None:
         texts = Texts(domains_of(args.data), args.column, args.max_chars, skip_bad=args.skip_bad_rows)
         tokenizer = train(texts, args.vocab_size, args.digits, specials)
         if not sum(texts.chars.values()):
-            raise ValueError(f"{' '.join(args.data)}: too few texts: of {HELD_OUT_EVERY}, one is held out")
+            raise ValueError(f"{' '.join(args.data)}: too few texts: one of {HELD_OUT_EVERY} is held out")
         args.out.mkdir(parents=True, exist_ok=True)
         save(tokenizer, args.out)
         page = table(texts.held_out, [str(args.out), *args.beside])

@@ -1,4 +1,5 @@
-"""The steps of train.py's loop that are more than one verb of the `Cluster`, and what its evaluations decide."""
+"""The steps of train.py's loop that take more than one method of `Cluster`, and the decisions that follow an
+evaluation."""
 
 from __future__ import annotations
 
@@ -28,21 +29,23 @@ if TYPE_CHECKING:
 
 
 def due(interval: int | None, rollout_id: int, num_rollout: int, *, last: bool = False) -> bool:
-    """Whether something that happens every ``interval`` rollouts, and after the last one, happens now."""
+    """Whether something is due after rollout ``rollout_id``. It is due every ``interval`` rollouts, and after the last
+    one; ``last``: after the last one even without an interval."""
     if rollout_id + 1 == num_rollout:
         return interval is not None or last
     return interval is not None and (rollout_id + 1) % interval == 0
 
 
 class Saves:
-    """Says after which rollouts a checkpoint is due: ``--save-interval``, ``--save-interval-minutes`` and the last."""
+    """Tells after which rollouts a checkpoint is due, by ``--save-interval`` and ``--save-interval-minutes``. One is
+    always due after the last rollout."""
 
     def __init__(self, args: CheckpointArgs, num_rollout: int) -> None:
         self._args, self._num_rollout = args, num_rollout
         self._last = time.monotonic()
 
     def due(self, rollout_id: int) -> bool:
-        """Whether a checkpoint is due now; the minutes count anew from here then."""
+        """Whether a checkpoint is due now. If it is, the minutes start again from 0."""
         interval, minutes = self._args.save_interval, self._args.save_interval_minutes
         now = due(interval, rollout_id, self._num_rollout, last=minutes is not None)
         now |= minutes is not None and time.monotonic() - self._last >= 60 * minutes
@@ -52,11 +55,11 @@ class Saves:
 
 
 class Evaluations:
-    """``--early-stop-metric`` after each evaluation, by rollout (-1: before training).
+    """The value of ``--early-stop-metric`` after each evaluation, by rollout (-1: before training).
 
-    With ``--save`` the values are kept in ``evaluations.json`` there. A run that resumes takes those up to its
-    checkpoint, so that the best evaluation and the patience are as if it had never been interrupted. Without
-    ``--early-stop-patience`` and ``--save-best`` there are no values.
+    With ``--save``, ``evaluations.json`` in that folder has these values. A run that resumes reads the values up to its
+    checkpoint, so that the best evaluation and the patience are the same as without the interruption. Without
+    ``--early-stop-patience`` and ``--save-best`` no values are kept.
     """
 
     def __init__(self, args: EvalArgs) -> None:
@@ -68,15 +71,15 @@ class Evaluations:
             Path(args.save, BEST_MARKER).unlink(missing_ok=True)
 
     def due_at_start(self) -> bool:
-        """Whether the run begins with an evaluation: that before training, or that of the checkpoint which it goes on
-        from, if the run before ended between the two."""
+        """Whether the run begins with an evaluation. A new run may evaluate before training. A resumed run evaluates
+        its checkpoint if the earlier run ended before it did so."""
         args, done = self._args, self._args.start_rollout_id - 1
         if done < 0:
             return args.eval_interval is not None and not args.skip_eval_before_train
         return self._watched and done not in self._values and due(args.eval_interval, done, args.num_rollout)
 
     def note(self, rollout_id: int, metrics: Mapping[str, float]) -> None:
-        """Take the value of an evaluation.
+        """Keep the value of an evaluation.
 
         Raises:
             ValueError: the evaluation did not measure ``--early-stop-metric``.
@@ -90,7 +93,8 @@ class Evaluations:
         self._values[rollout_id] = float(metrics[name])
 
     def write(self) -> None:
-        """Keep the values in the folder of ``--save``; called when all that the last evaluation asks for is saved."""
+        """Write the values to the folder of ``--save``. Call it after everything that the last evaluation asks for is
+        saved."""
         if self._watched and self._args.save is not None:
             rows = [{"rollout_id": rollout_id, "value": value} for rollout_id, value in sorted(self._values.items())]
             content = {"metric": self._args.early_stop_metric, "evaluations": rows}
@@ -98,14 +102,14 @@ class Evaluations:
 
     @property
     def best(self) -> int | None:
-        """The rollout after which the best evaluation was; of equal ones the first."""
+        """The rollout of the best evaluation; the first one if several are equal; None if there is none."""
         sign = 1 if self._args.early_stop_mode == "max" else -1
         numbers = [rollout_id for rollout_id, value in sorted(self._values.items()) if value == value]
         return max(numbers, key=lambda rollout_id: sign * self._values[rollout_id], default=None)
 
     @property
     def stop(self) -> str | None:
-        """Why the run ends early; None while it goes on."""
+        """Why the run ends early; None if it goes on."""
         best, patience = -1 if self.best is None else self.best, self._args.early_stop_patience
         since = sum(rollout_id > best for rollout_id in self._values)
         if patience is None or since < patience:
@@ -113,7 +117,8 @@ class Evaluations:
         return f"{'1 evaluation was' if since == 1 else f'{since} evaluations were'} no better than {self._best_text()}"
 
     def improved(self, rollout_id: int) -> bool:
-        """Whether ``--save-best`` keeps the weights after ``rollout_id``: their evaluation is the best so far."""
+        """Whether ``--save-best`` keeps the weights after ``rollout_id``, because their evaluation is the best so
+        far."""
         return self._args.save_best and rollout_id == self.best and rollout_id >= 0
 
     def mark(self, rollout_id: int) -> None:
@@ -128,7 +133,7 @@ class Evaluations:
         return max(self._values) if self.stop else self._args.num_rollout - 1
 
     def facts(self) -> dict[str, str]:
-        """What the console says of the best evaluation at the end of the run; nothing without ``--save-best``."""
+        """The console's line about the best evaluation at the end of the run; empty without ``--save-best``."""
         if not self._args.save_best or self.best is None:
             return {}
         if self.best < 0:
@@ -148,7 +153,8 @@ class Evaluations:
 
 
 def read_evaluations(args: EvalArgs) -> dict[int, float]:
-    """The values beside the checkpoint that the run goes on from, as far as it needs them; others' metrics give none.
+    """The values in the folder of the checkpoint that the run resumes from. The dict is empty if the run does not need
+    them, or if they belong to another metric.
 
     Raises:
         ValueError: the file is damaged.
@@ -170,9 +176,9 @@ def read_evaluations(args: EvalArgs) -> dict[int, float]:
 
 
 def sync(cluster: Cluster, tracker: Tracker, version: int) -> None:
-    """Send the trainers' weights to the engines. If both take turns on the GPUs, trainers release their memory before
-    the engines allocate weights; the KV cache comes last, when no bucket of weights takes its room (slime's order).
-    A run without trainers or without engines has nothing to send."""
+    """Send the trainers' weights to the engines. If trainers and engines take turns on the GPUs, the trainers release
+    their memory before the engines allocate weights. The KV cache comes last, after the buckets of weights have left
+    its room (slime's order). A run without trainers or without engines has nothing to send."""
     args = cluster.args
     if not args.job.syncs:
         return
@@ -187,9 +193,10 @@ def sync(cluster: Cluster, tracker: Tracker, version: int) -> None:
 
 
 def evaluate(cluster: Cluster, tracker: Tracker, evaluations: Evaluations, rollout_id: int) -> None:
-    """Evaluate all eval datasets, and save what the result asks for; ``rollout_id`` -1 is before training.
+    """Evaluate all eval datasets, and save what the result asks for. ``rollout_id`` -1 means before training.
 
-    It asks for the best weights so far (``--save-best``), and if the run ends early, for what a last rollout leaves.
+    With ``--save-best`` that is the best weights so far. If the run ends early, it is also everything that a last
+    rollout saves.
     """
     args = cluster.args
     with tracker.phase("eval") as phase:
@@ -230,8 +237,8 @@ def evaluate(cluster: Cluster, tracker: Tracker, evaluations: Evaluations, rollo
 
 
 def publish(args: Args, tracker: Tracker, evaluations: Evaluations) -> None:
-    """Upload what ``--push-to-hub`` asks for. A failure is told at the end of the run, which has not failed: its model
-    is on disk."""
+    """Upload what ``--push-to-hub`` asks for. If the upload fails, the end of the run reports it. The run itself has
+    not failed, because its model is on disk."""
     if args.push_to_hub is None or args.save_hf is None:
         return
     last = evaluations.ended_after

@@ -1,10 +1,10 @@
-"""``train.py --stages sft.yaml rl.yaml``: several runs, each from the model of the one before.
+"""``train.py --stages sft.yaml rl.yaml``: several runs, each of which starts from the model of the run before.
 
-A stage is a YAML file of flags, as ``--config`` reads it; the other flags of the command line hold for every stage,
-and win. Stage 0 of ``--run-dir out`` with the file ``sft.yaml`` has the run folder ``out/0-sft``, with its checkpoints
-and its model inside, unless the file names other places. The same command goes on after a crash: finished stages are
-left out, and the one that was interrupted resumes from its newest checkpoint, if it has a ``save_interval``, or begins
-again. Every stage that is left is checked before the first of them begins.
+A stage is a YAML file of flags, as ``--config`` reads it. The other flags of the command line hold for every stage and
+override its file. Stage 0 of ``--run-dir out`` with the file ``sft.yaml`` has the run folder ``out/0-sft``. Its
+checkpoints and its model are inside, unless the file names other places. After a crash, give the same command again.
+Finished stages are left out. The interrupted stage resumes from its newest checkpoint if it has a ``save_interval``;
+otherwise it begins again. All remaining stages are checked before the first of them begins.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ OF_ONE = ("save_hf", "push_to_hub", "save", "load")
 
 @dataclass(frozen=True)
 class Stage:
-    """One run of several; ``argv``: its command line, but for the model that it starts from."""
+    """One run of several. ``argv``: its command line, without the model that it starts from."""
 
     number: int
     file: str
@@ -58,18 +58,18 @@ class Stage:
 
     @property
     def dry(self) -> bool:
-        """Whether it is only to be checked."""
+        """Whether the stage is only to be checked."""
         return bool(self.settings.values.get("dry_run"))
 
     @property
     def loss(self) -> LossType | None:
-        """What it minimises; None: ``--loss-type`` names nothing that is known."""
+        """The loss that the stage minimises; None if ``--loss-type`` is unknown."""
         name = self.settings.values.get("loss_type", Args.loss_type)
         return LOSSES.get(name)
 
     @property
     def chats(self) -> bool:
-        """Whether its prompts or conversations go through a chat template."""
+        """Whether a chat template renders the stage's prompts or conversations."""
         values, loss = self.settings.values, self.loss
         if values.get("apply_chat_template"):
             return True
@@ -77,34 +77,35 @@ class Stage:
 
     @property
     def made(self) -> bool:
-        """Whether the model is there."""
+        """Whether the stage's model exists."""
         return Path(self.model).is_dir()
 
     @property
     def result(self) -> str:
-        """The folder that the next stage starts from: with ``save_best`` the model of the best evaluation."""
+        """The folder of the model that the next stage starts from. With ``save_best`` it is the model of the best
+        evaluation."""
         best = model_folder(self.model, "best") if self.settings.values.get("save_best") else None
         return str(best) if best is not None and best.is_dir() else self.model
 
     @property
     def finished(self) -> bool:
-        """Whether an earlier start ran the stage to its end."""
+        """Whether an earlier start of this command finished the stage."""
         return read_status(self.folder).get("status") == "finished" and (self.made or "{" in self.model)
 
     def new_record(self, after: object) -> dict[str, Any]:
-        """What the stage begins with; ``after``: the id of the stage before."""
+        """The record of a stage that begins now. ``after``: the id of the stage before it."""
         return {"format": FORMAT, "flags": self._flags(), "id": secrets.token_hex(8), "after": after}
 
     def write_record(self, record: dict[str, Any]) -> None:
-        """Keep what `new_record` said."""
+        """Write the record that `new_record` returned."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_text(self.folder / RECORD, json.dumps(record, indent=1))
 
     def record(self) -> dict[str, Any]:
-        """The record that `write_record` wrote; empty if there is none.
+        """The record that `write_record` wrote; empty if there is no record.
 
         Raises:
-            ValueError: it is of another format.
+            ValueError: the record has another format.
         """
         file = self.folder / RECORD
         try:
@@ -115,7 +116,7 @@ class Stage:
         return record
 
     def changed(self, after: object) -> str | None:
-        """Why the finished stage is another than the one that is asked for now; None if it is the same."""
+        """Why the finished stage differs from the one that is asked for now; None if both are the same."""
         try:
             record = self.record()
         except ValueError as error:
@@ -132,7 +133,7 @@ class Stage:
         return None if record["after"] == after else "it started from another model of the previous stage"
 
     def _flags(self) -> dict[str, Any]:
-        """Flags that say what the stage computes, as JSON gives them back."""
+        """The flags that decide what the stage computes, as JSON returns them."""
         values = {**self.settings.values, **self.settings.sglang, **self.settings.custom}
         shown = {name: masked(name, value) for name, value in values.items() if name not in ASIDE}
         flags: dict[str, Any] = json.loads(json.dumps(shown, default=str))
@@ -140,7 +141,7 @@ class Stage:
 
 
 def run_stages(run: Callable[[list[str] | None], int], problems: Callable[[list[str]], list[str]]) -> int:
-    """`run_all`; of several processes that torchrun has started, the others serve rank 0 meanwhile."""
+    """Call `run_all`. Under torchrun only rank 0 does so; the other processes serve rank 0 meanwhile."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return run_all(run, problems)
     from slimelite.cluster.torchrun import follow, leave  # it needs torch
@@ -154,10 +155,10 @@ def run_stages(run: Callable[[list[str] | None], int], problems: Callable[[list[
 
 
 def run_all(run: Callable[[list[str] | None], int], problems: Callable[[list[str]], list[str]]) -> int:
-    """``run`` with the command line of this process, or with that of each stage in turn; returns the exit status.
+    """Call ``run`` with the command line of this process, or with that of each stage in turn. Returns the exit status.
 
-    ``problems``: those of a command line, by which all stages are checked before the first begins. A stage that fails
-    or is stopped ends the command with its status; a dry run reports on all of them.
+    ``problems`` returns the problems of a command line. All stages are checked with it before the first begins. If a
+    stage fails or is stopped, the command ends with its status. A dry run reports on all stages.
     """
     argv = sys.argv[1:]
     if "--stages" not in dict(split_words(argv)[0]) or is_asked(argv):
@@ -192,8 +193,8 @@ def read_stages(argv: Sequence[str]) -> list[Stage]:
     """The stages of a command line that has ``--stages``.
 
     Raises:
-        ArgumentError: no file is named, or one cannot be read; ``--run-dir`` is missing; a flag is given that cannot
-            hold for every stage.
+        ArgumentError: no file is named, a file cannot be read, ``--run-dir`` is missing, or a flag cannot hold for
+            every stage.
     """
     settings = merge_sources(argv, Vocabulary(args_type(argv))).values
     calls = [(option, words) for option, words in split_words(argv)[0] if option != "--stages"]
@@ -236,7 +237,7 @@ def _stage(number: int, file: str, folder: Path, common: list[str]) -> Stage:
 
 
 def _problems(stages: Sequence[Stage], problems: Callable[[list[str]], list[str]]) -> Iterator[str]:
-    """What is wrong with finished stages, with the order, and with the stages that are left."""
+    """The problems of finished stages, of the order of stages, and of the remaining stages."""
     yield from _disorder(stages)
     after: object = None
     for stage in stages:
@@ -257,7 +258,7 @@ def _problems(stages: Sequence[Stage], problems: Callable[[list[str]], list[str]
 
 
 def _disorder(stages: Sequence[Stage]) -> Iterator[str]:
-    """Folders that two stages would use, and models that are not those of a stage before."""
+    """Folders that two stages would use, and models that no earlier stage makes."""
     for stage in stages:
         before = stages[: stage.number]
         for name in OF_ONE:
@@ -279,8 +280,8 @@ def _disorder(stages: Sequence[Stage]) -> Iterator[str]:
 
 
 def _to_come(stage: Stage, stages: Sequence[Stage]) -> Iterator[Stage]:
-    """The stages that are not done yet and whose tokenizer ``stage`` will have, beginning with the one whose model it
-    starts from; the last may name the tokenizer that all of them have.
+    """The stages that are not done yet and that ``stage`` takes its tokenizer from: the stage whose model it starts
+    from, then the one that this stage starts from, and so on. The last one may name the tokenizer of them all.
     """
     while "tokenizer" not in stage.settings.values and stage.number:
         before = stages[: stage.number]
@@ -292,13 +293,14 @@ def _to_come(stage: Stage, stages: Sequence[Stage]) -> Iterator[Stage]:
 
 
 def _base(stage: Stage, stages: Sequence[Stage]) -> Stage | None:
-    """The stage to come that will leave the tokenizer of ``stage`` without a chat template, if there is one."""
+    """The stage to come that will leave the tokenizer of ``stage`` without a chat template; None if there is none."""
     documents = (each for each in _to_come(stage, stages) if each.loss is not None and each.loss.documents)
     return next(documents, None)
 
 
 def _command_line(stage: Stage, before: Sequence[Stage]) -> list[str]:
-    """The words of ``stage``; for models of stages ``before`` that are not there yet, the newest stands in."""
+    """The words of ``stage``. While models of the stages ``before`` do not exist yet, the newest existing model stands
+    in for them."""
     words, newest = list(stage.argv), _newest(before)
     if newest is None:
         return words
@@ -314,11 +316,12 @@ def _command_line(stage: Stage, before: Sequence[Stage]) -> list[str]:
 
 
 def _newest(before: Sequence[Stage]) -> str | None:
-    """The newest model that is there, or the one that the first stage starts from; None where that makes a new one."""
+    """The newest model that exists, or the model that the first stage starts from; None if the first stage makes a new
+    one."""
     made = [each.result for each in before if each.made]
     return made[-1] if made else before[0].settings.values.get("hf_checkpoint") if before else None
 
 
 def _is(value: object, stage: Stage) -> bool:
-    """Whether ``value`` of a flag is the folder of the model of ``stage``."""
+    """Whether ``value``, given for a flag, is the folder of the model of ``stage``."""
     return isinstance(value, str) and Path(value).absolute() == Path(stage.model).absolute()

@@ -17,7 +17,7 @@ from slimelite.tracking.tracker import Tracker
 
 
 def loop(cluster: Cluster, tracker: Tracker) -> None:
-    """Generate, train, sync; a line that does not ask for a result does not wait."""
+    """Generate, train and sync. A line without ``.result()`` does not wait."""
     args = cluster.args
     cluster.sync(args.start_rollout_id)
     for rollout_id in range(args.start_rollout_id, args.num_rollout):
@@ -38,7 +38,7 @@ def loop(cluster: Cluster, tracker: Tracker) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parse, check, launch, loop; returns the exit status."""
+    """Read the command line, check it, start the workers and run the loop. Returns the exit status."""
     args = parse_args(argv)  # groups=[MyArgs] adds your own flags
     if (status := preflight(args)) or args.dry_run:
         return status

@@ -1,10 +1,11 @@
-"""Name what became slower between two reports of `run.py`, by more than the noise; exit with status 1 if anything did.
+"""Name what became slower between two reports of `run.py` by more than the noise. Exit with status 1 if anything did.
 
     python scripts/benchmarks/compare.py docs/benchmarks/0.1.0.json now.json
 
-Answers are compared, most of which are ratios to a rival or a limit of the same run: seconds of two days are not.
-The noise of an answer is the sum of both spreads (half the distance from the lowest to the highest round each), and at
-least ``--least`` (5 %) of the old median. An answer that is gone counts as slower; a new one is named.
+Answers are compared. Most of them are ratios to a rival or a limit of the same run, because seconds of two days cannot
+be compared. The noise of an answer is the sum of both spreads, but at least ``--least`` (5 %) of the old median. A
+spread is half the distance between the lowest and the highest round. A missing answer counts as slower. A new answer is
+named.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def answers(report: dict[str, Any]) -> dict[Key, dict[str, Any]]:
 
 
 def compare(old: dict[str, Any], new: dict[str, Any], least: float = 0.05) -> tuple[list[str], list[str]]:
-    """What became slower, and what became faster, one line each."""
+    """The answers that became slower, and those that became faster, one line each."""
     before, after = answers(old), answers(new)
     slower, faster = [], []
     for key, a in before.items():
@@ -32,7 +33,7 @@ def compare(old: dict[str, Any], new: dict[str, Any], least: float = 0.05) -> tu
         b = after.get(key)
         if b is None:
             if key[0] in new["questions"]:
-                slower.append(f"{name}: {a['median']:.4g}, and no figure now")
+                slower.append(f"{name}: was {a['median']:.4g}, and has no figure now")
             continue
         noise = max((a["high"] - a["low"]) / 2 + (b["high"] - b["low"]) / 2, least * abs(a["median"]))
         gain = b["median"] - a["median"] if a["higher_is_better"] else a["median"] - b["median"]

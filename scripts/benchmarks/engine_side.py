@@ -1,9 +1,10 @@
-"""The embedded engine beside transformers' generate() and generate_batch(), in turn in one process; lines to --marks.
+"""The embedded engine compared with transformers' generate() and generate_batch(), in turn in one process. It writes
+lines to --marks.
 
     python scripts/benchmarks/engine_side.py --model M --marks F 1x40x32 64x40x32x1 64x40x32x8
 
-A case is sequences x prompt tokens x new tokens, and how many sequences share a prompt (1 if left out). Figures are
-CPU-seconds of this process, prefill included, random tokens, no end token, sampled at temperature 1.
+A case is sequences x prompt tokens x new tokens x how many sequences share a prompt (default 1). Figures are
+CPU-seconds of this process with prefill: random tokens, no end token, sampled at temperature 1.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def run_engine(engine: EmbeddedEngine, asked: list[GenerateRequest]) -> None:
 
 
 def main() -> None:
-    """Measure every case in every round, after a round to warm up."""
+    """Measure every case in every round, after a warm-up round."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="+")
     parser.add_argument("--model", required=True)

@@ -1,11 +1,12 @@
-"""Model families: the embedded engine over generate(), and packed training over one sequence a forward pass.
+"""Model families: the embedded engine compared with generate(), and packed training compared with one sequence for each
+forward pass.
 
     python scripts/benchmarks/families.py engine qwen3_moe qwen3_5_text gemma3_text lfm2
     python scripts/benchmarks/families.py trainer qwen3_5_text lfm2 mamba2
 
-Random fp32 models of hidden size 256, one thread, both sides in turn in one process after a round to warm up; figures
-are ratios of CPU-seconds, the median of the rounds. ``engine``: rows x prompt tokens x new tokens, without an end
-token. ``trainer``: a step on eight answers of 64 tokens to a prompt of 512.
+The models are random, in fp32, with hidden size 256. One thread runs both sides in turn in one process, after a warm-up
+round. Figures are ratios of CPU-seconds, the median of the rounds. ``engine``: rows x prompt tokens x new tokens,
+without an end token. ``trainer``: a step on eight answers of 64 tokens to a prompt of 512.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def save(family: str, folder: Path) -> None:
 
 
 def engine(family: str, folder: Path, rounds: int) -> None:
-    """generate() over the engine, in the cases of `CASES`."""
+    """generate() divided by the engine, in the cases of `CASES`."""
     marks = folder / "marks.jsonl"
     flags = ["--model", str(folder), "--marks", str(marks), "--rounds", str(rounds)]
     subprocess.run(
@@ -79,7 +80,7 @@ def engine(family: str, folder: Path, rounds: int) -> None:
 
 
 def trainer(family: str, folder: Path, rounds: int) -> None:
-    """One sequence a forward pass over packed sequences that share their prompt."""
+    """One sequence for each forward pass, divided by packed sequences that share their prompt."""
     table = make_table(1, 8, 512, 64, SIZES["vocab_size"])
     flags: dict[str, Any] = {"hf_checkpoint": str(folder), "device": "cpu", "global_batch_size": 8, "num_rollout": 100}
     flags |= {"num_steps_per_rollout": 1, "lr": 1e-9, "use_dynamic_batch_size": True, "max_tokens_per_gpu": 16384}
@@ -101,7 +102,7 @@ def summary(ratios: list[float]) -> str:
 
 
 def main() -> None:
-    """The command line."""
+    """The program of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("side", choices=["engine", "trainer"])
     parser.add_argument("family", nargs="+", choices=FAMILIES)

@@ -1,8 +1,8 @@
-"""Speed of the embedded engine under a JSON schema, as a share of that without one, in turns in one process.
+"""The embedded engine's speed with a JSON schema, as a share of its speed without one. Both run in turn in one process.
 
     python scripts/benchmarks/grammar_speed.py data/SmolLM2-135M-Instruct
 
-The schema is a list of 200 people with a name, an age and three tags, so that no response ends before its limit.
+The schema is a list of 200 people with a name, an age and three tags, so no response ends before its limit.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main() -> None:
     ids = tuple(tokenizer(prompt, add_special_tokens=False)["input_ids"])
 
     def seconds(schema: str | None, turn: int) -> tuple[float, float]:
-        """Of the clock, and of processors, which other work on the machine does not slow down so much."""
+        """(wall seconds, processor seconds). Other work on the machine affects processor seconds less."""
         params = SamplingParams(args.tokens, temperature=0.7, ignore_eos=True, json_schema=schema)
         requests = [GenerateRequest(f"{turn} {n}", ids, params) for n in range(args.batch)]
         begin, used = time.perf_counter(), time.process_time()

@@ -1,7 +1,8 @@
-"""Run the sides of a question in turn and sum up: medians, spreads, ratios of a round, one JSON for all.
+"""Run the sides of a question in turn, and sum up the results: medians, spreads, ratios within a round, one JSON for
+all.
 
-A *side* is one command (ours, a rival's, a limit's); a *figure* is what it measures, in the unit of its name; an
-*answer* is one figure over another, both of the same round, because a busy machine slows both. `questions.py` has the
+A *side* is one command (ours, a rival's, a limit's). A *figure* is what it measures, in the unit of its name. An
+*answer* is one figure divided by another of the same round, because a busy machine slows both. `questions.py` has the
 questions.
 """
 
@@ -33,9 +34,9 @@ Figures = dict[str, list[float]]
 
 @dataclass(frozen=True)
 class Side:
-    """One command. ``marks``: texts of the lines of ``watch`` at which CPU-seconds are noted; see `tree`.
+    """One command. ``marks``: texts in lines of ``watch``. CPU-seconds are noted at such lines; see `tree`.
 
-    ``env``: variables beside the caller's; an empty value takes one away.
+    ``env``: variables in addition to the caller's. An empty value removes a variable.
     """
 
     name: str
@@ -49,9 +50,9 @@ class Side:
 
 @dataclass(frozen=True)
 class Answer:
-    """``top`` over ``bottom``, each a (side, figure); without ``bottom`` the figure itself.
+    """``top`` divided by ``bottom``, which are (side, figure) pairs. Without ``bottom`` it is the figure itself.
 
-    ``higher``: whether more is better. ``target``: the bound that issue or limit sets; None: there is none.
+    ``higher``: whether more is better. ``target``: the bound of an issue or limit; None: there is none.
     """
 
     title: str
@@ -62,7 +63,7 @@ class Answer:
 
 
 class SideFailed(RuntimeError):
-    """A command ended with an error; the message has the end of its output."""
+    """A command ended with an error. The message has the end of its output."""
 
 
 def measure(side: Side, folder: Path, limit_s: float = 3600.0) -> dict[str, Any]:
@@ -94,10 +95,10 @@ def measure(side: Side, folder: Path, limit_s: float = 3600.0) -> dict[str, Any]
 def in_turn(
     sides: Callable[[int], Sequence[Side]], rounds: int, work: Path, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Measure every side ``rounds`` times, A B C A B C …; ``sides(round)`` gives the commands of a round.
+    """Measure every side ``rounds`` times, in the order A B C A B C …. ``sides(round)`` gives the commands of a round.
 
-    Returns side to ``{"command": …, "figures": {name: values}}``; a side that fails has ``"failed"`` and is not tried
-    again, and the others go on.
+    Returns side -> ``{"command": …, "figures": {name: values}}``. A side that fails has ``"failed"`` and is not tried
+    again; the others continue.
     """
     found: dict[str, Any] = {}
     for turn in range(rounds):
@@ -141,7 +142,7 @@ def summarise(values: Sequence[float]) -> dict[str, float]:
 
 
 def answer(asked: Answer, sides: dict[str, Any]) -> dict[str, Any] | None:
-    """The ratio of each round, summed up; None where a side has no such figure (it failed, or was left out)."""
+    """The ratio of each round, summed up. None if a side has no such figure, because it failed or was left out."""
 
     def values(place: tuple[str, str]) -> list[float]:
         return list(sides.get(place[0], {}).get("figures", {}).get(place[1], []))
@@ -161,7 +162,7 @@ def answer(asked: Answer, sides: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def commit(checkout: Path) -> str:
-    """The commit of a checkout, with ``+`` where files differ from it; ``unknown`` without git."""
+    """The commit of a checkout, with ``+`` if files differ from it; ``unknown`` without git."""
 
     def git(*words: str) -> str:
         done = subprocess.run(["git", "-C", str(checkout), *words], capture_output=True, text=True)
@@ -171,7 +172,7 @@ def commit(checkout: Path) -> str:
 
 
 def versions(python: str) -> dict[str, str]:
-    """Versions of the packages that matter, in another interpreter's environment or this one's."""
+    """Versions of the relevant packages, in another interpreter's environment or in this one's."""
     if python == sys.executable:
         found = {}
         for name in PACKAGES:
@@ -202,10 +203,11 @@ def machine() -> dict[str, Any]:
 
 
 class Report:
-    """The JSON of a run, written again after every question, so that an interrupted run keeps what it has."""
+    """The JSON of a run. It is written after every question, so that an interrupted run keeps its results."""
 
     def __init__(self, path: Path, head: dict[str, Any]) -> None:
-        """Begin a report, or go on with one whose file is there: questions measured again replace their entries."""
+        """Begin a report, or continue one whose file exists. Questions that are measured again replace their
+        entries."""
         self.path = path
         self.data: dict[str, Any] = {"questions": {}}
         if path.exists():
@@ -213,7 +215,7 @@ class Report:
         self.data |= {"date": time.strftime("%Y-%m-%d %H:%M %Z"), "machine": machine(), **head}
 
     def add(self, name: str, entry: dict[str, Any]) -> None:
-        """Keep a question's entry and write the file, as a whole or not at all."""
+        """Add a question's entry and write the file, completely or not at all."""
         self.data["questions"][name] = entry
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=self.path.parent, suffix=".json", delete=False) as file:
@@ -224,7 +226,7 @@ class Report:
 
 
 def table(report: dict[str, Any]) -> str:
-    """The answers as a table in Markdown; an answer of an earlier checkout stands beside the same one of now."""
+    """The answers as a Markdown table. An answer of an earlier checkout is next to the present one."""
     lines = ["| question | answer | target | before | now | lowest to highest | met |", "|---|---|---|---|---|---|---|"]
     for name, entry in report["questions"].items():
         earlier = {a["title"].replace("@before", ""): a for a in entry["answers"] if "@before" in a["title"]}

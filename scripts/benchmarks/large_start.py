@@ -1,9 +1,9 @@
-"""Measure the host memory of ranks that load a model, and how long training stands still for a checkpoint.
+"""Measure the host memory of ranks that load a model, and how long training waits for a checkpoint.
 
     python scripts/benchmarks/large_start.py --ranks 4 --hidden 1024 --layers 12
 
-The model is random, in bf16 files; the ranks are processes on this machine's CPU. Memory is what a process has at most
-while it loads, above what it had before, over the bytes of its part of the weights.
+The model is random, in bf16 files; the ranks are processes on this machine's CPU. Memory is the most that a process has
+while it loads, minus what it had before, divided by the bytes of its part of the weights.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def peak_memory() -> int:
 
 
 def work(rank: int, ranks: int, folder: str, tiny: str) -> None:
-    """A rank: it loads the model, and rank 0 of all saves it twice."""
+    """The program of a rank. It loads the model, and rank 0 saves it twice."""
     torch.set_num_threads(1)
     batch = {"global_batch_size": 8, "num_steps_per_rollout": 1, "num_rollout": 1, "max_tokens_per_gpu": 128}
     args = Args(hf_checkpoint=tiny, device="cpu", lr=1e-3, save=folder, async_save=True, **batch)

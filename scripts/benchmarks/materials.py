@@ -1,10 +1,10 @@
-"""What the benchmarks run on, made here: models of two shapes, prompts of given lengths, the quickstart's task.
+"""Makes the material of the benchmarks: models of two shapes, prompts of given lengths, the quickstart's task.
 
     python scripts/benchmarks/materials.py FOLDER     # all of it but the quickstart's SFT model, which `run.py` trains
 
-Speed does not depend on what the weights are, so they are random; the tokenizer has one word a token, which makes
-every length exact. Random weights end a response with a chance of one over the vocabulary, so responses of SmolLM2's
-shape have the length that is asked for, on every side.
+Speed does not depend on the values of weights, so they are random. The tokenizer has one token for each word, so every
+length is exact. Random weights end a response with a probability of one over the vocabulary. So responses of SmolLM2's
+shape have the requested length on every side.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ def model(folder: Path, shape: str) -> Path:
 
 
 def rows(path: Path, count: int, prompt: tuple[int, int], reply: tuple[int, int], vocabulary: int) -> Path:
-    """A parquet file of ``count`` conversations: ``prompt`` and ``reply`` are the least and most tokens of each.
+    """A parquet file of ``count`` conversations. ``prompt`` and ``reply``: the least and the most tokens of each.
 
     Columns: ``messages`` (the prompt), ``label``, ``conversation`` (with the reply), ``chosen`` and ``rejected`` (two
-    replies). A prompt's length includes what the chat template adds.
+    replies). A prompt's length includes the tokens of the chat template.
     """
     if path.is_file():
         return path

@@ -26,7 +26,7 @@ def worker(
     figures: Callable[[dict[str, Any]], Figures],
     python: str = sys.executable,
 ) -> list[Side]:
-    """A script of this folder as a side for each checkout (or one, if another interpreter runs it)."""
+    """A script of this folder as a side for each checkout. If another interpreter runs it, there is one side."""
     found = []
     for at, checkout in s.checkouts.items():
         marks = s.work / "runs" / f"{name}{at}" / "marks.jsonl"
@@ -44,7 +44,7 @@ def once(sides: Callable[[], Sequence[Side]]) -> Callable[[int], Sequence[Side]]
 
 
 def engine_plan(s: Setting, model: Path, cases: dict[str, float], rounds: int, batch: str = "") -> Plan:
-    """generate() over the engine in each case, with its target."""
+    """generate() divided by the engine in each case, with its target."""
     flags = f"{' '.join(cases)} --model {model} --rounds {rounds}{batch}"
     answers = []
     for case, target in cases.items():
@@ -62,7 +62,7 @@ def engine_plan(s: Setting, model: Path, cases: dict[str, float], rounds: int, b
     "engine-tiny", "the embedded engine against generate(), tiny model: batch 1 to 256, prompts 40 to 2,048", 6, True
 )
 def engine_tiny(s: Setting, say: Say) -> Plan:  # noqa: ARG001
-    """Prompts of its own for each sequence, and shared by 8. 256 x 2,048 is left out: generate() takes minutes."""
+    """Each sequence has its own prompt, or 8 share one. 256 x 2,048 is left out, because generate() takes minutes."""
     model = materials.model(s.work / "tiny", "tiny")
     if s.quick:
         return engine_plan(s, model, {"1x40x16": 1.2, "64x40x16x8": 2.5}, 1)
@@ -73,7 +73,7 @@ def engine_tiny(s: Setting, say: Say) -> Plan:  # noqa: ARG001
 
 @question("engine-135m", "the same with SmolLM2-135M's shape: batch 1 to 64, prompts 40 and 512", 20)
 def engine_135m(s: Setting, say: Say) -> Plan:  # noqa: ARG001
-    """The cases that a CPU answers in minutes."""
+    """The cases that take a CPU minutes."""
     cases = {"1x40x32": 1.2, "8x40x32": 1.5, "64x40x32": 1.5, "64x40x32x8": 2.5, "8x512x16": 1.5, "8x512x16x8": 2.5}
     return engine_plan(s, smollm2(s), cases, s.rounds or 2)
 
@@ -82,7 +82,7 @@ def engine_135m(s: Setting, say: Say) -> Plan:  # noqa: ARG001
     "engine-rivals", "CPU-seconds of 64 x (40 + 32) tokens: generate_batch, vLLM, SGLang, llama.cpp over the engine", 15
 )
 def engine_rivals(s: Setting, say: Say) -> Plan:  # noqa: ARG001
-    """SmolLM2-135M's shape, fp32, every engine in processes of its own; loading and a first batch are left out."""
+    """SmolLM2-135M's shape in fp32. Every engine has its own process. Loading and a first batch are left out."""
     model, calls = smollm2(s), 2
 
     def figures(used: dict[str, Any]) -> Figures:
@@ -123,7 +123,8 @@ def trainer(s: Setting, say: Say) -> Plan:  # noqa: ARG001
 
 @question("path", "planning 65,536 samples; 2,048 samples x 512 tokens from engine to micro-batches", 3, quick=True)
 def path(s: Setting, say: Say) -> Plan:  # noqa: ARG001
-    """16,384 x 4,000 tokens take gigabytes: path_side.py has sizes as flags, and the cost grows with the tokens."""
+    """16,384 x 4,000 tokens would take gigabytes. path_side.py has sizes as flags, and the cost grows with the
+    tokens."""
     model = materials.model(s.work / "tiny", "tiny")
     data = materials.rows(s.work / "tiny-questions.parquet", 256, (40, 220), (60, 200), 168)
     count = s.few(65536, 2048)
@@ -159,8 +160,8 @@ SFT_135M = (
 
 @question("two-ranks", "two ranks on two cores against one rank on one thread, SmolLM2-135M (wall time)", 8)
 def two_ranks(s: Setting, say: Say) -> Plan:  # noqa: ARG001
-    """SFT of 8 rows of 100 to 420 tokens a step, the model in shards or as two replicas, which gather no weights. It
-    needs two cores without other work.
+    """SFT of 8 rows of 100 to 420 tokens in each step. The model is sharded, or has two replicas, which gather no
+    weights. It needs two cores without other work.
     """
     model, data = smollm2(s), prompts(s, "questions", (40, 220))
     flags = f"--hf-checkpoint {model} --prompt-data {data} {SFT_135M} --num-rollout {s.steps or 4}"
@@ -183,7 +184,7 @@ def two_ranks(s: Setting, say: Say) -> Plan:  # noqa: ARG001
 
 @question("async", "a step with --async-rollout over the longer of its halves, SmolLM2-135M (wall time)", 8)
 def async_rollout(s: Setting, say: Say) -> Plan:  # noqa: ARG001
-    """The halves, generation and training, are timed in a run in which each has the machine alone."""
+    """Generation and training are also timed alone, each in a run in which it has the machine for itself."""
     model, data = smollm2(s), prompts(s, "questions", (40, 220))
     flags = (
         f"--hf-checkpoint {model} --prompt-data {data} --input-key messages --label-key label --apply-chat-template "
@@ -223,7 +224,8 @@ IDLE = re.compile(r"(^|;)(\w+\.)*(wait|_worker|select|_wait_for_tstate_lock) \([
 
 
 def overhead(samples: Path) -> Figures:
-    """Shares of a py-spy file's samples (lines "frame;frame;… count") within the steps that are none of `WORK`."""
+    """Shares of a py-spy file's samples (lines "frame;frame;… count") within the steps that belong to none of
+    `WORK`."""
     total = own = 0
     for line in samples.read_text().splitlines():
         stack, _, count = line.rpartition(" ")

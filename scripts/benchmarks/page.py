@@ -1,11 +1,11 @@
-"""Seconds and bytes of the page of ``slimelite view``, for run folders of made-up samples, and how soon it can be used.
+"""Build time, size and load time of the page of ``slimelite view``, for run folders with made-up samples.
 
     python scripts/benchmarks/page.py --rollouts 80 --samples 256
     python scripts/benchmarks/page.py --rollouts 1000 --samples 512
 
 *Built* is the wall time of the whole command, with Python's start, and its processor time. *Usable* is the time from
-opening the file in headless chromium to the answer of a click: the curves are drawn. The default length of responses is
-the quickstart's.
+opening the file in headless chromium to the answer to a click, when the curves are drawn. The default length of
+responses is that of the quickstart.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ OTHERS = 60  # metrics that are in no panel
 
 
 def make_run(folder: Path, rollouts: int, samples: int, length: int) -> None:
-    """A run folder of ``rollouts`` of ``samples`` samples of about ``length`` response tokens."""
+    """A run folder with ``rollouts`` rollouts of ``samples`` samples, each with about ``length`` response tokens."""
     chance = random.Random(0)
     names = ["".join(chance.choices("abcdefghijklmnopqrstuvwxyz", k=chance.randint(2, 8))) for _ in range(WORDS)]
     words = {f"Ġ{name}": i for i, name in enumerate(dict.fromkeys(names))}
@@ -70,7 +70,7 @@ def make_run(folder: Path, rollouts: int, samples: int, length: int) -> None:
 
 
 def make_table(words: list[str], samples: int, length: int, seed: int) -> SampleTable:
-    """Samples with words as Zipf has them, and log-probs of every size."""
+    """Samples whose words have Zipf's frequencies, and whose log-probs have every size."""
     chance = np.random.default_rng(seed)
     groups = []
     for g in range(samples // GROUP):
@@ -115,7 +115,7 @@ def save_metrics(folder: Path, rollouts: int) -> None:
 
 
 def usable(file: Path, rounds: int) -> list[float]:
-    """Seconds from opening ``file`` to the curves that a click asked for; each in a fresh tab."""
+    """Seconds from opening ``file`` until a click has shown its curves. Each measurement has a new tab."""
     browser_path = shutil.which("chromium") or shutil.which("google-chrome")
     took = []
     with sync_playwright() as playwright:
@@ -133,7 +133,7 @@ def usable(file: Path, rounds: int) -> list[float]:
 
 
 def processor_seconds() -> float:
-    """What the children that ended have used."""
+    """Processor seconds of the ended child processes."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 

@@ -1,12 +1,13 @@
-"""What carries samples from engine to trainer, without either: CPU-seconds and memory, as lines to --marks.
+"""The path of samples from engine to trainer, without engine and trainer: CPU-seconds and memory, as lines to --marks.
 
     python scripts/benchmarks/path_side.py plan --samples 65536 --marks F
     python scripts/benchmarks/path_side.py carry --samples 2048 --tokens 512 --model M --data D --marks F
 
 *plan* splits a rollout into steps and packs its rows into micro-batches. *carry* sends samples through the rollout
-worker with an engine that answers at once, then through pickle 5 as Ray does and into every micro-batch. Peak memory
-above the beginning, of the manager and of all together, is shown beside the bytes of the table's own columns. What a
-run has in two processes, such as the table and the trainer's columns, is in one here.
+worker with an engine that answers at once. Then it sends them through pickle 5, as Ray does, and into every
+micro-batch. The peak of memory above the start, of the manager and of all parts, is shown next to the bytes of the
+table's own columns. Data that a run has in two processes, such as the table and the trainer's columns, is in one
+process here.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import numpy as np
 
 
 def plan(given: argparse.Namespace) -> dict[str, float]:
-    """Steps of all samples, and micro-batches on one rank, of short and of long rows; a prompt has eight samples."""
+    """Steps of all samples, and micro-batches on one rank, for short and for long rows. A prompt has eight samples."""
     from slimelite.samples.table import SampleTable
     from slimelite.training.planning import PackingLimits, deal, split_steps
 
@@ -70,7 +71,7 @@ def carry(given: argparse.Namespace) -> dict[str, float]:
     }
 
     class Ready:
-        """An engine whose answers are there already."""
+        """An engine that answers at once."""
 
         async def info(self) -> EngineInfo:
             return EngineInfo("ready", 0, 1 << 20, 1 << 12, seeds=True)
@@ -121,7 +122,7 @@ def carry(given: argparse.Namespace) -> dict[str, float]:
 
 
 def main() -> None:
-    """One line for each round; *carry* has one round, because memory has one peak."""
+    """Write one line for each round. *carry* has one round, because memory has one peak."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=["plan", "carry"])
     parser.add_argument("--marks", type=Path, required=True)

@@ -1,4 +1,4 @@
-"""The questions that a whole training run answers: ours in one process and with Ray, beside TRL.
+"""The questions that need a whole training run: ours in one process and with Ray, compared with TRL.
 
 A question is a function of the `Setting` that returns a `Plan`. `micro.py` has the questions about single parts.
 """
@@ -30,7 +30,7 @@ LAUNCHERS = ("local", "ray")
 
 @dataclass(frozen=True)
 class Plan:
-    """``sides(round)`` are run in turn ``rounds`` times; ``answers`` are drawn from their figures."""
+    """``sides(round)`` run in turn ``rounds`` times. ``answers`` are computed from their figures."""
 
     sides: Callable[[int], Sequence[Side]]
     answers: Sequence[Answer]
@@ -39,7 +39,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Question:
-    """``minutes``: how long it takes on two quiet cores, roughly. ``quick``: part of the short run of the tests."""
+    """``minutes``: roughly how long it takes on two quiet cores. ``quick``: it is a part of the tests' short run."""
 
     text: str
     plan: Callable[[Setting, Say], Plan]
@@ -53,7 +53,7 @@ QUESTIONS: dict[str, Question] = {}
 def question(
     name: str, text: str, minutes: float, quick: bool = False
 ) -> Callable[[Callable[[Setting, Say], Plan]], Callable[[Setting, Say], Plan]]:
-    """Register a question; ``quick`` puts it into the short run of continuous integration."""
+    """Register a question. With ``quick`` it is in the short run of continuous integration."""
 
     def register(plan: Callable[[Setting, Say], Plan]) -> Callable[[Setting, Say], Plan]:
         QUESTIONS[name] = Question(text, plan, minutes, quick)
@@ -63,7 +63,8 @@ def question(
 
 
 def against_trl(s: Setting, title: str, figure: str, targets: dict[str, float | None]) -> list[Answer]:
-    """TRL's figure over ours, for each launcher with a target and each checkout; ours over the earlier one's."""
+    """TRL's figure divided by ours, for each launcher with a target and each checkout. Also ours divided by the earlier
+    checkout's."""
     found = []
     for launcher, target in targets.items():
         for at in s.checkouts:
@@ -78,7 +79,8 @@ def against_trl(s: Setting, title: str, figure: str, targets: dict[str, float | 
 
 
 def trl_grpo(s: Setting, say: Say, name: str, flags: list[str], rows: int, probe: int, skip: int) -> list[str]:
-    """TRL's flags at the fastest of its batch sizes; a try has ``probe`` steps, ``skip`` and the first to warm up."""
+    """TRL's flags with the fastest of its batch sizes. A try has ``probe`` steps, of which ``skip`` and the first are
+    warm-up."""
     sizes = [s.trl_batch] if s.trl_batch else sorted({b for b in (8, 16, 64, rows) if b <= rows})
     tries = {str(b): [*flags, "--rows", str(rows), "--batch", str(b)] for b in sizes}
     if len(tries) == 1 or not s.trl:
@@ -97,7 +99,7 @@ def grpo_plan(
     skip: int,
     launchers: Sequence[str],
 ) -> Callable[[int], list[Side]]:
-    """Ours with each launcher in each checkout, and TRL; a round is a seed."""
+    """Ours with each launcher in each checkout, and TRL. Each round has another seed."""
 
     def sides(turn: int) -> list[Side]:
         found = []
@@ -116,8 +118,8 @@ def grpo_plan(
 
 @question("grpo-tiny", "a GRPO step of a tiny model with a gradient in every row, and the start", 5, quick=True)
 def grpo_tiny(s: Setting, say: Say) -> Plan:
-    """Random rewards, so that no group drops out, and a learning rate that changes nothing, so that responses stay as
-    long as the model makes them at first: about 10 tokens on both sides.
+    """Rewards are random, so that no group drops out. The learning rate changes nothing, so that responses keep their
+    first length, about 10 tokens on both sides.
     """
     model, data = quickstart_model(s)
     steps, skip = s.steps or s.few(24, 3), s.few(3, 0)
@@ -138,7 +140,7 @@ def grpo_tiny(s: Setting, say: Say) -> Plan:
 
 @question("grpo-tiny-learn", "the quickstart's task as users run it: a step after warm-up, CPU-seconds to 0.9", 7)
 def grpo_tiny_learn(s: Setting, say: Say) -> Plan:
-    """Right answers get all right after some steps, and such groups have no gradient: ours leaves their rows out."""
+    """Groups become all right after some steps, and then have no gradient. Ours leaves their rows out."""
     model, data = quickstart_model(s)
     steps, skip, heldout = s.steps or 40, 19, data / "heldout-250.parquet"
     flags = f"--model {model} --data {data}/train.parquet --reward answer --new-tokens 32".split()
@@ -167,7 +169,8 @@ def grpo_tiny_learn(s: Setting, say: Say) -> Plan:
 
 
 def grpo_135m(s: Setting, say: Say, name: str, lengths: tuple[int, int], target: float) -> Plan:
-    """8 prompts (``--prompts``) x 8 samples x 64 tokens; a run of three steps has start-up and first step in it."""
+    """8 prompts (``--prompts``) x 8 samples x 64 tokens. The run has three steps, which include start-up and the first
+    step."""
     model, data = smollm2(s), prompts(s, name, lengths)
     steps, groups = s.steps or 3, s.prompts or 8
     flags = f"--model {model} --data {data} --reward random --new-tokens 64 --lr 1e-5".split()
@@ -201,7 +204,7 @@ def grpo_135m_long(s: Setting, say: Say) -> Plan:
 def supervised(
     s: Setting, say: Say, task: str, own: str, tries: dict[str, str], target: float, skips: tuple[int, int]
 ) -> Plan:
-    """Ours beside the fastest of TRL's ``tries``; ``skips``: rollouts of ours and steps of TRL's that warm up."""
+    """Ours compared with the fastest of TRL's ``tries``. ``skips``: our rollouts and TRL's steps that are warm-up."""
     found = {label: flags.split() for label, flags in tries.items()}
     best = next(iter(found.values()))
     if s.trl and len(found) > 1:
@@ -219,7 +222,7 @@ def supervised(
 
 @question("sft-tiny", "SFT of the quickstart's model, 64 rows a step, packed", 3, quick=True)
 def sft_tiny(s: Setting, say: Say) -> Plan:
-    """Ten steps are a rollout of ours; TRL packs into 512 tokens, or pads 64 rows, whichever is faster."""
+    """Ten steps are one rollout of ours. TRL packs into 512 tokens or pads 64 rows, whichever is faster."""
     model, data = quickstart_model(s)
     rollouts = s.few(8, 3)
     own = f"--hf-checkpoint {model} --prompt-data {data}/sft.parquet {SFT_TINY} --num-rollout {rollouts}"
@@ -231,7 +234,7 @@ def sft_tiny(s: Setting, say: Say) -> Plan:
 
 @question("sft-135m", "SFT of SmolLM2-135M, 8 rows of 100 to 420 tokens a step, packed", 8)
 def sft_135m(s: Setting, say: Say) -> Plan:
-    """About 2,000 tokens a step on each side."""
+    """About 2,000 tokens for each step on both sides."""
     model, data = smollm2(s), prompts(s, "questions", (40, 220))
     steps = s.steps or 4
     own = f"--hf-checkpoint {model} --prompt-data {data} {SFT_TINY} --input-key conversation --num-rollout {steps}"

@@ -1,10 +1,11 @@
-"""One engine alone, run by its own interpreter, for `tree.py` to count: a line to ``--marks`` after each whole batch.
+"""One engine, run by its own interpreter and measured by `tree.py`. It writes a line to ``--marks`` after each whole
+batch.
 
     python scripts/benchmarks/rival_engine.py embedded --model M --marks F
     $VLLM_PYTHON scripts/benchmarks/rival_engine.py vllm --model M --marks F
 
-SGLang runs as a server; where there is no GPU, tests/support/sglang_cpu on PYTHONPATH stands in for its compiled
-kernels. llama.cpp reads ``--model`` as a GGUF file. All compute in fp32, with random tokens and no end token.
+SGLang runs as a server. Without a GPU, tests/support/sglang_cpu on PYTHONPATH replaces its compiled kernels. llama.cpp
+reads ``--model`` as a GGUF file. All compute in fp32, with random tokens and no end token.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Generate = Callable[[list[list[int]]], int]
 
 @contextmanager
 def embedded(given: argparse.Namespace) -> Iterator[Generate]:
-    """Ours."""
+    """Our embedded engine."""
     import torch
 
     from slimelite.engines.embedded import EmbeddedEngine
@@ -55,7 +56,7 @@ def embedded(given: argparse.Namespace) -> Iterator[Generate]:
 
 @contextmanager
 def vllm(given: argparse.Namespace) -> Iterator[Generate]:
-    """vLLM's offline engine, no log-probs asked for."""
+    """vLLM's offline engine, without log-probs."""
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -76,7 +77,7 @@ def vllm(given: argparse.Namespace) -> Iterator[Generate]:
 
 @contextmanager
 def sglang(given: argparse.Namespace) -> Iterator[Generate]:
-    """SGLang's server, on the CPU; prompts go to it in one request, as its own offline engine sends them."""
+    """SGLang's server on the CPU. It gets all prompts in one request, as its own offline engine sends them."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -111,7 +112,8 @@ def sglang(given: argparse.Namespace) -> Iterator[Generate]:
 
 @contextmanager
 def llama(given: argparse.Namespace) -> Iterator[Generate]:
-    """llama.cpp's batched decoding: all sequences in one batch, one token each a step, its own sampler."""
+    """llama.cpp's batched decoding: all sequences in one batch, one token for each in every step, with its own
+    sampler."""
     import llama_cpp as c
 
     c.llama_backend_init()

@@ -1,12 +1,12 @@
-"""Answer questions about speed, each with a rival or a limit measured in turn in the same run.
+"""Answer questions about speed. Each compares with a rival or a limit that is measured in turn in the same run.
 
     python scripts/benchmarks/run.py --list
     python scripts/benchmarks/run.py grpo-tiny engine-tiny --out now.json
     TRL_PYTHON=~/trl/bin/python python scripts/benchmarks/run.py grpo-135m --rounds 1
     python scripts/benchmarks/run.py grpo-tiny --before ../earlier-checkout     # now, before and TRL, in turn
 
-`setup_rivals.sh` makes the rivals' environments. CPU-seconds are of all processes that a command starts (`tree.py`),
-one compute thread each. A rival that is not given is left out, and with it the answers that need it.
+`setup_rivals.sh` makes the rivals' environments. CPU-seconds cover all processes that a command starts (`tree.py`),
+each with one compute thread. If a rival is not given, it is left out together with the answers that need it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from sides import Setting  # noqa: E402
 
 
 def say(line: str) -> None:
-    """Progress, to the console at once."""
+    """Print progress at once."""
     print(line, flush=True)
 
 
 def ask(name: str, setting: Setting) -> dict[str, Any]:
-    """Everything about one question: its sides' figures, its answers, the load around them."""
+    """The result of one question: its sides' figures, its answers, and the machine's load."""
     question = QUESTIONS[name]
     say(f"{name}: {question.text}")
     load, began, setting.notes = [os.getloadavg()[0]], time.monotonic(), {}
@@ -58,29 +58,35 @@ def ask(name: str, setting: Setting) -> dict[str, Any]:
 
 
 def main() -> int:
-    """The command line."""
+    """The program of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("questions", nargs="*", help="names of --list; none: all of them")
+    parser.add_argument("questions", nargs="*", help="names from --list (default: all questions)")
     parser.add_argument("--list", action="store_true", help="print the questions and end")
     parser.add_argument(
-        "--quick", action="store_true", help="the tiny questions, a step or two each: they run, and no more"
+        "--quick", action="store_true", help="only the tiny questions, with one or two steps each, to see that they run"
     )
-    parser.add_argument("--out", type=Path, help="JSON to write, or to add to where it is there")
+    parser.add_argument("--out", type=Path, help="JSON file to write; if it exists, the results are added to it")
     parser.add_argument(
-        "--work", type=Path, default=ROOT / "build" / "benchmarks", help="models, prompts and run folders"
+        "--work", type=Path, default=ROOT / "build" / "benchmarks", help="folder for models, prompts and run folders"
     )
     parser.add_argument("--slimelite", type=Path, default=ROOT, help="checkout to measure (default: this one)")
     parser.add_argument("--before", type=Path, help="an earlier checkout, measured in turn with the other")
     parser.add_argument("--trl", default=os.environ.get("TRL_PYTHON"), help="Python of TRL's environment ($TRL_PYTHON)")
-    parser.add_argument("--vllm", default=os.environ.get("VLLM_PYTHON"), help="Python of vLLM's ($VLLM_PYTHON)")
-    parser.add_argument("--llama", default=os.environ.get("LLAMA_PYTHON"), help="Python of llama.cpp's ($LLAMA_PYTHON)")
+    parser.add_argument(
+        "--vllm", default=os.environ.get("VLLM_PYTHON"), help="Python of vLLM's environment ($VLLM_PYTHON)"
+    )
+    parser.add_argument(
+        "--llama", default=os.environ.get("LLAMA_PYTHON"), help="Python of llama.cpp's environment ($LLAMA_PYTHON)"
+    )
     parser.add_argument("--smollm2", type=Path, help="SmolLM2-135M's folder (default: random weights of its shape)")
     parser.add_argument(
         "--data", type=Path, help="parquet with the columns messages and label, for SmolLM2's questions"
     )
-    parser.add_argument("--rounds", type=int, help="how often each side runs (default: by question, mostly 3)")
-    parser.add_argument("--steps", type=int, help="training steps of a run (default: by question)")
-    parser.add_argument("--prompts", type=int, help="prompts of a GRPO step of SmolLM2 (default: 8)")
+    parser.add_argument(
+        "--rounds", type=int, help="how often each side runs (default: depends on the question, usually 3)"
+    )
+    parser.add_argument("--steps", type=int, help="training steps of a run (default: depends on the question)")
+    parser.add_argument("--prompts", type=int, help="prompts in a GRPO step of SmolLM2 (default: 8)")
     parser.add_argument(
         "--trl-batch", type=int, help="TRL's batch size (default: the fastest of 8, 16, 64 and all rows)"
     )

@@ -1,4 +1,4 @@
-"""The commands of `train.py` and of TRL for the same work, and what their marks say."""
+"""The commands of `train.py` and of TRL for the same work, and the meaning of their marks."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ PACKED = ["--use-dynamic-batch-size", "--max-tokens-per-gpu"]
 
 @dataclass
 class Setting:
-    """What a run of the benchmarks was asked for.
+    """The settings of a benchmark run.
 
-    ``checkouts``: name to folder of the slimelite that is measured: "" is this one, "@before" an earlier one.
-    ``trl``, ``vllm``, ``llama``: interpreters of the rivals' environments; None leaves the rival out.
+    ``checkouts``: name -> folder of the measured slimelite. "" is this one, "@before" an earlier one. ``trl``,
+    ``vllm``, ``llama``: interpreters of the rivals' environments; None leaves the rival out.
     """
 
     work: Path
@@ -52,9 +52,10 @@ class Setting:
 
 
 def worked(marks: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], float]]:
-    """Every mark's line with the CPU-seconds until then, without those between an evaluation and the mark before it.
+    """Every mark's line with the CPU-seconds until then. The time between an evaluation and the mark before it does not
+    count.
 
-    In the steps that are evaluated the weight sync goes with the evaluation: that is 0.02 s of a tiny model's step.
+    In steps with an evaluation, the weight sync is left out too. That is 0.02 s of a tiny model's step.
     """
     found, evaluating, before = [], 0.0, 0.0
     for mark in marks:
@@ -66,10 +67,10 @@ def worked(marks: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], float]
 
 
 def step_figures(skip: int, goal: float | None = None, score: str = "score") -> Callable[[dict[str, Any]], Figures]:
-    """Figures of a run of steps: CPU-seconds to the end of the first, and of a step after the first ``skip``.
+    """Figures of a run of steps: CPU-seconds to the end of the first step, and of a step after the first ``skip``.
 
-    Also tokens generated and the share of computed rows in those steps, where the lines have them, and the CPU-seconds
-    to the first evaluation that reaches ``goal`` (all of the run, where none does: then ``reached`` is 0).
+    If the lines have them, also generated tokens and the share of computed rows in those steps. Also the CPU-seconds to
+    the first evaluation that reaches ``goal``. If none does, they are those of the whole run, and ``reached`` is 0.
     """
 
     def figures(used: dict[str, Any]) -> Figures:
@@ -99,7 +100,7 @@ def step_figures(skip: int, goal: float | None = None, score: str = "score") -> 
 
 
 def token_figures(skip: int) -> Callable[[dict[str, Any]], Figures]:
-    """CPU-seconds of 1,000 trained tokens (prompts and replies) after the first ``skip`` steps or rollouts."""
+    """CPU-seconds for 1,000 trained tokens (prompts and replies), after the first ``skip`` steps or rollouts."""
 
     def figures(used: dict[str, Any]) -> Figures:
         found, total, seen = step_figures(skip)(used), 0.0, list[tuple[float, float]]()
@@ -124,7 +125,7 @@ def ours(
     figures: Callable[[dict[str, Any]], Figures],
     env: dict[str, str] | None = None,
 ) -> Side:
-    """``python train.py`` of the checkout ``at``, in a run folder of its own."""
+    """``python train.py`` of the checkout ``at``, in its own run folder."""
     run = s.work / "runs" / (name + at)
     shutil.rmtree(run, ignore_errors=True)
     checkout = s.checkouts[at]
@@ -141,7 +142,8 @@ def trl(s: Setting, task: str, flags: Sequence[str], figures: Callable[[dict[str
 
 
 def fastest(s: Setting, name: str, candidates: dict[str, Side], figure: str, say: Callable[[str], None]) -> str:
-    """Run each candidate once and return the name of the one with the smallest figure; `Setting.notes` keeps all."""
+    """Run each candidate once, and return the name of the one with the smallest figure. `Setting.notes` keeps all
+    figures."""
     found: dict[str, float] = {}
     for label, side in candidates.items():
         try:
@@ -199,13 +201,14 @@ def smollm2(s: Setting) -> Path:
 
 
 def prompts(s: Setting, name: str, lengths: tuple[int, int]) -> Path:
-    """A parquet of 256 prompts: ``--data``, or made with these lengths; replies have 60 to 200 tokens."""
+    """A parquet file of 256 prompts: ``--data``, or made with these lengths. Replies have 60 to 200 tokens."""
     vocabulary = materials.SHAPES["smollm2"]["vocab_size"]
     return s.data or materials.rows(s.work / f"smollm2-{name}.parquet", 256, lengths, (60, 200), vocabulary)
 
 
 def read_marks(kind: str, skip: int = 1) -> Callable[[dict[str, Any]], Figures]:
-    """The figures that a worker script writes itself: numbers of its lines of this kind, after ``skip`` to warm up."""
+    """The figures that a worker script writes itself: the numbers in its lines of this kind, after ``skip`` warm-up
+    lines."""
 
     def figures(used: dict[str, Any]) -> Figures:
         lines = [mark["line"] for mark in used["marks"] if mark["line"]["kind"] == kind][skip:]

@@ -1,10 +1,10 @@
-"""Seconds and bytes per second of a whole weight update, for each way that a CPU machine has, next to the limits.
+"""Seconds and bytes per second of a whole weight update, for each transport on a CPU machine, compared with the limits.
 
     python scripts/benchmarks/sync_side.py --model M --marks F
 
-The weights are fp32. One SGLang server is started here (where there are no GPUs it takes the stand-ins of
-tests/support/sglang_cpu on PYTHONPATH) and an embedded engine in a Ray actor. An update is begin, all buckets, end:
-the engine decodes again when the clock stops. ``--engines embedded`` leaves SGLang out. A line for each round.
+The weights are fp32. This starts one SGLang server and an embedded engine in a Ray actor. Without GPUs, the server uses
+the replacements of tests/support/sglang_cpu on PYTHONPATH. An update is begin, all buckets, end. When the clock stops,
+the engine decodes again. ``--engines embedded`` leaves SGLang out. It writes a line for each round.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": 
 
 
 def seconds(work: Callable[[], object], rounds: int) -> list[float]:
-    """Wall time of each call after a first that does not count."""
+    """Wall time of each call, after a first call that does not count."""
     times = []
     for _ in range(rounds + 1):
         start = time.perf_counter()
@@ -79,13 +79,13 @@ def over_loopback(data: memoryview) -> None:
 
 
 def to_disk(data: memoryview, folder: Path) -> None:
-    """Write ``data`` to a file, into the system's cache as the update does."""
+    """Write ``data`` to a file. It goes into the system's cache, as in the update."""
     (folder / "limit").write_bytes(data)
 
 
 @contextmanager
 def sglang_server(model: Path) -> Iterator[Server]:
-    """A server of ``model``; its output is in ``model``'s parent."""
+    """A server of ``model``. Its output goes to the parent folder of ``model``."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -1,11 +1,12 @@
-"""Useful operations of a training step beside the best rate of the model's own matrix products, in turn; one process.
+"""Useful operations of a training step, compared with the best rate of the model's own matrix products, in turn in one
+process.
 
     python scripts/benchmarks/trainer_side.py --model M --marks F --groups 2 --prompt 512 --response 64
 
-A step is `Trainer.train` on groups of 8 samples: log-probs, gradient, optimizer. Useful operations count the prompt of
-a group once and what is computed again not at all: 3 forward passes (forward, and backward twice) of the matrices over
+A step is `Trainer.train` on groups of 8 samples: log-probs, gradient, optimizer. Useful operations count a group's
+prompt once, and recomputation not at all. They are 3 forward passes (forward, and backward twice): of the matrices over
 every distinct token, of the head over the response tokens, and of attention over every pair that attends. The products
-are x @ W.T of every shape of weights with ``--rows`` rows; the best shape's rate is the limit.
+are x @ W.T for every shape of weights, with ``--rows`` rows. The rate of the best shape is the limit.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from slimelite.training.trainer import Trainer
 
 
 def make_table(groups: int, size: int, prompt: int, response: int, vocab: int) -> SampleTable:
-    """Random tokens; rewards differ within every group."""
+    """Random tokens. Rewards differ within every group."""
     rng = np.random.default_rng(0)
     samples = []
     for g in range(groups):
@@ -43,7 +44,8 @@ def make_table(groups: int, size: int, prompt: int, response: int, vocab: int) -
 
 
 def useful_operations(config: PretrainedConfig, groups: int, size: int, prompt: int, response: int) -> float:
-    """Floating-point operations of a step, see the module (as in arXiv:2001.08361, section 2.1, prompts once)."""
+    """Floating-point operations of a step, see the module docstring (as in arXiv:2001.08361, section 2.1; prompts count
+    once)."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     width = head_dim * config.num_attention_heads
     kept = head_dim * config.num_key_value_heads
@@ -64,13 +66,13 @@ def cpu_seconds(work: Callable[[], object]) -> float:
 
 
 def repeat(x: torch.Tensor, weight: torch.Tensor, times: int) -> None:
-    """A product, ``times`` times."""
+    """Compute a product ``times`` times."""
     for _ in range(times):
         torch.nn.functional.linear(x, weight)
 
 
 def best_rate(shapes: set[tuple[int, int]], rows: int) -> float:
-    """Operations a CPU-second of the fastest of the products."""
+    """Operations per CPU-second of the fastest product."""
     best = 0.0
     for outputs, inputs in shapes:
         weight, x = torch.randn(outputs, inputs), torch.randn(rows, inputs)
@@ -83,7 +85,7 @@ def best_rate(shapes: set[tuple[int, int]], rows: int) -> float:
 
 
 def main() -> None:
-    """Measure both in every round, after a round to warm up."""
+    """Measure both in every round, after a warm-up round."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--marks", type=Path, required=True)

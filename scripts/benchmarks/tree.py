@@ -1,17 +1,18 @@
-"""Run one command and count what all of its processes use: CPU-seconds, marks on the way, peak memory.
+"""Run one command, and count what all its processes use: CPU-seconds, marks on the way, peak memory.
 
     python scripts/benchmarks/tree.py --out used.json --watch run/metrics.jsonl --mark '"kind": "perf"' -- COMMAND
 
-This process makes itself the reaper of everything below it (``PR_SET_CHILD_SUBREAPER``), so daemons that detach (Ray's)
-stay its descendants and are found by their parents' ids. CPU-seconds are user and system time, all threads. Two counts
-are made, and both miss only downwards: the last ticks read in ``/proc`` of each process (they miss what a process
-does after the last look), and the kernel's own sum over children that were waited for (it misses processes whose parent
-ignores their end). The larger one is reported. Marks use the first, the only one that exists while processes run.
+This process makes itself the reaper of all its descendants (``PR_SET_CHILD_SUBREAPER``). So daemons that detach, such
+as Ray's, stay its descendants and are found by their parents' ids. CPU-seconds are user and system time of all threads.
+There are two counts, and both can only be too low. The first is the last ticks in ``/proc`` of each process, which miss
+the time after the last look. The second is the kernel's own sum over children that were waited for, which misses
+processes whose parent ignores their end. The larger one is reported. Marks use the first count, because only that
+exists while processes run.
 
-Peak memory is the sum over all processes of their proportional set size, which counts a shared page once, looked at
-twice a second, or so seldom that looking takes 2 % of the time: the kernel walks every page of a process and holds up
-its page faults meanwhile (70 ms for 6 GB). A peak between two looks is missed. What is left half a minute after the
-command's end is killed.
+Peak memory is the sum of the proportional set sizes of all processes, which count a shared page once. It is read twice
+a second, or less often, so that reading takes at most 2 % of the time. The kernel walks every page of a process and
+delays its page faults meanwhile (70 ms for 6 GB). A peak between two readings is missed. Processes that still run half
+a minute after the command's end are killed.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Tree:
     peak_pss: int = 0
 
     def look(self) -> float:
-        """Read every descendant once; returns the CPU-seconds of all of them so far."""
+        """Read every descendant once. Returns the CPU-seconds of all of them so far."""
         listed = {int(entry) for entry in os.listdir("/proc") if entry.isdigit()}
         self.others &= listed  # an id that is gone may come back as another process
         parents: dict[int, int] = {}
@@ -86,7 +87,7 @@ class Tree:
 
 @dataclass
 class Marks:
-    """The CPU-seconds at each new line of a file that contains a text."""
+    """The CPU-seconds at each new line of a file that has one of the texts."""
 
     file: Path | None
     texts: list[str]
@@ -109,7 +110,7 @@ class Marks:
 
 
 def reap() -> None:
-    """Wait for descendants that have ended and whose parent has, so that the kernel adds up their time."""
+    """Wait for descendants that have ended and whose parent has ended, so that the kernel adds up their time."""
     with suppress(ChildProcessError):
         while os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             os.waitpid(-1, os.WNOHANG)
@@ -118,7 +119,7 @@ def reap() -> None:
 def run(
     command: list[str], log: Path, watch: Path | None = None, marks: list[str] | None = None, limit_s: float = 3600.0
 ) -> dict[str, Any]:
-    """Run ``command`` to its end and return what it used; see the module."""
+    """Run ``command`` to its end, and return what it used; see the module docstring."""
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "this kernel has no child subreapers")
     tree, noted = Tree(), Marks(watch, marks or [])
@@ -169,7 +170,7 @@ def run(
 
 
 def kill_all(tree: Tree) -> int:
-    """End every descendant that still runs; returns how many there were."""
+    """End every descendant that still runs. Returns how many there were."""
     tree.look()
     ended = list(tree.alive)
     while tree.alive:
@@ -185,9 +186,9 @@ def kill_all(tree: Tree) -> int:
 def main() -> int:
     """Measure the command of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="JSON with the figures")
+    parser.add_argument("--out", type=Path, required=True, help="write the figures to this JSON file")
     parser.add_argument("--log", type=Path, default=Path(os.devnull), help="the command's output")
-    parser.add_argument("--watch", type=Path, help="file of JSON lines that the command writes")
+    parser.add_argument("--watch", type=Path, help="watch this file of JSON lines, which the command writes")
     parser.add_argument("--mark", action="append", default=[], help="a line with this text is a mark")
     parser.add_argument("--limit", type=float, default=3600.0, help="end the command after this time [s]")
     parser.add_argument("command", nargs=argparse.REMAINDER)

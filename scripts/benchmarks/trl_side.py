@@ -1,8 +1,9 @@
-"""TRL's side of the questions, run by TRL's own interpreter: a line of JSON to ``--marks`` at the end of every step.
+"""TRL's side of the questions, run by TRL's own interpreter. It writes a line of JSON to ``--marks`` at the end of
+every step.
 
     $TRL_PYTHON scripts/benchmarks/trl_side.py grpo --model M --data D.parquet --steps 20 --rows 256 --marks F
 
-Nothing of TRL is switched off that users have on, and gradient checkpointing, which trades time for memory, is off.
+All of TRL's default features stay on. Gradient checkpointing, which trades time for memory, is off.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def greedy_accuracy(model: Any, tokenizer: Any, rows: Sequence[Any], tokens: int
 
 
 class Marks(TrainerCallback):
-    """Writes a line at each step's end, and evaluates where that is asked for."""
+    """Writes a line at the end of each step, and evaluates at the requested steps."""
 
     def __init__(self, given: argparse.Namespace, tokenizer: Any) -> None:
         self.given, self.tokenizer = given, tokenizer
@@ -70,14 +71,14 @@ class Marks(TrainerCallback):
             file.write(json.dumps({"time": time.time(), **values}) + "\n")
 
     def on_step_end(self, _: Any, state: Any, __: Any, **kept: Any) -> None:
-        """The step's mark, then the evaluation's."""
+        """Write the step's mark, then the evaluation's."""
         self.note(kind="step", step=state.global_step)
         if self.heldout and state.global_step % self.given.eval_every == 0:
             score = greedy_accuracy(kept["model"], self.tokenizer, self.heldout, self.given.new_tokens)
             self.note(kind="eval", step=state.global_step, score=score)
 
     def on_log(self, _: Any, state: Any, __: Any, logs: Any = None, **___: Any) -> None:
-        """What TRL logs, numbers only."""
+        """Write the numbers that TRL logs."""
         self.note(kind="log", step=state.global_step, **{k: v for k, v in logs.items() if isinstance(v, int | float)})
 
 
@@ -132,11 +133,9 @@ def main() -> None:
     parser.add_argument("--data", required=True)
     parser.add_argument("--marks", required=True)
     parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--rows", type=int, default=256, help="samples, rows or pairs of a step")
-    parser.add_argument("--batch", type=int, default=64, help="rows of a forward pass")
-    parser.add_argument(
-        "--packed", type=int, default=0, help="sft: pack into sequences of this length, --batch of them"
-    )
+    parser.add_argument("--rows", type=int, default=256, help="samples, rows or pairs in a step")
+    parser.add_argument("--batch", type=int, default=64, help="rows in a forward pass")
+    parser.add_argument("--packed", type=int, default=0, help="sft: pack into --batch sequences of this length")
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--reward", choices=["random", "answer"], default="answer")

@@ -1,7 +1,8 @@
 """Write docs/algorithms.md's table of model families: python scripts/dev/check_families.py
 
-Every causal language model of the installed transformers, in the small copy that a run looks at before it trains
-(slimelite/training/packing.py). ``python scripts/dev/check_families.py qwen3_5_text lfm2`` prints what is seen of some.
+It covers every causal language model of the installed transformers, as the small copy that a run examines before it
+trains (slimelite/training/packing.py). ``python scripts/dev/check_families.py qwen3_5_text lfm2`` prints the results
+for some families.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as FAMILIES
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from slimelite.engines.embedded.gated_delta import is_fast_hybrid
 from slimelite.engines.embedded.model import not_fast
 from slimelite.engines.embedded.ways import NotComputed, Rows, ways_of
 from slimelite.training.attention import ATTENTION
@@ -51,7 +54,7 @@ FIELDS: dict[str, dict[str, Any]] = {
 
 
 def config_of(family: str) -> PretrainedConfig:
-    """The config of ``family`` with its defaults, or with every kind of its layers where they have not."""
+    """The config of ``family`` with its defaults. If the defaults lack a kind of layer, the config has every kind."""
     fields = FIELDS.get(family, {})
     if "layer_types" in fields or "attn_layer_indices" in fields:
         fields = fields | {"num_hidden_layers": LAYERS}
@@ -69,12 +72,14 @@ WHOLE_PREFIXES = "at most one token may follow a known prefix"
 
 
 def engine(family: str) -> tuple[str, str]:
-    """How the embedded engine computes ``family``, and what it does not do, or why it does nothing."""
+    """How the embedded engine computes ``family``, and what it does not support, or why it cannot compute it."""
     try:
         config = config_of(family)
         if not not_fast(config):
             return FAST, ""
         ways = ways_of(config)
+        if is_fast_hybrid(config, torch.device("cpu"), torch.float32):
+            return FAST, ""
     except NotComputed as error:
         return REFUSED, error.reason
     except Exception as error:  # a config that its own defaults do not make
@@ -83,7 +88,7 @@ def engine(family: str) -> tuple[str, str]:
 
 
 def verdict(family: str) -> tuple[str, str]:
-    """Which of `VERDICTS` holds for ``family`` with the defaults of its config, and the reason if it is not packed."""
+    """The entry of `VERDICTS` for ``family`` with the defaults of its config, and the reason if it is not packed."""
     try:
         config = config_of(family)
         return (PACKED, "") if may_pack(config, ATTENTION) else (ALONE, why_alone(config, ATTENTION))
@@ -102,7 +107,7 @@ def verdict(family: str) -> tuple[str, str]:
 
 @contextlib.contextmanager
 def at_most(seconds: int) -> Iterator[None]:
-    """TimeoutError after ``seconds``."""
+    """Raise TimeoutError after ``seconds``."""
 
     def stop(*_: Any) -> None:
         raise TimeoutError(f"longer than {seconds} s")
@@ -116,7 +121,7 @@ def at_most(seconds: int) -> Iterator[None]:
 
 
 def main(names: list[str]) -> None:
-    """Look at ``names``, or at all families and write the table."""
+    """Examine ``names`` and print the results. Without names, examine all families and write the table."""
     warnings.simplefilter("ignore")
     transformers.utils.logging.set_verbosity_error()
     results: dict[str, tuple[str, str, str, str]] = {}
@@ -131,7 +136,7 @@ def main(names: list[str]) -> None:
 
 
 def looked_at(look: Callable[[str], tuple[str, str]], family: str, otherwise: str) -> tuple[str, str]:
-    """``look`` at a family; ``otherwise`` if that takes too long."""
+    """The result of ``look`` for a family; ``otherwise`` if that takes too long."""
     try:
         with at_most(SECONDS):
             return look(family)
@@ -140,7 +145,7 @@ def looked_at(look: Callable[[str], tuple[str, str]], family: str, otherwise: st
 
 
 def write(results: Mapping[str, tuple[str, str, str, str]]) -> None:
-    """Write the table: families of which the same is so stand in one row."""
+    """Write the table. Families with equal results share a row."""
     trained = Counter(cells[0] for cells in results.values())
     sampled = Counter(cells[2] for cells in results.values())
     rows = []

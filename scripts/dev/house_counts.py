@@ -1,11 +1,10 @@
-"""Counts the house: files, lines, functions, import circles, `Any`.
+"""Counts facts about the code: files, lines, functions, import circles, `Any`.
 
     python scripts/dev/house_counts.py                        # this tree
     python scripts/dev/house_counts.py --before COMMIT        # a commit and this tree side by side
     python scripts/dev/house_counts.py --rooms                # lines and files of each package
 
-The table is Markdown. A line of code is one that is neither blank, nor a comment, nor an import, nor part of a
-docstring.
+The table is Markdown. A line of code is not blank, not a comment, not an import, and not part of a docstring.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ LONGEST_FILE, LONGEST_FUNCTION = 600, 80
 
 
 class Source(NamedTuple):
-    """One file of the package, read once."""
+    """One file of the package. It is read once."""
 
     name: str  # from the root: slimelite/samples/table.py
     module: str
@@ -51,7 +50,7 @@ def _read(file: Path, root: Path) -> Source:
 
 
 def imported_modules(source: Source, known: Mapping[str, object]) -> set[str]:
-    """Modules of ``known`` that the file imports, inside functions and for types too."""
+    """Modules of ``known`` that the file imports. Imports inside functions and for types count too."""
     names: set[str] = set()
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Import):
@@ -94,7 +93,7 @@ def import_circles(sources: list[Source]) -> list[list[str]]:
 
 
 def functions(source: Source) -> Iterator[tuple[str, int]]:
-    """(``file:line name``, lines) of each function of a file, decorators left out."""
+    """(``file:line name``, lines) of each function of a file, without decorators."""
     for node in ast.walk(source.tree):
         if isinstance(node, FUNCTIONS):
             assert node.end_lineno is not None
@@ -102,7 +101,7 @@ def functions(source: Source) -> Iterator[tuple[str, int]]:
 
 
 def code_lines(source: Source) -> set[int]:
-    """Numbers of the lines that are neither blank, nor comments, nor imports, nor in a docstring."""
+    """Numbers of the lines that are not blank, comments, imports or docstrings."""
     skipped: set[int] = set()
     for node in ast.walk(source.tree):
         first: ast.AST | None = node if isinstance(node, (ast.Import, ast.ImportFrom)) else None
@@ -120,12 +119,12 @@ def code_lines(source: Source) -> set[int]:
 
 
 def uses_of_any(source: Source) -> int:
-    """How often the annotation ``Any`` stands in a file."""
+    """How often a file uses the annotation ``Any``."""
     return sum(isinstance(node, ast.Name) and node.id == "Any" for node in ast.walk(source.tree))
 
 
 def counts(root: Path) -> dict[str, str]:
-    """Each count in words -> its value."""
+    """Description of each count -> its value."""
     sources = read_sources(root)
     lengths = [len(source.text.splitlines()) for source in sources]
     sizes = [length for source in sources for _, length in functions(source)]
@@ -159,7 +158,7 @@ def rooms(root: Path) -> dict[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", metavar="COMMIT", help="a commit to compare with")
-    parser.add_argument("--rooms", action="store_true", help="count each package instead of the whole")
+    parser.add_argument("--rooms", action="store_true", help="count each package separately")
     options = parser.parse_args()
     count = rooms if options.rooms else counts
     columns = {"now": count(ROOT)}

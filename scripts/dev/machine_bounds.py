@@ -1,9 +1,11 @@
-"""List the tests whose bound is a time, a count or an amount of the machine: python scripts/dev/machine_bounds.py
+"""List the tests that compare a time, a count or an amount of the machine with a number: python
+scripts/dev/machine_bounds.py
 
-Seconds, page faults and bytes of a process depend on what else runs on the machine, so a test that compares one with a
-number fails on a busy day. A test compares two of them, measured in the same run; what a number alone can judge is a
-benchmark (scripts/benchmarks). Printed is each comparison of a measurement with something that is not measured; a test
-(tests/test_house_rules.py) wants none. A loop that waits until a deadline is no such bound: it ends by itself.
+Seconds, page faults and bytes of a process depend on the other programs on the machine. So a test that compares one of
+them with a number fails on a busy day. A test should compare two of them that are measured in the same run. Numbers
+alone belong in a benchmark (scripts/benchmarks). This prints each comparison of a measurement with something that is
+not measured. A test (tests/test_house_rules.py) requires that there are none. A loop that waits until a deadline is not
+such a bound, because it ends by itself.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ MEASURES = (
 
 
 def measured(node: ast.AST, names: set[str]) -> bool:
-    """Whether an expression reads a measurement, or a name that holds one."""
+    """Whether an expression reads a measurement, or a name that has one."""
     for part in ast.walk(node):
         if isinstance(part, ast.Attribute) and part.attr in MEASURES:
             return True
@@ -40,7 +42,7 @@ def targets(node: ast.AST) -> Iterator[str]:
 
 
 def holders(tree: ast.AST, known: set[str]) -> set[str]:
-    """``known``, and the names of variables and functions that hold or return a measurement."""
+    """``known``, and the names of variables and functions that have or return a measurement."""
     names = set(known)
     while True:
         before = len(names)
@@ -56,7 +58,8 @@ def holders(tree: ast.AST, known: set[str]) -> set[str]:
 
 
 def is_number(node: ast.AST) -> bool:
-    """Whether an expression is a number, or a constant of the file; 0 only asks whether anything was measured."""
+    """Whether an expression is a number, or a constant of the file. 0 does not count, because it only asks whether
+    anything was measured."""
     names = [part.id for part in ast.walk(node) if isinstance(part, ast.Name)]
     computed = any(isinstance(part, ast.Call | ast.Attribute | ast.Subscript) for part in ast.walk(node))
     return not computed and all(name.isupper() for name in names) and ast.unparse(node) != "0"

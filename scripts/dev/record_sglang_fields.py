@@ -2,8 +2,8 @@
 
     python scripts/dev/record_sglang_fields.py             (after installing SGLang, and again with another version)
 
-Options of versions recorded before stay, so that a command line for either version parses; a running engine checks
-against the SGLang that it finds.
+Options of versions that were recorded earlier stay, so that a command line for either version can be parsed. A running
+engine checks against the installed SGLang.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ KINDS = {
 
 
 def record(field: str, action: argparse.Action, before: str) -> str:
-    """The line of one field. ``before``: its line so far, whose spellings, choices and off switch stay."""
+    """The line of one field. ``before``: its present line. The spellings, choices and off switch of that line stay."""
     _, kind_before, spelled_before, choices_before, *_ = [*before.split("\t"), "", "", "", ""]
     if action.nargs == 0:
         can_be_off = isinstance(action, argparse.BooleanOptionalAction) or kind_before == "switch"
@@ -52,7 +52,7 @@ def record(field: str, action: argparse.Action, before: str) -> str:
 
 
 def merge(before: str, now: Iterable[str]) -> str:
-    """Comma-separated words, the ones of ``before`` first."""
+    """Comma-separated words. Those of ``before`` come first."""
     return ",".join(dict.fromkeys([*filter(None, before.split(",")), *now]))
 
 

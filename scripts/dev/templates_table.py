@@ -50,7 +50,8 @@ to a template as `thinking`: then `gptoss` and `lfm2_2_5` show thoughts, and the
 
 
 def goes_on(name: str, talk: str) -> str:
-    """What happens at the second question of ``talk``, whose first reply the model says as the template writes it."""
+    """What happens at the second question of ``talk``. The model's first reply has the form in which the template
+    writes it."""
     spoken = templates.tokenizer(name)
     chat_format, messages = ChatFormat(spoken), templates.talk(spoken, talk)
     assert messages is not None

@@ -1,7 +1,8 @@
-"""The figures of runs as one small table, for docs/: python scripts/figures/figures.py runs/a runs/b > docs/figures.csv
+"""The figures of runs as one small table for docs/: python scripts/figures/figures.py runs/a runs/b > docs/figures.csv
 
-A row for every evaluation of a run (for every rollout, where there is none): rollouts trained, the scores, the mean
-reward and response length of the last rollout before it, and CPU-seconds spent by then.
+There is a row for every evaluation of a run, or for every rollout if there are no evaluations. It has the number of
+trained rollouts, the scores, the mean reward and response length of the last rollout before it, and the CPU-seconds so
+far.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def rows(run: str, records: list[Record]) -> list[dict[str, float | str]]:
 
 
 def main(runs: list[str]) -> None:
-    """Print the table of ``runs``, each named by what its path does not share with the others'."""
+    """Print the table of ``runs``. Each name is the part of the path that differs from the others."""
     shared = os.path.commonpath(runs) if len(runs) > 1 else str(Path(runs[0]).parent)
     table = [row for run in runs for row in rows(os.path.relpath(run, shared), read_metrics(run))]
     columns = list(dict.fromkeys(name for row in table for name in row))

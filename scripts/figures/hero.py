@@ -1,4 +1,5 @@
-"""The README's picture of a run, light and dark: its curves, and a guess beside the steps that took its place.
+"""README's picture of a run, light and dark. It shows the run's curves, and a guess next to the worked answer that
+replaced it.
 
 python scripts/figures/hero.py runs/quickstart/seed-0/grpo docs/quickstart   writes hero-{light,dark}.png there.
 README's run: bash scripts/quickstart.sh --eval-interval 2
@@ -33,7 +34,7 @@ THEMES = {
 
 
 class Shown(NamedTuple):
-    """A sample, and the rollout that it is of."""
+    """A sample and its rollout."""
 
     rollout_id: int
     prompt: str
@@ -42,9 +43,11 @@ class Shown(NamedTuple):
 
 
 def pair(run: Run) -> tuple[Shown, Shown]:
-    """(A sample of the first rollout with its lowest reward, one of the last quarter of the rollouts with the highest).
+    """(A sample of the first rollout with its lowest reward, a sample of the last quarter of the rollouts with the
+    highest reward).
 
-    Of all such pairs: the one whose prompts share most characters, then the later one. A prompt seldom comes twice.
+    Of all such pairs it is the one whose prompts share the most characters, and of these the later one. The same prompt
+    seldom appears twice.
 
     Raises:
         ValueError: the run has fewer than two rollouts' files.
@@ -91,7 +94,7 @@ def draw(run: Run, out: Path, theme: dict[str, str]) -> None:
 
 
 def _by_prompt(run: Run, number: int, *, best: bool) -> list[Shown]:
-    """For each prompt of a rollout, the first sample with the highest or lowest reward of the rollout."""
+    """For each prompt of a rollout, the first sample with the rollout's highest or lowest reward."""
     table = SampleTable.from_parquet(run.rollouts[number])
     extreme = max(table.reward) if best else min(table.reward)
     found: dict[str, Shown] = {}
@@ -102,7 +105,7 @@ def _by_prompt(run: Run, number: int, *, best: bool) -> list[Shown]:
 
 
 def _plain(text: str) -> str:
-    """The text without the chat template's marks; other characters that no font draws are U+FFFD."""
+    """The text without the chat template's marks. Other characters that no font can draw become U+FFFD."""
     kept = SPECIAL.sub("", text).strip()
     return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in kept)
 

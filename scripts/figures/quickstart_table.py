@@ -17,7 +17,7 @@ TARGET_START, TARGET, TARGET_DROP = 0.40, 0.90, 0.03
 
 
 def cpu_seconds(run: Path, rollouts: int | None = None) -> float:
-    """CPU-seconds of all processes of a run, to the end or to the end of so many rollouts."""
+    """CPU-seconds of all processes of a run, to its end or to the end of ``rollouts`` rollouts."""
     spent = [r["perf/cpu_seconds"] for r in read_metrics(run) if "perf/cpu_seconds" in r]
     return spent[-1 if rollouts is None else rollouts - 1]
 

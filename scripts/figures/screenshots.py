@@ -5,11 +5,11 @@
     python scripts/figures/screenshots.py chat data/SmolLM2-135M-Instruct
     python scripts/figures/screenshots.py report runs/speedrun-full/seed-0/report.html
 
-The first writes docs/view/{curves,samples}-{light,dark}.png, with the samples of a rollout of the run; the second
-docs/view/agents-{light,dark}.png, with the episodes of the last rollout of a run of docs/examples/tool; the third
-docs/serving/{chat,tokens}-{light,dark}.png, a chat with a model; the fourth docs/speedrun/report.png, the beginning of
-a page of `slimelite report`. The second and the third also photograph a phone (…-phone-….png). Needs playwright and a
-chromium (apt-get install chromium).
+The first writes docs/view/{curves,samples}-{light,dark}.png, with the samples of one rollout. The second writes
+docs/view/agents-{light,dark}.png, with the episodes of the last rollout of a run of docs/examples/tool. The third
+writes docs/serving/{chat,tokens}-{light,dark}.png, which show a chat with a model. The fourth writes
+docs/speedrun/report.png, the beginning of a page of `slimelite report`. The second and the third also photograph the
+page at a phone's size (…-phone-….png). It needs playwright and a chromium (apt-get install chromium).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def main(kind: str, path: str, rollout: str = "0") -> None:
 
 
 def pages(chromium: Browser, desktop: ViewportSize, *, phone: bool) -> Iterator[tuple[str, Page]]:
-    """A page of each size in each scheme, and how its pictures end."""
+    """A page of each size in each colour scheme, and the end of its pictures' names."""
     for name, size in {"": desktop, **({"phone-": PHONE} if phone else {})}.items():
         for scheme in SCHEMES:
             page = chromium.new_context(viewport=size, color_scheme=scheme).new_page()
@@ -62,14 +62,15 @@ def pages(chromium: Browser, desktop: ViewportSize, *, phone: bool) -> Iterator[
 
 
 def photograph(page: Page, path: Path) -> None:
-    """Write what is in sight, in 256 colours, which are a third of the bytes."""
+    """Write the visible part in 256 colours, which takes a third of the bytes."""
     page.screenshot(path=path)
     with Image.open(path) as picture:
         picture.convert("RGB").quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
 def photograph_run(chromium: Browser, run: str, rollout: str | None) -> None:
-    """Its curves under the pointer and a sample of ``rollout``, or without one the episodes of its last rollout."""
+    """Photograph the run's curves under the pointer and a sample of ``rollout``. Without ``rollout``, photograph the
+    episodes of its last rollout."""
     with tempfile.TemporaryDirectory() as folder:
         page_file = Path(folder, "page.html")
         if view([run, "-o", str(page_file)]) != 0:
@@ -91,7 +92,7 @@ def photograph_run(chromium: Browser, run: str, rollout: str | None) -> None:
 
 
 def photograph_report(chromium: Browser, file: Path) -> None:
-    """Its head: stages, scores and answers; it has one scheme."""
+    """Photograph the beginning of the report: stages, scores and answers. It has one colour scheme."""
     (OUT / "speedrun").mkdir(exist_ok=True)
     page = chromium.new_context(viewport={**SIZE, "height": 1020}).new_page()
     page.goto(file.absolute().as_uri())
@@ -99,7 +100,7 @@ def photograph_report(chromium: Browser, file: Path) -> None:
 
 
 def photograph_chat(chromium: Browser, model: str) -> None:
-    """Two answers as they are drawn, and as their tokens with the alternatives of one."""
+    """Photograph two answers: as text, and as tokens with the alternatives of one of them."""
     words = [sys.executable, "-m", "slimelite.apps.command", "serve", model, "--web", "--port", "0"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=ROOT) as server:
         assert server.stdout is not None

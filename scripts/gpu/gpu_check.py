@@ -1,6 +1,6 @@
-"""Runs the checks of gpu_group.py and reports; see gpu_check.sh.
+"""Runs the checks of gpu_group.py, and reports; see gpu_check.sh.
 
-On a GPU every group runs in a process of its own: after one CUDA error a process is good for nothing more.
+On a GPU every group has its own process, because a process cannot be used after a CUDA error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CALLS = (["kernels", "trainer", "grpo", "engine"], ["loop", "sglang", "speed", "
 
 
 def run_groups(options: argparse.Namespace, work: Path, groups: list[str]) -> dict[str, Any]:
-    """The machine and the results of ``groups``, run in one process whose output goes to a log."""
+    """Facts about the machine, and the results of ``groups``. They run in one process whose output goes to a log."""
     name = "-".join(groups)
     results, log = work / f"{name}.json", options.out / f"{name}.log"
     command = [sys.executable, str(Path(__file__).with_name("gpu_group.py")), "--device", options.device]
@@ -46,13 +46,14 @@ def run_groups(options: argparse.Namespace, work: Path, groups: list[str]) -> di
 
 
 def main() -> int:
-    """Every group, a line for each check, a table, results.json; the exit status says whether anything failed."""
+    """Run every group. Print a line for each check and a table, and write results.json. The exit status is 1 if
+    anything failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="tiny shapes, to try the checks themselves")
+    parser.add_argument("--tiny", action="store_true", help="use tiny shapes, to try the checks themselves")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu_check"), help="folder for results.json and the logs")
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS), help="only these checks")
-    parser.add_argument("--call", type=int, choices=range(1, len(CALLS) + 1), help="only the checks of one call")
+    parser.add_argument("--call", type=int, choices=range(1, len(CALLS) + 1), help="run only the checks of this call")
     options = parser.parse_args()
     if options.call:
         options.groups = CALLS[options.call - 1]

@@ -1,4 +1,4 @@
-"""The checks of gpu_check.sh, run by it a group at a time: each returns numbers with the bounds they must keep."""
+"""The checks of gpu_check.sh, which runs them one group at a time. Each returns numbers with bounds."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ Result = dict[str, Any]
 
 @torch.no_grad()
 def engine_agrees(lab: Lab, dtype: torch.dtype) -> Numbers:
-    """Greedy and sampled responses, prompts shared and ragged, against transformers over the same tokens."""
+    """Greedy and sampled responses, with shared and ragged prompts, compared with transformers on the same tokens."""
     rng = np.random.default_rng(0)
     requests: list[GenerateRequest] = []
     for group in range(lab.size(8, 3)):
@@ -83,7 +83,7 @@ def engine_agrees(lab: Lab, dtype: torch.dtype) -> Numbers:
 
 
 def attention_agrees(lab: Lab, window: int | None) -> Numbers:
-    """Packed attention in bf16 (on a GPU varlen_attn) against bucketed SDPA in fp32."""
+    """Packed attention in bf16 (varlen_attn on a GPU), compared with bucketed SDPA in fp32."""
     torch.manual_seed(0)
     config, lengths = lab.config(), [lab.size(n, n % 40 + 1) for n in (700, 1, 33, 1500, 690, 128, 1024, 2)]
     layout, width = PackedSequences.from_lengths(lengths, lab.device), config.hidden_size // config.num_attention_heads
@@ -99,7 +99,8 @@ def attention_agrees(lab: Lab, window: int | None) -> Numbers:
 
 
 def head_agrees(lab: Lab) -> Numbers:
-    """The chunked LM head, fp32 and bf16, against log_softmax of the whole logits in fp32; worst of four tensors."""
+    """The chunked LM head in fp32 and bf16, compared with log_softmax of the whole logits in fp32. The worst of four
+    tensors counts."""
     torch.manual_seed(0)
     tokens, config = lab.size(4096, 50), lab.config()
     inputs = [torch.randn(n, config.hidden_size, device=lab.device).bfloat16() for n in (tokens, config.vocab_size)]
@@ -126,7 +127,7 @@ def head_agrees(lab: Lab) -> Numbers:
 
 
 def step_agrees(lab: Lab) -> Numbers:
-    """A step of the trainer, pairs of rows with one prompt, against one by transformers in fp32, row by row."""
+    """A trainer step on pairs of rows with one prompt, compared with one by transformers in fp32, row by row."""
     table = lab.table(lab.size(16, 6), lab.size(64, 20), lab.size(64, 4), lab.size(512, 16), group=2)
     rows = [[table.row_slice(f"{part}_tokens", row) for part in ("prompt", "response")] for row in range(len(table))]
     model = lab.transformers(torch.float32)
@@ -156,7 +157,8 @@ def step_agrees(lab: Lab) -> Numbers:
 
 
 def variant_agrees(lab: Lab, memory: float, **changes: Any) -> Numbers:
-    """A step that saves memory against the plain one; ``memory``: the most of the plain one's peak it may take."""
+    """A step that saves memory, compared with the plain one. ``memory``: the largest allowed share of the plain one's
+    peak."""
     table = lab.table(lab.size(16, 6), lab.size(512, 8), lab.size(1536, 4), lab.size(1536, 16))
     plain, saving = step(lab, table), step(lab, table, **changes)
     gap, move = (float((plain.after - x).abs().mean()) for x in (saving.after, plain.before))
@@ -169,7 +171,7 @@ def variant_agrees(lab: Lab, memory: float, **changes: Any) -> Numbers:
 
 
 def learns(lab: Lab) -> Numbers:
-    """The quickstart: SFT, then GRPO, stopped and resumed half-way."""
+    """The quickstart: SFT, then GRPO, which is stopped and resumed half-way."""
     task, runs, rollouts = lab.task(), lab.work / "runs", lab.size(20, 4)
     sft = (
         f"{LOCAL} --device {lab.device} --hf-checkpoint {task}/model --prompt-data {task}/sft.parquet --num-epoch 1 "
@@ -204,7 +206,7 @@ def learns(lab: Lab) -> Numbers:
 
 
 class Watched:
-    """A cluster that notes the device memory after each of its verbs."""
+    """A cluster that records the device memory after each verb."""
 
     def __init__(self, lab: Lab, cluster: Cluster) -> None:
         self.lab, self.cluster, self.args = lab, cluster, cluster.args
@@ -221,7 +223,7 @@ class Watched:
 
 
 def takes_turns(lab: Lab) -> Numbers:
-    """Trainer, reference and engine on one GPU under --offload: the memory after each phase of train.py's loop."""
+    """Trainer, reference and engine on one GPU with --offload: the memory after each phase of train.py's loop."""
     flags = (
         f"{LOCAL} {RL} --device {lab.device} --hf-checkpoint {lab.folder()} --run-dir {lab.work}/runs/colocate "
         f"--prompt-data {lab.task()}/train.parquet --rm-type random --rollout-batch-size 4 --num-rollout 2 "
@@ -238,7 +240,8 @@ def takes_turns(lab: Lab) -> Numbers:
 
 
 def sglang_takes_turns(lab: Lab) -> Numbers:
-    """Ten rollouts of a colocated SGLang server and the trainer: seconds and memory by phase, and that they agree."""
+    """Ten rollouts of a colocated SGLang server and the trainer: seconds and memory by phase, and whether both
+    agree."""
     run, rollouts = lab.work / "runs" / "sglang", lab.size(10, 2)
     flags = (
         f"{COMMON} {RL} --device {lab.device} --hf-checkpoint {lab.folder()} --run-dir {run} --rollout-backend sglang "
@@ -265,7 +268,7 @@ def sglang_takes_turns(lab: Lab) -> Numbers:
 
 
 def training_speed(lab: Lab) -> Numbers:
-    """A step on 16k-token packs; FLOPs are those of the model (nothing recomputed counts), MFU by the data sheet."""
+    """A step on 16k-token packs. FLOPs are the model's (recomputation does not count), and MFU uses the data sheet."""
     config, table = lab.config(), lab.table(lab.size(32, 4), lab.size(512, 8), lab.size(1536, 8), lab.size(1536, 8))
     with closing(lab.trainer()) as trainer:
         took = lab.seconds(lambda: trainer.train(0, table))
@@ -288,7 +291,7 @@ def training_speed(lab: Lab) -> Numbers:
 
 
 def decoding_speed(lab: Lab, rows: int) -> Numbers:
-    """All of a call: prefill of 64-token prompts, one for 8 responses each, and 128 new tokens for each response."""
+    """A whole call: prefill of 64-token prompts, one for 8 responses each, and 128 new tokens for each response."""
     params, rng = SamplingParams(lab.size(128, 4), ignore_eos=True), np.random.default_rng(0)
     prompts = [tuple(rng.integers(0, lab.config().vocab_size, lab.size(64, 8)).tolist()) for _ in range(rows // 8)]
     requests = [GenerateRequest(str(i), prompts[i // 8], params, prefix_key=str(i // 8)) for i in range(rows)]
@@ -301,7 +304,7 @@ def decoding_speed(lab: Lab, rows: int) -> Numbers:
 
 
 def sync_speed(lab: Lab) -> Numbers:
-    """All weights from the trainer into an engine of the same process."""
+    """Send all weights from the trainer to an engine in the same process."""
     with closing(lab.trainer()) as trainer, lab.engine() as engine:
         sink = RemoteSink([LocalRemote(engine, "engine")])
         took = lab.seconds(lambda: trainer.push_weights(sink, 1))
@@ -310,7 +313,8 @@ def sync_speed(lab: Lab) -> Numbers:
 
 
 def offload_speed(lab: Lab) -> Numbers:
-    """Weights and AdamW's moments to host memory and back, and what the trainer still holds of the device meanwhile."""
+    """Move weights and AdamW's moments to host memory and back. Also the device memory that the trainer still has
+    meanwhile."""
     with closing(lab.trainer()) as trainer:
         # long enough for activations that the allocator would keep
         trainer.train(0, lab.table(lab.size(16, 4), lab.size(512, 8), lab.size(512, 4), lab.size(1024, 16)))
@@ -371,7 +375,7 @@ CHECKS: list[tuple[str, str, bool, Callable[[Lab], Numbers]]] = [
 
 
 def run_check(lab: Lab, name: str, needs_gpu: bool, check: Callable[[Lab], Numbers]) -> Result:
-    """What the check found, whatever happens in it."""
+    """The result of a check, even if it raises."""
     start, numbers, error = time.perf_counter(), {}, ""
     if name == SGLANG and find_spec("sglang") is None:
         shown = "SGLang is not installed (docs/install.md): what it proves is still unproven"
@@ -393,7 +397,7 @@ def run_check(lab: Lab, name: str, needs_gpu: bool, check: Callable[[Lab], Numbe
 
 
 def main() -> None:
-    """Run checks one by one; the file of results is complete at any time."""
+    """Run checks one by one. The file of results is complete at any time."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
     parser.add_argument("--tiny", action="store_true")
@@ -409,7 +413,7 @@ def main() -> None:
         "transformers": transformers.__version__,
     }
     chosen = [(name, needs, check) for group, name, needs, check in CHECKS if group in options.groups]
-    unfinished = {"status": "FAIL", "shown": "the process did not live to its end", "seconds": 0.0, "numbers": {}}
+    unfinished = {"status": "FAIL", "shown": "the process ended before the check did", "seconds": 0.0, "numbers": {}}
     results: list[Result] = [{"name": name} | unfinished for name, *_ in chosen]
 
     def save() -> None:

@@ -1,4 +1,4 @@
-"""Checks of gpu_check.sh about what GRPO is made of: shared prompts, adapters, recomputation, a critic, repetition."""
+"""Checks of gpu_check.sh about the parts of GRPO: shared prompts, adapters, recomputation, a critic, repetition."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ GROUP = 8
 
 
 def tree_attends(lab: Lab, width: int) -> Numbers:
-    """Attention over a tree in bf16, two levels of shared prefixes and seven queries a key, against its rows one by one
-    in fp32.
+    """Attention over a tree in bf16, with two levels of shared prefixes and seven queries for each key. It is compared
+    with its rows one by one in fp32.
     """
     torch.manual_seed(0)
     prompt, turn, answers = lab.size(300, 7), lab.size(90, 5), [lab.size(200 + 7 * i, 3 + i) for i in range(GROUP)]
@@ -55,7 +55,7 @@ def tree_attends(lab: Lab, width: int) -> Numbers:
 
 @contextmanager
 def counted(trainer: Trainer) -> Iterator[list[int]]:
-    """The tokens of each forward pass of the policy."""
+    """Record the tokens of each forward pass of the policy."""
     tokens: list[int] = []
     embedding = trainer.model.hf.get_input_embeddings()
     hook = embedding.register_forward_hook(lambda _, inputs, __: tokens.append(inputs[0].numel()))
@@ -66,7 +66,8 @@ def counted(trainer: Trainer) -> Iterator[list[int]]:
 
 
 def prompts_are_shared(lab: Lab) -> Numbers:
-    """A step on groups of eight in trees against the same step row by row: tokens, memory, log-probs and gradient."""
+    """A step on groups of eight in trees, compared with the same step row by row: tokens, memory, log-probs and
+    gradient."""
     table = lab.table(lab.size(32, 8), lab.size(1024, 24), lab.size(64, 4), lab.size(512, 8), group=GROUP)
     shared, flat = step(lab, table), step(lab, table, share_prefixes=False)
     with closing(lab.trainer()) as trainer, counted(trainer) as tokens:
@@ -116,7 +117,8 @@ def adapters_reach_the_engine(lab: Lab) -> Numbers:
 
 
 def recomputes_what_it_compiles(lab: Lab) -> Numbers:
-    """What a step saves for its backward pass, its peak and its seconds: plain, compiled, recomputed, and both."""
+    """The tensors that a step saves for its backward pass, its peak and its seconds: plain, compiled, recomputed, and
+    both."""
     table = lab.table(lab.size(16, 4), lab.size(512, 8), lab.size(256, 4), lab.size(512, 8), group=4)
     numbers: Numbers = {}
     norms: dict[str, float] = {}
@@ -151,7 +153,8 @@ def recomputes_what_it_compiles(lab: Lab) -> Numbers:
 
 
 def saved_bytes(work: Callable[[], object]) -> int:
-    """Bytes of all tensors that are saved for backward passes during ``work``; each memory counts once a pass."""
+    """Bytes of all tensors that are saved for backward passes during ``work``. Shared memory counts once for each
+    pass."""
     sizes: dict[int, int] = {}
     total = 0
 
@@ -169,7 +172,7 @@ def saved_bytes(work: Callable[[], object]) -> int:
 
 
 def critic_learns(lab: Lab) -> Numbers:
-    """PPO with a critic of the policy's size: its loss falls on the same rollout."""
+    """PPO with a critic of the policy's size. Its loss must fall on the same rollout."""
     table = lab.table(lab.size(16, 4), lab.size(256, 8), lab.size(64, 4), lab.size(128, 8), group=4)
     table.advantage = np.linspace(-1.0, 1.0, len(table))
     flags: dict[str, Any] = {"advantage_estimator": "ppo", "use_critic": True, "critic_lr": within(lab, 1e-4, 1e-3)}
@@ -183,7 +186,7 @@ def critic_learns(lab: Lab) -> Numbers:
 
 
 def repeats(lab: Lab) -> Numbers:
-    """--deterministic-mode: the same two steps twice, from the start."""
+    """--deterministic-mode: the same two steps, twice from the start."""
     table = lab.table(lab.size(16, 8), lab.size(256, 8), lab.size(64, 4), lab.size(256, 8), group=GROUP)
     ends = []
     for _ in range(2):

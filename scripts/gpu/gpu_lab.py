@@ -1,4 +1,5 @@
-"""What the checks of gpu_check.py share: numbers with bounds, a model of real shape, an engine and a trainer of it."""
+"""The common part of the checks of gpu_check.py: numbers with bounds, and a model of real shape with its engine and
+trainer."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ TINY_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_si
 
 @dataclass(frozen=True)
 class Number:
-    """What was measured; the check fails when it is not within the bounds (NaN never is)."""
+    """A measurement. The check fails if it is outside the bounds; NaN always is."""
 
     value: float
     high: float = math.inf
@@ -56,12 +57,12 @@ Numbers = dict[str, Number]
 
 
 class NotRun(Exception):
-    """A check needs something that is not there."""
+    """A check needs something that is missing."""
 
 
 @dataclass(frozen=True)
 class Lab:
-    """Where the checks run, and the model they share; ``mixture``: one with experts."""
+    """The device of the checks, and the model that they share. ``mixture``: the model has experts."""
 
     device: Literal["cpu", "cuda"]
     tiny: bool
@@ -73,11 +74,11 @@ class Lab:
         return self.device == "cuda"
 
     def size(self, full: int, tiny: int) -> int:
-        """A size, by ``--tiny``."""
+        """``tiny`` with ``--tiny``, else ``full``."""
         return tiny if self.tiny else full
 
     def config(self) -> PretrainedConfig:
-        """Qwen2.5-0.5B, or the same in small; or a Qwen3 with experts."""
+        """The config of Qwen2.5-0.5B or a small copy of it; with ``mixture``, of a Qwen3 with experts."""
         if self.mixture:
             sizes = TINY_MIXTURE | TINY_EXPERTS if self.tiny else MIXTURE | EXPERTS
             sizes |= {"vocab_size": (TINY if self.tiny else QWEN2_5_0_5B)[0], "num_key_value_heads": 2}
@@ -104,16 +105,16 @@ class Lab:
         return str(path)
 
     def weights_gb(self) -> float:
-        """Of that folder."""
+        """Size of that folder's weights [GB]."""
         return sum(file.stat().st_size for file in Path(self.folder()).glob("*.safetensors")) / 1e9
 
     @property
     def engine_dtype(self) -> torch.dtype:
-        """That of an engine which agrees with the trainer."""
+        """The dtype of an engine that agrees with the trainer."""
         return torch.bfloat16 if self.cuda else torch.float32
 
     def with_experts(self) -> Lab:
-        """The same with a mixture."""
+        """The same lab with a mixture of experts."""
         return replace(self, mixture=True)
 
     def task(self) -> Path:
@@ -138,13 +139,13 @@ class Lab:
             asyncio.run(engine.close())
 
     def trainer(self, **changes: Any) -> Trainer:
-        """A trainer of that model, which takes one optimizer step a rollout."""
+        """A trainer of that model, with one optimizer step for each rollout."""
         given: dict[str, Any] = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 16384, "global_batch_size": 4096}
         given |= {"lr": 3e-4, "num_rollout": 9, "num_steps_per_rollout": 1} | changes
         return Trainer(Args(hf_checkpoint=self.folder(), device=self.device, **given))
 
     def table(self, rows: int, prompt: int, shortest: int, longest: int, group: int = 1) -> SampleTable:
-        """Random tokens with random advantages; so many rows of a ``group`` have the same prompt."""
+        """Random tokens with random advantages. ``group`` rows have the same prompt."""
         rng, vocabulary = np.random.default_rng(0), self.config().vocab_size
         samples = [Sample(group_index=i // group, index=i, reward=0.0) for i in range(rows)]
         prompts = rng.integers(0, vocabulary, (rows, prompt)).tolist()
@@ -157,7 +158,7 @@ class Lab:
         return table
 
     def gigabytes(self, *, peak: bool = False) -> float:
-        """Device memory in tensors now, or the most since the last call; 0 on a CPU."""
+        """Device memory of tensors now, or the peak since the last call [GB]; 0 on a CPU."""
         if not self.cuda:
             return 0.0
         gc.collect()
@@ -166,14 +167,15 @@ class Lab:
         return used / 1e9
 
     def empty(self) -> None:
-        """Give back what the allocator holds unused."""
+        """Release the allocator's unused memory."""
         if self.cuda:
             gc.collect()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
 
     def seconds(self, work: Callable[[], object], times: int = 3) -> float:
-        """Wall clock of one call with all it started on the device, the best of some after a warm-up."""
+        """Wall time of one call, with all work that it started on the device: the best of several calls after a
+        warm-up."""
         took = []
         for _ in range(times + 1):
             start = time.perf_counter()
@@ -204,18 +206,18 @@ def step(lab: Lab, table: SampleTable, **changes: Any) -> Step:
 
 
 def within(lab: Lab, cuda: float, cpu: float) -> float:
-    """A bound, by the precision of the device."""
+    """A bound that depends on the precision of the device."""
     return cuda if lab.cuda else cpu
 
 
 @torch.no_grad()
 def relative(found: Tensor, expected: Tensor) -> float:
-    """Length of the difference over the length of what was expected."""
+    """Length of the difference divided by the length of the expected value."""
     return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
 def scores(model: PreTrainedModel, prompt: Any, response: Any) -> tuple[Tensor, Tensor]:
-    """[response tokens] log-probs by transformers, from full logits, and how far each is below the best token's."""
+    """[response tokens] log-probs by transformers from full logits, and the distance of each to the best token's."""
     ids = torch.tensor([[*prompt, *response]], device=model.device)
     log_p = model(ids).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
     chosen = log_p.gather(1, ids[0, len(prompt) :, None])[:, 0]

@@ -1,5 +1,5 @@
-"""Checks of gpu_check.sh about the machine: what a released region of SGLang's memory saver keeps, CUDA IPC under the
-settings of a user's shell, and where the time of a step goes.
+"""Checks of gpu_check.sh about the machine: what a released region of SGLang's memory saver keeps, CUDA IPC with the
+settings of a user's shell, and how a step's time is spent.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ SHELLS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 def child(program: str, *words: str, **variables: str) -> dict[str, object]:
-    """The JSON that a program in a process of its own prints last."""
+    """The last line of a program in a separate process, parsed as JSON."""
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     mine = {name: value for name, value in os.environ.items() if name not in SHELLS}
     env = {**mine, "PYTHONPATH": path, **variables}
@@ -62,10 +62,10 @@ def child(program: str, *words: str, **variables: str) -> dict[str, object]:
 
 
 def saver_keeps(lab: Lab) -> Numbers:
-    """torch_memory_saver, which SGLang releases memory with: a pause with a backup, and one without.
+    """torch_memory_saver, with which SGLang releases memory: a pause with a backup, and one without.
 
     Raises:
-        NotRun: it is not installed, or there is no GPU.
+        NotRun: the package is not installed, or there is no GPU.
     """
     if find_spec("torch_memory_saver") is None:
         raise NotRun("torch_memory_saver is not installed")
@@ -96,7 +96,7 @@ def shells_do_not_matter(lab: Lab) -> Numbers:
 def profiled(lab: Lab) -> Numbers:
     """Two steps under torch.profiler, plain and compiled: the share of time without a kernel, and the longest kernels.
 
-    The table of kernels is printed: it is in the log of the group.
+    The table of kernels is printed to the log of the group.
     """
     table, numbers = lab.table(lab.size(16, 4), lab.size(512, 8), lab.size(256, 4), lab.size(1024, 8), group=4), {}
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if lab.cuda else [])]

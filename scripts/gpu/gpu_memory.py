@@ -1,4 +1,4 @@
-"""Checks of gpu_check.sh about what shares a GPU: the reference beside the policy, other processes, a card of 24 GB."""
+"""Checks of gpu_check.sh about sharing a GPU: the reference next to the policy, other processes, a card of 24 GB."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ for part in found["metadata"]:
 
 
 def reference_is_policy(lab: Lab) -> Numbers:
-    """Before the first step policy and reference are the same weights: in bf16, to position 1,000 and beyond, too."""
+    """Before the first step, policy and reference have the same weights. This is checked in bf16, also at position
+    1,000 and beyond."""
     table = lab.table(lab.size(8, 3), lab.size(1024, 8), lab.size(512, 4), lab.size(1024, 16))
     with closing(lab.trainer(use_reference=True, use_kl_loss=True, kl_loss_coef=0.1)) as trainer:
         metrics = trainer.train(0, table)
@@ -47,7 +48,7 @@ def reference_is_policy(lab: Lab) -> Numbers:
 
 
 def another_process_reads(lab: Lab) -> Numbers:
-    """A bucket through CUDA IPC into a process of its own; on a CPU it travels by value."""
+    """Send a bucket through CUDA IPC to another process. On a CPU it is sent by value."""
     rng = np.random.default_rng(0)
     shapes = [(lab.size(4096, 8), 896), (896,), (lab.size(151936, 16), 64)]
     tensors = [torch.from_numpy(rng.normal(size=shape)).to(lab.device, torch.bfloat16) for shape in shapes]
@@ -70,7 +71,8 @@ def another_process_reads(lab: Lab) -> Numbers:
 
 
 def fits_a_small_card(lab: Lab) -> Numbers:
-    """The example script's 9,216 tokens a micro-batch on a card of 24 GB: weights, AdamW, reference, checkpointing."""
+    """The example script's 9,216 tokens for each micro-batch, on a card of 24 GB: weights, AdamW, reference,
+    checkpointing."""
     share = (CARD_GB - CONTEXT_GB) * 1e9 / torch.cuda.mem_get_info()[1] if lab.cuda else 1.0
     table = lab.table(lab.size(12, 3), lab.size(512, 8), lab.size(1024, 4), lab.size(1024, 16))
     try:

@@ -1,4 +1,4 @@
-"""The check of gpu_check.sh that puts what the planner predicts beside what a step takes."""
+"""The check of gpu_check.sh that compares the planner's prediction with a measured step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LORA = CHECKPOINTED | {"lora_rank": 16}
 
 @dataclass(frozen=True)
 class Point:
-    """A model of so many ``layers`` (0: all of them), micro-batches of so many ``tokens``, and flags of the trainer."""
+    """A model with ``layers`` layers (0: all of them), micro-batches of ``tokens`` tokens, and flags of the trainer."""
 
     model: str
     layers: int
@@ -70,7 +70,7 @@ def shape(point: Point) -> dict[str, Any]:
 
 
 def predicted_beside_measured(lab: Lab) -> Numbers:
-    """A row for each point: seconds of a step of two micro-batches, and its peak; a point that does not fit says so."""
+    """A row for each point: seconds of a step of two micro-batches, and its peak. A point that does not fit says so."""
     name = torch.cuda.get_device_name() if lab.cuda else ""
     device = recognized(name) if lab.cuda else measured_cpu(1)
     if device is None:
@@ -105,7 +105,7 @@ def predicted_beside_measured(lab: Lab) -> Numbers:
 
 
 def measured(lab: Lab, point: Point, rows: int, length: int) -> tuple[float, float, float]:
-    """Seconds of a step, and the peaks of what is allocated and reserved [GB]."""
+    """Seconds of a step, and the peaks of allocated and reserved memory [GB]."""
     folder = lab.work / point.model.replace(" ", "-")
     folder.mkdir(exist_ok=True)
     config = shape(point)

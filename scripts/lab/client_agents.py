@@ -1,12 +1,12 @@
-"""Claude Code and Codex train on a small repository, with a scripted or a real model; a table of what became of it.
+"""Claude Code and Codex train on a small repository, with a scripted or a real model. The result is a table.
 
     python scripts/fetch_smollm2.py data/SmolLM2-135M-Instruct
     python scripts/lab/client_agents.py data/SmolLM2-135M-Instruct OUT claude=PATH codex=PATH
     python scripts/lab/client_agents.py data/SmolLM2-135M-Instruct OUT claude=PATH --real --rollouts 2
 
-Distance is mean |trainer's - engine's log-prob| of sampled tokens, the largest of all rollouts.
-PATH is the agent's program; `scripts/test_clients.sh` installs both. The scripted model has random weights and the real
-model's tokenizer: it says a script (`scripts/lib/scripted_engine.py`), with the log-probs of its weights.
+Distance is the mean |trainer's - engine's log-prob| of sampled tokens. The table has the largest of all rollouts. PATH
+is the agent's program; `scripts/test_clients.sh` installs both. The scripted model has random weights and the real
+model's tokenizer. It replies by a script (`scripts/lib/scripted_engine.py`), with the log-probs of its weights.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def train(agent: str, program: str, out: Path, kind: str, rollouts: int) -> Path
 
 
 def look(run: Path, tokenizer: Any, scripted: bool) -> dict[str, object]:
-    """The values of `COLUMNS`, after each sample was compared with the turns of its episode.
+    """The values of `COLUMNS`. Each sample is first compared with the turns of its episode.
 
     Raises:
         AssertionError: a branch or a sampled token is missing, or something else is trained on.
@@ -160,7 +160,7 @@ def main() -> None:
     parser.add_argument("model", help="Hugging Face folder of the real model")
     parser.add_argument("out", type=Path, help="folder to write")
     parser.add_argument("agents", nargs="+", metavar="claude=PATH, codex=PATH")
-    parser.add_argument("--real", action="store_true", help="train the real model, not the scripted one")
+    parser.add_argument("--real", action="store_true", help="train the real model instead of the scripted one")
     parser.add_argument("--rollouts", type=int, default=10)
     args = parser.parse_args()
     out, kind = args.out.resolve(), "real" if args.real else "scripted"

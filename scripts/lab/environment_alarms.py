@@ -3,9 +3,9 @@
 
     python scripts/lab/environment_alarms.py RESULTS.jsonl [--only reasoning-gym|textarena|own|planted]
 
-It checks one environment after the other, each as a user would, and appends what it learns to the file; a name that is
-already there is left out. At the end it prints the table of docs/agents.md. What people found out about single
-environments stands below: a flag of one of `FAULTY` is right, and any other one is a false alarm.
+It checks one environment after the other, each as a user would, and appends the result to the file. A name that is
+already in the file is left out. At the end it prints the table of docs/agents.md. Human findings about single
+environments are in this file. An alarm for one of `FAULTY` is right, and any other alarm is false.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def names(only: str | None) -> Iterator[tuple[str, str]]:
 
 
 def check(environment: str, rows: Path | None) -> dict[str, Any]:
-    """The report of ``slimelite env check``; ``problem`` says if it took too long."""
+    """The report of ``slimelite env check``. If it takes too long, ``problem`` says so."""
     words = [sys.executable, "-m", "slimelite.apps.env", "check", environment, "--json"]
     # one call has a second where a hang is planted, and else what train.py gives it: the machine may be busy
     limits = ["--call-timeout", "1", "--seconds", "20"] if rows else ["--call-timeout", "60", "--seconds", "60"]
@@ -103,7 +103,7 @@ def check(environment: str, rows: Path | None) -> dict[str, Any]:
 
 
 def verdict(source: str, report: dict[str, Any]) -> str:
-    """What a report says of the check itself."""
+    """Whether a report is right: its class for the table."""
     name, faults = report["environment"], {fault["check"] for fault in report["faults"]}
     if source == "planted":
         return "found" if faults & {*planted()[name.rpartition(":")[2]]} else "missed"
@@ -115,7 +115,7 @@ def verdict(source: str, report: dict[str, Any]) -> str:
 
 
 def table(lines: list[tuple[str, dict[str, Any]]]) -> Iterator[str]:
-    """The counts by source, and each environment with a flag."""
+    """The counts by source, and each environment with an alarm."""
     counts = Counter((source, verdict(source, report)) for source, report in lines)
     kinds = ("no flag", "right flag", "false alarm", "found", "missed", "cannot begin", "took too long")
     yield "| | " + " | ".join(kinds) + " |\n|---|" + "---:|" * len(kinds)

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Every advantage estimator on the quickstart's task, from the same SFT model: the table of docs/benchmarks.md.
 #   bash scripts/lab/estimators.sh --launcher local                        ESTIMATORS="gspo ppo" SEEDS=0 bash scripts/lab/estimators.sh
-# Runs are collected in runs/estimators-table/; the table is printed, figures and curves go to docs/estimators/.
+# Runs are collected in runs/estimators-table/. The table is printed, and figures and curves go to docs/estimators/.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 RESULTS=runs/estimators-table
-# two optimizer steps a rollout: in the first the ratio is 1, and grpo, gspo and cispo have the same gradient
+# two optimizer steps for each rollout: in the first the ratio is 1, so grpo, gspo and cispo have the same gradient
 STEPS=(--global-batch-size 128)
 
 declare -A FLAGS=(

@@ -1,4 +1,4 @@
-"""The quickstart's task with models of other families: the table of docs/benchmarks.md.
+"""The quickstart's task with models of other families, for the table of docs/benchmarks.md.
 
 python scripts/lab/families.py                        # four families, seeds 0, 1, 2
 python scripts/lab/families.py lfm2 --seeds 0 3       # some; --table prints the table of the runs that are there
@@ -82,7 +82,7 @@ def run(family: str, seed: int) -> None:
 
 
 def table(families: list[str]) -> None:
-    """Print the table of the runs that ended."""
+    """Print the table of the finished runs."""
     print(
         "| family | seed | reward of the first rollout | of the last | rise | held out: before | after | CPU-seconds |"
     )
@@ -104,7 +104,7 @@ def table(families: list[str]) -> None:
 
 
 def main() -> None:
-    """The command line."""
+    """The program of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("family", nargs="*", choices=[[], *FAMILIES], help="default: all")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])

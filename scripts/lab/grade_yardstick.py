@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""Grade other projects' own test cases with our rules, and print how often the verdict is theirs.
+"""Grade other projects' own test cases with our rules, and print how often the verdicts agree.
 
     python scripts/lab/grade_yardstick.py grading_cases.jsonl
 
 A line of the file is one case: ``grader`` (whose function), ``kind``, ``response``, ``label``, ``expected``, and
-perhaps ``params``, ``metadata`` and ``source``. docs/rewards.md shows the table this prints. math-verify's own cases
-are not in the total: they go to the installed math-verify and say nothing of our rules.
-It needs ``pip install -e '.[ifbench]'``.
+perhaps ``params``, ``metadata`` and ``source``. docs/rewards.md shows the table that this prints. math-verify's own
+cases are not in the total, because they go to the installed math-verify and not to our rules. It needs ``pip install -e
+'.[ifbench]'``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Case = dict[str, Any]
 
 
 def grade(name: str, case: Case) -> Any:
-    """What a run would give: the quick verdict, or else the slow one."""
+    """The verdict of a run: the quick one, or else the slow one."""
     label = "" if case["label"] is None else str(case["label"])
     answer = Answer(case["response"] or "", label, case.get("metadata") or {})
     rule = RULES[name]
@@ -47,7 +47,7 @@ def math_equal(case: Case) -> bool:
 
 
 def math_verify_direct(case: Case) -> bool:
-    """math-verify as a case asks for it; the rule uses its LaTeX half alone."""
+    """math-verify with the settings of a case. Our rule uses only its LaTeX half."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     params = case.get("params", {})
@@ -60,13 +60,13 @@ def math_verify_direct(case: Case) -> bool:
 
 
 def with_marker(case: Case) -> Case:
-    """OpenAI's recorded GSM8K outputs end in 'A: 4' where the data set has '#### 4'."""
+    """The case with the data set's marker: OpenAI's recorded GSM8K outputs end in 'A: 4' instead of '#### 4'."""
     head, marker, tail = case["response"].rpartition("A: ")
     return {**case, "response": f"{head}#### {tail}" if marker else case["response"]}
 
 
 def strict_box(case: Case) -> bool:
-    """Does the case ask dapo for the strict form?"""
+    """Whether the case asks dapo for the strict form."""
     return bool(case.get("params", {}).get("strict_box_verify"))
 
 
@@ -87,7 +87,7 @@ REGISTERED = {
 
 
 def followed(case: Case) -> bool:
-    """Strict IFBench, under the id that the case's checker is registered by."""
+    """Strict IFBench, under the id that the case's checker is registered with."""
     name = REGISTERED.get(case["source"]["function"])
     metadata = case["metadata"] | ({"instruction_id_list": [name]} if name else {})
     return bool(grade("ifbench", {**case, "metadata": metadata}))
@@ -128,7 +128,7 @@ GRADERS: dict[str, Callable[[Case], Any]] = {
 
 
 def bare(text: str) -> str | None:
-    """The answer in ``text``, if it is one answer and nothing else."""
+    """The answer in ``text``, if the text is exactly one answer."""
     text = math.extract_boxed_answer(text) or text.strip().removeprefix("$").removesuffix("$").strip()
     return text if text and "$" not in text and len(text.split()) < 12 else None
 
@@ -140,7 +140,8 @@ NOT_OURS = {
 
 
 def same(ours: Any, theirs: Any) -> bool:
-    """Do two verdicts agree? Lists by element; slime's strict box says -1 for wrong; what raises there is None here."""
+    """Whether two verdicts agree. Lists are compared by element. slime's strict box returns -1 for wrong, and an
+    exception there corresponds to None here."""
     if isinstance(theirs, dict) and "raises" in theirs:
         return ours is None
     if isinstance(theirs, list):
@@ -153,7 +154,7 @@ def same(ours: Any, theirs: Any) -> bool:
 
 
 def main(path: str) -> int:
-    """Print the table and every differing case; 1 if more than 2 % of the graded cases differ, else 0."""
+    """Print the table and every case that differs. Returns 1 if more than 2 % of the graded cases differ, else 0."""
     logging.disable(logging.CRITICAL)
     total, agreed, skipped = Counter[str](), Counter[str](), Counter[str]()
     differing: list[tuple[Case, Any]] = []
@@ -186,7 +187,8 @@ def main(path: str) -> int:
 
 
 def compare_rule(cases: list[Case]) -> None:
-    """Print how our whole math rule, which is stricter, judges those of math-verify's cases that are bare answers."""
+    """Print the verdicts of our whole math rule, which is stricter, on those cases of math-verify that are bare
+    answers."""
     print("\n| bare answers of math_verify: response | label | theirs | `math` |\n|---|---|---|---|")
     agreed = count = 0
     for case in (c for c in cases if c["grader"] == LIBRARY):

@@ -1,5 +1,5 @@
-"""Tokens a second of CPU time that pretraining's loader gives on one core: cold (the shards leave the page cache first)
-and warm, over its window's packing and the tables.
+"""Tokens of pretraining's loader per second of CPU time on one core: cold (the shards leave the page cache first) and
+warm. It includes packing the window and making the tables.
 
     python scripts/lab/loader_speed.py --tokens 50_000_000 --seq-length 2048 --sequences 512
 """
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def measure(shard: shards.Shard, length: int, sequences: int) -> dict[str, float]:
-    """Seconds of the processor and of the clock for one epoch, from opening the shard on, and tokens a second."""
+    """Processor and wall seconds for one epoch, from opening the shard on, and tokens per second."""
     source = Documents.__new__(Documents)  # without a tokenizer
     args = Args(loss_type="pretrain_loss", seq_length=length, rollout_shuffle=True)
     vars(source).update(_args=args, _weights=[1.0], _sequences=0, _rows=0, _coder=_NoText())

@@ -1,9 +1,9 @@
-"""The quickstart with adapters of rank 16 beside all weights: the ten-seed table of docs/lora.md.
+"""The quickstart with adapters of rank 16 compared with all weights: the ten-seed table of docs/lora.md.
 
     python scripts/lab/lora_seeds.py 0 1 2 (none: ten seeds)
 
-Runs are kept in runs/lora-seeds/; a seed that is there is not run again. Both kinds start from one SFT model a seed,
-and each is one process (``--launcher local``), so that its peak of resident memory is the run's.
+Runs are kept in runs/lora-seeds/. A seed whose run is there is not run again. For each seed both kinds start from the
+same SFT model. Each is one process (``--launcher local``), so its peak of resident memory is the run's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ COLUMNS = ("eval/heldout", "CPU-s", "peak GB", "bytes of a sync")
 
 
 def run(folder: Path, seed: int, model: str, flags: list[str]) -> None:
-    """The quickstart, from ``model`` or with its SFT; what the kernel says of its processes goes to usage.json."""
+    """Run the quickstart, from ``model`` or with its SFT. The kernel's figures of its processes go to usage.json."""
     env = os.environ | {"SEED": str(seed), "OUT": str(folder), "MODEL": model}
     process = subprocess.Popen(["bash", "scripts/quickstart.sh", *flags], cwd=ROOT, env=env)
     _, status, usage = os.wait4(process.pid, 0)
@@ -39,7 +39,7 @@ def row(folder: Path) -> list[float]:
 
 
 def main() -> None:
-    """Run what is missing, then print the table."""
+    """Run the missing seeds, then print the table."""
     seeds = [int(word) for word in sys.argv[1:]] or list(range(10))
     print("| seed | " + " | ".join(f"{column}, {kind}" for kind in KINDS for column in COLUMNS) + " |")
     print("|---:" * (1 + len(KINDS) * len(COLUMNS)) + "|")

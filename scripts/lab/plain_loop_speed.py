@@ -1,10 +1,10 @@
-"""Tokens a second of processor time of pretraining here and of a plain PyTorch loop, in turns, on the same sequences.
+"""Tokens per second of processor time of pretraining here and of a plain PyTorch loop, in turns, on the same sequences.
 
     python scripts/lab/plain_loop_speed.py --texts data/texts/train.jsonl --tokenizer data/tokenizer --hidden-size 128
 
-The plain loop is what one writes by hand: rows padded to one length, the model of transformers with its fused
-attention, which goes on across documents, cross-entropy of all logits, clipping and AdamW. Both run with one
-thread, in fp32.
+The plain loop is one that a user would write by hand. Rows are padded to one length. The model of transformers uses its
+fused attention, which continues across documents. Then come cross-entropy of all logits, clipping and AdamW. Both run
+with one thread, in fp32.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def main() -> None:
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Of the processor."""
+    """Processor seconds of ``work``."""
     began = time.process_time()
     work()
     return time.process_time() - began

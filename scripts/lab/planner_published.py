@@ -1,4 +1,4 @@
-"""Seconds of published steps of GRPO and of their plans, as in docs/planner.md.
+"""Seconds of published GRPO steps and of their plans, as in docs/planner.md.
 
 python scripts/lab/planner_published.py
 """
@@ -41,7 +41,7 @@ def planned(row: dict[str, Any]) -> dict[str, float]:
 
 
 def beside(known: float | None) -> str:
-    """A published value, behind the planned one."""
+    """A published value, shown after the planned one."""
     return "" if known is None else f" ({known:.1f})"
 
 

@@ -1,8 +1,8 @@
-"""Predicted beside measured, as docs/planner.md shows it: python scripts/lab/planner_truth.py memory | host
+"""Predictions compared with measurements, as in docs/planner.md: python scripts/lab/planner_truth.py memory | host
 
-``memory``: three models under four settings, their trainers simulated on one of eight GPUs that are not there
-(tests/gpu_sim; a C++ compiler builds its guard). ``host``: three smaller models on this machine's CPU: peak of resident
-memory, and CPU-seconds of a step after a calibration of two seconds. A model's name and a setting's may follow.
+``memory``: three models with four settings. Their trainers run on one of eight simulated GPUs (tests/gpu_sim; its guard
+needs a C++ compiler). ``host``: three smaller models on this machine's CPU. It shows the peak of resident memory, and
+the CPU-seconds of a step after a calibration of two seconds. A model's name and a setting's name may follow.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SMALL["4 x 1024"] = (4, 1024, 2816, 16, 4, 16000)
 
 
 def load_of(shapes: Shapes, tokens: int, flags: dict[str, Any], **more: Any) -> Load:
-    """What the planner computes with for a case."""
+    """The planner's load for a case."""
     return Load(
         shapes,
         tokens,
@@ -61,7 +61,7 @@ def load_of(shapes: Shapes, tokens: int, flags: dict[str, Any], **more: Any) -> 
 
 
 def memory(only: str = "") -> None:
-    """The table of simulated GPUs, two micro-batches a step, or its rows of one model."""
+    """The table of simulated GPUs with two micro-batches in each step, or its rows for one model."""
     layers = {"0.5B": 12, "4B": 6, "7B": 6}
     tokens = ROWS // 2 * (PROMPT + RESPONSE)
     common = {"ranks": 8, "again": True, "tokens": [PROMPT, RESPONSE], "max_tokens_per_gpu": tokens}
@@ -82,7 +82,7 @@ def memory(only: str = "") -> None:
 
 
 def host(only: str = "", setting: str = "") -> None:
-    """The table of this machine's CPU, or its rows of one model and setting; each case is a process of its own."""
+    """The table of this machine's CPU, or its rows for one model and setting. Each case has its own process."""
     print("| model | setting | predicted GB | peak GB | ratio | predicted s | CPU-s | ratio |")
     print("|---|---|---:|---:|---:|---:|---:|---:|")
     for model in [only] if only else SMALL:

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Five runs of the quickstart, each with one fault, that the alarms must find.   bash scripts/lab/planted_faults.sh
+# Five runs of the quickstart, each with one fault that the alarms must find.   bash scripts/lab/planted_faults.sh
 #
 #   length  a reward that pays for length          label   a label column that is not the answer
 #   lr      a learning rate 100 times too high     filter  a filter that drops every group (the run ends by itself)
 #   stale   an engine that never gets new weights
 #
-# Runs are in runs/planted-faults/NAME/grpo. The table of their alarms is printed, and the exit status is 1 if a fault
-# was not found. Runs of scripts/lab/quickstart_seeds.sh, where there are any, are checked to have no alarm.
-# MODEL=an/SFT/model is where they start; it is made by the quickstart if there is none. Takes about five minutes.
+# Runs are in runs/planted-faults/NAME/grpo. The script prints a table of their alarms. The exit status is 1 if a fault
+# was not found. If there are runs of scripts/lab/quickstart_seeds.sh, it checks that they have no alarm.
+# MODEL=an/SFT/model is the model that all runs start from; by default the quickstart makes it. It takes five minutes.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 bash scripts/setup.sh

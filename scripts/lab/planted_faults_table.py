@@ -1,10 +1,10 @@
-"""The alarms of the runs that scripts/lab/planted_faults.sh made.
+"""The alarms of the runs of scripts/lab/planted_faults.sh.
 
     python scripts/lab/planted_faults_table.py FAULTS [HEALTHY]
 
-``FAULTS`` has a folder NAME/grpo for each fault, and ``HEALTHY`` folders grpo/seed-N, of quickstart_seeds.sh.
-The exit status is 1 if a fault has not the alarm it should have, a healthy run has one, or the alarms that a run wrote
-to alarms.jsonl are not those found in its metrics. ``--csv FILE`` writes what the alarms read of every run, for
+``FAULTS`` has a folder NAME/grpo for each fault. ``HEALTHY`` has the folders grpo/seed-N of quickstart_seeds.sh. The
+exit status is 1 if a fault lacks its alarm, a healthy run has one, or the alarms in a run's alarms.jsonl differ from
+those found in its metrics. ``--csv FILE`` writes the values that the alarms read of every run, for
 tests/tracking/test_alarms.py.
 """
 
@@ -35,13 +35,13 @@ EXPECTED = {
 
 
 def written(run: Path) -> list[Alarm]:
-    """The alarms that the run wrote while it went on."""
+    """The alarms that the run wrote."""
     path = run / "alarms.jsonl"
     return [Alarm(**json.loads(line)) for line in path.read_text().splitlines()] if path.is_file() else []
 
 
 def facts(run: str, records: list[Record]) -> list[dict[str, float | str]]:
-    """A row for each rollout, and for the evaluation before them, with what alarms read except times."""
+    """A row for each rollout, and for the evaluation before them, with the values that alarms read, except times."""
     read = {*METRICS.values(), *eval_metrics(records), "rollout/zero_variance_groups", "rollout/step"} - {"", *COUNTS}
     rows: list[dict[str, float | str]] = [{}]
     for record in records:
@@ -53,7 +53,7 @@ def facts(run: str, records: list[Record]) -> list[dict[str, float | str]]:
 
 
 def main() -> int:
-    """Print the table; returns the exit status."""
+    """Print the table. Returns the exit status."""
     parser = argparse.ArgumentParser()
     parser.add_argument("faults", type=Path)
     parser.add_argument("healthy", type=Path, nargs="?")

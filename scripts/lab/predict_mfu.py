@@ -1,12 +1,12 @@
-"""Predicts a training step of Qwen2.5-0.5B on one H100, plain and with --compile. Nothing of it has run there.
+"""Predicts a training step of Qwen2.5-0.5B on one H100, plain and with --compile. Nothing of it has run on an H100.
 
     python scripts/lab/predict_mfu.py [--tokens 9216] [--length 1024] [--prompt 128]
 
 The graphs that torch.compile makes of a decoder layer and of a chunk of the LM head, forward and backward, are recorded
-on a CPU for two small numbers of tokens; everything in them grows linearly between. Matrix products and attention take
-their operations at rates that H100s reach, every other kernel the bytes that it reads and writes. Plain, each operator
-is a kernel; compiled, operators that are connected without a matrix product between them are one. Loss, optimizer and
-embedding are left out.
+on a CPU for two small numbers of tokens. All values are extrapolated linearly. The time of matrix products and
+attention is their operations at rates that H100s reach. The time of every other kernel is the bytes that it reads and
+writes. Plain, each operator is one kernel. Compiled, connected operators without a matrix product between them are one
+kernel. Loss, optimizer and embedding are left out.
 """
 
 from __future__ import annotations
@@ -53,26 +53,27 @@ VIEWS = {
 
 @dataclass
 class Cost:
-    """What runs on the GPU: ``operations`` of matrix products, ``bytes`` of other kernels, and how many ``kernels``."""
+    """The work on the GPU: ``operations`` of matrix products, ``bytes`` of other kernels, and the number of
+    ``kernels``."""
 
     operations: float = 0.0
     bytes: float = 0.0
     kernels: float = 0.0
 
     def plus(self, other: Cost, times: float = 1.0) -> Cost:
-        """The sum with ``other`` so many times."""
+        """The sum with ``times`` times ``other``."""
         mine, theirs = vars(self), vars(other)
         return Cost(**{name: mine[name] + times * theirs[name] for name in mine})
 
     @property
     def seconds(self) -> float:
-        """On the GPU."""
+        """Predicted seconds on the GPU."""
         return self.operations / PRODUCTS + self.bytes / BYTES + self.kernels * START
 
 
 @dataclass
 class Recorder:
-    """A backend of torch.compile that keeps the graphs and runs them as they are."""
+    """A backend of torch.compile that records the graphs and runs them unchanged."""
 
     graphs: list[fx.Graph] = field(default_factory=list)
 
@@ -93,14 +94,14 @@ def size(node: fx.Node) -> int:
 
 
 def source(node: fx.Node) -> fx.Node:
-    """What a view is a view of."""
+    """The node that a view is a view of."""
     while node.op == "call_function" and name(node) in VIEWS:
         node = node.all_input_nodes[0]
     return node
 
 
 def name(node: fx.Node) -> str:
-    """Of its operator."""
+    """The name of a node's operator."""
     return str(getattr(node.target, "overloadpacket", node.target)).split(".")[-1]
 
 
@@ -117,7 +118,7 @@ def groups(graph: fx.Graph, *, fused: bool) -> Iterator[set[fx.Node]]:
 
 
 def cost(graphs: list[fx.Graph], *, fused: bool) -> Cost:
-    """Of all graphs."""
+    """The cost of all graphs."""
     found = Cost()
     for graph in graphs:
         for node in graph.nodes:
@@ -132,7 +133,7 @@ def cost(graphs: list[fx.Graph], *, fused: bool) -> Cost:
 
 
 def user_of(node: fx.Node, group: set[fx.Node]) -> Iterator[bool]:
-    """Whether each user of ``node``, through views, is outside of its kernel."""
+    """For each user of ``node``, through views, whether it is outside its kernel."""
     for user in node.users:
         if user.op == "call_function" and name(user) in VIEWS:
             yield from user_of(user, group)
@@ -141,7 +142,7 @@ def user_of(node: fx.Node, group: set[fx.Node]) -> Iterator[bool]:
 
 
 def layer_graphs(tokens: int) -> list[fx.Graph]:
-    """Of one decoder layer, without attention, which stays outside of compiled code."""
+    """The graphs of one decoder layer without attention, which is not compiled."""
     config = AutoConfig.for_model(
         "qwen2", hidden_size=HIDDEN, intermediate_size=INNER, num_attention_heads=HEADS, num_key_value_heads=GROUPS
     )
@@ -157,7 +158,7 @@ def layer_graphs(tokens: int) -> list[fx.Graph]:
 
 
 def head_graphs(rows: int) -> list[fx.Graph]:
-    """Of the LM head between its matrix products, per row of logits in fp32."""
+    """The graphs of the LM head between its matrix products, for each row of logits in fp32."""
     record = Recorder()
     logits, targets = torch.randn(rows, VOCAB), torch.zeros(rows, dtype=torch.int64)
     with torch.no_grad():
@@ -167,7 +168,7 @@ def head_graphs(rows: int) -> list[fx.Graph]:
 
 
 def at(tokens: float, few: Cost, more: Cost) -> Cost:
-    """The cost for so many tokens, from those for `SMALL` numbers of them."""
+    """The cost for ``tokens``, extrapolated from the costs for the numbers in `SMALL`."""
     slope = more.plus(few, -1.0)
     return few.plus(slope, (tokens - SMALL[0]) / (SMALL[1] - SMALL[0]))
 

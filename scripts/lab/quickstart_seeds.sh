@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The quickstart with ten seeds, at twice its length: the numbers of docs/benchmarks.md.   bash scripts/lab/quickstart_seeds.sh
-# Runs are collected in runs/quickstart-seeds/; the table is printed, figures and curves go to docs/quickstart/.
+# Runs are collected in runs/quickstart-seeds/. The table is printed, and figures and curves go to docs/quickstart/.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 RESULTS=runs/quickstart-seeds

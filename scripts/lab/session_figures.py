@@ -57,7 +57,7 @@ async def talk(session: Session, turns: int, params: SamplingParams, sleep_s: fl
 
 
 async def exactness(sessions: Sessions, model: str, count: int) -> None:
-    """Print what is kept over ten turns, what encoding again would lose, and the trainer's distance."""
+    """Print what is kept over ten turns, what encoding again would lose, and the distance to the trainer."""
     params = SamplingParams(max_new_tokens=64)
     talks = (talk(sessions.open(seed=number), 10, params, 0.0) for number in range(count))
     done = await asyncio.gather(*talks)
@@ -104,8 +104,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="Hugging Face folder")
     parser.add_argument("--conversations", type=int, default=8, help="of ten turns")
-    parser.add_argument("--sessions", type=int, default=256, help="with tools that sleep")
-    parser.add_argument("--turns", type=int, default=3, help="of each session with tools")
+    parser.add_argument("--sessions", type=int, default=256, help="sessions with tools that sleep")
+    parser.add_argument("--turns", type=int, default=3, help="turns of each session with tools")
     parser.add_argument("--sleep", type=float, default=2.0, help="longest sleep of a tool [s]")
     asyncio.run(measure(parser.parse_args()))
 

@@ -1,8 +1,9 @@
 """A task small enough to learn on a laptop: add four digits, with a tokenizer and a model shape made for it.
 
-The prompt ``3+5+2+9=?`` can be answered with the working, ``3+5=8 8+2=10 10+9=19`` and ``#### 19``, or with a bare
-guess, ``#### 17``. A model trained first on a mix of both mostly guesses; reinforcement learning then teaches it to
-show the working. Numbers, chat headers and the answer mark are one token each, so an example has about forty tokens.
+The answer to the prompt ``3+5+2+9=?`` may show the working, ``3+5=8 8+2=10 10+9=19`` and ``#### 19``, or be a bare
+guess, ``#### 17``. A model that is first trained on a mix of both mostly guesses. Reinforcement learning then teaches
+it to show the working. Numbers, chat headers and the answer mark are one token each, so an example has about forty
+tokens.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def conversation_row(numbers: Numbers, rng: random.Random, worked_share: float) 
 
 
 def pair_row(numbers: Numbers, rng: random.Random) -> Row:
-    """A row for preference training: the working, and a bare guess that is wrong."""
+    """A row for preference training: the working, and a wrong bare guess."""
     guesses = iter(lambda: guessed_answer(numbers, rng), None)
     wrong = next(guess for guess in guesses if guess != f"#### {sum(numbers)}")
     replies = {"chosen": worked_answer(numbers), "rejected": wrong}
@@ -76,7 +77,8 @@ def pair_row(numbers: Numbers, rng: random.Random) -> Row:
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer with one token for each number 0 to 99, chat word and operator; decoding restores the task's text."""
+    """A tokenizer with one token for each number from 0 to 99, chat word and operator. Decoding restores the task's
+    text."""
     vocabulary = [*SPECIALS, *WORDS, *map(str, range(100))]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="<|unk|>"))
     pattern = Regex(r"(?:system|user|assistant)\n|#### |[0-9]{1,2}|[\s\S]")
@@ -118,7 +120,7 @@ def model_config(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
 
 
 def write_model_folder(folder: Path) -> None:
-    """A ``--hf-checkpoint`` folder without weights: tokenizer, config and generation config define a fresh model."""
+    """A ``--hf-checkpoint`` folder without weights. Tokenizer, config and generation config define a new model."""
     tokenizer = build_tokenizer()
     tokenizer.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(model_config(tokenizer), indent=2) + "\n")

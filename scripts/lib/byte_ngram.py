@@ -1,7 +1,8 @@
-"""A Kneser–Ney n-gram model of bytes: what a language model of neurons has to beat.
+"""A Kneser–Ney n-gram model of bytes. A neural language model should beat it.
 
-Interpolated, one absolute discount for each order, n1 / (n1 + 2 n2) of its counts (Ney, Essen and Kneser 1994; Chen and
-Goodman 1999, section 2.7). The highest order counts occurrences, the others the bytes that stand before them.
+It is interpolated, with one absolute discount for each order, n1 / (n1 + 2 n2) of its counts (Ney, Essen and Kneser
+1994; Chen and Goodman 1999, section 2.7). The highest order counts occurrences. The other orders count the different
+bytes that come before an n-gram.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ BITS = 8
 
 
 class ByteNgram:
-    """Fitted on ``texts``; ``order`` bytes, the predicted one among them, 7 at most."""
+    """A model that is fitted on ``texts``. ``order``: bytes, including the predicted one, at most 7."""
 
     def __init__(self, texts: Sequence[bytes], order: int = 5) -> None:
         if not 1 <= order <= 7:
@@ -30,14 +31,14 @@ class ByteNgram:
         self._levels.reverse()
 
     def probabilities(self, grams: np.ndarray) -> np.ndarray:
-        """p(last byte | those before it) of each of ``grams`` (uint64, the last byte lowest)."""
+        """p(last byte | the bytes before it) of each of ``grams`` (uint64; the last byte is the lowest)."""
         result = np.full(len(grams), 1 / 256)
         for length, level in enumerate(self._levels, 1):
             result = level.interpolated(grams & np.uint64((1 << BITS * length) - 1), result)
         return result
 
     def bits(self, texts: Sequence[bytes]) -> float:
-        """-log2 p of ``texts``, each with its end; at most 2^20 n-grams at once."""
+        """-log2 p of ``texts``, each with its end. At most 2^20 n-grams are computed at once."""
         grams = _grams(texts, self.order)
         parts = [grams[at : at + 2**20] for at in range(0, len(grams), 2**20)]
         return float(sum(-np.log2(self.probabilities(part)).sum() for part in parts))
@@ -55,7 +56,7 @@ class _Level:
         self._followers = np.diff(np.append(first, len(grams)))
 
     def interpolated(self, grams: np.ndarray, lower: np.ndarray) -> np.ndarray:
-        """p of ``grams``, given that of the same without their first byte."""
+        """p of ``grams``, given the p of the same n-grams without their first byte."""
         count = _found(self._grams, self._counts, grams)
         contexts = grams >> np.uint64(BITS)
         total, followers = (_found(self._contexts, each, contexts) for each in (self._totals, self._followers))
@@ -65,13 +66,14 @@ class _Level:
 
 
 def _found(keys: np.ndarray, values: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """The value of each of ``wanted`` among sorted ``keys``; 0 where it is missing."""
+    """The value of each of ``wanted`` among sorted ``keys``; 0 if it is missing."""
     at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
     return np.where(keys[at] == wanted, values[at], 0)
 
 
 def _grams(texts: Sequence[bytes], order: int) -> np.ndarray:
-    """Of each byte of each text and of its end: it and the bytes before it, as one number. A text begins after ENDs."""
+    """For each byte of each text, and for its end: the byte and those before it, as one number. A text begins after
+    ENDs."""
     several = []
     for text in texts:
         data = np.frombuffer(bytes(order - 1) + text + bytes([END]), np.uint8).astype(np.uint64)

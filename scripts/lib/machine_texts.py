@@ -1,7 +1,7 @@
-"""Real text that a machine with the tested versions has: docstrings and reference texts of its Python packages.
+"""Real text on a machine with the tested versions: docstrings and reference texts of its Python packages.
 
-A document is a module: its name and docstring, then each class and function with its docstring; or a page: a package's
-description, a file ``.md`` or ``.rst`` of it, a topic of ``pydoc``. Nothing is downloaded.
+A document is a module or a page. A module has its name and docstring, then each class and function with its docstring.
+A page is a package's description, a ``.md`` or ``.rst`` file of it, or a topic of ``pydoc``. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -53,19 +53,19 @@ class Entry:
 
 @dataclass
 class Document:
-    """What is one text of pretraining."""
+    """One text for pretraining."""
 
     package: str
     entries: list[Entry] = field(default_factory=list)
 
     @property
     def text(self) -> str:
-        """As the model reads it."""
+        """The text that the model reads."""
         return "\n\n".join(f"{entry.title}\n{entry.text}" for entry in self.entries) + "\n"
 
 
 def sources() -> list[Source]:
-    """The standard library, then the installed packages in an order that their names alone decide."""
+    """The standard library, then the installed packages. Their names alone decide the order."""
     library = Path(sysconfig.get_path("stdlib"))
     files = [file for file in library.rglob("*.py") if not SKIPPED & {*file.relative_to(library).parts}]
     version = ".".join(map(str, sys.version_info[:3]))
@@ -94,7 +94,7 @@ def _source(distribution: Distribution, name: str) -> Source:
 
 
 def documents(source: Source, most: int) -> list[Document]:
-    """Those of a package; reading stops after ``most`` bytes."""
+    """The documents of a package. Reading stops after ``most`` bytes."""
     found, size = list[Document](), 0
     for document in _documents(source):
         found.append(document)
@@ -105,7 +105,7 @@ def documents(source: Source, most: int) -> list[Document]:
 
 
 def documents_of(several: Iterable[Source], most: int, workers: int) -> Iterator[tuple[Source, list[Document]]]:
-    """`documents` of each package, read by so many processes, in order."""
+    """`documents` of each package, in order. ``workers`` processes read them."""
     several = list(several)
     with ProcessPoolExecutor(workers) as pool:
         try:

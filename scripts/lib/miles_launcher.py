@@ -1,8 +1,8 @@
-"""A Python launcher of miles's under scripts/run_slime_script.sh: print the command of train.py to write instead.
+"""A Python launcher of miles under scripts/run_slime_script.sh: print the train.py command that replaces it.
 
     miles_launcher.py SCRIPT [the launcher's own options]
 
-The launcher runs, with a stand-in for the module of miles that it calls: nothing is downloaded, converted or started.
+The launcher runs with a replacement for the module of miles that it calls. Nothing is downloaded, converted or started.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Main = Callable[..., object]
 
 @dataclasses.dataclass
 class ExecuteTrainConfig:
-    """What the arguments of every launcher have."""
+    """The arguments that every launcher has."""
 
     cuda_core_dump: bool = False
     num_nodes: int = dataclasses.field(default_factory=lambda: int(os.environ.get("SLURM_JOB_NUM_NODES", "1")))
@@ -37,7 +37,7 @@ class ExecuteTrainConfig:
 
 
 class CommandUtils(types.ModuleType):
-    """The stand-in: `execute_train` prints, and what is not here is a function that does nothing and says so."""
+    """The replacement module. `execute_train` prints the command. Any other function does nothing and says so."""
 
     # GPUs of a node
     NUM_GPUS_OF_HARDWARE: typing.ClassVar = dict.fromkeys(["H100", "H200", "B200", "B300", "MI350X", "MI355X"], 8) | {
@@ -63,7 +63,7 @@ class CommandUtils(types.ModuleType):
         return left_out
 
     def execute_train(self, train_args: str, *_: object, **named: Any) -> None:
-        """Print the command, a flag with its values on each line."""
+        """Print the command, with each flag and its values on one line."""
         lines: list[str] = []
         for word in shlex.split(train_args):
             if word.startswith("--"):
@@ -79,7 +79,7 @@ class CommandUtils(types.ModuleType):
     execute_train_npu = execute_train
 
     def encode_pseudo_file(self, text: str) -> str:
-        """The name of a file with ``text``, which miles would put into the flag."""
+        """The name of a file with ``text``. miles would put the text itself into the flag."""
         file = Path(f"{self._script.stem}-{len(list(Path().glob(f'{self._script.stem}-*.yaml')))}.yaml")
         file.write_text(text + "\n", encoding="utf-8")
         say(f"{file} is written: the content that a flag takes")
@@ -104,7 +104,7 @@ class CommandUtils(types.ModuleType):
         return variables
 
     def dataclass_cli(self, main: Main | None = None, **_: object) -> Main:
-        """``main``, whose one argument is a dataclass, with the options of the command line in its fields."""
+        """``main``, whose only argument is a dataclass. The options of the command line fill its fields."""
         if main is None:
             return self.dataclass_cli
         command = main
@@ -156,7 +156,7 @@ class Typer:
 
 
 def stand_in(script: Path) -> CommandUtils:
-    """Put the stand-ins where ``script`` imports them; miles's other modules are those of its checkout."""
+    """Put the replacements where ``script`` imports them. Other modules of miles come from its checkout."""
     utils = CommandUtils(script)
     for name in ("miles", "miles.utils", "miles.utils.external_utils"):
         package = types.ModuleType(name)
@@ -172,14 +172,14 @@ def stand_in(script: Path) -> CommandUtils:
 
 
 def main() -> int:
-    """Answer a launcher with its command; the exit status is 2, since nothing has run."""
+    """Answer a launcher with its command. The exit status is 2, because nothing has run."""
     script = Path(sys.argv[1]).resolve()
     if "miles" not in script.read_text(encoding="utf-8"):
-        say(f"{script.name} is a Python program and no launcher of miles's: run it with python")
+        say(f"{script.name} is a Python program, but not a launcher of miles: run it with python")
         return 2
     utils = stand_in(script)
     sys.argv = sys.argv[1:]
-    say(f"{script.name} is a launcher of miles's; this command is what it starts:")
+    say(f"{script.name} is a launcher of miles; it starts this command:")
     try:
         runpy.run_path(str(script), run_name="__main__")
     except Exception as error:

@@ -1,4 +1,4 @@
-# Sourced in the repository's root: programs are those of scripts/setup.sh's environment, .venv or VENV.
+# Source this in the repository's root. Programs then come from the environment of scripts/setup.sh (.venv or VENV).
 VENV=${VENV:-.venv}
 [[ "$VENV" == /* ]] || VENV=$PWD/$VENV
 export PATH="$VENV/bin:$PATH"

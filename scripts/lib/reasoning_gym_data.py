@@ -1,9 +1,10 @@
-"""A tiny model for tasks of reasoning-gym: its tokenizer, its shape, and answers for a first training.
+"""A tiny model for reasoning-gym tasks: its tokenizer, its shape, and answers for a first training.
 
     python scripts/lib/reasoning_gym_data.py 'chain_sum?size=4000&levels=2&prompt=none' --out data/chain_sum
 
-The texts that all questions of a task begin and end with are one token each, and other characters too. Of the answers,
-``--right`` are the right ones; the others are those of other questions. Reinforcement learning is to find out which.
+The texts that all questions of a task begin and end with are one token each. Every other character is a token too. The
+share ``--right`` of the answers is right. The others are answers to other questions. Reinforcement learning should find
+out which are right.
 """
 
 from __future__ import annotations
@@ -47,16 +48,16 @@ def build_tokenizer(texts: list[str], phrases: list[str]) -> PreTrainedTokenizer
 
 
 def _begin(texts: list[str]) -> str:
-    """What all texts begin with."""
+    """The common beginning of all texts."""
     first, last = min(texts), max(texts)
     same = (n for n, (a, b) in enumerate(zip(first, last, strict=False)) if a != b)
     return first[: next(same, min(len(first), len(last)))]
 
 
 def main() -> None:
-    """The command line."""
+    """The program of the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("spec", help="what follows reasoning-gym: in --environment; with prompt=none")
+    parser.add_argument("spec", help="the text after reasoning-gym: in --environment, with prompt=none")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--right", type=float, default=0.35)
     options = parser.parse_args()

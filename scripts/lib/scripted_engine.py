@@ -1,7 +1,8 @@
-"""``--rollout-backend scripted``: the embedded engine says a script, with the log-probs that its model gives it.
+"""``--rollout-backend scripted``: the embedded engine replies by a script, with the log-probs of its model.
 
-`scripts/lab/client_agents.py` names this file with ``--import-file``. The script mends a repository by a command, with
-whichever tool the agent offers; every second time it mends it wrongly. An agent that has subagents leaves it to one.
+`scripts/lab/client_agents.py` names this file with ``--import-file``. The script mends a repository with a command,
+through whichever tool the agent offers. Every second time the mend is wrong. If the agent has subagents, the script
+gives the task to one of them.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ REPLIES = {LAST, LEAVING, *(mending(tool, operator) for tool in TOOLS for operat
 
 
 class Scripted(EmbeddedEngine):
-    """Says the script; `score` gives the log-probs."""
+    """An engine that replies by the script. `score` gives the log-probs."""
 
     name = "scripted"
 

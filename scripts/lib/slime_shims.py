@@ -1,4 +1,5 @@
-"""What `ray`, `pkill` and `python3` are for a script under scripts/run_slime_script.sh: one call of one of them."""
+"""Replaces `ray`, `pkill` and `python3` for a script under scripts/run_slime_script.sh. Each call of this program is
+one call of one of them."""
 
 from __future__ import annotations
 
@@ -15,12 +16,12 @@ CONVERSIONS = ("convert_hf_to_torch_dist.py", "convert_torch_dist_to_hf.py")
 
 
 def say(text: str) -> None:
-    """Tell the user what is not what it looks like."""
+    """Tell the user that something differs from what the script says."""
     print(f"run_slime_script: {text}", file=sys.stderr, flush=True)
 
 
 def mapped(word: str) -> str:
-    """``word`` under --map; a flag's value may stand behind an equals sign."""
+    """``word`` after --map. A flag's value may follow an equals sign."""
     for line in os.environ["SLIME_MAP"].splitlines():
         source, _, target = line.partition("=")
         option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
@@ -30,7 +31,7 @@ def mapped(word: str) -> str:
 
 
 def python(words: list[str]) -> None:
-    """The real Python, unless it is called on one of slime's entry points or conversions."""
+    """Call the real Python, unless it is called on one of slime's entry points or conversions."""
     # the wrapper's folder is no longer first: what train.py starts finds the real commands
     os.environ["PATH"] = os.pathsep.join(p for p in os.environ["PATH"].split(os.pathsep) if p != SHIMS)
     script = next((Path(word).name for word in words if not word.startswith("-")), "")
@@ -49,7 +50,7 @@ def python(words: list[str]) -> None:
 
 
 def ray(words: list[str]) -> None:
-    """`ray job submit -- COMMAND` runs the command here with its environment; the rest does nothing."""
+    """`ray job submit -- COMMAND` runs the command here with its environment. Other calls do nothing."""
     if words[:2] != ["job", "submit"] or "--" not in words:
         say(f"ray {' '.join(words[:2])} does nothing: train.py starts a Ray of its own, or uses that of RAY_ADDRESS")
         return
@@ -77,7 +78,7 @@ def _environment(options: list[str]) -> dict[str, object]:
 
 
 def main() -> None:
-    """Stand in for the command that the first argument names."""
+    """Act as the command that the first argument names."""
     name, words = sys.argv[1], sys.argv[2:]
     if name in ("pkill", "killall"):
         say(f"{name} {' '.join(words)} ends nothing")

@@ -1,4 +1,5 @@
-# Read by the bash that runs a script of slime's: `source .../models/qwen3-4B.sh` finds our models/ where slime's are not there.
+# The bash that runs one of slime's scripts reads this. If slime's models/ is missing, `source .../models/qwen3-4B.sh`
+# then finds our models/.
 source() {
     local file=$1 from to
     shift

@@ -1,4 +1,4 @@
-"""Conversations for midtraining and SFT: rows of public data sets as question and answer, and made ones."""
+"""Conversations for midtraining and SFT: rows of public data sets as question and answer, and generated ones."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def talk(question: str, answer: str, label: str | None = None, **metadata: objec
 
 
 def smoltalk(row: Row, split: str, index: int) -> Row:  # noqa: ARG001
-    """A conversation as it is; the data set that it comes from is its metadata."""
+    """A conversation, unchanged. The metadata names its data set."""
     return {"messages": row["messages"], "label": None, "metadata": {"source": row.get("source", "")}}
 
 
 def mmlu_auxiliary(row: Row, split: str, index: int) -> Row:  # noqa: ARG001
-    """Four choices; some copies of the file hold each row in a column ``train``."""
+    """Four choices. In some copies of the file, each row is in a column ``train``."""
     row = row.get("train") or row
     return choice_talk(row["question"], row["choices"], row["answer"])
 
@@ -52,7 +52,7 @@ def arc(row: Row, split: str, index: int) -> Row:  # noqa: ARG001
 
 
 def choice_talk(question: str, choices: list[str], right: int) -> Row:
-    """A question with lettered choices; the answer is the letter, as in ``mmlu_stem``."""
+    """A question with lettered choices. The answer is the letter, as in ``mmlu_stem``."""
     letters = "ABCDEFGH"[: len(choices)]
     listed = "\n".join(f"{letter}. {choice}" for letter, choice in zip(letters, choices, strict=True))
     asked = f"{question}\n{listed}\nAnswer with the letter of the correct option, as 'Answer: X'."
@@ -66,7 +66,7 @@ def spelling(words: list[str], rng: random.Random) -> Iterator[Row]:
 
 
 def counting(words: list[str], rng: random.Random) -> Iterator[Row]:
-    """Letters of words, found one by one and counted; the label is the number."""
+    """Letters of words, found one by one and counted. The label is the number."""
     for word in words:
         letter = rng.choice(word if rng.random() < 0.8 else "abcdefghijklmnopqrstuvwxyz")
         number, steps = 0, []
@@ -79,13 +79,13 @@ def counting(words: list[str], rng: random.Random) -> Iterator[Row]:
 
 
 def identity(name: str, rng: random.Random, count: int) -> Iterator[Row]:
-    """What a model called ``name`` says of itself."""
+    """Conversations about the identity of a model called ``name``."""
     for _ in range(count):
         yield talk(rng.choice(QUESTIONS).format(name=name), rng.choice(ANSWERS).format(name=name))
 
 
 def identity_file(path: str) -> Iterator[Row]:
-    """Conversations of one's own: a line is a list of messages, or an object with ``messages``.
+    """A user's own conversations. A line is a list of messages, or an object with ``messages``.
 
     Raises:
         ValueError: a line is something else.
@@ -99,7 +99,7 @@ def identity_file(path: str) -> Iterator[Row]:
 
 
 def words_of(source: str, rng: random.Random, count: int) -> list[str]:
-    """``count`` words of the texts at ``source`` (hub: of Python's documentation), drawn with replacement.
+    """``count`` words of the texts at ``source``, drawn with replacement. "hub" means Python's documentation.
 
     Raises:
         ValueError: there are no texts, or no words in them.

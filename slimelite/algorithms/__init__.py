@@ -1,1 +1,1 @@
-"""The mathematics: pure functions of torch tensors; docs/algorithms.md lists formulas, papers and flags."""
+"""The mathematics: pure functions of torch tensors. docs/algorithms.md lists formulas, papers and flags."""

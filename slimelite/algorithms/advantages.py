@@ -1,7 +1,7 @@
-"""Rewards to advantages, second step: token-level and turn-level estimators, whitening, on-policy distillation.
+"""The second step from rewards to advantages: token-level and turn-level estimators, whitening, on-policy distillation.
 
-The first step, `groups`, has compared the rollouts of each prompt. These functions run on packed tokens (see `packed`).
-Nothing here has a gradient.
+The first step, in `groups`, has already compared the rollouts of each prompt. These functions run on packed tokens (see
+`packed`). Nothing here has a gradient.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from slimelite.base.registry import function
 class RolloutTokens:
     """The T response tokens of the rows of a whole rollout, packed, on the CPU.
 
-    ``advantages``: [rows] fp32 of `groups.group_advantages`; ``kl``: [T] fp32 estimate of KL(old ‖ ref), 0 without
-    ``--kl-coef``; ``mask``: [T] bool; ``segments``: [T] int64 row of each token; ``values``: [T] of the critic at the
-    position that predicts the token, None without one; ``turn_rewards``: [T] where a reply of an episode ends its
-    reward, elsewhere NaN, None if no row has any or if ``advantages`` are not rewards any more; ``groups``,
-    ``rollouts``: [rows] int64, rows that are compared and rows of one rollout; ``kl_coef``, ``gamma``, ``lambd``: the
-    flags.
+    ``advantages``: [rows] fp32 of `groups.group_advantages`. ``kl``: [T] fp32 estimate of KL(old ‖ ref), 0 without
+    ``--kl-coef``. ``mask``: [T] bool. ``segments``: [T] int64, the row of each token. ``values``: [T], the critic's
+    value at the position that predicts the token; None without a critic. ``turn_rewards``: [T], a turn's reward at the
+    token where the reply ends, NaN elsewhere; None if no row has turn rewards, or if ``advantages`` are no longer
+    rewards. ``groups``, ``rollouts``: [rows] int64; rows of one group are compared, and rows of one rollout belong
+    together. ``kl_coef``, ``gamma``, ``lambd``: the flags.
     """
 
     advantages: Tensor
@@ -41,7 +41,8 @@ class RolloutTokens:
     lambd: float = 1.0
 
     def rewards(self) -> Tensor:
-        """[T] rewards, see `token_rewards`; those of turns where they end, what a row has beyond them at its end."""
+        """[T] rewards, see `token_rewards`. A turn's reward is at the end of the turn; the rest of the row's reward is
+        at the end of the row."""
         rows, of_rows = len(self.advantages), self.advantages
         turns = None if self.turn_rewards is None else self.turn_rewards.nan_to_num(0.0).to(of_rows.dtype)
         if turns is not None:
@@ -52,7 +53,7 @@ class RolloutTokens:
 
 @torch.no_grad()
 def token_advantages(estimator: str, tokens: RolloutTokens) -> tuple[Tensor, Tensor]:
-    """[T] advantages and [T] returns; they are equal unless the estimator's ``token`` function returns both."""
+    """[T] advantages and [T] returns. They are equal unless the estimator's ``token`` function returns both."""
     make = ESTIMATORS[estimator].token
     if make is None:
         advantages = returns = tokens.advantages[tokens.segments]
@@ -64,12 +65,12 @@ def token_advantages(estimator: str, tokens: RolloutTokens) -> tuple[Tensor, Ten
 
 
 def reinforce_plus_plus(tokens: RolloutTokens) -> Tensor:
-    """[T] REINFORCE++ (arXiv:2501.03262): `discounted_returns` of the reward and the KL, to be whitened."""
+    """[T] REINFORCE++ (arXiv:2501.03262) before whitening: `discounted_returns` of the reward and the KL."""
     return discounted_returns(tokens.rewards(), tokens.segments, gamma=tokens.gamma)
 
 
 def reinforce_plus_plus_baseline(tokens: RolloutTokens) -> Tensor:
-    """[T] A_t = (R − group mean) − kl_coef·kl_t·m_t (arXiv:2501.03262), to be whitened."""
+    """[T] A_t = (R − group mean) − kl_coef·kl_t·m_t (arXiv:2501.03262), before whitening."""
     penalty = tokens.kl_coef * select(tokens.kl, tokens.mask)
     return tokens.advantages[tokens.segments].to(penalty.dtype) - penalty
 
@@ -86,10 +87,10 @@ def token_rewards(
 ) -> Tensor:
     """[T] r_t = −kl_coef·kl_t·m_t, plus the row's reward at its last unmasked token.
 
-    slime's ppo puts the reward on the last token even where that is masked. A fully masked row gets no reward.
+    slime's ppo puts the reward on the last token, even if that token is masked. A fully masked row gets no reward.
 
     Args:
-        rewards: [num_segments], one a row.
+        rewards: [num_segments], one for each row.
         kl: [T] estimate of KL(old ‖ ref), see `policy.kl_estimate`; zeros when kl_coef is 0.
         mask: [T] bool.
         segments: [T] int64 row of each token.
@@ -121,12 +122,12 @@ def discounted_returns(rewards: Tensor, segments: Tensor, *, gamma: float) -> Te
 def gae(
     rewards: Tensor, values: Tensor, mask: Tensor, segments: Tensor, *, gamma: float, lambd: float
 ) -> tuple[Tensor, Tensor]:
-    """Generalized advantage estimation (arXiv:1506.02438) and the returns a value head learns.
+    """Generalized advantage estimation (arXiv:1506.02438), and the returns that a value head learns.
 
     δ_t = r_t + γ·V_next − V_t,  A_t = δ_t + γλ·A_next,  return_t = A_t + V_t
 
-    where "next" is the next *unmasked* token of the row, with V and A 0 after the last: masked tokens (tools,
-    environments) are skipped, while slime runs the recurrence through them.
+    where "next" is the next *unmasked* token of the row. After the last one, V and A are 0. Masked tokens (tools,
+    environments) are skipped; slime runs the recurrence through them.
 
     Args:
         rewards: [T], see `token_rewards`.
@@ -164,8 +165,8 @@ def add_distillation(advantages: Tensor, old: Tensor, teacher: Tensor, mask: Ten
     """On-policy distillation: A_t − opd_kl_coef·(old_t − teacher_t), before whitening.
 
     The term is the reverse KL to the teacher at the sampled token (arXiv:2306.13649;
-    thinkingmachines.ai/blog/on-policy-distillation). All [T]; ``teacher`` is NaN where no teacher scored the token,
-    which then gets no term.
+    thinkingmachines.ai/blog/on-policy-distillation). All are [T]. ``teacher`` is NaN where no teacher scored the token;
+    such a token gets no term.
     """
     scored = mask & ~teacher.isnan()
     reverse_kl = select(old, scored) - select(teacher, scored)
@@ -180,10 +181,11 @@ def _continues(segments: Tensor) -> Tensor:
 
 
 def reverse_scan(values: Tensor, decay: float, segments: Tensor) -> Tensor:
-    """[T] y_t = x_t + decay·y_{t+1} within each row, by doubling: log2(T) passes instead of a loop over tokens.
+    """[T] y_t = x_t + decay·y_{t+1} within each row. It works by doubling: log2(T) passes instead of a loop over
+    tokens.
 
-    After k passes y_t is the discounted sum of the 2^k terms from t on, and factor_t multiplies the sum of the terms
-    after these (0 once the row has ended).
+    After k passes y_t is the discounted sum of the 2^k terms from t on. factor_t multiplies the sum of the terms after
+    these; it is 0 after the end of the row.
     """
     y = values.clone()
     factor = decay * _continues(segments).to(values.dtype)
@@ -197,15 +199,16 @@ def reverse_scan(values: Tensor, decay: float, segments: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """The K turns of the rows of a rollout, in order: the steps of estimators that compare replies, not tokens.
+    """The K turns of the rows of a rollout, in order. Estimators that compare replies instead of tokens use them as
+    steps.
 
-    A turn of a row ends where `RolloutTokens.turn_rewards` has a number, and at the row's last unmasked token; the
-    tokens of an environment before a reply count as part of its turn, and are masked. A row without numbers is one
+    A turn of a row ends where `RolloutTokens.turn_rewards` has a number, and at the row's last unmasked token. The
+    environment's tokens before a reply belong to the reply's turn, and are masked. A row without such numbers is one
     turn.
 
-    ``of``: [T] int64 turn of each token, K after the last end; ``rows``: [K] int64; ``number``: [K] int64 of the turn
-    in its row, from 0; ``rewards``: [K] float64 sums of the rewards of its tokens; ``begin``: [K] int64 position of its
-    first unmasked token, or of its end if all are masked.
+    ``of``: [T] int64, the turn of each token, K after the last end. ``rows``: [K] int64, the row of each turn.
+    ``number``: [K] int64, the turn's number in its row, from 0. ``rewards``: [K] float64, the sum of the rewards of its
+    tokens. ``begin``: [K] int64, the position of its first unmasked token, or of its end if all are masked.
     """
 
     of: Tensor
@@ -235,16 +238,16 @@ class Turns:
         return cls(of, rows, number, rewards[:count], begin[:count])
 
     def spread(self, values: Tensor, mask: Tensor) -> Tensor:
-        """[T] the value of each token's turn of ``values`` [K], 0 where masked."""
+        """[T] the value in ``values`` [K] of each token's turn; 0 where masked."""
         return torch.where(mask, torch.cat([values, values.new_zeros(1)])[self.of], 0.0)
 
 
 @torch.no_grad()
 def grpo_turns(tokens: RolloutTokens) -> Tensor:
-    """[T] A_k = (G_k − mean) / (std + 1e-6) of the k-th turns of the rollouts of a group (after arXiv:2505.11821).
+    """[T] A_k = (G_k − mean) / (std + 1e-6) over the k-th turns of a group's rollouts (after arXiv:2505.11821).
 
-    G_k = r_k + γ·G_{k+1}. Branches of one rollout count with their mean, each with its own G_k. A turn that no other
-    rollout of the group has, or that all have with the same G, gets 0. Standard deviations are unbiased.
+    G_k = r_k + γ·G_{k+1}. Branches of one rollout enter the comparison with their mean, but each has its own G_k. A
+    turn gets 0 if no other rollout of the group has it, or if all have the same G. Standard deviations are unbiased.
     """
     assert tokens.groups is not None
     assert tokens.rollouts is not None
@@ -266,10 +269,10 @@ def grpo_turns(tokens: RolloutTokens) -> Tensor:
 
 @torch.no_grad()
 def ppo_turns(tokens: RolloutTokens) -> tuple[Tensor, Tensor]:
-    """[T] advantages and [T] returns: generalized advantage estimation (arXiv:1506.02438) with turns as its steps.
+    """[T] advantages and [T] returns: generalized advantage estimation (arXiv:1506.02438) whose steps are turns.
 
-    δ_k = r_k + γ·V_{k+1} − V_k and A_k = δ_k + γλ·A_{k+1}, with V_k the value before the turn's first unmasked token, V
-    and A 0 after the last turn. All tokens of a turn have its A_k and its return A_k + V_k.
+    δ_k = r_k + γ·V_{k+1} − V_k and A_k = δ_k + γλ·A_{k+1}. V_k is the value before the turn's first unmasked token. V
+    and A are 0 after the last turn. All tokens of a turn have its A_k and its return A_k + V_k.
     """
     assert tokens.values is not None, "an estimator with a critic has its values"
     turns = Turns.read(tokens)

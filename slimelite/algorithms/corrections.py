@@ -1,9 +1,10 @@
-"""Train/inference mismatch: what to do when the engine that sampled and the trainer disagree on log-probs.
+"""Train/inference mismatch: corrections for the case that the engine which sampled and the trainer disagree on
+log-probs.
 
-ρ = exp(old − roll), ``old: [T]`` the trainer's log-prob under the weights at the start of this rollout's training,
-``roll: [T]`` the engine's when it generated the token (possibly under older weights). Weights multiply the policy loss
-of a token; a ``keep`` of False drops it from the loss. Neither changes the denominators of the reduction. Nothing here
-has a gradient. Background: arXiv:2110.00641 (decoupled policies); fengyao.notion.site/off-policy-rl.
+ρ = exp(old − roll). ``old: [T]`` is the trainer's log-prob under the weights at the start of this rollout's training.
+``roll: [T]`` is the engine's log-prob when it generated the token, possibly under older weights. Weights multiply the
+policy loss of a token; a ``keep`` of False drops it from the loss. Neither changes the denominators of the reduction.
+Nothing here has a gradient. Background: arXiv:2110.00641 (decoupled policies); fengyao.notion.site/off-policy-rl.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ def rejection_keep(
     upper: float,
     lower: float | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """Rejection sampling: keep [T] bool, the tokens whose ρ at ``level`` lies in [lower, upper] (lower: 1/upper).
+    """Rejection sampling. Returns keep [T] bool: the tokens whose ρ at ``level`` is in [lower, upper] (default of
+    lower: 1/upper).
 
     At the levels sequence and geometric a whole response is kept or dropped. Metric ``rs_reject_frac``: share of
     unmasked tokens dropped.
@@ -80,7 +82,8 @@ def rejection_keep(
 def veto_keep(
     old: Tensor, roll: Tensor, mask: Tensor, segments: Tensor, num_segments: int, *, threshold: float
 ) -> tuple[Tensor, Metrics]:
-    """Veto: keep [T] bool, False for every token of a response that has a token with ρ < threshold (about 1e-4).
+    """Veto. Returns keep [T] bool, which is False for every token of a response that has a token with ρ < threshold
+    (about 1e-4).
 
     Metrics: ``veto_token_frac``, share of such tokens among unmasked ones, and ``veto_response_frac``, share of dropped
     responses among those with an unmasked token.
@@ -104,9 +107,9 @@ def opsm_keep(
     *,
     delta: float,
 ) -> tuple[Tensor, Metrics]:
-    """Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556; ``--use-opsm``): keep [T] bool.
+    """Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556; ``--use-opsm``). Returns keep [T] bool.
 
-    Drops a response whose advantage is negative and whose masked mean of old − log_probs exceeds ``delta``. If the
+    It drops a response whose advantage is negative and whose masked mean of old − log_probs exceeds ``delta``. If the
     advantage [T] varies within the response, its masked mean decides for all tokens (slime decides token by token).
     Metric ``opsm_clipfrac``: share of dropped responses among those with an unmasked token (slime: share of tokens).
     """
@@ -118,7 +121,7 @@ def opsm_keep(
 
 @torch.no_grad()
 def mismatch_metrics(old: Tensor, roll: Tensor, mask: Tensor, *, clip: float = 2.0, clip_low: float = 0.0) -> Metrics:
-    """How far engine and trainer are apart, over unmasked tokens that have log-probs of both (no NaN).
+    """How much engine and trainer differ, over unmasked tokens that have log-probs of both (no NaN).
 
     =================================  ============================================================================
     train_rollout_logprob_abs_diff     mean |old − roll|
@@ -143,14 +146,14 @@ def mismatch_metrics(old: Tensor, roll: Tensor, mask: Tensor, *, clip: float = 2
 def effective_sample_size(mean_ratio: float, mean_ratio_sq: float) -> float:
     """(Σρ)² / (N·Σρ²), the effective share of tokens under importance weighting, from the means of ρ and ρ².
 
-    It is the only mismatch metric that is not a mean, so it is computed last, from the means over all ranks.
+    It is the only mismatch metric that is not a mean. So it is computed last, from the means over all ranks.
     """
     return mean_ratio**2 / mean_ratio_sq if mean_ratio_sq > 0 else 0.0
 
 
 def level_ratio(old: Tensor, roll: Tensor, mask: Tensor, segments: Tensor, num_segments: int, level: str) -> Tensor:
-    """[T] ρ of the token, or of its response: the product of its ratios, which is unbiased but of high variance
-    (sequence), or the geometric mean of its unmasked tokens' (geometric).
+    """[T] ρ of the token or of its response. For a response it is the product of the tokens' ratios (sequence;
+    unbiased, but of high variance) or the geometric mean over unmasked tokens (geometric).
 
     Raises:
         ValueError: an unknown level.
@@ -174,7 +177,8 @@ def _any_token(flags: Tensor, segments: Tensor, num_segments: int) -> Tensor:
 
 
 def _weight_metrics(ratio: Tensor, weights: Tensor, mask: Tensor) -> Metrics:
-    """Metrics of a correction by slime's names: mean ρ, mean |ρ − 1|, share changed by the bounds; and mean weight."""
+    """Metrics of a correction under slime's names: mean ρ, mean |ρ − 1|, and the share that the bounds changed. Also
+    the mean weight."""
     return {
         "tis": mean_metric(ratio, mask),
         "tis_abs": mean_metric((ratio - 1).abs(), mask),

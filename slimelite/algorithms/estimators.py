@@ -1,4 +1,5 @@
-"""Advantage estimators, one record each: how rewards become advantages, and which policy loss uses them.
+"""Advantage estimators, one record for each. A record says how rewards become advantages, and which policy loss uses
+them.
 
 ::
 
@@ -22,20 +23,20 @@ from slimelite.base.registry import Function, Registry
 
 @dataclass(frozen=True)
 class Estimator:
-    """One way to make advantages.
+    """One way to compute advantages.
 
     Args:
         name: what ``--advantage-estimator`` takes.
         summary: the advantage as a formula, for the help.
         paper: its arXiv number.
-        group: ``fn(rewards: GroupedRewards) -> [M]`` float64, the advantage of each of the M rollouts from a comparison
-            within the groups of one prompt; see `groups.GroupedRewards`. None: the reward itself.
-        token: ``fn(tokens: RolloutTokens) -> [T]``, the advantage of each of the T response tokens of a whole rollout,
-            packed, finite where the mask is set; or a pair of these advantages and the returns [T] that a critic
-            learns. See `advantages.RolloutTokens`. None: every token has the advantage of its row.
+        group: ``fn(rewards: GroupedRewards) -> [M]`` float64. It compares the M rollouts within the group of each
+            prompt, and returns their advantages; see `groups.GroupedRewards`. None: the reward itself is the advantage.
+        token: ``fn(tokens: RolloutTokens) -> [T]``, the advantages of the T packed response tokens of a whole rollout.
+            They must be finite where the mask is set. It may also return a pair: these advantages and the returns [T]
+            that a critic learns. See `advantages.RolloutTokens`. None: every token has its row's advantage.
         loss: ``fn(log_probs, log_ratio, advantages, *, eps_clip, eps_clip_high, eps_clip_c) -> losses [T], metrics``,
             all [T]; see `policy.policy_loss`.
-        sequence_ratio: the loss reads one ratio for each response, the geometric mean of its tokens' ratios.
+        sequence_ratio: the loss reads one ratio for each response, which is the geometric mean of its tokens' ratios.
         divides_by_std: ``group`` reads ``--disable-grpo-std-normalization``.
         takes_kl: ``token`` reads the KL of ``--kl-coef``.
         discounts: ``token`` reads ``--gamma``.

@@ -1,6 +1,7 @@
-"""Rewards to advantages, first step: each rollout is compared with the others of its prompt.
+"""The first step from rewards to advantages: each rollout is compared with the other rollouts of its prompt.
 
-This runs once for the whole rollout, before rows are dealt to ranks, in a process that has no torch: on numpy arrays.
+It runs once for the whole rollout, before rows are distributed to ranks. The process has no torch, so it uses numpy
+arrays.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ else:
 
 @dataclass(frozen=True, slots=True)
 class GroupedRewards(Generic[Array]):
-    """Rewards of the M rollouts of G groups; float64 except for the integers. Tensors for a user's function, numpy
-    arrays for those of this file.
+    """Rewards of the M rollouts of G groups; float64 except for the integers. The arrays are tensors for a user's
+    function, and numpy arrays for the functions of this file.
 
-    ``rewards``: [M]; ``group``: [M] int64, 0 … G − 1; ``size``: [G] int64 rollouts of each group; ``centered``: [M]
-    R − mean of the group; ``std``: [G] unbiased, 0 in a group of one. ``divide_by_std``: False is
+    ``rewards``: [M]. ``group``: [M] int64, 0 … G − 1. ``size``: [G] int64, rollouts of each group. ``centered``: [M], R
+    − mean of the group. ``std``: [G], unbiased, 0 in a group of one. ``divide_by_std``: False is
     ``--disable-grpo-std-normalization``.
     """
 
@@ -51,7 +52,7 @@ def minus_mean(rewards: GroupedRewards[np.ndarray]) -> np.ndarray:
 
 
 def leave_one_out(rewards: GroupedRewards[np.ndarray]) -> np.ndarray:
-    """[M] R − mean of the *other* rewards of the group = n / (n − 1)·(R − mean) (arXiv:2402.14740)."""
+    """[M] R − mean of the *other* rewards of the group, which is n / (n − 1)·(R − mean) (arXiv:2402.14740)."""
     scale = rewards.size / (rewards.size - 1).clip(min=1)
     return rewards.centered * scale[rewards.group]
 
@@ -65,27 +66,27 @@ def group_advantages(
     std_normalization: bool = True,
     normalize: bool = True,
 ) -> tuple[np.ndarray, dict[str, float]]:
-    """The advantage of each row: the ``group`` function of an estimator compares the rewards of the group's rollouts.
+    """The advantage of each row. The estimator's ``group`` function compares the rewards of a group's rollouts.
 
-    Groups may have any size (slime falls back to one group of the whole batch when sizes differ). Fan-out siblings,
-    rows of one rollout id, count once, with the mean of their rewards, and share its advantage. A group of one rollout
-    and a group of equal rewards get exactly 0; metrics ``groups_of_one`` and ``zero_variance_groups`` give their share
-    of all groups; there are none of no rows.
+    Groups may have any size. (If sizes differ, slime uses one group for the whole batch.) Rows of one rollout id
+    (fan-out siblings) count once, with the mean of their rewards, and share one advantage. A group of one rollout gets
+    exactly 0, and so does a group of equal rewards. The metrics ``groups_of_one`` and ``zero_variance_groups`` are
+    their shares of all groups. Without rows there are no metrics.
 
     Args:
-        rewards: [N], one a row.
+        rewards: [N], one for each row.
         group_ids: [N] int64.
         rollout_ids: [N] int64.
         estimator: one of ``ESTIMATORS``.
         std_normalization: False is ``--disable-grpo-std-normalization``.
-        normalize: False is ``--disable-rewards-normalization``: the rewards come back as they are.
+        normalize: False is ``--disable-rewards-normalization``: the result is the rewards, unchanged.
 
     Returns:
         [N] float64 advantages, and metrics.
 
     Raises:
         ValueError: an unknown estimator, a reward that is not finite, a rollout in two groups, or a user's function
-            that does not return one number a rollout.
+            that does not return one number for each rollout.
     """
     compare = ESTIMATORS[estimator].group
     with np.errstate(over="ignore"):
@@ -119,7 +120,7 @@ def group_advantages(
 
 
 def _on_tensors(call: Callable[..., Any], rewards: GroupedRewards[np.ndarray], what: str) -> np.ndarray:
-    """[M] result of ``call``, a user's function."""
+    """[M] result of ``call``, a user's function that gets tensors."""
     import torch
 
     from slimelite.algorithms.packed import checked
@@ -132,7 +133,8 @@ def _on_tensors(call: Callable[..., Any], rewards: GroupedRewards[np.ndarray], w
 
 
 def _means(values: np.ndarray, index: np.ndarray, size: int) -> np.ndarray:
-    """[size] mean of the values of each index, computed relative to their minimum: exact if all values are equal."""
+    """[size] mean of the values of each index. It is computed relative to their minimum, so it is exact if all values
+    are equal."""
     low = np.full(size, np.inf)
     np.minimum.at(low, index, values)
     count: np.ndarray = np.bincount(index, minlength=size)

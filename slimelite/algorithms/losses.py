@@ -1,4 +1,4 @@
-"""Registries of losses, off-policy corrections, KL estimators, reductions and DPO losses; one record for each."""
+"""Registries of losses, off-policy corrections, KL estimators, reductions and DPO losses, with one record for each."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from slimelite.base.registry import Function, Registry
 
 @dataclass(frozen=True)
 class Choice:
-    """One value of an option. What reads the option has a branch for each but your own losses and corrections, which
-    bring a ``function``.
+    """One value of an option. The code that reads the option has a branch for each value. Your own losses and
+    corrections have a ``function`` instead.
     """
 
     name: str
@@ -22,11 +22,11 @@ class Choice:
 
 @dataclass(frozen=True)
 class LossType(Choice):
-    """What is minimised, see `slimelite.training.loss.micro_batch_loss`. A loss of your own is
-    ``fn(args, batch, log_probs, entropy) -> (losses, metrics)``.
+    """A loss to minimise, see `slimelite.training.loss.micro_batch_loss`. A loss of your own is ``fn(args, batch,
+    log_probs, entropy) -> (losses, metrics)``.
 
-    ``batch``: the R response tokens of a micro-batch, see `slimelite.training.batch.MicroBatch`; ``log_probs``, with a
-    gradient, and ``entropy``: [R] of the policy. ``losses``: [R], which ``--loss-aggregation`` reduces; ``metrics``:
+    ``batch``: the R response tokens of a micro-batch, see `slimelite.training.batch.MicroBatch`. ``log_probs`` (with a
+    gradient) and ``entropy``: [R], of the policy. ``losses``: [R], reduced as ``--loss-aggregation`` says. ``metrics``:
     (sum, weight) pairs by name.
     """
 

@@ -1,12 +1,12 @@
 """Shared operations on packed tensors: safe selection, safe exponentials, sums over rows, the loss of a step.
 
-Everywhere in this package ``[T]`` is the response tokens of some rows laid end to end, ``mask: [T] bool`` says
-which of them are trained on, and ``segments: [T] int64`` is the row (0 … num_segments − 1) of each token; a row's
-tokens are contiguous and in order, and a row may have none.
+In this package ``[T]`` means the response tokens of some rows, laid end to end. ``mask: [T] bool`` says which of them
+are trained on. ``segments: [T] int64`` is the row (0 … num_segments − 1) of each token. A row's tokens are contiguous
+and in order, and a row may have none.
 
-The weight of every token is fixed from the *whole* optimizer step before its first micro-batch runs; the loss of a
-micro-batch is then a plain weighted sum, and the gradients of all micro-batches and ranks add up (no averaging) to the
-same gradient for every packing.
+The weight of every token is fixed from the *whole* optimizer step, before its first micro-batch runs. The loss of a
+micro-batch is then a plain weighted sum. The gradients of all micro-batches and ranks add up (no averaging) to the same
+gradient for every packing.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def upcast(values: Tensor) -> Tensor:
 def select(values: Tensor, mask: Tensor) -> Tensor:
     """[T] ``values`` in at least fp32, 0 where ``mask`` is False.
 
-    Selecting the *inputs* of a formula keeps an inf or NaN under the mask out of its value and of its gradient;
-    multiplying by the mask would not (0·inf = NaN).
+    Selecting the *inputs* of a formula keeps an inf or NaN under the mask out of its value and its gradient.
+    Multiplying by the mask does not, because 0·inf = NaN.
     """
     return torch.where(mask, upcast(values), 0.0)
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
-    """exp of a log-ratio clamped to [−20, 20]; outside that range the gradient is 0."""
+    """exp of a log-ratio that is clamped to [−20, 20]. Outside that range the gradient is 0."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
@@ -58,12 +58,12 @@ def mean_metric(values: Tensor, mask: Tensor) -> Metric:
 
 
 def row_weights(mask_sums: Tensor, rollout_ids: Tensor, mode: str, *, max_response_len: int | None = None) -> Tensor:
-    """The weight of each unmasked token of a row, for all N rows of one optimizer step on all ranks.
+    """The weight of each unmasked token of a row, for all N rows of one optimizer step over all ranks.
 
     Args:
         mask_sums: [N] unmasked tokens of each row.
         rollout_ids: [N] int64, equal for the fan-out siblings of one rollout.
-        mode: one of ``AGGREGATIONS``: what the loss of a token is divided by.
+        mode: one of ``AGGREGATIONS``. It says what the loss of a token is divided by.
         max_response_len: tokens, for ``constant``.
 
     Returns:
@@ -91,15 +91,15 @@ def row_weights(mask_sums: Tensor, rollout_ids: Tensor, mode: str, *, max_respon
 
 
 def weighted_sum(losses: Tensor, weights: Tensor) -> Tensor:
-    """Σ losses·weights over [T], 0-d; a loss whose weight is 0 is not read."""
+    """Σ losses·weights over [T], 0-d. A loss with weight 0 is not read, so it may be NaN."""
     return (select(losses, weights != 0) * weights.to(losses.dtype)).sum()
 
 
 def checked(values: object, length: int, what: str) -> Tensor:
-    """``values``, which ``what`` returned, if they are [length].
+    """Return ``values`` if their shape is [length]. ``what`` returned them.
 
     Raises:
-        ValueError: they have another shape, which would be broadcast or indexed to a wrong result.
+        ValueError: they have another shape, and would be broadcast or indexed to a wrong result.
     """
     if not isinstance(values, Tensor) or values.shape != (length,):
         actual = f"shape {list(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"

@@ -1,4 +1,4 @@
-"""Losses of response tokens: the policy's (PPO clip, GSPO, CISPO), the critic's, and the KL to a reference."""
+"""Losses of response tokens: the policy's (PPO clip, GSPO, CISPO), the critic's, and the KL to a reference model."""
 
 from __future__ import annotations
 
@@ -34,17 +34,19 @@ def policy_loss(
     eps_clip_high: float | None = None,
     eps_clip_c: float | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """The policy loss of each token, from ratios r = exp(log_probs − old), by the ``loss`` function of an estimator.
+    """The policy loss of each token, from ratios r = exp(log_probs − old). An estimator's ``loss`` function computes
+    it.
 
-    That function is ``fn(log_probs, log_ratio, advantages, *, eps_clip, eps_clip_high, eps_clip_c)``: all are [T] and 0
-    where masked, and it returns losses [T] and, by metric, values [T] whose mean over unmasked tokens is logged.
+    That function is ``fn(log_probs, log_ratio, advantages, *, eps_clip, eps_clip_high, eps_clip_c)``. All tensors are
+    [T] and 0 where masked. It returns losses [T] and a dict of metrics, whose values [T] are logged as means over
+    unmasked tokens.
 
-    An estimator with ``sequence_ratio`` has one ratio a response, exp(mean of log_probs − old over its unmasked
-    tokens): GSPO (arXiv:2507.18071), whose clip widths are about 3e-4. The gradient flows through the mean, so a
-    response must be whole in the micro-batch.
+    An estimator with ``sequence_ratio`` has one ratio for each response, exp(mean of log_probs − old over its unmasked
+    tokens). That is GSPO (arXiv:2507.18071), whose clip widths are about 3e-4. The gradient flows through the mean, so
+    a micro-batch must have the complete response.
 
     Args:
-        log_probs: [T] under the weights being trained; the gradient flows through them alone.
+        log_probs: [T] under the weights that are trained. Only they have a gradient.
         old: [T] under the weights at the start of this rollout's training.
         advantages: [T].
         mask: [T] bool.
@@ -56,8 +58,8 @@ def policy_loss(
         eps_clip_c: bound of the dual clip; None: no dual clip.
 
     Returns:
-        losses [T], 0 where masked (`packed.weighted_sum` makes a scalar of them), and metrics: those of ``loss``,
-        ``ppo_kl`` (mean old − lp), ``logprob_abs_diff`` (mean |lp − old|) and ``ois`` (mean ratio).
+        losses [T], 0 where masked, and metrics. `packed.weighted_sum` makes a scalar of the losses. The metrics are
+        those of ``loss``, ``ppo_kl`` (mean old − lp), ``logprob_abs_diff`` (mean |lp − old|) and ``ois`` (mean ratio).
     """
     record = ESTIMATORS[estimator]
     log_probs, advantages = select(log_probs, mask), select(advantages, mask)
@@ -91,8 +93,8 @@ def ppo_clip_loss(
     max(−r·A, −clip(r, 1 − eps_clip, 1 + eps_clip_high)·A)
 
     ``eps_clip_high`` > ``eps_clip`` is DAPO's clip-higher (arXiv:2503.14476). ``eps_clip_c`` c > 1 is the dual clip
-    (arXiv:1912.09729): where A < 0 the loss is at most −c·A. ``pg_clipfrac`` is the share of tokens whose second
-    term is the larger; with c, ``pg_dual_clipfrac`` is the share of tokens that the dual clip cuts.
+    (arXiv:1912.09729): where A < 0 the loss is at most −c·A. ``pg_clipfrac`` is the share of tokens whose second term
+    is larger. With c, ``pg_dual_clipfrac`` is the share of tokens that the dual clip cuts.
 
     Raises:
         ValueError: ``eps_clip_c`` is not above 1.
@@ -126,8 +128,8 @@ def cispo_loss(
 
     −sg(clip(r, 1 − eps_clip, 1 + eps_clip_high))·A·log_probs
 
-    so that no token loses its gradient to the clip. ``pg_clipfrac`` is the share of tokens whose weight was clipped;
-    the paper leaves the lower side open (eps_clip = 1) and eps_clip_high wide (about 4).
+    so the clip never removes a token's gradient. ``pg_clipfrac`` is the share of tokens whose weight was clipped. The
+    paper leaves the lower side open (eps_clip = 1) and uses a large eps_clip_high (about 4).
     """
     ratio = bounded_exp(log_ratio.detach())
     weight = ratio.clamp(1 - eps_clip, 1 + eps_clip_high)
@@ -141,8 +143,8 @@ def value_loss(
 
     max((V_clip − G)², (V − G)²),  V_clip = V_old + clamp(V − V_old, ±value_clip)
 
-    All [T]: ``values`` with gradient, ``old_values`` before this rollout's training, ``returns`` from
-    `advantages.gae`. Metrics: ``value_clipfrac``, share of tokens whose first term is the larger, and ``values``.
+    All are [T]. ``values`` has a gradient, ``old_values`` are from before this rollout's training, and ``returns`` are
+    from `advantages.gae`. Metrics: ``value_clipfrac``, the share of tokens whose first term is larger, and ``values``.
     """
     values, old_values, returns = select(values, mask), select(old_values, mask), select(returns, mask)
     moved = values - old_values
@@ -156,8 +158,8 @@ def value_loss(
 
 @torch.no_grad()
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Metric:
-    """1 − Var(returns − values) / Var(returns) over unmasked tokens: 1 for a perfect critic, 0 for a constant one,
-    below 0 for one that is worse. All [T]; the weight is 0 if the returns do not vary.
+    """1 − Var(returns − values) / Var(returns) over unmasked tokens. It is 1 for a perfect critic, 0 for a constant
+    one, and below 0 for a worse one. All are [T]. The weight is 0 if the returns do not vary.
     """
     kept = returns[mask].double()
     spread = kept.var(unbiased=False) if len(kept) else kept.sum()
@@ -169,8 +171,8 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Metric:
 def kl_estimate(log_probs: Tensor, base: Tensor, mask: Tensor, kind: str, *, old: Tensor | None = None) -> Tensor:
     """Estimate of KL(π ‖ base) at every token, 0 where masked (Schulman, http://joschu.net/blog/kl-approx.html).
 
-    With ``old``, the unbiased variant (``--use-unbiased-kl``, DeepSeek-V3.2, arXiv:2512.02556): the estimate times
-    w = exp(log_probs − old), with a gradient through both factors; the clamp, if there is one, comes last.
+    With ``old`` it is the unbiased variant (``--use-unbiased-kl``, DeepSeek-V3.2, arXiv:2512.02556): the estimate times
+    w = exp(log_probs − old). The gradient flows through both factors. A clamp, if there is one, comes last.
 
     As a loss k1 has zero expected gradient unless ``old`` is given. The default is low_var_kl (slime's is k1), which
     gives no gradient to a token whose k3 is above 10.

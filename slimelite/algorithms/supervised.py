@@ -1,4 +1,4 @@
-"""Losses on responses from a data set: supervised fine-tuning, preferences (DPO, KTO, ORPO) and reward models."""
+"""Losses on responses from a dataset: supervised fine-tuning, preferences (DPO, KTO, ORPO) and reward models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slimelite.algorithms.packed import Metrics, mean_metric, segment_mean, segm
 def sft_loss(log_probs: Tensor, mask: Tensor) -> Tensor:
     """[T] negative log-likelihood −log_probs, 0 where masked.
 
-    ``log_probs``: [T] at temperature 1, whatever the rollout temperature is (slime divides by it); ``mask``: [T] bool.
+    ``log_probs``: [T] at temperature 1, whatever the rollout temperature is (slime divides by it). ``mask``: [T] bool.
     """
     return -select(log_probs, mask)
 
@@ -30,18 +30,18 @@ def dpo_loss(
     kind: str = "sigmoid",
     label_smoothing: float = 0.0,
 ) -> tuple[Tensor, Metrics]:
-    """Loss of each preference pair by a kind of ``DPO_KINDS``, from Δ = h(chosen) − h(rejected), where h is the sum or
-    the mean of log_probs − ref over the unmasked tokens of a response.
+    """The loss of each preference pair, of a kind in ``DPO_KINDS``. It is computed from Δ = h(chosen) − h(rejected). h
+    is the sum or the mean of log_probs − ref over the unmasked tokens of a response.
 
     Args:
-        log_probs: [T] of the policy at temperature 1; the gradient flows through them alone.
+        log_probs: [T] of the policy at temperature 1. Only they have a gradient.
         ref: [T] of the reference.
         mask: [T] bool.
         segments: [T] int64 row of each token.
         num_segments: number of rows.
         chosen: [P] int64, row of each pair's preferred response.
         rejected: [P] int64, row of its other response.
-        beta: strength of the pull to the reference.
+        beta: how strongly the policy is pulled to the reference.
         kind: one of ``DPO_KINDS``.
         label_smoothing: ε, the probability that a label is wrong (sigmoid).
 
@@ -94,15 +94,15 @@ def kto_loss(
     """KTO (arXiv:2402.01306, equation 7): w·(1 − σ(±(h − z))), h = β·Σ(log_probs − ref) over a reply's unmasked tokens.
 
     Args:
-        log_probs: [T] of the policy at temperature 1; the gradient flows through them alone.
+        log_probs: [T] of the policy at temperature 1. Only they have a gradient.
         ref: [T] of the reference.
         mask: [T] bool.
         segments: [T] int64 row of each token.
         num_segments: number of rows, n.
-        desirable: [n] bool; the sign is + there.
-        kl: nats, the mean over the optimizer step of Σ(log_probs − ref) of replies after other rows' prompts;
-            z = β·max(0, kl).
-        beta: strength of the pull to the reference.
+        desirable: [n] bool. The sign is + for desirable replies.
+        kl: in nats, the mean over the optimizer step of Σ(log_probs − ref) for replies that are paired with other rows'
+            prompts; z = β·max(0, kl).
+        beta: how strongly the policy is pulled to the reference.
         desirable_weight, undesirable_weight: w.
 
     Returns:
@@ -131,7 +131,7 @@ def odds_ratio_loss(
     chosen: Tensor,
     rejected: Tensor,
 ) -> tuple[Tensor, Metrics]:
-    """The part of ORPO (arXiv:2403.07691, equations 4 and 7) that compares: −log σ(o_w − o_l) of each pair, where
+    """The part of ORPO (arXiv:2403.07691, equations 4 and 7) that compares two replies: −log σ(o_w − o_l) of each pair.
     o = m − log(1 − exp m) are the log-odds of a reply whose tokens have the mean log-prob m.
 
     Args:

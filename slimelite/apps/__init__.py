@@ -1,1 +1,1 @@
-"""Programs that read what a run wrote or serve what it made."""
+"""Programs that read the results of a run, or serve its model."""

@@ -1,6 +1,6 @@
 """``slimelite chat``: a conversation in the terminal, with a server or with a model that this process serves.
 
-It is a client of ``/v1/chat/completions`` either way, so what it shows is what any other client gets.
+It is always a client of ``/v1/chat/completions``, so it shows what any other client gets.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ EXAMPLES = """examples:
 
 
 class Chat:
-    """One conversation; ``messages`` holds it, ``settings`` the fields that requests have beside them."""
+    """One conversation. ``messages``: the conversation. ``settings``: the other fields of requests."""
 
     def __init__(self, url: str, api_key: str | None, system: str | None, settings: dict[str, float]) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
@@ -51,7 +51,7 @@ class Chat:
         self.chats = True
 
     def meet(self) -> None:
-        """Ask the server for the name of its model, and whether it answers messages or goes on with a text.
+        """Ask the server for the name of its model, and whether it answers messages or continues a text.
 
         Raises:
             HttpError: nobody answers, or the key is wrong.
@@ -67,10 +67,10 @@ class Chat:
         self.model, self.chats = str(model["id"]), model.get("chats") is not False
 
     def ask(self, text: str) -> None:
-        """Send a message and print the answer; both are kept.
+        """Send a message and print the answer. Both are kept.
 
         Raises:
-            HttpError: the server does not answer, or refuses; the message is forgotten.
+            HttpError: the server does not answer, or refuses. The message is forgotten.
         """
         self.messages.append({"role": "user", "content": text})
         try:
@@ -80,7 +80,8 @@ class Chat:
             raise
 
     def _answer(self) -> None:
-        """Print the answer to the messages as it comes, and add it to them; Ctrl-C stops it, and what came is kept."""
+        """Print the answer while it arrives, and add it to the messages. Ctrl-C stops it, and the part that arrived is
+        kept."""
         pieces: list[str] = []
         try:
             finish = asyncio.run(self._print(pieces))
@@ -92,7 +93,7 @@ class Chat:
         self.messages.append({"role": "assistant", "content": "".join(pieces)})
 
     async def _print(self, pieces: list[str]) -> str | None:
-        """Print an answer; its content goes into ``pieces``. Returns the reason of its end."""
+        """Print an answer. Its content goes into ``pieces``. Returns the reason why it ended."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         fields: dict[str, Any]
         path, fields = "chat/completions", {"messages": [*system, *self.messages]}
@@ -119,11 +120,11 @@ class Chat:
         return finish
 
     def command(self, line: str) -> bool:
-        """Do what a line that begins with / says; False ends the program.
+        """Run the command of a line that begins with /. False ends the program.
 
         Raises:
             ValueError: there is no such command, or its value is not a number.
-            HttpError: as `ask` does.
+            HttpError: see `ask`.
         """
         name, _, text = line[1:].partition(" ")
         text = text.strip()
@@ -214,7 +215,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _talk(chat: Chat) -> None:
-    """Ask for lines until the end of input."""
+    """Ask for lines until the input ends."""
     with suppress(ImportError):
         import readline  # noqa: F401  # history and editing for input()
     going = True
@@ -244,13 +245,13 @@ def _line() -> str:
 
 
 def _visible(text: str, stream: TextIO) -> str:
-    """``text`` without what a terminal would obey, such as sequences that move its cursor."""
+    """``text`` without control characters that a terminal would obey, such as sequences that move the cursor."""
     obeyed = stream.isatty() and any(ord(c) < 32 or 127 <= ord(c) < 160 for c in text)
     return "".join(c if c in "\n\t" or c.isprintable() else "\ufffd" for c in text) if obeyed else text
 
 
 def _aside(text: str, end: str = "\n") -> None:
-    """Print what is not the answer, to standard error and dim where that is a terminal."""
+    """Print text that is not part of the answer to standard error. On a terminal it is dim."""
     if text:
         dim, plain = ("\x1b[2m", "\x1b[0m") if sys.stderr.isatty() else ("", "")
         print(f"{dim}{_visible(text, sys.stderr)}{plain}", end=end, file=sys.stderr, flush=True)
@@ -258,7 +259,7 @@ def _aside(text: str, end: str = "\n") -> None:
 
 @contextmanager
 def _server(args: argparse.Namespace) -> Iterator[str]:
-    """The base URL of what answers: ``args.model`` if it is one, else that of a server in this process."""
+    """The base URL of the server: ``args.model`` if that is a URL, else that of a server in this process."""
     if args.model.startswith(("http://", "https://")):
         if names := [name for name in MODEL_FLAGS if getattr(args, name) not in (None, "embedded")]:
             flag = names[0].replace("_", "-")
@@ -275,7 +276,7 @@ def _server(args: argparse.Namespace) -> Iterator[str]:
 
 
 async def _ended(stack: AsyncExitStack) -> None:
-    """Close the server; one that was interrupted while it started closes by itself."""
+    """Close the server. If it was interrupted while it started, it closes itself."""
     await stack.aclose()
     if others := asyncio.all_tasks() - {asyncio.current_task()}:
         await asyncio.wait(others, timeout=LAST_S)

@@ -1,4 +1,4 @@
-"""The program ``slimelite``: it looks at runs, which ``train.py`` makes, and uses their models.
+"""The program ``slimelite``. It shows runs of ``train.py``, and uses their models.
 
 Each command is imported when it is called.
 """
@@ -16,10 +16,11 @@ from slimelite import __version__
 
 
 class Command(NamedTuple):
-    """One command: what it does and an example for the list of commands; ``module``: its ``main`` takes the arguments.
+    """One command, with a summary and an example for the list of commands. ``module``: its ``main`` takes the
+    arguments.
 
-    ``connects``: it has network connections, and must not end when the other end of one has gone. ``own``: its process
-    has signals and messages of its own.
+    ``connects``: the command has network connections, and must not end when the other end of one closes. ``own``: it
+    handles signals and messages itself.
     """
 
     summary: str
@@ -108,7 +109,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status: 0, 1 for a run that cannot be read, 2 for a wrong command line.
+    """Run a command. Returns the exit status: 0, 1 for a run that cannot be read, 2 for a wrong command line.
 
     After Ctrl-C it is 130.
     """
@@ -141,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _set_signals(*, connects: bool) -> None:
-    """What ends this process: see `Command.connects`."""
+    """Set which signals end this process: see `Command.connects`."""
     if not connects:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `slimelite compare ... | head` ends without a word
         return

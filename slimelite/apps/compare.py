@@ -33,11 +33,11 @@ Facts = dict[str, Any]
 def comparison(runs: Sequence[Run]) -> Facts:
     """Everything that ``slimelite compare --json`` prints.
 
-    ``flags``: name -> its value in each run, for those that differ. ``test``: what p is. ``runs``: a dict
-    for each run, with ``name``, ``folder``, ``status``, ``rollouts``, ``alarms`` (see `Run.alarms`), ``evals``
-    (dataset -> ``best``, ``last`` and, from the second run on, ``against_first``), ``reward``, ``tokens_generated``,
-    ``tokens_trained``, ``seconds``, ``wall_seconds``, ``cpu_hours``, ``gpu_hours``. What a run did not measure is None.
-    ``same``: see `same_notes`.
+    ``flags``: name -> its value in each run, for flags that differ. ``test``: the meaning of p. ``runs``: a dict for
+    each run, with ``name``, ``folder``, ``status``, ``rollouts``, ``alarms`` (see `Run.alarms`), ``evals`` (dataset ->
+    ``best``, ``last`` and, from the second run on, ``against_first``), ``reward``, ``tokens_generated``,
+    ``tokens_trained``, ``seconds``, ``wall_seconds``, ``cpu_hours``, ``gpu_hours``. A value that a run did not measure
+    is None. ``same``: see `same_notes`.
     """
     summaries = [_facts(run) for run in runs]
     for run, facts in zip(runs[1:], summaries[1:], strict=True):
@@ -48,9 +48,9 @@ def comparison(runs: Sequence[Run]) -> Facts:
 
 
 def against(first: Run, other: Run, dataset: str) -> Facts:
-    """How the last evaluation of ``other`` differs from that of ``first``, prompt by prompt: see `Paired`.
+    """The difference of the last evaluations of ``other`` and ``first``, prompt by prompt: see `Paired`.
 
-    ``why_not`` stands alone where that cannot be known.
+    If it cannot be computed, the dict has only ``why_not``.
     """
     scores = [_prompt_scores(run, dataset) for run in (first, other)]
     if missing := [run.name for run, rewards in zip((first, other), scores, strict=True) if not rewards]:
@@ -67,8 +67,8 @@ def against(first: Run, other: Run, dataset: str) -> Facts:
 def _prompt_scores(run: Run, dataset: str) -> dict[tuple[str, str, int], float]:
     """Prompt -> the mean reward of its answers in the last evaluation; empty if the answers were not saved.
 
-    A prompt is its text and label and, as a file may have it several times, how many equal ones stand before it. In
-    place of the text stands the row that a task made it of: models with other chat templates were asked the same.
+    A prompt is identified by its text, its label, and how many equal prompts come before it in the file. For a task,
+    the row of its data replaces the text, because models with other chat templates were asked the same.
     """
     path = run.evals.get(dataset.replace("/", "_"), {}).get(int(run.series[f"eval/{dataset}"][0][-1]))
     if path is None:
@@ -112,7 +112,8 @@ def _facts(run: Run) -> Facts:
 
 
 def _best_and_last(run: Run, name: str) -> Facts:
-    """``best`` and ``last`` score of an eval: ``value``, its ``standard_error`` and the eval/step ``at`` which."""
+    """The ``best`` and ``last`` score of an eval: ``value``, its ``standard_error``, and the eval/step ``at`` which it
+    was measured."""
     steps, values = run.series[name]
     errors = dict(zip(*run.series.get(f"{name}-stderr", ((), ())), strict=True))
 
@@ -125,7 +126,7 @@ def _best_and_last(run: Run, name: str) -> Facts:
 
 
 def _total(run: Run, *metrics: str) -> float | None:
-    """The sum over all rollouts of a metric, or of the product of several; None if the run has none."""
+    """The sum of a metric over all rollouts, or of the product of several metrics; None if the run has none."""
     if not all(metric in run.series for metric in metrics):
         return None
     columns = [dict(zip(*run.series[metric], strict=True)) for metric in metrics]
@@ -133,7 +134,7 @@ def _total(run: Run, *metrics: str) -> float | None:
 
 
 def _segments(run: Run) -> list[list[Mapping[str, Any]]]:
-    """The records of each process of the run: of the first one, and of each that resumed it."""
+    """The records of each process of the run: the first one, and each one that resumed the run."""
     segments: list[list[Mapping[str, Any]]] = [[]]
     for record in run.records:
         if record["kind"] == "start" and segments[-1]:
@@ -143,12 +144,12 @@ def _segments(run: Run) -> list[list[Mapping[str, Any]]]:
 
 
 def wall_seconds(run: Run) -> float:
-    """Seconds from the start record of each process to its last record that counts."""
+    """Seconds from the start record of each process to its last valid record."""
     return sum(segment[-1]["time"] - segment[0]["time"] for segment in _segments(run) if segment)
 
 
 def _cpu_hours(run: Run) -> float | None:
-    """CPU time of all processes; each process of the run counted its own from its beginning."""
+    """CPU time of all processes. Each process of the run counts its own time from its start."""
     spent = [[r["perf/cpu_seconds"] for r in segment if "perf/cpu_seconds" in r] for segment in _segments(run)]
     return sum(seconds[-1] for seconds in spent if seconds) / 3600 if any(spent) else None
 
@@ -168,13 +169,13 @@ class Paired(NamedTuple):
 def paired_test(differences: np.ndarray) -> Paired:
     """Test whether the mean of ``differences``, [prompts] float64, is 0.
 
-    If the two runs were equally good, each prompt's difference could as well have had the other sign. ``p`` is the
-    share of all patterns of signs whose mean is at least as far from 0 as the one that was found. With more than
-    `EXACT` differences that are not 0 it is estimated from `DRAWS` random patterns, the found one being counted too,
-    so that it is never 0; the same differences give the same ``p``.
+    If the two runs were equally good, each prompt's difference could have the other sign just as well. ``p`` is the
+    share of all sign patterns whose mean is at least as far from 0 as the observed mean. With more than `EXACT`
+    differences other than 0, it is estimated from `DRAWS` random patterns. The observed pattern counts too, so ``p`` is
+    never 0. The same differences give the same ``p``.
 
     Raises:
-        ValueError: there is no difference at all to test.
+        ValueError: there are no differences to test.
     """
     if not len(differences):
         raise ValueError("no prompts to compare")
@@ -315,7 +316,7 @@ def _rollouts(run: Facts) -> str:
 
 
 def _alarms(run: Facts) -> str:
-    """Such as ``stall in 3, mismatch since 12``, with the rollout each began."""
+    """Alarms such as ``stall in 3, mismatch since 12``, with the rollout where each began."""
     when = {True: "since", False: "in"}
     return ", ".join(f"{each['kind']} {when[each['ended'] is None]} {each['rollout_id']}" for each in run["alarms"])
 

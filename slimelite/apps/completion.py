@@ -2,7 +2,7 @@
 
     eval "$(slimelite completion)"          in ~/.bashrc or ~/.zshrc
 
-Flags are read from ``--help`` when Tab is pressed first, so that they are those of the installed version.
+Flags are read from ``--help`` at the first Tab, so they are those of the installed version.
 """
 
 from __future__ import annotations

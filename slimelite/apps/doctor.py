@@ -1,4 +1,4 @@
-"""``slimelite doctor``: what of this machine and its environment would stop a run or slow it down.
+"""``slimelite doctor``: finds parts of this machine and its environment that would stop a run or slow it down.
 
     slimelite doctor                 all checks; exit status 1 if something is broken
     slimelite doctor --versions      the installed packages alone, without the network
@@ -50,7 +50,7 @@ HUB_SECONDS = 5
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check says: ``state`` "broken" stops runs, "warning" costs something, "ok" is said for certainty."""
+    """The result of one check. ``state``: "broken" stops runs, "warning" costs something, "ok" is a confirmation."""
 
     part: str
     state: Literal["ok", "warning", "broken"]
@@ -59,7 +59,7 @@ class Finding:
 
 
 def versions() -> Iterator[Finding]:
-    """The installed packages against pyproject.toml's ranges and constraints.txt's tested versions."""
+    """The installed packages, compared with pyproject.toml's ranges and constraints.txt's tested versions."""
     # part of what setuptools and pip bring; without it no range can be read
     from packaging.requirements import Requirement
 
@@ -165,7 +165,7 @@ def graphics() -> Iterator[Finding]:
 
 
 def ray() -> Iterator[Finding]:
-    """Whether a Ray of a run's own can start here, or the one that is named answers."""
+    """Whether Ray can start here for a run alone, or the Ray of ``RAY_ADDRESS`` answers."""
     if address := os.environ.get("RAY_ADDRESS"):
         host, _, port = address.rpartition("//")[2].rpartition(":")
         if not port.isdigit():
@@ -251,7 +251,7 @@ def hub() -> Iterator[Finding]:
 
 
 def _proxy(environment: Mapping[str, str]) -> str:
-    """The first variable that names a proxy; its value may hold a password."""
+    """The first variable that sets a proxy. Only its name is returned, because its value may have a password."""
     return next((name for name in PROXIES if environment.get(name)), "")
 
 
@@ -260,7 +260,7 @@ def _lower(environment: Mapping[str, str], name: str) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the findings; returns 1 if something is broken, else 0."""
+    """Print the findings. Returns 1 if something is broken, else 0."""
     parser = argparse.ArgumentParser(
         prog="slimelite doctor",
         description="Check this machine and its environment: packages, GPU and driver, compiler, Ray, disk, hub.",

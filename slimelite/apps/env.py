@@ -1,8 +1,9 @@
-"""``slimelite env check``: is an environment fit to train in? Scripted episodes find out before a GPU hour is spent.
+"""``slimelite env check``: checks whether an environment is fit for training. Scripted episodes find faults before you
+spend GPU hours.
 
-The environment runs in processes of its own: one plays every script, a second one the first scripts again, to compare.
-With ``--hf-checkpoint`` the model plays groups of episodes too: the spread of their rewards says whether there is
-anything to learn from.
+The environment runs in separate processes. One plays every script. A second one plays the first scripts again, for
+comparison. With ``--hf-checkpoint`` the model plays groups of episodes too. The spread of their rewards shows whether
+there is anything to learn.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import IO, Any
 
 from slimelite.apps.env_checks import CHECKS, Finding, Observed, judge, mean
 from slimelite.base.lifecycle import start_module
+from slimelite.base.processes import waited
 
 PROBE = "slimelite.environments.probe"
 # for the imports of the environment and the rows that it makes; reasoning-gym's first import compiles for 25 s
@@ -38,10 +40,10 @@ FINE, FAULTY, UNUSABLE = 0, 1, 2
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; returns the exit status: 1 if an environment has faults, 2 if one cannot be checked.
+    """Run the command. Returns the exit status: 1 if an environment has faults, 2 if one cannot be checked.
 
     Raises:
-        ValueError: there is no such file, or no class in it, or a number makes no sense.
+        ValueError: there is no such file or class, or a number makes no sense.
     """
     words = list(argv)
     own, more = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
@@ -123,12 +125,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def classes_of(target: str) -> list[str]:
-    """The environments that ``target`` names: those of a file are its classes with one of the methods of environments.
+    """The environments in ``target``. Those of a file are its classes that have one of the methods of environments.
 
     The file is read and not run.
 
     Raises:
-        ValueError: it cannot be read, or has no such class.
+        ValueError: the file cannot be read, or has no such class.
     """
     if not target.endswith(".py"):
         return [target]
@@ -173,7 +175,8 @@ def check(environment: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _observe_all(plans: Sequence[Mapping[str, Any]]) -> list[Observed]:
-    """What the probes of ``plans`` show, which run at the same time; none of their processes is left."""
+    """The results of the probes of ``plans``, which run at the same time. None of their processes is left
+    afterwards."""
     with tempfile.TemporaryFile("w+") as errors:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
         processes = [start_module(PROBE, text=True, **pipes) for _ in plans]
@@ -203,15 +206,24 @@ def _observe_all(plans: Sequence[Mapping[str, Any]]) -> list[Observed]:
 
 
 def _observe(process: subprocess.Popen[str], silent_seconds: float, observed: Observed) -> None:
-    """Fill ``observed`` with what a probe writes until it ends, or is silent for too long and is killed."""
+    """Read the output of a probe into ``observed`` until the probe ends. If it is silent for too long, it is killed.
+
+    Time in which the probe waits for a processor does not count, so a busy machine is not a fault of the environment.
+    """
     assert process.stdout is not None
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(process.stdout, lines), daemon=True).start()
     playing, limit = "its start", START_SECONDS
     while True:
-        try:
-            line = lines.get(timeout=limit)
-        except queue.Empty:
+        before, left = waited(process.pid), limit
+        while left > 0:
+            try:
+                line = lines.get(timeout=left)
+                break
+            except queue.Empty:
+                now = waited(process.pid)
+                before, left = now, now - before
+        else:
             observed.hung = playing
             process.kill()
             return
@@ -235,7 +247,7 @@ def _observe(process: subprocess.Popen[str], silent_seconds: float, observed: Ob
 
 
 def _read(stream: IO[str], lines: queue.SimpleQueue[str]) -> None:
-    """Put each line of ``stream``, and an empty one at its end."""
+    """Put each line of ``stream`` into ``lines``, and an empty line at its end."""
     for line in stream:
         lines.put(line)
     lines.put("")
@@ -270,7 +282,7 @@ def _report(environment: str, one: Observed, findings: Sequence[Finding], second
 
 
 def _not_checked(one: Observed) -> dict[str, str]:
-    """Checks that had nothing to look at, and why."""
+    """Checks that could not run, and why."""
     if not any(e["turns"] for e in one.episodes):
         return dict.fromkeys((name for name in CHECKS if name != "runs"), "no step succeeded")
     reasons: dict[str, str] = {}
@@ -285,7 +297,7 @@ def _not_checked(one: Observed) -> dict[str, str]:
 
 
 def _lines(report: Mapping[str, Any]) -> Iterator[str]:
-    """The report for people."""
+    """The report as text for people."""
     name = report["environment"]
     if report["problem"] is not None:
         yield f"{name}\n  cannot be checked: {report['problem']}"

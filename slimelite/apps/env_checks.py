@@ -1,7 +1,7 @@
-"""What `slimelite env check` concludes from the episodes that `slimelite.environments.probe` played.
+"""The conclusions of `slimelite env check` from the episodes that `slimelite.environments.probe` played.
 
-Each check is a function of what was observed; it yields sentences, one for each fault. A reward is held to the golden
-answer's: 0 is the least reward that any kind of reply had on average, 1 is what the golden answer has.
+Each check is a function of the observations. It yields one sentence for each fault. Rewards are scaled by the golden
+answer: 1 is the golden answer's reward, and 0 the lowest mean reward of any kind of reply.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ Record = Mapping[str, Any]
 
 @dataclass
 class Observed:
-    """What one process of the probe wrote.
+    """The output of one process of the probe.
 
-    ``problem``: why nothing could be played; ``hung``, ``died``: what was played when the process no longer answered,
-    or ended, and how.
+    ``problem``: why nothing could be played. ``hung``, ``died``: what was played when the process stopped answering, or
+    ended, and how.
     """
 
     episodes: list[Record] = field(default_factory=list)
@@ -47,15 +47,15 @@ class Observed:
     died: str | None = None
 
     def of(self, kind: str, part: str | None = None) -> list[Record]:
-        """The episodes of a kind of script that did not fail; ``part``: when they were played, else at any time."""
+        """The successful episodes of a kind of script. ``part``: only those that were played in this part."""
         return [e for e in self.episodes if e["kind"] == kind and part in (None, e["part"]) and not e["failure"]]
 
     def digests(self, part: str) -> dict[tuple[str, int], str]:
-        """Of each script and row, what happened."""
+        """(script, row) -> the digest of its episode."""
         return {(e["name"], e["row"]): e["digest"] for e in self.episodes if e["part"] == part}
 
     def golden(self) -> list[Record]:
-        """The episodes with golden answers, written in the way that scores most."""
+        """The episodes with golden answers, written in the form that scores highest."""
         by_name: dict[str, list[Record]] = {}
         for episode in self.of("golden", "first"):
             by_name.setdefault(episode["name"], []).append(episode)
@@ -63,14 +63,14 @@ class Observed:
 
 
 class Finding(NamedTuple):
-    """A fault: the check that it fails, and what is wrong."""
+    """A fault: the name of the failed check, and a description."""
 
     check: str
     says: str
 
 
 def mean(episodes: Sequence[Record]) -> float | None:
-    """The mean reward of those that have one."""
+    """The mean reward of the episodes that have one."""
     rewards = [e["reward"] for e in episodes if e["reward"] is not None]
     return fmean(rewards) if rewards else None
 
@@ -80,7 +80,7 @@ CHECKS: dict[str, tuple[str, Check]] = {}
 
 
 def check(name: str, healthy: str) -> Callable[[Check], Check]:
-    """Register a check; ``healthy``: what the table says if it finds nothing."""
+    """Register a check. ``healthy``: the text in the table if it finds nothing."""
 
     def register(function: Check) -> Check:
         CHECKS[name] = healthy, function
@@ -90,7 +90,7 @@ def check(name: str, healthy: str) -> Callable[[Check], Check]:
 
 
 def judge(one: Observed, two: Observed) -> list[Finding]:
-    """The faults that two processes of the probe show; ``two`` played the first part alone."""
+    """The faults in the output of two processes of the probe. ``two`` played only the first part."""
     return [Finding(name, says) for name, (_, find) in CHECKS.items() for says in dict.fromkeys(find(one, two))]
 
 
@@ -263,7 +263,7 @@ def _no_leak(one: Observed, _: Observed) -> Iterator[str]:
 
 
 def _leaks(texts: Mapping[int, str], labels: Mapping[int, str]) -> bool:
-    """Whether the texts of most rows have the row's label after a word that announces it."""
+    """Whether in most rows the text has the row's label after a word that announces it."""
     rows = [row for row in texts if row in labels and texts[row]]
     if len(rows) < ROWS_OF_A_LEAK or len({labels[row] for row in rows}) < LABELS_OF_A_LEAK:
         return False
@@ -280,7 +280,7 @@ def _announced(label: str, text: str) -> bool:
 
 
 def _tells_reward(episode: Record) -> bool:
-    """Whether a message that goes on names the reward of its own step."""
+    """Whether a message in the middle of an episode names the reward of its own step."""
     for turn in episode["turns"]:
         reward = turn["reward"]
         if turn["done"] or not isinstance(reward, int | float):

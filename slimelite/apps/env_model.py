@@ -19,10 +19,10 @@ CONTEXT_STEP = 128
 
 
 def model_args(environment: str, options: argparse.Namespace, flags: Sequence[str], run_dir: str) -> Args:
-    """The arguments of the rollout; ``flags``: more words of train.py's command line, which win.
+    """The arguments of the rollout. ``flags``: more words of train.py's command line, which override the others.
 
     Raises:
-        ValueError: with every problem, one line each.
+        ValueError: the message has every problem, one line each.
     """
     words = ["--debug-rollout-only", "--num-rollout", "1", "--launcher", "local", "--environment", environment]
     words += ["--rollout-batch-size", str(options.groups), "--n-samples-per-prompt", str(options.samples)]
@@ -62,7 +62,7 @@ def play(environment: str, options: argparse.Namespace, flags: Sequence[str]) ->
 
 
 def facts(table: Any, metrics: Mapping[str, float], seconds: float) -> dict[str, Any]:
-    """What a table of samples says: an episode's samples share their rollout id, and its reward is their mean."""
+    """Facts from a table of samples. The samples of an episode share their rollout id, and its reward is their mean."""
     episodes, row = np.unique(table.rollout_id, return_inverse=True)
     rewards = np.bincount(row, np.nan_to_num(table.reward)) / np.bincount(row)
     group = np.zeros(len(episodes), np.int64)
@@ -86,7 +86,7 @@ def facts(table: Any, metrics: Mapping[str, float], seconds: float) -> dict[str,
 
 
 def lines(played: Mapping[str, Any]) -> list[str]:
-    """The facts for people."""
+    """The facts as text for people."""
     share, groups = played["groups_with_gradient"], played["groups"]
     text = [
         f"  {played['model']} played {played['episodes']} episodes of {groups} groups: reward {played['reward']:.3g}, "

@@ -1,8 +1,8 @@
 """``slimelite eval``: the scores of models on tasks as a table, with standard errors and paired tests.
 
-Each model gets a run folder, with an evaluation "before training" and no rollout. ``results.json`` of the folder has
-each task's settings and scores as soon as it is done. So the same command goes on after it was interrupted, and asks a
-task only once.
+Each model gets a run folder, with an evaluation "before training" and no rollout. ``results.json`` in the folder gets
+each task's settings and scores as soon as the task is done. So after an interruption the same command continues, and
+runs each task only once.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ OPTIONS = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; returns the exit status, 2 if something is wrong before the first model is loaded.
+    """Run the command. Returns the exit status, 2 if something is wrong before the first model is loaded.
 
     Raises:
-        ValueError: a model or a task is not there, or an evaluation failed.
+        ValueError: a model or a task does not exist, or an evaluation failed.
     """
     try:
         return _main(list(argv))
@@ -112,13 +112,13 @@ def _main(words: list[str]) -> int:
 
 
 def _places(source: Source, output: str) -> tuple[Path, str]:
-    """The run folder of what is evaluated, and the model that is run."""
+    """The run folder of an evaluation, and the model that is run."""
     folder = Path(output, *[part for part in Path(source.path).parts[-2:] if part.strip("./")])
     return folder, source.path if source.base is None else str(folder / "model")
 
 
 def _tokenizer(source: Source) -> list[str]:
-    """The flag for an adapter with a tokenizer of its own, which its base may lack."""
+    """The flag for an adapter that has its own tokenizer, because its base may have none."""
     own = source.base is not None and (Path(source.path) / "tokenizer.json").is_file()
     return ["--tokenizer", source.path] if own else []
 
@@ -169,14 +169,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _flags(options: argparse.Namespace) -> list[str]:
-    """The flags of train.py that the options mean."""
+    """The flags of train.py that correspond to the options."""
     values = {flag: getattr(options, name) for flag, name in OPTIONS.items() if name != "engine"}
     return [word for flag, value in values.items() if value is not None for word in (flag, str(value))]
 
 
 def _facts(names: Sequence[str], folders: Sequence[str], results: Sequence[Results], tasks: Sequence[str]) -> Facts:
-    """``test``: what p is. ``models``: a dict for each, with ``name``, ``folder`` and ``tasks``, whose values have
-    ``settings``, ``metrics`` and, from the second model on, ``against_first``.
+    """``test``: the meaning of p. ``models``: a dict for each model, with ``name``, ``folder`` and ``tasks``. The
+    values of ``tasks`` have ``settings``, ``metrics`` and, from the second model on, ``against_first``.
     """
     runs, models = read_runs(folders), list[Facts]()
     for name, run, known in zip(names, runs, results, strict=True):
@@ -201,7 +201,7 @@ def _show(facts: Facts) -> None:
 
 
 def _core(models: Sequence[Facts]) -> list[Row]:
-    """The mean over tasks of what is above guessing, as CORE has it; nothing if one task alone has choices."""
+    """The mean over tasks of the score above guessing, as in CORE. Empty if only one task has choices."""
     scores = [
         {task: facts["metrics"].get(f"eval/{task}-centred") for task, facts in model["tasks"].items()}
         for model in models
@@ -212,7 +212,7 @@ def _core(models: Sequence[Facts]) -> list[Row]:
 
 
 def _rows(models: Sequence[Facts], task: str) -> Iterator[Row]:
-    """The score on a task, pass@k, what was cut off or is missing in it, and the difference to the first model."""
+    """The score on a task, pass@k, cut-off and missing answers, and the difference from the first model."""
     metrics = [model["tasks"][task]["metrics"] for model in models]
     score = f"eval/{task}"
     powers = [name for name in metrics[0] if name.startswith(f"{score}-pass@") and not name.endswith("-stderr")]
@@ -238,13 +238,13 @@ Results = dict[str, dict[str, Any]]
 def evaluation_args(
     model: str, folder: Path, flags: Sequence[str], engine: str = "embedded", chat: bool | None = None
 ) -> Args:
-    """The arguments of a run that evaluates ``model`` and does nothing else; its run folder is ``folder``.
+    """The arguments of a run that only evaluates ``model``. Its run folder is ``folder``.
 
-    ``flags``: more words of a command line, which win. ``engine``: ``--rollout-backend``. ``chat``: whether the chat
-    template is applied; None: if there is one.
+    ``flags``: more words of a command line, which override the others. ``engine``: ``--rollout-backend``. ``chat``:
+    whether the chat template is applied; None: if there is one.
 
     Raises:
-        ValueError: with every problem found, one line each.
+        ValueError: the message has every problem, one line each.
     """
     # a task has a length of its own; the flag is for training
     fixed = "--debug-rollout-only --num-rollout 0 --rollout-batch-size 1 --eval-interval 1 --rollout-max-response-len 1"
@@ -259,11 +259,12 @@ def evaluation_args(
 
 
 def check(args: Args, model: str) -> list[str]:
-    """What keeps an evaluation of ``model`` with ``args`` from starting; warnings are printed.
+    """The problems that keep an evaluation of ``model`` with ``args`` from starting. Warnings are printed.
 
-    ``args`` may be those of the base of a ``model`` that is merged later: what they warn of is not true of the model.
+    If ``model`` is merged later, ``args`` may name its base. Warnings about the base are then left out, because they do
+    not hold for the model.
     """
-    known = _written(args).get("model", model)
+    known = _written(args.run_dir).get("model", model)
     if known != model:
         return [f"{args.run_dir} has the results of another model, {known}: give --output another folder"]
     findings = inspect(args, this_machine())
@@ -273,10 +274,11 @@ def check(args: Args, model: str) -> list[str]:
 
 
 def evaluate(args: Args, *, again: bool = False) -> Results:
-    """Evaluate the datasets of ``args`` that its run folder has no results of yet (or all, if ``again``).
+    """Evaluate the datasets of ``args`` whose results are not in its run folder yet. ``again``: evaluate all of them.
 
     Returns:
-        for each dataset ever evaluated with these settings ``dataset``, its settings, and ``metrics``.
+        dataset -> result, for each dataset that was ever evaluated with these settings: ``dataset``, its settings, and
+            ``metrics``.
 
     Raises:
         ValueError: a worker died, or a dataset cannot be evaluated.
@@ -310,8 +312,8 @@ def evaluate(args: Args, *, again: bool = False) -> Results:
 
 
 def known_results(args: Args) -> Results:
-    """The results in the run folder that these settings gave, with the model, tasks and rows that are there now."""
-    content = _written(args)
+    """The results in the run folder for these settings, if model, tasks and rows have not changed since."""
+    content = _written(args.run_dir)
     if content.get("run") != _run_settings(args):
         return {}
     tasks: Results = content["tasks"]
@@ -319,16 +321,16 @@ def known_results(args: Args) -> Results:
     return {name: result for name, result in tasks.items() if result == result | now[name]}
 
 
-def _written(args: Args) -> dict[str, Any]:
-    """The content of the run folder's file of results; empty where there is none."""
-    file = Path(args.run_dir) / RESULTS
+def _written(run_dir: str) -> dict[str, Any]:
+    """The content of the run folder's file of results; empty if there is no file."""
+    file = Path(run_dir) / RESULTS
     content = read_json(file) if file.is_file() else {}
     check_format(file, content.get("format"))
     return content
 
 
 def _made_of(args: ModelArgs, datasets: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """What the score of each dataset comes from, beside settings: ``files``, and the ids that its texts begin with."""
+    """The origin of each dataset's score, apart from settings: ``files``, and the ids that its texts begin with."""
     plain = [name for name, dataset in datasets.items() if not dataset["apply_chat_template"]]
     begins = beginning(load_tokenizer(str(args.tokenizer))) if plain else []
     return {
@@ -338,9 +340,10 @@ def _made_of(args: ModelArgs, datasets: Mapping[str, Mapping[str, Any]]) -> dict
 
 
 def _files(args: ModelArgs, dataset: Mapping[str, object]) -> dict[str, list[int]]:
-    """Size and time of change [ns] of the files that a score comes from: the model's, the task's, its rows and scorer.
+    """Size and modification time [ns] of the files that a score depends on: the model's, the task's, its rows and its
+    scorer.
 
-    Any other time counts as a change: a model that is moved to this place may be older than the results.
+    Any other time counts as a change, because a model that is moved here may be older than the results.
     """
     task, scorer = str(dataset["task"]), str(dataset["custom_rm_path"]).rpartition(":")[0]
     rows = [split_path(str(dataset[name]))[0] for name in ("path", "examples")]
@@ -349,12 +352,12 @@ def _files(args: ModelArgs, dataset: Mapping[str, object]) -> dict[str, list[int
 
 
 def _run_settings(args: Args) -> dict[str, object]:
-    """The arguments that are no dataset's: results are those of the same ones."""
+    """The arguments that belong to no dataset. Results are valid only for the same arguments."""
     apart = {*SOURCES, "derivations", "notes", "no_effect", "eval_datasets", *(f.name for f in group_flags(EvalArgs))}
     return _plain({name: value for name, value in config_dict(args).items() if name not in apart})
 
 
 def _plain(values: Mapping[str, object] | EvalDataset) -> dict[str, object]:
-    """``values`` as JSON gives them back."""
+    """``values`` as they are after a round trip through JSON."""
     content: dict[str, object] = json.loads(json.dumps(values, default=str))
     return content

@@ -61,13 +61,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _dtype_of(model: str) -> str:
-    """What the config of a model says of its weights; "None" if it says nothing."""
+    """The dtype of the weights in a model's config; "None" if the config does not have it."""
     config = read_config(model)
     return str(config.get("dtype", config.get("torch_dtype")))
 
 
 def _here(path: str) -> Path:
-    """The folder of a model; a hub id is downloaded, unless the hub's cache has it."""
+    """The folder of a model. A hub id is downloaded, unless the hub's cache has it."""
     if Path(path).is_dir():
         return Path(path)
     from huggingface_hub import snapshot_download

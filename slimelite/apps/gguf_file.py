@@ -1,4 +1,4 @@
-"""Writes a model as one GGUF file, the format of llama.cpp and Ollama, by the package gguf.
+"""Writes a model as one GGUF file, the format of llama.cpp and Ollama, with the package gguf.
 
 The names of tensors and fields are llama.cpp's (``convert_hf_to_gguf.py`` there). Weights are read one at a time.
 """
@@ -53,15 +53,15 @@ SAME = {
 
 
 def write_gguf(folder: Path, out: Path, dtype: str, *, name: str, tokenizer: bool = True) -> None:
-    """Write the model in ``folder`` (Hugging Face's, with safetensors) to the file ``out``.
+    """Write the model in ``folder`` (a Hugging Face folder with safetensors) to the file ``out``.
 
     Args:
-        dtype: of the matrices, one of `TYPES`. Vectors, such as norms, are f32 always.
-        name: what programs show as the model's name.
-        tokenizer: False leaves it out; llama.cpp then takes token ids alone.
+        dtype: of the matrices; one of `TYPES`. Vectors, such as norms, are always f32.
+        name: the model's name as programs show it.
+        tokenizer: False leaves it out, and llama.cpp then takes only token ids.
 
     Raises:
-        ValueError: the model, its tokenizer or a weight is not one that this writes; the message names a remedy.
+        ValueError: the model, its tokenizer or a weight cannot be written. The message names a remedy.
     """
     config = load_config(str(folder))
     check_family(config)
@@ -88,10 +88,10 @@ def write_gguf(folder: Path, out: Path, dtype: str, *, name: str, tokenizer: boo
 
 
 def check_family(config: PretrainedConfig) -> None:
-    """Refuse a model that llama.cpp would compute otherwise, or that this does not know.
+    """Refuse a model that is unknown here, or that llama.cpp would compute in another way.
 
     Raises:
-        ValueError: it is such a model.
+        ValueError: the model is refused.
     """
     kind = config.model_type
     if kind not in ARCHITECTURES:
@@ -108,7 +108,7 @@ def check_family(config: PretrainedConfig) -> None:
 
 
 def rope_of(config: PretrainedConfig) -> dict[str, Any]:
-    """``rope_type``, ``rope_theta`` and the like."""
+    """The rope settings: ``rope_type``, ``rope_theta`` and so on."""
     return {"rope_type": "default", **(config.rope_parameters or {})}
 
 
@@ -130,10 +130,11 @@ def add_shape(writer: gguf.GGUFWriter, config: PretrainedConfig) -> None:
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, size: int) -> None:
-    """Add vocabulary, merges, special tokens and chat template; ``size``: rows of the embedding.
+    """Add vocabulary, merges, special tokens and chat template. ``size``: rows of the embedding.
 
     Raises:
-        ValueError: it is no byte-level BPE with a splitting that llama.cpp has, or more than three tokens end a reply.
+        ValueError: the tokenizer is not a byte-level BPE, llama.cpp does not have its splitting, or more than three
+            tokens end a reply.
     """
     tokenizer = load_tokenizer(str(folder))
     file = folder / "tokenizer.json"
@@ -162,10 +163,11 @@ def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, size: int) -> None:
 
 
 def add_ends(writer: gguf.GGUFWriter, ends: Sequence[int], eos: int | None) -> None:
-    """Add the tokens that end a reply: of a text, and, if there are more, of a turn and of a message, as in Llama 3.1.
+    """Add the tokens that end a reply: the end of a text and, if there are more, of a turn and of a message, as in
+    Llama 3.1.
 
     Raises:
-        ValueError: there are more than three.
+        ValueError: there are more than three such tokens.
     """
     first = eos if eos is not None and eos in ends else ends[0]
     ids = [first, *(end for end in ends if end != first)]
@@ -179,7 +181,7 @@ def add_ends(writer: gguf.GGUFWriter, ends: Sequence[int], eos: int | None) -> N
 
 
 def vocabulary(tokenizer: Tokenizer, size: int) -> tuple[list[str], list[int]]:
-    """The text and the type of each of ``size`` ids; rows of the embedding without a token are padding."""
+    """The text and the type of each of ``size`` ids. Embedding rows without a token are padding."""
     kinds = gguf.TokenType
     added = tokenizer.get_added_tokens_decoder()
     tokens, types = [f"[PAD{number}]" for number in range(size)], [int(kinds.UNUSED)] * size
@@ -194,10 +196,10 @@ def vocabulary(tokenizer: Tokenizer, size: int) -> tuple[list[str], list[int]]:
 
 
 def splitting(content: Mapping[str, Any]) -> str:
-    """llama.cpp's name of how a tokenizer splits texts; ``content``: that of its tokenizer.json.
+    """llama.cpp's name for the way in which a tokenizer splits texts. ``content``: of its tokenizer.json.
 
     Raises:
-        ValueError: it is no byte-level BPE, or llama.cpp has no name for it.
+        ValueError: the tokenizer is not a byte-level BPE, or llama.cpp has no name for its splitting.
     """
     model, before = content.get("model", {}), content.get("pre_tokenizer") or {}
     parts = before.get("pretokenizers", [before])
@@ -234,7 +236,7 @@ def splitting(content: Mapping[str, Any]) -> str:
 def _write_tensors(
     writer: gguf.GGUFWriter, file: Path, sources: Mapping[str, Source], config: PretrainedConfig, dtype: str
 ) -> None:
-    """Write header, fields and tensors to ``file``; what a tied LM head shares is written once."""
+    """Write header, fields and tensors to ``file``. A weight that a tied LM head shares is written once."""
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == ARCHITECTURES[config.model_type])
     names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
     sources = {n: s for n, s in sources.items() if not (config.tie_word_embeddings and n == "lm_head.weight")}
@@ -266,7 +268,7 @@ def _write_tensors(
 
 
 def _type_of(shape: tuple[int, ...], dtype: str) -> gguf.GGMLQuantizationType:
-    """Vectors are f32; a matrix whose rows are no whole blocks of q8_0 is f16, as llama.cpp writes it."""
+    """The type of a tensor. Vectors are f32. A matrix whose rows do not fill blocks of q8_0 is f16, as in llama.cpp."""
     if len(shape) < 2:
         return gguf.GGMLQuantizationType.F32
     if dtype == "q8_0" and shape[-1] % gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType.Q8_0][0]:
@@ -275,7 +277,8 @@ def _type_of(shape: tuple[int, ...], dtype: str) -> gguf.GGMLQuantizationType:
 
 
 def _interleaved(name: str, weight: torch.Tensor, config: PretrainedConfig) -> torch.Tensor:
-    """llama.cpp rotates neighbouring rows of Llama's queries and keys, where transformers rotates halves of a head."""
+    """Reorder the rows of Llama's queries and keys. llama.cpp rotates neighbouring rows, and transformers rotates
+    halves of a head."""
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
     if heads is None:
         return weight
@@ -284,7 +287,7 @@ def _interleaved(name: str, weight: torch.Tensor, config: PretrainedConfig) -> t
 
 
 def rope_factors(config: PretrainedConfig) -> np.ndarray | None:
-    """What Llama 3's ``rope_type`` divides each frequency by, [head_dim / 2] float32; None for plain positions."""
+    """The divisors of the frequencies for Llama 3's ``rope_type``, [head_dim / 2] float32; None for plain positions."""
     rope = rope_of(config)
     if rope["rope_type"] != "llama3":
         return None

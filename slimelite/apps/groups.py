@@ -1,4 +1,4 @@
-"""``slimelite compare --group``: groups of runs with several seeds side by side, and a test of their means."""
+"""``slimelite compare --group``: groups of runs with several seeds next to each other, and a test of their means."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def read_groups(words: Sequence[Sequence[str]]) -> dict[str, list[Run]]:
     """The runs of each ``--group NAME RUN...``.
 
     Raises:
-        ValueError: a run cannot be read, or is in two groups; a name stands twice, or has no run.
+        ValueError: a run cannot be read, or is in two groups; or a group's name is repeated, or has no run.
     """
     folders: dict[str, list[str]] = {}
     for name, *several in words:
@@ -45,11 +45,11 @@ def read_groups(words: Sequence[Sequence[str]]) -> dict[str, list[Run]]:
 def grouped(groups: Groups) -> Facts:
     """Everything that ``slimelite compare --group --json`` prints.
 
-    ``flags``: name -> its value in each group, for those that differ between groups and not within one. ``test``: what
-    p is. ``groups``: a dict for each, with ``name``, ``runs``, ``seeds`` and ``measures``: of each run the last score
-    of a dataset, or ``reward`` or ``loss``, the mean of its last rollouts; with ``values``, ``mean``,
-    ``standard_error``, ``at`` and, from the second group on, ``against_first`` (see `Unpaired`, or ``why_not``).
-    ``same``: see `same_notes`.
+    ``flags``: name -> its value in each group, for flags that differ between groups but not within one. ``test``: the
+    meaning of p. ``groups``: a dict for each group, with ``name``, ``runs``, ``seeds`` and ``measures``. A measure is
+    each run's last score of a dataset, or the mean ``reward`` or ``loss`` of its last rollouts. It has ``values``,
+    ``mean``, ``standard_error``, ``at`` and, from the second group on, ``against_first`` (see `Unpaired`) or
+    ``why_not``. ``same``: see `same_notes`.
     """
     everything = [run for runs in groups.values() for run in runs]
     same = same_notes(everything)
@@ -83,7 +83,7 @@ def _flags(groups: Groups) -> dict[str, list[object]]:
 
 
 def _measures(runs: Sequence[Run]) -> dict[str, Facts]:
-    """Name -> the value of each run that has it, their mean and its standard error, s / sqrt(n) with s² over n − 1."""
+    """Name -> the value of each run that has it, their mean, and its standard error, s / sqrt(n) with s² over n − 1."""
     names = dict.fromkeys(name for run in runs for name in run.scores)
     named = {name.removeprefix("eval/"): (name, 1) for name in names}
     rewarded = any("rollout/raw_reward" in run.series for run in runs)
@@ -111,10 +111,10 @@ def _against(first: Sequence[float], other: Sequence[float], repeated: bool) -> 
 
 
 class Unpaired(NamedTuple):
-    """How the mean of a second group differs from that of the first.
+    """The difference between the means of a second group and the first.
 
     ``standard_error``: of ``difference``, sqrt(s₁²/n₁ + s₂²/n₂). ``p``: of the permutation test. ``least_p``: the
-    smallest that so few runs can give.
+    smallest p that so few runs can give.
     """
 
     difference: float
@@ -126,12 +126,11 @@ class Unpaired(NamedTuple):
 def unpaired_test(first: Sequence[float], other: Sequence[float]) -> Unpaired:
     """Test whether two groups of runs have the same mean: Fisher's randomization test (Design of Experiments, 1935).
 
-    If the groups were alike, each run could as well stand in the other one. ``p`` is the share of all ways to deal the
-    n₁ + n₂ values to groups of n₁ and n₂ whose means differ at least as much, in either direction, as those of the
-    groups themselves. It needs no normal distribution, and at least seven runs, such as 3 + 4, to
-    fall below 0.05. Of more than `EXACT`
-    ways `DRAWS` random ones are taken, the groups themselves counted too (Phipson and Smyth, 2010,
-    doi:10.2202/1544-6115.1585).
+    If the groups were alike, each run could be in the other group just as well. ``p`` is the share of all ways to split
+    the n₁ + n₂ values into groups of n₁ and n₂ whose means differ at least as much, in either direction, as the
+    observed means. The test needs no normal distribution. It needs at least seven runs, such as 3 + 4, to reach a p
+    below 0.05. If there are more than `EXACT` ways, `DRAWS` random ones are used, and the observed one counts too
+    (Phipson and Smyth, 2010, doi:10.2202/1544-6115.1585).
     """
     values, count = np.array([*first, *other], np.float64), len(other)
     difference = values[-count:].mean() - values[:-count].mean()

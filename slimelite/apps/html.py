@@ -1,4 +1,4 @@
-"""HTML pages in one piece: style and program stand in the file, and a content security policy allows nothing else."""
+"""HTML pages in one file. Style and program are inside it, and a content security policy allows nothing else."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ PAGE = """<!DOCTYPE html>
 
 
 def document(scripts: Sequence[Traversable], styles: Sequence[Traversable], data: str, *, asks: bool = False) -> str:
-    """A page of these files, after the `SHARED` ones, with ``data`` (JSON) in the element of this id. ``asks``: it may
-    send requests to the server that it came from, and to no other.
+    """A page made of these files, after the `SHARED` ones, with the JSON text ``data`` in an element of this id.
+    ``asks``: the page may send requests, but only to the server that it came from.
     """
     shared = files("slimelite.apps") / "page"
     script = "\n".join(file.read_text(encoding="utf-8") for file in (*map(shared.joinpath, SHARED), *scripts))
@@ -42,5 +42,5 @@ def document(scripts: Sequence[Traversable], styles: Sequence[Traversable], data
 
 
 def _hash(text: str) -> str:
-    """The source of a content security policy that allows this very text and nothing else."""
+    """The source in a content security policy that allows exactly this text."""
     return "sha256-" + b64encode(sha256(text.encode()).digest()).decode()

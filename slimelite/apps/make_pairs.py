@@ -1,12 +1,13 @@
-"""Preference pairs for DPO from saved rollouts: the best response to a prompt over the worst.
+"""Preference pairs for DPO from saved rollouts: a prompt's best response is preferred to its worst.
 
     slimelite make-pairs runs/gsm8k -o pairs.parquet
     python train.py --loss-type dpo_loss --prompt-data pairs.parquet --input-key prompt ...
 
 Responses of one group are compared by their reward. A pair is left out if its rewards are equal or closer than
-``--margin``, or if its texts are the same. So is a response without an end of its own (truncated, aborted), one that a
-plugin removed, and one with masked tokens, such as those of a tool: DPO would train on them. Texts are those that were
-sampled, the prompt with its chat template and the response with its end token; training adds no second one.
+``--margin``, or if its texts are equal. Some responses are left out too: one that did not end by itself (truncated,
+aborted), one that a plugin removed, and one with masked tokens, such as those of a tool. DPO would train on their
+tokens. Texts are the sampled ones: the prompt with its chat template, and the response with its end token. Training
+does not add a second end token.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ def pairs_of(table: SampleTable, margin: float, most: int, left_out: Counter[str
     """Up to ``most`` pairs of each group of ``table``: best and worst, second best and second worst, and so on.
 
     Args:
-        margin: the least difference of the rewards; 0 takes every difference.
-        left_out: gets the number of responses and of groups that give nothing, by reason.
+        margin: the smallest difference of rewards; 0 accepts every difference.
+        left_out: counts the responses and groups that give no pair, by reason.
     """
     for group in dict.fromkeys(table.group_id.tolist()):
         usable = []
@@ -62,7 +63,7 @@ def pairs_of(table: SampleTable, margin: float, most: int, left_out: Counter[str
 
 
 def rollout_files(source: str) -> list[Path]:
-    """The parquet files of ``source``, a run folder or one file."""
+    """The parquet files of ``source``, which is a run folder or one file."""
     if not Path(source).is_dir():
         return [Path(source)]
     files = list(Run.read(source).rollouts.values())

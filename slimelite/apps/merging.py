@@ -1,4 +1,4 @@
-"""Whole models from what training leaves beside them: adapters, and checkpoints of ``--save``."""
+"""Makes whole models from adapters and from checkpoints of ``--save``."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def write_merged(source: Path, base: str, folder: Path, dtype: str) -> None:
     Args:
         source: a folder with an adapter in peft's format, or a checkpoint of ``--save``.
         base: Hugging Face folder or hub id.
-        dtype: of the weights in ``folder``, "float32" or "bfloat16"; they are computed in fp32.
+        dtype: of the weights in ``folder``, "float32" or "bfloat16". They are computed in fp32.
 
     Raises:
-        ValueError: there is no model at ``base``, or ``source`` is damaged or another model's.
+        ValueError: there is no model at ``base``, or ``source`` is damaged or belongs to another model.
     """
     adapter = (source / ADAPTER_CONFIG).is_file()
     try:
@@ -62,7 +62,7 @@ def write_merged(source: Path, base: str, folder: Path, dtype: str) -> None:
 
 
 def _read_checkpoint(source: Path, hf: PreTrainedModel, base: str) -> None:
-    """Fill ``hf`` from a checkpoint, which has all weights, or adapters that ``hf`` gets."""
+    """Fill ``hf`` from a checkpoint. It has all weights, or adapters, which are then added to ``hf``."""
     reader = CheckpointReader(source)
     saved = {name.removeprefix("model.") for name in reader.tensors if name.startswith("model.")}
     if lora := read_state(source).get(ADAPTER):

@@ -1,4 +1,4 @@
-"""The text of each token of a response: exactly its piece of the response, as the page shows it."""
+"""The text of each token of a response: its exact piece of the response, as the page shows it."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # how tokenizers with byte fallback wri
 class Pieces:
     """A vocabulary of (token id, bytes of its piece), which grows with the tables that are encoded.
 
-    Pieces are bytes, because a token can be a part of a UTF-8 character: the pieces of a response, joined and decoded
-    (invalid bytes as U+FFFD), are the response. A token can have several pieces: the first token of a response may lack
-    the space with which it begins elsewhere.
+    Pieces are bytes, because a token may be a part of a UTF-8 character. The pieces of a response, joined and decoded
+    (invalid bytes as U+FFFD), are the response. A token may have several pieces. For example, the first token of a
+    response may lack the space that it has elsewhere.
     """
 
     def __init__(self, file: Path) -> None:
         """``file``: a tokenizer.json.
 
         Raises:
-            ValueError: it is none.
+            ValueError: the file is not a tokenizer.json.
         """
         from tokenizers import Tokenizer
 
@@ -82,7 +82,7 @@ class Pieces:
         return entries, fits
 
     def columns(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """Header and columns for `view_samples.pack`: ids, lengths of the pieces and their bytes, names."""
+        """Header and columns for `view_samples.pack`: ids, the pieces' lengths and bytes, and names."""
         pieces = [piece for _, piece in self._entries]
         header = {"names": {str(i): token.content for i, token in self._added.items()}}
         return header, {
@@ -92,9 +92,9 @@ class Pieces:
         }
 
     def _fitted(self, ids: Sequence[int], pieces: list[bytes], response: str) -> list[bytes]:
-        """Other pieces that make ``response``, or [] if none of the known reasons explains the difference.
+        """Other pieces that make ``response``, or [] if no known reason explains the difference.
 
-        Special tokens may have been left out, the first space stripped, and the end cut off, as with a stop string.
+        Special tokens may have been left out, the first space removed, or the end cut off, as with a stop string.
         """
         named = [b"" if i in self._added and self._added[i].special else p for i, p in zip(ids, pieces, strict=True)]
         for candidate in (pieces, named, self._marked(ids, pieces), self._marked(ids, named)):
@@ -106,7 +106,7 @@ class Pieces:
         return []
 
     def _marked(self, ids: Sequence[int], pieces: list[bytes]) -> list[bytes]:
-        """The pieces, with U+FFFD for each byte of neighbouring byte tokens that are no text, as in decoding."""
+        """The pieces, with U+FFFD for each byte of neighbouring byte tokens that make no text, as in decoding."""
         marked = []
         for is_byte, run in groupby(zip(ids, pieces, strict=True), lambda pair: pair[0] in self._bytes):
             run_pieces = [piece for _, piece in run]
@@ -138,7 +138,7 @@ class Pieces:
 
 
 def _part(pieces: Sequence[bytes], start: int, end: int) -> list[bytes]:
-    """The bytes from ``start`` to ``end`` of all pieces together, as pieces."""
+    """The bytes from ``start`` to ``end`` of all pieces together, split into pieces."""
     kept, at = [], 0
     for piece in pieces:
         kept.append(piece[max(start - at, 0) : max(end - at, 0)])
@@ -147,7 +147,7 @@ def _part(pieces: Sequence[bytes], start: int, end: int) -> list[bytes]:
 
 
 def _find(run: Run, name: str) -> Path | None:
-    """The tokenizer.json of a folder or hub id; a relative folder may be relative to a folder above the run's."""
+    """The tokenizer.json of a folder or hub id. A relative folder may be relative to a folder above the run's."""
     for base in (Path(), *run.folder.resolve().parents):
         if (base / name / FILE).is_file():
             return base / name / FILE

@@ -1,4 +1,4 @@
-"""``slimelite push``: a model, an adapter or a GGUF file goes to the Hugging Face hub."""
+"""``slimelite push``: upload a model, an adapter or a GGUF file to the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _model(what: str) -> Path:
-    """The folder of a model or adapter; a run's newest."""
+    """The folder of a model or adapter. For a run, its newest one."""
     if not Path(what).exists():
         raise ValueError(f"{what}: no such folder or file")
     path = Path(resolve_model(what).path)

@@ -1,4 +1,5 @@
-"""``slimelite report JOURNEY``: what the stages of ``train.py --stages`` did, as one HTML and one Markdown page."""
+"""``slimelite report JOURNEY``: a report about the stages of ``train.py --stages``, as an HTML page and a Markdown
+page."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ Rows = list[list[str]]
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the page: a heading, and below it a text, a table whose first row is its head, and pictures."""
+    """A part of the page: a heading, a text, a table whose first row is its header, and pictures."""
 
     title: str
     text: str = ""
@@ -86,10 +87,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def read_stages(journey: Path) -> list[Run]:
-    """The runs of the stages that have begun, in their order; names are those of their folders.
+    """The runs of the stages that have begun, in order. Their names are those of their folders.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no stage has begun.
     """
     folders = [file.parent for file in journey.glob(f"*/{RECORD}") if file.parent.name.split("-")[0].isdecimal()]
     if not folders:
@@ -98,12 +99,12 @@ def read_stages(journey: Path) -> list[Run]:
 
 
 def _model(run: Run) -> Path:
-    """The model that the stage left; a folder that need not be there."""
+    """The folder of the stage's model. It may not exist."""
     return Path(str(run.config.get("save_hf") or run.folder / "model"))
 
 
 def _evaluate(args: argparse.Namespace, stages: Sequence[Run]) -> None:
-    """Evaluate each stage's model in `EVALUATIONS` of the journey; what is known is not asked again."""
+    """Evaluate each stage's model in `EVALUATIONS` of the journey. Known results are not computed again."""
     from slimelite.apps import eval as evaluation  # it needs transformers
 
     tasks = [task for task in (args.tasks or "").split(",") if task.strip()]
@@ -133,7 +134,8 @@ def _evaluate(args: argparse.Namespace, stages: Sequence[Run]) -> None:
 
 
 def evaluated(journey: Path, run: Run) -> Run | None:
-    """What `_evaluate`, or ``slimelite eval --output JOURNEY/eval/STAGE``, found for a stage; None: nothing."""
+    """The results of `_evaluate`, or of ``slimelite eval --output JOURNEY/eval/STAGE``, for a stage; None if there are
+    none."""
     files = sorted((journey / EVALUATIONS / run.folder.name).rglob("results.json"))
     return Run.read(files[-1].parent) if files else None
 
@@ -180,10 +182,11 @@ def _amounts(tokens: float, flops: float, hours: float) -> list[str]:
 
 
 def spent(run: Run) -> tuple[float, float, float]:
-    """Tokens that were trained on, prompts included; floating-point operations of training; hours from the
-    first record of each start to its last, so that neither the start nor the time between two starts counts.
+    """Three numbers: the tokens that were trained on (prompts included), the floating-point operations of training, and
+    hours. Hours run from the first record of each start to its last, so neither the start itself nor the time between
+    two starts counts.
 
-    What a resume made invalid counts in none of them.
+    None of them counts work that a resume made invalid.
     """
     tokens = flops = seconds = 0.0
     ranks = max(
@@ -202,8 +205,9 @@ def spent(run: Run) -> tuple[float, float, float]:
 
 
 def _scores(journey: Path, run: Run, later: Run | None) -> Iterator[tuple[str, str]]:
-    """(name, score with its error) after the stage, the best source last: what the ``later`` stage measured before its
-    first step, if it began with this one's model; the last of its own evaluations; and those of `EVALUATIONS`.
+    """(name, score with its error) after the stage. The best source comes last. The sources are: the evaluation of the
+    ``later`` stage before its first step (if it began with this stage's model), the stage's own last evaluation, and
+    `EVALUATIONS`.
     """
     if later is not None and Path(str(later.config.get("hf_checkpoint"))) == _model(run):
         yield from _scores_of(later, 0, lambda steps: steps[0] == BEFORE_TRAINING)
@@ -215,7 +219,7 @@ def _scores(journey: Path, run: Run, later: Run | None) -> Iterator[tuple[str, s
 def _scores_of(
     source: Run, place: int, counts: Callable[[np.ndarray], bool] = lambda _: True
 ) -> Iterator[tuple[str, str]]:
-    """(name, score with its error) at ``place`` of each series whose steps count."""
+    """(name, score with its error) at ``place`` of each series whose steps ``counts`` accepts."""
     for name in source.scores:
         for each in (name, f"{name}-centred"):
             if each in source.series and name != f"eval/{ANSWERS}" and counts(source.series[each][0]):
@@ -224,7 +228,7 @@ def _scores_of(
 
 
 def _answers(journey: Path, run: Run) -> Iterator[tuple[str, str]]:
-    """(prompt, answer) of the prompts that every stage's model was given."""
+    """(prompt, answer) for the prompts that the models of all stages were given."""
     from slimelite.samples.sample import ROW
     from slimelite.samples.table import SampleTable
 

@@ -1,4 +1,5 @@
-"""What the commands that take MODEL|RUN|CHECKPOINT run: a model, or what training left, made into one."""
+"""What commands with the argument MODEL|RUN|CHECKPOINT run: a model, or one that is made from the results of
+training."""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ MADE_OF = "merged_from.json"
 
 
 class Source(NamedTuple):
-    """What a command runs: ``path``, a Hugging Face folder or hub id; or, with a ``base``, which is one, the adapter or
-    checkpoint of ``--save`` in the folder ``path``, which changes the weights of ``base``.
+    """What a command runs. Without ``base``, ``path`` is a Hugging Face folder or hub id. With ``base``, which is one,
+    the folder ``path`` has an adapter or a checkpoint of ``--save``, which changes the weights of ``base``.
     """
 
     path: str
@@ -43,10 +44,10 @@ class Source(NamedTuple):
 
 
 def resolve_models(paths: Sequence[str], base: str | None) -> list[Source]:
-    """What each of ``paths`` means; see `resolve_model`.
+    """The source of each of ``paths``; see `resolve_model`.
 
     Raises:
-        ValueError: there is no model, or none that changes the weights of another, and yet a ``base``.
+        ValueError: there is no model; or ``base`` is given, but no path changes the weights of another model.
     """
     sources = [resolve_model(path, base) for path in paths]
     if base is not None and all(source.base is None for source in sources):
@@ -55,13 +56,14 @@ def resolve_models(paths: Sequence[str], base: str | None) -> list[Source]:
 
 
 def resolve_model(path: str, base: str | None = None) -> Source:
-    """What ``path`` means: a model, an adapter, a checkpoint of ``--save`` or the folder of several (the newest), or a
-    run folder (the newest model or adapter that ``--save-hf`` wrote, else the newest checkpoint).
+    """The source of ``path``. It may be a model, an adapter, a checkpoint of ``--save``, a folder of checkpoints (the
+    newest one counts), or a run folder (the newest model or adapter of ``--save-hf`` counts, else the newest
+    checkpoint).
 
-    ``base``: the model that an adapter or a checkpoint began from, in place of the one that it names.
+    ``base``: the model that an adapter or a checkpoint began from. It replaces the one that the source names.
 
     Raises:
-        ValueError: there is no model; the message says how to get one.
+        ValueError: there is no model. The message says how to get one.
     """
     folder = Path(path)
     if not folder.exists() and HUB_ID.fullmatch(path):
@@ -127,7 +129,7 @@ def _resolve_run(path: str, config: dict[str, Any], base: str | None) -> Source:
 
 @contextmanager
 def runnable(source: Source, dtype: str) -> Iterator[str]:
-    """The Hugging Face folder or hub id of a source, until the block ends; see `merged`."""
+    """The Hugging Face folder or hub id of a source. It exists until the block ends; see `merged`."""
     if source.base is None:
         yield source.path
         return
@@ -141,7 +143,8 @@ def merged(source: Source, folder: Path, dtype: str) -> str:
     ``dtype``: of its weights, "float32" or "bfloat16". Returns the folder.
 
     Raises:
-        ValueError: the base is no model, the two do not belong together, or ``folder`` has the model of another source.
+        ValueError: the base is not a model, the two do not belong together, or ``folder`` has the model of another
+            source.
     """
     assert source.base is not None
     files = [file for place in (source.path, source.base) if Path(place).is_dir() for file in Path(place).iterdir()]

@@ -1,4 +1,4 @@
-"""Reads a run folder: the page, the comparison and the plots know a run through `Run` alone."""
+"""Reads a run folder. The page, the comparison and the plots use only `Run` to know a run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Series = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class Run:
-    """What a run folder says at the moment it is read; a file that is not there is an empty dict.
+    """The content of a run folder at the moment of reading. A missing file is an empty dict.
 
     ``name``: a short name, see `read_runs`. ``records``: the lines of metrics.jsonl that no later resume made invalid.
     """
@@ -40,9 +40,9 @@ class Run:
 
     @classmethod
     def read(cls, folder: str | Path, name: str | None = None) -> Run:
-        """Read the run in ``folder``; ``name`` is that of the folder unless it is given.
+        """Read the run in ``folder``. ``name`` defaults to the folder's name.
 
-        A line of metrics.jsonl that is half written, because the run goes on, is left out.
+        If the run is still going, a half-written line of metrics.jsonl is left out.
 
         Raises:
             ValueError: it is not a run folder, has neither metrics nor samples, or a line of its metrics is not JSON.
@@ -60,12 +60,13 @@ class Run:
 
     @cached_property
     def config(self) -> dict[str, object]:
-        """Field name -> value of every argument of the run, defaults and derived ones too; secrets are ``***``."""
+        """Field name -> value of every argument of the run, including defaults and derived values. Secrets are
+        ``***``."""
         return {name: value for name, value in self._json("config.json").items() if name != "derivations"}
 
     @cached_property
     def derivations(self) -> dict[str, str]:
-        """Field name -> reason of every argument that was not given but derived."""
+        """Field name -> reason, for every argument that was derived."""
         derivations: dict[str, str] = self._json("config.json").get("derivations", {})
         return derivations
 
@@ -81,7 +82,7 @@ class Run:
 
     @cached_property
     def series(self) -> dict[str, Series]:
-        """Metric -> (x, values), each on its own axis; of two values at one x the later one counts. ``rollout/flops``
+        """Metric -> (x, values), each on its own axis. Of two values at one x, the later one counts. ``rollout/flops``
         is the sum of training's operations so far.
         """
         names = dict.fromkeys(n for r in self.records for n in r if "/" in n and n != axis_of(n))
@@ -123,9 +124,9 @@ class Run:
 
     @cached_property
     def alarms(self) -> list[dict[str, object]]:
-        """What went wrong in the run: each `Alarm` as a dict, in the order they began.
+        """The alarms of the run: each `Alarm` as a dict, in the order in which they began.
 
-        They are the lines of alarms.jsonl, which a run without alarms does not have.
+        They come from alarms.jsonl. A run without alarms does not have this file.
         """
         path = self.folder / "alarms.jsonl"
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
@@ -154,10 +155,10 @@ class Run:
 
 
 def read_runs(folders: Iterable[str | Path]) -> list[Run]:
-    """The runs in ``folders``; names are the shortest ends of their paths that differ, such as ``a/grpo``, ``b/grpo``.
+    """The runs in ``folders``. Names are the shortest different ends of their paths, such as ``a/grpo``, ``b/grpo``.
 
     Raises:
-        ValueError: see `Run.read`; or a folder is given twice.
+        ValueError: see `Run.read`; also if a folder is given twice.
     """
     paths = list(folders)
     parts = [Path(folder).resolve().parts for folder in paths]
@@ -170,17 +171,18 @@ def read_runs(folders: Iterable[str | Path]) -> list[Run]:
 
 
 def flag_names(runs: Sequence[Run]) -> list[str]:
-    """The fields of the runs' configurations that are flags, those of other versions and of plugins among them."""
+    """The fields of the runs' configurations that are flags. They include flags of other versions and of plugins."""
     flags = all_flags(Args)
     inner = {f.name for f in fields(Args) if f.name not in flags} - {"sglang_overrides", "custom_config"}
     return list(dict.fromkeys(name for run in runs for name in run.config if name not in inner))
 
 
 def differing_flags(runs: Sequence[Run]) -> dict[str, list[object]]:
-    """Flag -> its value in each run (None also where a plugin's flag is of another run), for flags that differ.
+    """Flag -> its value in each run, for flags that differ. None may also mean that only another run's plugin has the
+    flag.
 
-    Flags that only say where arguments come from and where the run folder is are left out; so is a value that every
-    run derived from others.
+    Two kinds are left out: flags that only say where arguments come from or where the run folder is, and values that
+    every run derived from others.
     """
     differing = {}
     for name in [name for name in flag_names(runs) if name not in SOURCES]:

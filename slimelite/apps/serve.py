@@ -1,4 +1,4 @@
-"""``slimelite serve``: a model behind the HTTP front, until it is interrupted."""
+"""``slimelite serve``: a model behind the HTTP front, until you interrupt it."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def main(argv: Sequence[str]) -> int:
     """Serve; returns 0 after an interrupt.
 
     Raises:
-        ValueError: there is no such model, or it would listen to everybody without a key.
-        OSError: the address is taken, or is none of this machine.
+        ValueError: there is no such model, or the server would listen to everybody without a key.
+        OSError: the port is taken, or the address is not this machine's.
     """
     args = _parser().parse_args(argv)
     if args.api_key == "":  # `--api-key "$KEY"` without a KEY would let everybody in
@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="ORIGIN",
         nargs="+",
         default=[],
-        help="web pages of these sites may call the server, as https://chat.example.org; * allows all",
+        help="web pages of these sites may call the server, such as https://chat.example.org; * allows all sites",
     )
     parser.add_argument(
         "--drain-seconds",
@@ -107,7 +107,7 @@ DEFAULTS, NEUTRAL = ("temperature", "top_p", "top_k", "min_p", "repetition_penal
 
 
 def add_model_flags(parser: argparse._ActionsContainer) -> None:
-    """The flags that `serving` reads beside those of the server."""
+    """The flags that `serving` reads in addition to those of the server."""
     parser.add_argument(
         "--base",
         metavar="MODEL",
@@ -148,7 +148,8 @@ CHAT = [f"{name}.js" for name in ("tokens", "stream", "store", "rendered", "sett
 
 
 class Served(NamedTuple):
-    """What is served: its folder or hub id, where, by which engine, whether it has a chat template, and by whom."""
+    """What is served: the model's folder or hub id, the URL, the engine, whether there is a chat template, and the
+    server."""
 
     path: str
     url: str
@@ -161,13 +162,13 @@ class Served(NamedTuple):
 async def serving(
     args: argparse.Namespace, *, origins: frozenset[str] = frozenset(), logs: bool = False
 ) -> AsyncIterator[Served]:
-    """A server of ``args.model``, on the event loop that runs, until the block ends.
+    """A server of ``args.model`` on the running event loop, until the block ends.
 
-    ``origins``, ``logs``: of the `Server`.
+    ``origins``, ``logs``: see `Server`.
 
     Raises:
         ValueError: there is no such model.
-        OSError: the address is taken, or is none of this machine.
+        OSError: the port is taken, or the address is not this machine's.
     """
     from slimelite.data.messages import try_template
     from slimelite.data.tokenizer import check_files, load_tokenizer, stop_token_ids
@@ -224,10 +225,10 @@ async def serving(
 
 
 def sampling_defaults(path: str) -> dict[str, float]:
-    """What the ``generation_config.json`` of a model says of sampling, under the names of `SamplingParams`.
+    """The sampling settings in the ``generation_config.json`` of a model, under the names of `SamplingParams`.
 
     Raises:
-        ValueError: a value is no number.
+        ValueError: a value is not a number.
     """
     from transformers.utils import cached_file
 
@@ -256,14 +257,14 @@ async def _try_address(host: str, port: int) -> None:
 
 
 def chat_page() -> str:
-    """The page to chat with the model: one HTML file that asks the server that it came from."""
+    """The page for a chat with the model: one HTML file that sends requests to the server that it came from."""
     folder = files("slimelite.apps") / "page" / "chat"
     scripts = [folder / name for name in CHAT]
     return document(scripts, [folder / "chat.css"], "{}", asks=True)
 
 
 def _example(url: str, key: str | None, *, chats: bool) -> str:
-    """A command that asks the server."""
+    """An example command that sends a request to the server."""
     path, body = "completions", {"prompt": "Once upon a time", "max_tokens": 32}
     if chats:
         path, body = "chat/completions", {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 64}
@@ -272,7 +273,7 @@ def _example(url: str, key: str | None, *, chats: bool) -> str:
 
 
 async def _interrupt() -> None:
-    """Wait for Ctrl-C, or for an end that is asked for."""
+    """Wait for Ctrl-C or SIGTERM."""
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -281,7 +282,7 @@ async def _interrupt() -> None:
 
 @asynccontextmanager
 async def _engine(args: argparse.Namespace, path: str, device: str, codec: Codec) -> AsyncIterator[Engine]:
-    """The engine, and the process of its server if it is one."""
+    """The engine. If it is a server, its process runs until the block ends."""
     kind, process = ENGINES[args.engine], None
     with tempfile.TemporaryDirectory(prefix="slimelite-serve-") as folder:
         log, length = Path(folder) / "engine.log", args.context_length

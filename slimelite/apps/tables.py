@@ -16,9 +16,9 @@ Row = tuple[str, list[str]]  # what it is, and its text for each run
 
 
 def print_table(names: Sequence[str], blocks: Iterable[Iterable[Row]], notes: Sequence[str]) -> None:
-    """Print rows with a column for each of ``names``, and notes below; blocks stand apart.
+    """Print rows with a column for each of ``names``, and notes below. Blocks are separated.
 
-    The table is as wide as the terminal, or as wide as it needs to be where there is none.
+    The table is as wide as the terminal. Without a terminal it is as wide as it needs to be.
     """
     console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
@@ -42,10 +42,10 @@ def score_text(value: float, standard_error: float | None) -> str:
 
 
 def plus_minus(standard_error: float | None) -> str:
-    """`` ±0.014``, or nothing."""
+    """`` ±0.014``, or "" without a standard error."""
     return "" if standard_error is None else f" ±{standard_error:.3f}"
 
 
 def plain(value: object) -> str:
-    """A flag's value as one writes it; "-" for none."""
+    """A flag's value as a user writes it; "-" for None."""
     return "-" if value is None else one_line(value) if isinstance(value, str) else json.dumps(value)

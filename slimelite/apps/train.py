@@ -1,4 +1,4 @@
-"""``slimelite train``: the loop of ``train.py`` with the same arguments, from a checkout or from an installed wheel."""
+"""``slimelite train``: the same loop and arguments as ``train.py``, from a checkout or an installed wheel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""``slimelite view``: one HTML file that shows runs. It holds its data, style and program, and needs no network."""
+"""``slimelite view``: one HTML file that shows runs. The file has its data, style and program inside, and needs no
+network."""
 
 from __future__ import annotations
 
@@ -80,9 +81,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def write_page(runs: Sequence[Run], out: Path, *, live: bool = False) -> list[str]:
-    """Write the page about ``runs``; it appears whole. ``live``: the page offers to load itself again.
+    """Write the page about ``runs``. It appears complete or not at all. ``live``: the page offers to reload itself.
 
-    Returns a line for each file of samples that could not be read, which the page says too.
+    Returns a line for each file of samples that could not be read. The page shows these lines too.
     """
     data: dict[str, Any] = {
         "slimelite": slimelite.__version__,
@@ -103,13 +104,15 @@ def write_page(runs: Sequence[Run], out: Path, *, live: bool = False) -> list[st
 
 
 def _color(i: int) -> str:
-    """The colour of run ``i`` in CSS; beyond those of page.css lighter ones whose hues the golden angle keeps apart."""
+    """The colour of run ``i`` in CSS. After the colours of page.css come lighter ones, whose hues are a golden angle
+    apart."""
     hue = (95 + i * 137.508) % 360
     return f"var(--run-{i})" if i < COLORS else f"light-dark(oklch(0.68 0.15 {hue:.0f}), oklch(0.88 0.1 {hue:.0f}))"
 
 
 def _run(run: Run, color: str, budget: int) -> dict[str, object]:
-    """What the page knows about a run; ``series``: metric -> [index into ``axes``, values]; ``budget``: for samples."""
+    """The page's data about a run. ``series``: metric -> [index into ``axes``, values]. ``budget``: bytes for
+    samples."""
     axes: dict[tuple[float, ...], int] = {}
     placed = _in_rollouts(run)
     series = {name: [axes.setdefault(tuple(x.tolist()), len(axes)), _numbers(y)] for name, (x, y) in placed.items()}
@@ -132,7 +135,7 @@ def _run(run: Run, color: str, budget: int) -> dict[str, object]:
 
 
 def _in_rollouts(run: Run) -> dict[str, Series]:
-    """The series of a run with the rollout as x: optimizer step i of the n of rollout r is at r + i / n."""
+    """The series of a run with the rollout as x. Optimizer step i of the n steps of rollout r is at r + i / n."""
     of_step = {r["train/step"]: r[DEFAULT_AXIS] for r in run.records if "train/step" in r}
     steps = sorted(of_step)
     starts = [i for i, step in enumerate(steps) if i == 0 or of_step[step] != of_step[steps[i - 1]]]
@@ -148,7 +151,7 @@ def _in_rollouts(run: Run) -> dict[str, Series]:
 
 
 def _numbers(values: np.ndarray) -> list[float | str]:
-    """Six digits of each number; what JSON cannot hold as text, as in metrics.jsonl."""
+    """Each number with six digits. Numbers that JSON cannot write are texts, as in metrics.jsonl."""
     numbers: list[float | str] = []
     for value in values.tolist():
         short = float(f"{value:.6g}")

@@ -1,7 +1,7 @@
-"""The samples of a run as the page holds them: columns, a vocabulary of token texts, and deflate. See docs/view.md.
+"""The samples of a run in the form of the page: columns, a vocabulary of token texts, and deflate. See docs/view.md.
 
-A run is an index (numbers of every sample, which the lists show), its prompts (each once), a vocabulary, and a chunk
-for each file of samples, which the page decodes when one of its samples is opened.
+A run has four parts: an index (numbers of every sample, for the lists), its prompts (each once), a vocabulary, and a
+chunk for each file of samples. The page decodes a chunk when one of its samples is opened.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ UNREADABLE = "{0.name} of {0.parent.name} could not be read: {1}"
 
 
 class Source(NamedTuple):
-    """A file of samples. ``kind``: rollout, dropped or eval; ``name``: the eval dataset; ``number``: see `Run`."""
+    """A file of samples. ``kind``: rollout, dropped or eval. ``name``: the eval dataset. ``number``: see `Run`."""
 
     kind: str
     name: str
@@ -48,7 +48,8 @@ class Source(NamedTuple):
 
 @dataclass
 class Part:
-    """What the page holds of a source: all groups, or some. ``facts`` and ``versions`` are of the whole file."""
+    """The part of a source that the page has: all groups, or some. ``facts`` and ``versions`` describe the whole
+    file."""
 
     source: Source
     light: pa.Table
@@ -58,7 +59,8 @@ class Part:
     rows: np.ndarray  # [kept rows]
 
     def groups(self) -> tuple[np.ndarray, np.ndarray]:
-        """([rows] each row's group counted from 0, [groups] each group's first row), groups in the file's order."""
+        """([rows] each row's group, counted from 0; [groups] each group's first row). Groups are in the file's
+        order."""
         ids = self.light.column("group_id").to_numpy()
         _, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
         order = np.argsort(first, kind="stable")
@@ -70,8 +72,8 @@ class Part:
 def samples(run: Run, budget: int = BUDGET) -> dict[str, object]:
     """The samples of ``run`` for the page, in at most about ``budget`` bytes.
 
-    ``index``, ``prompts``, ``vocabulary`` and ``chunks`` are what `pack` makes; ``sources`` says what each chunk is,
-    and how many of its samples are of ``episodes``; ``notes`` are sentences about what is missing.
+    ``index``, ``prompts``, ``vocabulary`` and ``chunks`` come from `pack`. ``sources`` describes each chunk, and says
+    how many of its samples belong to ``episodes``. ``notes`` are sentences about missing data.
     """
     parts, notes = [], []
     for source in _sources(run):
@@ -122,10 +124,10 @@ def samples(run: Run, budget: int = BUDGET) -> dict[str, object]:
 
 
 def pack(header: Mapping[str, object], columns: Mapping[str, np.ndarray]) -> str:
-    """Base64 of the deflated: length of the header (uint32), JSON header, columns.
+    """Base64 of the deflated bytes of: the length of the header (uint32), the JSON header, the columns.
 
-    ``header["columns"]`` becomes a list of [name, dtype, entries]. A column is little-endian, its bytes ordered by
-    significance: all lowest bytes, then all second-lowest, and so on, since equal bytes side by side deflate better.
+    ``header["columns"]`` becomes a list of [name, dtype, entries]. A column is little-endian. Its bytes are ordered by
+    significance: all lowest bytes, then all second-lowest, and so on, because equal neighbours deflate better.
     """
     arrays = {name: np.ascontiguousarray(a, a.dtype.newbyteorder("<")) for name, a in columns.items()}
     listed = [[name, f"{a.dtype.kind}{a.dtype.itemsize}", len(a)] for name, a in arrays.items()]
@@ -135,7 +137,7 @@ def pack(header: Mapping[str, object], columns: Mapping[str, np.ndarray]) -> str
 
 
 def fixed_point(values: np.ndarray, step: float) -> np.ndarray:
-    """Multiples of ``step`` as int16, or int32 if they need it; the least integer stands for NaN."""
+    """Multiples of ``step`` as int16, or int32 if they need it. The smallest integer means NaN."""
     known = np.isfinite(values)
     codes = np.rint(np.where(known, values, 0.0).astype(np.float64) / step)
     dtype = np.int16 if np.abs(codes).max(initial=0) < 2**15 else np.int32
@@ -193,7 +195,7 @@ def _part(source: Source) -> Part:
 
 
 def _read(path: Path) -> pa.Table:
-    """All columns; files this small are read faster by one thread than by several."""
+    """All columns. One thread reads files of this size faster than several."""
     return pq.ParquetFile(path).read(use_threads=False)
 
 
@@ -202,16 +204,16 @@ def _six_digits(value: float) -> float:
 
 
 def _cost(part: Part) -> np.ndarray:
-    """[rows] about how many bytes of the page each row takes."""
+    """[rows] about how many bytes of the page each row needs."""
     return part.light.column("length").to_numpy() * TOKEN_BYTES + part.bytes_per_row
 
 
 def _sample_down(parts: Sequence[Part], budget: int) -> None:
-    """Set ``rows`` of each part to whole groups that fit into ``budget`` together.
+    """Set ``rows`` of each part to whole groups that together fit into ``budget``.
 
-    The first groups of the order below are taken: dropped ones; the best and the worst of each rollout; then by a hash
-    of the prompt, so that a prompt that is there is there in all rollouts and evaluations. Within the first two, parts
-    come in the order of halves, quarters and so on of the run, so that a cut leaves it evenly covered.
+    Groups are taken in this order: dropped ones; the best and the worst of each rollout; then by a hash of the prompt.
+    So a prompt that is shown is shown in all rollouts and evaluations. Within the first two, parts come in the order of
+    halves, quarters and so on of the run, so that a cut leaves the run evenly covered.
     """
     levels, keys, costs, owners = [], [], [], []
     for i, part in enumerate(parts):
@@ -237,7 +239,7 @@ def _sample_down(parts: Sequence[Part], budget: int) -> None:
 
 
 def _index(run: Run, parts: Sequence[Part], tables: Sequence[SampleTable], prompts: dict[str, int]) -> str:
-    """The numbers of all samples; NaN for those that a sample lacks. Fills ``prompts``: text -> place in the list."""
+    """The numbers of all samples. A number that a sample lacks is NaN. Fills ``prompts``: text -> place in the list."""
     newest = _newest(run, parts)
     statuses: dict[str, int] = {}
     reasons: dict[str, int] = {"": 0}
@@ -275,7 +277,7 @@ def _index(run: Run, parts: Sequence[Part], tables: Sequence[SampleTable], promp
 
 
 def _compact(values: np.ndarray) -> np.ndarray:
-    """The column in the smallest type that holds it; int64 beyond 32 bits becomes float64, which JavaScript has."""
+    """The column in the smallest type that fits. int64 beyond 32 bits becomes float64, because JavaScript has that."""
     if values.dtype.kind == "f":
         return values.astype(np.float32)
     if values.dtype.kind == "b":
@@ -288,7 +290,7 @@ def _compact(values: np.ndarray) -> np.ndarray:
 
 
 def _advantages(table: SampleTable) -> np.ndarray:
-    """[rows] the advantage; where each token has its own, their mean over the tokens in the loss."""
+    """[rows] the advantage. If each token has its own, their mean over the tokens in the loss."""
     if table.advantages is None:
         return table.advantage
     seen = table.loss_mask & np.isfinite(table.advantages)
@@ -299,9 +301,9 @@ def _advantages(table: SampleTable) -> np.ndarray:
 
 
 def _newest(run: Run, parts: Sequence[Part]) -> dict[int, float]:
-    """Rollout -> version of the weights that were trained with it.
+    """Rollout -> version of the weights with which it was trained.
 
-    The metrics have the age of its oldest token, so the version is known even if no token has it.
+    The metrics have the age of its oldest token. So the version is known even if no token has it.
     """
     ages = dict(zip(*(axis.tolist() for axis in run.series.get(STALENESS, (np.zeros(0),) * 2)), strict=True))
     newest = {}
@@ -322,7 +324,8 @@ def _staleness(table: SampleTable, newest: float | None) -> np.ndarray:
 
 
 def _chunk(run: Run, part: Part, table: SampleTable, pieces: Pieces | None) -> str:
-    """Texts and per-token numbers of the samples of a source; ``responses``: null where the tokens' texts make it."""
+    """Texts and per-token numbers of the samples of a source. ``responses``: null if the tokens' texts make the
+    response."""
     responses: list[str | None] = list(table.response)
     tokens: dict[str, np.ndarray] = {}
     if pieces is not None:
@@ -339,7 +342,7 @@ def _chunk(run: Run, part: Part, table: SampleTable, pieces: Pieces | None) -> s
 
 
 def _token_columns(run: Run, part: Part, table: SampleTable) -> dict[str, np.ndarray]:
-    """What there is to say about each response token; a column without any value is left out."""
+    """The page's columns for each response token. A column without any value is left out."""
     untold = ~table.loss_mask & (table.rollout_log_probs == 0)  # tokens that no engine sampled, such as a tool's
     engine = np.where(untold, np.nan, table.rollout_log_probs)
     version = np.where(untold | (table.weight_versions == UNSTAMPED), np.nan, table.weight_versions)

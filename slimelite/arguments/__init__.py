@@ -1,6 +1,7 @@
-"""The command line: typed dataclass groups, a few related ones a file, composed into one flat, frozen `Args`.
+"""The command line. Dataclass groups, a few related ones in each file, are composed into one flat, frozen, typed
+`Args`.
 
-Only the standard library is imported here, so that ``train.py --help`` is instant.
+Only the standard library is imported here, so that ``train.py --help`` is fast.
 """
 
 from slimelite.arguments.algorithm import AlgorithmArgs, CorrectionArgs, CriticArgs, DistillationArgs, PreferenceArgs

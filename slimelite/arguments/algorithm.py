@@ -1,4 +1,4 @@
-"""Advantages, losses and what goes with them; the formulas are in docs/algorithms.md."""
+"""Advantages and losses, with the flags that belong to them. docs/algorithms.md has the formulas."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ class PreferenceArgs(AlgorithmArgs):
 class CorrectionArgs(AlgorithmArgs):
     """Train/inference mismatch.
 
-    The ratio is the trainer's probability of a token over the engine's; its metrics are logged whatever is chosen.
+    The ratio is the trainer's probability of a token divided by the engine's. Its metrics are always logged.
     """
 
     correction: str = flag(
@@ -353,7 +353,8 @@ class CorrectionArgs(AlgorithmArgs):
 class CriticArgs(AlgorithmArgs):
     """Critic.
 
-    Of --advantage-estimator ppo: a second model on the trainer's ranks. What is not here it shares with the policy.
+    With --advantage-estimator ppo, a second model is trained on the trainer's ranks. For everything else it uses the
+    settings of the policy.
     """
 
     critic_lr: float = flag(None, "peak learning rate of the critic (AdamW)", CRITIC, at_least=0, auto="--lr")

@@ -1,4 +1,4 @@
-"""All groups in one flat, frozen object, and the draft of it that `derive` completes."""
+"""All groups in one flat, frozen object, and the draft that `derive` completes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ class Args(
     ArchitectureArgs,
     ClusterArgs,
 ):
-    """Every argument of a run, flat: ``args.rollout_temperature``. ``--help-all`` lists bases from right to left."""
+    """Every argument of a run as a flat attribute: ``args.rollout_temperature``. ``--help-all`` lists the base classes
+    from right to left."""
 
     # what the command line and its files gave, by field, before anything was derived
     user_values: dict[str, object] = resolved({})
@@ -96,15 +97,15 @@ class Draft:
     notes: list[str] = field(default_factory=list)
 
     def set(self, name: str, value: Any, reason: str) -> None:
-        """Give field ``name`` a value, and say why."""
+        """Give field ``name`` a value, and note the reason."""
         self.args = replace(self.args, **{name: value})
         self.derivations.append(Derivation(name, value, reason))
 
     def default(self, name: str, value: object, reason: str) -> None:
-        """As `set`, unless the field has a value."""
+        """Like `set`, unless the field has a value already."""
         if getattr(self.args, name) is None:
             self.set(name, value, reason)
 
     def complain(self, option: str, what: str) -> None:
-        """Record a problem of ``option`` that only derivation can find."""
+        """Record a problem of ``option`` that parsing could not find."""
         self.settings.complain(option, what)

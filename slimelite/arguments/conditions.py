@@ -1,5 +1,5 @@
-"""What kind of run the flags ask for, derived here alone and read as ``args.job`` wherever somebody wants to know; and
-the conditions for flags to have an effect: tests of the complete arguments, with words for messages ("needs ...").
+"""The kind of run that the flags ask for. It is derived only here, and read as ``args.job`` everywhere. Also the
+conditions under which flags have an effect: tests of the complete arguments, with words for messages ("needs ...").
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from slimelite.rewards.rules import RULES
 class Job:
     """The kind of a run.
 
-    ``trains``: it has training ranks. ``engines``: whose inference engines run; None: none does. ``servers``: an engine
-    is a server, reached over HTTP. ``syncs``: trained weights go to engines. ``evaluates``: there are evaluations.
-    ``sampled``: the responses that it learns from were sampled, in this run or an earlier one; others stand in the
-    data, and have no temperature and no old policy. ``saved``: the files of rollouts to replay, with
-    ``{rollout_id}``; None: rollouts are made. ``documents``: it learns from documents, packed into sequences.
-    ``loss``: its family. ``gpus``: it computes on GPUs. ``local``: it is one
-    process, without Ray. ``revives``: an engine that dies is started again.
+    ``trains``: the run has training ranks. ``engines``: who owns the inference engines ("own" or "external"); None: the
+    run has no engines. ``servers``: engines are servers, which are reached over HTTP. ``syncs``: trained weights are
+    sent to engines. ``evaluates``: the run has evaluations. ``sampled``: the run learns from responses that were
+    sampled, in this run or an earlier one. Otherwise the responses are in the data, and have no temperature and no old
+    policy. ``saved``: the files of rollouts to replay, with ``{rollout_id}``; None: rollouts are generated.
+    ``documents``: the run learns from documents, which are packed into sequences. ``loss``: the family of the loss.
+    ``gpus``: the run computes on GPUs. ``local``: the run is one process, without Ray. ``revives``: an engine that dies
+    is restarted.
     """
 
     trains: bool
@@ -45,7 +46,7 @@ class Job:
 
     @classmethod
     def of(cls, args: Any) -> Job:
-        """The kind of the run with the flags ``args``."""
+        """The kind of run that the flags ``args`` ask for."""
         loss, trains = LOSSES[args.loss_type], not args.debug_rollout_only
         engines: Literal["own", "external"] = "external" if args.rollout_external_engine_addrs else "own"
         family: Literal["policy", "paired", "supervised", "custom"] = (
@@ -66,12 +67,13 @@ class Job:
             loss=family,
             gpus=args.device == "cuda",
             local=args.launcher == "local",
-            revives=args.use_fault_tolerance if servers else runs_engines and args.launcher == "ray",
+            revives=(servers and args.use_fault_tolerance)
+            or (runs_engines and engines == "own" and args.launcher == "ray"),
         )
 
 
 class OfJob:
-    """Base of the groups of flags: with any of them one can ask what kind of run they are of."""
+    """Base class of the flag groups. Through it each group knows what kind of run its flags belong to."""
 
     @cached_property
     def job(self) -> Job:
@@ -94,13 +96,14 @@ def when(words: Words, holds: Callable[[Any], object], why_not: str = "") -> Nee
 
 
 def use_of(option: str) -> Needs:
-    """The condition that ``option`` is given, or on."""
+    """The condition that ``option`` has a value or is on."""
     name = option.removeprefix("--").replace("-", "_")
     return when(option, lambda args: getattr(args, name))
 
 
 def rule_reads(flag: str) -> Needs:
-    """The condition that a rule which reads ``flag`` may run; without --rm-type any sample may name such a rule."""
+    """The condition that a rule which reads ``flag`` may run. Without --rm-type any sample may name such a rule, so it
+    holds."""
 
     def reads(name: str) -> bool:
         return name in RULES and flag in (RULES[name].needs, *RULES[name].reads)
@@ -113,12 +116,12 @@ def rule_reads(flag: str) -> Needs:
 
 
 def named(registry: Registry[R], fact: Callable[[R], object]) -> Callable[[], str]:
-    """Words for the option of ``registry`` and those of the names registered by then for which ``fact`` holds."""
+    """Words for the option of ``registry``, with the names of its present records for which ``fact`` holds."""
     return lambda: f"{registry.option} " + " or ".join(name for name, record in registry.items() if fact(record))
 
 
 def chosen(registry: Registry[R], fact: Callable[[R], object]) -> Needs:
-    """The condition that the option of ``registry`` has the name of a record for which ``fact`` holds."""
+    """The condition that the option of ``registry`` names a record for which ``fact`` holds."""
     name = registry.option.removeprefix("--").replace("-", "_")
     return when(named(registry, fact), lambda args: fact(registry[getattr(args, name)]))
 

@@ -1,4 +1,4 @@
-"""Derived values: once all sources are merged, open fields are filled in and some replaced, each with its reason."""
+"""Derived values: fills in open fields after all sources are merged, and replaces some values. Each has a reason."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ OFFLINE_ROLLOUT = "slimelite.rollout.generate.offline_rollout"
 
 
 def derive(args: Args, explicit: frozenset[str], machine: Machine, settings: Settings) -> Args:
-    """``args`` with every open field filled in; a field for which that fails becomes a problem of ``settings``.
+    """``args`` with every open field filled in. If that fails for a field, ``settings`` gets a problem.
 
-    ``args.derivations`` has the values of presets when this is called.
+    ``args.derivations`` has the values of presets already.
     """
     draft = Draft(args, explicit, machine, settings, list(args.derivations))
     _modes(draft)
@@ -94,7 +94,7 @@ def derive(args: Args, explicit: frozenset[str], machine: Machine, settings: Set
 
 
 def _modes(draft: Draft) -> None:
-    """Which halves of the loop run, what is dumped, and whose code runs."""
+    """Which parts of the loop run, which rollouts are dumped, and which plugins run."""
     args, job = draft.args, draft.args.job
     if args.train_backend == "megatron":
         draft.set("train_backend", "fsdp", "--train-backend megatron: FSDP2 trains the Hugging Face model instead")
@@ -132,7 +132,7 @@ def _modes(draft: Draft) -> None:
 
 
 def _environment(draft: Draft) -> None:
-    """Agents: episodes or programs make the responses, of messages that stay messages until a request renders them."""
+    """Agents: episodes or programs make the responses. Prompts stay messages until a request renders them."""
     args = draft.args
     if args.agent_command is not None:
         draft.default("custom_generate_function_path", PROGRAM, "--agent-command: programs make the responses")
@@ -154,7 +154,7 @@ def _environment(draft: Draft) -> None:
 
 
 def _devices(draft: Draft) -> None:
-    """The device, the training ranks of a node, and whether trainer and engines give memory back."""
+    """The device, the number of ranks on a node, and whether trainer and engines release memory for each other."""
     args, gpus = draft.args, draft.machine.gpus
     if args.device == "auto":
         reason = f"{gpus} GPU(s) {'of --plan-gpu' if args.plan_gpu else 'found'}" if gpus else "no GPU found"
@@ -184,7 +184,7 @@ def _devices(draft: Draft) -> None:
 
 
 def _engines(draft: Draft) -> None:
-    """Which inference engine, how many, and how often they get weights."""
+    """The kind and number of inference engines, and how often they get weights."""
     args = draft.args
     if not args.async_rollout and args.update_weights_interval > 1:
         draft.set("update_weights_interval", 1, "without --async-rollout every rollout is made with the newest weights")
@@ -232,7 +232,7 @@ def _engines(draft: Draft) -> None:
 
 
 def _engine_groups(draft: Draft, path: str) -> None:
-    """A place for each engine of ``--sglang-config``; settings that are not supported become problems."""
+    """A place for each engine of ``--sglang-config``. Unsupported settings become problems."""
     args, option = draft.args, "--sglang-config"
     content = load_yaml(path, option, draft.settings)
     if content is None:
@@ -248,7 +248,7 @@ def _engine_groups(draft: Draft, path: str) -> None:
 
 
 def _transport(draft: Draft) -> None:
-    """The transport of weights to engines that are servers: the user's choice, or else one that fits where they run.
+    """How weights reach engines that are servers: as the user chose, or else in a way that fits where the servers run.
 
     Gloo on a CPU is many times faster than HTTP (docs/benchmarks.md). External servers may be on
     any machine, so their default is HTTP.
@@ -275,7 +275,7 @@ def _transport(draft: Draft) -> None:
 
 
 def _initial_weights(draft: Draft, load: str) -> None:
-    """``--load`` with a Hugging Face folder: tokenizer and reference stay those of ``--hf-checkpoint``."""
+    """``--load`` with a Hugging Face folder. Tokenizer and reference model are still those of ``--hf-checkpoint``."""
     if (named := draft.args.hf_checkpoint) is not None:
         draft.default("tokenizer", named, "as --hf-checkpoint")
         draft.default("ref_load", named, "as --hf-checkpoint")
@@ -283,7 +283,7 @@ def _initial_weights(draft: Draft, load: str) -> None:
 
 
 def _lora(draft: Draft) -> None:
-    """The modules with an adapter, and what the adapter of ``--lora-adapter-path`` says about itself."""
+    """The modules that get an adapter, and the settings in the adapter of ``--lora-adapter-path``."""
     args = draft.args
     for name, modules in (("lora_targets", args.lora_target_modules), ("lora_excluded", args.lora_exclude_modules)):
         if modules:
@@ -353,7 +353,7 @@ def _model(draft: Draft) -> None:
 
 
 def _new_model(draft: Draft) -> None:
-    """No config.json: the architecture flags define the model."""
+    """There is no config.json, so the architecture flags define the model."""
     args = draft.args
     if not args.describes_model:
         where = f"{path}: {why_no_model(path)}; name" if (path := args.hf_checkpoint) else "is missing: name"
@@ -368,7 +368,7 @@ def _new_model(draft: Draft) -> None:
 
 
 def _not_hugging_face(path: str) -> str | None:
-    """Why ``path`` is no Hugging Face model, or None."""
+    """Why ``path`` is not a Hugging Face model, or None."""
     if Path(path).is_dir():
         return why_no_model(path)
     is_hub_id = HUB_ID.fullmatch(path) and not path.startswith((".", "~")) and "torch_dist" not in path
@@ -418,7 +418,7 @@ def _lengths(draft: Draft) -> None:
 
 
 def _context(draft: Draft) -> None:
-    """The engines' context: the longest that training rollouts and evaluations may use."""
+    """The engines' context: the longest one of training rollouts and evaluations."""
     longest = draft.args.rollout_max_context_len
     if longest is not None:
         longest = max([longest, *(d.max_context_len or 0 for d in draft.args.eval_datasets)])
@@ -520,7 +520,7 @@ def _checkpoint(draft: Draft, load: str) -> None:
 
 
 def _rollout_seed(draft: Draft) -> None:
-    """Runs that differ in --seed alone differ in what they sample; a run that goes on keeps the seed that it had."""
+    """The rollout seed. Runs with different --seed sample differently, and a resumed run keeps its seed."""
     args = draft.args
     if "rollout_seed" in draft.explicit:
         return
@@ -533,7 +533,7 @@ def _rollout_seed(draft: Draft) -> None:
 
 
 def _tracking(draft: Draft) -> None:
-    """Where the run writes; the spec of an environment has signs that shells read."""
+    """The run folder. Its default name avoids characters of an environment's spec that a shell would read."""
     args = draft.args
     name = Path(args.hf_checkpoint or args.tokenizer or "model").name
     if args.prompt_data:
@@ -544,7 +544,7 @@ def _tracking(draft: Draft) -> None:
 
 
 def _correction(draft: Draft) -> None:
-    """Choose ``--correction`` as slime's flags do, and fill in bounds: a lower one is 1 / the upper one."""
+    """Choose ``--correction`` as slime's flags do, and fill in its bounds. The default lower bound is 1 / the upper."""
     args = draft.args
     if args.custom_tis_function_path is not None:
         _resolve_plugin(draft, args.custom_tis_function_path)

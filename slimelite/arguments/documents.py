@@ -1,4 +1,4 @@
-"""What follows from flags of pretraining: batches, the number of rollouts, and what ``--depth`` says."""
+"""Values derived from the flags of pretraining: batches, the number of rollouts, and the model of ``--depth``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEPTH, BATCH, MUON_LR, LR, WEIGHT_DECAY, RATIO = 12, 2**19, 0.02, 3e-3, 0.1, 20.
 
 
 def pack_documents(draft: Draft) -> None:
-    """A sequence is a sample, and a forward pass holds whole ones."""
+    """Each packed sequence is a sample, and a forward pass takes whole samples."""
     draft.default("tokenizer_workers", len(os.sched_getaffinity(0)), "the cores of this machine")
     args, reason = draft.args, f"--loss-type {draft.args.loss_type}"
     datasets = args.eval_prompt_data or args.eval_config or args.eval_tasks
@@ -42,7 +42,7 @@ def pack_documents(draft: Draft) -> None:
 
 
 def spend(draft: Draft) -> None:
-    """The number of rollouts of a budget of tokens or operations."""
+    """The number of rollouts that fits a budget of tokens or operations."""
     args = draft.args
     budgets = [name for name in ("train_tokens", "train_flops", "tokens_per_parameter") if getattr(args, name)]
     if not (args.job.documents and budgets and args.rollout_batch_size):
@@ -64,19 +64,20 @@ def spend(draft: Draft) -> None:
 
 
 def matrices(shapes: Shapes) -> int:
-    """Parameters of a model that a token is multiplied with: matrices of layers, and the LM head."""
+    """The number of parameters that a token is multiplied with: the matrices of layers, and the LM head."""
     return shapes.layers * shapes.active + shapes.head
 
 
 def flops_per_token(shapes: Shapes, length: int) -> float:
-    """Operations of forward and backward for a token of a full sequence of ``length`` (arXiv:2001.08361, section 2.1):
-    6 for each parameter of `matrices`, and for each layer 12 times the width of its queries for half of the sequence.
+    """Operations of forward and backward for one token of a full sequence of ``length`` (arXiv:2001.08361, section
+    2.1). Each parameter of `matrices` takes 6. Each layer takes 12 times the width of its queries for half of the
+    sequence.
     """
     return 6.0 * matrices(shapes) + 12.0 * shapes.layers * shapes.query * length / 2
 
 
 def _scale(draft: Draft, depth: int) -> None:
-    """The model and settings of ``--depth``; flags that were given stay."""
+    """The model and the settings of ``--depth``. Flags that were given keep their values."""
     reason = f"--depth {depth}"
     if draft.args.hf_checkpoint:
         draft.complain("--depth", "defines a new model: leave --hf-checkpoint out")
@@ -156,7 +157,7 @@ def _vocabulary(tokenizer: str | None) -> int | None:
 
 
 def _choose(draft: Draft, values: dict[str, object], reason: str) -> None:
-    """Set fields that the user did not."""
+    """Set the fields that the user did not set."""
     for name, value in values.items():
         if name not in draft.explicit:
             draft.set(name, value, reason)

@@ -57,7 +57,10 @@ class SglangArgs(RolloutArgs):
         [], "the run uses the SGLang servers at these host:port addresses and starts none of its own", INFERENCE
     )
     use_fault_tolerance: bool = flag(
-        False, "an engine that dies is restarted, and other engines take over its requests", SGLANG
+        False,
+        "an engine that does not answer is restarted, and other engines take over its requests; under Ray, a dead "
+        "engine is restarted without this flag",
+        SGLANG,
     )
     rollout_health_check_interval: float = flag(
         30.0, "engines are health-checked at this interval during a rollout [s]", FAULT_TOLERANCE, at_least=1
@@ -80,7 +83,7 @@ Transport = Literal["ipc", "nccl", "http", "disk"]
 class WeightSyncArgs:
     """Weight sync.
 
-    From the trainer into the engines, after every rollout.
+    The trainer sends its weights to the engines after every rollout.
     """
 
     update_weight_buffer_size: int = flag(
@@ -123,7 +126,7 @@ GROUP_KEYS = {"worker_type", "num_gpus", "num_gpus_per_engine", "overrides"}
 def engine_places(content: object, checkpoint: str | None, gpus: int, width: int) -> Iterator[EnginePlace]:
     """The place of each engine in the ``content`` of ``--sglang-config``.
 
-    It lists groups of engines, each with a size and settings of its own, in slime's format::
+    The content lists groups of engines, each with a size and settings, in slime's format::
 
         sglang:
           - name: actor
@@ -133,10 +136,10 @@ def engine_places(content: object, checkpoint: str | None, gpus: int, width: int
               - {worker_type: placeholder, num_gpus: 2}      # GPUs that stay free
 
     Args:
-        content: of the YAML file.
+        content: the content of the YAML file.
         checkpoint: ``--hf-checkpoint``, which tells the policy from other models.
-        gpus: ``--rollout-num-gpus``, which the groups have together.
-        width: ``--rollout-num-gpus-per-engine``, for groups that say none.
+        gpus: ``--rollout-num-gpus``, the GPUs of all groups together.
+        width: ``--rollout-num-gpus-per-engine``, for groups without a width.
 
     Raises:
         ValueError: a setting is not supported.

@@ -1,4 +1,4 @@
-"""Evaluation: its datasets, each with all its settings; ``--eval-*`` flags, files and tasks name them."""
+"""Evaluation datasets with all their settings. ``--eval-*`` flags, files and tasks define them."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ CHOOSE, CONTINUE = "slimelite.rollout.evaluation.choose", "slimelite.rollout.eva
 
 @dataclass(frozen=True)
 class Task:
-    """One task file.
+    """The content of a task file.
 
-    Templates and expressions are Jinja's. They see the columns of a row, and ``chat``: whether the chat template is
-    applied.
+    Templates and expressions are Jinja's. They see the columns of a row, and ``chat``, which says whether the chat
+    template is applied.
     """
 
     name: str = flag(None, "its score is called `eval/<name>`", ALWAYS)
@@ -82,12 +82,12 @@ class Task:
 
     @property
     def chooses(self) -> bool:
-        """Whether choices are scored, and nothing is generated."""
+        """Whether choices are scored. Nothing is generated then."""
         return self.kind == "multiple-choice"
 
     @property
     def plugin(self) -> str | None:
-        """The generate function that scores texts in place of sampling."""
+        """The generate function that scores texts instead of sampling; None if the task samples."""
         return {"multiple-choice": CHOOSE, "continuation": CONTINUE}.get(self.kind)
 
     def problem(self) -> str | None:
@@ -110,10 +110,10 @@ class Task:
         return None
 
     def settings(self, spec: str, folder: str | None, shots: int, *, chat: bool) -> dict[str, Any]:
-        """The settings of the `EvalDataset` that asks the task ``spec`` with rows of ``folder`` (None: of the hub).
+        """The settings of the `EvalDataset` for the task ``spec``, with rows from ``folder`` (None: from the hub).
 
         Raises:
-            ValueError: the folder has no file with the rows or the examples.
+            ValueError: no file in the folder has the rows or the examples.
         """
         ruled, apart = self.scorer in RULES, bool(self.examples or self.example_files)
         return {
@@ -160,7 +160,7 @@ def shipped_tasks() -> list[str]:
 
 
 def load_task(spec: str) -> Task:
-    """The task called ``spec``, or that of the YAML file ``spec``.
+    """The task called ``spec``, or the task in the YAML file ``spec``.
 
     Raises:
         ValueError: there is no such task, or its file is wrong.
@@ -201,7 +201,8 @@ BEST_EVALUATION = SCORES & when("--early-stop-patience or --save-best", seeks_be
 class EvalDataset:
     """One evaluation dataset.
 
-    Each setting is its own > ``eval.defaults`` of --eval-config > --eval-* > --rollout-*.
+    A setting comes from the first of these that has it: the dataset, ``eval.defaults`` of --eval-config, --eval-*,
+    --rollout-*.
     """
 
     name: str = flag(None, "its metrics are called eval/<name>", ALWAYS)
@@ -233,7 +234,7 @@ class EvalDataset:
     )
 
     def problems(self) -> Iterator[str]:
-        """A message for each invalid setting, whichever flag or file it came from."""
+        """A message for each invalid setting, whichever flag or file set it."""
         if len(self.name.encode()) > NAME_BYTES:
             name = f"{self.name[:40]}..."
             yield f"eval dataset {name}: its files are called after it: a name of {NAME_BYTES} bytes or less"
@@ -260,7 +261,7 @@ class EvalDataset:
             )
 
     def metrics(self) -> list[str]:
-        """Names of the numbers that an evaluation gives, without the parts of a reward and standard errors."""
+        """Names of the metrics of an evaluation, without the parts of a reward and without standard errors."""
         name, most = f"eval/{self.name}", self.n_samples_per_eval_prompt
         powers = {2**i for i in range(most.bit_length()) if most > 1}
         return [
@@ -273,7 +274,7 @@ class EvalDataset:
 
 
 def _setting(name: str, auto: str | None = None) -> Any:
-    """A flag for setting ``name`` of every dataset without its own; bounds are checked on the datasets."""
+    """A flag that sets ``name`` for every dataset without its own value. The bounds are checked on the datasets."""
     help = next(setting.help for setting in group_flags(EvalDataset) if setting.name == name)
     return flag(None, help, EVALUATION, auto=auto)
 
@@ -356,7 +357,7 @@ class EvalArgs(RewardArgs, CheckpointArgs, ClusterArgs):
 
 
 def resolve_eval_datasets(args: EvalArgs, settings: Settings) -> tuple[EvalDataset, ...]:
-    """Every evaluation dataset with all its settings; errors become problems of ``settings``."""
+    """Every evaluation dataset with all its settings. Errors become problems of ``settings``."""
     if args.eval_config:
         defaults, entries = _read_eval_config(args.eval_config, settings)
     else:
@@ -375,7 +376,7 @@ def resolve_eval_datasets(args: EvalArgs, settings: Settings) -> tuple[EvalDatas
 
 
 def _flag_values(args: EvalArgs) -> dict[str, Any]:
-    """Settings of every dataset, from the ``--eval-*`` flags, or ``--rollout-*`` where those are not given."""
+    """Settings of every dataset: the ``--eval-*`` flags, or ``--rollout-*`` for those that were not given."""
 
     def first(value: object, fallback: object) -> object:
         return fallback if value is None else value
@@ -410,7 +411,8 @@ def _read_prompt_data(words: list[str], settings: Settings) -> list[dict[str, An
 
 
 def _read_eval_config(path: str, settings: Settings) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """(defaults, datasets) of an eval config: with or without the root key ``eval``, datasets as a list or by name."""
+    """(defaults, datasets) of an eval config. The root key ``eval`` is optional, and datasets are a list or a mapping
+    by name."""
     content = load_yaml(path, "--eval-config", settings)
     if content is None:
         return {}, []
@@ -459,7 +461,7 @@ def _dataset(
 
 
 def _task_settings(args: EvalArgs, spec: str, values: dict[str, Any]) -> dict[str, Any]:
-    """The settings that the task file ``spec`` gives to its dataset; --eval-* flags of the command line replace them.
+    """The settings that the task file ``spec`` gives its dataset. --eval-* flags of the command line override them.
 
     A task that scores texts takes one sample of each row, because its score does not depend on sampling.
     """

@@ -1,4 +1,4 @@
-"""Argument groups: a group is a frozen dataclass, a field is a flag.
+"""Argument groups. A group is a frozen dataclass, and each of its fields is a flag.
 
 ::
 
@@ -12,10 +12,10 @@
         shout_bonus: float = flag(0.5, "This is added to the reward for an exclamation mark.", at_least=0)
 
 gives ``--shout-bonus 0.7`` on the command line, ``shout_bonus: 0.7`` in a config file, a section "Shouting" in
-``--help`` and a typed ``args.shout_bonus``. The annotation says how a value is read: ``bool`` (a switch, ``--no-``
-turns it off again), ``int``, ``float``, ``str``, ``Literal`` (choices), ``list[...]``, ``dict`` (JSON), and
-``X | None`` where None means "not given". A field annotated without None whose default is None is filled in by
-`derive`.
+``--help`` and a typed ``args.shout_bonus``. The annotation says how a value is read: ``bool`` (a switch, which
+``--no-`` turns off), ``int``, ``float``, ``str``, ``Literal`` (choices), ``list[...]``, ``dict`` (JSON), and ``X |
+None``, where None means "not given". If a field's annotation excludes None but its default is None, `derive` fills it
+in.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from slimelite.engines.params import PREFIXED, SamplingParams, names_at
 
 
 class ArgumentError(ValueError):
-    """What is wrong with the arguments: every problem, one line each."""
+    """The arguments are wrong. The message has one line for every problem."""
 
     def __init__(self, problems: Iterable[str], args_so_far: object = None) -> None:
-        """``args_so_far``: the arguments for further checks; flags that could not be read have their defaults."""
+        """``args_so_far``: the arguments for further checks. Flags that could not be read have their defaults."""
         self.problems = list(problems)
         self.args_so_far = args_so_far
         super().__init__("\n".join(self.problems))
@@ -52,10 +52,11 @@ def spoken(words: Words) -> str:
 
 
 class Condition(NamedTuple):
-    """One condition that a flag may need: its description, written after "needs", and a test of the arguments.
+    """One condition that a flag may need: a description, which follows "needs" in messages, and a test of the
+    arguments.
 
-    ``why_not``: the usual reason that it does not hold, appended to the description. ``strict``: a flag that is given
-    while it does not hold is an error; otherwise the flag is only listed under "no effect here".
+    ``why_not``: the usual reason why the test fails, appended to the description. ``strict``: it is an error to give
+    the flag while the test fails. Otherwise the flag is only listed under "no effect here".
     """
 
     description: Words
@@ -71,7 +72,7 @@ class Condition(NamedTuple):
 
 @dataclass(frozen=True)
 class Needs:
-    """The conditions under which a flag has an effect: all of them must hold."""
+    """The conditions under which a flag has an effect. All of them must hold."""
 
     conditions: tuple[Condition, ...]
 
@@ -86,11 +87,12 @@ class Needs:
         return Needs((Condition(words, lambda args: not (self.missing(args) and other.missing(args))),))
 
     def strictly(self) -> Needs:
-        """The same conditions, each of them strict: see `Condition`."""
+        """The same conditions, all strict: see `Condition`."""
         return Needs(tuple(condition._replace(strict=True) for condition in self.conditions))
 
     def missing(self, args: object, *, strict: bool = False) -> str | None:
-        """The words of the first condition that ``args`` do not meet, of the strict or of the other ones; or None."""
+        """The words of the first condition that ``args`` do not meet, or None. With ``strict`` only strict conditions
+        count, without it only the others."""
         for condition in self.conditions:
             if condition.strict == strict and not condition.holds(args):
                 return condition.words + condition.why_not
@@ -133,33 +135,33 @@ def flag(
     Args:
         default: value when no source gives one; lists and dicts are copied.
         help: a sentence or two, with units in brackets; a function if the text lists the names in a registry.
-        needs: the conditions under which the flag has an effect, `ALWAYS` if there are none. A flag that is given while
-            they do not hold is listed under "no effect here" when the run starts.
+        needs: the conditions under which the flag has an effect; `ALWAYS` if there are none. If the flag is given while
+            they do not hold, the start of the run lists it under "no effect here".
         required: the flag must be given if the last condition of ``needs`` holds.
-        choices: the allowed values. A `Registry` stands for its names, alone or as in ``("auto", REGISTRY)``. A
-            ``Literal`` annotation sets them too.
-        at_least: bound of a number; None means that there is none.
-        at_most: likewise.
-        above: likewise, and the bound itself is not allowed.
-        below: likewise.
-        except_for: a number outside these bounds that has a meaning of its own, such as -1 for "all".
+        choices: the allowed values. A `Registry` stands for its names, either alone or as in ``("auto", REGISTRY)``. A
+            ``Literal`` annotation sets the allowed values too.
+        at_least: lower bound of a number; None means that there is none.
+        at_most: upper bound of a number, likewise.
+        above: lower bound that is not allowed itself.
+        below: upper bound that is not allowed itself.
+        except_for: a number outside these bounds with a special meaning, such as -1 for "all".
         infinite: the number may be ``inf``, for "no bound".
-        negative: name of the switch that sets a field that is True by default to False (``--disable-...``).
+        negative: name of the switch that turns off a field whose default is True (``--disable-...``).
         metavar: what the value is called in ``--help``.
-        repeat: a list that grows each time the flag is given, instead of the last one winning.
-        auto: how the value is found when nothing is given, for ``--help``.
+        repeat: the flag may be given several times, and each time adds to a list. Otherwise the last one wins.
+        auto: how the value is found when none is given, as text for ``--help``.
         aliases: other spellings of the option, such as slime's ``--tis-level`` for ``--mis-level``.
     """
     return _field(**locals())
 
 
 def plugin(help: str, needs: Needs | None = None, **options: Any) -> Any:
-    """A `flag` that takes the path of a function or class of the user's."""
+    """A `flag` whose value is the path of a user's function or class."""
     return flag(None, f"this plugin {help}", needs, metavar="PLUGIN", **options)
 
 
 def resolved(default: object) -> Any:
-    """A field without a flag: `derive` sets it."""
+    """A field without a flag. `derive` sets it."""
     return _field(default)
 
 
@@ -171,7 +173,7 @@ def _field(default: object, **metadata: object) -> object:
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag: the name and type of its dataclass field, and what the field's `flag(...)` says about it."""
+    """One flag: the name and type of its dataclass field, and the settings of the field's `flag(...)`."""
 
     name: str
     kind: type  # of one value: bool, int, float, str or dict
@@ -201,7 +203,7 @@ class Flag:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The allowed values, with the names registered so far; empty: any value is allowed."""
+        """The allowed values, including the names registered so far. Empty means that any value is allowed."""
         names: list[str] = []
         for part in self.known:
             names += [part] if isinstance(part, str) else part
@@ -221,7 +223,7 @@ class Flag:
 
     @property
     def bounds(self) -> str:
-        """What a number must be, in words: "at least 1", "between 0 and 1"; "" where every number will do."""
+        """What a number must be, in words: "at least 1", "between 0 and 1"; "" if every number is allowed."""
         if self.at_least is not None and self.at_most is not None:
             words = f"between {self.at_least} and {self.at_most}"
         else:
@@ -230,7 +232,8 @@ class Flag:
         return words if self.except_for is None else f"{self.except_for} or {words}"
 
     def wrong_number(self, value: Any) -> str | None:
-        """The complaint about a number out of bounds, such as ``must be at least 1``; None: ``value`` has none."""
+        """The complaint about a number out of bounds, such as ``must be at least 1``; None if ``value`` is within
+        bounds."""
         wrong = None
         for number in value if isinstance(value, list) else [value]:
             if type(number) not in (int, float) or number == self.except_for:
@@ -249,7 +252,7 @@ class Flag:
 
 @cache
 def group_flags(group: type) -> tuple[Flag, ...]:
-    """The flags that ``group`` itself declares, in order; inherited ones belong to its bases."""
+    """The flags that ``group`` itself declares, in order. Inherited flags belong to its bases."""
     hints = typing.get_type_hints(group)
     own = vars(group).get("__annotations__", {})
     flags = []
@@ -260,7 +263,7 @@ def group_flags(group: type) -> tuple[Flag, ...]:
 
 
 def groups_of(args_type: type) -> list[type]:
-    """The groups that ``args_type`` is composed of, bases first, each once."""
+    """The groups that ``args_type`` is composed of. Bases come first, and each group comes once."""
     return [c for c in reversed(args_type.__mro__) if dataclasses.is_dataclass(c) and group_flags(c)]
 
 
@@ -276,7 +279,7 @@ def group_title(group: type) -> tuple[str, str]:
 
 
 def _read_field(f: dataclasses.Field[object], hint: object) -> Flag:
-    """The flag that a dataclass field with type ``hint`` stands for."""
+    """The flag of a dataclass field with type ``hint``."""
     members = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
     optional = type(None) in members
     kinds = [m for m in members if m is not type(None)]
@@ -299,7 +302,7 @@ LISTS = {"tuple[str, ...]": "list[str]", "tuple[int, ...]": "list[int]"}
 
 
 def sampling_setting(name: str, needs: Needs = ALWAYS, *, optional: bool = False, **options: Any) -> Any:
-    """The `flag` of a sampling parameter; one that is ``optional`` is None until it is given."""
+    """The `flag` of a sampling parameter. An ``optional`` one is None unless it is given."""
     (known,) = (f for f in fields(SamplingParams) if f.name == name)
     default = None if optional or known.default is MISSING else known.default
     default = list(default) if isinstance(default, tuple) else default
@@ -308,10 +311,11 @@ def sampling_setting(name: str, needs: Needs = ALWAYS, *, optional: bool = False
 
 
 def with_sampling(place: Literal["rollout", "eval", "dataset"], needs: Needs = ALWAYS) -> Callable[[type[T]], type[T]]:
-    """A decorator below `dataclass`: the class gets the sampling parameters of ``place``, after its temperature.
+    """A decorator that goes below `dataclass`. The class gets the sampling parameters of ``place``, after its
+    temperature.
 
-    Those that the class has by name stay as they are. ``--eval-*`` flags are None until they are given: their bounds
-    are those of the datasets.
+    Parameters that the class declares itself stay unchanged. ``--eval-*`` flags are None unless they are given, because
+    the datasets check the bounds.
     """
     prefix = f"{place}_" if place in PREFIXED else ""
 
@@ -337,7 +341,7 @@ def with_sampling(place: Literal["rollout", "eval", "dataset"], needs: Needs = A
 
 
 def sampling_values(args: object) -> dict[str, Any]:
-    """The sampling settings of every dataset: those of ``--eval-*``, else of ``--rollout-*``, else the defaults."""
+    """The sampling settings of every dataset: from ``--eval-*``, else from ``--rollout-*``, else the defaults."""
     rollout, values = SamplingParams.of(args, "rollout"), {}
     for parameter, (name, *_) in names_at("dataset").items():
         own = getattr(args, f"eval_{name}") if parameter in names_at("eval") else None

@@ -1,4 +1,4 @@
-"""The texts of ``--help``, for the flags people use, one group or one flag, and of ``--help-all``, for every flag."""
+"""The texts of ``--help`` (the usual flags, one group or one flag) and of ``--help-all`` (every flag)."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ def is_asked(argv: Sequence[str]) -> bool:
 
 
 def help_text(args_type: type, argv: Sequence[str]) -> str:
-    """The help that ``argv`` asks for, wrapped to the terminal's columns, at most 120.
+    """The help that ``argv`` asks for, wrapped to the width of the terminal, at most 120 columns.
 
     ``--help-all``: every flag. ``--help reward``: a group. ``--help lr``, or ``--help --lr`` at the end: a flag.
-    ``--help kl``: every flag with these letters in its name. Else the flags people use.
+    ``--help kl``: every flag whose name has these letters. Otherwise: the flags that people use most.
 
     Raises:
         ArgumentError: there is no such group or flag.
@@ -80,7 +80,7 @@ def help_text(args_type: type, argv: Sequence[str]) -> str:
 
 
 def short_name(group: type) -> str:
-    """The name of a group after ``--help``: weight-sync for WeightSyncArgs."""
+    """The name of a group after ``--help``, such as weight-sync for WeightSyncArgs."""
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "-", group.__name__.removesuffix("Args")).lower()
 
 
@@ -161,7 +161,7 @@ def _contents(group: type) -> str:
 
 
 def _line(name: str, text: str, width: int, *, at: int = TEXT_AT, most: int | None = None) -> str:
-    """``name``, and from column ``at`` on ``text``, cut after ``most`` lines."""
+    """A line of help: ``name``, then ``text`` from column ``at`` on, cut after ``most`` lines."""
     lines = textwrap.wrap(text, max(width - at, 30), max_lines=most, placeholder=" …", break_on_hyphens=False)
     first = f"  {name} ".ljust(at)
     if len(first) > at:
@@ -177,7 +177,7 @@ def _names(title: str, names: Iterable[str], width: int) -> str:
 
 
 def usage(flag: Flag) -> str:
-    """How the flag is written: ``--lr FLOAT``, or ``--mis-level, --tis-level TEXT`` where it has an alias.
+    """How the flag is written: ``--lr FLOAT``, or ``--mis-level, --tis-level TEXT`` if it has an alias.
 
     Many choices take several lines.
     """
@@ -194,7 +194,7 @@ def usage(flag: Flag) -> str:
 
 
 def shown_default(flag: Flag) -> str:
-    """The default as text, or "" if it would tell the reader nothing."""
+    """The default as text, or "" if it would not help the reader."""
     if flag.auto is not None:
         return flag.auto
     if flag.default in (None, [], {}, False) or flag.kind is bool:
@@ -203,7 +203,7 @@ def shown_default(flag: Flag) -> str:
 
 
 def shared_needs(group: type) -> set[str]:
-    """The needs that all flags of ``group`` share; ``--help`` states them once for the group."""
+    """The conditions that all flags of ``group`` need. ``--help`` states them once for the group."""
     needs = [flag.needs or ALWAYS for flag in group_flags(group)]
     return set.intersection(*({condition.words for condition in need.conditions} for need in needs))
 
@@ -216,7 +216,7 @@ def description(group: type) -> str:
 
 
 def meaning(flag: Flag, shared: Collection[str] = ()) -> str:
-    """What a flag does, its bounds, and what it needs besides ``shared``."""
+    """What a flag does, its bounds, and the conditions that it needs in addition to ``shared``."""
     sentences = [_sentence(flag)]
     if flag.bounds:
         sentences.append(f"It must be {flag.bounds}.")

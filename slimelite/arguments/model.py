@@ -24,7 +24,8 @@ from slimelite.models.families import FAMILIES
 
 
 class EnginePlace(NamedTuple):
-    """One engine: ``width`` GPUs from number ``first_gpu`` of the engines' GPUs on, with SGLang options of its own."""
+    """The place of one engine: ``width`` GPUs, starting at number ``first_gpu`` of the engines' GPUs, and its own
+    SGLang options."""
 
     first_gpu: int
     width: int
@@ -136,7 +137,7 @@ class ClusterArgs(OfJob):
 
     @property
     def training_ranks(self) -> int:
-        """The ranks of training on all nodes."""
+        """The number of training ranks on all nodes."""
         return self.actor_num_nodes * self.actor_num_gpus_per_node
 
     def engine_place(self, index: int) -> EnginePlace:
@@ -149,8 +150,8 @@ class ClusterArgs(OfJob):
 class ArchitectureArgs:
     """Model architecture (Megatron's names).
 
-    With a checkpoint they are checked against its config.json, and a mismatch is an error; with a tokenizer and no
-    weights they define a new Qwen2, Qwen3 or Llama model.
+    With a checkpoint, these flags are checked against its config.json, and a mismatch is an error. With a tokenizer and
+    no weights, they define a new Qwen2, Qwen3 or Llama model.
     """
 
     num_layers: int | None = flag(None, "the model has this many transformer layers", ALWAYS, at_least=1)
@@ -196,7 +197,8 @@ class ArchitectureArgs:
 
     @property
     def describes_model(self) -> bool:
-        """Whether the flags describe a whole model, as a ``models/*.sh`` array does: ``--num-layers`` is given."""
+        """Whether the flags describe a whole model, as the array of a ``models/*.sh`` file does. They do if
+        ``--num-layers`` is given."""
         return self.num_layers is not None
 
 
@@ -335,12 +337,12 @@ class CheckpointArgs(OfJob):
 
 
 def model_config_from_flags(args: ArchitectureArgs) -> dict[str, Any]:
-    """The Hugging Face config of the new model that the architecture flags describe.
+    """The Hugging Face config of the new model that the architecture flags define.
 
-    ``--add-qkv-bias`` makes it a Qwen2, ``--qk-layernorm`` a Qwen3, neither a Llama.
+    ``--add-qkv-bias`` makes it a Qwen2 and ``--qk-layernorm`` a Qwen3. Without both it is a Llama.
 
     Raises:
-        ValueError: flags are missing, or ask for what these three families do not have.
+        ValueError: flags are missing, or ask for something that these three families do not have.
     """
     needed = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size")
     if missing := ["--" + name.replace("_", "-") for name in needed if getattr(args, name) is None]:

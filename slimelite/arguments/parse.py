@@ -1,4 +1,5 @@
-"""From the command line to a complete, checked `Args`, with flags, entries and plugins of the user's on every node."""
+"""From the command line to a complete, checked `Args`. The user's own flags, entries and plugins are available on every
+node."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ TAKEN = "the arguments already have an attribute of this name; choose another na
 
 
 class Origin(NamedTuple):
-    """Where another process, perhaps on another machine, finds a file or the class ``name`` in it."""
+    """Where another process, perhaps on another machine, finds a file, or the class ``name`` in it."""
 
     file: str
     # path from the working directory, which a Ray job has on every node
@@ -50,7 +51,7 @@ class Origin(NamedTuple):
         return cls(os.path.abspath(path), os.path.relpath(path), module, name)
 
     def path(self) -> str:
-        """Where the file is on this machine: the relative path is used if only that exists."""
+        """The path of the file on this machine. The relative path is used if only that one exists."""
         return self.relative if os.path.isfile(self.relative) and not os.path.isfile(self.file) else self.file
 
 
@@ -62,10 +63,10 @@ class Origins(NamedTuple):
 
 
 def import_files(paths: Sequence[str]) -> tuple[Origin, ...]:
-    """Run the files that ``--import-file`` names, each once in this process.
+    """Run the files of ``--import-file``, each once in this process.
 
     Raises:
-        ArgumentError: one is not there, or fails.
+        ArgumentError: a file does not exist, or fails.
     """
     origins, problems = [], []
     for path in dict.fromkeys(paths):
@@ -80,10 +81,10 @@ def import_files(paths: Sequence[str]) -> tuple[Origin, ...]:
 
 
 def load_groups(paths: Sequence[str]) -> list[type]:
-    """The classes that ``--args-group`` names.
+    """The classes of ``--args-group``.
 
     Raises:
-        ArgumentError: one cannot be loaded, or is no group of flags.
+        ArgumentError: a class cannot be loaded, or is not a group of flags.
     """
     from slimelite.base.guard import import_failure
     from slimelite.slime.plugins import load_function
@@ -105,17 +106,18 @@ def load_groups(paths: Sequence[str]) -> list[type]:
 
 
 def attributes(kind: type[Args]) -> set[str]:
-    """Names that the arguments have already, those that plugins get among them."""
+    """Attribute names that the arguments have already, including those that plugins get."""
     return {*dir(kind), *kind.__dataclass_fields__, "rollout_context"}
 
 
 def compose(groups: Sequence[type], files: tuple[Origin, ...] = (), origins: Origins | None = None) -> type[Args]:
-    """`Args` with the fields of ``groups`` as well; unpickling an instance runs ``files`` first.
+    """`Args` with the fields of ``groups`` added. Unpickling an instance runs ``files`` first.
 
-    Instances can be unpickled wherever the files exist. ``origins``: of groups and files, if another process sent them.
+    Instances can be unpickled wherever the files exist. ``origins``: the origins of groups and files, if another
+    process sent them.
 
     Raises:
-        ArgumentError: a group has a flag that is taken already, or is no frozen dataclass.
+        ArgumentError: a flag of a group exists already, or a group is not a frozen dataclass.
     """
     if not groups and not files:
         return Args
@@ -142,7 +144,7 @@ def compose(groups: Sequence[type], files: tuple[Origin, ...] = (), origins: Ori
 
 
 def plugin_paths(args: Args) -> Iterator[tuple[str, str]]:
-    """(flag, path) of every plugin that is named."""
+    """(flag, path) of every plugin that the arguments name."""
     for flag in all_flags(type(args)).values():
         if flag.metavar == "PLUGIN":
             value = getattr(args, flag.name)
@@ -195,12 +197,14 @@ def parse_args(
     *,
     inspect: Callable[[Args], list[str]] = lambda _: [],
 ) -> Args:
-    """`make_args` for a command line: prints the help it asks for, or every problem on a line of its own, and exits.
+    """`make_args` for a command line. It prints the help that was asked for, or every problem on its own line, and
+    exits.
 
     Args:
-        argv: the words of a command line, without the program's name; None: those of this process.
-        groups: dataclasses of `flag` fields of your own; the result is an instance of each.
-        inspect: finds further problems; called only for a dry run with wrong arguments, so that it lists all problems.
+        argv: the words of a command line, without the program's name; None: this process's command line.
+        groups: your own dataclasses of `flag` fields. The result is an instance of each.
+        inspect: finds more problems. It is called only for a dry run with wrong arguments, so that the dry run lists
+            all problems.
     """
     own_process = argv is None
     argv = sys.argv[1:] if argv is None else argv
@@ -225,16 +229,16 @@ def parse_args(
 
 
 def make_args(argv: Sequence[str], groups: Sequence[type] = (), *, machine: Machine | None = None) -> Args:
-    """Complete arguments: command line > ``--config`` > ``--custom-config-path`` > ``--preset`` > defaults,
-    then derived values.
+    """Complete arguments. Command line > ``--config`` > ``--custom-config-path`` > ``--preset`` > defaults; then
+    derived values.
 
     Args:
         argv: as in `parse_args`.
         groups: as in `parse_args`.
-        machine: device and numbers of GPUs are derived from it; None: this machine.
+        machine: the device and the numbers of GPUs are derived from it; None: this machine.
 
     Raises:
-        ArgumentError: with every problem found.
+        ArgumentError: it lists every problem.
     """
     kind = args_type(argv, groups)
     vocabulary = Vocabulary(kind)
@@ -276,9 +280,9 @@ def make_args(argv: Sequence[str], groups: Sequence[type] = (), *, machine: Mach
 
 
 def args_type(argv: Sequence[str], groups: Sequence[type] = ()) -> type[Args]:
-    """`Args` with ``groups`` and those that ``--args-group`` names, on the command line or in ``--config``.
+    """`Args` with ``groups`` and with the groups of ``--args-group``, which the command line or ``--config`` may name.
 
-    The files of ``--import-file`` run first, so that the entries that they register are valid choices of flags.
+    The files of ``--import-file`` run first, so that flags accept the entries that they register.
     """
     named = merge_sources(argv, Vocabulary(Args)).values
     if not (groups or named.get("import_file") or named.get("args_group")):
@@ -288,7 +292,7 @@ def args_type(argv: Sequence[str], groups: Sequence[type] = ()) -> type[Args]:
 
 
 def merge_sources(argv: Sequence[str], vocabulary: Vocabulary) -> Settings:
-    """The settings of a command line over those of the YAML files that it names."""
+    """The settings of a command line. They override the settings of the YAML files that it names."""
     merged = read_command_line(argv, vocabulary)
     for name, option in (("config", "--config"), ("custom_config_path", "--custom-config-path")):
         if path := merged.values.get(name):

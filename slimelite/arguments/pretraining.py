@@ -12,8 +12,9 @@ from slimelite.arguments.flags import flag
 class PretrainingArgs(OfJob):
     """Pretraining.
 
-    With --loss-type pretrain_loss a rollout is --rollout-batch-size sequences of documents from --prompt-data: parquet,
-    jsonl, jsonl.gz and txt files, folders and patterns of them, or hub datasets. docs/pretraining.md says more.
+    With --loss-type pretrain_loss a rollout is --rollout-batch-size sequences of documents. The documents come from
+    --prompt-data: parquet, jsonl, jsonl.gz and txt files, folders and patterns of them, or hub datasets.
+    docs/from_bytes.md says more.
     """
 
     seq_length: int = flag(2048, "documents are packed into sequences of this length [tokens]", TEXTS, at_least=2)

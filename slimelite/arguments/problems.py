@@ -1,4 +1,4 @@
-"""Checks of the complete arguments: one line for each problem, and a list of the given flags without effect."""
+"""Checks of the complete arguments: one line for each problem, and a list of the given flags that have no effect."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def validate(args: Args) -> list[str]:
 
 
 def without_effect(args: Args, explicit: frozenset[str]) -> Iterator[tuple[str, str]]:
-    """(flag, why) for each flag that was given and has nothing to act on, such as --mis-level without --correction mis.
+    """(flag, why) for each flag that was given but has no effect, such as --mis-level without --correction mis.
 
-    They are no errors: the run lists them under "no effect here" when it starts.
+    These flags are not errors. The start of the run lists them under "no effect here".
     """
     for flag in all_flags(type(args)).values():
         if flag.name in explicit and flag.needs and (missing := flag.needs.missing(args)):
@@ -59,7 +59,7 @@ def without_effect(args: Args, explicit: frozenset[str]) -> Iterator[tuple[str, 
 
 
 def _flags(args: Args) -> Iterator[str]:
-    """Numbers out of bounds, flags with an unmet strict condition, and required flags that are missing."""
+    """Numbers out of bounds, flags whose strict condition does not hold, and required flags that are missing."""
     if args.stages:
         yield "--stages can only be given on the command line of train.py, not in a file of flags"
     for flag in all_flags(type(args)).values():
@@ -242,9 +242,9 @@ def _weight_sync(args: Args) -> Iterator[str]:
 
 
 def _quantized(options: Mapping[str, object]) -> Iterator[str]:
-    """SGLang replaces a layer's weights by quantized ones when it loads them, and then fails at the next that come. Its
-    ``flash_rl`` is made to take them (0.5.20), but puts scales of keys and values into wrong rows where queries came in
-    an earlier bucket, and fails with several GPUs; in 0.5.23 it takes dense Qwen2 and Qwen3 alone.
+    """SGLang replaces a layer's weights by quantized ones when it loads them, and then fails at the next weights that
+    arrive. Its ``flash_rl`` is made to accept them. In 0.5.20 it puts scales of keys and values into wrong rows if the
+    queries came in an earlier bucket, and it fails with several GPUs. In 0.5.23 it accepts only dense Qwen2 and Qwen3.
     """
     for name in ("quantization", "load_format"):
         value = options.get(name)
@@ -295,7 +295,8 @@ def _data(args: Args) -> Iterator[str]:
 
 
 def _truncation(args: Args) -> Iterator[str]:
-    """What training needs of samples that top-p, top-k, min-p or a grammar cut: the tokens that were kept."""
+    """What training needs if top-p, top-k, min-p or a grammar excluded tokens during sampling: the ids of the tokens
+    that were kept."""
     params = SamplingParams.of(args, "rollout")
     if args.train_constrained and args.allow_truncated_sampling:
         yield "--train-constrained needs the token ids that --allow-truncated-sampling does not record; choose one"
@@ -421,7 +422,7 @@ def _training(args: Args) -> Iterator[str]:
 
 
 def _correction(args: CorrectionArgs) -> Iterator[str]:
-    """Correction flags that contradict each other, or change nothing."""
+    """Correction flags that contradict each other or change nothing."""
     chosen = args.correction
     if args.use_tis and chosen != "tis" and args.custom_tis_function_path is None:
         yield f"--use-tis is --correction tis, not {chosen}; choose one"
@@ -446,7 +447,7 @@ def _correction(args: CorrectionArgs) -> Iterator[str]:
 
 
 def _distillation(args: DistillationArgs) -> Iterator[str]:
-    """Distillation flags that contradict each other, or are missing."""
+    """Distillation flags that contradict each other or are missing."""
     if not (args.job.sampled and args.compute_advantages_and_returns):
         cause = "--disable-compute-advantages-and-returns" if args.job.sampled else f"--loss-type {args.loss_type}"
         yield f"--use-opd adds to the advantages, but {cause} has none"
@@ -480,7 +481,7 @@ def _teacher_server(args: DistillationArgs) -> Iterator[str]:
 
 
 def _evaluation(args: Args) -> Iterator[str]:
-    """What decides the best evaluation."""
+    """Problems of the flags that choose the best evaluation."""
     metric, ours = args.early_stop_metric, not (args.eval_function_path or args.custom_eval_rollout_log_function_path)
     if args.eval_bpb and args.offload_train:
         yield "--eval-bpb with --offload-train: trainers measure it while the engines occupy the GPUs; leave one out"

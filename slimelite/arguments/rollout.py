@@ -1,4 +1,4 @@
-"""Prompts, responses to them, what an agent acts in, and rewards."""
+"""Flags of prompts, responses, environments of agents, and rewards."""
 
 from __future__ import annotations
 
@@ -341,7 +341,7 @@ class RolloutArgs(DataArgs, ClusterArgs):
 
     @property
     def keeps_ids(self) -> bool:
-        """Whether engines are asked what top-p, top-k and min-p kept of responses that are trained on."""
+        """Whether engines return the ids that top-p, top-k and min-p kept, for responses that are trained on."""
         return self.job.sampled and not self.allow_truncated_sampling
 
 
@@ -450,7 +450,7 @@ IN_THIS_RUN = EPISODES & when(
 class EnvironmentArgs(RolloutArgs):
     """Environments.
 
-    The model's replies and the steps of an environment take turns: an episode. docs/agents.md says more.
+    In an episode, the model's replies and the steps of an environment take turns. docs/agents.md says more.
     """
 
     environment: str | None = flag(

@@ -1,4 +1,4 @@
-"""Which arguments are secret: whatever shows, saves or logs arguments asks this module, and writes ``***``."""
+"""Knows which arguments are secret. Code that shows, saves or logs arguments calls this module and writes ``***``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _IN_URL = re.compile(r"(?<=://)[^/\s@]+(?=@)")
 
 
 def masked(name: str, value: object) -> Any:
-    """``value`` of the argument ``name`` as it may be shown; in an address only user and password are hidden."""
+    """``value`` of the argument ``name`` in a form that may be shown. In an address only user and password are
+    hidden."""
     if name in WHOLE and value is not None:
         return HIDDEN
     if isinstance(value, dict):
@@ -48,7 +49,7 @@ def is_masked(value: object) -> bool:
 
 
 def masked_words(argv: Sequence[str]) -> list[str]:
-    """A command line as it may be shown."""
+    """A command line in a form that may be shown."""
     shown, hiding = [], False
     for word in argv:
         option, equals, _ = word.partition("=")

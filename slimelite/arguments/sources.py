@@ -1,6 +1,6 @@
-"""Where arguments come from: the command line, YAML files, and presets, which are named sets of flags. What an option
-means and how its words are read is the same for all: it is a flag of a group, an option of SGLang's server, or a flag
-of slime or Megatron that has no effect here or is refused (``known_flags.toml``).
+"""The sources of arguments: the command line, YAML files, and presets, which are named sets of flags. An option means
+the same in all of them, and its words are read in the same way. It is a flag of a group, an option of SGLang's server,
+or a flag of slime or Megatron that has no effect here or is refused (``known_flags.toml``).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SAME = 0.9
 
 @dataclass
 class Settings:
-    """The arguments that one source gives."""
+    """The arguments from one source."""
 
     values: dict[str, Any] = field(default_factory=dict)
     sglang: dict[str, object] = field(default_factory=dict)
@@ -42,12 +42,12 @@ class Settings:
     blamed: set[str] = field(default_factory=set)
 
     def complain(self, option: str, what: str, *also: str) -> None:
-        """Add a problem of ``option``; ``also``: options that the user may have meant."""
+        """Add a problem of ``option``. ``also``: options that the user may have meant."""
         self.problems.append(f"{option} {what}")
         self.blamed.update((option, *also))
 
     def over(self, below: Settings) -> Settings:
-        """These settings on top of ``below``."""
+        """These settings, which override those of ``below``."""
         return Settings(
             {**below.values, **self.values},
             {**below.sglang, **self.sglang},
@@ -61,7 +61,7 @@ class Settings:
 @dataclass(frozen=True)
 class KnownFlag:
     """A flag of slime, miles or Megatron that has no field here. It takes ``arity`` values (-1: one or more, None: any
-    number); a refused flag is accepted with the value ``harmless``."""
+    number). A refused flag is still accepted with the value ``harmless``."""
 
     arity: int | None
     why: str
@@ -79,20 +79,21 @@ class SglangOption:
 
 
 def recorded(file: str) -> str:
-    """The text of one of the tables beside this module."""
+    """The text of a table beside this module."""
     return (files("slimelite.arguments") / file).read_text(encoding="utf-8")
 
 
 @cache
 def known_tables() -> dict[str, dict[str, str]]:
-    """``known_flags.toml``, by name instead of by reason: table -> name -> why."""
+    """``known_flags.toml`` ordered by name instead of by reason: table -> name -> why."""
     tables = tomllib.loads(recorded("known_flags.toml"))
     return {table: {name: why for why, names in rows.items() for name in names} for table, rows in tables.items()}
 
 
 @cache
 def known_flags(refused: bool | None = None) -> dict[str, KnownFlag]:
-    """Flags that have no field here, by name without dashes; ``refused``: None for all, else only those that match."""
+    """Flags that have no field here, by name without dashes. ``refused``: only flags with this value; None: all
+    flags."""
     if refused is not None:
         return {name: flag for name, flag in known_flags().items() if flag.refused == refused}
     tables, flags = known_tables(), dict[str, KnownFlag]()
@@ -105,7 +106,8 @@ def known_flags(refused: bool | None = None) -> dict[str, KnownFlag]:
 
 
 def known_flag(name: str) -> KnownFlag | None:
-    """The flag of ``known_flags`` that ``name`` (no dashes in front) is; ``eval-sglang-*`` stands for many."""
+    """The known flag called ``name``, which is without leading dashes. The entry ``eval-sglang-*`` stands for many
+    names."""
     of_eval = name.startswith("eval-sglang-") and name[12:] in sglang_options()
     return known_flags().get("eval-sglang-*" if of_eval else name)
 
@@ -127,7 +129,7 @@ def sglang_options() -> dict[str, SglangOption]:
 
 
 def sglang_entry(field: str, value: object) -> tuple[str, object]:
-    """The key and the value with which a file of arguments gives SGLang's option ``field``."""
+    """The key and value that set SGLang's option ``field`` in a file of arguments."""
     spelled = {o.kind: name for name, o in sglang_options().items() if o.field == field}
     if value is False:
         return f"sglang-{spelled['off']}", True
@@ -136,7 +138,7 @@ def sglang_entry(field: str, value: object) -> tuple[str, object]:
 
 
 class Vocabulary:
-    """Every option that a command line for ``args_type`` may hold, without its leading dashes."""
+    """Every option that a command line for ``args_type`` may have, without leading dashes."""
 
     def __init__(self, args_type: type) -> None:
         self.flags = all_flags(args_type)
@@ -144,7 +146,7 @@ class Vocabulary:
         self.switches_off = {f.off_option[2:]: f for f in self.flags.values() if f.off_option}
 
     def knows(self, name: str) -> bool:
-        """Whether ``name`` (no dashes in front) is an option at all."""
+        """Whether ``name`` (without leading dashes) is an option."""
         return (
             name in self.switches_on
             or name in self.switches_off
@@ -155,7 +157,7 @@ class Vocabulary:
     def read(self, option: str, words: Sequence[str], into: Settings) -> None:
         """Read one option of a command line, such as ``--lr`` with ``words`` ["1e-6"], and note its value in ``into``.
 
-        What cannot be read becomes one of the problems of ``into``.
+        If the option cannot be read, ``into`` gets a problem.
         """
         name = option.removeprefix("--")
         try:
@@ -180,7 +182,8 @@ class Vocabulary:
             into.complain(option, without(words, str(error)) if may_hold_secrets(option) else str(error))
 
     def nearest(self, option: str) -> str | None:
-        """The known option that is most like ``option``, or None where none is, or where that one is refused."""
+        """The known option that is most similar to ``option``. None if no option is similar, or if that one is
+        refused."""
         name = option[2:].replace("_", "-")
         # a prefix that they share does not make two names alike
         prefix = next((prefix for prefix in ("sglang-", "router-") if name.startswith(prefix)), "")
@@ -196,17 +199,17 @@ class Vocabulary:
         return f"--{nearest}" if nearest and not self._is_refused(nearest) else None
 
     def _is_refused(self, name: str) -> bool:
-        """Whether an option is answered with what to write instead."""
+        """Whether the option is refused with a message that says what to write instead."""
         option = sglang_options().get(name.removeprefix("sglang-"))
         set_here = option is not None and option.field in known_tables()["sglang_set_here"]
         return name in known_flags(refused=True) or (set_here and name not in self.switches_on)
 
 
 def read_flag(flag: Flag, words: Sequence[str]) -> Any:
-    """The value that ``words`` give to a flag other than a switch.
+    """The value that ``words`` give a flag. The flag must not be a switch.
 
     Raises:
-        ValueError: they do not fit the flag; the message does not repeat its name.
+        ValueError: the words do not fit the flag. The message does not repeat its name.
     """
     values = _read_words(flag.kind, words, flag.choices, many=flag.many)
     if flag.kind is dict and not isinstance(values, dict):
@@ -215,10 +218,10 @@ def read_flag(flag: Flag, words: Sequence[str]) -> Any:
 
 
 def read_yaml(flag: Flag, value: object) -> object:
-    """The value that a YAML file gives to a flag.
+    """The value that a YAML file gives a flag.
 
     Raises:
-        ValueError: it does not fit the flag; the message does not repeat its name.
+        ValueError: the value does not fit the flag. The message does not repeat its name.
     """
     if flag.kind is bool:
         if not isinstance(value, bool):
@@ -228,7 +231,7 @@ def read_yaml(flag: Flag, value: object) -> object:
 
 
 def as_words(value: object) -> list[str]:
-    """The command-line words for a value of a YAML file; there are none for true, since a switch takes none."""
+    """The command-line words for a value of a YAML file. For true there are none, because a switch takes no words."""
     if value is True:
         return []
     if isinstance(value, dict):
@@ -271,7 +274,7 @@ def _read_sglang(option: SglangOption, words: Sequence[str], into: Settings) -> 
 
 
 def _expect(words: Sequence[str], count: int | None) -> None:
-    """Raise ValueError unless there are ``count`` words; -1: one or more, None: any number."""
+    """Raise ValueError unless there are ``count`` words. -1: one or more, None: any number."""
     if count is None:
         return
     if count == 0 and words:
@@ -284,7 +287,7 @@ def _expect(words: Sequence[str], count: int | None) -> None:
 
 
 def _read_words(kind: type, words: Sequence[str], choices: Collection[str], *, many: bool) -> object:
-    """``words`` as one value of ``kind``, or as a list of them; ``dict`` stands for any JSON."""
+    """``words`` as one value of ``kind``, or with ``many`` as a list of such values. ``dict`` stands for any JSON."""
     _expect(words, -1 if many else 1)
     values = [_read_word(kind, word) for word in words]
     for value in values if choices else ():
@@ -320,7 +323,7 @@ PATHS = ("PATH", "DIR", "TEMPLATE", "NAME PATH")
 
 @dataclass(frozen=True)
 class Preset:
-    """``flags`` as on a command line; ``source``: an arXiv number or an address."""
+    """A named set of ``flags``, written as on a command line. ``source``: an arXiv number or an address."""
 
     name: str
     source: str
@@ -348,8 +351,9 @@ def split_words(argv: Sequence[str]) -> tuple[list[tuple[str, list[str]]], list[
 def read_command_line(argv: Sequence[str], vocabulary: Vocabulary) -> Settings:
     """The settings of a command line.
 
-    A word that begins with ``--`` is a flag, and the words up to the next one are its values; ``--flag=value`` gives a
-    value that begins with ``--`` itself. A flag given twice: the last one wins, so ``script.sh --lr 1e-5`` overrides.
+    A word that begins with ``--`` is a flag, and the words up to the next flag are its values. To give a value that
+    itself begins with ``--``, write ``--flag=value``. If a flag is given twice, the last one wins, so ``script.sh --lr
+    1e-5`` overrides the script's value.
     """
     settings = Settings()
     calls, stray = split_words(argv)
@@ -365,9 +369,9 @@ def read_command_line(argv: Sequence[str], vocabulary: Vocabulary) -> Settings:
 
 
 def read_config(path: str, option: str, vocabulary: Vocabulary, *, own_keys: bool = False) -> Settings:
-    """The settings in the YAML mapping at ``path``, with - or _ in keys; ``option``: the flag that named the file.
+    """The settings in the YAML mapping at ``path``. Keys may use - or _. ``option``: the flag that named the file.
 
-    With ``own_keys`` a key that is no flag is not an error: the user's plugins read it as ``args.key``.
+    With ``own_keys``, a key that is not a flag is not an error: the user's plugins read it as ``args.key``.
     """
     settings = Settings()
     content = load_yaml(path, option, settings)
@@ -393,7 +397,7 @@ def read_config(path: str, option: str, vocabulary: Vocabulary, *, own_keys: boo
 
 
 def load_yaml(path: str, option: str, settings: Settings) -> object:
-    """The content of a YAML file; a file that cannot be read becomes a problem of ``option``, and gives None."""
+    """The content of a YAML file. If the file cannot be read, ``option`` gets a problem and the result is None."""
     import yaml  # here, so that --help needs the standard library only
 
     try:
@@ -417,7 +421,8 @@ def load_yaml(path: str, option: str, settings: Settings) -> object:
 
 
 def read_mixture(args: Any, settings: Settings) -> dict[str, list[Any]]:
-    """prompt_data and prompt_data_weights of the YAML file that --prompt-data names, ``path: weight``; else nothing."""
+    """The values of prompt_data and prompt_data_weights in the YAML file of --prompt-data, which has lines ``path:
+    weight``. Empty if --prompt-data is not such a file."""
     name = args.prompt_data[0] if len(args.prompt_data) == 1 else ""
     content = load_yaml(name, "--prompt-data", settings) if name.endswith((".yaml", ".yml")) else None
     if content is None:
@@ -433,7 +438,7 @@ def read_mixture(args: Any, settings: Settings) -> dict[str, list[Any]]:
 
 
 def _short_text(path: str) -> str:
-    """The text of a file, unless it may be endless."""
+    """The text of a file. It refuses pipes and devices, which may never end."""
     mode = os.stat(path).st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # of a folder the system has its own words
         raise ValueError("is a pipe or a device; give a regular file")
@@ -447,7 +452,8 @@ def _short_text(path: str) -> str:
 
 
 def _written_out(node: Any, known: dict[int, int]) -> int:
-    """How many values a YAML node has where an alias counts as what it stands for, unless it stands within that."""
+    """How many values a YAML node has after its aliases are replaced. An alias inside the value that it stands for does
+    not count."""
     if node is None or isinstance(node.value, str):
         return 1
     if id(node) not in known:
@@ -460,9 +466,10 @@ def _written_out(node: Any, known: dict[int, int]) -> int:
 def read_entry(
     group: type, entry: object, option: str, where: str, settings: Settings, refused: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """The values of a mapping in a YAML file whose keys are the flags of ``group``; null is "not given".
+    """The values of a mapping in a YAML file whose keys are the flags of ``group``. null means "not given".
 
-    ``refused``: other keys -> why they are not supported. Problems, at ``where``, are of ``option``.
+    ``refused``: other keys -> why they are not supported. Problems are recorded for ``option`` and name the place
+    ``where``.
     """
     flags = {f.name: f for f in group_flags(group)}
     values: dict[str, Any] = {}
@@ -486,7 +493,8 @@ def read_entry(
 
 
 def _check_keys(root: Any) -> None:
-    """Raise ValueError for a repeated key, of which PyYAML silently takes the last; ``<<`` may merge the same key."""
+    """Raise ValueError for a repeated key, because PyYAML would silently use the last one. ``<<`` may merge the same
+    key."""
     ahead, walked = [root], set()
     while ahead:
         node = ahead.pop()
@@ -531,7 +539,8 @@ def read_presets(
 ) -> tuple[Settings, dict[str, str]]:
     """The settings of all presets, and the name of the preset that set each field.
 
-    Two presets may not set a field to different values, unless it is in ``explicit``: other sources override presets.
+    Two presets must not give a field different values, unless the field is in ``explicit``, because other sources
+    override presets.
     """
     settings, owner = Settings(), dict[str, str]()
     for name in names:
@@ -553,7 +562,7 @@ def read_presets(
 
 
 def drop_unusable_paths(settings: Settings, vocabulary: Vocabulary) -> None:
-    """Remove each path that cannot be looked up and report it as a problem; later checks would fail on it."""
+    """Remove each path that cannot be looked up, because later checks would fail on it, and report it as a problem."""
     for flag in vocabulary.flags.values():
         if flag.metavar not in PATHS or flag.name not in settings.values:
             continue
@@ -566,7 +575,7 @@ def drop_unusable_paths(settings: Settings, vocabulary: Vocabulary) -> None:
 
 
 def _unusable(path: str) -> str | None:
-    """Why ``path`` cannot be used, or None; a path where nothing exists yet can be used."""
+    """Why ``path`` cannot be used, or None. A path that does not exist yet can be used."""
     if not path:
         return "is empty: is it a shell variable that is not set?"
     try:

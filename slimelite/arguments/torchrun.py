@@ -8,7 +8,7 @@ from slimelite.arguments.args import Draft
 
 
 def choose_launcher(draft: Draft) -> None:
-    """torchrun's processes are the ranks of a run that it has started; else Ray starts them."""
+    """Choose the launcher: torchrun if torchrun has started this process, else Ray."""
     started = "TORCHELASTIC_RUN_ID" in os.environ
     draft.default("launcher", "torchrun" if started else "ray", "torchrun has started this" if started else "the usual")
     if (draft.args.launcher == "torchrun") != started:

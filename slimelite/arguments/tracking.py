@@ -1,4 +1,4 @@
-"""What a run logs; flags to run half of the loop, to dump rollouts and for self-checks."""
+"""Logging of a run, and flags to run half of the loop, to dump rollouts and to check the run itself."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class TrackingArgs(DataArgs, CheckpointArgs):
 
     @property
     def rollouts_kept(self) -> int | None:
-        """How many of the newest rollouts the run folder keeps; None: all of them."""
+        """How many of the newest rollouts the run folder keeps; None: all rollouts."""
         words = {"all": None, "none": 0}
         return words[self.save_rollouts] if self.save_rollouts in words else int(self.save_rollouts)
 

@@ -1,4 +1,4 @@
-"""The optimizer, its schedule, speed and memory of training; LoRA, and what an adapter of peft's says about itself."""
+"""The optimizer, its schedule, speed and memory of training, LoRA, and the settings in a peft adapter."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class PerfArgs(ClusterArgs):
 
     @property
     def recomputes_selectively(self) -> bool:
-        """Whether recomputation leaves out matrix products and attention; compiled code hides which they are."""
+        """Whether recomputation skips matrix products and attention. Compiled code hides which operations these are."""
         return bool(self.gradient_checkpointing) and self.recompute_granularity == "selective" and not self.compile
 
 
@@ -165,7 +165,7 @@ CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
 class LoraArgs(CheckpointArgs, ModelArgs):
     """LoRA.
 
-    Low-rank adapters are trained instead of the weights, which stay as they are; docs/lora.md says more.
+    Low-rank adapters are trained, and the weights stay unchanged; docs/lora.md says more.
     """
 
     lora_rank: int = flag(
@@ -237,13 +237,14 @@ class LoraArgs(CheckpointArgs, ModelArgs):
 
     @property
     def lora_modules(self) -> tuple[str, ...]:
-        """The last names of modules that may have an adapter in a model whose layers have Llama's names."""
+        """The last parts of the names of modules that may get an adapter, in a model whose layers have Llama's
+        names."""
         named = [INNER if name == ALL_LINEAR else GROUPS.get(name, (name,)) for name in self.lora_targets]
         return tuple(dict.fromkeys(name.rpartition(".")[2] for names in named for name in names))
 
     @property
     def sends_adapter(self) -> bool:
-        """Whether a weight sync sends the adapter alone."""
+        """Whether a weight sync sends only the adapter."""
         return self.lora_rank > 0 and self.lora_sync == "adapter"
 
     @property
@@ -253,15 +254,15 @@ class LoraArgs(CheckpointArgs, ModelArgs):
 
 
 def words(texts: list[str]) -> tuple[str, ...]:
-    """The names in ``texts``, where spaces or commas separate them."""
+    """The names in ``texts``, separated by spaces or commas."""
     return tuple(name for text in texts for name in text.replace(",", " ").split())
 
 
 def read_adapter(folder: str) -> dict[str, Any]:
-    """Values of our flags, by field name, that the adapter in ``folder`` was made with.
+    """The values of our flags, by field name, that the adapter in ``folder`` was made with.
 
     Raises:
-        ValueError: there is no adapter, or one that adapters here cannot be.
+        ValueError: there is no adapter, or it has a form that is not supported here.
     """
     file = Path(folder) / ADAPTER_CONFIG
     try:

@@ -1,1 +1,1 @@
-"""What every room uses and which knows none of them: files, locks, processes, HTTP, registries."""
+"""Helpers that every package uses and that depend on none of them: files, locks, processes, HTTP, registries."""

@@ -1,4 +1,4 @@
-"""Bin packing: pieces of work into micro-batches, and documents into sequences."""
+"""Bin packing. It packs samples into micro-batches, and documents into sequences."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Iterable
 
 
 def best_fit(sizes: Iterable[int], capacity: int) -> list[list[int]]:
-    """The numbers of the pieces in each bin: a piece goes where it leaves the least room, or into a new bin.
+    """The numbers of the pieces in each bin. A piece goes into the bin where it leaves the least room, or into a new
+    bin.
 
-    Pieces are taken in their order; from the largest to the smallest, it is best-fit decreasing. One that is larger
-    than ``capacity`` has a bin of its own.
+    Pieces are taken in the given order. If that is from the largest to the smallest, this is best-fit decreasing. A
+    piece that is larger than ``capacity`` gets its own bin.
     """
     bins: list[list[int]] = []
     # the bins with room, by how much there is

@@ -1,8 +1,9 @@
-"""Files that are written completely or not at all, the message of a full disk, and the format of files that last.
+"""Files that are written completely or not at all, the message about a full disk, and the format number of files that
+outlive a run.
 
-Two runs never write into one folder: `hold` locks a file in it that names the run. The kernel holds the lock (flock),
-and gives it back when the run's process ends, however it ends. On a network file system other machines see it if the
-file system says so to them, as NFS does.
+Two runs never write to the same folder: `hold` locks a file in it that names the run. The kernel holds the lock
+(flock), and releases it whenever the run's process ends. On a network file system, other machines see the lock only if
+the file system supports that, as NFS does.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ FORMAT = 1
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """A temporary path to write to, renamed to ``path`` when the block ends; after an error it is removed.
+    """A temporary path to write to. When the block ends, it is renamed to ``path``; after an error it is removed.
 
     Raises:
-        OSError: the disk is full, and the message has path and free space; or ``path`` is a folder.
+        OSError: the disk is full (the message has the path and the free space), or ``path`` is a folder.
     """
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, "is a folder; name a file", str(path))
@@ -50,10 +51,10 @@ def write_text(path: Path, text: str) -> None:
 
 
 def check_format(path: Path, number: object) -> None:
-    """Refuse the file at ``path``, which says that its format is ``number`` (None: it says nothing).
+    """Refuse the file at ``path`` if its format ``number`` is not `FORMAT`. None means that the file has no number.
 
     Raises:
-        ValueError: it is not ``FORMAT``.
+        ValueError: the number is not ``FORMAT``.
     """
     if number is not None and str(number) != str(FORMAT):
         raise ValueError(
@@ -63,7 +64,7 @@ def check_format(path: Path, number: object) -> None:
 
 @contextmanager
 def named(path: Path) -> Iterator[None]:
-    """Add ``path``, which the block writes, and the free space to the error of a full disk."""
+    """If the disk is full while the block writes ``path``, add the path and the free space to the error."""
     try:
         yield
     except OSError as error:
@@ -74,13 +75,13 @@ def named(path: Path) -> Iterator[None]:
 
 
 def beside_package(name: str) -> Path:
-    """A file of the checkout that a wheel has inside the package: train.py, constraints.txt."""
+    """A file that is in the top folder of a checkout, and inside the package of a wheel: train.py, constraints.txt."""
     package = Path(__file__).parents[1]
     return next((path for path in (package / name, package.parent / name) if path.is_file()), package / name)
 
 
 def free_space(folder: Path) -> str:
-    """The free space of the disk that ``folder`` is on, as text."""
+    """The free space of the disk that has ``folder``, as text."""
     return in_units(shutil.disk_usage(folder).free)
 
 
@@ -100,7 +101,7 @@ LOCK = "run.lock"
 
 @contextmanager
 def hold(folders: dict[str, str | None]) -> Iterator[None]:
-    """Lock ``folders``, {flag: folder}, until the block ends; missing folders are created.
+    """Lock ``folders``, {flag: folder}, until the block ends. Missing folders are created.
 
     Raises:
         ValueError: another run has locked one of them.
@@ -148,7 +149,8 @@ def _lock(file: int, path: Path, flag: str) -> None:
 
 
 def is_text(value: object) -> bool:
-    """Whether ``value`` is text that UTF-8 can encode; JSON may hold half a surrogate pair, which it cannot."""
+    """Whether ``value`` is text that UTF-8 can encode. JSON text may have half of a surrogate pair, which UTF-8 cannot
+    encode."""
     try:
         return isinstance(value, str) and bool(value.encode() or True)
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""Errors of the user's functions, and of the user's files when they are imported, as one message with the line."""
+"""Turns errors of the user's functions and files into one message that names the line."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ PACKAGE = Path(__file__).parents[1]
 
 
 class PluginError(ValueError):
-    """A plugin raised an error, or tried to end the process; the message names the plugin and its line."""
+    """A plugin raised an error or tried to end the process. The message names the plugin and its line."""
 
 
 def guarded(function: Callable[..., Any], path: str, flag: str | None) -> Callable[..., Any]:
-    """``function``, with errors converted as `load_function` describes."""
+    """``function``, with its errors converted as `load_function` describes."""
 
     async def awaited(coroutine: Any) -> Any:
         with _guard(function, path, flag):
@@ -44,7 +44,7 @@ def guarded(function: Callable[..., Any], path: str, flag: str | None) -> Callab
 
 @contextmanager
 def _guard(function: Callable[..., Any], path: str, flag: str | None) -> Iterator[None]:
-    """Turns errors of the block into `PluginError`, as `load_function` describes."""
+    """Convert errors of the block into `PluginError`, as `load_function` describes."""
     try:
         yield
     except (PluginError, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError):
@@ -71,9 +71,10 @@ def named_error(error: BaseException) -> str:
 
 
 def own_traceback(error: BaseException) -> str:
-    """The traceback of a plugin's error from the plugin's first line on, without our own calls above it.
+    """The traceback of a plugin's error, starting at the plugin's first line. It leaves out our own calls above that
+    line.
 
-    It is complete if it has no line of the plugin: asyncio loses those of a TimeoutError from another thread.
+    If it has no line of the plugin, it is complete. asyncio loses these lines for a TimeoutError from another thread.
     """
     first = error.__traceback__
     while first is not None and Path(first.tb_frame.f_code.co_filename).is_relative_to(PACKAGE):
@@ -90,7 +91,8 @@ def raised_at(error: BaseException) -> str:
 
 
 def defined_at(thing: Callable[..., object]) -> str:
-    """Where a user's function, method or class is, for a message: `` (file, line 3)``; empty if not known, or ours."""
+    """Where a user's function, method or class is defined, for a message: `` (file, line 3)``; empty if unknown, or if
+    it is ours."""
     try:
         file, (_, line) = inspect.getsourcefile(inspect.unwrap(thing)), inspect.getsourcelines(inspect.unwrap(thing))
     except (TypeError, OSError):  # of a C function, or without its file
@@ -99,7 +101,7 @@ def defined_at(thing: Callable[..., object]) -> str:
 
 
 def import_failure(option: str, path: str, error: BaseException) -> str:
-    """The message for ``error``, raised when the user's file at ``path``, which ``option`` names, was run."""
+    """The message for ``error``, which the user's file at ``path`` raised when it ran. ``option`` names the file."""
     file = str(Path(path).resolve())
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
     what = " ".join((str(error) if isinstance(error, ValueError) else named_error(error)).split())

@@ -1,5 +1,5 @@
-"""What a process keeps of the heap memory that it frees, for which glibc is needed, and how often Python looks for
-unreachable objects.
+"""Settings of a process's memory: how much freed heap memory it keeps (this needs glibc), and how often Python looks
+for unreachable objects.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ SELDOM = 50_000
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """While this lasts, Python seldom looks for unreachable objects, for what is imported stays.
+    """Inside this block Python seldom looks for unreachable objects, because imported modules stay anyway.
 
-    To look through all modules again and again was a tenth to a fifth of the CPU time of a trainer's imports.
+    Looking through all modules again and again took a tenth to a fifth of the CPU time of a trainer's imports.
     """
     usual = gc.get_threshold()
     gc.set_threshold(SELDOM, *usual[1:])
@@ -35,8 +35,8 @@ def loading() -> Iterator[None]:
 
 
 def set_heap(*, mapped_above: int, trimmed_above: int) -> None:
-    """Set which blocks the system maps one by one, outside the heap, and how much free memory at the heap's end goes
-    back to the system at once; both [bytes], and -1: never.
+    """Set which blocks are mapped one by one outside the heap, and how much free memory at the end of the heap is
+    returned to the system at once. Both are in bytes; -1 means never.
     """
     if GLIBC is not None:
         GLIBC.mallopt(M_MMAP_THRESHOLD, mapped_above)
@@ -44,19 +44,21 @@ def set_heap(*, mapped_above: int, trimmed_above: int) -> None:
 
 
 def keep_freed_memory(*, tight: bool) -> None:
-    """Let the heap of this process keep what is freed, for the next tensors; ``tight``: only for those up to 1 MiB.
+    """Let the heap of this process keep freed memory for the next tensors. ``tight``: only for tensors up to 1 MiB.
 
-    glibc maps each larger tensor from the system anew and returns it when it is freed. Every page then costs a fault: a
-    third of the CPU time of a step of a tiny model, a tenth at 135M parameters. But its heap seldom has a hole for an
-    aligned tensor of the same size: at 135M parameters a step takes up to 1.5 times the memory of its tensors.
+    By default, glibc maps each larger tensor from the system, and returns it when it is freed. Then every page costs a
+    page fault: a third of the CPU time of a step of a tiny model, and a tenth at 135M parameters. On the other hand,
+    the heap seldom has a hole for an aligned tensor of the same size. At 135M parameters a step takes up to 1.5 times
+    the memory of its tensors.
     """
     set_heap(mapped_above=LARGEST_IN_TIGHT_HEAP if tight else LARGEST_IN_HEAP, trimmed_above=-1)
 
 
 def return_freed_memory(*, above: int = 2**30) -> None:
-    """Return freed heap memory to the system, where other processes may need it, if it is more than ``above`` [bytes].
+    """If more than ``above`` bytes of the heap are free, return them to the system, where other processes may need
+    them.
 
-    The default leaves a trainer what its next rollout will use again; activations of a large micro-batch are gigabytes.
+    The default keeps what a trainer's next rollout will use again. Activations of a large micro-batch take gigabytes.
     """
     if GLIBC is None:
         return
@@ -66,7 +68,7 @@ def return_freed_memory(*, above: int = 2**30) -> None:
 
 
 class _MallocInfo(ctypes.Structure):
-    """What glibc's ``mallinfo2`` returns about the heap; only ``fordblks``, its free bytes, is read here."""
+    """The result of glibc's ``mallinfo2`` about the heap. Only ``fordblks``, the free bytes, is read here."""
 
     _fields_: ClassVar = [
         *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks")),

@@ -1,6 +1,7 @@
-"""Bodies of requests as pydantic models: they are checked once, an error names the place, and they make the schema.
+"""Request bodies as pydantic models. They are checked once, errors name the place, and the OpenAPI schema comes from
+them.
 
-Null is no value anywhere: a field that is null is one that was not sent.
+A field that is null counts as a field that was not sent.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ CODES = {"extra_forbidden": "unknown_parameter", "unsupported": "unsupported_par
 
 
 class Body(BaseModel):
-    """What a request may say, or a part of it; a field that no class has is refused."""
+    """A request body or a part of it. Unknown fields are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
@@ -42,7 +43,7 @@ class Body(BaseModel):
 
 
 class Shape(Body):
-    """A part of a body whose other fields change nothing."""
+    """A part of a body whose unknown fields are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -51,7 +52,7 @@ B = TypeVar("B", bound=Body)
 
 
 class Like:
-    """For an object that is passed on as it came, once it is found to be one of this ``shape``."""
+    """For a value that is passed on unchanged after it was checked against ``shape``."""
 
     def __init__(self, shape: Any) -> None:
         self.shape = shape
@@ -79,7 +80,7 @@ Ids = FirstError[list[int]]
 
 
 def with_fields(fields: Mapping[str, tuple[Any, Any]]) -> Callable[[type[B]], type[B]]:
-    """A decorator: the body has these fields too, name -> (type, default), where it has none of that name."""
+    """A decorator that adds fields to a body, name -> (type, default), unless the body has a field of that name."""
 
     def decorated(body: type[B]) -> type[B]:
         new: dict[str, Any] = {name: kind for name, kind in fields.items() if name not in body.model_fields}
@@ -89,7 +90,8 @@ def with_fields(fields: Mapping[str, tuple[Any, Any]]) -> Callable[[type[B]], ty
 
 
 def unread(*names: str, **only: object) -> Mapping[str, tuple[Any, Any]]:
-    """Fields that nobody reads, for `with_fields`: with any value, or with the one that asks for nothing."""
+    """Ignored fields, for `with_fields`. ``names`` may have any value, and ``only`` must have the given value, which
+    asks for nothing."""
     fields: dict[str, tuple[Any, Any]] = dict.fromkeys(names, (Any, None))
     for name, value in only.items():
         check = AfterValidator(partial(_only, value=value))
@@ -98,15 +100,15 @@ def unread(*names: str, **only: object) -> Mapping[str, tuple[Any, Any]]:
 
 
 async def read_body(http: web.Request, kind: type[B]) -> B:
-    """The body of a request; raises as `checked` and `read_json` do."""
+    """The body of a request. It raises the same errors as `checked` and `read_json`."""
     return checked(kind, await read_json(http))
 
 
 def checked(kind: type[B], body: Any) -> B:
-    """``body``, which JSON gave, as its kind.
+    """``body``, parsed from JSON, as an object of ``kind``.
 
     Raises:
-        RequestError: it is none; the message names the place and what should be there.
+        RequestError: the body does not fit. The message names the place and what should be there.
     """
     try:
         return kind.model_validate(body)
@@ -124,7 +126,8 @@ def checked(kind: type[B], body: Any) -> B:
 
 
 def _place(error: ErrorDetails, body: Any) -> str:
-    """Where in the body an error is: ``messages[1].content``. Steps that name one of several types are left out."""
+    """Where in the body an error is: ``messages[1].content``. Steps that only select one of several types are left
+    out."""
     place = ""
     for number, step in enumerate(error["loc"], 1):
         if isinstance(step, int):

@@ -1,6 +1,6 @@
-"""The HTTP client of all requests to servers: JSON requests and answers, with retries.
+"""The HTTP client for all requests to servers. It sends and reads JSON, and retries.
 
-Proxies of the environment are not used, since the servers are the run's own or named by the user.
+It ignores the proxies of the environment, because the servers belong to the run or were named by the user.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _chance = random.Random()
 
 
 class HttpError(Exception):
-    """A request failed; the message has the address and the server's text."""
+    """A request failed. The message has the address and the server's text."""
 
 
 class NoAnswer(HttpError, ConnectionError):
@@ -56,10 +56,10 @@ class Refused(HttpError, RuntimeError):
 
 @dataclass(frozen=True)
 class Retry:
-    """How often a request is sent. It is repeated after a lost connection, so the server may receive it twice.
+    """How often a request is tried. A request is repeated after a lost connection, so the server may receive it twice.
 
-    ``first_s``: wait before the second attempt; it doubles each time up to ``most_s``, and a random 0 to 50 % is
-    added. ``refused``: retry also after an answer with a transient error, such as a busy server.
+    ``first_s``: wait before the second attempt. The wait doubles each time up to ``most_s``, plus a random 0 to 50 %.
+    ``refused``: retry also if the answer is a transient error, for example from a busy server.
     """
 
     attempts: int = 1
@@ -78,7 +78,7 @@ class Retry:
 
 
 class Conversation:
-    """JSON messages over a WebSocket, each of which is answered by one."""
+    """JSON messages over a WebSocket. Each message gets one answer."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse, name: str) -> None:
         self._socket, self._name = socket, name
@@ -109,8 +109,8 @@ class Conversation:
 class Client:
     """Sends requests from the event loop of its first request, over connections that are kept open.
 
-    ``timeout_s``: limit of one attempt; None: no limit, as for generation. ``connections``: at most so many at once;
-    0: any number. ``texts``: return an answer that is not JSON as text, instead of raising an error.
+    ``timeout_s``: limit of one attempt; None: no limit, which generation needs. ``connections``: the most connections
+    at once; 0: no limit. ``texts``: return an answer that is not JSON as text, instead of raising an error.
     """
 
     def __init__(
@@ -141,10 +141,10 @@ class Client:
         return await self.ask("POST", url, body, headers)
 
     async def ask(self, method: str, url: str, body: object = None, headers: Mapping[str, str] | None = None) -> Any:
-        """Send a request and return the parsed answer, None if it is empty.
+        """Send a request and return the parsed answer; None if the answer is empty.
 
         Args:
-            body: what is sent as JSON; bytes are JSON already.
+            body: sent as JSON; bytes are sent unchanged, because they are JSON already.
 
         Raises:
             NoAnswer: nobody answers at that address.
@@ -165,11 +165,11 @@ class Client:
             attempt += 1
 
     async def events(self, url: str, body: Any, headers: Mapping[str, str] | None = None) -> AsyncGenerator[Any]:
-        """POST ``body`` and yield the parsed events of the answer, a stream of server-sent ones, up to "[DONE]".
+        """POST ``body``, and yield the parsed server-sent events of the answer up to "[DONE]".
 
         Raises:
             NoAnswer: nobody answers, or the connection is lost before the end.
-            Refused: the server answers with an error, or with something else than events.
+            Refused: the server answers with an error, or with something other than events.
         """
         import aiohttp
 
@@ -196,7 +196,7 @@ class Client:
         """A WebSocket to ``url``.
 
         Raises:
-            NoAnswer: nobody answers there, or not as a WebSocket.
+            NoAnswer: nobody answers at the address, or the answer is not a WebSocket.
         """
         import aiohttp
 
@@ -233,7 +233,8 @@ class Client:
 
 
 def ask(method: str, url: str, body: object = None, retry: Retry | None = None, timeout_s: float | None = None) -> Any:
-    """Send one request from code without an event loop, and wait for the answer, JSON or text; see `Client.ask`."""
+    """Send one request from code without an event loop, and wait for the answer, which is JSON or text; see
+    `Client.ask`."""
 
     async def once() -> object:
         async with Client(retry, timeout_s, texts=True) as client:
@@ -243,7 +244,7 @@ def ask(method: str, url: str, body: object = None, retry: Retry | None = None, 
 
 
 def shown(url: str) -> str:
-    """``url`` for messages: without user, password and query."""
+    """``url`` in a form for messages: without user, password and query."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 

@@ -1,7 +1,7 @@
-"""The HTTP server of what we serve: who may use it, JSON and server-sent events out, errors as JSON.
+"""The base of our HTTP servers: who may use them, JSON and server-sent events, errors as JSON.
 
-A key comes as a bearer token, as ``x-api-key``, or as the password of an address: ``http://:KEY@host:port``. A server
-without one answers this machine alone, and no page of another site that a browser of this machine shows.
+The key is a bearer token, the header ``x-api-key``, or the password of an address: ``http://:KEY@host:port``. A server
+without a key answers only this machine. It refuses requests from other sites' pages, even in a browser on this machine.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ GZIP = b"\x1f\x8b"
 
 
 class RequestError(ValueError):
-    """A request that cannot be served: an HTTP ``status``, the ``param`` at fault, and OpenAI's ``code``."""
+    """A request that cannot be served: an HTTP ``status``, the ``param`` that is wrong, and OpenAI's ``code``."""
 
     def __init__(self, message: str, status: int = 400, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -47,11 +47,11 @@ class RequestError(ValueError):
 
 
 class Server(ABC):
-    """A server in the event loop of whoever starts it; a subclass has `_routes`.
+    """A server in the event loop of the caller that starts it. A subclass defines `_routes`.
 
-    ``most_bytes``: longer bodies are refused unread. ``key``: what a request must bring, unless its answer is
-    `_public`; None: nothing, see the top of this file. ``origins``: sites whose pages may ask it, "*" for all; set them
-    before the start. ``logs``: each request is written to the log ``slimelite.access``.
+    ``most_bytes``: longer bodies are refused without being read. ``key``: every request needs it, except to handlers of
+    `_public`; None: no key, see the top of this file. ``origins``: sites whose pages may send requests; "*" for all.
+    Set them before the start. ``logs``: each request is written to the log ``slimelite.access``.
     """
 
     def __init__(self, most_bytes: int, host: str, port: int, key: str | None = None) -> None:
@@ -74,7 +74,8 @@ class Server(ABC):
         return url
 
     async def drain(self, seconds: float) -> None:
-        """Refuse new requests, and wait so long for those that run; what runs still ends with an error, 503."""
+        """Refuse new requests, and wait for running requests up to ``seconds``. Requests that still run then end with
+        error 503."""
         self._drains = True
         if self._answering:
             await asyncio.wait(self._answering, timeout=seconds)
@@ -85,13 +86,13 @@ class Server(ABC):
             await asyncio.wait(running, timeout=LAST_S)
 
     async def stop(self) -> None:
-        """Stop listening; requests that run are cancelled."""
+        """Stop listening. Running requests are cancelled."""
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
 
     def application(self) -> web.Application:
-        """What answers the requests, for a server of one's own."""
+        """The aiohttp application that answers the requests, for use in another server."""
         app = web.Application(client_max_size=self._most_bytes, middlewares=[self._guarded])
         app.add_routes(self._routes())
         app.on_response_prepare.append(self._share)
@@ -110,21 +111,21 @@ class Server(ABC):
 
     @abstractmethod
     def _routes(self) -> list[web.RouteDef]:
-        """The endpoints and what answers them."""
+        """The endpoints and their handlers."""
 
     def _public(self) -> list[Handler]:
-        """The handlers that answer anybody."""
+        """The handlers that answer without a key."""
         return [self._health]
 
     def _opens(self, http: web.Request, key: str) -> bool:  # noqa: ARG002
-        """Whether ``key`` opens what ``http`` asks for; a subclass may have other keys."""
+        """Whether ``key`` permits the request ``http``. A subclass may accept other keys."""
         return self.key is None or hmac.compare_digest(key.encode(errors="replace"), self.key.encode())
 
     async def _handled(self, http: web.Request, handler: Handler) -> web.StreamResponse:
         """The answer of a request's handler.
 
         Raises:
-            RequestError: the key is wrong, or a page of another site asks a server without one.
+            RequestError: the key is wrong, or the server has no key and the page of another site sent the request.
         """
         if http.match_info.handler not in self._public():
             # what has no key listens to this machine alone, whose browser may be showing somebody's page
@@ -140,11 +141,11 @@ class Server(ABC):
         return web.Response()
 
     def _described(self, http: web.Request, error: Exception, status: int) -> dict[str, Any]:  # noqa: ARG002
-        """The JSON about an error."""
+        """The JSON that describes an error."""
         return {"error": {"message": str(error)}}
 
     def _last(self, http: web.Request, described: dict[str, Any], written: int) -> bytes:  # noqa: ARG002
-        """The event that ends a stream with an error, after so many others."""
+        """The event that ends a stream with an error. ``written``: how many events were sent before."""
         return sse(described, described.get("type"))
 
     @web.middleware
@@ -167,7 +168,7 @@ class Server(ABC):
             return web.json_response(self._described(request, problem, status), status=status, headers=headers)
 
     def _problem(self, error: BaseException) -> Exception:
-        """What a client is told of an error; a request that was cancelled by `drain` is told of that."""
+        """The error that a client sees. A request that `drain` cancelled gets an error that says so."""
         if isinstance(error, asyncio.CancelledError):
             if not self._ends:
                 raise error
@@ -181,7 +182,8 @@ class Server(ABC):
         return RequestError("the server is stopping; ask again when it is back", 503)
 
     async def _respond(self, http: web.Request, answer: Answer) -> web.StreamResponse:
-        """Send an answer, events as they come. An error before the first one gets a status; a later one is an event."""
+        """Send an answer. Events are sent as they come. An error before the first event sets the status. A later error
+        is an event."""
         if isinstance(answer, dict):
             return web.json_response(answer)
         async with aclosing(answer):
@@ -204,7 +206,7 @@ class Server(ABC):
 
 
 def is_loopback(host: str) -> bool:
-    """Whether ``host``, a name or an address, is this machine to itself."""
+    """Whether ``host``, a name or an address, is a loopback address of this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -212,7 +214,8 @@ def is_loopback(host: str) -> bool:
 
 
 def _is_asked_from_here(http: web.Request, origins: Collection[str]) -> bool:
-    """Whether a request names this machine, and so does the page that sends it, if it is one of no ``origins``."""
+    """Whether the request is addressed to this machine, and comes from a page of this machine or of ``origins``, if
+    from a page at all."""
     try:
         pages = [origin for origin in http.headers.getall("Origin", []) if origin not in origins]
         names = [http.url.host, *(urlsplit(origin).hostname for origin in pages)]
@@ -222,12 +225,12 @@ def _is_asked_from_here(http: web.Request, origins: Collection[str]) -> bool:
 
 
 def with_key(url: str, key: str | None) -> str:
-    """The address with the key as its password; HTTP clients send that with every request."""
+    """The address with the key as its password. HTTP clients send the password with every request."""
     return url if key is None else url.replace("://", f"://:{key}@", 1)
 
 
 def request_key(http: web.Request) -> str:
-    """The key that a request brings, "" without one."""
+    """The key in a request; "" without one."""
     header = http.headers.get("Authorization", "")
     scheme, _, token = header.partition(" ")  # in small or capital letters (RFC 9110)
     if scheme.lower() == "basic" and "x-api-key" not in http.headers:
@@ -239,10 +242,11 @@ def request_key(http: web.Request) -> str:
 async def listen(
     app: web.Application, host: str, port: int, *, unpacks: bool = True, log: logging.Logger | None = None
 ) -> tuple[web.AppRunner, str]:
-    """Serve ``app`` from the running event loop; returns what stops it, and the base URL. Port 0 takes a free one.
+    """Serve ``app`` from the running event loop. Returns the object that stops it, and the base URL. Port 0 means a
+    free port.
 
-    ``unpacks``: aiohttp unpacks bodies before a handler sees them; one that it cannot unpack never gets there, and is
-    answered in plain text. ``log``: gets a line for each request.
+    ``unpacks``: aiohttp unpacks bodies before a handler sees them. A body that it cannot unpack never reaches the
+    handler, and gets a plain-text answer. ``log``: this logger gets a line for each request.
 
     Raises:
         OSError: the host is not an address of this machine, or the port is taken.
@@ -270,10 +274,10 @@ def sse(data: object, event: str | None = None) -> bytes:
 
 
 async def read_json(http: web.Request) -> dict[str, Any]:
-    """The body, a JSON object.
+    """The request's body, which must be a JSON object.
 
     Raises:
-        RequestError: it is none, or longer than the limit.
+        RequestError: the body is not a JSON object, or longer than the limit.
     """
     try:
         data, most = await asyncio.wait_for(http.read(), BODY_S), http.client_max_size
@@ -299,7 +303,7 @@ async def read_json(http: web.Request) -> dict[str, Any]:
 
 
 def _status(error: Exception) -> int:
-    """The HTTP status of an error; a mistake of ours is logged."""
+    """The HTTP status for an error. An error of our own code is logged."""
     if isinstance(error, RequestError | web.HTTPException):
         return error.status
     for kind, status in ((LookupError, 404), (ValueError, 400), (ConnectionError, 503)):

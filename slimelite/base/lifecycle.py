@@ -1,6 +1,6 @@
 """How a run ends early: by Ctrl-C, by SIGTERM, or without a chance to react (SIGKILL, out of memory).
 
-This file is also the program of the watchdog, so it imports the standard library alone.
+This file is also the watchdog program, so it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ALL_IS_WELL = b"."
 
 
 class Stopped(KeyboardInterrupt):
-    """Ctrl-C or SIGTERM, raised in the main thread; ``status``: the exit status, 128 + the signal's number."""
+    """Ctrl-C or SIGTERM, raised in the main thread. ``status``: the exit status, 128 + the signal's number."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)  # torch's checkpointing pickles it and rebuilds it from these arguments
@@ -49,7 +49,7 @@ class Stopped(KeyboardInterrupt):
 
 
 class RolloutError(ValueError):
-    """A rollout cannot be finished; ``metrics`` (``rollout/...``) are what it counted until then."""
+    """A rollout cannot be finished. ``metrics`` (``rollout/...``): the counts so far."""
 
     def __init__(self, message: str, metrics: Mapping[str, float]) -> None:
         super().__init__(message, metrics)  # Ray pickles it and rebuilds it from these arguments
@@ -60,10 +60,11 @@ class RolloutError(ValueError):
 
 
 class StopSignals:
-    """While this context lasts, the first Ctrl-C or SIGTERM raises `Stopped`; a later one ends the process at once.
+    """Inside this block, the first Ctrl-C or SIGTERM raises `Stopped`. A second one ends the process at once.
 
-    The context catches `Stopped`; ``status`` is then the exit status. Python drops an exception that a signal raises
-    inside a finalizer (``__del__``, of a file of pyarrow's, say): who waits calls `check`, which raises it again.
+    The block catches `Stopped`, and ``status`` is then the exit status. Python drops an exception that a signal raises
+    inside a finalizer (``__del__``, for example of a pyarrow file). So code that waits calls `check`, which raises it
+    again.
     """
 
     status = 0
@@ -99,7 +100,7 @@ class StopSignals:
 
     @classmethod
     def check(cls) -> None:
-        """Raise `Stopped` if a signal has come; for the loop of a run, which goes on only if the first one was lost."""
+        """Raise `Stopped` if a signal was received. A run's loop calls this in case the first exception was lost."""
         if cls._number is not None:
             raise Stopped(cls._number)
 
@@ -111,9 +112,10 @@ def _say(text: str) -> None:
 
 
 def start_module(module: str, *words: str, **options: Any) -> subprocess.Popen[Any]:
-    """Start ``python -m module words``, with the ``options`` of Popen. It finds our package wherever that is.
+    """Start ``python -m module words``, with the ``options`` of Popen. The process finds our package wherever the
+    package is.
 
-    Ctrl-C reaches its parent alone.
+    Ctrl-C reaches only its parent.
     """
     path = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     return subprocess.Popen(
@@ -125,12 +127,14 @@ def start_module(module: str, *words: str, **options: Any) -> subprocess.Popen[A
 
 
 class Watchdog:
-    """A small process that outlives this one and kills the processes that this one started and could not end.
+    """A small process that outlives this one. It kills processes that this one started and could not end.
 
-    It acts when this process dies or leaves the block with an error: it kills every process with our mark in its
-    environment (Ray's daemons, actors, servers), and writes the status of a run that could not write it itself.
-    ``folder``: the run folder. ``explain``: a command whose output explains why a run may have been killed.
+    It acts when this process dies or leaves the block with an error. It kills every process that has our mark in its
+    environment (Ray's daemons, actors, servers). If the run could not write its status, it writes that too. ``folder``:
+    the run folder. ``explain``: a command that prints why the run may have been killed.
     """
+
+    _current: ClassVar[Watchdog | None] = None
 
     def __init__(self, folder: str | Path, explain: Sequence[str] = ()) -> None:
         self._folder, self._explain = Path(folder).absolute(), explain
@@ -148,9 +152,11 @@ class Watchdog:
         )
         self._before = {name: os.environ.get(name) for name in (MARK, KEEP)}
         os.environ.update({MARK: self._mark, KEEP: "1"})
+        Watchdog._current = self
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        Watchdog._current = None
         for name, value in self._before.items():
             os.environ.pop(name)
             if value is not None:
@@ -161,6 +167,14 @@ class Watchdog:
                 stdin.write(ALL_IS_WELL)
         self._process.wait()
 
+    @classmethod
+    def note_session(cls, session: Path) -> None:
+        """Let the watchdog remove this folder of Ray when this process ends. Ray's daemons may be gone before that."""
+        if cls._current is not None and (stdin := cls._current._process.stdin) is not None:
+            with suppress(BrokenPipeError):
+                stdin.write(f"{session}\n".encode())
+                stdin.flush()
+
 
 def this_process() -> dict[str, object]:
     """A unique description of this process: host, process id, and start time in ticks since boot."""
@@ -168,7 +182,8 @@ def this_process() -> dict[str, object]:
 
 
 def is_gone(process: Mapping[str, Any]) -> bool:
-    """Whether the process that `this_process` described is dead; False for one of another host, which is unknown."""
+    """Whether the process that `this_process` described is dead. False for a process of another host, because that is
+    unknown."""
     return process.get("host") == socket.gethostname() and process.get("started") != _started(process["pid"])
 
 
@@ -182,10 +197,10 @@ def _started(pid: int) -> int | None:
 
 
 def read_status(folder: str | Path) -> dict[str, Any]:
-    """The content of status.json in a run folder, empty if there is none.
+    """The content of status.json in a run folder; empty if there is no such file.
 
-    If it says "running" but the process is gone, the status becomes "stopped without a word": the watchdog died with
-    the run, because a scheduler killed the whole job or the machine went down.
+    If the status is "running" but the process is gone, the result says "stopped without a word". The watchdog died with
+    the run then: a scheduler killed the whole job, or the machine went down.
     """
     try:
         status: Any = json.loads((Path(folder) / "status.json").read_text(encoding="utf-8"))
@@ -206,15 +221,11 @@ def _watch(pid: int, mark: str, folder: Path, explain: list[str]) -> None:
     waiting.register(0, select.POLLIN)
     with suppress(OSError):  # an old kernel; the pipe's end shows it too, unless a child holds the pipe open
         waiting.register(os.pidfd_open(pid), select.POLLIN)
-    waiting.poll()
-    os.set_blocking(0, False)
-    with suppress(BlockingIOError):
-        if os.read(0, 1) == ALL_IS_WELL:
-            return
-    deadline, sessions = (
-        time.monotonic() + SWEEP_S,
-        {session for child in _marked(mark) for session in _sessions(child)},
-    )
+    *noted, last = _words(waiting).split(b"\n")
+    if last == ALL_IS_WELL:
+        return
+    deadline, sessions = time.monotonic() + SWEEP_S, {Path(os.fsdecode(session)) for session in noted}
+    sessions |= {session for child in _marked(mark) for session in _sessions(child)}
     while (left := list(_marked(mark))) and time.monotonic() < deadline:
         for child in left:
             with suppress(ProcessLookupError):
@@ -223,6 +234,20 @@ def _watch(pid: int, mark: str, folder: Path, explain: list[str]) -> None:
     for session in sessions:
         _remove(session)
     _set_status(folder, pid, explain)
+
+
+def _words(waiting: select.poll) -> bytes:
+    """What the process has written until it ends or leaves its block: a line per session, and whether all is well."""
+    words = b""
+    os.set_blocking(0, False)
+    while True:
+        gone = any(source != 0 for source, _ in waiting.poll())
+        with suppress(BlockingIOError):
+            while part := os.read(0, 1 << 16):
+                words += part
+            return words  # it has closed the pipe
+        if gone:
+            return words
 
 
 def _marked(mark: str) -> Iterator[int]:
@@ -235,7 +260,7 @@ def _marked(mark: str) -> Iterator[int]:
 
 
 def end_session(session: Path) -> None:
-    """Remove the folder of a Ray of this process's that has ended, and end what a daemon that was killed has left."""
+    """Remove the folder of this process's Ray after it has ended, and end the processes that a killed daemon left."""
     if mark := os.environ.get(MARK):
         for child in _marked(mark):
             with suppress(OSError):
@@ -257,7 +282,7 @@ def _command(pid: int) -> str:
 
 
 def _sessions(pid: int) -> set[Path]:
-    """Folders of Ray that the command line of one of its daemons names."""
+    """Folders of Ray in the command line of one of its daemons."""
     with suppress(OSError):
         return {Path(path) for path in re.findall(r"=(/\S*/session_[\d_-]+)/logs", _command(pid))}
     return set()
@@ -278,7 +303,7 @@ def _set_status(folder: Path, pid: int, explain: list[str]) -> None:
 
 
 def _status_of(folder: Path, pid: int) -> dict[str, Any] | None:
-    """The status in ``folder`` if it is that of process ``pid``, which died without a word."""
+    """The status in ``folder`` if it belongs to process ``pid``, and that process died without writing a status."""
     status = read_status(folder)
     return status if status.get("pid") == pid and status["status"] == WITHOUT_A_WORD else None
 

@@ -1,4 +1,4 @@
-"""Processes of this machine as /proc shows them: which are stopped, which do nothing, and where one stands."""
+"""Processes of this machine as /proc shows them: which are stopped, which do nothing, and where each one stands."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ WAITING_FILES = ("threading.py", "queue.py", "selectors.py", "base_events.py", "
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process at one moment. ``state``: a letter of proc(5); ``cpu``: its seconds so far; ``faults``: pages read."""
+    """A process at one moment. ``state``: the letter of proc(5). ``cpu``: CPU seconds so far. ``faults``: pages read
+    from disk."""
 
     pid: int
     parent: int
@@ -37,7 +38,7 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """A process that has been stopped (SIGSTOP) for ``seconds``; ``log``: that of the worker that it belongs to."""
+    """A process that has been stopped (SIGSTOP) for ``seconds``. ``log``: the log of the worker that it belongs to."""
 
     pid: int
     seconds: float
@@ -48,7 +49,8 @@ class Stopped:
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What `Machine.look` saw. ``pids``: of the workers by log; ``still``: how long each has done nothing [s]."""
+    """The result of `Machine.look`. ``pids``: process ids of the workers, by log. ``still``: how long each worker has
+    done nothing [s]."""
 
     pids: Mapping[str, int]
     still: Mapping[str, float]
@@ -57,7 +59,7 @@ class Sight:
 
 @dataclass(slots=True)
 class _Window:
-    """The moment from which on a worker with its children has not moved, and what they had done until then."""
+    """When a worker and its children last moved, and what they had done until then."""
 
     since: float
     cpu: float
@@ -66,9 +68,10 @@ class _Window:
 
 @dataclass(slots=True)
 class Machine:
-    """Looks at this machine's processes again and again. ``limit``: how long a worker may stand still [s].
+    """Looks at the processes of this machine in a loop. ``limit``: a worker may stand still for this long [s].
 
-    A worker is known by its log, which is its stderr. What it or this process has started belongs to the run too.
+    A worker is recognised by its log, because that is its stderr. Processes that it or this process has started belong
+    to the run too.
     """
 
     limit: float
@@ -136,7 +139,7 @@ class Machine:
         return stack(pid, log)
 
     def send(self, pid: int, number: int) -> None:
-        """Send a process a signal."""
+        """Send a signal to a process."""
         with suppress(ProcessLookupError):
             os.kill(pid, number)
 
@@ -158,6 +161,20 @@ def is_stopped(pid: int) -> bool:
     return False
 
 
+def waited(pid: int | None = None) -> float:
+    """Seconds for which a thread was ready to run but had no processor; 0 if the kernel does not report it.
+
+    ``pid``: a process; the thread of it that waited longest counts. None: only the calling thread counts.
+    """
+    files = [Path("/proc/thread-self/schedstat")] if pid is None else Path(f"/proc/{pid}/task").glob("*/schedstat")
+    longest = 0.0
+    with suppress(OSError):
+        for file in files:
+            with suppress(OSError, IndexError, ValueError):
+                longest = max(longest, int(file.read_text().split()[1]) / 1e9)
+    return longest
+
+
 def command(pid: int) -> str:
     """The command line of a process, empty if it is gone."""
     with suppress(OSError):
@@ -166,7 +183,7 @@ def command(pid: int) -> str:
 
 
 def _family(pid: int, processes: Mapping[int, Process]) -> Iterator[Process]:
-    """A process, and all that it has started."""
+    """A process and all its descendants."""
     children: dict[int, list[int]] = {}
     for each in processes.values():
         children.setdefault(each.parent, []).append(each.pid)
@@ -188,14 +205,15 @@ def _states(family: Sequence[Process]) -> set[str]:
 def show_stacks() -> None:
     """From now on, this process writes the stacks of its threads to its stderr when `stack` asks for them.
 
-    A handler of C does it, even while Python's lock is held for ever.
+    The handler is written in C, so it works even while another thread holds Python's lock.
     """
     faulthandler.register(SHOW_STACK, all_threads=True, chain=False)
 
 
 def stack(pid: int, log: str) -> str:
-    """Where a process stands that called `show_stacks`, innermost first, as "file:line in function < ..."; empty if it
-    does not say. All of its threads are in its ``log`` then. A stopped process goes on for that.
+    """The stack of a process that called `show_stacks`, innermost call first, as "file:line in function < ..."; empty
+    if the process does not answer. The process writes the stacks of all its threads to ``log``. A stopped process
+    continues for this.
     """
     with suppress(OSError, ValueError):
         caught = int(re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.M)[1], 16)  # type: ignore[index]
@@ -215,7 +233,7 @@ def stack(pid: int, log: str) -> str:
 
 
 def busiest(dump: str) -> str:
-    """The stack of the thread, of all that faulthandler wrote, that is deepest in our code."""
+    """Of all threads in faulthandler's output, the stack of the one that is deepest in our code."""
     stacks = []
     for part in re.split(r"^(?:Current thread|Thread) .*$", dump, flags=re.M)[1:]:
         frames = [match.groups() for line in part.splitlines() if (match := FRAME.match(line))]

@@ -1,4 +1,4 @@
-"""Numbers in Prometheus' text format, for every ``/metrics`` of ours."""
+"""Numbers in Prometheus' text format, for each of our ``/metrics`` pages."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def metric_name(name: str) -> str:
-    """The name that Prometheus allows: ``rollout/raw_reward`` is ``slimelite_rollout_raw_reward``."""
+    """``name`` in a form that Prometheus allows: ``rollout/raw_reward`` becomes ``slimelite_rollout_raw_reward``."""
     return "slimelite_" + re.sub(r"[^a-zA-Z0-9_]", "_", name.replace("@", "_at_"))
 
 
 class Collected:
-    """A registry of the metrics that ``collect`` gives for each scrape."""
+    """A registry that calls ``collect`` for the metrics at each scrape."""
 
     def __init__(self, collect: Callable[[], Iterable[Metric]]) -> None:
         self.collect = collect
@@ -25,5 +25,5 @@ class Collected:
         self.registry.register(self)
 
     def text(self) -> str:
-        """What a scrape gets."""
+        """The text that a scrape gets."""
         return generate_latest(self.registry).decode()

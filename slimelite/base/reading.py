@@ -1,4 +1,4 @@
-"""How far a process is that reads a large model: it prints that, and others read it in its log."""
+"""The progress of a process that reads a large model. The process prints it, and others find it in its log."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ READ = "read"
 
 
 class Reading:
-    """Prints how much of ``total`` bytes has been read, and how fast, now and then; it goes to the log of the rank."""
+    """Prints from time to time how much of ``total`` bytes has been read, and how fast. The output goes to the rank's
+    log."""
 
     def __init__(self, total: int) -> None:
         self._total, self._done = total, 0
@@ -41,6 +42,6 @@ class Reading:
 
 
 def last_reading(log: Path) -> str | None:
-    """What `Reading` has printed last to the file ``log``, if that is the end of it."""
+    """The last line of `Reading` in the file ``log``, if it is the last line of the file."""
     lines = log.read_text(encoding="utf-8", errors="replace")[-300:].splitlines() if log.is_file() else []
     return lines[-1] if lines and lines[-1].startswith(READ) else None

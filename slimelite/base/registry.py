@@ -6,9 +6,9 @@
 
     ESTIMATORS.add(Estimator("mine", ...))
 
-in a file that ``--import-file`` names adds one. Choices, dispatch, checks, help and docs read the records, so that no
-second list of names exists. Records need the standard library alone: a function that imports torch is given as
-``"package.module:function"`` and looked up when it is first called (`function`).
+in a file of ``--import-file`` adds a record. Choices, dispatch, checks, help and docs all read the records, so there is
+no second list of names. Records need only the standard library. A function that imports torch is written as
+``"package.module:function"`` and imported at the first call (`function`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Function = Callable[..., Any] | str
 
 
 class Record(Protocol):
-    """What a registry holds: a frozen dataclass with a ``name``."""
+    """An entry of a registry: a frozen dataclass with a ``name``."""
 
     @property
     def name(self) -> str:
@@ -35,14 +35,14 @@ R = TypeVar("R", bound=Record)
 
 
 class Registry(dict[str, R], Generic[R]):
-    """Records by name, in the order in which they were added."""
+    """Records by name, in the order of registration."""
 
     def __init__(
         self, what: str, option: str, records: Iterable[R] = (), instead: str = "", closed: bool = False
     ) -> None:
-        """``what``: name of an entry in messages, as "advantage estimator"; ``option``: the flag that takes the name;
-        ``records``: the `initial` ones; ``closed``: there are no others;
-        ``instead``: what a name that nothing resembles may have been meant to be.
+        """``what``: what messages call an entry, such as "advantage estimator". ``option``: the flag that takes the
+        name. ``records``: the `initial` ones. ``closed``: no other records may be added. ``instead``: a hint for a name
+        that is not similar to any known name.
         """
         super().__init__()
         self.what = what
@@ -57,7 +57,7 @@ class Registry(dict[str, R], Generic[R]):
         """Register ``record``.
 
         Raises:
-            ValueError: another record has its name, or the registry is closed.
+            ValueError: the name is taken, or the registry is closed.
         """
         if self.closed:
             raise ValueError(f"{self.option} does not accept a new {self.what}; the known ones are {', '.join(self)}")
@@ -70,7 +70,7 @@ class Registry(dict[str, R], Generic[R]):
         """Refuse a name that no record has.
 
         Raises:
-            ValueError: always; the message has the nearest name.
+            ValueError: always. The message has the nearest name.
         """
         near = get_close_matches(name, self, n=1)
         hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(self)}{self.instead}"
@@ -78,10 +78,10 @@ class Registry(dict[str, R], Generic[R]):
 
 
 def function(reference: Function, option: str = "", name: str = "") -> Callable[..., Any]:
-    """The function that a record names: ``reference`` itself, or what ``"package.module:function"`` says.
+    """The function that a record names: ``reference`` itself, or the function at ``"package.module:function"``.
 
-    An error that a user's function raises becomes a `plugins.PluginError` with ``option``, ``name`` and its line, if
-    these are given.
+    If ``option`` and ``name`` are given, an error of a user's function becomes a `plugins.PluginError` with them and
+    its line.
 
     Raises:
         ValueError: there is no such module or function.

@@ -1,7 +1,7 @@
-"""``--max-restarts N``: a run that a machine, Ray or the network ended is started again by the same command.
+"""``--max-restarts N``: if a machine, Ray or the network ends a run, the same command restarts it.
 
-The command is then two processes: the run, as without the flag, and its parent, which only waits for it. The parent is
-no Ray driver, so that nothing that befalls Ray befalls it too.
+The command then has two processes: the run itself, and its parent, which only waits. The parent does not use Ray, so a
+failure of Ray does not reach it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from slimelite.base.lifecycle import ATTEMPT, WITHOUT_A_WORD, Stopped, read_stat
 FIRST_PAUSE_S, MOST_PAUSE_S = 1.0, 60.0
 # a run that fails so often in the same rollout would fail there again
 SAME_ROLLOUT = 3
+# what a run fails with, beside an OSError, if not by a mistake of the user's
+OUTSIDE = ("ClusterError:", "EngineLostError:")
 PR_SET_PDEATHSIG = 1
 # the program that plans ranks and engines for the machines that are left
 ELASTIC = "slimelite.cluster.elastic"
@@ -46,13 +48,14 @@ class Settings(Protocol):
 
 
 def keep_running(program: str, argv: Sequence[str], args: Settings) -> int:
-    """Run ``program`` with ``argv`` until it ends by itself or by a mistake of the user's; returns its exit status.
+    """Run ``program`` with ``argv`` until it finishes, or until it fails by a mistake of the user. Returns its exit
+    status.
 
-    A restart goes on from the newest whole checkpoint in ``--save``; without one it begins again. Ctrl-C and SIGTERM go
-    to the run.
+    A restart resumes from the newest complete checkpoint in ``--save``; without one, the run begins again. Ctrl-C and
+    SIGTERM are passed on to the run.
 
     Raises:
-        Stopped: Ctrl-C or SIGTERM came between two starts.
+        Stopped: Ctrl-C or SIGTERM was received between two starts.
     """
     parent, words, failures, pause = _Parent(), ["--run-dir", args.run_dir], Counter[int](), FIRST_PAUSE_S
     with parent:
@@ -85,21 +88,23 @@ def _say(text: str) -> None:
 
 
 def _mishap(run_dir: str, code: int, pid: int) -> str | None:
-    """Why process ``pid`` of the run ended, if it may end otherwise the next time; None: it is done, or would not."""
+    """Why process ``pid`` of the run ended, if a restart may help. None if the run is finished, or if it would fail
+    again."""
     status = read_status(run_dir)
     if code == 0 or status.get("pid") != pid:  # the second: it ended before it began to work
         return None
     message = str(status.get("message"))
     kind = getattr(builtins, message.partition(":")[0], None)
-    outside = message.startswith("ClusterError:") or (isinstance(kind, type) and issubclass(kind, OSError))
+    outside = message.startswith(OUTSIDE) or (isinstance(kind, type) and issubclass(kind, OSError))
     killed = code < 0 or status.get("status") == WITHOUT_A_WORD
     return message if killed or (status.get("status") == "failed" and outside) else None
 
 
 class _Parent:
-    """Starts processes, and hands on signals to the one that runs.
+    """Starts processes, and passes signals on to the running one.
 
-    ``pid``: of that, or of the last one; ``stopped``: the number of the signal that came, 0 without one.
+    ``pid``: the id of the running process, or of the last one. ``stopped``: the number of the received signal, 0
+    without one.
     """
 
     def __init__(self) -> None:
@@ -120,9 +125,10 @@ class _Parent:
     def run(
         self, command: Sequence[str], attempt: int, out: IO[str] | None = None, more: Mapping[str, str] | None = None
     ) -> int:
-        """Run ``command`` to its end, in this process's group, and return its exit code; it ends with this process.
+        """Run ``command`` to its end, in this process's group, and return its exit code. If this process dies, the
+        command ends too.
 
-        ``out``: a file for what it prints. ``more``: variables beside those of this process.
+        ``out``: a file for its output. ``more``: variables in addition to this process's environment.
         """
         environment = {**os.environ, **(more or {}), ATTEMPT: str(attempt)}
         self._child = subprocess.Popen(command, env=environment, stdout=out, preexec_fn=self._end_with_parent)
@@ -133,9 +139,10 @@ class _Parent:
             self._child = None
 
     def plan(self, words: Sequence[str]) -> list[str]:
-        """The words that fit the run of ``words`` to the machines that are left; none if it fits, or nothing does.
+        """Additional words that make the run of ``words`` fit the machines that are left. None are needed if it fits;
+        none are returned if no run fits.
 
-        In the latter case the run itself waits for its machines, and says so.
+        In the second case the run itself waits for its machines, and says so.
         """
         # a module of ours, wherever the run was started
         path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", ""))))

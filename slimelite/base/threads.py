@@ -1,6 +1,4 @@
-"""Threads: an event loop on a thread of its own, what is gathered in one turn of a loop, and functions of a user's that
-may block, off the caller's loop.
-"""
+"""Threads: an event loop on its own thread, items gathered in one turn of a loop, and user functions that may block."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class LoopThread:
-    """A daemon thread, called ``name``, with an event loop, until `close` or `abandon`."""
+    """A daemon thread called ``name`` with an event loop. It runs until `close` or `abandon`."""
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
@@ -34,7 +32,8 @@ class LoopThread:
         return await asyncio.wrap_future(self.submit(work))
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run ``work`` there and block until it is done; an exception in the wait, such as Ctrl-C, cancels it."""
+        """Run ``work`` on the thread's event loop, and block until it is done. An exception in the wait, such as
+        Ctrl-C, cancels it."""
         assert threading.current_thread() is not self._thread, f"the thread {self._thread.name} cannot wait for itself"
         future = self.submit(work)
         try:
@@ -44,7 +43,7 @@ class LoopThread:
             raise
 
     def abandon(self) -> None:
-        """Ask the loop to stop, without waiting for it, since a task that blocks it may never end."""
+        """Ask the loop to stop, but do not wait for it, because a task that blocks it may never end."""
         self.loop.call_soon_threadsafe(self.loop.stop)
 
     def close(self) -> None:
@@ -64,14 +63,15 @@ class LoopThread:
 
 
 class Gathered(Generic[T]):
-    """What is added in one turn of an event loop, given to ``take`` in one list at the turn's end."""
+    """Collects the items that are added in one turn of an event loop. At the turn's end ``take`` gets them as one
+    list."""
 
     def __init__(self, take: Callable[[list[T]], object]) -> None:
         self._take = take
         self._waiting: dict[asyncio.AbstractEventLoop, list[T]] = {}
 
     def add(self, item: T) -> None:
-        """Add ``item`` from the running event loop; there, too, ``take`` is called."""
+        """Add ``item`` from the running event loop. ``take`` is called in the same loop."""
         loop = asyncio.get_running_loop()
         waiting = self._waiting.setdefault(loop, [])
         waiting.append(item)
@@ -80,10 +80,12 @@ class Gathered(Generic[T]):
 
 
 async def call(function: Callable[..., Any], *args: object, **named: object) -> Any:
-    """The result of an async function, or of a plain one in a daemon thread (a hung one does not stop the exit).
+    """The result of an async function, or of a plain function in a daemon thread. A plain function that hangs does not
+    block the program's exit.
 
     Raises:
-        RuntimeError: it raised an exception that would end the program or its event loop, such as KeyboardInterrupt.
+        RuntimeError: the function raised an exception that would end the program or its event loop, such as
+            KeyboardInterrupt.
     """
     own = _task()
     try:
@@ -103,7 +105,7 @@ async def call(function: Callable[..., Any], *args: object, **named: object) -> 
 
 
 def _task() -> asyncio.Task[Any] | None:
-    """The task that runs now, if one does."""
+    """The task that is running, or None."""
     try:
         return asyncio.current_task()
     except RuntimeError:  # no event loop runs

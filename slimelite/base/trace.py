@@ -1,7 +1,7 @@
-"""`--trace`: what every worker of a run did when, as a trace of Chrome's that Perfetto opens too.
+"""`--trace`: records what every worker of a run did and when, as a Chrome trace, which Perfetto opens too.
 
-The file is a JSON array with an event a line. All processes of a machine append to it, each event with one `write`, so
-nothing is lost when a process is killed, and nothing has to be merged: both viewers open an array without its last
+The file is a JSON array with one event on each line. All processes of a machine append to it, each event with one
+`write`. So a killed process loses nothing, and nothing has to be merged. Both viewers open an array without its last
 bracket, which `finish` writes. Format: Chrome's "Trace Event Format", complete events ("X") and names ("M").
 """
 
@@ -26,7 +26,7 @@ ORDER = ("driver", "rollout", "trainer", "engine")
 
 
 class _Writer:
-    """Appends events to the file at ``path``, which other processes append to as well."""
+    """Appends events to the file at ``path``. Other processes append to it too."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -42,7 +42,7 @@ class _Writer:
         self._named: set[tuple[str, str, int]] = set()
 
     def take(self, worker: str, track: str) -> int:
-        """The first lane of the track that no span is on: spans of a lane may not overlap."""
+        """Take the first free lane of the track. Spans on one lane must not overlap."""
         with self._lock:
             busy = self._busy[worker, track]
             lane = next(n for n in range(len(busy) + 1) if n not in busy)
@@ -50,7 +50,7 @@ class _Writer:
             return lane
 
     def give_back(self, place: tuple[str, str, int], span: dict[str, object] | None) -> None:
-        """Free the lane, and write the span that was on it."""
+        """Free the lane, and write its span."""
         worker, track, lane = place
         with self._lock:
             self._busy[worker, track].discard(lane)
@@ -61,7 +61,7 @@ class _Writer:
                 os.write(self._file, "".join(lines).encode())
 
     def close(self) -> None:
-        """Write the last bracket; spans that end later are not written."""
+        """Write the last bracket. Spans that end later are not written."""
         end = {"name": "the run ends", "ph": "i", "s": "g", "ts": time.time_ns() // 1000, **_ids("driver", "phases", 0)}
         with self._lock:
             file, self._file = self._file, None
@@ -71,7 +71,7 @@ class _Writer:
 
 
 def _ids(worker: str, track: str, lane: int) -> dict[str, int]:
-    """Numbers that every process gives to a worker, and to a lane of it."""
+    """Numbers for a worker and for one of its lanes. Every process computes the same numbers."""
     pid, tid = (crc32(name.encode()) >> 1 for name in (worker, f"{worker} {track} {lane}"))  # viewers read int32
     return {"pid": pid, "tid": tid}
 
@@ -92,8 +92,8 @@ _writer: _Writer | None = None
 
 
 def begin(path: Path, *, driver: bool = False) -> None:
-    """Record the spans of this process in the file at ``path`` from now on. The ``driver`` begins before the others: a
-    file that an earlier run has ended goes on.
+    """From now on, record the spans of this process in the file at ``path``. The ``driver`` begins before the other
+    processes. If an earlier run has finished the file, it continues the file.
     """
     global _writer
     if _writer is not None:
@@ -109,7 +109,7 @@ def begin(path: Path, *, driver: bool = False) -> None:
 
 
 def finish() -> None:
-    """Record nothing more, and end the file; the driver calls it when all workers have ended."""
+    """Stop recording, and finish the file. The driver calls it when all workers have ended."""
     global _writer
     if _writer is not None:
         _writer.close()
@@ -117,16 +117,16 @@ def finish() -> None:
 
 
 def call(worker: str, method: str, arguments: Iterable[object]) -> AbstractContextManager[dict[str, object]]:
-    """The span of a call of the worker's ``method``, with those of its arguments that are numbers or texts."""
+    """The span of a call of the worker's ``method``. It shows those arguments that are numbers or texts."""
     return span(worker, "calls", method, arguments=[each for each in arguments if isinstance(each, int | str)])
 
 
 @contextmanager
 def span(worker: str, track: str, name: str, **facts: object) -> Iterator[dict[str, object]]:
-    """Record how long the block takes, as a bar called ``name`` on a track of ``worker``; without `begin` it does
+    """Record how long the block takes, as a bar called ``name`` on a track of ``worker``. Without `begin` it does
     nothing.
 
-    ``facts``: shown with the bar; the block may add to the dict that it gets.
+    ``facts``: shown with the bar. The block gets this dict and may add to it.
     """
     writer = _writer
     if writer is None:

@@ -23,9 +23,11 @@ __all__ = ["Cluster", "ClusterError", "launch"]
 
 @contextmanager
 def launch(args: Args, progress: Progress = lambda _done, _total, _note: None) -> Iterator[Cluster]:
-    """Start the workers for ``args`` and yield the cluster; everything started is stopped at the end.
+    """Start the workers for ``args`` and yield the cluster. When the block ends, everything that was started is
+    stopped.
 
-    ``progress``: called with (number of workers that are up, number of workers, what the start waits for).
+    ``progress`` is called with three values: the number of workers that are up, the number of all workers, and the text
+    of what the start waits for.
 
     Raises:
         ClusterError: the machines cannot hold the job.
@@ -60,11 +62,11 @@ def launch(args: Args, progress: Progress = lambda _done, _total, _note: None) -
 
 
 def _close_ray_to_others() -> None:
-    """Make the Ray that this process starts listen to this machine only, and ask for a token that nobody else has.
+    """Make the Ray that this process starts listen to this machine only, and make it require a secret token.
 
-    Ray reads these variables when it is imported. The switch is named after Windows and macOS, where nodes have only
-    the address 127.0.0.1 by default. Ray's processes get the token from their environment, which other users
-    cannot read. Without a token, Ray would write one to ~/.ray/auth_token, which others may be able to read.
+    Ray reads these variables when it is imported. The first variable is named after Windows and macOS, where Ray's
+    nodes have only the address 127.0.0.1 by default. Ray's processes get the token from their environment, which other
+    users cannot read. Without a token, Ray would write one to ~/.ray/auth_token, which others may be able to read.
     """
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))

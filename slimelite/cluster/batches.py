@@ -1,8 +1,8 @@
 """Calls of an engine in another process, many in one message.
 
 A message between two processes costs about a millisecond of CPU time, like a decoding step of a tiny model. A rollout
-of 32 groups makes 32 calls of `Engine.generate` at once: they travel as one batch, and what is done of it comes back in
-a few messages.
+of 32 groups makes 32 calls of `Engine.generate` at once. They travel as one batch, and their results come back in a few
+messages.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ Done = list[tuple[int, Results | None]]
 
 
 class EngineDesk:
-    """An engine, in its own process, as `remote_engine` calls it.
+    """Holds an engine in the engine's own process; `remote_engine` calls its methods.
 
-    ``syncs``: whether weights come to it. While it is ``empty``, its process was started again and they have not.
+    ``syncs``: whether the run sends weights to this engine. ``empty``: the engine's process was started again, and no
+    weights have arrived since.
     """
 
     def __init__(self, engine: Engine, *, syncs: bool = False) -> None:
@@ -63,7 +64,7 @@ class EngineDesk:
         self.empty = False
 
     async def generate_batch(self, batch: tuple[int, int], calls: Sequence[Sequence[GenerateRequest]]) -> Done:
-        """Start the ``calls`` of a new ``batch``, and answer as `fetch` does.
+        """Start the ``calls`` of a new ``batch``, and return the first results as `fetch` does.
 
         Raises:
             ConnectionError: the desk is empty.
@@ -74,7 +75,8 @@ class EngineDesk:
         return await self.fetch(batch)
 
     async def fetch(self, batch: tuple[int, int]) -> Done:
-        """Wait until calls of ``batch`` are done, and hand them over; `error` raises the error of one that failed."""
+        """Wait until some calls of ``batch`` are done, and return their results. If a call failed, `error` raises its
+        error."""
         tasks, done = self._batches[batch], Done()
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in (await asyncio.wait(tasks, timeout=GATHER_S))[0]:
@@ -93,7 +95,8 @@ class EngineDesk:
         return done
 
     async def cancel(self, batch: tuple[int, int], call: int | None = None) -> None:
-        """Cancel a ``call`` of ``batch`` whose caller is gone; None: all of them, and nobody will fetch the batch."""
+        """Cancel one ``call`` of ``batch``, because its caller is gone. None cancels all calls; nobody fetches the
+        batch afterwards."""
         tasks = self._batches.get(batch, {}) if call is not None else self._batches.pop(batch, {})
         for task in [task for task, number in tasks.items() if call in (None, number)]:
             task.cancel()
@@ -101,13 +104,13 @@ class EngineDesk:
             self._errors = {place: error for place, error in self._errors.items() if place[0] != batch}
 
     async def error(self, batch: tuple[int, int], call: int) -> None:
-        """Raise the error of a ``call`` of ``batch``, once."""
+        """Raise the error of a ``call`` of ``batch``, and forget it."""
         raise self._errors.pop((batch, call))
 
 
 @dataclass(slots=True)
 class _Call:
-    """A call of `Engine.generate`; ``place``: its batch and its number there, once it has left."""
+    """A call of `Engine.generate`. ``place``: its batch and its number in the batch, once it has been sent."""
 
     requests: Sequence[GenerateRequest]
     answer: asyncio.Future[Results]
@@ -137,10 +140,10 @@ class _RemoteEngine:
         return call
 
     async def restart(self) -> None:
-        """Wait until the engine answers again: Ray starts a process that has died once more.
+        """Wait until the engine answers again; Ray restarts a dead process once.
 
         Raises:
-            ConnectionError: it does not answer in `START_S`.
+            ConnectionError: the engine does not answer within `START_S`.
         """
         deadline = time.monotonic() + START_S
         while True:
@@ -153,7 +156,8 @@ class _RemoteEngine:
             await asyncio.sleep(POLL_S)
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> Results:
-        """See `Engine.generate`; all calls of one turn of an event loop leave together. Cancelling it ends the call."""
+        """See `Engine.generate`. All calls that are made in one turn of the event loop are sent together. Cancelling
+        this coroutine ends the call."""
         call = _Call(requests, asyncio.get_running_loop().create_future())
         self._leaving.add(call)
         try:
@@ -212,10 +216,10 @@ class _RemoteEngine:
     def _submit(
         self, method: Callable[Concatenate[EngineDesk, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs
     ) -> Future[R]:
-        """Call a method of the desk that the engine lies on."""
+        """Call a method of the `EngineDesk` that holds the engine."""
         return self._engine.start(method.__name__, *args, **kwargs)
 
 
 def remote_engine(engine: Remote[Engine]) -> Engine:
-    """An `Engine` whose methods call the remote ``engine``, an `EngineDesk`."""
+    """An `Engine` whose methods call the remote ``engine``, which is an `EngineDesk`."""
     return cast(Engine, _RemoteEngine(engine))

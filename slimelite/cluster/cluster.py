@@ -70,7 +70,8 @@ AHEAD = "ahead.parquet"
 
 
 class Cluster:
-    """The verbs of a run. Each returns a future at once; results are as if each verb had waited for the one before::
+    """The handle of a run. Its verbs are methods such as `generate`, `train` and `save`. Each verb returns a future at
+    once. The results are the same as if each verb waited for the verb before it::
 
         with launch(parse_args()) as cluster:
             cluster.sync(0)
@@ -78,13 +79,14 @@ class Cluster:
             cluster.train(0, rollout.table)
             cluster.sync(1)
 
-    Verbs that need the trainers run one after the other on a thread of the handle; with ``--launcher local`` they run
-    in the caller's thread, for debuggers. `generate` and `evaluate` run beside them: they begin at once, unless an
-    earlier verb still uses the engines (`sync`, `save`, another `generate`); later ones that use engines wait for them.
+    Verbs that need the trainers run one after the other, on a thread of the handle. With ``--launcher local`` they run
+    in the caller's thread, so that a debugger can follow them. `generate` and `evaluate` run beside the trainers. They
+    begin at once, unless an earlier verb still uses the engines (`sync`, `save`, another `generate`). Later verbs that
+    use the engines wait for them.
 
-    After an error no verb runs until a `Pending.result` has raised the error to the caller: queued verbs fail with it,
-    and new verbs and the end of the ``with`` raise it. After `complete_args`, ``args`` has ``start_rollout_id``
-    and ``num_rollout``. The other arguments are those of `Workers`.
+    If a verb fails, queued verbs fail with the same error, and new verbs and the end of the ``with`` block raise it.
+    Verbs run again after `Pending.result` has raised the error to the caller. After `complete_args`, ``args`` has
+    values for ``start_rollout_id`` and ``num_rollout``. The other arguments are those of `Workers`.
     """
 
     def __init__(
@@ -132,8 +134,8 @@ class Cluster:
                 wait([self._last_use], CANCEL_S)
 
     def generate(self, rollout_id: int) -> Pending[RolloutOutput]:
-        """Begin a rollout, which gives its scored table of samples and its metrics. If the rollout has begun, and
-        its result has not been taken yet, the same future is returned.
+        """Begin a rollout. Its result has the scored table of samples and the metrics. If this rollout has begun
+        already, and nobody has taken its result, the same future is returned.
         """
         check_number("generate", "rollout_id", rollout_id)
         begun = self._rollouts.get(rollout_id)
@@ -153,7 +155,8 @@ class Cluster:
         return pending
 
     def evaluate(self, rollout_id: int, names: Sequence[str] = ()) -> Pending[EvalOutput]:
-        """Evaluate all eval datasets with the engines' weights."""
+        """Evaluate all eval datasets with the weights that the engines have. ``names``: only these datasets, if any are
+        given."""
         if rollout_id != -1:  # before the first
             check_number("evaluate", "rollout_id", rollout_id)
         self._need_memory("evaluate")
@@ -162,8 +165,8 @@ class Cluster:
         return self._begin(lambda: self._rollout.ask(RolloutManager.evaluate, rollout_id, names))
 
     def bits_per_byte(self) -> Pending[dict[str, float]]:
-        """``eval/bpb``: bits per byte of the texts of ``--eval-bpb`` under the trainers' weights, the ends of documents
-        included, which a decoder needs too; nothing without texts.
+        """``eval/bpb``: bits per byte of the texts of ``--eval-bpb`` under the trainers' weights. The bits for the end
+        of each document count too, because a decoder needs them. Without texts, the dict is empty.
         """
 
         def work() -> dict[str, float]:
@@ -177,7 +180,8 @@ class Cluster:
         return self._take(work)
 
     def train(self, rollout_id: int, table: SampleTable) -> Pending[TrainOutput]:
-        """Train on a whole rollout, one optimizer step for every ``--global-batch-size`` of it; see `Trainer.train`."""
+        """Train on a whole rollout, with one optimizer step for every ``--global-batch-size`` samples; see
+        `Trainer.train`."""
         check_number("train", "rollout_id", rollout_id)
         check_table("train", table)
 
@@ -191,16 +195,18 @@ class Cluster:
         return self._take(work)
 
     def forward_backward(self, table: SampleTable) -> Pending[dict[str, float]]:
-        """Add the gradient of ``table``, one optimizer step, to that of earlier calls; returns the metrics."""
+        """Compute the gradient of ``table`` as one optimizer step, and add it to the gradient of earlier calls. Returns
+        the metrics."""
         check_table("forward_backward", table)
         return self._take(lambda: self._all(Trainer.forward_backward, self._shared(table))[0])
 
     def optim_step(self) -> Pending[dict[str, float]]:
-        """Update the weights with the gradient; returns the gradient norm and the learning rates."""
+        """Update the weights with the gradient. Returns the gradient norm and the learning rates."""
         return self._take(lambda: self._change(Trainer.optim_step))
 
     def sync(self, version: int) -> Pending[dict[str, float]]:
-        """Send the trainers' weights to every engine as weight version ``version``; returns the transport's metrics."""
+        """Send the trainers' weights to every engine as weight version ``version``. Returns the metrics of the
+        transport."""
         check_number("sync", "version", version)
 
         def work() -> dict[str, float]:
@@ -215,8 +221,8 @@ class Cluster:
         return self._take(work, engines=True)
 
     def save(self, rollout_id: int) -> Pending[Path]:
-        """Save a checkpoint after ``rollout_id`` in `checkpoints.folder_of` ``--save``: the state of trainers and of
-        the rollout side, and the rollout that was generated ahead, if there is one.
+        """Save a checkpoint after ``rollout_id`` in ``--save``; `checkpoints.folder_of` gives the folder's name. It has
+        the state of the trainers and of the rollout side, and the next rollout if that has been generated already.
         """
         check_number("save", "rollout_id", rollout_id)
         # read here, since a rollout that begins later must wait for this save
@@ -255,7 +261,7 @@ class Cluster:
         return self._take(work, engines=True)
 
     def finish_saving(self) -> Pending[None]:
-        """Wait until the checkpoint that is being written is whole (``--async-save``)."""
+        """Wait until the checkpoint that ``--async-save`` is writing is complete."""
         return self._take(self._finish_saving)
 
     def _finish_saving(self) -> None:
@@ -272,9 +278,9 @@ class Cluster:
         (directory / ROLLOUT_STATE).write_text(json.dumps(state))
 
     def load(self, folder: str | Path, step: int | None = None) -> Pending[int]:
-        """Load the newest checkpoint in ``folder``, or that of rollout ``step``; returns the next rollout's id.
+        """Load the newest checkpoint in ``folder``, or the one of rollout ``step``. Returns the id of the next rollout.
 
-        The engines have its weights after the next `sync`.
+        The engines get its weights at the next `sync`.
         """
         if not self.args.finetune:
             self._rollouts = {}
@@ -288,7 +294,8 @@ class Cluster:
         return self._take(work, engines=True)
 
     def save_hf(self, rollout_id: int | Literal["best"]) -> Pending[Path]:
-        """Save the model as a Hugging Face folder, in `checkpoints.model_folder` of ``--save-hf``."""
+        """Save the model as a Hugging Face folder in ``--save-hf``; `checkpoints.model_folder` gives the folder's
+        name."""
         if rollout_id != "best":
             check_number("save_hf", "rollout_id", rollout_id)
 
@@ -302,7 +309,7 @@ class Cluster:
         return self._take(work)
 
     def get_weights(self) -> Pending[dict[str, Tensor]]:
-        """All weights of the trainers by Hugging Face name, on the CPU."""
+        """All weights of the trainers, by Hugging Face name, on the CPU."""
         return self._take(lambda: self._all(Trainer.get_weights)[0])
 
     def offload_trainers(self) -> Pending[None]:
@@ -314,7 +321,8 @@ class Cluster:
         return self._move(Trainer.onload, "wake_up")
 
     def release_engines(self) -> Pending[None]:
-        """Let the engines release all the device memory that they can. They generate again when all is resumed."""
+        """Let the engines release all the device memory that they can. They can generate again after `resume_engines`
+        has resumed every tag."""
         pending = self._take(lambda: self._rollout.ask(RolloutManager.release_memory), engines=True)
         self._released = set(MEMORY_TAGS)
         return pending
@@ -326,7 +334,7 @@ class Cluster:
         return pending
 
     def resources(self) -> Pending[dict[str, float]]:
-        """CPU time and memory that the run has used.
+        """CPU time and memory that the run has used:
 
         ``perf/cpu_seconds``: CPU time of this process and all workers since they began, without Ray's daemons [s].
         ``perf/memory_{phase}_{before,after}``: device memory of rank 0 around the last run of each phase [GB].
@@ -365,7 +373,7 @@ class Cluster:
             )
 
     def _begin(self, work: Callable[[], R]) -> Pending[R]:
-        """Start a verb on a thread of its own; it waits until no earlier verb uses the engines."""
+        """Start a verb on its own thread. It waits until no earlier verb uses the engines."""
         self._turns.check()
         pending: Pending[R] = Pending(self._turns, self._attend)
         before, self._last_use = self._last_use, pending
@@ -380,7 +388,8 @@ class Cluster:
         return pending
 
     def _take(self, work: Callable[[], R], *, engines: bool = False) -> Pending[R]:
-        """Run a verb in turn; one that uses the ``engines`` waits for earlier ones, which may have own threads."""
+        """Run a verb when its turn comes. A verb that uses the ``engines`` also waits for earlier verbs on other
+        threads."""
         self._turns.check()
         pending: Pending[R] = Pending(self._turns)
         if not engines:
@@ -409,7 +418,8 @@ class Cluster:
         self._keep_weights()
 
     def _keep_weights(self) -> None:
-        """Send the current weights again if every engine died and was restarted: generation waits for them."""
+        """Send the current weights again if every engine died and was restarted, because generation waits for these
+        weights."""
         if not self.args.job.revives:
             return
         with self._order:
@@ -421,7 +431,7 @@ class Cluster:
             self._push(self._version)
 
     def _push(self, version: int) -> dict[str, float]:
-        """Send the weights to every engine; once more if an engine died that can be started again."""
+        """Send the weights to every engine. If an engine died and can be restarted, send them once more."""
         self._version, self._moved = version, False
         engines = cast("Sequence[Any]", self._engines)
         sink = engines if self.args.job.servers else RemoteSink(engines)
@@ -474,7 +484,8 @@ class Cluster:
         return saved + 1
 
     def _change(self, method: Callable[Concatenate[Trainer, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call ``method`` on every rank and return rank 0's result; notes that the engines' weights are out of date."""
+        """Call ``method`` on every rank and return rank 0's result. From now on the engines' weights are out of
+        date."""
         with self._order:
             self._moved = True
         return self._all(method, *args, **kwargs)[0]

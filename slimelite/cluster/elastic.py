@@ -1,8 +1,8 @@
-"""``--elastic``: plans a start of ``--max-restarts`` for the machines that are left.
+"""``--elastic``: plans a restart of ``--max-restarts`` for the machines that are left.
 
-This is a program of its own, because the parent that starts a run again is no Ray driver. Its arguments are the words
-of the run, and it prints the words that the next start has besides, as JSON. The next start derives everything else
-anew from them.
+This is a separate program, because the parent process that restarts a run is not a Ray driver. Its arguments are the
+words of the run's command line. It prints, as JSON, the words that the next start adds to them. The next start derives
+all other values from these words.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ POLL_S = 1.0
 
 
 def smaller(args: Args, free: Mapping[str, int], *, first: str) -> list[str] | None:
-    """The words with which a run fits the nodes that are there; none where it fits as it is. None: it does not fit.
+    """The words that make a run fit the nodes that are left; an empty list if the run fits unchanged. None means that
+    no smaller run fits either.
 
-    It keeps as many nodes of ranks as it can, and then as many engines.
+    The result keeps as many nodes of ranks as possible, and then as many engines.
 
     Args:
         free: node id -> its devices.
-        first: the node that is in front, as in `nodes_of_bundles`.
+        first: the node that comes first, as in `nodes_of_bundles`.
     """
     for nodes, gpus in _sizes(args):
         count = gpus // args.rollout_num_gpus_per_engine if args.job.engines == "own" else 0
@@ -51,7 +52,7 @@ def smaller(args: Args, free: Mapping[str, int], *, first: str) -> list[str] | N
 
 
 def _sizes(args: Args) -> Iterator[tuple[int, int]]:
-    """Nodes of ranks and devices of engines, from all that were asked for down to one node and one engine."""
+    """Pairs (nodes of ranks, devices of engines), from the full request down to one node and one engine."""
     width = args.rollout_num_gpus_per_engine
     for nodes in range(args.actor_num_nodes, 0, -1):
         most = args.rollout_num_gpus
@@ -64,9 +65,9 @@ def _sizes(args: Args) -> Iterator[tuple[int, int]]:
 
 
 def _answering(device: str, patience: float) -> dict[str, int]:
-    """Devices of each node that runs a task when it is asked to.
+    """The number of devices of each node that runs a test task.
 
-    Ray still counts a node that was lost half a minute ago: this waits until it counts none that does not answer.
+    Ray still counts a node that was lost half a minute ago, so this waits until every counted node answers.
     """
     deadline = time.monotonic() + patience
     while True:
@@ -89,7 +90,7 @@ def _answer() -> bool:
 
 
 def _has_run(task: ray.ObjectRef[bool]) -> bool:
-    """Whether it has, and did not fail because its node is gone."""
+    """Whether the task has run; False if it failed because its node is gone."""
     try:
         ray.get(task, timeout=0)
     except RayError:  # also if it has not ended
@@ -98,7 +99,7 @@ def _has_run(task: ray.ObjectRef[bool]) -> bool:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the words; the status is 1 where nothing can be planned, and the reason is on stderr."""
+    """Print the words. If nothing can be planned, the exit status is 1 and the reason is on stderr."""
     try:
         args = make_args(argv)
         with connected(1, args.restart_wait):

@@ -1,8 +1,8 @@
-"""Sees workers that are stopped or stand still (``--hang-timeout``), names them, and ends them.
+"""``--hang-timeout``: finds workers that are stopped or make no progress, names them, and ends them.
 
-A thread of the driver looks at the processes of the run, on other nodes through an actor there. What it goes by is what
-the kernel knows: a process that is stopped, and training ranks that all do nothing while they have work. A worker that
-computes, reads a disk or holds Python's lock is never taken for one that hangs, however long it takes.
+A thread of the driver looks at the processes of the run. On other nodes an actor looks for it. The evidence comes from
+the kernel: a process is stopped, or all training ranks do nothing although they have work. A worker that computes,
+reads a disk or holds Python's lock never counts as hanging, however long it takes.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ logger = logging.getLogger(__name__)
 LOOK, END = 0.05, 0.85
 # Ray gives a node up whose daemons are silent for about half a minute: they go on before that [s]
 DAEMON_S = 10.0
-DAEMONS = re.compile(r"/ray/core/src/|/ray/_private/|^ray::\w*Agent|slimelite/base/lifecycle\.py")
-# what this process starts itself, and starts again when it is gone
-OURS = re.compile(r"slimelite\.(environments|rewards)")
+# others that nobody starts again: the run's watchdog, and wandb's process
+DAEMONS = re.compile(r"/ray/core/src/|/ray/_private/|^ray::\w*Agent|slimelite/base/lifecycle\.py|wandb-core")
+# what this process starts itself, and starts again when it is gone; and a worker of Ray's that has no log yet
+OURS = re.compile(r"slimelite\.(environments|rewards)|^ray::")
 PROGRESS, PUSH = "progress", "push_weights"
 # the code in which a rank waits for the other ones
 COLLECTIVES = re.compile(r"distributed/|_functional_collectives")
@@ -36,25 +37,25 @@ COLLECTIVES = re.compile(r"distributed/|_functional_collectives")
 
 @dataclass(slots=True)
 class Calls:
-    """What a worker was asked for and has not answered: method and time, by number."""
+    """The calls that a worker has not answered yet: method and start time, by number."""
 
     open: dict[int, tuple[str, float]] = field(default_factory=dict)
     _next: int = 0
 
     def begin(self, method: str, answer: Future[Any]) -> None:
-        """Note a call, until ``answer`` is there."""
+        """Note a call until ``answer`` is done."""
         number, self._next = self._next, self._next + 1
         self.open[number] = method, time.monotonic()
         answer.add_done_callback(lambda _: self.open.pop(number, None))
 
     def oldest(self) -> tuple[str, float] | None:
-        """Method and age [s] of the call that waits longest."""
+        """Method and age [s] of the call that has waited longest; ("", 0.0) if there is none."""
         method, since = min(list(self.open.values()), key=lambda call: call[1], default=("", 0.0))
         return (method, time.monotonic() - since) if method else None
 
 
 class Worker(Protocol):
-    """What the monitor needs of a worker: ``verdict``: why it was ended, for whoever calls it afterwards."""
+    """What the monitor needs to know about a worker. ``verdict``: why the monitor ended it, for later callers."""
 
     name: str
     log: Any
@@ -64,7 +65,7 @@ class Worker(Protocol):
 
 
 class Place(Protocol):
-    """A `Machine`, of this process or of another node."""
+    """A `Machine` in this process or on another node."""
 
     def look(self, logs: Sequence[str]) -> Sight: ...
     def stack(self, pid: int, log: str) -> str: ...
@@ -73,7 +74,8 @@ class Place(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Seen:
-    """A worker as a look found it: on ``place``, in process ``pid``, without a movement for ``still`` [s]."""
+    """The state of a worker at one look: it runs on ``place`` in process ``pid``, and has not moved for ``still``
+    [s]."""
 
     worker: Worker
     place: Place
@@ -81,35 +83,39 @@ class Seen:
     still: float
 
     def __str__(self) -> str:
-        host = socket.gethostname() if isinstance(self.place, Machine) else self.worker.host
-        return f"{self.worker.name} (process {self.pid} on {host})"
+        return f"{self.worker.name} (process {self.pid} on {_host(self.place, self.worker)})"
 
     @property
     def is_rank(self) -> bool:
-        """Whether it is a rank of training."""
+        """Whether the worker is a training rank."""
         return self.worker.name.startswith("trainer")
 
     def waits(self) -> float:
-        """How long its oldest call has had no answer [s]; 0 without one."""
+        """How long the worker's oldest call has waited for an answer [s]; 0 without a call."""
         oldest = self.worker.calls.oldest()
         return oldest[1] if oldest else 0.0
 
     def method(self) -> str:
-        """The method of that call."""
+        """The method of the oldest call."""
         oldest = self.worker.calls.oldest()
         return oldest[0] if oldest else ""
 
     def stack(self) -> str:
-        """Where it stands."""
+        """The stack of the worker's process."""
         return self.place.stack(self.pid, str(self.worker.log))
 
 
+def _host(place: Place, worker: Worker | None) -> str:
+    """The name of this machine, or the address of another one."""
+    return socket.gethostname() if worker is None or isinstance(place, Machine) else worker.host
+
+
 class Monitor:
-    """Looks at all workers again and again.
+    """Looks at all workers in a loop.
 
     Args:
-        timeout: who is stopped or stands still is ended within this time [s]; 0: never.
-        workers: of the run; more may be added while it runs.
+        timeout: a worker that is stopped or stands still is ended within this time [s]; 0: never.
+        workers: the workers of the run; more may be added later.
         places: the machines of hosts other than this one.
     """
 
@@ -119,6 +125,7 @@ class Monitor:
         self._pause, self._limit = LOOK * timeout, END * timeout
         self._workers, self._places = workers, places
         self._here: Place = Machine(self._limit)
+        self._ended = -self._limit  # when a process was ended: others may have waited for it, and have a limit's time
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._work, name="hangs", daemon=True)
 
@@ -149,12 +156,12 @@ class Monitor:
                 self._stopped(stopped, place, logs)
                 paused = paused or stopped.is_worker
             seen += [Seen(logs[log], place, pid, sight.still[log]) for log, pid in sight.pids.items()]
-        if not paused:  # else the others wait for that one
+        if not paused and time.monotonic() - self._ended > self._limit:  # else the others wait for that one
             self._still(seen)
 
     def _stopped(self, stopped: Stopped, place: Place, workers: Mapping[str, Worker]) -> None:
         owner = workers.get(stopped.log or "")
-        what = f"process {stopped.pid} ({stopped.command[:80]})"
+        what = f"process {stopped.pid} on {_host(place, owner)} ({stopped.command[:80]})"
         if DAEMONS.search(stopped.command):
             if stopped.seconds >= min(self._limit / 2, DAEMON_S):
                 logger.warning("%s was stopped for %.0f s (SIGSTOP) and runs again", what, stopped.seconds)
@@ -165,11 +172,14 @@ class Monitor:
             seen = Seen(owner, place, stopped.pid, stopped.seconds)
             self._end(seen, f"was stopped for {stopped.seconds:.1f} s (SIGSTOP)", seen.stack())
         elif owner is not None or OURS.search(stopped.command):
-            logger.error("%s was stopped for %.0f s (SIGSTOP), so it is ended", what, stopped.seconds)
-            place.send(stopped.pid, signal.SIGKILL)
+            stack = place.stack(stopped.pid, str(owner.log)) if owner else ""
+            where = f"; it stood at {stack}" * bool(stack)
+            whose = f"; {owner.name} had started it, whose log is {owner.log}" if owner else ""
+            logger.error("%s was stopped for %.1f s (SIGSTOP), so it is ended%s%s", what, stopped.seconds, where, whose)
+            self._kill(place, stopped.pid)
 
     def _still(self, seen: Sequence[Seen]) -> None:
-        """End a manager that answers nothing, and the rank that all others wait for."""
+        """End a rollout manager that does not answer, and the rank that all other ranks wait for."""
         long = [each for each in seen if each.waits() >= self._limit <= each.still]
         for each in long:
             if each.worker.name == "rollout" and each.method() == PROGRESS:
@@ -190,11 +200,16 @@ class Monitor:
             self._end(ranks[0], f"and the other ranks wait for each other ({others})", stacks[ranks[0]])
 
     def _engines_still(self, seen: Sequence[Seen]) -> bool:
-        """Whether it is not the engines that take long to load weights; of those of others nobody knows."""
+        """Whether this run's engines stand still too, so that they are not the reason for a long wait (loading weights,
+        say). False for external engines, because nobody can look at them."""
         engines = [each for each in seen if each.worker.name.startswith("engine")]
         return bool(engines) and all(each.still >= self._limit for each in engines)
 
     def _end(self, seen: Seen, why: str, stack: str) -> None:
         seen.worker.verdict = f"{seen} {why}" + f"; it stood at {stack}" * bool(stack)
         logger.error("%s; its log is %s", seen.worker.verdict, seen.worker.log)
-        seen.place.send(seen.pid, signal.SIGKILL)
+        self._kill(seen.place, seen.pid)
+
+    def _kill(self, place: Place, pid: int) -> None:
+        place.send(pid, signal.SIGKILL)
+        self._ended = time.monotonic()

@@ -9,7 +9,8 @@ from slimelite.arguments.engines import EnginePlace
 
 
 def beside_ranks(args: ClusterArgs, ranks: int, engines: Sequence[EnginePlace]) -> list[int]:
-    """Widths of what takes devices besides those of the ranks: engines, and devices between them that stay free."""
+    """The widths of the units that need devices beyond those of the ranks. A unit is an engine, or one device between
+    engines that stays free."""
     first, taken, widths = (0 if args.colocate else ranks), ranks, list[int]()
     for place in engines:
         begin, end = max(first + place.first_gpu, taken), first + place.first_gpu + place.width
@@ -23,14 +24,14 @@ def beside_ranks(args: ClusterArgs, ranks: int, engines: Sequence[EnginePlace]) 
 def nodes_of_bundles(
     free: Mapping[str, int], *, first: str, nodes: int, ranks: int, widths: Sequence[int]
 ) -> list[str] | None:
-    """The node of each rank and then of each device of engines; None: there is no room.
+    """The node of each rank, and then the node of each device of the engines; None if there is no room.
 
-    Ranks are on as many ``nodes`` as were asked for, each with the same number, node ``first`` in front. Engines of
-    ``widths`` follow, each within a node, the widest first and each where most is free. Where that does not fit,
-    engines take the fullest node that has room, and then other nodes are in front.
+    Ranks are on exactly ``nodes`` nodes, the same number on each, and node ``first`` comes first. Engines of ``widths``
+    follow, each inside one node. The widest is placed first, on the node with the most free devices. If that does not
+    fit, each engine takes the fullest node that has room. If that does not fit either, another node comes first.
 
     Args:
-        free: node id -> devices that are free there.
+        free: node id -> number of free devices.
     """
     for front in (first, *sorted(free.keys() - {first})):
         for spread in (True, False):
@@ -43,7 +44,8 @@ def nodes_of_bundles(
 def _placement(
     free: Mapping[str, int], first: str, nodes: int, per_node: int, widths: Sequence[int], *, spread: bool
 ) -> list[str] | None:
-    """See `nodes_of_bundles`; ``spread``: an engine goes where most is free, else where least is that is enough."""
+    """See `nodes_of_bundles`. ``spread``: an engine takes the node with the most free devices, else the one with the
+    fewest that are enough."""
     left = dict(free)
     room = sorted((n for n in left if left[n] >= per_node), key=lambda n: (n != first, -left[n], n))[:nodes]
     if len(room) < nodes:

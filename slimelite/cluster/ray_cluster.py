@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 # Trainer and engine of a colocated job share a bundle of one device: slime's fractions.
 TRAINER_SHARE, ENGINE_SHARE = 0.4, 0.2
-WAIT_REPORT_S, WAIT_LIMIT_S, WAIT_POLL_S = 10, 300, 0.1
+WAIT_REPORT_S, WAIT_LIMIT_S, WAIT_POLL_S, GROUP_POLL_S = 10, 300, 0.1, 2
 # interval between two looks at the log of a rank that loads [s]
 LOG_POLL_S = 1.0
 # other nodes see a new file in a shared folder within this time [s]
@@ -68,15 +68,15 @@ BLOCK = 4 << 20
 
 
 class Host:
-    """An actor that holds an object of any class; the object may be made later than the actor.
+    """An actor that holds an object of any class. The object may be made later than the actor.
 
     Args:
-        folder: working directory of the driver, so that relative paths mean the same here.
-        log: file for all output of the process.
-        name: of the worker, in the trace.
-        trace_file: of ``--trace``; None: there is no trace.
-        env: environment variables. Ray's ``runtime_env`` could set them too, but starts each worker twice for it.
-        make: makes the object from ``args``.
+        folder: the driver's working directory, so that relative paths mean the same here.
+        log: this file gets all output of the process.
+        name: the worker's name in the trace.
+        trace_file: the file of ``--trace``; None: no trace is written.
+        env: environment variables. Ray's ``runtime_env`` could set them too, but then Ray starts each worker twice.
+        make: this function makes the object from ``args``.
     """
 
     returns_blocks = True
@@ -109,14 +109,14 @@ class Host:
 
     def rendezvous(self, host: str) -> str:
         """host:port where other ranks reach the object. The socket listens from now on, so that no other process takes
-        the port; `make` passes it to the object.
+        the port. `make` passes the socket to the object.
         """
         self.listener = socket.create_server((host, 0))
         return f"{host}:{self.listener.getsockname()[1]}"
 
     def make(self, make: str, secrets: dict[str, str], *args: object) -> None:
-        """Make the object by ``make``, "package.module:function", whose module the driver need not import; ``secrets``:
-        environment variables that Ray must not write to logs or command lines.
+        """Make the object with the function ``make``, "package.module:function"; the driver need not import its module.
+        ``secrets``: environment variables that Ray must not write to logs or command lines.
         """
         os.environ.update(secrets)
         with loading():
@@ -132,7 +132,7 @@ class Host:
         return time.process_time()
 
     def sees(self, file: str) -> bool:
-        """Whether there is ``file``; a network's file system may show it after a while."""
+        """Whether ``file`` exists. A network file system may show a new file late, so this waits up to `SEEN_S`."""
         end = time.monotonic() + SEEN_S
         while not os.path.exists(file):
             if time.monotonic() > end:
@@ -142,9 +142,10 @@ class Host:
 
 
 class AsyncHost(Host):
-    """An actor around an object whose methods are coroutines; they run on the actor's event loop.
+    """An actor around an object whose methods are coroutines. They run on the actor's event loop.
 
-    It is an engine: each decoding step uses the same memory again, and `EngineDesk` returns it after a rollout.
+    The object is an engine. It keeps freed memory, because each decoding step uses it again; `EngineDesk` returns it
+    after a rollout.
     """
 
     returns_blocks = False
@@ -161,9 +162,9 @@ class AsyncHost(Host):
 
 
 class RayRemote(Remote[T]):
-    """An object in a `Host`; its errors are raised here unchanged. ``host``: the address of its machine.
+    """An object in a `Host`. Its errors are raised here unchanged. ``host``: the address of its machine.
 
-    ``calls``: those under way; ``verdict``: why the `Monitor` has ended it.
+    ``calls``: the calls that have no answer yet. ``verdict``: why the `Monitor` ended it.
     """
 
     verdict: str | None
@@ -220,7 +221,8 @@ class RayRemote(Remote[T]):
             outer.set_exception(self._explained(error))
 
     def _explained(self, error: BaseException) -> BaseException:
-        """The error that the object raised, with its traceback as a note; a `ClusterError` if its process died."""
+        """The error that the object raised, with its traceback as a note. It is a `ClusterError` if the object's
+        process died."""
         if isinstance(error, RayTaskError | UnserializableException):
             # Ray raises a class derived from its own and the object's error; the original error is the cause, unless
             # no process but its own can make it: one whose __init__ takes other arguments than its message, say
@@ -247,19 +249,20 @@ def _one_message() -> Iterator[None]:
 class Actors:
     """The actors of a run on its placement group.
 
-    Colocated engines share the trainers' devices; others get the devices after those. ``started``: all actors so far.
+    Colocated engines share the trainers' devices. Other engines get the devices after those. ``started``: all actors
+    are added to this list.
     """
 
-    def __init__(self, args: Args, group: PlacementGroup, world: int) -> None:
+    def __init__(self, args: Args, group: PlacementGroup, world: int, started: list[RayRemote[object]]) -> None:
         self.args, self.group, self.world = args, group, world
         self.factory = EngineFactory(args)
-        self.started: list[RayRemote[object]] = []
+        self.started = started
         self._nodes = placement_group_table(group)["bundles_to_node_id"]
         self._here = str(ray.get_runtime_context().get_node_id())
         self._hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
 
     def trainers(self) -> list[RayRemote[Trainer]]:
-        """One actor for each rank; `start_workers` makes the trainers in them."""
+        """One actor for each rank; `start_workers` makes the trainers inside them."""
         # a process may have to begin with variables of the user's, such as LD_LIBRARY_PATH
         shown = public_part(self.args.train_env_vars)[0]
         options, threads = {"runtime_env": {"env_vars": shown}} if shown else {}, self.args.cpu_threads
@@ -269,7 +272,7 @@ class Actors:
         ]
 
     def engines(self, count: int) -> list[RayRemote[Any]]:
-        """Actors for ``count`` engines, or for the processes of servers."""
+        """Actors for ``count`` engines, or for the processes of ``count`` servers."""
         args, actors = self.args, []
         first = 0 if args.colocate else self.world
         for n in range(count):
@@ -298,10 +301,11 @@ class Actors:
         return self._start(Host, "rollout", self._here, options, _env(1), *make)
 
     def check_shared(self, trainers: Sequence[RayRemote[Trainer]]) -> None:
-        """Refuse folders that every rank writes to, or rank 0 in place of the driver, and that are not on all nodes.
+        """Check that every node sees the folders that its ranks write to. Each rank writes to ``--save``; rank 0 writes
+        to ``--save-hf``.
 
         Raises:
-            ClusterError: a rank on another node does not see the driver's file in a folder.
+            ClusterError: a rank on another node does not see a file that the driver wrote into such a folder.
         """
         others = [trainer for n, trainer in enumerate(trainers) if self._nodes[n] != self._here]
         places = {"--save": self.args.save, "--save-hf": self.args.save_hf and str(Path(self.args.save_hf).parent)}
@@ -321,7 +325,7 @@ class Actors:
                     )
 
     def machines(self) -> dict[str, RemoteMachine]:
-        """An actor on each node other than this one's, by its address, that looks at processes there."""
+        """An actor on each other node, by the node's address. It looks at the processes there."""
         own = self._hosts[str(ray.get_runtime_context().get_node_id())]
         used = {self._hosts[node]: node for node in self._nodes.values()}
         limit = END * self.args.hang_timeout
@@ -342,13 +346,14 @@ class Actors:
         return self.started[-1]
 
     def _place(self, bundle: int, share: float) -> dict[str, object]:
-        """Options of an actor that has ``share`` of the device of ``bundle``."""
+        """Options of an actor that takes ``share`` of the device of ``bundle``."""
         strategy = PlacementGroupSchedulingStrategy(placement_group=self.group, placement_group_bundle_index=bundle)
         gpus = share if self.args.job.gpus else 0
         return {"num_cpus": share, "num_gpus": gpus, "scheduling_strategy": strategy}
 
     def _gpus_of(self, bundles: list[int]) -> dict[str, str]:
-        """Environment of an engine that spans several bundles: makes the GPUs of all visible, not only the first's."""
+        """Environment of an engine that spans several bundles. It makes the GPUs of all bundles visible, not only the
+        first one's."""
         if not self.args.job.gpus or len(bundles) == 1:
             return {}
         probe = ray.remote(lambda: (ray.get_runtime_context().get_node_id(), ray.get_gpu_ids()))
@@ -364,7 +369,7 @@ class Actors:
 
 
 class RemoteMachine:
-    """A `Machine` on a ``node`` of Ray's, in an ``actor`` there."""
+    """A `Machine` on another ``node`` of Ray, inside an ``actor`` there."""
 
     def __init__(self, node: str, limit: float) -> None:
         place = NodeAffinitySchedulingStrategy(node, soft=False)
@@ -390,8 +395,8 @@ class RemoteMachine:
 
 @contextmanager
 def ray_workers(args: Args, progress: Progress) -> Iterator[Workers]:
-    """``--launcher ray``: starts an actor for each trainer rank, each engine and the rollout side, on the Ray of
-    ``RAY_ADDRESS`` (a `ray job` sets it) or on a Ray of this run's own.
+    """``--launcher ray``: starts an actor for each trainer rank, for each engine and for the rollout side. It uses the
+    Ray cluster of ``RAY_ADDRESS`` (a `ray job` sets it), or starts a Ray for this run alone.
 
     ``progress`` reports what the start waits for.
 
@@ -403,29 +408,32 @@ def ray_workers(args: Args, progress: Progress) -> Iterator[Workers]:
     count = args.num_engines if args.job.engines == "own" else 0
     widths = beside_ranks(args, world, [args.engine_place(number) for number in range(count)])
     bundles = world + sum(widths)
+    started, machines = list[RayRemote[object]](), dict[str, RemoteMachine]()
     with (
         _one_message(),
+        Monitor(args.hang_timeout, started, machines),  # until Ray has ended, which takes its daemons
         connected(bundles, _patience(args)) as kept,
         _reserved(args, world, widths, progress, kept) as group,
     ):
-        actors = Actors(args, group, world)
-        machines = actors.machines()
+        actors = Actors(args, group, world, started)
+        machines.update(actors.machines())
         try:
-            with Monitor(args.hang_timeout, actors.started, machines):
-                engines, trainers = actors.engines(count), actors.trainers()
-                processes: list[RayRemote[ServerProcess]] = engines if args.job.servers else []
-                targets: Sequence[Target] = engines
-                if args.job.servers and args.job.engines:
-                    targets = actors.factory.addresses(processes)
-                rollout = actors.rollout(targets, processes)
-                actors.check_shared(trainers)
-                start_workers(args, rollout, trainers, engines, progress)
-                yield Workers(rollout, trainers, targets, engines)
-                closing: list[Remote[Closing]] = [*trainers, rollout, *processes]
-                for each in closing:
-                    each.submit(Closing.close).result()
+            engines, trainers = actors.engines(count), actors.trainers()
+            processes: list[RayRemote[ServerProcess]] = engines if args.job.servers else []
+            targets: Sequence[Target] = engines
+            if args.job.servers and args.job.engines:
+                targets = actors.factory.addresses(processes)
+            rollout = actors.rollout(targets, processes)
+            actors.check_shared(trainers)
+            start_workers(args, rollout, trainers, engines, progress)
+            yield Workers(rollout, trainers, targets, engines)
+            closing: list[Remote[Closing]] = [*trainers, rollout, *processes]
+            for each in closing:
+                each.submit(Closing.close).result()
         finally:
-            for ended in (*(actor.handle for actor in actors.started), *(each.actor for each in machines.values())):
+            others = [each.actor for each in machines.values()]
+            machines.clear()
+            for ended in (*(actor.handle for actor in started), *others):
                 ray.kill(ended)
 
 
@@ -438,8 +446,8 @@ def start_workers(
 ) -> None:
     """Load all workers in parallel.
 
-    Only engines and trainers on the same GPUs load in turn, engines first: SGLang sizes its KV cache by free memory.
-    With ``--offload-rollout`` such engines release their memory before the trainers load.
+    Only engines and trainers that share GPUs load in turn. Engines load first, because SGLang sizes its KV cache by the
+    free memory. With ``--offload-rollout`` such engines release their memory before the trainers load.
     """
     first = ServerProcess.start if args.job.servers else Engine.info
     loading: dict[Future[Any], str] = {engine.submit(first): engine.name for engine in engines}
@@ -462,8 +470,8 @@ def start_workers(
 
 
 def _wait_until_up(starting: dict[Future[object], str], progress: Progress, log: Path | None = None) -> None:
-    """Wait for all workers. ``starting``: a future that is done when a worker is up -> the worker's name; ``log``: of
-    rank 0, which says how much of the model it has read."""
+    """Wait for all workers. ``starting``: for each worker, a future that is done when the worker is up -> its name.
+    ``log``: rank 0's log, which says how much of the model it has read."""
     waiting, noted = set(starting), ""
     while waiting:
         names = sorted(starting[future] for future in waiting)
@@ -483,7 +491,8 @@ def _wait_until_up(starting: dict[Future[object], str], progress: Progress, log:
 def _reserved(
     args: ClusterArgs, ranks: int, widths: Sequence[int], progress: Progress, kept: bool
 ) -> Iterator[PlacementGroup]:
-    """A placement group: a bundle for each of ``ranks``, in order, then for each device of engines of ``widths``."""
+    """A placement group. It has a bundle for each of ``ranks``, in order, and then one for each device of the engines
+    of ``widths``."""
     device, bundles = "GPU" if args.job.gpus else "CPU", ranks + sum(widths)
     here = str(ray.get_runtime_context().get_node_id())
     plan = partial(nodes_of_bundles, first=here, nodes=args.actor_num_nodes if ranks else 1, ranks=ranks, widths=widths)
@@ -501,17 +510,8 @@ def _reserved(
         )
     progress(0, 0, f"waiting for {bundles} {device}s from Ray")
     bundle = {"CPU": 1.0, "GPU": 1.0} if device == "GPU" else {"CPU": 1.0}
-    places = _wait_for(plan, alive, device, f"{bundles} x {bundle}", max(WAIT_LIMIT_S, _patience(args)))
-    group = placement_group(
-        [dict(bundle) for _ in range(bundles)],
-        strategy="PACK",
-        bundle_label_selector=[{NODE_LABEL: node} for node in places] if len(alive) > 1 else None,
-    )
+    group = _granted(plan, device, [dict(bundle) for _ in range(bundles)], max(WAIT_LIMIT_S, _patience(args)))
     try:
-        if not group.wait(timeout_seconds=WAIT_LIMIT_S):
-            raise ClusterError(
-                f"Ray did not reserve {bundles} x {bundle} in {WAIT_LIMIT_S} s; another job probably took them"
-            )
         yield group
     finally:
         # a scheduler's SIGTERM may have ended this run's own Ray daemons; removal would then wait a minute for them
@@ -519,22 +519,43 @@ def _reserved(
             remove_placement_group(group)
 
 
+def _granted(
+    plan: Callable[[dict[str, int]], list[str] | None], device: str, bundles: list[dict[str, float]], limit: float
+) -> PlacementGroup:
+    """A placement group of ``bundles`` where ``plan`` puts them. If Ray loses one of these nodes, it plans again."""
+    wanted = f"{len(bundles)} x {bundles[0]}"
+    while True:
+        places = _wait_for(plan, device, wanted, limit)
+        several, end = len(_devices(device)) > 1, time.monotonic() + WAIT_LIMIT_S
+        selector = [{NODE_LABEL: node} for node in places] if several else None
+        group = placement_group(bundles, strategy="PACK", bundle_label_selector=selector)
+        while not group.wait(timeout_seconds=GROUP_POLL_S):
+            if time.monotonic() > end:
+                remove_placement_group(group)
+                raise ClusterError(f"Ray did not reserve {wanted} in {WAIT_LIMIT_S} s; another job probably took them")
+            if not set(places) <= _devices(device).keys():
+                remove_placement_group(group)
+                break
+        else:
+            return group
+
+
 def _patience(args: ClusterArgs) -> float:
-    """How long the start waits for Ray and its machines [s]: one of ``--max-restarts`` comes when they may be gone."""
+    """How long the start waits for Ray and its machines [s]. Only a restart of ``--max-restarts`` waits, because
+    machines may be gone then."""
     return args.restart_wait if int(os.environ.get(ATTEMPT, "0")) else 0.0
 
 
 def _devices(device: str) -> dict[str, int]:
-    """How many each node has."""
+    """The number of devices (``device``: GPU or CPU) of each living node."""
     return {node["NodeID"]: int(node["Resources"].get(device, 0)) for node in ray.nodes() if node["Alive"]}
 
 
-def _wait_for(
-    plan: Callable[[dict[str, int]], list[str] | None], alive: dict[str, int], device: str, wanted: str, limit: float
-) -> list[str]:
-    """The node of each bundle, when there is room for all of them."""
+def _wait_for(plan: Callable[[dict[str, int]], list[str] | None], device: str, wanted: str, limit: float) -> list[str]:
+    """Wait until all bundles have room, and return the node of each. Nodes may come and go meanwhile."""
     begin = noted = time.monotonic()
     while True:
+        alive = _devices(device)
         free = {node: free.get(device, 0) for node, free in available_resources_per_node().items() if node in alive}
         if (places := plan({node: int(count) for node, count in free.items()})) is not None:
             return places

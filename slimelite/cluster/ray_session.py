@@ -1,5 +1,5 @@
-"""The Ray of a run: one of its own on this machine, closed to everyone else, or the cluster that ``RAY_ADDRESS`` names.
-Errors of Ray become one sentence each, with a remedy."""
+"""The Ray of a run. It is either a Ray of its own on this machine, closed to everyone else, or the cluster of
+``RAY_ADDRESS``. An error of Ray becomes one sentence with a remedy."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ray.exceptions import (
     RuntimeEnvSetupError,
 )
 
-from slimelite.base.lifecycle import end_session
+from slimelite.base.lifecycle import Watchdog, end_session
 from slimelite.cluster.remote import ClusterError, MemoryShortage
 
 logger = logging.getLogger(__name__)
@@ -85,10 +85,15 @@ def connected(bundles: int, patience: float = 0.0) -> Iterator[bool]:
         yield bool(address)
     finally:
         own = ray.is_initialized() and not address
-        session = Path(ray._private.worker._global_node.get_session_dir_path()) if own else None
+        session = _session() if own else None
         ray.shutdown()
         if session is not None:
             end_session(session)
+
+
+def _session() -> Path:
+    """The folder of this process's Ray."""
+    return Path(ray._private.worker._global_node.get_session_dir_path())
 
 
 def _join(address: str, patience: float) -> None:
@@ -131,6 +136,7 @@ def _start(bundles: int) -> None:
                 raise OSError(f"{free >> 20} MB are free in {folder}, but Ray needs at least {ROOM >> 20} MB")
             with _without_needless(), _sessions_of_their_own():
                 _init(address="local", num_cpus=cpus, include_dashboard=False, _system_config=dict(SETTINGS))
+            Watchdog.note_session(_session())
             return
         except OSError as error:
             raise ClusterError(
@@ -151,9 +157,10 @@ def _start(bundles: int) -> None:
 
 @contextmanager
 def _without_needless() -> Iterator[None]:
-    """While this lasts, Ray does not start the processes of `NEEDLESS`, which cost 2 CPU-seconds at the start of a run.
+    """Inside this block, Ray does not start the processes of `NEEDLESS`, which cost 2 CPU-seconds at the start of a
+    run.
 
-    The methods are private: a version of Ray that has none of that name starts what it likes.
+    The methods are private. If a version of Ray has no method of that name, it starts the process as usual.
     """
     kept = {name: getattr(Node, name) for name in NEEDLESS if hasattr(Node, name)}
     for name in kept:
@@ -167,11 +174,12 @@ def _without_needless() -> Iterator[None]:
 
 @contextmanager
 def _sessions_of_their_own() -> Iterator[None]:
-    """While this lasts, each of Ray's processes begins a session, so that a signal for the run's process group (of
-    ``timeout``, a shell or a scheduler) leaves them to the run.
+    """Inside this block, each process of Ray begins its own session. A signal for the run's process group (from
+    ``timeout``, a shell or a scheduler) then does not reach these processes.
 
-    With the daemons gone first, Ray's threads in this process end it within a second, with status 1 and no word. A
-    version of Ray that has no such name starts them in the run's group.
+    If the signal ended Ray's daemons first, Ray's threads in this process would end it within a second, with status 1
+    and without a message. If a version of Ray lacks the name that is replaced here, its processes start in the run's
+    group.
     """
     name = "ConsolePopen"
     if (kept := getattr(services, name, None)) is None:
@@ -189,7 +197,7 @@ def _start_nothing(node: Any, **_options: Any) -> None:
 
 
 def _init(**options: object) -> None:
-    """`ray.init`; it replaces the SIGTERM handler, so ours is set again afterwards."""
+    """Call `ray.init`. It replaces the SIGTERM handler, so ours is set again afterwards."""
     # Ray would print its own message about a dead worker besides ours
     ray._private.worker._worker_logs_enabled = False
     handler = signal.getsignal(signal.SIGTERM)
@@ -210,7 +218,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def explained(error: RayError, worker: str, log: Path | None = None) -> ClusterError:
-    """``error`` as one message; Ray's own words are a note, which log.txt shows."""
+    """``error`` as one message. Ray's own text is a note, which log.txt shows."""
     last = last_line(error)
     worker += _place(error)
     if isinstance(error, OutOfMemoryError):
@@ -237,12 +245,12 @@ def explained(error: RayError, worker: str, log: Path | None = None) -> ClusterE
 
 
 def _place(error: BaseException) -> str:
-    """Process and host of an actor that died, as Ray's message names them; empty where it does not."""
+    """Process and host of a dead actor, as Ray's message names them; empty if the message does not."""
     pid, host = (re.search(rf"^\s*{name}: (\S+)$", str(error), re.M) for name in ("pid", "ip"))
     return f" (process {pid[1]} on {host[1]})" if pid and host else ""
 
 
 def last_line(error: BaseException) -> str:
-    """The last line of Ray's message: for an actor that failed in its constructor, the error itself."""
+    """The last line of Ray's message. For an actor that failed in its constructor, it is the error itself."""
     lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", str(error)).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__

@@ -48,12 +48,12 @@ class ClusterError(RuntimeError):
 
 
 class MemoryShortage(ClusterError):
-    """A worker was killed, because its machine had no memory left or for a reason that nobody knows."""
+    """A worker was killed, because its machine had no memory left or for an unknown reason."""
 
 
 def with_memory(error: BaseException, args: Args) -> BaseException:
-    """``error``, or one that explains it: what a run without memory needed and what would have fitted, or that a rank
-    got no answer from another one."""
+    """``error``, or one that explains it. After a shortage of memory it says what the run needed and what would have
+    fitted. After a collective that failed it says that a rank did not answer."""
     from slimelite.plan.run import is_shortage, needs_and_remedies, shortage  # a run without errors needs none
 
     if isinstance(error, MemoryShortage):
@@ -76,7 +76,7 @@ def with_memory(error: BaseException, args: Args) -> BaseException:
 
 
 class Names:
-    """Stands for a class of which this process needs the names of methods alone, for `Remote.submit`."""
+    """Stands for a class when this process needs only the names of its methods, for `Remote.submit`."""
 
     def __getattr__(self, name: str) -> SimpleNamespace:
         return SimpleNamespace(__name__=name)
@@ -86,7 +86,7 @@ class Closing(Protocol):
     """What a worker does at the end of a run."""
 
     def close(self) -> None:
-        """End what it has started."""
+        """End what the worker has started."""
         ...
 
 
@@ -102,9 +102,9 @@ class Remote(ABC, Generic[T_co]):
     @overload
     def submit(self, method: Callable[Concatenate[T_co, P], R], *args: P.args, **kwargs: P.kwargs) -> Future[R]: ...
     def submit(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
-        """Start ``method``, such as ``Trainer.save``; the future has its result or its error.
+        """Start ``method``, such as ``Trainer.save``. The future gets its result or its error.
 
-        The object's own method of that name is called: ``method`` may be that of a base class or a protocol.
+        The object's own method of that name is called, so ``method`` may belong to a base class or a protocol.
         """
         return self.start(method.__name__, *args, **kwargs)
 
@@ -114,16 +114,16 @@ class Remote(ABC, Generic[T_co]):
 
     @abstractmethod
     def start(self, method: str, /, *args: object, **kwargs: object) -> Future[Any]:
-        """Same as `submit`, with the method's name."""
+        """Like `submit`, but takes the method's name."""
         ...
 
     @abstractmethod
     def cpu_seconds(self) -> Future[float]:
-        """CPU time of the object's process since it began [s]; 0 if that is the caller's process."""
+        """CPU time of the object's process since it began [s]; 0 if the object is in the caller's process."""
         ...
 
     def share(self, value: V) -> V:
-        """``value`` or a reference to it, which is cheap to submit as an argument to several remote objects."""
+        """``value``, or a reference to it. A reference is cheap to pass to several remote objects."""
         return value
 
 
@@ -188,13 +188,13 @@ class RemoteSink:
 
 
 def check_number(verb: str, name: str, value: object) -> None:
-    """Raise ValueError unless the argument ``name`` that ``verb`` was given is a whole number from 0."""
+    """Raise ValueError unless the argument ``name`` of ``verb`` is a whole number from 0."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise ValueError(f"{verb}: {name} is {value!r}, and must be a whole number from 0")
 
 
 def check_table(verb: str, value: object) -> None:
-    """Raise ValueError unless what ``verb`` was given to train on is a table of samples."""
+    """Raise ValueError unless the argument of ``verb`` is a table of samples."""
     if not isinstance(value, SampleTable):
         has = isinstance(value, Pending) and ": take the .table of its result()"
         has = has or (hasattr(value, "table") and ": take its .table") or ""
@@ -202,9 +202,9 @@ def check_table(verb: str, value: object) -> None:
 
 
 class Pending(Future[R]):
-    """The result of a verb of `Cluster`: a future whose `result` also takes care of the run while it waits.
+    """The result of a verb of `Cluster`. It is a future whose `result` also looks after the run while it waits.
 
-    ``attend``: called every ``POLL_S`` seconds of that wait with the ``progress`` that `result` was given.
+    ``attend`` is called every ``POLL_S`` seconds of that wait, with the ``progress`` that the caller gave to `result`.
     """
 
     def __init__(self, turns: Turns, attend: Callable[[Progress | None], None] | None = None) -> None:
@@ -214,12 +214,12 @@ class Pending(Future[R]):
         self._turns, self._attend = turns, attend
 
     def result(self, timeout: float | None = None, progress: Progress | None = None) -> R:
-        """Wait for the verb's result, and report ``progress`` meanwhile.
+        """Wait for the verb's result. Meanwhile ``progress`` is called with how far the verb is.
 
         Raises:
-            Exception: the verb's error; later verbs run again after that.
-            Stopped: Ctrl-C or SIGTERM has come; see `StopSignals`.
-            TimeoutError: there is no result after ``timeout`` [s]; the verb goes on.
+            Exception: the verb's error. Later verbs can run again after that.
+            Stopped: Ctrl-C or SIGTERM was received; see `StopSignals`.
+            TimeoutError: there is no result after ``timeout`` [s]. The verb goes on.
         """
         end = math.inf if timeout is None else time.monotonic() + timeout
         StopSignals.check()
@@ -237,16 +237,18 @@ class Pending(Future[R]):
 
 @dataclass(slots=True)
 class Failure:
-    """The first ``error`` of the verbs that were called since the caller saw the one before; None: there is none."""
+    """The first ``error`` of the verbs since the caller saw the previous error; None if there is none."""
 
     error: BaseException | None = None
 
 
 class Turns:
-    """Runs jobs one after the other, in the order of the calls, on a thread; ``inline``: in the caller's thread.
+    """Runs jobs one after the other on a thread, in the order of the calls. ``inline``: they run in the caller's
+    thread.
 
-    After an error no job runs until a `Pending.result` has raised that error to the caller. Jobs that were queued
-    before the error fail with it even then. ``explained``: what an error is raised as, such as `with_memory`.
+    After an error, no job runs until a `Pending.result` has raised that error to the caller. Jobs that were queued
+    before the error fail with it, even later. ``explained``: turns an error into the one that is raised; `with_memory`
+    is an example.
     """
 
     def __init__(
@@ -262,7 +264,7 @@ class Turns:
             self._thread.start()
 
     def take(self, pending: Pending[R], work: Callable[[], R]) -> Pending[R]:
-        """Queue ``work``; ``pending`` gets its result."""
+        """Queue ``work``. ``pending`` gets its result."""
         job = partial(self.run, pending, work)
         if self.inline:
             job()
@@ -271,7 +273,8 @@ class Turns:
         return pending
 
     def check(self, pending: Pending[Any] | None = None) -> None:
-        """Raise the error that no `Pending.result` has raised yet; for ``pending`` also one since its verb was called.
+        """Raise the error that no `Pending.result` has raised yet. With ``pending``, also raise an error that came
+        after its verb was called.
 
         Raises:
             Exception: that error.
@@ -284,7 +287,7 @@ class Turns:
             raise ValueError("the run ended at the end of its `with launch(...)` block: call verbs inside the block")
 
     def seen(self, pending: Future[Any]) -> None:
-        """Note that the caller has seen the error of ``pending``. After a failed job no other runs until then."""
+        """Note that the caller has seen the error of ``pending``. From now on jobs run again."""
         if pending.done() and not pending.cancelled() and pending.exception() is self.failure.error is not None:
             self.failure = Failure()
 

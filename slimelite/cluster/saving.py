@@ -12,9 +12,11 @@ POLL_S = 0.1
 
 
 class Saving(Thread):
-    """Waits until every rank has written its part of the checkpoint ``final``, and completes it; see `writing`.
+    """Waits until every rank has written its part of the checkpoint ``final``, and then completes the checkpoint; see
+    `writing`.
 
-    The ranks and the caller write to ``directory``. A run that dies meanwhile leaves the checkpoint before it.
+    The ranks and the caller write to ``directory``. If the run dies meanwhile, the previous checkpoint stays the
+    newest.
     """
 
     def __init__(self, final: Path, size: int, retain: int | None, ranks: int) -> None:
@@ -30,7 +32,7 @@ class Saving(Thread):
         """The folder to write to.
 
         Raises:
-            OSError: it cannot be made.
+            OSError: the folder cannot be made.
         """
         self._made.wait()
         if self._directory is None:
@@ -39,25 +41,25 @@ class Saving(Thread):
         return self._directory
 
     def begin(self) -> None:
-        """Note that every rank writes, and that the caller has written what it had to."""
+        """Note that every rank is writing, and that the caller has written its own part."""
         self._begun.set()
 
     def drop(self) -> None:
-        """Give up: what there is of the checkpoint is removed."""
+        """Give up, and remove the unfinished checkpoint."""
         self._dropped.set()
         self._begun.set()
         self.join()
 
     @property
     def failed(self) -> bool:
-        """Whether it has ended with an error, which `finish` raises."""
+        """Whether writing has ended with an error. `finish` raises the error."""
         return self._error is not None
 
     def finish(self) -> None:
-        """Wait until the checkpoint is whole.
+        """Wait until the checkpoint is complete.
 
         Raises:
-            OSError: it could not be written.
+            OSError: the checkpoint could not be written.
         """
         self.join()
         if self._error is not None:

@@ -1,8 +1,8 @@
 """``--launcher torchrun``: the processes that torchrun has started are the ranks of a run without engines.
 
-Rank 0 runs train.py with its loop and the rollout side, and its trainer on a thread. The others `follow`: they wait for
-calls of their trainers' methods, which travel pickled through the store at which torchrun lets ranks meet, as torch's
-own collectives of objects do.
+Rank 0 runs the loop of train.py and the rollout side. Its trainer runs on a thread. The other ranks run `follow`: they
+wait for calls of their trainers' methods. Each call travels pickled through the store at which torchrun lets ranks
+meet, as torch's object collectives do.
 """
 
 from __future__ import annotations
@@ -43,20 +43,21 @@ _numbers: Counter[int | str] = Counter()
 
 
 def meet() -> dist.Store:
-    """A connection to torchrun's store; while one thread waits at it, others cannot use it."""
+    """A connection to torchrun's store. While one thread waits on a connection, other threads cannot use it."""
     store, _, _ = next(dist.rendezvous("env://"))
     return cast("dist.Store", store)
 
 
 class Desk:
-    """A thread that does what it is given, in order. It is a daemon: after an error nobody waits for a collective."""
+    """A thread that does its jobs in order. It is a daemon thread, so that a failed process does not wait for a
+    collective."""
 
     def __init__(self, name: str) -> None:
         self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
         Thread(target=self._work, name=name, daemon=True).start()
 
     def submit(self, work: Callable[[], R]) -> Future[R]:
-        """Do ``work`` after all earlier work."""
+        """Do ``work`` after all earlier jobs."""
         future: Future[R] = Future()
         self._queue.put((future, work))
         return future
@@ -71,7 +72,7 @@ class Desk:
 
 
 class Shared:
-    """A value that travels once: for other ranks it is at ``key`` of the store, here it is ``value``."""
+    """A value that is sent once. Other ranks read it at ``key`` of the store; here it is ``value``."""
 
     def __init__(self, key: str, value: object = None) -> None:
         self.key, self.value = key, value
@@ -99,7 +100,8 @@ class OwnTrainer(Remote["Trainer"]):
         return self._desk.submit(lambda: 0.0)
 
     def share(self, value: V) -> V:
-        """See `Remote.share`; it replaces the value that was shared before, whose verb is over."""
+        """See `Remote.share`. The new value replaces the one that was shared before, because that one's verb is
+        over."""
         _numbers["shared"] += 1
         self._store.delete_key(f"slimelite/shared/{_numbers['shared'] - 1}")
         shared = Shared(f"slimelite/shared/{_numbers['shared']}", value)
@@ -133,7 +135,7 @@ class OtherTrainer(Remote["Trainer"]):
 
 @contextmanager
 def torchrun_workers(args: Args, progress: Progress) -> Iterator[Workers]:
-    """``--launcher torchrun``, on rank 0: the rollout side in this process, and a trainer in each."""
+    """``--launcher torchrun``, on rank 0: the rollout side in this process, and a trainer in each process."""
     with ExitStack() as stack:
         progress(0, 0, "reading the data")
         rollout = RolloutManager(args, [], load_tokenizer(args.tokenizer))
@@ -153,7 +155,7 @@ def torchrun_workers(args: Args, progress: Progress) -> Iterator[Workers]:
 
 
 def follow() -> int:
-    """Be a rank other than 0: do what rank 0 asks for until it leaves; returns the exit status."""
+    """Run on a rank other than 0: do what rank 0 asks for until rank 0 leaves. Returns the exit status."""
     rank, store, trainer = int(os.environ["RANK"]), meet(), None
     while True:
         number, _numbers[rank] = _numbers[rank], _numbers[rank] + 1
@@ -176,7 +178,7 @@ def follow() -> int:
 
 
 def leave() -> None:
-    """Rank 0: let the others end."""
+    """Called on rank 0: let the other ranks end."""
     store = meet()
     for rank in range(1, int(os.environ["WORLD_SIZE"])):
         _put(store, f"slimelite/call/{rank}/{_numbers[rank]}", (LEAVE, (), {}))

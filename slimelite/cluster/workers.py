@@ -1,7 +1,7 @@
-"""The objects that a launcher places in processes: trainers, engines, servers, the rollout worker; and
-``--launcher local``, which makes all of them in one process.
+"""The objects that a launcher places in processes: trainers, engines, servers and the rollout worker. ``--launcher
+local`` makes all of them in one process.
 
-Importing this file imports no torch: a process imports it when it makes its engine or trainer.
+Importing this file does not import torch. A process imports torch when it makes its engine or trainer.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ LOCAL_HOST = "127.0.0.1"
 
 
 class EngineFactory:
-    """Makes the engines of a run, or what talks to them. ``host``: an address of this machine that others can reach."""
+    """Makes the engines of a run, or the clients of servers. ``host``: an address of this machine that others can
+    reach."""
 
     def __init__(self, args: Args) -> None:
         self._args = args
@@ -92,7 +93,7 @@ class EngineFactory:
         return process
 
     def addresses(self, processes: Sequence[Remote[ServerProcess]]) -> list[ServerAddress]:
-        """The servers of ``--rollout-external-engine-addrs``, or else of ``processes``."""
+        """The servers of ``--rollout-external-engine-addrs``; without this flag, those of ``processes``."""
         args = self._args
         if args.job.engines == "external":
             external = self._function(self._parts.external)
@@ -104,8 +105,8 @@ class EngineFactory:
         return [ServerAddress(url, place.width, place.first_gpu) for url, place in zip(urls, places, strict=True)]
 
     def clients(self, engines: Sequence[Target], processes: Sequence[Remote[ServerProcess]]) -> list[Engine]:
-        """``engines`` as callers in this process use them; ``processes``: those of servers that can be restarted, none
-        of external servers.
+        """``engines`` as callers in this process use them. ``processes``: the processes of servers that can be
+        restarted; external servers have none.
         """
         owners: list[RemoteOwner | None] = [RemoteOwner(process) for process in processes]
         return [
@@ -116,7 +117,7 @@ class EngineFactory:
     def transport(
         self, device: torch.device, host: str = LOCAL_HOST, adapter: AdapterFormat | None = None
     ) -> Transport:
-        """The transport of weights on ``device`` to the servers, or of an ``adapter`` alone."""
+        """The transport that sends the weights on ``device``, or only an ``adapter``, to the servers."""
         args = self._args
         setup = SyncSetup(
             model_path=str(args.hf_checkpoint),
@@ -133,7 +134,7 @@ class EngineFactory:
         return transport
 
     def local(self, stack: ExitStack) -> tuple[list[Engine], list[ServerAddress]]:
-        """The engines of ``--launcher local``, and the servers behind them, if they are servers."""
+        """The engines of ``--launcher local``, and the addresses of their servers if they have any."""
         if not self._args.job.engines:
             return [], []
         servers: list[ServerAddress] = []
@@ -153,16 +154,16 @@ class EngineFactory:
         return engines, servers
 
     def rollout_manager(self, engines: Sequence[Target], processes: Sequence[Remote[ServerProcess]]) -> RolloutManager:
-        """The rollout side, with engines in other processes; ``processes``: see `clients`."""
+        """The rollout side, with engines in other processes. ``processes``: see `clients`."""
         return RolloutManager(self._args, self.clients(engines, processes), load_tokenizer(self._args.tokenizer))
 
     def _connected(self, server: ServerAddress, owner: Restartable | None) -> Engine:
-        """The engine behind a server; ``owner`` can restart it (None: the server is external)."""
+        """The engine behind a server. ``owner`` can restart the server; None: the server is external."""
         engine: Engine = self._function(self._parts.connect)(self.setup(0), self._codec(), server, owner)
         return engine
 
     def _function(self, reference: Function) -> Callable[..., Any]:
-        """A function of the record of the run's engine."""
+        """A function that the record of the run's engine names."""
         return function(reference, ENGINES.option, self._args.rollout_backend)
 
     @property
@@ -183,22 +184,23 @@ class EngineFactory:
 
 
 class RemoteOwner:
-    """Restarts a server, in whichever process it runs."""
+    """Restarts a server, whichever process runs it."""
 
     def __init__(self, process: Remote[ServerProcess]) -> None:
         self.process = process
 
     async def restart(self) -> None:
-        """Restart the server; returns when it answers again."""
+        """Restart the server, and wait until it answers again."""
         await asyncio.to_thread(self.process.ask, ServerProcess.restart)
 
 
 class TrainOutput(NamedTuple):
     """The result of training on a rollout.
 
-    ``metrics``: of the rollout, reduced over ranks; ``steps``: the ``train/*`` metrics of each optimizer step;
-    ``columns``: of the table, such as ``advantages`` if each response token has its own, see `TokenColumns.trained`;
-    ``token_stats``: log-prob and entropy of each response token, None with ``--token-stats none``.
+    ``metrics``: of the rollout, reduced over ranks. ``steps``: the ``train/*`` metrics of each optimizer step.
+    ``columns``: new columns of the table, such as ``advantages`` if each response token has its own; see
+    `TokenColumns.trained`. ``token_stats``: log-prob and entropy of each response token, None with ``--token-stats
+    none``.
     """
 
     metrics: dict[str, float]
@@ -242,8 +244,8 @@ def make_trainer(
 class Workers(NamedTuple):
     """The workers that a launcher has started, for `Cluster`.
 
-    ``trainers``: one for each rank, rank 0 first; ``engines``: argument of `Trainer.push_weights`; ``others``: more
-    workers in processes of their own, whose CPU time counts.
+    ``trainers``: one for each rank, rank 0 first. ``engines``: the argument of `Trainer.push_weights`. ``others``:
+    other workers with processes of their own, whose CPU time counts too.
     """
 
     rollout: Remote[RolloutManager]
@@ -256,7 +258,7 @@ class Workers(NamedTuple):
 def local_workers(args: Args, progress: Progress) -> Iterator[Workers]:
     """``--launcher local``: one rank, one engine and the rollout worker, all in this process.
 
-    The engine loads first, as in `ray_cluster.start_workers`.
+    The engine loads before the trainer, as in `ray_cluster.start_workers`.
     """
     import torch
 

@@ -1,1 +1,1 @@
-"""Adapters to other projects' packages, each loaded when it is asked for."""
+"""Adapters to packages of other projects. Each is loaded only when it is used."""

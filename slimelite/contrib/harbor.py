@@ -1,8 +1,8 @@
-"""``harbor:<folder>``: tasks in Harbor's format, which is terminal-bench's; the model has a shell in a box of its own.
+"""``harbor:<folder>``: tasks in Harbor's format, which is terminal-bench's. The model has a shell in its own box.
 
 A folder is a task, or has tasks: task.toml, instruction.md, environment/ and tests/. Commands run in a container of the
-task's image, by podman or docker; a task whose Dockerfile runs nothing may also run in bubblewrap, on this machine's
-programs. When the model ends with a reply without a call, tests/test.sh says what the episode is worth.
+task's image, by podman or docker. If the task's Dockerfile runs nothing, bubblewrap with this machine's programs is
+possible too. When the model sends a reply without a call, tests/test.sh decides the reward.
 """
 
 from __future__ import annotations
@@ -52,10 +52,11 @@ VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
 
 @dataclass(frozen=True)
 class Task:
-    """A task folder; ``problem`` says what of it is not supported here.
+    """A task folder. ``problem``: which part of it is not supported here.
 
-    ``files``: what the Dockerfile copies, from here to there; ``plain``: why bubblewrap cannot run it, "" if it can;
-    ``lost``: why no box without its image can; ``variables``: with the image's, ``own_variables``: without.
+    ``files``: the files that the Dockerfile copies, from here to there. ``plain``: why bubblewrap cannot run it, "" if
+    it can. ``lost``: why no box can run it without its image. ``variables``: environment variables with the image;
+    ``own_variables``: without it.
     """
 
     name: str
@@ -110,7 +111,7 @@ def read_task(folder: Path) -> Task:
 
 
 def _problem(folder: Path, config: Mapping[str, Any], box: Mapping[str, Any], tests: Mapping[str, Any]) -> str:
-    """What of a task is not supported, "" if everything is."""
+    """Which part of a task is not supported; "" if everything is."""
     separate = tests.get("environment_mode") == "separate" or tests.get("environment")
     checks = {
         "it has no tests/test.sh": not (folder / "tests" / "test.sh").is_file(),
@@ -129,19 +130,19 @@ def _problem(folder: Path, config: Mapping[str, Any], box: Mapping[str, Any], te
 
 
 def _outside(variables: Mapping[str, str]) -> str:
-    """Which variable would act on bubblewrap itself, which is outside the box."""
+    """A variable that would act on bubblewrap itself, which runs outside the box; "" if there is none."""
     named = [name for name in variables if name in ("PATH", "HOME", "TMPDIR") or name.startswith(("LD_", "GCONV_"))]
     return f"it sets {named[0]}" if named else ""
 
 
 def _megabytes(text: str) -> int:
-    """The MiB of a size such as 2G."""
+    """A size such as 2G in MiB."""
     units = {"G": 1024.0, "M": 1.0, "K": 1 / 1024}
     return int(float(text[:-1]) * units[text[-1].upper()]) if text[-1:].upper() in units else 0
 
 
 def _resolved(variables: Mapping[str, str]) -> dict[str, str]:
-    """Values in which ``${NAME}`` and ``${NAME:-usual}`` are those of this process."""
+    """Replace ``${NAME}`` and ``${NAME:-usual}`` in values by this process's variables."""
     return {
         name: VARIABLE.sub(lambda match: os.environ.get(match[1], match[2] or ""), str(value))
         for name, value in variables.items()
@@ -150,9 +151,9 @@ def _resolved(variables: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass
 class _Dockerfile:
-    """What a box without the task's image needs of its Dockerfile.
+    """The parts of a Dockerfile that a box without the task's image needs.
 
-    ``plain``: what bubblewrap cannot do; ``lost``: what no box without the image can, such as an unknown file.
+    ``plain``: what bubblewrap cannot do. ``lost``: what no box can do without the image, such as an unknown file.
     """
 
     workdir: str = "/app"
@@ -194,7 +195,7 @@ def _copies(folder: Path, sources: Sequence[str], target: str, workdir: str) -> 
     """The files of one COPY, from here to there.
 
     Raises:
-        ValueError: a source is no file or folder in ``folder``.
+        ValueError: a source is not a file or folder in ``folder``.
     """
     there = os.path.normpath(PurePosixPath(workdir, target))
     into = target.endswith(("/", "/.")) or target == "." or there == workdir or len(sources) > 1
@@ -211,14 +212,14 @@ def _copies(folder: Path, sources: Sequence[str], target: str, workdir: str) -> 
 
 
 class Box:
-    """A shell in a sandbox; commands run one after the other, each in a shell of its own."""
+    """A shell in a sandbox. Commands run one after the other, each in its own shell."""
 
     def __init__(self, process: asyncio.subprocess.Process, container: str) -> None:
         self._process, self.container = process, container
 
     @classmethod
     async def begin(cls, sandbox: Sandbox, variables: Mapping[str, str]) -> Box:
-        """Start a box; ``variables``: of its environment."""
+        """Start a box. ``variables``: its environment variables."""
         launch = sandbox.launch(["sh"], variables, None)
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
@@ -235,14 +236,14 @@ class Box:
         return box
 
     async def _tell(self, line: str) -> None:
-        """Have the shell of the box read ``line``."""
+        """Send ``line`` to the box's shell."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError, ConnectionResetError):  # `_answer` says what the box wrote before it ended
             self._process.stdin.write(line.encode() + b"\n")
             await self._process.stdin.drain()
 
     async def _answer(self, line: str, seconds: float) -> tuple[int, str]:
-        """Exit status and output of ``line``, at most `MOST_BYTES`.
+        """Exit status and output of ``line``, at most `MOST_BYTES` of it.
 
         Raises:
             OSError: the box has ended, or does not answer.
@@ -262,7 +263,8 @@ class Box:
         return int(status), text[: -len(mark) - 2].decode("utf-8", "replace")
 
     async def run(self, command: str, folder: str, seconds: float, most: int = MOST_CHARACTERS) -> tuple[int, str]:
-        """Exit status and output, at most the first ``most`` bytes, of a command; 137 if it takes longer.
+        """Exit status and output of a command, at most the first ``most`` bytes. The status is 137 if it takes too
+        long.
 
         Raises:
             OSError: the box has ended, or does not answer.
@@ -276,10 +278,10 @@ class Box:
         )
 
     async def make(self, folders: Sequence[str], files: Sequence[tuple[Path, str]]) -> None:
-        """Make folders in the box, and copy files of this machine into it, with their right to be run.
+        """Make folders in the box, and copy files of this machine into it. Executable files stay executable.
 
         Raises:
-            OSError: it cannot write one.
+            OSError: the box cannot write one of them.
         """
         await self._tell("W=")
         for folder in map(shlex.quote, folders):
@@ -295,10 +297,10 @@ class Box:
             raise OSError(f"the container cannot write{text.splitlines()[-1]}: {text[:200]}")
 
     async def pack(self, folders: Sequence[str], into: IO[bytes], most: int) -> None:
-        """Write a base64 text of the files of ``folders`` into ``into``, at most ``most`` bytes.
+        """Write the files of ``folders`` into ``into`` as base64 text of at most ``most`` bytes.
 
         Raises:
-            OSError: there are more, or the box does not answer.
+            OSError: there are more bytes, or the box does not answer.
         """
         mark = secrets.token_hex(12)
         places = " ".join(shlex.quote(folder.strip("/")) for folder in folders)
@@ -317,10 +319,10 @@ class Box:
             raise OSError("the shell of the container does not answer") from error
 
     async def unpack(self, packed: IO[bytes]) -> None:
-        """Write the files of `pack`.
+        """Write the files that `pack` read.
 
         Raises:
-            OSError: it cannot.
+            OSError: the box cannot write them.
         """
         packed.seek(0)
         mark = secrets.token_hex(12)
@@ -333,7 +335,7 @@ class Box:
             raise OSError(f"the files of the model cannot be copied into the container: {text:.300}")
 
     async def close(self) -> None:
-        """End it, with everything in it."""
+        """End the box and everything in it."""
         if self._process.returncode is not None:
             return
         with suppress(ProcessLookupError):
@@ -357,7 +359,7 @@ class Harbor(ToolEnvironment):
         *,
         bare: bool,
     ) -> None:
-        """``bare``: the boxes lack what a Dockerfile copies."""
+        """``bare``: the boxes do not have the files that a Dockerfile copies."""
         self._all, self._boxes, self._settings, self._seconds, self._bare = tasks, boxes, settings, seconds, bare
         self._box: Box | None = None
 
@@ -385,7 +387,7 @@ class Harbor(ToolEnvironment):
         return start
 
     async def step(self, reply: Mapping[str, Any]) -> Step:
-        """Run the commands; without any the tests say what the episode is worth."""
+        """Run the commands. After a reply without commands, the tests decide the reward."""
         step = await super().step(reply)
         if not step.done:
             return replace(step, reward=0.0)
@@ -397,8 +399,8 @@ class Harbor(ToolEnvironment):
     async def _verdict(self) -> float | None:
         """The reward that tests/test.sh writes, in a new box with the model's files; None if it writes none.
 
-        What the model left running has its hands on the shell of its own box: on what this reads, and on what it
-        writes.
+        A program that the model left running could interfere with its own box's shell: with its input and its output.
+        So that box is not used.
         """
         box, task = self._box, self._task
         assert box is not None
@@ -451,17 +453,17 @@ class Harbor(ToolEnvironment):
 
 
 def _kept(settings: SandboxSettings) -> list[str]:
-    """The folders in which the model can write, but for those that a commit of its container has."""
+    """The folders that the model can write to. Folders that a commit of its container has are left out."""
     if is_container(settings.name):
         return ["/tmp", CONTAINER_HOME]
     return [*(folder for folder in settings.folders if folder not in ("/tests", "/logs")), "/tmp", HOME]
 
 
 def _engine(words: Sequence[str], what: str, seconds: float) -> None:
-    """Run a command of podman or docker, which shall do ``what``.
+    """Run a command of podman or docker. ``what``: its purpose, for the error message.
 
     Raises:
-        ValueError: it fails, or takes longer.
+        ValueError: it fails, or takes longer than ``seconds``.
     """
     try:
         made = subprocess.run(words, capture_output=True, text=True, timeout=seconds, check=False)
@@ -473,10 +475,10 @@ def _engine(words: Sequence[str], what: str, seconds: float) -> None:
 
 
 def _tasks(spec: str) -> tuple[dict[str, Task], float]:
-    """The tasks that ``spec`` names, and the seconds of a command.
+    """The tasks of ``spec``, and the time limit of a command [s].
 
     Raises:
-        ValueError: there are none, or one of them cannot be run here.
+        ValueError: there are no tasks, or one of them cannot run here.
     """
     path, _, query = spec.partition("?")
     options = dict(parse_qsl(query))
@@ -495,10 +497,10 @@ def _tasks(spec: str) -> tuple[dict[str, Task], float]:
 
 
 def _refuse(spec: str, tasks: Mapping[str, Task], problems: Mapping[str, str]) -> None:
-    """Say which of the tasks can be run if one cannot.
+    """If a task cannot run, raise an error that names the tasks that can.
 
     Raises:
-        ValueError: one cannot.
+        ValueError: a task cannot run.
     """
     if problems:
         name, what = next(iter(problems.items()))
@@ -508,10 +510,10 @@ def _refuse(spec: str, tasks: Mapping[str, Task], problems: Mapping[str, str]) -
 
 
 def make(spec: str, sandbox: SandboxSettings = NO_WISHES) -> Callable[[], Harbor]:
-    """The factory of episodes, each of which has a box of its own.
+    """The factory of episodes. Each episode has its own box.
 
     Raises:
-        ValueError: there is no task, or one cannot be run in this sandbox.
+        ValueError: there is no task, or one cannot run in this sandbox.
     """
     tasks, seconds = _tasks(spec)
     name = sandbox.name or "none"
@@ -541,7 +543,7 @@ def _opened(settings: SandboxSettings) -> Sandbox:
 
 
 def _of_task(task: Task, settings: SandboxSettings) -> SandboxSettings:
-    """Those of the box of a task.
+    """The sandbox settings of a task's box.
 
     Raises:
         ValueError: there is no image.
@@ -555,7 +557,7 @@ def _of_task(task: Task, settings: SandboxSettings) -> SandboxSettings:
 
 
 def _built(task: Task, engine: str) -> str:
-    """The image of the task's Dockerfile, which is built if it is not here yet.
+    """The image of the task's Dockerfile. It is built if it does not exist yet.
 
     Raises:
         ValueError: it cannot be built.
@@ -578,10 +580,10 @@ def _built(task: Task, engine: str) -> str:
 
 
 def rows(spec: str) -> Iterator[dict[str, Any]]:
-    """Yields a row for each task: its instruction.
+    """Yields a row with the instruction of each task.
 
     Raises:
-        ValueError: there is none, or one of them cannot be run here.
+        ValueError: there is no task, or one of them cannot run here.
     """
     tasks, _ = _tasks(spec)
     _refuse(spec, tasks, {task.name: task.problem for task in tasks.values() if task.problem})

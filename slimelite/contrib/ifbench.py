@@ -1,10 +1,10 @@
-"""``ifbench`` and ``ifbench_loose``: the response follows every verifiable instruction of its row.
+"""``ifbench`` and ``ifbench_loose``: the response must follow every verifiable instruction of its row.
 
 The row's metadata (or its label, as JSON) has ``instruction_id_list`` and ``kwargs``, one dict for each instruction, as
-in the data sets IFEval and IFBench. The checks are IFEval's 25 (`instructions`) and, here, IFBench's own 58 (Pyatkin et
-al., arXiv:2507.02833); any other instruction is a reward error. Verdicts are those of IFBench's own checks, oddities
-included (docs/rewards.md lists differences), except where `instructions` approximates English. Positions count from 1,
-spans of words from 0.
+in the data sets IFEval and IFBench. The checks are IFEval's 25 (`instructions`) and, in this file, IFBench's own 58
+(Pyatkin et al., arXiv:2507.02833). Any other instruction is a reward error. Verdicts equal those of IFBench's own
+checks, oddities included (docs/rewards.md lists differences), except where `instructions` approximates English.
+Positions count from 1, and spans of words from 0.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ BRACKETS = {")": "(", "]": "[", "}": "{"}
 
 
 def plain_words(text: str) -> list[str]:
-    """Words without any punctuation; a word of punctuation alone is left out."""
+    """Words without punctuation. A word that is only punctuation is left out."""
     return text.translate(NO_MARKS).split()
 
 
@@ -73,13 +73,13 @@ def nth_sentence(text: str, n: float) -> str:
 
 
 def stop_words(text: str, percentage: float) -> bool:
-    """At most that percentage of the words are stop words."""
+    """At most ``percentage`` of the words are stop words."""
     words = re.findall(r"\w+", text.lower())
     return len(words) > 0 and 100 * sum(word in STOP_WORDS for word in words) <= percentage * len(words)
 
 
 def overlap(text: str, reference_text: str, percentage: float) -> bool:
-    """That percentage (± 2) of the text's token trigrams is in the reference."""
+    """``percentage`` (± 2) of the text's token trigrams are in the reference."""
     trigrams, reference = ({*zip(t, t[1:], t[2:], strict=False)} for t in (tokens(text), tokens(reference_text)))
     return bool(trigrams) and abs(100 * len(trigrams & reference) / len(trigrams) - percentage) <= 2
 
@@ -118,7 +118,7 @@ def alphabet(text: str) -> bool:
 
 
 def paragraph_last_first(text: str) -> bool:
-    """Each line ends with the word it begins with."""
+    """Each line ends with the word that it begins with."""
     lines = [line.strip().strip(EDGES).split() for line in text.lower().split("\n")]
     return all(words[0] == words[-1] for words in lines if words)
 
@@ -143,7 +143,8 @@ def alliteration(sentence: str) -> int:
 
 
 def parentheses(text: str) -> bool:
-    """Brackets nested five deep, the innermost one closed; a closing bracket that does not fit restarts the count."""
+    """Brackets are nested five deep, and the innermost is closed. A closing bracket that does not fit restarts the
+    count."""
     stack: list[str] = []
     deepest = 0
     for char in text:
@@ -175,7 +176,8 @@ def quotes(text: str) -> bool:
 
 
 def options(text: str, options: str) -> bool:
-    """The text is one of the options: exactly, if they are a, b, c; else apart from case and punctuation around it."""
+    """The text is one of the options. It must be exact if they are a, b, c; otherwise case and punctuation around it do
+    not matter."""
     separator = next((mark for mark in ("/", "or") if mark in options), ",")
     choices = [option.strip() for option in options.split(separator)]
     if re.match(r"\W*[aA]\W*[bB]\W*[cC]", options):
@@ -216,12 +218,12 @@ def no_bullets_bullets(text: str) -> bool:
 
 
 def is_titled(word: str) -> bool:
-    """Whether a word does not begin with a small letter, or has mixed case after it, such as iPhone."""
+    """Whether a word begins with something other than a small letter, or has mixed case later, such as iPhone."""
     return not word[0].islower() or (len(word) > 1 and not word[1:].islower() and not word[1:].isupper())
 
 
 def mcq_count_length(text: str) -> bool:
-    """Four questions headed "Question n", of five options each, and each question longer than the one before."""
+    """Four questions headed "Question n", with five options each. Each question is longer than the one before."""
     lengths = []
     for question in filter(str.strip, re.split(r"Question \d+[.|):;]?", text)):
         lines = [line.strip() for line in question.strip().split("\n")]
@@ -269,7 +271,7 @@ def csv_city(text: str) -> bool:
 
 
 def csv_special_character(text: str) -> bool:
-    """The header and 14 rows; a quoted field has a special character, and the rows up to it have 5 fields each."""
+    """The header and 14 rows. A quoted field has a special character, and the rows up to it have 5 fields each."""
     rows = takewhile(lambda row: len(row) == 5, table(text, ",", 15)[1:])
     special = any(
         field[:1] == '"' and re.search(r"[^\w\s]", field[1 : max(field.rfind('"'), 1)]) for row in rows for field in row
@@ -387,16 +389,16 @@ def strict(answer: Answer) -> float:
     """1 if the response follows all instructions, else 0.
 
     Raises:
-        ValueError: there are no instructions, or unknown ones.
+        ValueError: there are no instructions, or some are unknown.
     """
     return followed(answer, [answer.response])
 
 
 def loose(answer: Answer) -> float:
-    """As `strict`, but each instruction is checked on eight variants of the response, of which one must follow it.
+    """Like `strict`, but each instruction is checked on eight variants of the response, and one of them must follow it.
 
-    The variants are the whole response, and the response without its first line, its last line, or both; each of these
-    also without asterisks.
+    The variants are the whole response, and the response without its first line, its last line, or both. Each of these
+    also comes without asterisks.
     """
     lines = answer.response.split("\n")
     cut = ["\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1])]
@@ -404,7 +406,7 @@ def loose(answer: Answer) -> float:
 
 
 def followed(answer: Answer, texts: list[str]) -> float:
-    """1 if for each instruction of the row at least one of ``texts`` follows it, else 0; an empty text follows none."""
+    """1 if for each instruction of the row at least one of ``texts`` follows it, else 0. An empty text follows none."""
     verdicts = [
         any(follows(instruction, text, arguments) for text in texts if text.strip())
         for instruction, arguments in instructions(answer)
@@ -416,7 +418,7 @@ def instructions(answer: Answer) -> list[tuple[str, dict[str, object]]]:
     """(id, arguments) of each instruction of the row.
 
     Raises:
-        ValueError: there are none, their number is not that of the arguments, or one is unknown.
+        ValueError: there are no instructions, the number of arguments differs, or an instruction is unknown.
     """
     row = answer.metadata
     if "instruction_id_list" not in row:
@@ -437,7 +439,7 @@ def instructions(answer: Answer) -> list[tuple[str, dict[str, object]]]:
 
 
 def follows(instruction: str, text: str, arguments: dict[str, object]) -> bool:
-    """Whether ``text`` follows the instruction; ``arguments`` that are None are left out.
+    """Whether ``text`` follows the instruction. ``arguments`` that are None are left out.
 
     Raises:
         ValueError: the instruction takes other arguments.

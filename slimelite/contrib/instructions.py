@@ -39,7 +39,8 @@ WORD_CHARS = 16  # characters on either side that decide whether a stop ends a s
 
 
 def sentences(text: str) -> list[str]:
-    """The text's sentences, without space around them; closing quotes and brackets after the stop belong to a sentence.
+    """The text's sentences without surrounding space. Closing quotes and brackets after the stop belong to the
+    sentence.
 
     A line break alone does not end a sentence.
     """
@@ -65,12 +66,12 @@ def ends_sentence(before: str, after: str) -> bool:
 
 
 def tokens(text: str) -> list[str]:
-    """Words, numbers and marks; "don't" is "do" and "n't", "it's" is "it" and "'s"."""
+    """Words, numbers and marks. "don't" becomes "do" and "n't", and "it's" becomes "it" and "'s"."""
     return TOKEN.findall(text)
 
 
 def word_tokens(text: str) -> list[str]:
-    """The tokens that hold a letter or a digit."""
+    """The tokens that have a letter or a digit."""
     return [token for token in tokens(text) if any(map(str.isalnum, token))]
 
 
@@ -94,7 +95,7 @@ def is_verb(word: str) -> bool:
 
 
 def is_emoji(char: str) -> bool:
-    """Whether ``char`` is one character and an emoji."""
+    """Whether ``char`` is a single character and an emoji."""
     return EMOJI.fullmatch(char) is not None
 
 
@@ -145,13 +146,14 @@ def response_language(text: str, language: str) -> bool:
 
 
 def number_paragraphs(text: str, num_paragraphs: int) -> bool:
-    """Exactly that many paragraphs, divided by ``***``; an empty one between two dividers counts as a failure."""
+    """Exactly ``num_paragraphs`` paragraphs, divided by ``***``. An empty one between two dividers is a failure."""
     parts = [part.strip() for part in text.split("***")]
     return all(parts[1:-1]) and sum(map(bool, parts)) == num_paragraphs
 
 
 def nth_paragraph_first_word(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    """Exactly that many paragraphs, divided by empty lines; the n-th (from 1) begins with ``first_word``."""
+    """Exactly ``num_paragraphs`` paragraphs, divided by empty lines. Paragraph ``nth_paragraph`` (from 1) begins with
+    ``first_word``."""
     parts = text.split("\n\n")
     if sum(bool(part.strip()) for part in parts) != num_paragraphs or not 1 <= nth_paragraph <= len(parts):
         return False
@@ -168,7 +170,7 @@ def postscript(text: str, postscript_marker: str) -> bool:
 
 
 def number_highlighted_sections(text: str, num_highlights: int) -> bool:
-    """At least that many parts in ``*stars*`` or ``**double stars**``, each within a line."""
+    """At least ``num_highlights`` parts in ``*stars*`` or ``**double stars**``, each within a line."""
     doubled = re.findall(r"\*\*([^\n*]+)\*\*", text)
     single = re.findall(r"\*([^\n*]+)\*", re.sub(r"\*\*[^\n*]+\*\*", " ", text))
     return sum(bool(part.strip()) for part in doubled + single) >= num_highlights

@@ -1,7 +1,7 @@
-"""``mcp:<command or url>``: the model may call the tools of an MCP server; what it says at the end is its answer.
+"""``mcp:<command or url>``: the model may call the tools of an MCP server. Its last reply is its answer.
 
-A command is started for each episode, which has the server's state to itself. A server that keeps no state is cheaper
-behind an address, started once: each episode then has a connection of its own.
+A command is started for each episode, so the episode does not share the server's state. A server without state is
+cheaper behind an address, where it starts once. Each episode then has its own connection.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from slimelite.sandbox.registry import NO_WISHES, Launch, SandboxSettings, is_co
 
 @dataclass(frozen=True)
 class ServerTool(Tool):
-    """A tool of the server. ``about`` has its name, description and schema in OpenAI's form."""
+    """A tool of the server. ``about``: its name, description and schema in OpenAI's form."""
 
     about: dict[str, object]
 
@@ -38,7 +38,8 @@ class ServerTool(Tool):
         return {"type": "function", "function": self.about}
 
     async def answer(self, arguments: str) -> str:
-        """The texts of the result. What the server refuses is a text too; a server that is gone ends the episode."""
+        """The texts of the result. If the server refuses a call, the refusal is the text. If the server is gone, the
+        episode ends."""
         try:
             values = json.loads(arguments or "{}")
         except ValueError as error:
@@ -51,7 +52,8 @@ class ServerTool(Tool):
 
 
 def _shown(part: Any) -> str:
-    """A part of a result as text: a resource as its address and what it holds, other kinds than text as their name."""
+    """A part of a result as text. A resource becomes its address and content, and other parts without text become the
+    name of their kind."""
     if hasattr(part, "text"):
         return str(part.text)
     resource = getattr(part, "resource", part)  # embedded, or a link to one
@@ -62,7 +64,7 @@ def _shown(part: Any) -> str:
 
 
 class McpEnvironment(ToolEnvironment):
-    """An episode with the tools of one server; the run's reward scores it."""
+    """An episode with the tools of one server. The run's reward scores it."""
 
     def __init__(self, server: object) -> None:
         self._server = server
@@ -90,7 +92,7 @@ class McpEnvironment(ToolEnvironment):
         return Start(row.prompt, [tool.schema for tool in self._tools.values()])
 
     async def close(self) -> None:
-        """End the connection, and the server if it was started for this episode."""
+        """End the connection. If the server was started for this episode, end it too."""
         if hasattr(self, "_connection"):
             self._over.set()
             await asyncio.wait([self._connection])
@@ -112,7 +114,7 @@ class McpEnvironment(ToolEnvironment):
 
 
 def make(spec: str, sandbox: SandboxSettings = NO_WISHES) -> Callable[[], McpEnvironment]:
-    """The factory of episodes with the server at an address, or with one that a command starts.
+    """The factory of episodes. The server is at an address, or a command starts it.
 
     Raises:
         ValueError: there is no such program.

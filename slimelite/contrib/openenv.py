@@ -1,7 +1,7 @@
-"""``openenv:<address>``: an environment behind a server of OpenEnv; each episode is a WebSocket session of its own.
+"""``openenv:<address>``: an environment behind an OpenEnv server. Each episode has its own WebSocket session.
 
-The server says which actions there are. Where these are tools, the model calls them. Elsewhere a reply is an action:
-as JSON, or, where an action needs one text alone, as that text.
+The server says which actions exist. If the actions are tools, the model calls them. Otherwise a reply is an action in
+JSON. If an action needs only one text, the reply is that text.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ UNREADABLE = "VALIDATION_ERROR"
 
 
 class ServerError(Exception):
-    """The server answered with an error; ``code`` is its name for it."""
+    """The server answered with an error. ``code``: its name for the error."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(f"OpenEnv's server: {message} ({code})")
@@ -35,7 +35,7 @@ class ServerError(Exception):
 
 
 class OpenEnv:
-    """One session. Rewards are the server's, for each step."""
+    """One session. The server gives a reward for each step."""
 
     def __init__(self, address: str) -> None:
         self._address, self._client = address, Client()
@@ -45,7 +45,7 @@ class OpenEnv:
         self._tools: list[dict[str, Any]] = []
 
     async def reset(self, row: Row) -> Start:
-        """Begin; ``reset`` in the metadata of a row has more arguments of the environment's own reset."""
+        """Begin the episode. ``reset`` in a row's metadata has more arguments for the environment's own reset."""
         schema = await self._client.get(f"{self._address}/schema")
         actions = schema.get("action") if isinstance(schema, dict) else None
         if not isinstance(actions, dict):
@@ -76,14 +76,14 @@ class OpenEnv:
         return Start([*prompt, *([{"role": "user", "content": text}] if text else [])], self._tools)
 
     def _how(self) -> str:
-        """What the model is told of actions."""
+        """The text that tells the model about actions."""
         if self._field is not None:
             about = self._actions["properties"][self._field].get("description", "")
             return f"Your whole reply is the {self._field}{f': {about}' if about else ''}."
         return f"Reply with one action as JSON of this schema: {json.dumps(self._actions)}"
 
     async def step(self, reply: Mapping[str, Any]) -> Step:
-        """Take the action, or each call of a tool; without a call an episode with tools is over."""
+        """Take the action, or each call of a tool. In an episode with tools, a reply without a call ends it."""
         if self._tools:
             return await self._called(reply)
         action = self._action(reply.get("content") or "")
@@ -99,7 +99,7 @@ class OpenEnv:
         return Step(messages, _reward(result), done=bool(result.get("done")))
 
     def _action(self, text: str) -> dict[str, Any] | None:
-        """The action that a reply is; None if it is none."""
+        """The action in a reply; None if the reply is not an action."""
         inner = text.strip().removeprefix("```json").removeprefix("```").removesuffix("```")
         try:
             action = json.loads(inner)
@@ -146,7 +146,7 @@ class OpenEnv:
         return dict(content)
 
     async def close(self) -> None:
-        """End the session, and with it the server's environment."""
+        """End the session, and with it the environment on the server."""
         try:
             if self._server is not None:
                 await self._server.close()
@@ -164,7 +164,7 @@ def _reward(result: Mapping[str, Any]) -> float | None:
 
 
 def _text(observation: Any) -> str:
-    """What the model sees of an observation: the text of one that has nothing else, and JSON of any other."""
+    """What the model sees of an observation: its text if it has nothing else, otherwise JSON."""
     if isinstance(observation, dict) and "tool_name" in observation:  # of a call: what the tool returned
         error, result = observation.get("error"), observation.get("result")
         if error:
@@ -188,7 +188,7 @@ def make(spec: str) -> Callable[[], OpenEnv]:
     """The factory of sessions with the server at ``spec``.
 
     Raises:
-        ValueError: it is no address.
+        ValueError: ``spec`` is not an address.
     """
     if not is_address(spec):
         example = "write the server's address, as in openenv:http://localhost:8000"
@@ -197,5 +197,5 @@ def make(spec: str) -> Callable[[], OpenEnv]:
 
 
 def rows(spec: str) -> Iterator[dict[str, Any]]:
-    """A row many times over, each with another seed; what the model sees comes from the server alone."""
+    """The same row many times, each time with another seed. The model sees only what the server sends."""
     return ({"input": spec, "metadata": {OWN: True}} for _ in range(EPISODES))

@@ -1,11 +1,11 @@
 """``reasoning-gym:<task>[,<task>…][?key=value&…]``: puzzles that reasoning-gym makes from seeds and scores itself.
 
 ``size``: rows of each task at each level. ``levels``: rows have the difficulties 0 … levels - 1 of the library's
-curriculum; 0: its default difficulty. ``prompt``: one of its system prompts, which ask for ``<answer>`` tags, or none:
-the whole reply is the answer. Other keys are settings of the tasks, such as ``allow_negation=false``.
+curriculum; 0: its default difficulty. ``prompt``: one of its system prompts, which ask for ``<answer>`` tags. Without a
+prompt, the whole reply is the answer. Other keys are settings of the tasks, such as ``allow_negation=false``.
 
-The library scores some answers with ``eval``, so scoring takes place in a process that can read Python's own files and
-reach nothing else (`confine`); its program is this file.
+The library scores some answers with ``eval``. So scoring runs in a process that can read only Python's own files and
+reach nothing else (`confine`). This file is also that process's program.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _read(text: str) -> dict[str, Any]:
     """The parts of ``chain_sum,gcd?size=1000&levels=3&min_digits=2``.
 
     Raises:
-        ValueError: it names no task, or a value is not of its kind.
+        ValueError: the text names no task, or a value has the wrong kind.
     """
     names, _, query = text.partition("?")
     settings = {key: _value(value) for key, value in parse_qsl(query, keep_blank_values=True)}
@@ -51,7 +51,7 @@ def _read(text: str) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    """The value of a setting: a number, true, false or a list as JSON or Python writes them, or else the text."""
+    """The value of a setting: a number, true, false or a list as in JSON or Python, or else the text."""
     try:
         value = PYTHON[text] if text in PYTHON else json.loads(text)
     except ValueError:
@@ -95,12 +95,12 @@ def _dataset(task: str, level: int | None, seed: int, size: int, settings: str) 
 
 
 def rows(text: str) -> Iterator[dict[str, Any]]:
-    """Yields a row for each puzzle that ``text``, such as ``chain_sum,gcd``, asks for.
+    """Yields a row for each puzzle of ``text``, such as ``chain_sum,gcd``.
 
-    First comes the first puzzle of each task, level by level, then the second ones, up to ``size`` of each.
+    The first puzzle of each task comes first, level by level. Then come the second ones, up to ``size`` of each.
 
     Raises:
-        ValueError: reasoning-gym has no such prompt, or none of the tasks has one of the settings.
+        ValueError: reasoning-gym has no such prompt, or no task has one of the settings.
     """
     from reasoning_gym.utils import SYSTEM_PROMPTS
 
@@ -124,7 +124,7 @@ def rows(text: str) -> Iterator[dict[str, Any]]:
 
 
 class ReasoningGym:
-    """One puzzle: the model sees the question and answers once."""
+    """One puzzle. The model sees the question and answers once."""
 
     def __init__(self, scorers: WorkerPool) -> None:
         self._scorers = scorers
@@ -137,16 +137,16 @@ class ReasoningGym:
         return Start(row.prompt)
 
     async def step(self, reply: Mapping[str, Any]) -> Step:
-        """Score the answer; one that its scorer cannot read, or takes too long for, has reward 0."""
+        """Score the answer. If the scorer cannot read it, or takes too long, the reward is 0."""
         (score,) = await self._scorers.run([("reasoning-gym", Answer(reply["content"] or "", "", self._recipe))])
         number = score if isinstance(score, float) else None
         return Step(reward=number or 0.0, done=True, metrics={"unscored": float(number is None)})
 
 
 def make(text: str) -> Callable[[], ReasoningGym]:
-    """The factory of episodes, which share processes that score.
+    """The factory of episodes, which share the scoring processes.
 
-    The first starts here: the import of the library may take longer than a call of an environment.
+    The first process starts here, because the library's import may take longer than a call of an environment.
     """
     _read(text)
     scorers = WorkerPool(SCORERS, SCORE_SECONDS, program=(__name__,), chunk=1, start_seconds=START_SECONDS)

@@ -1,7 +1,7 @@
 """``search:FOLDER_OR_FILE``: a tool that finds passages of a local corpus by BM25.
 
-The index is 40 lines of numpy rather than a library: scores are computed when the corpus is read, one number for each
-term of each passage, so that a query adds up a few arrays. A million passages fit.
+The index is 40 lines of numpy instead of a library. Scores are computed when the corpus is read, one number for each
+term of each passage, so a query only adds a few arrays. A million passages fit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``textarena:<Game>``: a game of TextArena; the model plays all of its players, each in a conversation of its own."""
+"""``textarena:<Game>``: a game of TextArena. The model plays all players, and each player has its own conversation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GAMES = 1000
 
 @contextmanager
 def _global_chance(keeper: Game | None = None) -> Iterator[None]:
-    """Python's global random numbers go on afterwards as if nothing had happened; inside they are the game's."""
+    """Inside this block, Python's global random numbers are the game's. Afterwards they continue as before."""
     before = random.getstate()
     if keeper is not None:
         random.setstate(keeper.chance)
@@ -32,17 +32,17 @@ def _global_chance(keeper: Game | None = None) -> Iterator[None]:
 
 
 class Game:
-    """One game. Players take turns; the game's own reward of a player is for the last reply of that player.
+    """One game. Players take turns. The game's reward for a player belongs to the player's last reply.
 
-    The library's games draw from Python's global random numbers. Here each draws from a sequence of its own, so that a
-    seed gives the same game whatever else is going on.
+    The library's games draw from Python's global random numbers. Here each game has its own sequence. So a seed gives
+    the same game, whatever else runs.
     """
 
     def __init__(self, name: str, players: int) -> None:
         self._name, self._players = name, players
 
     async def reset(self, row: Row) -> Start:
-        """Begin; async, as `step`, so that two games are never in each other's random numbers."""
+        """Begin the game. This is async, like `step`, so that two games never share their random numbers."""
         import textarena
 
         self.chance = random.Random(row.seed).getstate()
@@ -53,7 +53,7 @@ class Game:
         return Start(messages, role=self._role(player))
 
     async def step(self, reply: Mapping[str, Any]) -> Step:
-        """Make the move that the reply has; the game says what becomes of one that it cannot read."""
+        """Make the move in the reply. The game decides about a move that it cannot read."""
         mover = self._game.state.current_player_id
         with _global_chance(self):
             done, _ = self._game.step(reply.get("content") or "")
@@ -67,7 +67,7 @@ class Game:
         return Step(reward=float(rewards.get(mover, 0.0)), done=True, rewards=others, metrics={"invalid_moves": wrong})
 
     def _seen(self) -> tuple[int, list[Message]]:
-        """Whose turn it is, and what that player has not been told yet, without the player's own words."""
+        """Whose turn it is, and the messages that this player has not seen yet. The player's own words are left out."""
         inner = self._game
         while hasattr(inner, "env"):  # the library's wrappers tell a player everything again each turn
             inner = inner.env
@@ -84,10 +84,10 @@ class Game:
 
 
 def make(spec: str) -> Callable[[], Game]:
-    """The factory of the games that ``spec`` names, such as ``TicTacToe-v0`` or ``Poker-v0?players=4``.
+    """The factory of the games of ``spec``, such as ``TicTacToe-v0`` or ``Poker-v0?players=4``.
 
     Raises:
-        ValueError: there is no such game, or it cannot begin.
+        ValueError: there is no such game, or it cannot start.
     """
     import textarena
     from textarena.envs.registration import ENV_REGISTRY
@@ -116,5 +116,5 @@ def make(spec: str) -> Callable[[], Game]:
 
 
 def rows(spec: str) -> Iterator[dict[str, Any]]:
-    """One row many times over: a game has its own prompt, and each row plays another one, from another seed."""
+    """The same row many times. A game has its own prompt, and each row plays another game, with another seed."""
     return ({"input": spec, "metadata": {}} for _ in range(GAMES))

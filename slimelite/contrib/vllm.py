@@ -55,10 +55,10 @@ CPU_ENVIRONMENT = {
 
 
 class TemperedLogProbs(Sampler):
-    """vLLM's sampler, reporting log softmax(logits / temperature) before bans, top-k and top-p.
+    """vLLM's sampler, but it reports log softmax(logits / temperature) before bans, top-k and top-p.
 
-    vLLM itself reports log-probs either without temperature or after top-k and top-p. It also applies top-p to the
-    tokens that top-k left; here both apply to the whole distribution, and a token has to pass both.
+    vLLM itself reports log-probs either without temperature or after top-k and top-p. vLLM also applies top-p to the
+    tokens that remain after top-k. Here both apply to the whole distribution, and a token must pass both.
     """
 
     def __init__(self) -> None:
@@ -75,13 +75,13 @@ class TemperedLogProbs(Sampler):
         self.topk_topp_sampler.forward = cut_and_draw
 
     def forward(self, logits: torch.Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> object:
-        """Sample from logits [requests, vocab]; the log-probs of greedy requests use temperature 1 in place of 0."""
+        """Sample from logits [requests, vocab]. Log-probs of greedy requests use temperature 1 in place of 0."""
         temperature = sampling_metadata.temperature
         self.temperature = None if sampling_metadata.all_greedy else temperature.where(temperature > 0, 1.0)[:, None]
         return super().forward(logits, sampling_metadata, *args, **kwargs)
 
     def compute_logprobs(self, logits: torch.Tensor) -> torch.Tensor:
-        """Log-probs with temperature; vLLM passes the unchanged logits (``logprobs_mode`` raw_logprobs)."""
+        """Log-probs with temperature. vLLM passes the unchanged logits (``logprobs_mode`` raw_logprobs)."""
         tempered = logits.float() if self.temperature is None else logits.float() / self.temperature
         return tempered.log_softmax(-1)
 
@@ -95,7 +95,7 @@ def install_sampler(worker: Any) -> None:
 
 
 def begin_reload(worker: Any) -> None:
-    """Start an update: from now on vLLM loads each layer once all its weights have arrived."""
+    """Start an update. From now on, vLLM loads each layer after all its weights have arrived."""
     initialize_layerwise_reload(worker.model_runner.get_model())
 
 
@@ -106,7 +106,7 @@ def reload(worker: Any, tensors: list[tuple[str, torch.Tensor]]) -> None:
 
 
 def end_reload(worker: Any) -> None:
-    """Finish the update: vLLM loads the last layers and packs weights into the layout of its kernels."""
+    """Finish the update. vLLM loads the last layers, and packs weights into the layout of its kernels."""
     model, config = worker.model_runner.get_model(), worker.model_runner.model_config
     with set_current_vllm_config(worker.vllm_config):
         finalize_layerwise_reload(model, config)
@@ -155,10 +155,10 @@ class Running:
 class VllmEngine(InProcessEngine):
     """Implements `slimelite.engines.protocol.Engine`.
 
-    Running requests continue after a weight update: vLLM discards their keys and values and recomputes them.
+    Running requests continue after a weight update. vLLM discards their keys and values, and computes them again.
 
     Not supported: seeds (vLLM restarts the random stream in a continued response), scoring (its prompt log-probs ignore
-    the temperature) and the release of memory.
+    the temperature), and releasing memory.
     """
 
     name = "vllm"
@@ -286,7 +286,7 @@ class VllmEngine(InProcessEngine):
                 self._running.pop(output.request_id).finish("stop" if stopped else "length")
 
     def _completes_stop_string(self, running: Running) -> bool:
-        """Whether the response ends with a stop string; vLLM would miss one that began before a continuation."""
+        """Whether the response ends with a stop string. vLLM would miss one that began before a continuation."""
         request, output = running.request, running.result.output_ids
         if not request.params.stop or len(output) < request.params.min_new_tokens:
             return False

@@ -1,13 +1,13 @@
-"""Conversations as training samples: nothing is generated, the assistant's messages are the response.
+"""Turns conversations into training samples. Nothing is generated: the assistant's messages are the response.
 
-The loss covers the tokens that the model itself would generate. ``auto`` finds them with any chat template: it uses the
-template's ``{% generation %}`` marks if there are any; otherwise it renders the conversation again with one reply
+The loss covers the tokens that the model itself would generate. ``auto`` finds them with any chat template. It uses the
+template's ``{% generation %}`` marks if there are any. Otherwise it renders the conversation again with one reply
 replaced, and compares both texts. A reply runs from the end of the generation prompt to the end of the turn, including
 the end-of-turn token. An assistant message with ``step_loss_mask: 0`` is not trained on.
 
-The other kinds of mask are slime's, token for token; they fit the ChatML templates of the models that they are named
-after. ``qwen`` and ``qwen3`` render each message by itself, so they differ from a rollout where a template changes
-messages by their context (history without thinking, tool answers in one turn); ``auto`` has no such limits.
+The other kinds of mask are slime's, token for token. They fit the ChatML templates of the models that they are named
+after. ``qwen`` and ``qwen3`` render each message alone. So they differ from a rollout if a template changes messages by
+their context (history without thinking, tool answers in one turn). ``auto`` does not have this limit.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ JUDGEMENTS = {"true": 1.0, "1": 1.0, "1.0": 1.0, "false": 0.0, "0": 0.0, "0.0": 
 
 
 class Piece(NamedTuple):
-    """A text that is tokenized by itself, and the spans of it that are trained on."""
+    """A text that is tokenized alone, and the spans of it that are trained on."""
 
     text: str
     trained: list[Span]
@@ -65,10 +65,10 @@ class ChatReader:
         return render(self.tokenizer, messages, tools, settings)
 
     def tokens(self, messages: Messages, tools: Tools = None) -> tuple[list[int], list[int]]:
-        """(token ids, loss mask) of a whole conversation; the mask has one entry (0 or 1) per token.
+        """(token ids, loss mask) of a whole conversation. The mask has one entry (0 or 1) for each token.
 
-        A token that is partly inside a trained span of text is trained on, but for a special token, and for one that
-        has only white space of the reply and then what comes next.
+        A token that is partly inside a trained span is trained on. There are two exceptions: a special token, and a
+        token that has only white space of the reply and then later text.
 
         Raises:
             ValueError: the tokenizer has no chat template or gives no offsets, the template refuses the messages, or
@@ -96,7 +96,8 @@ class ChatReader:
         return token_ids, loss_mask
 
     def left_out(self, messages: Messages, tools: Tools = None) -> list[str]:
-        """What is in the row but not in the text: ``tools``, or fields of a reply that the template does not show.
+        """The parts of a row that its text does not have: ``tools``, or fields of a reply that the template does not
+        show.
 
         Reasoning before the last question does not count: templates take it out of the history on purpose.
         """
@@ -120,8 +121,8 @@ class ChatReader:
         """Turn a sample whose ``prompt`` is a conversation (messages) into a training sample, in place.
 
         An answer that already has its end token, as the responses of saved rollouts do, does not get a second one. The
-        prompt becomes the text before the first trained token; the response is everything after it, with a loss mask;
-        the reward is 0. A conversation that was cut off has the status TRUNCATED. A conversation without a token to
+        prompt becomes the text before the first trained token. The response is everything after it, with a loss mask.
+        The reward is 0. A conversation that was cut off has the status TRUNCATED. A conversation without a token to
         train on gets ``response_length`` 0 and ``remove_sample``.
 
         Raises:
@@ -143,11 +144,11 @@ class ChatReader:
         sample.reward = 0.0
 
     def judge(self, sample: Sample) -> None:
-        """`fill` for a conversation whose label says whether its last reply is desirable: reward 1, or 0. The
+        """Like `fill`, for a conversation whose label says whether its last reply is desirable: reward 1, or 0. The
         assistant's messages before it are not trained on.
 
         Raises:
-            ValueError: the label is neither, or `fill` raises.
+            ValueError: the label is not one of these, or `fill` raises.
         """
         desirable = JUDGEMENTS.get(str(sample.label).lower())
         if desirable is None:
@@ -161,10 +162,10 @@ class ChatReader:
         sample.reward = desirable
 
     def scored_pair(self, sample: Sample) -> list[Sample]:
-        """`pair` for a reward model, which reads whole conversations as `--rm-type` reward-model renders them: they are
-        the prompts, and the response is one token, in whose place the score stands.
+        """Like `pair`, for a reward model. It reads whole conversations, rendered as for `--rm-type` reward-model. The
+        conversation is the prompt, and the response is one token, whose position has the score.
 
-        If one is longer than ``max_context_len``, both are marked ``remove_sample``.
+        If one of them is longer than ``max_context_len``, both are marked ``remove_sample``.
 
         Raises:
             ValueError: there is no pair.
@@ -196,10 +197,11 @@ class ChatReader:
         return sides
 
     def pair(self, sample: Sample) -> list[Sample]:
-        """Samples [chosen, rejected] of a sample with a `PAIR` in its metadata: one unit and rollout, rewards 1 and 0.
+        """Samples [chosen, rejected] from a sample with a `PAIR` in its metadata. They have one unit and one rollout,
+        and rewards 1 and 0.
 
-        The messages that both conversations start with are the prompt; assistant messages in the prompt are not trained
-        on. If a reply has no token left to train on after a cut, both samples are marked ``remove_sample``.
+        The messages that both conversations start with are the prompt. Assistant messages in the prompt are not trained
+        on. If a cut leaves a reply without a token to train on, both samples are marked ``remove_sample``.
 
         Raises:
             ValueError: there is no pair, or `fill` raises.
@@ -217,7 +219,7 @@ class ChatReader:
         return _together(sides)
 
     def _fill_text(self, side: Sample, prompt: Sample, reply: str) -> None:
-        """Join the prompt's ids, as in generation, the reply's ids and the end-of-sequence token.
+        """Join the prompt's ids (as in generation), the reply's ids and the end-of-sequence token.
 
         A reply that already ends with an end token, as the responses of saved rollouts do, gets no second one.
         """
@@ -229,7 +231,7 @@ class ChatReader:
         side.prompt = prompt.prompt
 
     def _put(self, sample: Sample, ids: list[int], mask: list[int], kept: int = 0) -> None:
-        """Fill ``sample``: the response starts at the first trained token; the first ``kept`` tokens are never cut."""
+        """Fill ``sample``. The response starts at the first trained token. The first ``kept`` tokens are never cut."""
         room = len(ids) if self.max_context_len is None else max(self.max_context_len, kept)
         sample.status = Status.TRUNCATED if room < len(ids) else Status.COMPLETED
         ids, mask = ids[:room], mask[:room]
@@ -240,7 +242,7 @@ class ChatReader:
 
     @cached_property
     def special(self) -> re.Pattern[str]:
-        """Matches one of the tokenizer's special tokens, but for the one that begins a text."""
+        """Matches any special token of the tokenizer, except the one that begins a text."""
         begin = {self.tokenizer.bos_token} - {self.tokenizer.eos_token}
         tokens = [token for token in self.tokenizer.added_tokens_decoder.values() if token.special]
         texts = [token.content for token in tokens if token.content not in begin]
@@ -271,7 +273,7 @@ class ChatReader:
 
 
 def _together(sides: list[Sample]) -> list[Sample]:
-    """The samples of a pair; if one is not trained on, neither is the other."""
+    """The samples of a pair. If one of them is not trained on, the other is not either."""
     if any(side.remove_sample for side in sides):
         for side in sides:
             side.remove_sample = True
@@ -279,12 +281,12 @@ def _together(sides: list[Sample]) -> list[Sample]:
 
 
 def is_trained(message: Message) -> bool:
-    """False for a message that ``step_loss_mask`` switches off."""
+    """Whether a message is trained on. False if its ``step_loss_mask`` is 0."""
     return message.get("step_loss_mask", 1) == 1
 
 
 def _shared(chosen: Messages, rejected: Messages) -> int:
-    """Number of equal messages at the start of both; the last message of each never counts."""
+    """The number of equal messages at the start of both conversations. The last message of each never counts."""
     both = zip(chosen[:-1], rejected[:-1], strict=False)
     return sum(1 for _ in takewhile(lambda messages: messages[0] == messages[1], both))
 
@@ -318,9 +320,9 @@ def _tokenize(chat: ChatReader, piece: Piece) -> tuple[list[int], list[int]]:
 
 
 def auto_mask(chat: ChatReader, messages: Messages, tools: Tools) -> list[Piece]:
-    """The spans of the template's ``{% generation %}`` marks if it has any, else those found by comparing renderings.
+    """The spans of the template's ``{% generation %}`` marks. Without marks, the spans that comparing renderings finds.
 
-    These are exact for every template that copies a reply's content unchanged.
+    Both are exact for every template that copies a reply's content unchanged.
     """
     if MARKS.search(chat.tokenizer.get_chat_template(None, tools)):
         return [_marked(chat, messages, tools)]
@@ -335,7 +337,7 @@ def auto_mask(chat: ChatReader, messages: Messages, tools: Tools) -> list[Piece]
 
 
 def _marked(chat: ChatReader, messages: Messages, tools: Tools) -> Piece:
-    """The template's own ``{% generation %}`` marks."""
+    """The spans of the template's own ``{% generation %}`` marks."""
     tokenizer = chat.tokenizer
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -360,7 +362,7 @@ def _marked(chat: ChatReader, messages: Messages, tools: Tools) -> Piece:
 
 
 def _unit(chat: ChatReader, text: str, message: Message) -> Piece:
-    """A message rendered by itself; of a reply, everything after the generation prompt is trained on."""
+    """A message that is rendered alone. In a reply, everything after the generation prompt is trained on."""
     if message["role"] != "assistant" or not is_trained(message):
         return Piece(text, [])
     user = {"role": "user", "content": "x"}
@@ -369,7 +371,7 @@ def _unit(chat: ChatReader, text: str, message: Message) -> Piece:
 
 
 def qwen_mask(chat: ChatReader, messages: Messages, tools: Tools) -> list[Piece]:
-    """slime's mask ``qwen``: renders each message alone and cuts off the system prompt that the template adds."""
+    """slime's mask ``qwen``. It renders each message alone, and cuts off the system prompt that the template adds."""
     user = {"role": "user", "content": "x"}
     added = 2 * len(chat.render([user])) - len(chat.render([user, user]))
     pieces = [_unit(chat, chat.render(messages[:1], tools), messages[0])]
@@ -380,7 +382,7 @@ def qwen_mask(chat: ChatReader, messages: Messages, tools: Tools) -> list[Piece]
 
 
 def qwen3_mask(chat: ChatReader, messages: Messages, tools: Tools) -> list[Piece]:
-    """slime's mask ``qwen3``: renders each message after a user's question, so that every reply keeps its thinking.
+    """slime's mask ``qwen3``. It renders each message after a user's question, so that every reply keeps its thinking.
 
     Consecutive tool answers are one piece, because the template writes them as one turn.
     """
@@ -395,7 +397,8 @@ def qwen3_mask(chat: ChatReader, messages: Messages, tools: Tools) -> list[Piece
 
 
 def qwen3_5_mask(chat: ChatReader, messages: Messages, tools: Tools) -> list[Piece]:
-    """slime's mask ``qwen3_5``: the whole rendering; a reply starts after its header and an opening ``<think>``."""
+    """slime's mask ``qwen3_5``. It renders the whole conversation. A reply starts after its header and an opening
+    ``<think>``."""
     text = chat.render(messages, tools)
     replies = re.finditer(r"<\|im_start\|>assistant\n(?:<think>\n)?(.*?<\|im_end\|>\n?)", text, re.DOTALL)
     flags = [is_trained(m) for m in messages if m["role"] == "assistant"]
@@ -409,7 +412,8 @@ def qwen3_5_mask(chat: ChatReader, messages: Messages, tools: Tools) -> list[Pie
 
 
 def distill_qwen_mask(chat: ChatReader, messages: Messages, tools: Tools) -> list[Piece]:
-    """slime's mask ``distill_qwen``: the first message is the prompt, the last one's content the response."""
+    """slime's mask ``distill_qwen``. The first message is the prompt, and the content of the last one is the
+    response."""
     reply = messages[-1]["content"] or ""
     trained = [(0, len(reply))] if is_trained(messages[-1]) else []
     return [Piece(chat.render(messages[:1], tools, generation_prompt=True), []), Piece(reply, trained)]

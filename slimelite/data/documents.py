@@ -1,12 +1,13 @@
 """The data of pretraining: documents in random order, packed into sequences of ``--seq-length`` tokens.
 
-Each epoch goes through all documents once, in a new order. They are packed a *window* at a time, of about ``WINDOW``
-sequences: a document longer than a sequence is cut, and pieces go where they fit best (arXiv:2404.10830), so that
-no token is left out and few sequences have room left. The order depends on the seed and the epoch alone, and a
-position in it is three numbers, so that a run goes on from any step. Ranks do not matter: they divide what comes next.
+Each epoch goes through all documents once, in a new order. They are packed one *window* at a time, about ``WINDOW``
+sequences. A document longer than a sequence is cut, and each piece goes where it fits best (arXiv:2404.10830). So no
+token is left out, and few sequences have room left. The order depends only on the seed and the epoch. A position in it
+is three numbers, so a run can resume from any step. The order does not depend on the number of ranks, because they
+divide the next sequences among them.
 
-A document is its start token, its tokens and the end of a text; a piece after the first begins with the last token of
-the one before, so that each token is predicted exactly once in an epoch.
+A document is its start token, its tokens and the end of a text. A later piece of it begins with the last token of the
+piece before. So each token is predicted exactly once in an epoch.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ SHOWN = 2
 
 
 class Documents:
-    """Hands out packed sequences. With ``--prompt-data-weights`` each path is a stream with its own epochs, and the
-    next sequence comes from the stream whose tokens are furthest behind their share.
+    """Hands out packed sequences. With ``--prompt-data-weights`` each path is a stream with its own epochs. The next
+    sequence comes from the stream whose tokens are furthest behind its share.
     """
 
     def __init__(self, args: Args, tokenizer: str) -> None:
-        """Tokenise what is not in the cache, the texts of ``--eval-bpb`` too.
+        """Tokenise the texts that are not in the cache, including those of ``--eval-bpb``.
 
         Raises:
             ValueError: see `tokenize`.
-            OSError: likewise.
+            OSError: see `tokenize`.
         """
         self._args, self._coder = args, TextCoder(tokenizer)
         paths = args.prompt_data if args.job.documents else []
@@ -66,9 +67,9 @@ class Documents:
         return sum(-(-stream.size // self._args.seq_length) for stream in self._streams)
 
     def take(self, count: int) -> tuple[SampleTable, dict[str, float]]:
-        """The next ``count`` sequences, each with a ``rollout_id`` and ``unit_id`` of its own, and metrics of the data.
+        """The next ``count`` sequences, each with its own ``rollout_id`` and ``unit_id``, and metrics of the data.
 
-        A row is a piece of a document; with ``--cross-document-attention`` it is a sequence.
+        A row is a piece of a document. With ``--cross-document-attention`` a row is a sequence.
         """
         sequences = [self._next_stream().next() for _ in range(count)]
         numbers = np.repeat(np.arange(count), list(map(len, sequences))) + self._sequences
@@ -94,7 +95,8 @@ class Documents:
         return self._streams[behind.index(max(behind))]
 
     def held_out(self) -> Iterator[tuple[SampleTable, int]]:
-        """The documents of ``--eval-bpb`` in their order, a table at a time, and the bytes of texts that end in it.
+        """The documents of ``--eval-bpb`` in their order, one table at a time, with the bytes of the texts that end in
+        it.
 
         They are cut as in training, and each piece is a row.
         """
@@ -108,7 +110,8 @@ class Documents:
                 yield self._table(ids, np.arange(len(ids))), shard.facts.bytes if part is parts[-1] else 0
 
     def _table(self, ids: Sequence[np.ndarray], numbers: np.ndarray) -> SampleTable:
-        """A table of pieces [n] of the sequences ``numbers`` [n]; the first token of a piece is given, not trained."""
+        """A table of pieces [n] that belong to the sequences ``numbers`` [n]. The first token of a piece is given and
+        not trained."""
         lengths = np.array(list(map(len, ids)))
         flat, begins = np.concatenate(ids), np.cumsum(lengths) - lengths
         context = np.zeros(len(flat), bool)
@@ -148,7 +151,7 @@ class Documents:
         )
 
     def state_dict(self) -> dict[str, object]:
-        """The position, and what must be unchanged for it to be valid, as plain JSON values."""
+        """The position, and the facts that must be unchanged for it to be valid, as plain JSON values."""
         streams = [stream.state() for stream in self._streams]
         return {"streams": streams, "drawn": [self._sequences, self._rows], "dataset": self._identity()}
 
@@ -183,7 +186,7 @@ class Documents:
 
 
 class Stream:
-    """An endless sequence of packed sequences. ``size``: tokens of an epoch; ``tokens``: drawn so far."""
+    """An endless sequence of packed sequences. ``size``: tokens of an epoch. ``tokens``: tokens drawn so far."""
 
     def __init__(self, shards: list[Shard], args: Args, start: int) -> None:
         self.shards, self.tokens = shards, 0
@@ -215,13 +218,13 @@ class Stream:
         return [*self._position, self.tokens]
 
     def restore(self, state: Sequence[int]) -> None:
-        """Go on from a position."""
+        """Continue from a position."""
         epoch, first, taken, self.tokens = state
         self._position = (epoch, first, taken)
         self._open(epoch, first)
 
     def _open(self, epoch: int, first: int) -> None:
-        """Pack the window that begins with the document ``first`` of the order of ``epoch``."""
+        """Pack the window that begins with document ``first`` in the order of ``epoch``."""
         length, shuffle = self._args.seq_length, self._args.rollout_shuffle
         if self._order[0] != epoch:
             order = np.arange(len(self._ends))
@@ -245,8 +248,8 @@ class Stream:
 
 
 def cut(begins: np.ndarray, ends: np.ndarray, length: int) -> np.ndarray:
-    """[n, 4] int64 pieces of documents that span ``begins`` to ``ends`` of a shard's tokens, in their order: the number
-    of the document, where the piece begins and ends, and whether the document begins there.
+    """[n, 4] int64, the pieces of documents in their order. The documents span ``begins`` to ``ends`` of a shard's
+    tokens. Columns: the number of the document, where the piece begins and ends, and whether the document begins there.
 
     With the token before it a piece has at most ``length`` tokens.
     """
@@ -258,7 +261,8 @@ def cut(begins: np.ndarray, ends: np.ndarray, length: int) -> np.ndarray:
 
 
 def _ids(shard: Shard, piece: Sequence[int], start: int) -> np.ndarray:
-    """The ids of a piece (see `cut`), after ``start`` if the document begins there, else after the token before it."""
+    """The ids of a piece (see `cut`). Before them comes ``start`` if the document begins there, else the token before
+    the piece."""
     _, begin, end, begins = piece
     ids = np.empty(end - begin + 1, np.int32)
     ids[0] = start if begins else shard.tokens[begin - 1]

@@ -1,4 +1,5 @@
-"""Files of documents in a dataset of the Hugging Face hub: listed with their digests, downloaded one at a time."""
+"""Files of documents in a dataset of the Hugging Face hub. They are listed with their digests, and downloaded one at a
+time."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file of a dataset; ``digest``: of its content, as the hub says; ``size``: in bytes."""
+    """A file of a dataset. ``digest``: of its content, as the hub reports it. ``size``: in bytes."""
 
     dataset: str
     revision: str
@@ -33,7 +34,7 @@ class HubFile:
         """The path of a copy below ``folder``, which is deleted after the block.
 
         Raises:
-            ValueError: the hub does not give it.
+            ValueError: the hub does not provide it.
         """
         from huggingface_hub import hf_hub_download
 
@@ -50,7 +51,7 @@ class HubFile:
 def hub_files(spec: str, endings: Sequence[str]) -> list[HubFile]:
     """The files of a dataset ``owner/name[:config][:split]`` with one of ``endings``, in the order of their names.
 
-    A config is the name of a folder, as is usual; a split, of a folder or the first word of a file's name.
+    A config is usually the name of a folder. A split is the name of a folder, or the first word of a file's name.
 
     Raises:
         ValueError: there is no such dataset, or it has no such files.

@@ -1,11 +1,11 @@
-"""Messages as data files have them, and as chat templates want them: OpenAI's form, with what differs levelled.
+"""Messages in data files, converted to the form of OpenAI that chat templates expect.
 
-Files write an argument list as JSON text (OpenAI) or as an object, an absent value as null, and a call with or without
-``function`` around it. Templates differ as well: most write ``arguments | tojson``, which would quote a text once more;
-DeepSeek's join texts; some print a null as the word None; Hermes' wants the name of the tool beside its answer.
+Files differ: an argument list is JSON text (OpenAI) or an object, an absent value may be null, and a call may have
+``function`` around it. Templates differ too: most write ``arguments | tojson``, which would quote a text again.
+DeepSeek's join texts, some print null as the word None, and Hermes' needs the name of the tool beside its answer.
 
-Templates are programs that come with a model: one is tried in a process with limits before it is used, and each
-rendering of real messages has a bound on its time.
+Templates are programs that come with a model. So each is tried first in a process with limits, and each rendering of
+real messages has a time limit.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ CALLED: list[dict[str, Any]] = [
 
 
 def try_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Render conversations by the chat template, if there is one, in a copy of this process with limits.
+    """Render some conversations with the chat template, if there is one, in a copy of this process with limits.
 
-    It takes some ten milliseconds. What the template refuses is no matter here.
+    This takes some ten milliseconds. Errors of the template do not matter here.
 
     Raises:
         ValueError: the template takes too long or too much memory.
@@ -74,7 +74,7 @@ def try_template(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def _trial(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The exit status of the copy."""
+    """The exit status of the copied process."""
     try:
         quiet = os.open(os.devnull, os.O_WRONLY)
         for descriptor in (1, 2):
@@ -98,7 +98,7 @@ def _trial(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def _ended(child: int) -> int:
-    """The exit status of a child, negative for a signal; it is killed at the deadline."""
+    """The exit status of a child process, negative for a signal. The child is killed at the deadline."""
     until = time.monotonic() + DEADLINE_S
     try:
         while os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None and time.monotonic() < until:
@@ -109,16 +109,17 @@ def _ended(child: int) -> int:
 
 
 class TooSlow(ValueError):
-    """A chat template that takes too long with some messages: others may take as long, and none is to be tried."""
+    """A chat template takes too long with some messages. Other messages may take as long, so none should be tried."""
 
 
 class _Stop(BaseException):
-    """Ends a rendering; what catches errors of a template does not catch it."""
+    """Ends a rendering. Code that catches errors of a template does not catch it."""
 
 
 @dataclass
 class _Rendering:
-    """A rendering in a thread. ``clock`` counts the thread's CPU time; at ``until`` the rendering is stopped."""
+    """A rendering that runs in a thread. ``clock`` counts the thread's CPU time. At ``until`` the rendering is
+    stopped."""
 
     clock: int
     until: float
@@ -126,7 +127,8 @@ class _Rendering:
 
 
 class _Watch:
-    """Stops renderings of this process that take too long, from a thread of its own that lives while there are some."""
+    """Stops renderings of this process that take too long. It has its own thread, which lives while there are
+    renderings."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -134,7 +136,8 @@ class _Watch:
         self._thread: threading.Thread | None = None
 
     def begin(self, seconds: float) -> None:
-        """The calling thread renders, for ``seconds`` of its CPU time at most; then `_Stop` is raised in it."""
+        """Note that the calling thread begins a rendering. After ``seconds`` of its CPU time `_Stop` is raised in
+        it."""
         ident = threading.get_ident()
         clock = time.pthread_getcpuclockid(ident)
         with self._lock:
@@ -144,7 +147,7 @@ class _Watch:
                 self._thread.start()
 
     def end(self) -> None:
-        """The calling thread has rendered."""
+        """Note that the calling thread has finished its rendering."""
         ident = threading.get_ident()
         with self._lock:
             rendering = self._running.pop(ident, None)
@@ -170,13 +173,14 @@ os.register_at_fork(after_in_child=_watch.__init__)  # type: ignore[misc]  # its
 
 @contextlib.contextmanager
 def bounded(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
-    """The block renders messages by the template of ``tokenizer``, in any thread, and costs some microseconds.
+    """Inside this block, messages may be rendered with the template of ``tokenizer``, in any thread. It costs some
+    microseconds.
 
-    What a template does in Python is bounded: loops, and so the texts that they grow. One operation, such as a power of
-    huge numbers, is not.
+    This limits what a template does in Python: its loops, and so the texts that they make. It does not limit a single
+    operation, such as a power of huge numbers.
 
     Raises:
-        TooSlow: it takes longer than `RENDER_S` of CPU time.
+        TooSlow: the rendering takes longer than `RENDER_S` of CPU time.
     """
     try:
         _watch.begin(RENDER_S)
@@ -214,12 +218,13 @@ class BadCell(ValueError):
 
 
 def read_messages(content: object, column: str = "messages") -> Messages:
-    """``content`` as messages: no nulls, content a text, arguments objects, answers of tools with the tool's name.
+    """``content`` as messages: without nulls, with text as content, objects as arguments, and the tool's name in
+    answers of tools.
 
-    A message without any of this comes back equal. Tool calls may be JSON text as a whole, as parquet files have them.
+    A message that needs no change is returned equal. All tool calls together may be JSON text, as in parquet files.
 
     Raises:
-        BadCell: it is not a list of messages, or a call has no name or its arguments are not an object.
+        BadCell: ``content`` is not a list of messages, a call has no name, or its arguments are not an object.
     """
     if not isinstance(content, list) or not content:
         raise BadCell(column, f"text or a list of messages is expected, not {content!r:.60}")
@@ -256,7 +261,7 @@ def read_messages(content: object, column: str = "messages") -> Messages:
 
 
 def sound(value: object, column: str, depth: int = 0) -> object:
-    """``value`` if all its text can be encoded as UTF-8 and it is not nested too deep; `BadCell` otherwise."""
+    """``value``, if UTF-8 can encode all its text and it is not nested too deep; else `BadCell` is raised."""
     if depth > DEPTH:
         raise BadCell(column, f"is nested more than {DEPTH} deep")
     if isinstance(value, str) and not value.isascii():
@@ -276,7 +281,7 @@ def sound(value: object, column: str, depth: int = 0) -> object:
 
 
 def _call(raw: object, where: str, column: str) -> dict[str, object]:
-    """A tool call in OpenAI's form, but for its arguments, which are an object."""
+    """A tool call in OpenAI's form, except that its arguments are an object."""
     call = {key: value for key, value in raw.items() if value is not None} if isinstance(raw, dict) else {}
     function = call.get("function", call)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -290,9 +295,9 @@ def _call(raw: object, where: str, column: str) -> dict[str, object]:
 
 
 def parsed(value: object, kind: type[Kind], column: str, where: str = "") -> Kind:
-    """``value``, parsed if it is text, as a ``kind``, list or dict; null and empty text are an empty one.
+    """``value`` as a list or dict (``kind``), parsed if it is text. Null and empty text give an empty one.
 
-    ``where``: the part of the cell that it is, with a verb, for the message.
+    ``where``: names the part of the cell, with a verb, for the message.
 
     Raises:
         BadCell: it is neither a ``kind`` nor its JSON text.
@@ -311,8 +316,8 @@ def parsed(value: object, kind: type[Kind], column: str, where: str = "") -> Kin
 
 
 def render(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Tools, settings: Mapping[str, object]) -> str:
-    """The text of messages by the chat template, whose variables are ``settings``; whatever the template raises goes on
-    to the caller, and a template is a program. One that takes too long raises `slimelite.data.messages.TooSlow`.
+    """The text of messages, rendered with the chat template. ``settings`` are its variables. Errors of the template
+    reach the caller. A template that takes too long raises `slimelite.data.messages.TooSlow`.
     """
     apply = tokenizer.apply_chat_template
     with bounded(tokenizer):
@@ -320,7 +325,7 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Tools,
 
 
 def with_arguments(render: Callable[[Messages], Rendered], messages: Messages) -> Rendered:
-    """``render(messages)``; if the template refuses objects as arguments, they are JSON text in a second try."""
+    """``render(messages)``. If the template refuses objects as arguments, a second try has them as JSON text."""
     try:
         return render(messages)
     except TypeError:

@@ -1,5 +1,5 @@
-"""Prompts: turns rows of data files into samples without a response, checks and filters them before a run, and deals
-them out, with a state that resumes (`DataSource`).
+"""Prompts. This turns rows of data files into samples without a response, and checks and filters them before a run.
+Then it hands them out, with a state that can be resumed (`DataSource`).
 """
 
 from __future__ import annotations
@@ -66,17 +66,17 @@ def load_prompts(
 
     A prompt is either text with token ids, or (as in SFT) messages without a chat template and without token ids.
 
-    ``replies``: the columns of the preferred and of the other reply of a preference pair; both go into
+    ``replies``: the columns of the preferred and of the other reply of a preference pair. Both go into
     ``metadata["pair"]``. A reply is text, the turns that follow the prompt, or the whole conversation from the prompt's
-    first message on. If no column has the prompt alone, ``input_key`` is the column of the chosen conversation, and the
-    prompt is the messages before its first assistant message.
+    first message on. If no column has only the prompt, ``input_key`` is the column of the chosen conversation. The
+    prompt is then the messages before its first assistant message.
 
     Args:
         tokenizer: None only checks the files, without chat template and token ids.
-        max_prompt_len: longer prompts are left out [tokens]; if messages end with an answer, only the messages before
+        max_prompt_len: longer prompts are left out [tokens]. If the messages end with an answer, only those before
             their first answer count.
         keep_messages: put messages into ``metadata["messages"]`` too, for a reward model with a chat template.
-        warn: called with a message about the rows and prompts that are left out.
+        warn: called with a message about rows and prompts that are left out.
         whole: False if ``paths`` select only the first rows, so that a column missing in them may still appear later.
 
     Raises:
@@ -132,7 +132,8 @@ def load_prompts(
 def _open(
     columns: Columns, path: str, replies: tuple[str, str] | None, bad: BadRows, notes: list[str]
 ) -> tuple[Columns, Iterator[tuple[str, Row]]]:
-    """The names of a file's columns, and its rows or what a task makes of them; ``notes`` gets their shape."""
+    """The column names of a file, and its rows, or the rows that a task makes of them. ``notes`` gets the rows'
+    shape."""
     if (spec := getattr(columns, "task", None)) is not None:
         from slimelite.data.rendering import TaskRows  # it needs Jinja
 
@@ -160,7 +161,7 @@ def _open(
 
 
 def _measured(prompt: Sample, row: Row, columns: Columns, tokenizer: PreTrainedTokenizerBase | None) -> str:
-    """The text whose tokens ``max_prompt_len`` limits; for messages it is empty if ``tokenizer`` is None."""
+    """The text whose tokens ``max_prompt_len`` limits. For messages it is empty if ``tokenizer`` is None."""
     if isinstance(prompt.prompt, str):
         return prompt.prompt
     if tokenizer is None:
@@ -171,9 +172,9 @@ def _measured(prompt: Sample, row: Row, columns: Columns, tokenizer: PreTrainedT
 
 
 def _encode(prompts: list[Sample], texts: list[str], tokenizer: PreTrainedTokenizerBase, columns: Columns) -> list[int]:
-    """Set the token ids of text prompts; returns the number of tokens of each of ``texts``.
+    """Set the token ids of text prompts. Returns the number of tokens of each of ``texts``.
 
-    The text of an evaluation task begins as the tokenizer says, as lm-evaluation-harness has it.
+    The text of an evaluation task begins with the tokens that the tokenizer adds, as in lm-evaluation-harness.
     """
     begins = getattr(columns, "task", None) is not None and not columns.apply_chat_template
     lengths = []
@@ -187,8 +188,8 @@ def _encode(prompts: list[Sample], texts: list[str], tokenizer: PreTrainedTokeni
 
 
 def before_answers(messages: Messages) -> Messages:
-    """The messages that are the prompt: all of them, or those before the first ``assistant`` message if the last
-    message is one (as in SFT data, whose rows hold the answers too).
+    """The messages of the prompt. They are all messages. But if the last one is from the ``assistant`` (as in SFT data,
+    whose rows have the answers too), only those before the first such message.
     """
     if messages[-1]["role"] != "assistant":
         return messages
@@ -240,7 +241,7 @@ def _read_prompt(
 def _add_pair(
     prompt: Sample, messages: Messages | None, row: Row, input_key: str, keys: tuple[str, str]
 ) -> Messages | None:
-    """Put the replies of a row into the metadata; if the prompt or a reply is messages, all become messages."""
+    """Put the replies of a row into the metadata. If the prompt or a reply is messages, all of them become messages."""
     cells = {key: sound(row[key], key) for key in keys}
     if empty := [key for key, cell in cells.items() if cell is None or cell == ""]:
         raise BadCell(empty[0], "the reply is empty")
@@ -306,15 +307,16 @@ def _tools(row: Row, columns: Columns) -> Tools:
 
 
 class DataSource:
-    """Hands out prompts as groups of ``--n-samples-per-prompt`` samples; groups that were returned come first.
+    """Hands out prompts as groups of ``--n-samples-per-prompt`` samples. Groups that were returned come first.
 
-    The order in epoch e is the file order or, with ``--rollout-shuffle``, a permutation that depends only on
-    ``--rollout-seed`` + e. Several paths form one dataset; with ``--prompt-data-weights`` each path is a stream with
+    The order in epoch e is the file order. With ``--rollout-shuffle`` it is a permutation that depends only on
+    ``--rollout-seed`` + e. Several paths form one dataset. With ``--prompt-data-weights`` each path is a stream with
     its own epochs, and the next prompt comes from the stream that is furthest behind its share.
     """
 
     def __init__(self, args: Args, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-        """``tokenizer`` None: load that of ``args``, since subclasses written for slime are built from ``args`` alone.
+        """``tokenizer`` None: load the one that ``args`` name, because subclasses written for slime are built from
+        ``args`` alone.
 
         Raises:
             ValueError: --prompt-data is missing, or `load_prompts` raises.
@@ -360,16 +362,17 @@ class DataSource:
         return sum(len(stream.prompts) for stream in self._streams)
 
     def get_samples(self, n: int) -> list[list[Sample]]:
-        """``n`` groups: returned ones first, then new ones with prompt tokens, label, metadata and indices."""
+        """``n`` groups. Returned groups come first, then new ones with prompt tokens, label, metadata and indices."""
         groups = self._pick(self.args, None, self._returned, n) if self._returned else []
         return [*groups, *(self._fresh_group() for _ in range(n - len(groups)))]
 
     def add_samples(self, groups: Sequence[list[Sample]]) -> None:
-        """Take unfinished or surplus groups back; `get_samples` returns them first (see --buffer-filter-path)."""
+        """Take back unfinished or surplus groups. `get_samples` returns them first (see --buffer-filter-path)."""
         self._returned.extend(groups)
 
     def heed(self, groups: Sequence[list[Sample]], reward_key: str | None) -> dict[str, float]:
-        """Let the levels of ``--curriculum-threshold`` rise by a rollout's finished ``groups``; metrics of them."""
+        """Let the levels of ``--curriculum-threshold`` rise, given a rollout's finished ``groups``. Returns their
+        metrics."""
         return {} if self._curriculum is None else self._curriculum.heed(groups, reward_key)
 
     def _fresh_group(self) -> list[Sample]:
@@ -393,7 +396,7 @@ class DataSource:
     def state_dict(self) -> dict[str, object]:
         """The state needed to resume, including the returned groups, as plain JSON values.
 
-        Values that plugins put on a sample are converted too: numpy values to numbers and lists, others to text.
+        Values that plugins set on a sample are converted too: numpy values to numbers and lists, other values to text.
         """
         return {
             "drawn": [stream.drawn for stream in self._streams],
@@ -436,23 +439,23 @@ class DataSource:
 
 
 class Curriculum:
-    """``--curriculum-threshold``: a task goes on to its next level when this share of its answers is right.
+    """``--curriculum-threshold``: a task moves to its next level when this share of its answers is right.
 
-    Rows have ``level``, and perhaps ``task``, in their metadata; each task is at one level, at first its lowest.
+    Rows have ``level``, and perhaps ``task``, in their metadata. Each task is at one level, and starts at its lowest.
 
-    A task rises to its next level when the mean reward of its groups at the present one, in a rollout, is at least the
-    threshold. Tasks take turns.
+    A task rises when the mean reward of its groups at the present level, in one rollout, is at least the threshold.
+    Tasks take turns.
 
     Attributes:
         parts: the prompts of each task at each level.
-        levels: task -> its level, counted from 0 in the order of the levels that its rows have.
+        levels: task -> its level, counted from 0 in the order of its rows' levels.
     """
 
     def __init__(self, threshold: float, prompts: Sequence[Sample]) -> None:
         """Sort ``prompts`` by task and level.
 
         Raises:
-            ValueError: one of them has no level.
+            ValueError: a prompt has no level.
         """
         self._threshold = threshold
         by_task: dict[str, dict[float, list[Sample]]] = {}
@@ -478,7 +481,8 @@ class Curriculum:
         return self._places[task][self.levels[task]][1]
 
     def heed(self, groups: Sequence[list[Sample]], reward_key: str | None) -> dict[str, float]:
-        """Let tasks rise; returns ``rollout/level/TASK``, or ``rollout/level`` of the only one, of the next rollout."""
+        """Let tasks rise. Returns ``rollout/level/TASK`` of the next rollout, or ``rollout/level`` if there is only one
+        task."""
         for task, at in self.levels.items():
             level, last = self._places[task][at][0], at + 1 == len(self._places[task])
             rewards = [

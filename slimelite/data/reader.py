@@ -1,5 +1,5 @@
-"""Reads rows of files (parquet, jsonl, jsonl.gz, json, csv, arrow), of folders that ``datasets`` saved and of hub
-datasets, each with its place in the file.
+"""Reads rows, each with its place in the file. It reads files (parquet, jsonl, jsonl.gz, json, csv, arrow), folders
+that ``datasets`` saved, and hub datasets.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+){0,2}")
 
 @dataclass
 class BadRows:
-    """Counts the malformed rows of one file; `close` raises an error or, if ``skip`` is set, warns."""
+    """Counts the malformed rows of one file. `close` raises an error, or with ``skip`` it warns."""
 
     skip: bool = False
     warn: Callable[[str], None] = logger.warning
@@ -92,16 +92,16 @@ def split_path(spec: str) -> tuple[str, slice]:
 def read_rows(
     spec: str, required: Sequence[str] = (), optional: Sequence[str] | None = None, bad: BadRows | None = None
 ) -> Iterator[tuple[str, Row]]:
-    """(place, row) for each row of ``spec``, in order. Columns that are not named may be left out of a row.
+    """(place, row) for each row of ``spec``, in order. Columns that are not named may be missing in a row.
 
-    ``spec``: a .parquet, .jsonl, .jsonl.gz, .json (one list), .csv or .arrow file, a folder that ``datasets`` saved
-    (`save_to_disk`), a hub dataset ``owner/name[:config][:split]`` (split ``train`` unless named), or
-    ``environment:name[:spec]``, what an environment brings; ``@[a:b]`` after it takes a slice. ``optional`` None: keep
+    ``spec``: a .parquet, .jsonl, .jsonl.gz, .json (one list), .csv or .arrow file; a folder that ``datasets`` saved
+    (`save_to_disk`); a hub dataset ``owner/name[:config][:split]`` (default split ``train``); or
+    ``environment:name[:spec]``, the rows of an environment. Append ``@[a:b]`` to take a slice. ``optional`` None: keep
     all columns.
 
     Raises:
-        ValueError: there is no such file, it is of another kind, the slice is empty, or a required column is missing;
-            at the end, if there are malformed rows (unless ``bad`` skips them), also those that the caller added.
+        ValueError: there is no such file, it has another kind, the slice is empty, or a required column is missing.
+            Malformed rows raise it at the end, also those that the caller added, unless ``bad`` skips them.
     """
     bad = bad or BadRows()
     name, part = split_path(spec)
@@ -121,7 +121,7 @@ def read_rows(
 
 
 def _reader(name: str) -> Reader:
-    """What reads ``name``, which has no slice."""
+    """The function that reads ``name``, which has no slice."""
     path = Path(name)
     if name.startswith(ENVIRONMENT):
         return _environment_rows
@@ -140,10 +140,10 @@ def _reader(name: str) -> Reader:
 
 
 def column_names(spec: str) -> list[str]:
-    """The columns of a file, or of its first row that can be read; none if there is none.
+    """The columns of a file, or of its first readable row; empty if there is none.
 
     Raises:
-        ValueError: as `read_rows` for the file.
+        ValueError: the same errors of the file as `read_rows` raises.
     """
     name, _ = split_path(spec)
     if name.endswith(".parquet") and Path(name).is_file():
@@ -193,7 +193,7 @@ def _arrow_rows(path: str, part: slice, required: Sequence[str], _optional: obje
 
 
 def _saved_rows(path: str, part: slice, required: Sequence[str], _optional: object) -> Iterator[Found]:
-    """Of a folder that ``datasets`` saved: its state names the files, in order."""
+    """Rows of a folder that ``datasets`` saved. Its state names the files, in order."""
     try:
         files = [each["filename"] for each in json.loads(Path(path, SAVED).read_text(encoding="utf-8"))["_data_files"]]
     except (ValueError, KeyError, TypeError) as error:
@@ -223,7 +223,7 @@ def _saved_table(files: Sequence[Path], name: str, part: slice, required: Sequen
 
 
 def _csv_rows(path: str, part: slice, required: Sequence[str], _optional: object) -> Iterator[Found]:
-    """Every cell is text, so that a label such as 007 stays; an empty cell is left out."""
+    """Rows of a CSV file. Every cell is text, so a label such as 007 stays; an empty cell is left out."""
     csv.field_size_limit(2**31 - 1)
     try:
         with Path(path).open(encoding="utf-8-sig", newline="") as file:
@@ -246,8 +246,8 @@ def _csv_rows(path: str, part: slice, required: Sequence[str], _optional: object
 
 
 def _without_nulls(value: object) -> object:
-    """``value`` without the null fields of its structs. In parquet all rows share one struct type, so a key that a row
-    does not have is read back as null (such as ``tool_calls`` of a plain message, or arguments of other tools)."""
+    """``value`` without the null fields of its structs. In parquet, all rows share one struct type. So a key that a row
+    does not have is read as null (such as ``tool_calls`` of a plain message, or arguments of other tools)."""
     if isinstance(value, dict):
         return {k: _without_nulls(v) for k, v in value.items() if v is not None}
     if isinstance(value, list):
@@ -286,7 +286,7 @@ def _json_rows(path: str, part: slice, *_: object) -> Iterator[Found]:
 
 
 def _object(pairs: list[tuple[str, object]]) -> Row:
-    """A JSON object; refuses a repeated key, because json would silently keep only the last value."""
+    """A JSON object. A repeated key is refused, because json would silently keep only the last value."""
     values = dict(pairs)
     if len(values) < len(pairs):
         names = [name for name, _ in pairs]

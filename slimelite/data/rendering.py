@@ -1,4 +1,4 @@
-"""Rows of an evaluation task become prompts: the templates and expressions of a task file, applied to the columns."""
+"""Turns rows of an evaluation task into prompts, with the templates and expressions of a task file."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ SEPARATOR = "\n\n"
 
 
 class TaskRows:
-    """Turns the rows of an evaluation task's data into rows that a dataset of prompts has.
+    """Turns the rows of an evaluation task's data into rows of a prompt dataset.
 
     Each has ``prompt``, ``label`` and ``metadata``. The prompt is text, or messages if there are examples and a chat
     template.
 
-    ``metadata`` has the row's place in its file, so that two models' answers to it can be paired whatever
-    their chat templates are. Of a task with choices it has ``choices`` and ``right``, the index of the right one.
+    ``metadata`` has the row's place in its file. So the answers of two models can be paired, whatever their chat
+    templates are. For a task with choices, it also has ``choices`` and ``right``, the index of the right one.
     """
 
     def __init__(self, spec: str, *, chat: bool) -> None:
-        """Compile the task ``spec``; ``chat``: whether the chat template is applied.
+        """Compile the task ``spec``. ``chat``: whether the chat template is applied.
 
         Raises:
-            ValueError: the task file is wrong, or a template or an expression is no Jinja.
+            ValueError: the task file is wrong, or a template or expression is not valid Jinja.
         """
         self.task = task = load_task(spec)
         self._chat = chat
@@ -45,8 +45,9 @@ class TaskRows:
     def read(self, path: str, shots: int, examples: str | None, bad: BadRows) -> Iterator[tuple[str, Row]]:
         """(place, row) for each row of the file or hub dataset ``path`` (see `read_rows`).
 
-        ``shots`` examples come before each question: the first rows of ``examples``, or else of ``path``, which are
-        then not asked; of a task with ``same``, the first that are like the question's row.
+        ``shots`` examples come before each question. They are the first rows of ``examples``; without it, the first
+        rows of ``path``, which are then not asked. For a task with ``same``, they are the first rows that are like the
+        question's row.
 
         Raises:
             ValueError: the rows cannot be read.
@@ -66,7 +67,7 @@ class TaskRows:
                 bad.add(place, str(error))
 
     def _show(self, row: Row, shots: int, shown: dict[object, list[tuple[str, str]]]) -> bool:
-        """Keep ``row`` as an example, unless there are enough like it."""
+        """Keep ``row`` as an example, unless there are enough examples like it. Returns whether it was kept."""
         pairs = shown.setdefault(self._same(row), [])
         if len(pairs) >= shots:
             return False

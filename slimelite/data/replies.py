@@ -1,7 +1,8 @@
-"""Finds an assistant's replies in the text of a conversation, with any chat template: it is rendered with a probe.
+"""Finds an assistant's replies in the text of a conversation, with any chat template. It renders the conversation with
+a probe.
 
-A reply runs from the end of the generation prompt to the end of its turn. Nothing that a user, a system prompt or a
-tool says is part of it: Gemma 4's template writes tools' answers inside the model's turn, and a reply ends before them.
+A reply runs from the end of the generation prompt to the end of its turn. Text from a user, a system prompt or a tool
+is not part of it. Gemma 4's template writes tools' answers inside the model's turn; there, a reply ends before them.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ class Finder:
     """Finds replies by comparing texts.
 
     Args:
-        messages: the conversation; ``text``: its text.
+        messages: the conversation. ``text``: its text.
         template: (messages, whether with the generation prompt) -> text.
-        special: tokens that no plain text has, such as ``<|im_end|>``.
+        special: matches tokens that plain text never has, such as ``<|im_end|>``.
     """
 
     messages: Messages
@@ -42,7 +43,7 @@ class Finder:
     def spans(self, i: int) -> list[Span]:
         """Where the reply ``messages[i]`` is in the text.
 
-        Gemma 4's template writes the words of a reply after its calls and what these gave: they are a second span.
+        Gemma 4's template writes the words of a reply after its calls and their answers. These words are a second span.
 
         Raises:
             ValueError: the text does not show the reply where the generation prompt ends.
@@ -64,9 +65,9 @@ class Finder:
     def _start(self, i: int) -> int:
         """Where the reply begins.
 
-        The text before a probe in its place ends with the header of the turn, and possibly with text that the template
-        puts before a reply, such as an empty thinking block. To separate these two, the messages before the reply are
-        rendered twice: answered by the probe, and with the generation prompt.
+        The text before a probe at its place ends with the header of the turn. Some templates write more text before a
+        reply, such as an empty thinking block. To separate these two, the messages before the reply are rendered twice:
+        answered by the probe, and with the generation prompt.
         """
         context = self.messages[:i]
         while context and context[-1]["role"] == "assistant":
@@ -103,7 +104,7 @@ class Finder:
         raise _hidden(i)
 
     def _render(self, messages: Messages, prompt: bool) -> str:
-        """The text of messages, kept while one reply is looked for."""
+        """The text of messages. Texts are cached while one reply is located."""
         key = (repr(messages), prompt)
         if key not in self._rendered:
             self._rendered[key] = self.template(messages, prompt)
@@ -111,7 +112,7 @@ class Finder:
 
     @cached_property
     def _header(self) -> str:
-        """What begins a turn: Gemma's template writes it where the prompt, after a tool's answer, has none."""
+        """The header of a turn. After a tool's answer, where the prompt has none, Gemma's template writes it."""
         question = [{**_words(self.messages[0]), "role": "user"}]
         try:
             return self._render(question, True).removeprefix(self._render(question, False))
@@ -119,16 +120,16 @@ class Finder:
             return ""
 
     def _end_of_words(self, i: int, after: str, follower: str) -> int:
-        """The end of a reply that says something, by what comes ``after`` a probe in its place."""
+        """The end of a reply that has words. ``after``: the text after a probe at its place."""
         if not self.text.endswith(after):
             raise _hidden(i)
         end = len(self.text) - len(after)
         return end + self._turn_end(self.text[end:], self._last(i, _words(self.messages[i])), follower)
 
     def _end_of_calls(self, i: int, follower: str) -> int | None:
-        """The end of a reply that calls tools; None: the template does not show its calls, or not as they are.
+        """The end of a reply that calls tools. None: the template does not show its calls, or changes them.
 
-        What follows the first call's name is compared with the same calls at the end of a conversation.
+        The text after the first call's name is compared with the same calls at the end of a conversation.
         """
         reply = self.messages[i]
         named = {**reply, "tool_calls": renamed(reply["tool_calls"])}
@@ -144,7 +145,7 @@ class Finder:
         return end + length
 
     def next_mark(self) -> str:
-        """The mark of whoever speaks next, if the text ends with a reply that nothing else ends; else nothing."""
+        """The special token that begins the next speaker's turn, if no special token ends the last reply; else ""."""
         reply = self.messages[-1]
         if any(not self.text[mark.end() :].strip() for mark in self.special.finditer(self.text, len(self.text) - 100)):
             return ""
@@ -157,16 +158,16 @@ class Finder:
         return mark[0] if mark else ""
 
     def _last(self, i: int, probe: Message) -> str:
-        """What follows the probe if no message follows it."""
+        """The text after the probe if no message follows it."""
         return self._render([*self.messages[:i], probe], False).partition(PROBE)[2]
 
     def _turn_end(self, text: str, last: str, follower: str) -> int:
-        """The length of the turn's end at the start of ``text``, where a conversation that ends there has ``last``.
+        """The length of the turn's end at the start of ``text``. ``last``: the end in a conversation that ends there.
 
-        Special tokens are equal or not: ``<|end|>`` and ``<|endoftext|>`` have nothing in common. A turn without one
-        ends with the one after it, if somebody else follows: GPT-OSS writes another one in the middle of a
-        conversation, and GLM writes none, so that the model ends with the mark of whoever speaks next. A space after
-        the end is left out, because tokenizers join it to the next word.
+        Special tokens are either equal or not: ``<|end|>`` and ``<|endoftext|>`` have nothing in common. If a turn has
+        no end of its own and somebody else speaks next, it ends with the end of that turn. GPT-OSS writes another end
+        in the middle of a conversation. GLM writes none, so the model ends with the header of the next speaker. A space
+        after the end is left out, because tokenizers join it to the next word.
         """
         length, closed = 0, False
         for one, other in zip_longest(self._split(text[: len(last) + 100]), self._split(last)):
@@ -182,7 +183,7 @@ class Finder:
         return mark.end() if mark else length
 
     def _split(self, text: str) -> Iterator[str]:
-        """Special tokens, and the texts between them."""
+        """Split ``text`` into special tokens and the texts between them."""
         at = 0
         for mark in self.special.finditer(text):
             yield from filter(None, (text[at : mark.start()], mark[0]))
@@ -190,9 +191,9 @@ class Finder:
         yield from filter(None, (text[at:],))
 
     def _around(self, i: int, probe: Message, *, again: bool = False) -> tuple[str, str] | None:
-        """The texts before and after ``probe`` in the reply's place; None: the template does not show it.
+        """The texts before and after ``probe`` at the reply's place. None: the template does not show the probe.
 
-        ``again``: it may be there more than once, as the name of a tool is before the tool's answer.
+        ``again``: the probe may appear more than once, as a tool's name does before its answer.
         """
         try:
             text = self._render([*self.messages[:i], probe, *self.messages[i + 1 :]], False)
@@ -203,13 +204,14 @@ class Finder:
 
 
 def _words(reply: Message) -> Message:
-    """A reply whose content is `PROBE`: a text, or a list with one text if that of ``reply`` is a list."""
+    """A reply whose content is `PROBE`. The content is a text, or a list with one text if that of ``reply`` is a
+    list."""
     parts = isinstance(reply.get("content"), list)
     return {"role": "assistant", "content": [{"type": "text", "text": PROBE}] if parts else PROBE}
 
 
 def _probes(reply: Message) -> Iterator[Message]:
-    """Replies that a template shows where ``reply`` is."""
+    """Replies that a template shows at the place of ``reply``."""
     yield _words(reply)
     if reply.get("tool_calls"):
         yield {**_words(reply), "tool_calls": reply["tool_calls"]}
@@ -222,7 +224,7 @@ def _probes(reply: Message) -> Iterator[Message]:
 
 
 def renamed(called: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Calls, or tools, of which the first has the probe as its name."""
+    """The calls, or tools, with the probe as the name of the first one."""
     first, *others = called
     changed = {**first.get("function", first), "name": PROBE}
     return [{**first, "function": changed} if "function" in first else changed, *others]

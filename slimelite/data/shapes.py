@@ -1,7 +1,7 @@
 """Common shapes of rows that are read without a flag: ShareGPT, Alpaca, prompt and completion, messages.
 
-They are looked for only where ``--input-key`` is not given, or is its default. A run says which was taken.
-`docs/data_formats.md` shows each beside the flags that read it.
+They are tried only if ``--input-key`` is not given or has its default. A run reports which shape it used.
+`docs/data_formats.md` shows each shape and the flags that read it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ SPEAKERS = {
 
 @dataclass(frozen=True)
 class Shape:
-    """``columns`` of a row that tell the shape, and the prompt or conversation that ``read`` makes of a row."""
+    """A shape of rows. ``columns`` are the columns that identify it, and ``read`` turns a row into the prompt or
+    conversation."""
 
     name: str
     columns: tuple[str, ...]
@@ -69,8 +70,8 @@ def shape_of(names: Collection[str], input_key: str, *, answers: bool, chosen: s
     """The shape of rows with columns ``names``; None if ``input_key`` is one of them, or no shape is known.
 
     Args:
-        answers: the run trains on answers that rows hold (SFT, KTO).
-        chosen: the column of the preferred replies of pairs, which may hold the prompt as well.
+        answers: the run trains on answers in the rows (SFT, KTO).
+        chosen: the column of the preferred replies of pairs, which may include the prompt.
     """
     # Alpaca's column "input" is only part of the prompt
     if input_key in names and not (answers and set(ALPACA.columns) <= set(names)):

@@ -1,10 +1,10 @@
-"""Texts tokenised ahead, for pretraining: each file of documents becomes a shard of token ids, mapped into memory.
+"""Texts that are tokenised ahead, for pretraining. Each file of documents becomes a shard of token ids, which is mapped
+into memory.
 
-A shard is made once, by worker processes (``python -m slimelite.data.shards``), and found again by what it was made
-from: the content of its file, the column, and the tokenizer. In the cache folder it has three files:
-``KEY.tokens`` (ids of all documents, each with the end of a text after it), ``KEY.ends.npy`` (where each document
-ends) and ``KEY.json`` (`ShardFacts`), which is written last: a shard that a kill cut short is made again, the others
-are not.
+Worker processes make a shard once (``python -m slimelite.data.shards``). It is found again by its inputs: the content
+of its file, the column, and the tokenizer. In the cache folder it has three files: ``KEY.tokens`` (ids of all
+documents, each followed by the end of a text), ``KEY.ends.npy`` (where each document ends) and ``KEY.json``
+(`ShardFacts`). The last one is written last. So a shard that a kill cut short is made again, and the others are not.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ FIRST = 64
 
 @dataclass(frozen=True)
 class ShardFacts:
-    """What is known of a shard.
+    """Facts about a shard.
 
-    ``source``: its file; ``digest``: of the file's content; ``checksum``: of the shard's files; ``bytes``: of the texts
-    in UTF-8; ``left_out``: kind -> how many documents; ``places``: kind -> the first of them.
+    ``source``: its file. ``digest``: of the file's content. ``checksum``: of the shard's files. ``bytes``: of the texts
+    in UTF-8. ``left_out``: kind -> number of documents. ``places``: kind -> the first such document.
     """
 
     format: int
@@ -74,7 +74,8 @@ class ShardFacts:
 
 @dataclass(frozen=True)
 class Shard:
-    """Tokens of a file of documents. ``tokens``: [tokens] ids; ``ends``: [documents] int64, where each one ends."""
+    """Tokens of a file of documents. ``tokens``: [tokens] ids. ``ends``: [documents] int64, where each document
+    ends."""
 
     facts: ShardFacts
     tokens: np.ndarray
@@ -82,9 +83,10 @@ class Shard:
 
 
 class TextCoder:
-    """Turns texts into token ids: as plain text, whatever special tokens they spell, with ``end`` after each.
+    """Turns texts into token ids. They are encoded as plain text, even where they spell special tokens, and ``end``
+    follows each.
 
-    ``start``: the id before a document, on which its first token is conditioned; ``digest``: of the tokenizer.
+    ``start``: the id before a document, which its first token is conditioned on. ``digest``: of the tokenizer.
 
     Raises:
         ValueError: the tokenizer has no end-of-sequence token.
@@ -126,13 +128,13 @@ def tokenize(
     skip: bool = False,
     progress: Callable[[int, int], None] = lambda _done, _all: None,
 ) -> list[list[Shard]]:
-    """The shards of each of ``specs``, from the cache or made now by so many worker processes.
+    """The shards of each of ``specs``, from the cache or made now by ``workers`` processes.
 
     ``skip``: leave out documents that cannot be trained on, with a warning for each file. ``progress``: called with the
-    number of shards that are ready, and of all.
+    number of shards that are ready and the number of all shards.
 
     Raises:
-        ValueError: a file cannot be read, or has such documents and ``skip`` is not set.
+        ValueError: a file cannot be read, or has documents that cannot be trained on and ``skip`` is off.
         OSError: the disk of the cache is full.
     """
     files = [find_files(spec) for spec in specs]
@@ -160,10 +162,10 @@ def tokenize(
 
 
 def check_documents(spec: str, column: str, *, skip: bool) -> None:
-    """Look for ``spec``, and read the first documents of each file that is on this machine.
+    """Check that ``spec`` exists, and read the first documents of each file that is on this machine.
 
     Raises:
-        ValueError: as `tokenize` would.
+        ValueError: in the same cases as `tokenize`.
         OSError: a file cannot be read.
     """
     problems, good = [], False
@@ -192,7 +194,7 @@ def _refuse(problems: Sequence[str], *, skip: bool) -> None:
 
 
 def _judge(sources: Sequence[str], facts: Sequence[ShardFacts], *, skip: bool) -> None:
-    """Warn of the documents that were left out; see `tokenize`."""
+    """Warn about the documents that were left out, or refuse them without ``skip``; see `tokenize`."""
     problems = [
         _problem(source, shard.left_out, shard.places, str(shard.documents + sum(shard.left_out.values())))
         for source, shard in zip(sources, facts, strict=True)
@@ -206,7 +208,7 @@ def _judge(sources: Sequence[str], facts: Sequence[ShardFacts], *, skip: bool) -
 def _by_workers(
     jobs: list[str], tokenizer: str, column: str, cache: Path, count: int, progress: Callable[[int, int], None]
 ) -> list[str]:
-    """The keys of the shards of ``jobs``, made by ``count`` processes."""
+    """The keys of the shards of ``jobs``, which ``count`` processes make."""
     queue: SimpleQueue[tuple[int, str]] = SimpleQueue()
     for numbered in enumerate(jobs):
         queue.put(numbered)
@@ -256,10 +258,10 @@ def _by_workers(
 
 
 def make_shard(source: str, coder: TextCoder, column: str, cache: Path) -> str:
-    """Tokenise a file unless the cache has its shard, undamaged; returns the shard's key.
+    """Tokenise a file, unless the cache has its shard undamaged. Returns the shard's key.
 
     Raises:
-        ValueError: the file cannot be read, or changed meanwhile.
+        ValueError: the file cannot be read, or changed while it was read.
     """
     name = source
     with ExitStack() as stack:
@@ -285,7 +287,7 @@ def make_shard(source: str, coder: TextCoder, column: str, cache: Path) -> str:
 
 
 def _note_change(cache: Path, source: str, column: str, digest: str) -> None:
-    """Warn if ``source`` was tokenised before with other content."""
+    """Warn if ``source`` had other content when it was tokenised before."""
     last = cache / f"{_digest(json.dumps([os.path.abspath(source), column]).encode())}.last"
     before = last.read_text() if last.is_file() else digest
     if before != digest:
@@ -295,7 +297,7 @@ def _note_change(cache: Path, source: str, column: str, digest: str) -> None:
 
 
 def _write(cache: Path, key: str, name: str, digest: str, source: str, coder: TextCoder, column: str) -> None:
-    """Write the three files of a shard; the description last."""
+    """Write the three files of a shard. The description is written last."""
     facts, tokens, ends = (path.with_suffix(path.suffix + f".{os.getpid()}") for path in _paths(cache, key))
     left_out, places, total, size = Counter[str](), dict[str, str](), 0, 0
     documents, checksum = array("q"), hashlib.blake2b(digest_size=16)
@@ -327,7 +329,8 @@ def _write(cache: Path, key: str, name: str, digest: str, source: str, coder: Te
 def _batches(
     documents: Iterator[tuple[str, str | None, str]], left_out: Counter[str], places: dict[str, str]
 ) -> Iterator[list[str]]:
-    """The texts of ``documents``, about ``CHARACTERS`` at a time; others are counted in ``left_out``."""
+    """The texts of ``documents``, about ``CHARACTERS`` characters at a time. Documents without text are counted in
+    ``left_out``."""
     batch, length = list[str](), 0
     for place, text, kind in documents:
         if text is None:
@@ -344,7 +347,7 @@ def _batches(
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """``text`` in pieces of at most ``CHARACTERS``, cut after a line where there is one."""
+    """``text`` in pieces of at most ``CHARACTERS``, cut at the end of a line if possible."""
     while len(text) > CHARACTERS:
         cut = text.rfind("\n", 0, CHARACTERS) + 1 or CHARACTERS
         yield text[:cut]
@@ -361,7 +364,7 @@ def open_shard(cache: Path, key: str) -> Shard:
 
 
 def _is_whole(cache: Path, key: str) -> bool:
-    """Whether the cache has all of a shard, as it was written."""
+    """Whether the cache has all files of a shard, unchanged since they were written."""
     description, tokens, ends = _paths(cache, key)
     if not description.is_file():
         return False
@@ -381,7 +384,7 @@ def _is_whole(cache: Path, key: str) -> bool:
 
 
 def _sweep(cache: Path) -> None:
-    """Remove what killed processes had written of a shard: machines share a cache, so that the age decides."""
+    """Remove partial shards of killed processes. Machines share a cache, so the age of a file decides."""
     for path in cache.glob("*.*.[0-9]*"):
         with suppress(FileNotFoundError):
             if PARTIAL.fullmatch(path.name) and time.time() - path.stat().st_mtime > ABANDONED:
@@ -397,7 +400,7 @@ def _digest(content: bytes) -> str:
 
 
 def _main(tokenizer: str, column: str, cache: str) -> None:
-    """Make the shard of each file that a line of stdin names; stdout gets its key or the error."""
+    """Read the name of a file from each line of stdin and make its shard. Each key or error is written to stdout."""
     coder = TextCoder(tokenizer)
     for line in sys.stdin:
         try:

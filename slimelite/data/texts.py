@@ -1,4 +1,5 @@
-"""Reads documents, one text each, from files larger than memory: parquet, jsonl, plain text, datasets of the hub."""
+"""Reads documents, one text each, from files that may be larger than memory: parquet, jsonl, plain text, hub
+datasets."""
 
 from __future__ import annotations
 
@@ -29,12 +30,12 @@ ABSENT = object()
 
 
 def find_files(spec: str, *, plain: bool = False) -> list[Path | HubFile]:
-    """The files of documents that ``spec`` names: a file, a folder (with those below it), a pattern, or a hub dataset.
+    """The files of documents that ``spec`` names: a file, a folder (with its subfolders), a pattern, or a hub dataset.
 
-    ``plain``: files that are named may have any ending, and folders those of `PLAIN`.
+    ``plain``: a named file may have any ending, and files in folders those of `PLAIN`.
 
     Raises:
-        ValueError: there are none.
+        ValueError: there are no such files.
     """
     path, endings = Path(spec), (*ENDINGS, *PLAIN) if plain else ENDINGS
     if path.is_dir():
@@ -57,13 +58,15 @@ def find_files(spec: str, *, plain: bool = False) -> list[Path | HubFile]:
 
 
 def read_texts(spec: str, column: str = "text", *, skip_bad: bool = False) -> Iterator[str]:
-    """Each text of ``spec`` (see `find_files`), in order; memory holds one batch of rows or one piece of a file.
+    """Each text of ``spec`` (see `find_files`), in order. Memory is needed for only one batch of rows, or one piece of
+    a file.
 
-    ``column``: the one with the text, of files that have columns. With ``skip_bad`` rows that cannot be trained on are
-    counted, named in a warning and left out.
+    ``column``: the column of the text, in files with columns. With ``skip_bad``, rows that cannot be trained on are
+    left out. A warning names and counts them.
 
     Raises:
-        ValueError: there is no such file or column, a file is cut short, or at the end of a file with such rows.
+        ValueError: there is no such file or column, or a file is cut short. Rows that cannot be trained on raise it at
+            the end of a file.
     """
     for file in find_files(spec, plain=True):
         if isinstance(file, Path):
@@ -74,7 +77,7 @@ def read_texts(spec: str, column: str = "text", *, skip_bad: bool = False) -> It
 
 
 def _texts(path: str, name: str, column: str, *, skip_bad: bool) -> Iterator[str]:
-    """Those of one file, which messages call ``name``."""
+    """The texts of one file, which messages call ``name``."""
     bad = BadRows(skip=skip_bad)
     rows = path.endswith(tuple(ending for ending in ENDINGS if READERS[ending] is not _text_document))
     documents = read_documents(path, column) if rows else ((place, *_checked(v, column)) for place, v in _pieces(path))
@@ -107,7 +110,7 @@ def _pieces(file: str) -> Iterator[tuple[str, object]]:
 def read_documents(path: str, column: str) -> Iterator[tuple[str, str | None, str]]:
     """(place, text, "") for each document of a file, or (place, None, kind) for one that cannot be trained on.
 
-    Memory for a part of the file is enough. A ``.txt`` file is one document.
+    It needs memory for only a part of the file. A ``.txt`` file is one document.
     """
     read = next(reader for ending, reader in READERS.items() if path.endswith(ending))
     try:

@@ -1,7 +1,8 @@
 """Loads tokenizers, and finds the token ids that end a response.
 
-One with a ``tokenizer.json`` is loaded without torch, which train.py and the rollout side's process do not import.
-transformers, which takes a second, is imported by the functions that need it: most mistakes are found without it.
+A tokenizer with a ``tokenizer.json`` is loaded without torch, because the processes of train.py and the rollout side do
+not import torch. transformers takes a second to import, so only the functions that need it import it: most mistakes are
+found without it.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ FILES = ("*token*", "vocab.*", "merges.txt", "*.model", "*.spm", "tekken.json")
 
 
 def check_files(path: str) -> None:
-    """Check that ``path`` may have a tokenizer, as far as the names of files show.
+    """Check by the names of files that ``path`` may have a tokenizer.
 
     Raises:
-        ValueError: it is neither a folder with a tokenizer's files nor a hub id.
+        ValueError: it is neither a folder with tokenizer files nor a hub id.
     """
     folder, wrong = Path(path), None
     if folder.is_dir():
@@ -62,12 +63,12 @@ def check_files(path: str) -> None:
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder or hub id; its ids are those of the folder's ``tokenizer.json``.
+    """The tokenizer of a model folder or hub id. Its ids are those of the folder's ``tokenizer.json``.
 
-    Its class is the one that ``tokenizer_config.json`` names. Where it names none for a ``tokenizer.json``,
-    `AutoTokenizer` chooses by ``model_type``, which imports torch and torch.compile. Some classes rebuild the tokenizer
-    from its vocabulary and silently drop the file's pre-tokenizer and decoder (for example of a Qwen2 model with a
-    word-level tokenizer). If ids differ from the file's on the probe texts, the file is loaded directly.
+    Its class is named in ``tokenizer_config.json``. If no class is named there, `AutoTokenizer` chooses one by
+    ``model_type``, which imports torch and torch.compile. Some classes rebuild the tokenizer from its vocabulary, and
+    silently drop the file's pre-tokenizer and decoder (for example, for a Qwen2 model with a word-level tokenizer). So
+    if ids differ from the file's on the probe texts, the file is loaded directly.
 
     Raises:
         ValueError: there is no tokenizer at ``path``, or no class reproduces the file's ids.
@@ -100,9 +101,9 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """Hashes of what makes tokens of texts and messages, by part; a checkpoint has them.
+    """Hashes of the parts of ``tokenizer`` that turn texts and messages into tokens. A checkpoint has them.
 
-    Of a large vocabulary they take a few tenths of a second.
+    For a large vocabulary this takes a few tenths of a second.
     """
     fast = getattr(tokenizer, "backend_tokenizer", None)
     # pickling is how the library shows its model without the settings that calls change, such as padding
@@ -122,10 +123,10 @@ def fingerprint(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
 
 
 def check_same(saved: Mapping[str, str], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check that ``tokenizer`` makes the tokens that the one made whose `fingerprint` is ``saved``.
+    """Check that ``tokenizer`` makes the same tokens as the tokenizer with the `fingerprint` ``saved``.
 
     Raises:
-        ValueError: it does not; the message names the parts that differ.
+        ValueError: it makes other tokens. The message names the parts that differ.
     """
     if differ := [part for part, digest in fingerprint(tokenizer).items() if saved.get(part) != digest]:
         raise ValueError(
@@ -151,9 +152,9 @@ def _named_class(path: str) -> type[PreTrainedTokenizerBase] | None:
 
 
 def _import_fast_tokenizers() -> None:
-    """Import transformers' fast tokenizers without torch, which they import only for a function that reads GGUF files.
+    """Import transformers' fast tokenizers without torch. They need torch only for a function that reads GGUF files.
 
-    A module with a function of that name stands in meanwhile; the function imports the real one when it is called.
+    Meanwhile another module takes its place, whose function of that name imports the real one when it is called.
     """
     if "torch" in sys.modules or FAST in sys.modules:
         return
@@ -179,10 +180,11 @@ def beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    """Token ids of texts that are no chat, as a model was trained on them: after the tokenizer's `beginning`.
+    """Token ids of texts outside a chat template, as a model was trained on them: they follow the tokenizer's
+    `beginning`.
 
-    A text that has the beginning itself does not get a second one. Chat templates write theirs, and slime encodes a
-    run's prompts that are text as they are: both take the ids of the text alone.
+    A text that begins with it already does not get a second one. Chat templates write their own beginning, and slime
+    encodes text prompts of a run without one. Both use the ids of the text alone.
     """
     begin = beginning(tokenizer)
     encoded: list[list[int]] = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
@@ -190,12 +192,12 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> lis
 
 
 def _short(error: BaseException) -> str:
-    """The beginning of an error's text, because some messages of transformers list every known model."""
+    """The beginning of an error's text. Some messages of transformers are long, because they list every known model."""
     return f"{' '.join(str(error).split()) or type(error).__name__:.300}"
 
 
 def _agrees(tokenizer: PreTrainedTokenizerBase, truth: Tokenizer) -> bool:
-    """Whether both encode every probe to the same ids and decode these to the same text."""
+    """Whether both encode every probe to the same ids, and decode these ids to the same text."""
     for probe in (*PROBES, JOINED_BY_NFC):
         ids = truth.encode(probe, add_special_tokens=False).ids
         if tokenizer(probe, add_special_tokens=False)["input_ids"] != ids:
@@ -207,7 +209,7 @@ def _agrees(tokenizer: PreTrainedTokenizerBase, truth: Tokenizer) -> bool:
 
 
 def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Ids that end a response: the ``eos_token_id`` of generation config, config and tokenizer together, sorted.
+    """Ids that end a response, sorted: the ``eos_token_id`` of the generation config, the config and the tokenizer.
 
     Raises:
         ValueError: none of the three has one, or a value is not a token id.

@@ -1,1 +1,1 @@
-"""Token-in, token-out inference behind one protocol."""
+"""Inference engines behind one protocol: token ids in, token ids out."""

@@ -1,4 +1,4 @@
-"""Checks that every engine makes: of requests, of stop strings, and of the weights that an update brings."""
+"""Checks that every engine makes of requests, of stop strings, and of the weights in an update."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INT32 = 2**31
 
 
 def check_request(request: GenerateRequest, vocab_size: int, max_context_len: int) -> None:
-    """Refuse a request that can never be served: in the batch, its failure would end the other requests too.
+    """Refuse a request that can never be served. Inside a batch, its failure would end the other requests too.
 
     Raises:
         ValueError: the request has tokens outside the vocabulary, no prompt, parameters of a wrong type or out of
@@ -89,7 +89,7 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 def is_temperature(value: object, *, greedy: bool) -> bool:
-    """Whether logits can be divided by ``value``; with ``greedy``, 0 is a valid temperature too."""
+    """Whether logits can be divided by ``value``. With ``greedy``, 0 is a valid temperature too."""
     return is_number(value) and (value >= LOWEST_TEMPERATURE or (greedy and value == 0))
 
 
@@ -142,9 +142,10 @@ def check_ids(requests: Sequence[GenerateRequest], taken: Collection[str]) -> No
 
 
 def holds_stop(decode: Decode, response: Sequence[int] | np.ndarray, stops: Sequence[str]) -> bool:
-    """Whether the last tokens of ``response`` hold one of ``stops``; pass the whole response if it was continued.
+    """Whether the last tokens of ``response`` contain one of ``stops``. If the response continues an earlier one, pass
+    both together.
 
-    This runs after every token, so only as many tokens as the longest stop string can have are decoded.
+    This runs after every token, so it decodes only as many tokens as the longest stop string can have.
     """
     # a token is at least one byte; one more token in front avoids special decoding at the start of a text
     tail = max(len(stop.encode()) for stop in stops) + 1
@@ -153,8 +154,8 @@ def holds_stop(decode: Decode, response: Sequence[int] | np.ndarray, stops: Sequ
 
 
 def model_shapes(model_path: str) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of all that the files of the model at ``model_path`` hold, buffers such as the biases of routers
-    too; tied weights appear once.
+    """Name -> shape of every tensor in the files of the model at ``model_path``. Buffers such as the biases of routers
+    are included, and tied weights appear once.
     """
     import torch  # the fronts check requests without it
     from transformers import AutoModelForCausalLM
@@ -166,12 +167,12 @@ def model_shapes(model_path: str) -> dict[str, tuple[int, ...]]:
 
 
 class WeightUpdate:
-    """Checks that the weights of an update have the model's names and shapes, and that none is missing at its end.
+    """Checks that the weights of an update have the model's names and shapes, and that none is missing at the end.
 
     ``shapes`` has the shape of each weight by name. ``aliases`` maps the second name of a tied weight to its first,
-    such as ``lm_head.weight`` to ``model.embed_tokens.weight``. ``version`` is that of the update under way, or None;
-    ``received`` are the names that it has brought so far. ``complete`` is true once an update has brought every weight:
-    a later one may then bring only those that changed.
+    such as ``lm_head.weight`` to ``model.embed_tokens.weight``. ``version`` is the version of the current update, or
+    None. ``received`` has the names that this update has brought so far. ``complete`` is true after an update has
+    brought every weight. A later update may then bring only the changed weights.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], aliases: Mapping[str, str] | None = None) -> None:
@@ -183,7 +184,7 @@ class WeightUpdate:
         self._awaited: frozenset[str] = frozenset(shapes)
 
     def begin(self, version: int, changed: Collection[str] | None = None) -> bool:
-        """Start the update to this version and forget the weights of an unfinished one; see
+        """Start the update to ``version``, and forget the weights of an unfinished update; see
         `Engine.begin_weight_update`.
         """
         self.version = version
@@ -194,7 +195,7 @@ class WeightUpdate:
 
     @contextmanager
     def taking(self, weights: Iterable[tuple[str, Sequence[int]]]) -> Iterator[None]:
-        """Check ``weights``, (name, shape) pairs, let the caller copy them, and then mark them as received.
+        """Check ``weights``, which are (name, shape) pairs, let the caller copy them, and then mark them as received.
 
         Raises:
             ValueError: no update is under way, the model has no weight of that name, or its shape differs.
@@ -217,10 +218,10 @@ class WeightUpdate:
         return [name for name in self.shapes if name in self._awaited and name not in self.received]
 
     def whole(self) -> int:
-        """The version of the update under way, whose weights have all arrived; call `end` afterwards.
+        """The version of the current update, if all its weights have arrived. Call `end` afterwards.
 
         Raises:
-            ValueError: no update is under way, or weights are missing (the update then stays under way).
+            ValueError: no update is under way, or weights are missing. In the second case the update stays open.
         """
         if self.version is None:
             raise ValueError("no weight update is under way; call begin_weight_update first")
@@ -233,7 +234,7 @@ class WeightUpdate:
         return self.version
 
     def end(self) -> None:
-        """Finish the update; raises as `whole` does."""
+        """Finish the update. It raises the same errors as `whole`."""
         self.whole()
         self.complete = self.complete or len(self._awaited) == len(self.shapes)
         self.version = None

@@ -1,7 +1,7 @@
 """Serves SGLang's /generate and /abort_request for any engine, so that generate plugins can use HTTP.
 
-The front of `slimelite.serving` is the same server with more endpoints. The sampling parameters of its bodies, in every
-dialect, are made here too.
+The server in `slimelite.serving` is this server with more endpoints. This module also makes the sampling parameters of
+request bodies, for every HTTP dialect.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ BOUNDS = {"at_least": "ge", "at_most": "le", "above": "gt"}
 
 
 class SampledBody(Body):
-    """A body with sampling parameters: see `sampled`."""
+    """A request body with sampling parameters, see `sampled`."""
 
     dialects: ClassVar[tuple[Place, ...]] = ()
 
     def params(self, defaults: SamplingParams) -> SamplingParams:
-        """``defaults`` with the parameters that were sent."""
+        """``defaults``, replaced by the parameters that the body has."""
         values: dict[str, Any] = {}
         for dialect in self.dialects:
             for field, names in names_at(dialect).items():
@@ -73,7 +73,7 @@ class SampledBody(Body):
         return replace(defaults, **values)
 
     def grammars(self) -> list[tuple[str, str, str]]:
-        """(the body's word for it, parameter, text) of grammars that have names of their own here."""
+        """(name in the body, parameter, text) of grammars that the body names in its own way."""
         return []
 
 
@@ -81,7 +81,7 @@ S = TypeVar("S", bound=SampledBody)
 
 
 def sampled(*dialects: Place) -> Callable[[type[S]], type[S]]:
-    """Return a decorator that gives a request body the sampling parameters of these dialects, under their names."""
+    """Return a decorator that adds the sampling parameters of these dialects to a request body."""
     added: dict[str, tuple[Any, Any]] = {}
     for dialect in dialects:
         for f in fields(SamplingParams):
@@ -120,10 +120,11 @@ class Sampling(SampledBody):
 
 
 class GenerateBody(Shape):
-    """``/generate``: ``input_ids`` or ``text``; ``max_new_tokens`` 0 scores the prompt.
+    """``/generate``: ``input_ids`` or ``text``. With ``max_new_tokens`` 0 it scores the prompt.
 
-    ``return_sampling_mask``: of a request with top_p, top_k or min_p, the ids that each token was drawn from, and
-    log-probs over them; ``output_token_logprobs`` are then over them too (in SGLang over the whole vocabulary).
+    ``return_sampling_mask``: if the request has top_p, top_k or min_p, return the ids that each token was drawn from,
+    and log-probs over them. ``output_token_logprobs`` are then over these ids too; in SGLang they are over the whole
+    vocabulary.
     """
 
     rid: Text = ""
@@ -138,7 +139,7 @@ class GenerateBody(Shape):
 
 
 class AbortBody(Shape):
-    """``/abort_request``: the request ``rid``, or all."""
+    """``/abort_request``: ends the request ``rid``, or all requests."""
 
     rid: Text = ""
     abort_all: bool = False
@@ -155,7 +156,7 @@ def parse_sampling_params(fields: dict[str, Any]) -> SamplingParams:
 
 
 def _as_json(value: object) -> object:
-    """A value of a plugin's dict, which may be a tuple or of numpy."""
+    """A value from a plugin's dict as JSON. It may be a tuple or a numpy value."""
     if isinstance(value, (tuple, np.ndarray)):
         value = list(value)
     if isinstance(value, list):
@@ -164,9 +165,9 @@ def _as_json(value: object) -> object:
 
 
 class GenerateServer(Server):
-    """SGLang's endpoints over an engine.
+    """SGLang's endpoints in front of an engine.
 
-    The text of a response keeps its stop string; slime requests that with ``no_stop_trim``. ``max_context_len`` limits
+    The text of a response keeps its stop string. slime requests that with ``no_stop_trim``. ``max_context_len`` limits
     the length of a body.
     """
 
@@ -196,7 +197,7 @@ class GenerateServer(Server):
         ]
 
     def _bodies(self) -> dict[str, type[Body]]:
-        """The bodies of the endpoints, for the schema."""
+        """The bodies of the endpoints, for the OpenAPI schema."""
         return {"/generate": GenerateBody, "/abort_request": AbortBody}
 
     async def _schema(self, _: web.Request) -> web.Response:
@@ -227,7 +228,7 @@ class GenerateServer(Server):
         return self._reply(body, request, await sample(request, None), (await self._engine.info()).weight_version)
 
     async def _stream(self, body: GenerateBody, request: GenerateRequest, sample: Sampler) -> AsyncGenerator[bytes]:
-        """SGLang's events: each has all tokens so far, and the last one the reason of the end."""
+        """SGLang's events. Each has all tokens so far, and the last one has the reason of the end."""
         version = (await self._engine.info()).weight_version
         ids: list[int] = []
         log_probs: list[float] = []
@@ -266,7 +267,7 @@ class GenerateServer(Server):
     async def _score(self, body: GenerateBody, input_ids: tuple[int, ...]) -> dict[str, Any]:
         """Prompt log-probs, requested by ``max_new_tokens`` 0 with ``return_logprob`` and ``logprob_start_len``.
 
-        As in SGLang the first entry has no log-prob, and ``sampling_params.temperature`` has no effect: the logits are
+        As in SGLang, the first entry has no log-prob, and ``sampling_params.temperature`` has no effect. The logits are
         divided by ``input_logprob_temperature`` (sgl-project/sglang#36213; default 1), which the reply repeats.
         """
         begin, temperature = body.logprob_start_len, body.input_logprob_temperature
@@ -291,7 +292,7 @@ class GenerateServer(Server):
     def _reply(
         self, body: GenerateBody, request: GenerateRequest, result: GenerateResult, version: int
     ) -> dict[str, Any]:
-        """SGLang's JSON reply; ``version``: the current weight version, used if there is no token."""
+        """SGLang's JSON reply. ``version``: the current weight version, used if the response has no token."""
         reason: dict[str, object] = {"type": result.finish_reason}
         if result.finish_reason == "length":
             reason["length"] = len(result.output_ids)

@@ -1,4 +1,4 @@
-"""Base class of engines inside this process: one worker thread owns the model and does one thing at a time."""
+"""Base class of engines inside this process. One worker thread owns the model and does one thing at a time."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ RUNNING_REQUESTS = {"cpu": 256, "cuda": 512}
 
 
 class _Call:
-    """One call of `Engine.generate`. ``whole`` wakes its caller once, after the last of its results.
+    """One call of `Engine.generate`. ``whole`` wakes the caller once, after the last result.
 
-    A future that an event loop awaits costs a wake-up of that loop's thread, as much as a step of a small model.
+    Each future that an event loop awaits wakes the loop's thread, which costs as much as a step of a small model.
     """
 
     def __init__(self, requests: Sequence[GenerateRequest], listener: OnTokens | None) -> None:
@@ -46,7 +46,7 @@ class _Call:
         self.whole.set_running_or_notify_cancel()
 
     def wait_for(self, results: Sequence[Future[GenerateResult]]) -> None:
-        """Set ``whole`` when all ``results`` are there, or when one has failed."""
+        """Set ``whole`` when all ``results`` are done, or when one has failed."""
         left = len(results)
 
         def count(done: Future[GenerateResult]) -> None:
@@ -66,7 +66,8 @@ class _Call:
 
 
 class HttpFront:
-    """A `GenerateServer` that starts on demand. Its own thread and event loop keep it up when a caller's loop ends."""
+    """A `GenerateServer` that starts on demand. It has its own thread and event loop, so it stays up when a caller's
+    loop ends."""
 
     def __init__(
         self,
@@ -112,7 +113,7 @@ class HttpFront:
 
 
 class InProcessEngine(Engine):
-    """One worker thread owns the model and the running requests; between two steps it runs callers' jobs.
+    """One worker thread owns the model and the running requests. Between two steps it runs the jobs of callers.
 
     During a weight update the worker makes no step, so running and new requests wait.
 
@@ -218,10 +219,10 @@ class InProcessEngine(Engine):
         await self._front.stop()
 
     def _check(self, request: GenerateRequest) -> None:
-        """Refuse a grammar that the engine cannot hold a response to.
+        """Refuse a grammar that the engine cannot enforce.
 
         Raises:
-            ValueError: it is malformed or too large, or the engine knows no grammars.
+            ValueError: the grammar is malformed or too large, or the engine supports no grammars.
         """
         if request.params.guided and request.params.grammar is not None:
             raise ValueError(f"{request.params.grammar[0]}: the {self.name} engine cannot enforce a grammar")
@@ -255,11 +256,11 @@ class InProcessEngine(Engine):
 
     @abstractmethod
     def _abort(self, request_ids: Collection[str] | None) -> None:
-        """End these requests (all, if None); each returns the tokens it has so far."""
+        """End these requests (all, if None). Each returns the tokens that it has so far."""
 
     @abstractmethod
     def _can_step(self) -> bool:
-        """Whether there is a request to decode, and no memory that decoding needs is released."""
+        """Whether there is a request to decode and all memory for it is allocated."""
 
     @abstractmethod
     def _step(self) -> None:
@@ -270,15 +271,15 @@ class InProcessEngine(Engine):
         """Pass ``error`` to every caller and drop all requests."""
 
     def _begin_update(self) -> None:
-        """Prepare for an update; an earlier update may be unfinished."""
+        """Prepare for an update. An earlier update may be unfinished."""
 
     @abstractmethod
     def _load(self, bucket: WeightBucket) -> None:
-        """Copy the bucket into the model, after `_update` has checked names and shapes of its tensors."""
+        """Copy the bucket into the model. `_update` has checked the names and shapes of its tensors."""
 
     @abstractmethod
     def _end_update(self, version: int) -> None:
-        """All weights have arrived: discard cached keys and values, which the old weights computed."""
+        """All weights have arrived: discard the cached keys and values, because the old weights computed them."""
 
     def _shut_down(self) -> None:
         """Free the resources of the worker."""

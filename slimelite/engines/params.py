@@ -1,7 +1,7 @@
-"""The sampling parameters, each in one place.
+"""The sampling parameters, defined once.
 
-Flags, evaluation datasets, engines and the bodies of every HTTP dialect take theirs from here, under the names that
-`parameter` gives: a new parameter is a field more of `SamplingParams`.
+Flags, evaluation datasets, engines and the bodies of every HTTP dialect take them from here, under the names that
+`parameter` gives. To add a parameter, add a field to `SamplingParams`.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def parameter(
     """A field of `SamplingParams`.
 
     Args:
-        default: its value where nobody gives one.
-        help: of flags and settings.
-        own: the places that take it under its own name.
-        truncates: the values that leave likely tokens out, in words.
-        bounds: of flags and settings, as `slimelite.arguments.flags.flag` takes them.
-        names: place -> its names there, where they are others.
+        default: the value if nobody gives one.
+        help: the text for flags and settings.
+        own: the places where the parameter has its own name.
+        truncates: the values that exclude likely tokens, in words.
+        bounds: for flags and settings, as `slimelite.arguments.flags.flag` takes them.
+        names: place -> its names there, if they differ.
     """
     known = {**dict.fromkeys(own.split(), ()), **{place: tuple(text.split()) for place, text in names.items()}}
     metadata = {"help": help, "truncates": truncates, "bounds": bounds or {}, "names": known}
@@ -47,7 +47,7 @@ def parameter(
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to sample one response; temperature 0 or top_k 1 is greedy."""
+    """How to sample one response. Temperature 0 or top_k 1 is greedy."""
 
     max_new_tokens: int = parameter(
         help="a response has at most this length [tokens]",
@@ -169,9 +169,9 @@ class SamplingParams:
         return cls(**values)
 
     def after(self, count: int, room: int | None = None) -> SamplingParams:
-        """What is left of them when ``count`` tokens are there and the context has ``room`` for more.
+        """The parameters for the rest of a response that has ``count`` tokens, in a context with ``room`` for more.
 
-        None: for as many as are wanted. ``max_new_tokens`` is 0 or less if no token is left.
+        ``room`` None means no limit. ``max_new_tokens`` is 0 or less if no token is left.
         """
         left = self.max_new_tokens - count
         left = left if room is None else min(left, room)
@@ -179,10 +179,11 @@ class SamplingParams:
         return replace(self, max_new_tokens=left, min_new_tokens=fewest)
 
     def telling(self, *, constrained: bool = False) -> SamplingParams:
-        """The same for a response that is trained on, over the tokens that each of its own was drawn from.
+        """The same parameters for a response that is trained on. The engine then returns the ids that each token was
+        drawn from.
 
-        Where top-p, min-p or a grammar is the only limit these are at most `MOST_KEPT`. ``constrained``: tokens that a
-        grammar constrained are trained on too.
+        If only top-p, min-p or a grammar limits these ids, there are at most `MOST_KEPT` of them. ``constrained``:
+        tokens that a grammar constrained are trained on too.
         """
         unlimited = self.top_k < 1 and (self.truncation() or (constrained and self.grammar is not None))
         return replace(self, kept=True, top_k=MOST_KEPT if unlimited else self.top_k)
@@ -194,28 +195,29 @@ class SamplingParams:
 
     @property
     def grammar(self) -> tuple[str, str] | None:
-        """(parameter, text) of the grammar that the response is held to."""
+        """(parameter, text) of the grammar that the response must follow; None without one."""
         named = ((name, getattr(self, name)) for name in GRAMMARS)
         return next(((name, text) for name, text in named if text is not None), None)
 
     @property
     def guided(self) -> bool:
-        """Whether every engine that knows grammars holds the response to one."""
+        """Whether the response must follow a grammar that every engine with grammars can enforce."""
         return any(getattr(self, name) is not None for name in GRAMMARS[:-1])
 
     def shifts(self) -> list[str]:
-        """Names of the parameters that change logits; no log-probs are those of what they draw."""
+        """Names of the parameters that change logits. Log-probs are then not those of the distribution that is drawn
+        from."""
         defaults = {f.name: f.default for f in fields(self)}
         return [name for name in SHIFTS if (getattr(self, name) or defaults[name]) != defaults[name]]
 
     def truncation(self) -> dict[str, float]:
-        """Name -> value of the parameters that leave likely tokens out."""
+        """Name -> value of the parameters that exclude likely tokens."""
         values = {f: getattr(self, f.name) for f in fields(self) if f.metadata["truncates"]}
         return {f.name: value for f, value in values.items() if value != f.default}
 
 
 @cache
 def names_at(place: Place) -> dict[str, tuple[str, ...]]:
-    """Field of `SamplingParams` -> its names at ``place``, the first of them the usual one."""
+    """Field of `SamplingParams` -> its names at ``place``. The first name is the usual one."""
     known = {f.name: f.metadata["names"] for f in fields(SamplingParams)}
     return {name: names[place] or (name,) for name, names in known.items() if place in names}

@@ -1,4 +1,5 @@
-"""The interface of an inference engine: tokens and sampling parameters in, tokens and log-probs out, weights in.
+"""The interface of an inference engine. It takes tokens, sampling parameters and weights, and returns tokens and
+log-probs.
 
 An engine knows nothing about rewards, groups or prompt text. Every method is a coroutine, so that an engine can
 be in this process, in a Ray actor or behind HTTP.
@@ -35,14 +36,15 @@ MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
 
 @dataclass(frozen=True)
 class EngineSetup:
-    """The settings that one engine of a run is built with; see `slimelite.engines.registry`.
+    """The settings of one engine of a run, see `slimelite.engines.registry`.
 
-    ``host``: the address of this machine that it listens on. ``log``: file for the output of a server.
-    ``kv_cache_tokens``: most tokens in the KV cache. ``repeatable``: the same requests in the same order give the same
-    bits, whatever was asked before. ``memory_share``: share of the GPU's memory for weights and KV cache.
-    ``releases_memory``: whether the run will call `Engine.release_memory`; ``memory``: what that leaves. ``width``:
-    number of GPUs. ``options``: the other ``--sglang-*`` options, by field name. ``adapter``: what adapters the run
-    will send by themselves; None: it sends weights. None elsewhere leaves the choice to the engine.
+    ``host``: the address of this machine that it listens on. ``log``: the file for a server's output.
+    ``kv_cache_tokens``: the most tokens in the KV cache. ``repeatable``: the same requests in the same order give the
+    same bits, whatever came before. ``memory_share``: share of the GPU's memory for weights and KV cache.
+    ``releases_memory``: whether the run calls `Engine.release_memory`. ``memory``: what remains in memory after that.
+    ``width``: number of GPUs. ``options``: the other ``--sglang-*`` options, by field name. ``adapter``: the LoRA
+    adapters that the run will send; None: the run sends weights. None in any other field leaves the choice to the
+    engine.
     """
 
     model_path: str
@@ -62,19 +64,19 @@ class EngineSetup:
     adapter: AdapterKind | None = None
 
     def backups(self) -> dict[str, bool]:
-        """The ``--sglang-*`` options that keep what releases lose and no weight sync brings again."""
+        """The ``--sglang-*`` options that keep content which a release would lose and no weight sync restores."""
         if not self.releases_memory:
             return {}
         return self.memory.needed(self.options, adapter_alone=self.adapter is not None)
 
     def keeps_weights(self) -> bool:
-        """Whether the weights of an earlier sync outlive a release."""
+        """Whether the weights of an earlier sync survive a release."""
         return self.memory.survives(Content.WEIGHTS, {**self.options, **self.backups()})
 
 
 @dataclass(frozen=True)
 class AdapterKind:
-    """The LoRA adapters that an engine is to take: their rank, and the names of the modules that have one."""
+    """The LoRA adapters that an engine must accept: their rank, and the names of the modules that have one."""
 
     rank: int
     modules: tuple[str, ...]
@@ -92,7 +94,7 @@ class AdapterFormat:
 class Codec:
     """Tokens to text (special tokens included) and back, and the tokens that end a response.
 
-    ``tokenizer``: that of transformers, for grammars.
+    ``tokenizer``: the tokenizer of transformers, for grammars.
     """
 
     decode: Decode
@@ -107,9 +109,9 @@ class SyncSetup:
 
     ``transport``: "ipc", "nccl", "http" or "disk", see ``--update-weight-transport``. ``device``: where this rank's
     weights are. ``host``: a name of this machine that the servers can reach. ``directory``: folder for transport
-    "disk"; ``keep_folders`` keeps earlier versions in it. ``timeout_s``: after which a broadcast fails [s].
-    ``adapter``: it sends this adapter alone, whatever the transport; None: weights. ``partial``: whether an update may
-    leave out what an earlier one brought, because the servers have it still.
+    "disk". ``keep_folders``: earlier versions in it are kept. ``timeout_s``: a broadcast that takes longer fails [s].
+    ``adapter``: send only this adapter, whatever the transport; None: send weights. ``partial``: whether an update may
+    leave out weights that an earlier one brought, because the servers still have them.
     """
 
     model_path: str
@@ -127,9 +129,9 @@ class SyncSetup:
 class GenerateRequest:
     """One response to sample.
 
-    ``input_ids``: the prompt, followed by the response tokens that exist already when a partial rollout is resumed.
-    ``prefix_key``: requests with the same key share the prompt, so that an engine may prefill it once.
-    ``position``: number of response tokens in ``input_ids``; the random stream continues at this position.
+    ``input_ids``: the prompt. If a partial rollout is resumed, the existing response tokens follow it. ``prefix_key``:
+    requests with the same key share the prompt, so that an engine may prefill it once. ``position``: number of response
+    tokens in ``input_ids``; the random stream continues at this position.
     """
 
     request_id: str
@@ -141,17 +143,16 @@ class GenerateRequest:
 
 @dataclass
 class GenerateResult:
-    """The tokens of one response. Arrays may be given for its per-token lists, and are read as lists; `columns` has
-    them as they are.
+    """The tokens of one response. Its per-token lists may be given as arrays, and are read as lists. `columns` returns
+    them as they are kept.
 
-    ``log_probs``: one per token, under softmax(logits / temperature) before any top-p, top-k or min-p renormalisation;
-    greedy requests (temperature 0 or top_k 1) report the same quantity, with temperature 1 in place of 0.
-    ``kept``: for a request with `SamplingParams.kept`, the ids that each token was drawn from, if any were left out;
-    log-probs of tokens that have them are renormalised over them, and a greedy request keeps the token itself.
-    ``constrained``: for a request with a grammar, whether that left tokens out when each token was drawn; likewise for
-    one with penalties or biases.
-    ``weight_versions``: one per token, the version of the weights that produced it.
-    ``cached_tokens``: number of prompt tokens whose keys and values were cached already.
+    ``log_probs``: one per token, under softmax(logits / temperature), before top-p, top-k or min-p renormalise. Greedy
+    requests (temperature 0 or top_k 1) report the same quantity at temperature 1. ``kept``: for a request with
+    `SamplingParams.kept`, the ids that each token was drawn from, if some were excluded. Log-probs of such tokens are
+    renormalised over these ids. A greedy request keeps only the token itself. ``constrained``: for a request with a
+    grammar, penalties or biases: whether they excluded tokens when each token was drawn. ``weight_versions``: one per
+    token, the version of the weights that produced it. ``cached_tokens``: number of prompt tokens whose keys and values
+    were cached already.
     """
 
     request_id: str
@@ -176,12 +177,12 @@ class GenerateResult:
 
     @property
     def columns(self) -> tuple[PerToken, PerToken, PerToken]:
-        """Tokens, log-probs and weight versions as they are held, arrays or lists."""
+        """Tokens, log-probs and weight versions as they are kept, as arrays or lists."""
         values = vars(self)
         return values["output_ids"], values["log_probs"], values["weight_versions"]
 
     def packed(self) -> GenerateResult:
-        """This result, with arrays of its own in place of lists: int32 tokens and versions, fp32 log-probs."""
+        """This result, with its own arrays in place of lists: int32 tokens and versions, fp32 log-probs."""
         columns = zip(self.columns, RESULT_TOKENS.values(), strict=True)
         self.output_ids, self.log_probs, self.weight_versions = (np.array(column, dtype) for column, dtype in columns)
         return self
@@ -208,7 +209,8 @@ RESULT_TOKENS = {"output_ids": np.int32, "log_probs": np.float32, "weight_versio
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Log-probs of given tokens. ``top``: the likeliest tokens at the place of each, as (token, log-prob), in order."""
+    """Log-probs of given tokens. ``top``: for each position the likeliest tokens, as (token, log-prob), in descending
+    order."""
 
     log_probs: list[float]
     top: list[list[tuple[int, float]]]
@@ -216,9 +218,9 @@ class Scores:
 
 @dataclass(slots=True)
 class WeightBucket:
-    """Several tensors of one dtype, flattened into one.
+    """Several tensors of one dtype, flattened into one tensor.
 
-    ``flat``: 1-D, the tensors' elements in the order of ``names``; names are Hugging Face's.
+    ``flat``: 1-D, with the tensors' elements in the order of ``names``, which are Hugging Face's.
     """
 
     names: list[str]
@@ -248,11 +250,11 @@ def _received(names: list[str], shapes: list[tuple[int, ...]], dtype: str, raw: 
 
 @dataclass(slots=True)
 class EngineInfo:
-    """What an engine reports about itself; ``weight_version`` is -1 for a server that no weight sync has reached yet.
+    """What an engine reports about itself. ``weight_version`` is -1 for a server that has received no weight sync yet.
 
-    ``seeds``: whether `SamplingParams.seed` is used. ``scores``: whether `Engine.score` is supported, at temperature 1
-    at least. ``schemas``: whether `SamplingParams.grammar` is.
-    ``url``: base URL of its HTTP server with SGLang's /generate, if one is running.
+    ``seeds``: whether `SamplingParams.seed` is used. ``scores``: whether `Engine.score` is supported, at least at
+    temperature 1. ``schemas``: whether `SamplingParams.grammar` is supported. ``url``: base URL of its HTTP server with
+    SGLang's /generate, if one is running.
     """
 
     name: str
@@ -274,7 +276,7 @@ class Engine(Protocol):
         ...
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
-        """Sample a response to each request; results come in the order of the requests.
+        """Sample a response to each request. Results are in the order of the requests.
 
         Raises:
             ValueError: a request does not fit the context, or uses a parameter that the engine does not support.
@@ -288,24 +290,25 @@ class Engine(Protocol):
         Only engines whose `EngineInfo.scores` is true support this.
 
         Args:
-            top: number of the likeliest tokens that are reported for each position.
+            top: how many of the likeliest tokens are reported for each position.
 
         Raises:
-            ValueError: no token before ``start`` or from it on, more tokens than the context, or a temperature of 0.
+            ValueError: no token is before ``start`` or after it, there are more tokens than the context allows, or the
+                temperature is 0.
         """
         ...
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """End these requests (all, if None) now: each returns the tokens it has, with finish reason "abort"."""
+        """End these requests (all, if None) now. Each returns the tokens that it has, with finish reason "abort"."""
         ...
 
     async def begin_weight_update(self, version: int, changed: Collection[str] | None = None) -> bool:
-        """Stop decoding until `end_weight_update`, since the weights are a mix of two versions in between.
+        """Stop decoding until `end_weight_update`, because the weights are a mix of two versions in between.
 
-        ``changed``: names of the only weights that differ from those of earlier updates; None: all may.
+        ``changed``: names of the only weights that differ from those of earlier updates; None: all may differ.
 
         Returns:
-            whether the update may leave the other weights out: not before an update has brought them all.
+            whether the update may leave the other weights out. It may not before an update has brought all of them.
         """
         ...
 
@@ -313,20 +316,20 @@ class Engine(Protocol):
         """Copy the bucket's tensors into the model.
 
         Raises:
-            ValueError: the model has no weight of a name, or its shape differs.
+            ValueError: the model has no weight of a given name, or the shape differs.
         """
         ...
 
     async def end_weight_update(self) -> None:
-        """All weights were sent: discard cached keys and values, set the weight version and resume decoding.
+        """All weights were sent: discard the cached keys and values, set the weight version and resume decoding.
 
         Raises:
-            ValueError: a weight of the model was not sent; decoding stays stopped.
+            ValueError: a weight of the model was not sent. Decoding stays stopped.
         """
         ...
 
     async def release_memory(self, tags: Sequence[str]) -> None:
-        """Release the device memory of ``tags`` (see `MEMORY_TAGS`); tags that the engine does not use are ignored."""
+        """Release the device memory of ``tags`` (see `MEMORY_TAGS`). Tags that the engine does not use are ignored."""
         ...
 
     async def resume_memory(self, tags: Sequence[str]) -> None:
@@ -349,7 +352,7 @@ def check_memory_tags(tags: Sequence[str]) -> None:
 
 
 class ServerProcess(Protocol):
-    """The process of an engine that is a server; requests and weights do not go through this interface."""
+    """The process of an engine that is a server. Requests and weights do not pass through this interface."""
 
     def address(self) -> str:
         """The server's URL, which is known before `start`."""
@@ -360,7 +363,7 @@ class ServerProcess(Protocol):
         ...
 
     def restart(self) -> None:
-        """Start the server anew and wait until it answers; it has the weights that it was first started with."""
+        """Start the server again and wait until it answers. It has the weights of its first start."""
         ...
 
     def close(self) -> None:
@@ -373,33 +376,34 @@ class Restartable(Protocol):
     """An engine whose process can be started again after it died."""
 
     async def restart(self) -> None:
-        """Start it anew and wait until it answers; it has the weights it was first started with, and version -1."""
+        """Start the engine again and wait until it answers. It has the weights of its first start, and version -1."""
         ...
 
 
 @runtime_checkable
 class Streaming(Protocol):
-    """An engine that tells of tokens while it decodes. One behind Ray is none: its results come whole."""
+    """An engine that reports tokens while it decodes. An engine behind Ray does not, because its results arrive
+    complete."""
 
     async def stream(self, request: GenerateRequest, on_tokens: OnTokens) -> GenerateResult:
-        """Like `Engine.generate` of one request; ``on_tokens`` has seen all tokens before the result is there."""
+        """Like `Engine.generate` for one request. ``on_tokens`` gets all tokens before the result is returned."""
         ...
 
 
 class WeightSink(Protocol):
     """Receives a weight update: call `begin`, then `send` for every bucket, then `end`.
 
-    ``every_rank``: whether every trainer rank has a sink and sends the same buckets to it; if not, only rank 0 does.
+    ``every_rank``: whether every trainer rank has a sink and sends the same buckets to it. If not, only rank 0 sends.
     """
 
     every_rank: bool
 
     def begin(self, version: int, changed: Collection[str] | None = None) -> bool:
-        """Start the update to this version; see `Engine.begin_weight_update`."""
+        """Start the update to ``version``; see `Engine.begin_weight_update`."""
         ...
 
     def send(self, bucket: WeightBucket) -> None:
-        """Deliver some of the weights; the sink does not use the bucket after it returns."""
+        """Deliver a bucket of weights. The sink does not use the bucket after this call returns."""
         ...
 
     def end(self) -> None:
@@ -408,22 +412,26 @@ class WeightSink(Protocol):
 
 
 class Transport(WeightSink, Protocol):
-    """A `WeightSink` for engines that are servers; it keeps its connections to them between updates."""
+    """A `WeightSink` for engines that are servers. It keeps its connections between updates."""
 
     def to(self, servers: Sequence[ServerAddress]) -> WeightSink:
         """Send the next updates to ``servers``."""
         ...
 
     def close(self) -> None:
-        """Give up the connections."""
+        """Close the connections."""
         ...
 
 
+class EngineLostError(ValueError):
+    """An engine is dead, and this run cannot start it again. A restart of the run may help."""
+
+
 class WeightSyncError(RuntimeError):
-    """An engine did not receive a whole update; it stays paused until a whole update succeeds."""
+    """An engine did not receive a complete update. It stays paused until an update is complete."""
 
 
 def stream_seed(*names: object) -> int:
-    """A 31-bit seed of a random stream: a hash of its names, such as a run's seed and a number."""
+    """A 31-bit seed of a random stream: a hash of the stream's names, such as a run's seed and a number."""
     digest = hashlib.blake2b("/".join(map(str, names)).encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") >> 1

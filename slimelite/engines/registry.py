@@ -1,9 +1,9 @@
 """The available inference engines, one record each.
 
-To add one, write its module and add a record here or in a file that ``--import-file`` names. The `EngineMemory` of a
-record is what is left in its memory after `Engine.release_memory` and `Engine.resume_memory`: the options that a server
-is started with, what a weight sync may leave out and the host memory in the plan follow from it. The servers of the
-tests lose what a real one loses, whatever the record says.
+To add an engine, write its module and add a record here or in a file of ``--import-file``. The `EngineMemory` of a
+record says what remains after `Engine.release_memory` and `Engine.resume_memory`. It decides the options that a server
+is started with, what a weight sync may leave out, and the host memory in the plan. The servers in the tests lose what a
+real server loses, whatever the record says.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ NO_DRAFTS_BY_DISK = (
 class Content(Enum):
     """A kind of tensor in an engine's device memory.
 
-    ``WEIGHTS``: the policy's parameters, the frozen ones under an adapter too, and buffers of the model's file such as
-    the biases of routers, which are parameters of an engine. ``TABLES``: buffers that the engine computes itself, such
-    as rotary tables. ``ADAPTER``: an adapter that is sent by itself. ``DRAFT``: weights of a draft model.
+    ``WEIGHTS``: the policy's parameters, also the frozen ones under an adapter. Buffers in the model's files belong
+    here too, such as the biases of routers, because they are parameters of an engine. ``TABLES``: buffers that the
+    engine computes itself, such as rotary tables. ``ADAPTER``: an adapter that is sent alone. ``DRAFT``: weights of a
+    draft model.
     """
 
     WEIGHTS = "weights"
@@ -39,11 +40,11 @@ class Content(Enum):
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """What a release leaves.
+    """What a release leaves in memory.
 
-    ``lost``: what is gone; all else is there again after the release. ``backups``: what is lost -> the ``--sglang-*``
-    option that has it copied to host memory for as long as it is released. ``unset``: variables of the environment that
-    an engine which releases memory does not get.
+    ``lost``: the content that is gone. All other content is there again after the release. ``backups``: lost content ->
+    the ``--sglang-*`` option that keeps a copy of it in host memory during the release. ``unset``: environment
+    variables that an engine which releases memory must not have.
     """
 
     lost: frozenset[Content] = frozenset()
@@ -51,20 +52,21 @@ class EngineMemory:
     unset: tuple[str, ...] = ()
 
     def needed(self, options: Mapping[str, object], *, adapter_alone: bool) -> dict[str, bool]:
-        """The options without which an engine that releases its memory would lose what no weight sync brings again.
+        """The options that an engine needs if it releases its memory. Without them it would lose content that no weight
+        sync restores.
 
-        ``options``: its other ``--sglang-*`` options; ``adapter_alone``: a sync sends the adapter and no weights.
+        ``options``: its other ``--sglang-*`` options. ``adapter_alone``: a sync sends the adapter and no weights.
         """
         unsent = [Content.WEIGHTS] if adapter_alone else []
         unsent += [Content.DRAFT] if options.get(DRAFTS) else []
         return {self.backups[content]: True for content in unsent if content in self.lost}
 
     def survives(self, content: Content, options: Mapping[str, object]) -> bool:
-        """Whether ``content`` outlives a release of an engine that was started with ``options``."""
+        """Whether ``content`` survives a release, for an engine that was started with ``options``."""
         return content not in self.lost or bool(options.get(self.backups.get(content, "")))
 
     def on_host(self, options: Mapping[str, object], *, adapter_alone: bool) -> frozenset[Content]:
-        """What takes host memory, as much as on the device, while the memory of an engine is released."""
+        """The content that takes host memory, as much as on the device, during a release of an engine."""
         chosen = {**options, **self.needed(options, adapter_alone=adapter_alone)}
         return frozenset(content for content in self.lost if self.survives(content, chosen))
 
@@ -74,7 +76,7 @@ KEEPS_ALL = EngineMemory()
 
 @dataclass(frozen=True)
 class ServerAddress:
-    """An engine that is a server: it answers at ``url`` (``http://host:port``), and has ``tp_size`` GPUs.
+    """An engine that is a server. It answers at ``url`` (``http://host:port``) and has ``tp_size`` GPUs.
 
     ``first_gpu``: index of its first GPU among the GPUs of all engines; None: the GPU after the previous server's last.
     """
@@ -86,12 +88,12 @@ class ServerAddress:
 
 @dataclass(frozen=True)
 class ServerParts:
-    """The functions that run an engine which is a separate server process.
+    """The functions for an engine that is a separate server process.
 
-    ``process``: (`EngineSetup`) -> a `ServerProcess` that is not started yet.
-    ``connect``: (`EngineSetup`, `Codec`, `ServerAddress`, owner or None) -> `Engine`, the client of one server.
-    ``external``: (addresses, model path) -> the `ServerAddress` of each of ``--rollout-external-engine-addrs``.
-    ``sync``: (`SyncSetup`) -> a `Transport`, which sends weights to servers.
+    ``process``: (`EngineSetup`) -> a `ServerProcess` that has not started yet. ``connect``: (`EngineSetup`, `Codec`,
+    `ServerAddress`, owner or None) -> `Engine`, the client of one server. ``external``: (addresses, model path) -> the
+    `ServerAddress` of each of ``--rollout-external-engine-addrs``. ``sync``: (`SyncSetup`) -> a `Transport`, which
+    sends weights to servers.
     """
 
     process: Function
@@ -104,19 +106,16 @@ class ServerParts:
 class EngineKind:
     """One kind of engine.
 
-    ``build``: (`EngineSetup`, `Codec`) -> `Engine` in the caller's process; None if ``server`` is given.
-    ``server``: the functions of an engine that runs as a separate process and is reached over HTTP.
-    ``repeats``: whether the same seeds give the same tokens, bit for bit; or the name of the ``--sglang-*`` option
-    that switches this on.
-    ``releases_memory``: whether it can release its device memory while the trainer works.
-    ``memory``: what such a release leaves.
-    ``wide``: whether one engine may use several GPUs.
-    ``adapters``: whether it samples from a LoRA adapter beside the model's weights.
-    ``scores``: whether it gives log-probs of given tokens (`Engine.score`).
-    ``kept``: whether it tells which tokens top-p, top-k and min-p left (`SamplingParams.kept`).
-    ``package``: the Python package that it needs.
-    ``check_config``: (Hugging Face config) -> None; raises ValueError for a model that the engine does not compute.
-    ``lacking``: () -> one sentence for each thing that the engine needs on a GPU and this machine does not have.
+    ``build``: (`EngineSetup`, `Codec`) -> `Engine` in the caller's process; None if ``server`` is given. ``server``:
+    the functions of an engine that is a separate process and is reached over HTTP. ``repeats``: whether the same seeds
+    give the same tokens, bit for bit, or the name of the ``--sglang-*`` option that turns this on. ``releases_memory``:
+    whether it can release its device memory while the trainer works. ``memory``: what remains after such a release.
+    ``wide``: whether one engine may use several GPUs. ``adapters``: whether it can sample from a LoRA adapter on top of
+    the model's weights. ``scores``: whether it gives log-probs of given tokens (`Engine.score`). ``kept``: whether it
+    returns the tokens that top-p, top-k and min-p kept (`SamplingParams.kept`). ``package``: the Python package that it
+    needs. ``check_config``: (Hugging Face config) -> None. It raises ValueError for a model that the engine does not
+    compute. ``lacking``: () -> one sentence for each thing that the engine needs on a GPU and this machine does not
+    have.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Sampling for callers that show tokens as they come: from one engine, and several responses side by side."""
+"""Sampling for callers that show tokens as they arrive: from one engine, or several responses at the same time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Sampler = Callable[[GenerateRequest, OnTokens | None], Awaitable[GenerateResult]
 
 
 class Generating(Protocol):
-    """The part of `Engine` that requests of clients need."""
+    """The part of `Engine` that clients' requests need."""
 
     async def info(self) -> EngineInfo: ...
 
@@ -27,7 +27,7 @@ class Generating(Protocol):
 
 
 def engine_sampler(engine: Generating) -> Sampler:
-    """One engine as a sampler; it streams where it can."""
+    """One engine as a sampler. It streams if the engine can."""
 
     async def sample(request: GenerateRequest, on_tokens: OnTokens | None) -> GenerateResult:
         if on_tokens is not None and isinstance(engine, Streaming):
@@ -40,7 +40,7 @@ def engine_sampler(engine: Generating) -> Sampler:
 
 @dataclass(frozen=True)
 class News(Generic[T]):
-    """The next tokens of response number ``index``, with their log-probs, or its ``result``."""
+    """The next tokens of response number ``index`` with their log-probs, or the ``result`` of this response."""
 
     index: int
     ids: Sequence[int] = ()
@@ -49,9 +49,9 @@ class News(Generic[T]):
 
 
 async def news(calls: Sequence[Callable[[OnTokens | None], Awaitable[T]]], *, stream: bool) -> AsyncGenerator[News[T]]:
-    """Make ``calls`` side by side; yields their tokens if they ``stream``, and their results when they end.
+    """Make ``calls`` at the same time. Yields their tokens if they ``stream``, and their results when they end.
 
-    Closing the generator, and the first error, cancel all of them.
+    The first error cancels all calls, and so does closing the generator.
     """
     queue: asyncio.Queue[News[asyncio.Future[T]]] = asyncio.Queue()
 

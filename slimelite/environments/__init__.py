@@ -1,1 +1,1 @@
-"""What an agent acts in: environments, their tools and limits, and the episodes that models play in them."""
+"""The environments that agents act in, their tools and limits, and the episodes that models play."""

@@ -1,4 +1,4 @@
-"""``calculator``: sums and products that a small model cannot do in its head, and a tool that can."""
+"""``calculator``: sums and products that are too hard for a small model alone, and a tool that computes them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ CHARACTERS, EXPONENT, BASE = 400, 64, 1e6
 
 
 class Calculator(ToolEnvironment):
-    """The reward is 1 if the last number of the last reply is the label; without a label the run's reward scores it."""
+    """The reward is 1 if the last number of the last reply is the label. Without a label, the run's reward scores the
+    episode."""
 
     def calculator(self, expression: str) -> str:
         """The value of an arithmetic expression with + - * / // % ** and parentheses."""
@@ -39,7 +40,7 @@ class Calculator(ToolEnvironment):
         return [self.calculator]
 
     def score(self, content: str) -> float | None:
-        """Whether the last number is the label."""
+        """1 if the last number is the label, else 0; None without a label."""
         if self.row.label is None:
             return None
         numbers = re.findall(r"-?\d+(?:\.\d+)?", content)
@@ -57,7 +58,7 @@ def value_of(expression: str) -> float:
     """The value of an arithmetic expression.
 
     Raises:
-        ValueError: it is not one, or too large.
+        ValueError: the text is not an arithmetic expression, or too large.
     """
     if len(expression) > CHARACTERS:
         raise ValueError(f"an expression has at most {CHARACTERS} characters")
@@ -85,10 +86,10 @@ def _text(value: float) -> str:
 
 
 def make(spec: str) -> type[Calculator]:
-    """The calculator has no spec.
+    """The factory of the calculator, which takes no spec.
 
     Raises:
-        ValueError: one is given.
+        ValueError: a spec is given.
     """
     if spec:
         raise ValueError(f"--environment calculator:{spec}: nothing may follow the name")

@@ -1,4 +1,4 @@
-"""One episode: replies of the model and steps of an environment take turns, until either ends it."""
+"""One episode. The model's replies and the environment's steps take turns until one of them ends it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ REMEDY = "shorten the messages that reset returns, or raise --rollout-max-contex
 
 @dataclass
 class Role:
-    """Who speaks: a conversation, and the rewards for it; ``parts``: the named ones."""
+    """A speaker: its conversation and its rewards. ``parts``: the sums of named rewards."""
 
     session: Session
     number: int
@@ -47,13 +47,13 @@ class Role:
 
 
 class Episode:
-    """Plays one episode, then makes samples of it.
+    """Plays one episode, and then makes samples from it.
 
     Args:
-        host: opens the environment, which is closed at the end.
-        converse: opens the conversation of a role, by its number.
+        host: opens the environment. It is closed at the end.
+        converse: opens the conversation of a role, given the role's number.
         params: sampling parameters of each reply.
-        max_turns, max_tokens: limits of all replies of the episode; None: no limit.
+        max_turns, max_tokens: limits for all replies of the episode together; None: no limit.
     """
 
     def __init__(
@@ -78,10 +78,10 @@ class Episode:
         self._tokens = 0
 
     async def play(self, row: Row) -> None:
-        """Play to the end, and then `close`; what the environment does wrong becomes ``failure``.
+        """Play to the end, and then `close`. An error of the environment becomes ``failure``.
 
         Raises:
-            ValueError: the chat template refuses the messages, or an engine a request.
+            ValueError: the chat template refuses the messages, or an engine refuses a request.
             ConnectionError: no engine answered.
         """
         try:
@@ -94,7 +94,7 @@ class Episode:
                 turn.reward = None  # --reward-error says what the episode is worth, and so its turns
 
     async def close(self) -> None:
-        """Close the environment, if there is one; an error is counted."""
+        """Close the environment, if there is one. An error is counted."""
         if self._environment is None:
             return
         self.seconds = self._environment.spent
@@ -156,7 +156,7 @@ class Episode:
             name, messages = name if step.role is None else step.role, step.messages
 
     def _counted_reply(self, turn: Turn) -> dict[str, object]:
-        """The reply as the environment gets it."""
+        """The reply in the form that the environment gets."""
         self._tokens += len(turn.output_ids)
         self.counts["turns"] += 1
         self.counts["tool_calls"] += len(turn.reply.tool_calls)
@@ -165,10 +165,10 @@ class Episode:
         return {**turn.reply.message(), **whole}
 
     def samples(self, sample: Sample) -> list[Sample]:
-        """A sample for each branch of each role's conversation; they share ``sample``'s index as their rollout id.
+        """A sample for each branch of each role's conversation. Their rollout id is ``sample``'s index.
 
-        The reward is None if no step had one, and 0 for a role that got none where another did. Rewards with parts
-        become dicts with their sum as ``total``.
+        The reward is None if no step had one. If some role had rewards, a role without any gets 0. Rewards with parts
+        become dicts, with the sum of the parts as ``total``.
         """
         made: list[Sample] = []
         scored = any(role.total is not None for role in self.roles.values())
@@ -195,9 +195,9 @@ class Episode:
 
 
 def timeline(sessions: Sequence[Session]) -> list[dict[str, object]]:
-    """The first turns of conversations, as they began: when [s], their tokens and calls; ``parent``: the turn that one
-    goes on from, None if it begins a branch; ``answer``, ``call_seconds``: how long the environment took over it, and
-    over each of its calls [s], where that is known."""
+    """The first turns of conversations, in the order in which they began. Each has the time [s], its tokens and its
+    calls. ``parent``: the turn that it continues, None if it begins a branch. ``answer``, ``call_seconds``: how long
+    the environment took for the step and for each call [s], if known."""
     turns = [(turn.began, place, turn) for place, session in enumerate(sessions) for turn in session.turns]
     first = min((began for began, _, _ in turns), default=0.0)
     return [
@@ -217,9 +217,10 @@ def timeline(sessions: Sequence[Session]) -> list[dict[str, object]]:
 
 
 def turn_rewards(own: Sequence[Turn], sample: Sample) -> list[float]:
-    """A number for each response token: where a reply that is the branch's ``own`` ends its reward, elsewhere NaN.
+    """A number for each response token: a reply's reward at the token where the reply ends, and NaN elsewhere. Only the
+    branch's ``own`` replies count.
 
-    It ends with its last trained token; a grammar may have left later ones out.
+    A reply ends with its last trained token. A grammar may have excluded later tokens from training.
     """
     rewards = [math.nan] * sample.response_length
     mask = vars(sample)["loss_mask"]
@@ -233,7 +234,7 @@ def turn_rewards(own: Sequence[Turn], sample: Sample) -> list[float]:
 
 
 def row_of(sample: Sample, seed: int) -> Row:
-    """What an environment gets of a prompt."""
+    """The row that an environment gets for a prompt."""
     prompt: Sequence[Message] | str = sample.prompt
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) and prompt else list(prompt or [])
     return Row(messages, sample.label, sample.metadata, seed)

@@ -1,4 +1,4 @@
-"""Where environments run: in this process, in worker processes, or behind an address; every call has a time limit."""
+"""Runs environments in this process, in worker processes or behind an address. Every call has a time limit."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ PING_SECONDS = 5.0
 
 
 class EnvironmentFailure(Exception):
-    """An environment raised, took too long, went away, or said more than the context holds before the model's first
-    reply; ``kind``: "exception", "timeout", "crash", "invalid" or "too_long". ``lost``: its worker process is gone, for
-    which this environment need not be to blame.
+    """An environment raised, took too long or went away, or its first messages exceed the context. ``kind``:
+    "exception", "timeout", "crash", "invalid" or "too_long". ``lost``: its worker process is gone. This environment
+    need not be the cause.
     """
 
     def __init__(self, kind: str, message: str, *, lost: bool = False) -> None:
@@ -45,9 +45,10 @@ class EnvironmentFailure(Exception):
 
 
 def load(environment: str, sandbox: SandboxSettings = NO_WISHES) -> Callable[[], Environment]:
-    """What makes the environment of one episode in this process; ``environment``: a value of ``--environment``.
+    """A factory that makes the environment of one episode in this process. ``environment``: a value of
+    ``--environment``.
 
-    ``sandbox``: for the programs that it starts.
+    ``sandbox``: the sandbox of the programs that it starts.
 
     Raises:
         ValueError: there is no such environment, or it refuses its spec.
@@ -77,7 +78,7 @@ def _guarded_exit(status: int) -> NoReturn:
 
 
 def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
-    """``method`` of an environment in this process, in which it cannot end the process with ``os._exit``."""
+    """``method`` of an environment in this process. It can no longer end the process with ``os._exit``."""
     if inspect.iscoroutinefunction(method):
 
         @wraps(method)
@@ -99,14 +100,14 @@ def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Host:
-    """Opens environments; one object for a run, used on one event loop.
+    """Opens environments. There is one object for a run, and it is used on one event loop.
 
     Args:
         environment: the value of ``--environment``.
         processes: ``--environment-processes``; 0: this process.
-        call_seconds: limit of one call, ``--environment-call-timeout``.
-        seconds: limit of all calls of an episode together, ``--environment-timeout``.
-        sandbox: for the programs that the environment starts.
+        call_seconds: time limit of one call, ``--environment-call-timeout``.
+        seconds: time limit of all calls of an episode together, ``--environment-timeout``.
+        sandbox: the sandbox of the programs that the environment starts.
 
     Raises:
         ValueError: see `load`.
@@ -135,7 +136,7 @@ class Host:
             os._exit = _guarded_exit  # such a call would end the run, its exit status the environment's
 
     async def open(self) -> Live:
-        """A new environment; in workers it begins where the fewest episodes are.
+        """A new environment. If there are workers, it runs on the one with the fewest episodes.
 
         Raises:
             ValueError: a worker cannot be started.
@@ -170,40 +171,42 @@ class Host:
 
 
 class Live:
-    """One environment under way, with time limits; ``spent``: seconds in its calls so far."""
+    """A running environment with time limits. ``spent``: seconds in its calls so far."""
 
     def __init__(self, environment: Environment | _Remote, host: Host) -> None:
         self.spent = 0.0
         self._environment, self._host = environment, host
 
     async def reset(self, row: Row) -> Start:
-        """Begin.
+        """Begin the episode.
 
         Raises:
-            EnvironmentFailure: the environment failed, or its limit of time is used up; as `step`.
+            EnvironmentFailure: the environment failed, or used up its time.
         """
         start: Start = _sound(await self._within(self._environment.reset, row), self._environment.reset, Start)
         return start
 
     async def step(self, reply: Mapping[str, Any]) -> Step:
-        """Answer a reply; raises as `reset`."""
+        """Answer a reply. It raises the same errors as `reset`."""
         step: Step = _sound(await self._within(self._environment.step, reply), self._environment.step, Step)
         return step
 
     async def golden(self) -> list[str | Message] | None:
-        """The replies of `protocol.Environment.golden`, if there is one; raises as `reset`."""
+        """The replies of `protocol.Environment.golden`, or None if there is no such method. It raises the same errors
+        as `reset`."""
         best = getattr(self._environment, "golden", None)
         return None if best is None else list(await self._within(best))  # type: ignore[call-overload]
 
     async def close(self) -> None:
-        """Let the environment clean up; raises as `reset`."""
+        """Let the environment clean up. It raises the same errors as `reset`."""
         end = getattr(self._environment, "close", None)
         if end is not None:
             self.spent = 0.0  # what is over has no limit left to keep, but it may need a moment
             await self._within(end)
 
     async def _within(self, method: Callable[..., Any], *args: object) -> object:
-        """What ``method`` returns; a coroutine that ignores its cancellation, or a thread, may go on by itself."""
+        """The result of ``method``. After a time-out, a coroutine that ignores its cancellation, or a thread, may
+        continue to run."""
         whole = self._host.seconds - self.spent
         limit, flag = min((self._host.call_seconds, "--environment-call-timeout"), (whole, "--environment-timeout"))
         begin = time.monotonic()
@@ -232,10 +235,11 @@ class Live:
 
 
 def _sound(result: object, method: Callable[..., object], wanted: type[Start] | type[Step]) -> Any:
-    """``result``, which ``method`` returned, if it is a ``wanted`` with readable messages and numbers that are finite.
+    """Check ``result``, which ``method`` returned. It must be a ``wanted`` with readable messages and finite numbers.
 
     Raises:
-        EnvironmentFailure: it is not; found out later, it would look like a failure of the engine, and be tried again.
+        EnvironmentFailure: it is not. If this were found later, it would look like a failure of the engine and be
+            retried.
     """
     if not isinstance(result, wanted):
         what = f"{method.__name__} returned a {type(result).__name__}, not a {wanted.__name__}"
@@ -285,7 +289,7 @@ def _described(error: BaseException) -> str:
 
 
 def _fields(answer: Any, wanted: type[Start] | type[Step]) -> Any:
-    """What a server answered, as a ``wanted``."""
+    """A server's answer as a ``wanted``."""
     try:
         return wanted(**answer)
     except TypeError as error:
@@ -295,7 +299,8 @@ def _fields(answer: Any, wanted: type[Start] | type[Step]) -> Any:
 
 
 class _Remote:
-    """An environment behind an address: JSON by POST to ``/reset``, ``/step`` and ``/close``; see docs/agents.md."""
+    """An environment behind an address. It uses JSON by POST to ``/reset``, ``/step`` and ``/close``; see
+    docs/agents.md."""
 
     def __init__(self, url: str, client: Client) -> None:
         self.url, self._client = url, client
@@ -319,7 +324,7 @@ class _Remote:
 
 
 class _InWorker(_Remote):
-    """An environment in a worker process of ours."""
+    """An environment in one of our worker processes."""
 
     def __init__(self, worker: _Worker, client: Client) -> None:
         super().__init__("", client)
@@ -327,7 +332,7 @@ class _InWorker(_Remote):
 
     @property
     def lost(self) -> bool:
-        """Whether the worker is gone, or another one has its place."""
+        """Whether the worker is gone or was replaced."""
         return self.url != self._worker.url or not self._worker.alive
 
     async def close(self) -> None:
@@ -335,7 +340,7 @@ class _InWorker(_Remote):
         await super().close()
 
     async def suspect(self) -> None:
-        """End the worker if it does not answer at all: its other episodes fail then, and new ones get a new process."""
+        """End the worker if it does not answer at all. Its other episodes fail then, and new ones get a new process."""
         try:
             await asyncio.wait_for(self._client.get(f"{self.url}/health"), PING_SECONDS)
         except (HttpError, TimeoutError):
@@ -344,7 +349,8 @@ class _InWorker(_Remote):
 
 
 class _Worker:
-    """A process that serves environments on a loopback port; it ends with this one, whose end closes its stdin."""
+    """A process that serves environments on a loopback port. It ends together with this process, because its stdin is
+    closed then."""
 
     def __init__(self, environment: str, sandbox: SandboxSettings) -> None:
         self.open: set[_InWorker] = set()
@@ -355,7 +361,7 @@ class _Worker:
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs."""
+        """Whether the process is running."""
         return self._process is not None and self._process.poll() is None
 
     async def started(self) -> None:

@@ -1,7 +1,7 @@
-"""``nim``: a game of two players, both played by the model, each with a conversation and advantages of its own.
+"""``nim``: a game for two players. The model plays both, each with its own conversation and advantages.
 
-Players take 1 to 3 matches from a pile in turn; who takes the last one wins. A pile of 4, 8, 12 … is lost for who has
-to move, if the other makes no mistake: the rest of the pile by 4 is the right move.
+Players take 1 to 3 matches from a pile in turn. The player who takes the last one wins. With a pile of 4, 8, 12 … the
+player to move loses, if the other makes no mistake. The right move is the rest of the pile divided by 4.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ OPPONENTS = ("self", "random", "perfect")
 
 
 class Nim:
-    """A win is worth 1, a loss −1; a move that is none loses, and the other player gets 0.
+    """A win is worth 1, a loss −1. A player whose move is invalid loses, and the other player gets 0.
 
-    ``metadata`` of a row: ``pile``, and ``opponent``: "self", or "random" or "perfect" for one that the environment
-    plays. ``metrics``: ``winning_chances``, moves from a pile that can be won, and ``winning_moves``, the right ones.
+    ``metadata`` of a row: ``pile``, and ``opponent``. "self" means the model; the environment plays "random" and
+    "perfect". ``metrics``: ``winning_chances``, the moves from a pile that can be won, and ``winning_moves``, the right
+    ones among them.
     """
 
     def reset(self, row: Row) -> Start:
-        """Begin a game: the row, or chance, says how many stones the pile has."""
+        """Begin a game. The row, or else chance, decides how many matches the pile has."""
         self._chance = random.Random(row.seed)
         self._pile = int(row.metadata.get("pile") or self._chance.choice(PILES))
         self._opponent = row.metadata.get("opponent", "self")
@@ -37,7 +38,7 @@ class Nim:
         return Start(self._shown(), role=PLAYERS[0])
 
     def step(self, reply: Mapping[str, Any]) -> Step:
-        """Make the move, and that of an opponent who is not the model."""
+        """Make the move. If the opponent is not the model, make its move too."""
         match = re.fullmatch(r"\s*(\d{1,9})\s*", reply.get("content") or "")
         move = int(match[1]) if match else 0
         other = PLAYERS[1 - self._player]
@@ -67,7 +68,7 @@ class Nim:
 
 
 def make(spec: str) -> type[Nim]:
-    """``spec``: the opponent, which rows name too.
+    """``spec``: the opponent, which rows may also name.
 
     Raises:
         ValueError: there is no such opponent.

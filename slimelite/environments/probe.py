@@ -1,8 +1,8 @@
-"""Plays scripted episodes of one environment for `slimelite env check`, in a process of its own.
+"""Plays scripted episodes of one environment for `slimelite env check`, in a separate process.
 
 Stdin has one line of JSON, the fields of `Plan`. Stdout gets a line of JSON for each event: ``ready``, ``begin`` (what
-is played next), ``beat`` (the event loop is free), ``episode`` (what happened), ``end``, or ``problem``. Who reads them
-ends this process if beats stay away: then the environment hangs, and holds the event loop or Python's lock.
+is played next), ``beat`` (the event loop is free), ``episode`` (its record), ``end``, or ``problem``. The reader ends
+this process if the beats stop. Then the environment hangs, and blocks the event loop or Python's lock.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from slimelite.base.processes import waited
 from slimelite.data.messages import parsed, read_messages
 from slimelite.data.reader import ENVIRONMENT, read_rows
 from slimelite.environments.hosts import EnvironmentFailure, Host, Live
@@ -57,7 +58,8 @@ INJECTIONS = {
 
 
 class Script(NamedTuple):
-    """What the model says in an episode: ``reply(scene, turn)``, None to stop; ``kind``: what the reward is held to."""
+    """The model's part in an episode. ``reply(scene, turn)``: the next reply, None to stop. ``kind``: what the reward
+    should be."""
 
     kind: str
     name: str
@@ -66,10 +68,10 @@ class Script(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """What is played: ``rows`` rows of ``data`` (see `Plan.read`), each episode with at most ``turns`` replies.
+    """The plan: ``rows`` rows of ``data`` (see `Plan.read`), each episode with at most ``turns`` replies.
 
-    ``canary``: a file that no reply may make. ``seconds``: when to stop beginning episodes. ``whole``: all scripts, not
-    the first ones alone, which a second process plays to compare.
+    ``canary``: a file that no reply should be able to make. ``seconds``: after this time no new episode begins.
+    ``whole``: play all scripts. Otherwise play only the first ones, which a second process does for comparison.
     """
 
     environment: str
@@ -83,10 +85,10 @@ class Plan:
     import_files: list[str] = field(default_factory=list)
 
     def read(self) -> list[Row]:
-        """The rows, each with a seed of its own; one without anything if the environment has none.
+        """The rows, each with its own seed. If the environment has no rows, one empty row.
 
         Raises:
-            ValueError: there are none, or not such ones.
+            ValueError: there are no rows, or they have another form.
         """
         data, kind = self.data, known(self.environment)
         if data is None and (kind is None or kind[0].rows is None):
@@ -103,7 +105,7 @@ class Plan:
 
 @dataclass
 class Scene:
-    """An episode under way."""
+    """An episode in progress."""
 
     row: Row
     start: Start
@@ -112,12 +114,12 @@ class Scene:
 
 
 def reply_of(content: str | None, **more: object) -> Message:
-    """A reply as `Episode` passes it on."""
+    """A reply in the form that `Episode` passes on."""
     return {"role": "assistant", "content": content, "malformed": [], "finish_reason": "stop", **more}
 
 
 def always(kind: str, name: str, content: str) -> Script:
-    """One reply, turn after turn."""
+    """A script with the same reply in every turn."""
     return Script(kind, name, lambda _scene, _turn: reply_of(content))
 
 
@@ -154,7 +156,7 @@ def call_of(name: str, arguments: object, number: int = 0) -> dict[str, object]:
 
 
 def _example(schema: Mapping[str, Any], text: str) -> object:
-    """An argument that a JSON schema allows; ``text``: for a string."""
+    """An argument that a JSON schema allows. ``text``: the value of a string."""
     if schema.get("enum"):
         return schema["enum"][0]
     kind = schema.get("type", "string")
@@ -162,7 +164,8 @@ def _example(schema: Mapping[str, Any], text: str) -> object:
 
 
 def _calls(text: str, extra: Mapping[str, object] | None = None) -> Callable[[Scene, int], Message | None]:
-    """One call of each tool at once, with ``text`` as each text; ``extra``: arguments in place of fitting ones."""
+    """Replies that call each tool once, with ``text`` for every text argument. ``extra``: arguments that replace the
+    fitting ones."""
 
     def reply(scene: Scene, turn: int) -> Message | None:
         if not scene.start.tools:
@@ -192,7 +195,7 @@ def _malformed(scene: Scene, turn: int) -> Message | None:
 
 
 def more_scripts(rows: Sequence[Row], frame: str, canary: str) -> list[Script]:
-    """All others; ``frame``: how a golden answer is written."""
+    """All other scripts. ``frame``: how a golden answer is written."""
     labels = [label_text(row) for row in rows]
     frames = dict.fromkeys(("{}", frame))
     every = " ".join(dict.fromkeys([*filter(None, labels), *map(str, range(101)), "yes no true false A B C D"]))
@@ -218,7 +221,7 @@ def more_scripts(rows: Sequence[Row], frame: str, canary: str) -> list[Script]:
 
 
 class Player:
-    """Plays the scripts of a plan, and says what happened on ``out``."""
+    """Plays the scripts of a plan, and writes events to ``out``."""
 
     def __init__(self, plan: Plan, out: Callable[[dict[str, object]], None]) -> None:
         self._plan, self._out, self._end = plan, out, time.monotonic() + plan.seconds
@@ -227,7 +230,7 @@ class Player:
         self._host = Host(plan.environment, call_seconds=plan.call_seconds, seconds=1e9)
 
     async def play(self) -> None:
-        """Play everything."""
+        """Play all scripts."""
         beating = asyncio.create_task(self._beat())
         rows = self._plan.read()
         self._out({"event": "ready", "rows": len(rows), "labels": [label_text(row) for row in rows]})
@@ -259,13 +262,13 @@ class Player:
         await self._host.close()
 
     async def _beat(self) -> None:
-        last, waited = time.monotonic(), _waited()
+        last, waiting = time.monotonic(), waited()
         while True:
             await asyncio.sleep(BEAT_SECONDS)
-            now, waits = time.monotonic(), _waited()
+            now, waits = time.monotonic(), waited()
             # on a busy machine the event loop waits for a processor too, which is no fault of the environment
-            self._lag = max(self._lag, now - last - BEAT_SECONDS - (waits - waited))
-            last, waited = now, waits
+            self._lag = max(self._lag, now - last - BEAT_SECONDS - (waits - waiting))
+            last, waiting = now, waits
             self._out({"event": "beat"})
 
     async def _all(self, part: str, scripts: Sequence[Script], rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -311,7 +314,7 @@ class Player:
         return record
 
     async def _talk(self, record: dict[str, Any], script: Script, live: Live, scene: Scene) -> bool:
-        """Take turns until the end; False if the script has nothing to say."""
+        """Take turns until the end. False if the script has no more replies."""
         role, last = scene.start.role, {scene.start.role: scene.start.messages[-1].get("role")}
         for turn in range(self._turns):
             reply = script.reply(scene, turn)
@@ -346,7 +349,7 @@ class Player:
         return True
 
     async def _timed(self, record: dict[str, Any], work: Any) -> Any:
-        """What a call gives, with its seconds and how long it held the event loop."""
+        """The result of a call. Its seconds, and how long it blocked the event loop, go into ``record``."""
         self._lag, begin = 0.0, time.monotonic()
         try:
             result = await work
@@ -368,7 +371,7 @@ class Player:
 
 
 def _frame(records: Sequence[Mapping[str, Any]]) -> str:
-    """The way to write a golden answer that scores most, of those that labels have."""
+    """Of the ways to write a label as golden answer, the one with the highest reward."""
     means = list[float]()
     for frame in FRAMES:
         mine = [total(record) for record in records if record["name"] == _golden(frame).name]
@@ -378,7 +381,8 @@ def _frame(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def total(record: Mapping[str, Any]) -> float | None:
-    """The reward of an episode: the mean over those who spoke of each one's sum; None if no step had one."""
+    """The reward of an episode. Each speaker's rewards are summed, and the result is the mean over speakers; None if no
+    step had a reward."""
     sums: dict[str, float] = {turn["role"]: 0.0 for turn in record["turns"]}
     scored = False
     for turn in record["turns"]:
@@ -391,21 +395,13 @@ def total(record: Mapping[str, Any]) -> float | None:
     return statistics.fmean(sums.values()) if scored else None
 
 
-def _waited() -> float:
-    """Seconds for which this thread was ready to run and had no processor; 0 where the kernel does not say (Linux)."""
-    try:
-        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
-    except (OSError, IndexError, ValueError):
-        return 0.0
-
-
 def _left_open() -> dict[str, int]:
-    """What an episode may leave behind."""
+    """Resources that an episode may leave open."""
     return {"threads": threading.active_count(), "files": len(os.listdir("/proc/self/fd"))}
 
 
 def _short(record: dict[str, Any]) -> dict[str, Any]:
-    """The record for a line: texts are cut, and a digest says whether two episodes are the same."""
+    """The record for a line of output. Texts are cut, and a digest shows whether two episodes are equal."""
     content = [record["start"], record["turns"], record["failure"] and record["failure"][0]]
     digest = hashlib.sha256(json.dumps(content, default=repr, sort_keys=True).encode()).hexdigest()
     texts = [*([record["start"]] if record["start"] else []), *record["turns"]]
@@ -418,7 +414,7 @@ def _short(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """The program."""
+    """The main program."""
     out = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what the environment prints
 

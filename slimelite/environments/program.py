@@ -1,4 +1,4 @@
-"""Programs as agents: one process group for each sample, with limits on time, number and what is kept of its output."""
+"""Programs as agents: one process group for each sample, with limits on time, number and output."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ ON_LOOPBACK = "127.0.0.1,localhost"
 
 @dataclass(frozen=True)
 class Ended:
-    """How a program ended. ``status``: its exit status, below 0 for a signal, None if it took too long; the ends of its
-    ``output`` and ``errors``; ``seconds``: without the time for which it was paused.
+    """How a program ended. ``status``: its exit status; below 0 for a signal, None if it took too long. ``output``,
+    ``errors``: the ends of both streams. ``seconds``: without the time for which it was paused.
     """
 
     status: int | None
@@ -42,10 +42,10 @@ class Ended:
 
     @property
     def reward(self) -> float | None:
-        """``reward`` of the last line of the output that is a JSON object; None if there is no such line or entry.
+        """``reward`` in the last line of the output that is a JSON object; None if there is no such line or entry.
 
         Raises:
-            ValueError: it is no finite number.
+            ValueError: the value is not a finite number.
         """
         for line in reversed(self.output.splitlines()):
             try:
@@ -66,11 +66,11 @@ class Programs:
     """Runs ``command`` once for each sample, on one event loop.
 
     Args:
-        command: with its arguments; no shell reads it.
-        at_once: most programs that run at the same time; others wait.
-        seconds: for one program, without the time for which it is paused.
-        folder: gets ``programs.log``.
-        sandbox: for each program; None: it runs as this user, with the environment of this process.
+        command: the program and its arguments. No shell reads it.
+        at_once: the most programs that run at the same time. Others wait.
+        seconds: the time limit of one program, without the time for which it is paused.
+        folder: ``programs.log`` is written there.
+        sandbox: for each program. None: the program runs as this user, with the environment of this process.
     """
 
     def __init__(
@@ -86,13 +86,13 @@ class Programs:
     async def run(
         self, row: Mapping[str, object], variables: Mapping[str, str], endpoint: str, pause: Callable[[], float]
     ) -> Ended:
-        """Run the program with ``row`` as a line of JSON on stdin; when this returns, its process group is gone.
+        """Run the program with ``row`` as a line of JSON on stdin. When this returns, its process group is gone.
 
-        ``variables``: of its environment; ``endpoint``: the URL of the model; ``pause``: seconds for
-        which the program was paused so far.
+        ``variables``: environment variables for it. ``endpoint``: the URL of the model. ``pause``: returns for how many
+        seconds the program was paused so far.
 
         Raises:
-            OSError: it cannot be started.
+            OSError: the program cannot be started.
         """
         async with self._room:
             more = {} if self._sandbox else os.environ

@@ -1,4 +1,5 @@
-"""What an environment is: an object that begins an episode, answers each reply of the model, and ends it.
+"""The interface of environments. An environment is an object that begins an episode, answers each reply of the model,
+and ends the episode.
 
 ::
 
@@ -15,7 +16,7 @@
                 return Step(reward=1.0, done=True)
             return Step([{"role": "user", "content": "larger" if guess < self.number else "smaller"}])
 
-``--environment guess.py:Guess`` trains on it. Methods may be async; plain ones run in a thread of their own, so that a
+``--environment guess.py:Guess`` trains on it. Methods may be async. A plain method runs in its own thread, so that a
 tool that sleeps stops nothing else.
 """
 
@@ -30,10 +31,10 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Row:
-    """What an episode begins with: a row of ``--prompt-data``.
+    """The row of ``--prompt-data`` that an episode begins with.
 
-    ``prompt``: its messages, where text is one message of the user; empty if the run has no data. ``seed``: for the
-    environment's own chance; all episodes of a group have the same, so that they play the same game.
+    ``prompt``: its messages. Text becomes one message of the user. Empty if the run has no data. ``seed``: for the
+    environment's random choices. All episodes of a group have the same seed, so that they play the same game.
     """
 
     prompt: list[Message]
@@ -44,10 +45,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Start:
-    """What the model sees first: messages, and the tools that it may call, as JSON schemas in OpenAI's form.
+    """What the model sees first. ``messages``: the first messages. ``tools``: the tools that it may call, as JSON
+    schemas in OpenAI's form.
 
-    ``role``: who speaks first, in an environment that several roles of the model share, such as the two players of a
-    game. Every role has a conversation of its own.
+    ``role``: who speaks first, if several roles of the model share the environment, such as the two players of a game.
+    Each role has its own conversation.
     """
 
     messages: Sequence[Message]
@@ -57,13 +59,13 @@ class Start:
 
 @dataclass(frozen=True)
 class Step:
-    """What a reply of the model leads to.
+    """The answer to a reply of the model.
 
-    ``messages`` follow the reply in the conversation of whoever speaks next: ``role``, or the same role if it is None.
-    ``reward``: for the reply; a dict has named parts, and their sum is the reward. If no step of an episode has a
-    reward, ``--rm-type`` or ``--custom-rm-path`` scores it. ``rewards``: for the last replies of other roles, by role.
-    ``done``: the episode is over. ``metrics``: numbers to log, as sums over an episode; nothing is trained on them.
-    ``call_seconds``: how long each call of the reply took, in their order; the page of the run shows it.
+    ``messages``: these follow the reply in the conversation of the next speaker, which is ``role``, or the same role if
+    that is None. ``reward``: for the reply. A dict has named parts, and the reward is their sum. If no step of an
+    episode has a reward, ``--rm-type`` or ``--custom-rm-path`` scores it. ``rewards``: for the last replies of other
+    roles, by role. ``done``: whether the episode is over. ``metrics``: numbers to log, summed over an episode. They do
+    not affect training. ``call_seconds``: how long each call of the reply took, in order. The run's page shows it.
     """
 
     messages: Sequence[Message] = ()
@@ -76,12 +78,12 @@ class Step:
 
 
 class Environment(Protocol):
-    """One object for each episode. A method ``close(self) -> None`` is called at the end, if there is one.
+    """There is one object for each episode. If there is a method ``close(self) -> None``, it is called at the end.
 
-    A method ``golden(self)`` may return the replies of the best episode after `reset`, as texts or messages:
-    ``slimelite env check`` plays them. Without it the label of the row is the golden answer.
+    A method ``golden(self)`` may return the replies of the best episode after `reset`, as texts or messages.
+    ``slimelite env check`` plays them. Without it, the row's label is the golden answer.
 
-    What a method raises ends the episode; ``--reward-error`` says what becomes of it.
+    An exception in a method ends the episode. ``--reward-error`` decides what happens to it.
     """
 
     def reset(self, row: Row) -> Start:
@@ -91,8 +93,8 @@ class Environment(Protocol):
     def step(self, reply: Mapping[str, Any]) -> Step:
         """Answer a reply of the model.
 
-        ``reply``: an OpenAI message with ``content``, ``tool_calls`` and ``reasoning_content`` if there are any; its
-        ``malformed`` has a sentence for each call that could not be read, and its ``finish_reason`` is "length" if a
-        limit cut it off: the episode then ends with this step.
+        ``reply``: an OpenAI message with ``content``, and with ``tool_calls`` and ``reasoning_content`` if there are
+        any. Its ``malformed`` has a sentence for each call that could not be read. Its ``finish_reason`` is "length" if
+        a limit cut it off; the episode then ends with this step.
         """
         ...

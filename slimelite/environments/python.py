@@ -1,4 +1,4 @@
-"""``python``: a tool that runs Python code in the sandbox of the reward ``code``, each call in a process of its own."""
+"""``python``: a tool that runs Python code in the sandbox of the reward ``code``. Each call has its own process."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ class Python(ToolEnvironment):
 
 
 def make(spec: str, sandbox: SandboxSettings = NO_WISHES) -> Callable[[], Python]:
-    """``spec``: seconds that a call may take.
+    """``spec``: the time limit of a call [s].
 
     Raises:
-        ValueError: it is no number.
+        ValueError: the spec is not a number.
     """
     try:
         seconds = float(spec) if spec else SECONDS

@@ -6,7 +6,7 @@
 
     ENVIRONMENTS.add(EnvironmentKind("guess", "a number to guess", lambda spec: Guess))
 
-in a file that ``--import-file`` names adds one.
+in a file of ``--import-file`` adds an environment.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ class EnvironmentKind:
     """One kind of environment.
 
     Args:
-        name: what ``--environment`` takes; ``name:spec`` gives it something to read.
-        summary: what the model does in it, for the help.
-        make: ``fn(spec) -> factory``, called once in a process (it may load a corpus); the factory makes the
-            environment of one episode, and may be its class. ``spec`` is "" if none is given.
-        boxed: ``make(spec, settings)`` gets the `SandboxSettings` of the run too, for the programs that it starts.
-        package: a module that must be installed; the extra of ours that brings it has the name of the environment.
-        rows: ``fn(spec) -> rows``: dicts with ``input`` (text or messages), perhaps ``label`` and ``metadata``, the
-            same at each call. They are the prompts of a run without ``--prompt-data``, and the file
-            ``environment:name:spec``.
+        name: the value of ``--environment``. With ``name:spec`` it gets a spec.
+        summary: what the model does in it, as text for the help.
+        make: ``fn(spec) -> factory``, called once in a process; it may load a corpus. The factory makes the environment
+            of one episode. It may be the environment's class. ``spec`` is "" if none is given.
+        boxed: make is ``make(spec, settings)``, and also gets the run's `SandboxSettings`, for the programs that the
+            environment starts.
+        package: a module that must be installed. Our extra that installs it has the environment's name.
+        rows: ``fn(spec) -> rows``, which are dicts with ``input`` (text or messages), perhaps ``label`` and
+            ``metadata``. Each call must return the same rows. A run without ``--prompt-data`` uses them as prompts, and
+            ``environment:name:spec`` names them as a file.
     """
 
     name: str
@@ -97,7 +98,7 @@ ENVIRONMENTS: Registry[EnvironmentKind] = Registry(
 
 
 def known(environment: str) -> tuple[EnvironmentKind, str] | None:
-    """The kind and the spec of ``name`` or ``name:spec``; None for a class of the user's or an address.
+    """The kind and the spec of ``name`` or ``name:spec``. None for a user's class or an address.
 
     Raises:
         ValueError: there is no environment of this name, or its package is not installed.
@@ -113,5 +114,5 @@ def known(environment: str) -> tuple[EnvironmentKind, str] | None:
 
 
 def is_address(environment: str) -> bool:
-    """Whether it is a server."""
+    """Whether ``environment`` is the address of a server."""
     return environment.startswith(("http://", "https://"))

@@ -3,10 +3,11 @@
     python -m slimelite.environments.serve calculator --port 9000
     ENVIRONMENT_API_KEY=… python -m slimelite.environments.serve python --host 0.0.0.0 --port 9000
 
-Other machines need the key, ``--environment http://:KEY@host:port``: an environment may run what it is sent.
+Other machines need the key, ``--environment http://:KEY@host:port``, because an environment may run the code that it is
+sent.
 
-``POST /reset {"row": {…}}`` begins an episode and answers with its ``id`` and the fields of `protocol.Start`;
-``POST /step {"id", "reply"}`` answers with those of `protocol.Step`; ``POST /close {"id"}`` ends it.
+``POST /reset {"row": {…}}`` begins an episode, and answers with its ``id`` and the fields of `protocol.Start`. ``POST
+/step {"id", "reply"}`` answers with the fields of `protocol.Step`. ``POST /close {"id"}`` ends the episode.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from aiohttp import web
 from slimelite.base.guard import raised_at
 from slimelite.base.http_body import Shape, read_body
 from slimelite.base.http_server import Handler, RequestError, Server, is_loopback, with_key
+from slimelite.base.processes import show_stacks
 from slimelite.base.threads import call
 from slimelite.environments.hosts import load
 from slimelite.environments.protocol import Environment, Row
@@ -55,7 +57,7 @@ class StepBody(CloseBody):
 
 
 class EnvironmentServer(Server):
-    """The episodes under way, by id."""
+    """The server. It keeps the episodes in progress, by id."""
 
     def __init__(self, make: Callable[[], Environment], host: str, port: int, key: str | None) -> None:
         super().__init__(MOST_BYTES, host, port, key)
@@ -71,7 +73,7 @@ class EnvironmentServer(Server):
         ]
 
     async def _handled(self, http: web.Request, handler: Handler) -> web.StreamResponse:
-        """What an environment raises is the answer's error, with the line that raised it."""
+        """If an environment raises, the answer has the error and the line that raised it."""
         try:
             return await super()._handled(http, handler)
         except (web.HTTPException, RequestError):
@@ -103,7 +105,7 @@ class EnvironmentServer(Server):
         return web.Response()
 
     def _taken(self, name: str) -> Environment:
-        """The environment of an episode, which is no longer under way."""
+        """The environment of an episode. It is removed from the episodes in progress."""
         if name not in self._episodes:
             raise LookupError(f"there is no episode {name!r}; was the server restarted?")
         return self._episodes.pop(name)[0]
@@ -112,7 +114,7 @@ class EnvironmentServer(Server):
 async def serve(
     make: Callable[[], Environment], host: str, port: int, ready: Callable[[str], object], key: str | None = None
 ) -> None:
-    """Serve until cancelled; ``ready`` gets the address, with the key. Port 0: any free one.
+    """Serve until cancelled. ``ready`` gets the address, with the key. Port 0 means any free port.
 
     Raises:
         OSError: the host is not an address of this machine, or the port is taken.
@@ -126,10 +128,12 @@ async def serve(
 
 
 def main() -> None:
-    """The command line."""
+    """The program of the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("environment", help="as --environment of train.py takes it")
-    parser.add_argument("--host", default="127.0.0.1", help=f"any other address needs a key in {KEY_VARIABLE}")
+    parser.add_argument("environment", help="an environment, written as for --environment of train.py")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help=f"the address; any other than the default needs a key in {KEY_VARIABLE}"
+    )
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--import-file", action="append", default=[])
     parser.add_argument("--sandbox", type=json.loads, default={}, help="fields of SandboxSettings, as JSON")
@@ -147,6 +151,7 @@ def main() -> None:
         out = os.fdopen(os.dup(sys.stdout.fileno()), "w")
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
+        show_stacks()
     try:
         for file in options.import_file:
             run_file(file, "--import-file")

@@ -1,4 +1,4 @@
-"""Tools that are Python functions: their JSON schemas, their calls, and an environment that has nothing else."""
+"""Tools that are Python functions: their JSON schemas, their calls, and an environment that has only tools."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ KINDS: dict[object, str] = {
 
 @dataclass(frozen=True)
 class Tool:
-    """A function, plain or async, that the model may call; it is described by its name, docstring and annotations."""
+    """A function, plain or async, that the model may call. Its name, docstring and annotations describe it to the
+    model."""
 
     function: Callable[..., Any]
 
@@ -49,7 +50,7 @@ class Tool:
         return {"type": "function", "function": about}
 
     async def answer(self, arguments: str) -> str:
-        """The result as text; what the function raises is a text too: the model may try again."""
+        """The result as text. If the function raises, the error is the text, and the model may try again."""
         try:
             kwargs = json.loads(arguments or "{}")
             inspect.signature(self.function).bind(**kwargs)
@@ -60,14 +61,14 @@ class Tool:
 
 
 def _kind(hint: object) -> str:
-    """The JSON type of an annotation; a text where nothing is known."""
+    """The JSON type of an annotation; "string" if the annotation is unknown."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         hint = next(member for member in typing.get_args(hint) if member is not type(None))
     return KINDS.get(typing.get_origin(hint) or hint, "string")
 
 
 class ToolEnvironment:
-    """An episode with tools: calls are answered until a reply has none; `score` then gives the reward.
+    """An episode with tools. Calls are answered until a reply has none, and then `score` gives the reward.
 
     ::
 
@@ -92,7 +93,7 @@ class ToolEnvironment:
         return ()
 
     def score(self, content: str) -> float | Mapping[str, float] | None:  # noqa: ARG002  a subclass reads it
-        """The reward of an episode that ends with ``content``; None: the reward of the run scores it."""
+        """The reward of an episode that ends with ``content``. None: the run's reward scores it."""
         return None
 
     def metrics(self) -> Mapping[str, float]:
@@ -106,7 +107,7 @@ class ToolEnvironment:
         return Start(row.prompt, [tool.schema for tool in self._tools.values()])
 
     async def step(self, reply: Mapping[str, Any]) -> Step:
-        """Answer every call; a reply without one is the last."""
+        """Answer every call. A reply without a call is the last one."""
         messages: list[Message] = []
         seconds: list[float] = []
         for tool_call in reply.get("tool_calls") or ():

@@ -43,12 +43,13 @@ REMEDY = "resume from an earlier checkpoint with --ckpt-step"
 
 
 def may_be_hub_id(path: str) -> bool:
-    """Whether ``path``, which is no folder here, may name a model on the hub: ``owner/name``, or an old ``gpt2``."""
+    """Whether ``path``, which is not a folder here, may name a model on the hub: ``owner/name``, or an old name such as
+    ``gpt2``."""
     return not path.startswith((".", "/", "~")) and path.count("/") <= 1
 
 
 class DamagedCheckpoint(ValueError):
-    """A checkpoint cannot be used: ``wrong`` says why, and ``whole`` is the newest whole one before it."""
+    """A checkpoint cannot be used. ``wrong``: why. ``whole``: the newest undamaged checkpoint before it."""
 
     def __init__(self, wrong: str, remedy: str, whole: Path | None = None) -> None:
         super().__init__(f"{wrong}; {remedy}")
@@ -56,19 +57,19 @@ class DamagedCheckpoint(ValueError):
 
 
 class Checksum(TypedDict):
-    """Of one file: its size and, in hexadecimal digits, its CRC-32."""
+    """Size and CRC-32 (hexadecimal digits) of one file."""
 
     bytes: int
     crc32: str
 
 
 def holds_model(folder: str | Path) -> bool:
-    """Whether ``folder`` holds a Hugging Face model and is not a folder of checkpoints."""
+    """Whether ``folder`` has a Hugging Face model and is not a folder of checkpoints."""
     return (Path(folder) / "config.json").is_file() and not (Path(folder) / MARKER).is_file()
 
 
 def why_no_model(folder: str | Path) -> str | None:
-    """What the folder is if it is no Hugging Face model, as the predicate of a sentence; None if it is one."""
+    """Why the folder is not a Hugging Face model, as the predicate of a sentence; None if it is one."""
     root = Path(folder)
     if (root / "config.json").is_file():
         return None
@@ -81,7 +82,7 @@ def read_config(path: str) -> dict[str, Any]:
     """The content of config.json at ``path``, a folder or a hub id.
 
     Raises:
-        ValueError: there is none, or it is damaged.
+        ValueError: the file is missing or damaged.
     """
     folder = Path(path)
     if folder.is_dir():
@@ -104,18 +105,18 @@ def read_config(path: str) -> dict[str, Any]:
 def find_checkpoint(
     load: str | Path, step: int | None = None, *, fallback: bool = False, own: bool = False
 ) -> tuple[Path | None, str]:
-    """The checkpoint under ``load`` to resume from: that of rollout ``step``, or the newest; its files are verified.
+    """The checkpoint under ``load`` to resume from: the one of rollout ``step``, or the newest. Its files are verified.
 
-    ``fallback``: if it is damaged, take the newest undamaged checkpoint before it. ``own``: the run saves to ``load``,
-    so that other files there may be its own, from before its first checkpoint.
+    ``fallback``: if it is damaged, take the newest undamaged checkpoint before it. ``own``: the run also saves to
+    ``load``, so other files there may be its own, from before its first checkpoint.
 
     Returns:
-        its folder, or None if ``load`` is absent or empty (the first run of a script that resumes); and a note for the
-        user, which may be empty.
+        its folder and a note for the user, which may be empty. The folder is None if ``load`` is absent or empty, as in
+        the first run of a script that resumes.
 
     Raises:
-        ValueError: ``load`` holds something else, or the checkpoint is missing.
-        DamagedCheckpoint: it is damaged, and there is no other or no ``fallback``.
+        ValueError: ``load`` has other content, or the checkpoint is missing.
+        DamagedCheckpoint: the checkpoint is damaged, and ``fallback`` is off or finds no other one.
     """
     root = Path(load)
     marker = root / MARKER
@@ -162,14 +163,15 @@ def folder_of(save: str | Path, rollout_id: int) -> Path:
 
 
 def part_file(directory: Path, rank: int) -> Path:
-    """In a checkpoint that is being written with ``--async-save``: what says how the part of a rank has ended."""
+    """The file that says how a rank's part of a checkpoint ended, while ``--async-save`` writes the checkpoint."""
     return directory / f"part-{rank}.json"
 
 
 def model_folder(template: str, rollout_id: int | Literal["best"]) -> Path:
-    """The folder of ``--save-hf``, a template, for the model after rollout ``rollout_id`` or of the best evaluation.
+    """The folder of the model after rollout ``rollout_id`` or of the best evaluation. ``template`` is ``--save-hf``.
 
-    For the best one ``{rollout_id}`` becomes ``best``; a template without it gets ``-best`` at its end.
+    For the best evaluation, ``{rollout_id}`` becomes ``best``. A template without ``{rollout_id}`` gets ``-best`` at
+    its end.
     """
     if rollout_id == "best":
         named = re.sub(r"\{rollout_id[^{}]*\}", "best", template)
@@ -178,16 +180,16 @@ def model_folder(template: str, rollout_id: int | Literal["best"]) -> Path:
 
 
 def best_of(root: str | Path) -> int | None:
-    """The rollout whose checkpoint under ``root`` is marked as that of the best evaluation, if one is."""
+    """The rollout whose checkpoint under ``root`` is marked as the best evaluation's; None if none is marked."""
     marker = Path(root) / BEST_MARKER
     word = marker.read_text(errors="replace").strip() if marker.is_file() else ""
     return int(word) if word.isdecimal() else None
 
 
 def mark_best(final: Path, interval: int | None, retain: int | None) -> None:
-    """Mark ``final`` (see `folder_of`) as the checkpoint of the best evaluation, which no later save removes.
+    """Mark ``final`` (see `folder_of`) as the checkpoint of the best evaluation. No later save removes it.
 
-    The one marked before is removed, unless it stays for ``--save-interval`` and ``--save-retain-interval``.
+    The checkpoint that was marked before is removed, unless ``--save-interval`` and ``--save-retain-interval`` keep it.
     """
     before = best_of(final.parent)
     write_text(final.parent / BEST_MARKER, str(int(final.name.removeprefix("iter_"))))
@@ -199,16 +201,18 @@ def mark_best(final: Path, interval: int | None, retain: int | None) -> None:
 
 @contextmanager
 def writing(final: Path, size: int, retain: int | None) -> Iterator[tuple[Path, Checksums]]:
-    """Write a checkpoint in the block; after the block it is in ``final`` (see `folder_of`) and the newest.
+    """Write a checkpoint in the block. After the block it is in ``final`` (see `folder_of`), and is the newest.
 
-    It is renamed to ``final`` only when complete, so a checkpoint of an earlier run there stays valid until then.
-    ``size``: its approximate size [bytes]; ``retain``: see ``--save-retain-interval``.
+    It gets the name ``final`` only when it is complete. Until then, a checkpoint that an earlier run left there stays
+    valid. ``size``: its approximate size [bytes]. ``retain``: see ``--save-retain-interval``.
 
     Yields:
-        the folder to write to, and an empty dict for checksums that the block knows; the rest is computed.
+        the folder to write to, and an empty dict. The block may put checksums that it knows into the dict; the others
+            are computed.
 
     Raises:
-        OSError: it cannot be written; its files are removed, and the message has the needed and the free space.
+        OSError: the checkpoint cannot be written. Its files are removed, and the message has the needed and the free
+            space.
     """
     root, rollout_id = final.parent, int(final.name.removeprefix("iter_"))
     directory, replaced = (final.with_name(final.name + end) for end in (".partial", ".replaced"))
@@ -250,7 +254,7 @@ def writing(final: Path, size: int, retain: int | None) -> Iterator[tuple[Path, 
 def _directory(root: Path, word: str) -> Path:
     """The folder of the checkpoint of rollout ``word``.
 
-    A save that is interrupted while it replaces an earlier checkpoint leaves that one as ``.replaced``.
+    If a save is interrupted while it replaces an earlier checkpoint, the earlier one is in ``.replaced``.
     """
     directory = root.absolute() / f"iter_{word:0>7}"
     replaced = directory.with_name(directory.name + ".replaced")
@@ -258,7 +262,7 @@ def _directory(root: Path, word: str) -> Path:
 
 
 def whats_wrong(directory: Path) -> str | None:
-    """A message about the first missing or damaged file of a checkpoint, found without torch; None if there is none."""
+    """A message about the first missing or damaged file of a checkpoint; None if there is none. It needs no torch."""
     if not directory.is_dir():
         return f"{directory}: is not there"
     if not (directory / CHECKSUMS).is_file():
@@ -275,7 +279,8 @@ def whats_wrong(directory: Path) -> str | None:
 
 
 def _refuse_what_is_no_checkpoint(root: Path) -> None:
-    """Raise ValueError unless ``root`` is absent, empty, or holds ``iter_*`` folders of an interrupted first save."""
+    """Raise ValueError unless ``root`` is absent, empty, or has only the ``iter_*`` folders of an interrupted first
+    save."""
     if root.exists() and not root.is_dir():
         raise ValueError(f"{root}: is a file; --load takes the folder that --save wrote")
     if (
@@ -302,8 +307,8 @@ def checksums(folder: Path, files: Iterable[Path]) -> Checksums:
 def damage(folder: Path) -> str | None:
     """A message about the first damaged file of the checkpoint at ``folder``; None if there is none.
 
-    For a part of a checkpoint, such as its critic, the checksums of the whole checkpoint are used; a part that was
-    copied without them counts as undamaged.
+    A part of a checkpoint, such as its critic, is compared with the checksums of the whole checkpoint. If the part was
+    copied without them, it counts as undamaged.
     """
     root = next((place for place in (folder, folder.parent) if (place / CHECKSUMS).is_file()), None)
     if root is None:
@@ -331,10 +336,10 @@ def damage(folder: Path) -> str | None:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """The trainer's state other than tensors, of the checkpoint or the part of one in ``folder``.
+    """The trainer's state, without tensors, of the checkpoint (or part of a checkpoint) in ``folder``.
 
     Raises:
-        ValueError: the file is missing, damaged, or of another format.
+        ValueError: the file is missing, damaged, or has another format.
     """
     file = folder / STATE_FILE
     state = read_json(file)
@@ -343,7 +348,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def write_state(folder: Path, state: dict[str, Any]) -> None:
-    """Write what `read_state` reads."""
+    """Write the file that `read_state` reads."""
     (folder / STATE_FILE).write_text(json.dumps({"format": FORMAT, **state}, indent=1))
 
 
@@ -351,7 +356,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file of a checkpoint or a model.
 
     Raises:
-        ValueError: the file is missing or cut short, or holds no JSON object.
+        ValueError: the file is missing or cut short, or is not a JSON object.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

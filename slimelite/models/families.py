@@ -1,4 +1,4 @@
-"""Model families (facts about each Hugging Face ``model_type``), and the ways to find a loss mask.
+"""Model families, which are facts about each Hugging Face ``model_type``, and the ways to find a loss mask.
 
 ::
 
@@ -6,10 +6,10 @@
 
     FAMILIES.add(Family("mistral", "MistralForCausalLM", embedded=True))
 
-in a file that ``--import-file`` names gives Mistral models the embedded engine's fast decoder, and lets the flags of a
-model's shape be checked against them. Training needs no record, nor does the engine's generic decoder: whether a model
-can be trained, packed or with eager attention only, is tested on a small copy of it (`slimelite.training.packing`),
-whatever its family. The loss mask of a conversation needs none either: ``auto`` fits every chat template.
+in a file of ``--import-file`` gives Mistral models the fast decoder of the embedded engine. Flags of a model's shape
+are then checked against such models too. Training needs no record, and neither does the engine's generic decoder.
+`slimelite.training.packing` tests a small copy of each model: whether it can be trained, packed or only with eager
+attention. The loss mask of a conversation needs no record either, because ``auto`` fits every chat template.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 class Family:
     """The models of one ``model_type``.
 
-    A bias is True or False for all models of the family, or names the config field that says whether it exists.
+    A bias is True or False for all models of the family, or the name of the config field that says whether it exists.
 
     Args:
         name: the ``model_type`` of config.json.
-        architecture: the class of transformers that a new model, defined by flags alone, belongs to.
-        qkv_bias: of the projections to queries, keys and values; ``out_bias``: of the attention's output projection;
+        architecture: the class of transformers for a new model that flags alone define.
+        qkv_bias: of the projections to queries, keys and values. ``out_bias``: of the attention's output projection.
             ``mlp_bias``: of the MLP's three projections.
         qk_norm: whether the queries and keys of each head are normalized.
-        embedded: whether the embedded engine's fast decoder can run it: norms before attention and MLP, rotary
-            positions and a gated MLP, with Llama's weight names; experts, if any, with Qwen3-MoE's names of fields and
-            weights. Others have the generic one.
-        gguf: llama.cpp's name of the architecture, for `slimelite gguf`; empty: it does not write such models.
+        embedded: whether the fast decoder of the embedded engine can run it. It needs norms before attention and MLP,
+            rotary positions, a gated MLP and Llama's weight names. If it has experts, their fields and weights have
+            Qwen3-MoE's names. Other models use the generic decoder.
+        gguf: llama.cpp's name of the architecture, for `slimelite gguf`; empty if that cannot write such models.
     """
 
     name: str
@@ -74,25 +74,26 @@ FAMILIES = Registry(
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The part of ``config`` (the content of config.json) that describes the language model."""
+    """The part of ``config`` (parsed config.json) that describes the language model."""
     inner = config.get("text_config")
     return inner if isinstance(inner, dict) else config
 
 
 def is_true(fact: bool | str, config: Mapping[str, object]) -> bool:
-    """Whether ``fact``, a bias of a family, holds for a model with this ``config`` (the content of config.json)."""
+    """Whether ``fact``, a bias of a family, holds for a model with this ``config`` (parsed config.json)."""
     return bool(config.get(fact)) if isinstance(fact, str) else fact
 
 
 def family_of(model_type: str) -> Family | None:
-    """The family of that name, or else the one whose name is its prefix: ``qwen2_moe`` has Qwen2's attention."""
+    """The family called ``model_type``, or else the family whose name is its prefix: ``qwen2_moe`` has Qwen2's
+    attention."""
     kin = [family for name, family in FAMILIES.items() if model_type == name or model_type.startswith(f"{name}_")]
     return max(kin, key=lambda family: len(family.name), default=None)
 
 
 @dataclass(frozen=True)
 class LossMask:
-    """Finds the tokens of the assistant in a conversation.
+    """Finds the assistant's tokens in a conversation.
 
     Args:
         name: what ``--loss-mask-type`` takes.

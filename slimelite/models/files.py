@@ -1,6 +1,6 @@
-"""Checks of a Hugging Face folder: a model can be built from its config, and its weights are complete and match it.
+"""Checks of a Hugging Face folder: its config makes a model, and its weights are complete and fit the model.
 
-For a missing weight, transformers would only print a warning and keep random values.
+If a weight is missing, transformers only prints a warning and keeps random values.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Loader = Callable[..., "tuple[PreTrainedModel, Any]"]
 
 
 def logit_transform(config: PretrainedConfig) -> tuple[float, float | None]:
-    """The factor of hidden·weightᵀ, and the cap of the logits after it, cap·tanh(logits / cap); None: no cap."""
+    """The factor of hidden·weightᵀ, and the cap of the logits, cap·tanh(logits / cap); None: no cap."""
     text = config.get_text_config()
     scale, divisor, multiplier = (
         getattr(text, name, None) or 1.0 for name in ("logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -53,13 +53,15 @@ def logit_transform(config: PretrainedConfig) -> tuple[float, float | None]:
 
 
 def load_config(path: str) -> PretrainedConfig:
-    """The config of the model at ``path`` as transformers reads it, but for what computes attention and experts.
+    """The config of the model at ``path`` as transformers reads it, but without its choice of attention and expert
+    code.
 
-    That is for the run to choose. A file may name anything there, such as a kernel on the hub, which is code.
+    The run makes that choice itself. A file could name anything there, for example a kernel on the hub, and a kernel is
+    code.
 
     Raises:
         OSError: there is no model.
-        ValueError: it needs code of its own, or is damaged.
+        ValueError: the config needs its own code, or is damaged.
     """
     from transformers import AutoConfig
 
@@ -71,7 +73,7 @@ def load_config(path: str) -> PretrainedConfig:
 
 
 def has_weights(path: str | Path) -> bool:
-    """Whether there are weights at ``path``, a folder or hub id; a folder with a config alone makes a new model."""
+    """Whether ``path``, a folder or hub id, has weights. A folder with only a config makes a new model."""
     folder = Path(path)
     if not folder.is_dir():
         return True  # a hub id
@@ -79,7 +81,7 @@ def has_weights(path: str | Path) -> bool:
 
 
 def weight_bytes(path: str) -> int:
-    """The size of the files with weights at ``path``; of a hub id, which is perhaps not here yet, `UNKNOWN_BYTES`."""
+    """The size of the weight files at ``path``; `UNKNOWN_BYTES` for a hub id, whose files may not be here yet."""
     folder = Path(path)
     if not folder.is_dir():
         return UNKNOWN_BYTES
@@ -87,7 +89,8 @@ def weight_bytes(path: str) -> int:
 
 
 def write_weights(weights: Mapping[str, Tensor], file: Path) -> None:
-    """Write ``weights`` as a safetensors file with the umask's mode; the library itself makes it private."""
+    """Write ``weights`` as a safetensors file with the usual file mode (umask). The library alone would make the file
+    private."""
     from safetensors.torch import save_file
 
     file.unlink(missing_ok=True)
@@ -98,22 +101,22 @@ def write_weights(weights: Mapping[str, Tensor], file: Path) -> None:
 
 
 def has_experts(hf: PreTrainedModel) -> bool:
-    """Whether it is a mixture of experts, of which a token uses only some weights."""
+    """Whether the model is a mixture of experts. A token uses only some of its weights."""
     config = hf.config.get_text_config()
     return any(getattr(config, field, None) for field in EXPERTS)
 
 
 def saved_buffers(hf: PreTrainedModel) -> dict[str, Tensor]:
-    """What a model's files hold beside its parameters, by transformers' names, such as the biases of routers."""
+    """The buffers in a model's files, by transformers' names, such as the biases of routers. Parameters are not
+    included."""
     saved = hf.state_dict().keys()
     return {name: buffer for name, buffer in hf.named_buffers() if name in saved}
 
 
 def as_filed(hf: PreTrainedModel, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Whole ``weights`` of ``hf`` by the names that they have in a model's files, which engines read too; views, where
-    it can be.
+    """All ``weights`` of ``hf`` under the names in a model's files, which engines read too. They are views if possible.
 
-    transformers holds all experts of a layer as one weight; files have a matrix for each.
+    transformers keeps all experts of a layer as one weight; files have a matrix for each expert.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -125,7 +128,7 @@ def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]] | None:
     an older format.
 
     Raises:
-        ValueError: a file is missing, empty, cut short or no safetensors file; the message names it.
+        ValueError: a file is missing, empty, cut short or not a safetensors file. The message names it.
     """
     entry = _entry(folder)
     if entry is None:
@@ -139,12 +142,12 @@ def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]] | None:
 
 
 def _entry(folder: Path) -> str | None:
-    """The file that transformers opens; None: there is none."""
+    """The file that transformers opens; None if there is no such file."""
     return next((name for name in ENTRIES if (folder / name).is_file()), None)
 
 
 def _safetensors(folder: Path) -> list[Path]:
-    """The safetensors files of a model; their headers are not read.
+    """The safetensors files of a model. Their headers are not read.
 
     Raises:
         ValueError: the index is damaged, or names a file that is missing.
@@ -162,7 +165,7 @@ def _safetensors(folder: Path) -> list[Path]:
 
 
 def _header(file: Path) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of the weights in a safetensors file; the library compares its header with the file's size."""
+    """Name -> shape of the weights in a safetensors file. The library checks its header against the file's size."""
     file.open("rb").close()  # the library says of a file that may not be read that it is not there
     try:
         with safe_open(file, "np") as opened:
@@ -174,7 +177,7 @@ def _header(file: Path) -> dict[str, tuple[int, ...]]:
 
 
 def check_weights(path: str, empty: PreTrainedModel, *, unread: Iterable[str] = ()) -> None:
-    """Check that the weights at ``path`` fit the model ``empty``, as far as the headers of the files show.
+    """Check that the weights at ``path`` fit the model ``empty``. Only the headers of the files are read.
 
     ``unread``: see `load_weights`.
 
@@ -190,10 +193,10 @@ def check_weights(path: str, empty: PreTrainedModel, *, unread: Iterable[str] = 
 
 
 def weight_sources(path: str, empty: PreTrainedModel, *, unread: Iterable[str] = ()) -> dict[str, Source] | None:
-    """Where the weights and saved buffers of the model ``empty`` stand in the files at ``path``, by name.
+    """Where the weights and saved buffers of the model ``empty`` are in the files at ``path``, by name.
 
-    Those of ``unread`` may be missing. None: the weights cannot be read in parts, since the files are of another format
-    or of a quantized model, or belong to a hub id.
+    Weights of ``unread`` may be missing. None: the weights cannot be read in parts. The files have another format, the
+    model is quantized, or ``path`` is a hub id.
 
     Raises:
         ValueError: see `check_weights`.
@@ -218,7 +221,7 @@ def weight_sources(path: str, empty: PreTrainedModel, *, unread: Iterable[str] =
 
 
 def _match(path: str, empty: PreTrainedModel, tensors: Mapping[str, Tensor], unread: Iterable[str]) -> PreTrainedModel:
-    """The model ``empty`` with ``tensors`` of a file, which have no data, by transformers' own matching of names."""
+    """The model ``empty`` with ``tensors`` of a file, which have no data. transformers matches the names."""
     import torch
 
     options = {"config": copy.deepcopy(empty.config), "state_dict": tensors, "device_map": "meta"}
@@ -229,7 +232,8 @@ def _match(path: str, empty: PreTrainedModel, tensors: Mapping[str, Tensor], unr
 def load_weights(
     kind: type[Any], path: str, config: PretrainedConfig, *, unread: Iterable[str] = (), **options: object
 ) -> PreTrainedModel:
-    """``from_pretrained`` of ``kind``, an auto class of transformers, which leaves no weight at random values.
+    """``from_pretrained`` of ``kind``, an auto class of transformers. It raises an error instead of leaving a weight
+    random.
 
     Args:
         path: a folder with weights, or a hub id.
@@ -265,7 +269,8 @@ def _load(path: str, unread: Iterable[str], load: Loader, *, bar: bool) -> PreTr
 
 @contextmanager
 def _quiet(*, bar: bool) -> Iterator[None]:
-    """Silence transformers: `_load` raises an error for weights that do not fit. ``bar``: progress may be shown."""
+    """Silence transformers, because `_load` raises an error for weights that do not fit. ``bar``: a progress bar may be
+    shown."""
     from transformers.utils import logging
 
     level, shown = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -286,7 +291,7 @@ def _some(names: list[str]) -> str:
 
 
 def shape_problems(config: dict[str, Any]) -> Iterator[str]:
-    """Problems of sizes with which a model can be built but not run."""
+    """Problems of sizes in ``config`` with which a model can be built but not run."""
     config = text_config(config)
     sizes = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
     counts = (*sizes, "head_dim", "max_position_embeddings")
@@ -309,10 +314,10 @@ def shape_problems(config: dict[str, Any]) -> Iterator[str]:
 
 
 def looks_sound(config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]] | None) -> bool:
-    """Whether nothing in ``config`` (config.json's content) and ``shapes`` (of `weight_shapes`) speaks against a model.
+    """Whether ``config`` (parsed config.json) and ``shapes`` (of `weight_shapes`) look like a usable model.
 
-    It costs milliseconds and no import of torch, where a model that is built on trial costs seconds. It is a guess:
-    False may be said of a model that transformers builds, and True of one that it does not.
+    It takes milliseconds and does not import torch. Building the model would take seconds. It is a guess: transformers
+    may build a model for which this is False, and fail for one where it is True.
     """
     try:
         from transformers.models.auto.auto_mappings import CONFIG_MAPPING_NAMES as types  # it needs no torch
@@ -345,7 +350,7 @@ def looks_sound(config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]] | 
 
 
 def check_architecture(args: ArchitectureArgs, config: dict[str, Any]) -> list[str]:
-    """Every architecture flag that contradicts ``config`` (the content of config.json), with both values."""
+    """Every architecture flag that contradicts ``config`` (parsed config.json), with both values."""
     config = text_config(config)
     heads = config.get("num_attention_heads")
     rope = {**config, **(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
@@ -377,7 +382,8 @@ def check_architecture(args: ArchitectureArgs, config: dict[str, Any]) -> list[s
 
 
 def _switches(args: ArchitectureArgs, config: dict[str, object], rope: dict[str, object]) -> list[tuple[str, bool]]:
-    """(switch, its value by the config), of given switches; of some others too if flags describe a whole model."""
+    """(switch, its value in the config) of the given switches. If flags describe a whole model, some other switches
+    too."""
     family = family_of(str(config.get("model_type")))
     truth = {
         "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", True),

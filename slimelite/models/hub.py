@@ -1,6 +1,6 @@
-"""Uploads models to the Hugging Face hub, by huggingface_hub, and says before any work why that cannot be.
+"""Uploads models to the Hugging Face hub with huggingface_hub, and tells before the work why an upload is impossible.
 
-``HF_ENDPOINT`` and ``HF_TOKEN`` are huggingface_hub's, which is imported where it is used.
+``HF_ENDPOINT`` and ``HF_TOKEN`` are read by huggingface_hub, which is imported only where it is used.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ IGNORED = ["*.partial", "merged_from.json", ".*"]
 
 
 def refusal(repo: str) -> str | None:
-    """Why nothing can be uploaded to ``repo``, as far as that is known without the network."""
+    """Why nothing can be uploaded to ``repo``, as far as this is known without the network; None if nothing is known
+    against it."""
     from huggingface_hub import constants, get_token
 
     if not HUB_ID.fullmatch(repo):
@@ -27,10 +28,10 @@ def refusal(repo: str) -> str | None:
 
 
 def make_room(repo: str, *, private: bool, create: bool = True) -> None:
-    """Create the repository of a model, unless it is there. Without ``create`` only ask who the token belongs to.
+    """Create the repository of a model, unless it exists. Without ``create``, only ask who owns the token.
 
     Raises:
-        ValueError: see `refusal`; or the hub does not answer, or the token may not write there.
+        ValueError: see `refusal`; also if the hub does not answer, or the token may not write there.
     """
     from huggingface_hub import HfApi
 
@@ -46,10 +47,10 @@ def make_room(repo: str, *, private: bool, create: bool = True) -> None:
 
 
 def push(path: Path, repo: str, *, private: bool = False, branch: str | None = None, message: str) -> str:
-    """Upload a folder, or one file, as a commit; returns the address of the repository.
+    """Upload a folder or a file as one commit. Returns the address of the repository.
 
     Raises:
-        ValueError: see `make_room`; or the upload fails.
+        ValueError: see `make_room`; also if the upload fails.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.utils import disable_progress_bars
@@ -76,7 +77,7 @@ def push(path: Path, repo: str, *, private: bool = False, branch: str | None = N
 
 
 def _reason(repo: str, error: Exception) -> str:
-    """One line of an error of huggingface_hub: what the server said, or why it was not reached."""
+    """One line about an error of huggingface_hub: the server's words, or why the server was not reached."""
     from huggingface_hub import constants
 
     status = getattr(getattr(error, "response", None), "status_code", None)

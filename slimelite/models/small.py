@@ -1,4 +1,4 @@
-"""Small copies of models: the config with all layers and tiny widths, to see in a second what a family computes."""
+"""Small copies of models: the config with all layers and tiny widths. They show in a second what a family computes."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ KV_HEADS = ("num_key_value_heads", "num_kv_heads", "num_global_key_value_heads")
 
 
 def small_config(config: PretrainedConfig) -> PretrainedConfig:
-    """A copy of ``config`` with all its layers, 4 heads, tiny widths, `VOCABULARY` tokens, a window of `WINDOW` tokens,
-    and a rope that changes with the length (if it does) after `CONTEXT` tokens.
+    """A copy of ``config`` with all its layers, 4 heads, tiny widths, `VOCABULARY` tokens and a window of `WINDOW`
+    tokens. If its rope changes with the length, it changes after `CONTEXT` tokens.
     """
     config = copy.deepcopy(config)
     if hasattr(config, "quantization_config"):
@@ -80,7 +80,7 @@ def _shrink(config: PretrainedConfig) -> None:
 
 
 def _small(value: object, small: int) -> object:
-    """``small`` for an int other than 0, and for those in a list; 1 and 2 replace only larger ints."""
+    """``small`` in place of an int other than 0, also inside a list. 1 and 2 replace only larger ints."""
     if isinstance(value, list):
         return [_small(item, small) for item in value]
     if not isinstance(value, int) or isinstance(value, bool):

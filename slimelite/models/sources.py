@@ -1,7 +1,7 @@
-"""Where each weight of a model stands in its safetensors files, so that a rank reads its own rows and no others.
+"""Where each weight of a model is in its safetensors files, so that a rank reads only its own rows.
 
-transformers joins some weights of files, such as the experts of a layer. Its own loader is run once on tensors without
-data, and what it does to them is recorded: weights are renamed, viewed, stacked and concatenated.
+transformers joins some weights of the files, such as the experts of a layer. So its own loader runs once on tensors
+without data, and its operations are recorded: rename, view, stack and concatenate.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ DTYPES = {
 
 
 class Source(Protocol):
-    """A tensor that is read when it is needed."""
+    """A tensor that is read only when it is needed."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its whole shape."""
+        """The shape of the whole tensor."""
         ...
 
     def rows(self, begin: int, end: int) -> Tensor:
-        """Rows ``begin`` to ``end`` (of one number: all of it), in the dtype of the file."""
+        """Rows ``begin`` to ``end`` in the dtype of the file. A tensor without dimensions is returned whole."""
         ...
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a safetensors file; ``begin``: its first byte there."""
+    """A tensor in a safetensors file. ``begin``: the position of its first byte."""
 
     file: Path
     shape: tuple[int, ...]
@@ -98,7 +98,7 @@ class Joined:
 
 @dataclass(frozen=True)
 class View:
-    """A view of ``base``, as torch describes one; ``laid``: the stride of ``base`` itself in its storage."""
+    """A view of ``base``, as torch describes it. ``laid``: the stride of ``base`` itself in its storage."""
 
     base: Source
     shape: tuple[int, ...]
@@ -120,17 +120,17 @@ class View:
 
 
 def everything(source: Source) -> Tensor:
-    """All of a tensor, in the dtype of the file."""
+    """The whole tensor, in the dtype of the file."""
     return source.rows(0, source.shape[0] if source.shape else 1)
 
 
 def _dense(shape: Sequence[int]) -> tuple[int, ...]:
-    """The stride of a tensor without gaps."""
+    """The strides of a tensor without gaps."""
     return tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
 
 
 def stored(files: Sequence[Path]) -> dict[str, Stored]:
-    """Every tensor of safetensors files, by its name there; only the headers are read.
+    """Every tensor of safetensors files, by its name in the file. Only the headers are read.
 
     Raises:
         KeyError: a dtype is not in `DTYPES`.
@@ -148,7 +148,7 @@ def stored(files: Sequence[Path]) -> dict[str, Stored]:
 
 
 class Recorder(TorchDispatchMode):
-    """While it is active it records how tensors without data are made from those of ``weights``."""
+    """While it is active, it records how tensors without data are made from the tensors of ``weights``."""
 
     def __init__(self, weights: Mapping[str, Stored]) -> None:
         super().__init__()
@@ -158,7 +158,8 @@ class Recorder(TorchDispatchMode):
         self._kept: list[Tensor] = []
 
     def tensors(self) -> dict[str, Tensor]:
-        """A tensor without data for each of the weights; numbers with a point have fp32, so that nobody casts them."""
+        """A tensor without data for each of the weights. Floating-point tensors have fp32, so that nobody casts
+        them."""
         empty = dict[str, Tensor]()
         for name, weight in self._weights.items():
             dtype = torch.float32 if weight.dtype.is_floating_point else weight.dtype
@@ -167,7 +168,7 @@ class Recorder(TorchDispatchMode):
         return empty
 
     def source(self, tensor: Tensor) -> Source | None:
-        """What ``tensor`` is made from; None if not from the weights alone."""
+        """What ``tensor`` is made from; None if it is not made from the weights alone."""
         if (known := self._known.get(_storage(tensor))) is None:
             return None
         base, laid = known

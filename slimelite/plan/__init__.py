@@ -1,1 +1,2 @@
-"""Will it fit, how fast, and why not: memory, time and traffic of a run from the shapes of its model."""
+"""Predicts whether a run fits, how fast it is, and why it does not fit: memory, time and traffic from the model's
+shapes."""

@@ -1,4 +1,5 @@
-"""Devices: GPUs that a run can be planned for (gpus.toml), and those and the memory of this machine, without torch."""
+"""Devices: the GPUs that a run can be planned for (gpus.toml), and this machine's GPUs and memory. It needs no
+torch."""
 
 from __future__ import annotations
 
@@ -20,10 +21,10 @@ MOST_GPUS = 1024
 class Device:
     """A GPU, or this machine's CPU.
 
-    ``bytes``: of its memory; ``rate``: operations a second of the products in training's dtype; ``bandwidth`` of its
-    memory, ``link`` to its neighbours, ``pcie`` to the host and ``net`` to other nodes [bytes/s]; ``node``: how many a
-    usual machine has; ``source`` of these figures. ``measured``: they were attained here, and are not a data sheet's.
-    ``capability``: NVIDIA's compute capability.
+    ``bytes``: of its memory. ``rate``: operations per second of products in training's dtype. ``bandwidth`` of its
+    memory, ``link`` to its neighbours, ``pcie`` to the host and ``net`` to other nodes [bytes/s]. ``node``: how many a
+    usual machine has. ``source``: where these figures come from. ``measured``: the figures were measured here, and are
+    not from a data sheet. ``capability``: NVIDIA's compute capability.
     """
 
     name: str
@@ -41,8 +42,8 @@ class Device:
 
 @dataclass(frozen=True)
 class Generation:
-    """GPUs from a compute ``capability`` on, with ``examples``: how the trainer and SGLang compute ``attention``; None:
-    the trainer cannot.
+    """GPUs from a compute ``capability`` on, with ``examples``. ``attention``: how the trainer and SGLang compute it;
+    None: the trainer cannot.
     """
 
     capability: tuple[int, int]
@@ -92,10 +93,10 @@ def gpus() -> dict[str, Device]:
 
 
 def planned(text: str) -> tuple[Device, int]:
-    """The GPU that ``--plan-gpu`` names, and how many a node has.
+    """The GPU of ``--plan-gpu``, and how many a node has.
 
     Raises:
-        ValueError: there is no such GPU, or the number is none.
+        ValueError: the GPU is unknown, or the number is not a positive integer.
     """
     name, colon, count = text.lower().partition(":")
     if name not in gpus():
@@ -122,7 +123,7 @@ def recognized(title: str) -> Device | None:
 
 
 def host_bytes() -> int:
-    """Memory that this process and its children may use: the machine's, or less where a limit is set."""
+    """Memory that this process and its children may use: the machine's, or less if a limit is set."""
     limits = [int(line.split()[1]) * 1024 for line in _lines("/proc/meminfo") if line.startswith("MemTotal")]
     for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         limits += [int(line) for line in _lines(file) if line.strip().isdecimal()]
@@ -139,8 +140,8 @@ def _lines(file: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Machine:
-    """How many GPUs this process may use, whether SGLang is installed; memory and kind of the smallest, if known; the
-    lowest compute ``capability``, and the version of the ``driver``.
+    """How many GPUs this process may use, and whether SGLang is installed. Memory and kind of the smallest GPU, if
+    known; the lowest compute ``capability``, and the version of the ``driver``.
     """
 
     gpus: int
@@ -152,11 +153,11 @@ class Machine:
 
 
 def this_machine(plan_gpu: str | None = None) -> Machine:
-    """The machine of this process, or one with SGLang and the GPUs of ``--plan-gpu``; only the start of the run shows
-    whether CUDA works on its GPUs.
+    """The machine of this process, or one with SGLang and the GPUs of ``--plan-gpu``. Whether CUDA works on its GPUs
+    shows only at the start of the run.
 
     Raises:
-        ValueError: ``plan_gpu`` names no GPU.
+        ValueError: ``plan_gpu`` is not a known GPU.
     """
     sglang = importlib.util.find_spec("sglang") is not None
     if plan_gpu:
@@ -176,7 +177,7 @@ def _count_gpus() -> int:
 
 @cache
 def _nvidia_smi() -> Machine:
-    """What nvidia-smi says of the GPUs; drivers before 510 do not tell the compute capability."""
+    """The GPUs as nvidia-smi reports them. Drivers before 510 do not report the compute capability."""
     for fields in (
         ["memory.total", "driver_version", "compute_cap", "name"],
         ["memory.total", "driver_version", "name"],

@@ -1,8 +1,8 @@
-"""Memory of a training rank and of an engine, by part and by phase, from the shapes of the model, which its config.json
-says without torch.
+"""Memory of a training rank and of an engine, by part and by phase. It is computed from the shapes of the model, which
+are read from its config.json without torch.
 
-The activations that transformers' layers keep for the backward pass were counted on fake tensors; tests/gpu_sim
-compares these formulas with simulated steps, and docs/planner.md has the table of predicted and measured.
+The activations that transformers' layers keep for the backward pass were counted on fake tensors. tests/gpu_sim
+compares these formulas with simulated steps, and docs/planner.md compares predictions with measurements.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ OTHER_LAYERS = ("linear_num_value_heads", "mamba_num_heads", "kv_lora_rank")
 
 @dataclass(frozen=True)
 class Shapes:
-    """Sizes of a decoder with gated MLPs. ``query`` and ``key`` are the widths of all heads together, ``biases`` and
-    ``norms`` the parameters of a layer.
+    """Sizes of a decoder with gated MLPs. ``query`` and ``key`` are the widths of all heads together. ``biases`` and
+    ``norms`` are the parameters of a layer.
 
-    ``context``: most positions that the model knows, if it says so.
-    ``mlp``: parameters of a layer's MLP. In a mixture of experts these are those of all experts, while ``inner`` is the
-    width of the experts that one token goes through; ``router``: parameters of the choice between experts.
+    ``context``: the most positions of the model, if its config says so. ``mlp``: parameters of a layer's MLP. In a
+    mixture of experts, ``mlp`` counts all experts, and ``inner`` is the width of the experts that one token goes
+    through. ``router``: parameters that choose between experts.
     """
 
     layers: int
@@ -50,7 +50,7 @@ class Shapes:
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> Shapes | None:
-        """Sizes from the content of a config.json; None if one is missing, or if the model has ``OTHER_LAYERS``."""
+        """Sizes from a parsed config.json. None if one is missing, or if the model has ``OTHER_LAYERS``."""
         config = text_config(config)
         names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
         sizes = [int(config.get(name) or 0) for name in names]
@@ -93,7 +93,7 @@ class Shapes:
 
     @property
     def layer(self) -> int:
-        """Parameters of a layer; those of its norms and biases are too few to matter for memory."""
+        """Parameters of a layer. Norms and biases are left out, because they are too few to matter for memory."""
         return self.attention + self.mlp
 
     @property
@@ -112,7 +112,7 @@ class Shapes:
         return self.layers * (self.layer + self.norms + self.biases) + self.outer + self.hidden
 
     def adapter(self, rank: int) -> int:
-        """Parameters of LoRA adapters of this rank at all seven matrices of every layer; fewer targets have fewer."""
+        """Parameters of LoRA adapters of this rank at all seven matrices of every layer. Fewer targets have fewer."""
         widths = 4 * self.hidden + 2 * self.query + 2 * self.key + 3 * (self.hidden + self.inner)
         return rank * self.layers * widths
 
@@ -151,26 +151,27 @@ Parts = dict[str, float]
 
 @dataclass(frozen=True)
 class Load:
-    """What one training rank computes.
+    """The work of one training rank.
 
     Args:
         shapes: of the model.
         tokens: of a micro-batch.
         shards: number of ranks that share one copy of the model.
-        plain: the model is not given to FSDP, which copies weights and gradients: it has one rank, on a CPU.
-        checkpointing: layers keep only their input and are recomputed in backward.
-        selective: with ``checkpointing``, layers also keep what matrix products and attention return.
-        whole_grads: gradients stay whole on every rank until the step's last micro-batch.
-        single: a step has one micro-batch, so that no gradient of an earlier one is held.
+        plain: FSDP, which copies weights and gradients, is not used, because there is one rank on a CPU.
+        checkpointing: layers keep only their input, and are recomputed in the backward pass.
+        selective: with ``checkpointing``, layers also keep the results of matrix products and attention.
+        whole_grads: every rank keeps whole gradients until the step's last micro-batch.
+        single: a step has one micro-batch, so there is no gradient of an earlier one.
         on_host: weights and optimizer state stay in host memory (``--fsdp-cpu-offload``).
-        lora: parameters of adapters, which alone are trained; 0: all parameters are.
+        lora: parameters of adapters, if only these are trained; 0: all parameters are trained.
         four_bit: the frozen linear layers have 4 bits (``--load-in-4bit``).
-        critic: the same of a critic of the policy's size, which is trained in turn with it; None: there is none.
-        values: it is a critic, whose head has a value for each token instead of logits.
-        width: bytes of a number in forward and backward: 2 on a GPU, 4 on a CPU.
-        others: frozen models, such as a reference, that take turns on the device.
-        targets: response tokens of the micro-batch; 0: all of its tokens are counted.
-        compiled: layers and LM head are compiled, which changes how fast they are.
+        critic: the load of a critic of the policy's size, which is trained in turn with the policy; None: there is no
+            critic.
+        values: this is the load of a critic, whose head has one value for each token instead of logits.
+        width: bytes of a number in the forward and backward pass: 2 on a GPU, 4 on a CPU.
+        others: frozen models, such as a reference, that use the device in turn.
+        targets: response tokens of the micro-batch; 0: all its tokens count.
+        compiled: layers and LM head are compiled, which changes their speed.
     """
 
     shapes: Shapes
@@ -193,7 +194,7 @@ class Load:
 
     @property
     def learners(self) -> list[Load]:
-        """Of the policy and the critic, each alone."""
+        """The loads of the policy and the critic, each alone."""
         policy = replace(self, critic=None)
         if self.critic is None:
             return [policy]
@@ -206,19 +207,20 @@ class Load:
         return sum(each.lora or each.shapes.parameters for each in self.learners)
 
     def adapted(self, rank: int) -> Load:
-        """The same with adapters of ``rank`` for policy and critic."""
+        """The same load with adapters of ``rank`` for policy and critic."""
         adapter = self.shapes.adapter(rank)
         return replace(self, lora=adapter, critic=None if self.critic is None else adapter)
 
     def state(self) -> Parts:
-        """What stays between steps: fp32 weights and AdamW's moments; frozen weights have ``width`` bytes."""
+        """Memory that stays between steps: fp32 weights and AdamW's moments. Frozen weights have ``width`` bytes for a
+        number."""
         share = 0 if self.on_host else 1 / self.shards
         frozen = sum(each._frozen for each in self.learners if each.lora)
         return {"weights": share * (frozen + 4 * self.trained), "optimizer": share * 8 * self.trained}
 
     def reading(self) -> float:
-        """Host memory of a rank while it reads the model [bytes]: its part, if that stays there, and the rows that it
-        has of the largest weight, as they are in the file. One rank alone reads the whole model in fp32.
+        """Host memory of a rank while it reads the model [bytes]: its part, if that stays in host memory, and its rows
+        of the largest weight in the file's dtype. A single rank reads the whole model in fp32.
         """
         if self.shards == 1:
             return 4 * self.shapes.parameters
@@ -227,11 +229,11 @@ class Load:
         return part + max(2 * self.shapes.head / self.shards, whole)
 
     def process(self) -> float:
-        """What a trainer's process on a CPU holds besides tensors: its libraries, and the holes of its heap.
+        """Memory of a trainer's process on a CPU besides tensors: its libraries, and the holes of its heap.
 
-        glibc's heap seldom puts an aligned tensor where one of the same size was. So what a layer's forward pass frees
-        lies between the tensors that it keeps, unused, until the backward pass frees those too. With checkpointing
-        large tensors are not in the heap (`slimelite.base.heap.keep_freed_memory`).
+        glibc's heap seldom puts an aligned tensor where one of the same size was before. So the memory that a layer's
+        forward pass frees stays unused between the tensors that it keeps, until the backward pass frees those too. With
+        checkpointing large tensors are not in the heap (`slimelite.base.heap.keep_freed_memory`).
         """
         s = self.shapes
         # what o_proj and down_proj return, squares in two norms; queries and keys before the rotary embedding and in it
@@ -241,11 +243,12 @@ class Load:
         return BASE + (0 if self.checkpointing else s.layers * self.tokens * self.width * freed)
 
     def train(self) -> Parts:
-        """The peak of an optimizer step, whichever moment of it that is."""
+        """The peak of an optimizer step, over all its moments."""
         return self.state() | max((moment for each in self.learners for moment in each._moments()), key=total)
 
     def log_probs(self) -> Parts:
-        """The peak of a pass without gradients; a frozen model's weights are then beside the trainer's."""
+        """The peak of a pass without gradients. A frozen model's weights are then in memory together with the
+        trainer's."""
         s, w, g = self.shapes, self.width, self._copied
         states = w * self.tokens * s.hidden
         one, two = g * s.outer + self._of_layer, g * s.outer + 2 * self._of_layer
@@ -256,15 +259,16 @@ class Load:
         return self.state() | moment | {"reference": frozen}
 
     def pushed(self, *, alone: bool) -> float:
-        """Bytes of a weight sync: all weights; the layers' matrices, with adapters merged into them; or the adapters
-        ``alone``, in fp32.
+        """Bytes of a weight sync: all weights; with adapters, the layers' matrices with the adapters merged in; or only
+        the adapters (``alone``), in fp32.
         """
         s = self.shapes
         return 4 * self.lora if alone else self.width * (s.layers * s.layer if self.lora else s.parameters)
 
     def sync(self, bucket: float, *, alone: bool) -> Parts:
-        """The peak of a weight sync beside the trainer's state: a bucket of about ``bucket`` bytes, and the tensor that
-        is being gathered. The first sync sends all weights, unless adapters travel ``alone``, in one bucket.
+        """The peak of a weight sync in addition to the trainer's state: a bucket of about ``bucket`` bytes, and the
+        tensor that is being gathered. The first sync sends all weights, unless the adapters are sent ``alone``, in one
+        bucket.
         """
         s, w = self.shapes, self.width
         if alone:
@@ -275,8 +279,8 @@ class Load:
         return {"buffers": min(size, w * s.parameters), "gathered": gathering}
 
     def _gather(self) -> Parts:
-        """The memory at the beginning of a pass. Several ranks hold embedding and head twice then: in the buffer in
-        which they were gathered, and in the copy that the pass computes with.
+        """The memory at the beginning of a pass. If there are several ranks, each has embedding and head twice then: in
+        the buffer in which they were gathered, and in the copy that the pass computes with.
         """
         s, buffers = self.shapes, 2 if self.shards > 1 else 1
         states = self.width * self.tokens * s.hidden
@@ -284,15 +288,15 @@ class Load:
 
     @property
     def _frozen(self) -> float:
-        """Bytes of the weights of a model whose adapters alone are trained."""
+        """Bytes of the weights of a model of which only adapters are trained."""
         s = self.shapes
         inner = s.layers * s.layer if self.four_bit else 0
         return self.width * (s.parameters - inner) + NF4 * inner
 
     @property
     def _of_layer(self) -> float:
-        """Bytes of a layer's weights for a pass. One in 4 bits is gathered like that, by several ranks, and its largest
-        matrix is dequantized beside it.
+        """Bytes of a layer's weights for a pass. Several ranks gather a layer in 4 bits in that form, and its largest
+        matrix is dequantized in addition.
         """
         s = self.shapes
         if not self.four_bit:
@@ -309,7 +313,8 @@ class Load:
         return 0 if self.values else min(CHUNK[self.width], (self.targets or self.tokens) * self.shapes.vocab)
 
     def layer_bytes(self) -> float:
-        """Bytes a token that a layer keeps: activations, fp32 copies that norms make, queries and keys before norms."""
+        """Bytes for each token that a layer keeps: activations, fp32 copies made by norms, queries and keys before
+        norms."""
         s, w = self.shapes, self.width
         normed = (w + 4) * (s.query + s.key) if s.qk_norm else 0
         return 4 * w * s.inner + (4 * w + 8) * s.hidden + 2 * w * (s.query + s.key) + normed
@@ -356,7 +361,7 @@ class Load:
 
 
 def left_behind(group: int) -> float:
-    """Bytes that the process of a ``group`` of so many GPUs leaves on one that it shares."""
+    """Bytes that a process of a ``group`` of GPUs leaves on a GPU that it shares with another process."""
     return CONTEXT + (NCCL if group > 1 else 0)
 
 
@@ -365,15 +370,15 @@ PREFILL = 16384
 
 
 def sglang_usual(memory: float, gpus: int) -> tuple[int, int]:
-    """SGLang's defaults on such a GPU: tokens of a prompt's chunk, and the largest batch of a CUDA graph."""
+    """SGLang's defaults on a GPU with ``memory``: tokens of a prompt's chunk, and the largest batch of a CUDA graph."""
     _, chunk, few, many = next(row for row in SGLANG if memory / 2**20 < row[0])
     return chunk, few if gpus < 4 else many
 
 
 @dataclass(frozen=True)
 class Sglang:
-    """What SGLang's reserve follows from: ``chunk`` [tokens of prompts that are computed at once], and the largest
-    ``batch`` and most ``prompts`` [tokens] of a CUDA graph; 0: none is recorded.
+    """The settings that SGLang's reserve depends on. ``chunk``: prompt tokens that are computed at once. ``batch``,
+    ``prompts``: the largest batch and the most tokens of a CUDA graph; 0: none is recorded.
     """
 
     chunk: int
@@ -382,8 +387,8 @@ class Sglang:
 
     @classmethod
     def of(cls, memory: float, gpus: int, options: Mapping[str, Any], *, releases: bool) -> Sglang:
-        """By the ``--sglang-*`` options, and its defaults on such a GPU; ``releases``: the engine releases its memory,
-        and so records no graphs of prompts by default (`slimelite.engines.sglang.server`).
+        """Read them from the ``--sglang-*`` options and SGLang's defaults for such a GPU. ``releases``: the engine
+        releases its memory, so by default it records no graphs of prompts (`slimelite.engines.sglang.server`).
         """
         size, (usual, most) = options.get("chunked_prefill_size"), sglang_usual(memory, gpus)
         pieces = usual if size is None else int(size)  # -1: prompts are computed whole
@@ -402,7 +407,8 @@ class Sglang:
 
     @staticmethod
     def _graphs(name: str, options: Mapping[str, Any], config: object) -> dict[str, Any]:
-        """What is said of the graphs of a phase: the flag for both, the phase's own, and the JSON, which wins."""
+        """The settings for the graphs of a phase. They come from the flag for both phases, the phase's own flag, and
+        the JSON, which wins."""
         off = options.get("disable_cuda_graph") or options.get(f"disable_{name}_cuda_graph")
         settings = {"backend": "disabled"} if off else {}
         keys = ("backend", "max_bs", "bs")
@@ -415,7 +421,7 @@ class Sglang:
         return settings | (own if isinstance(own, dict) else {})
 
     def share(self, memory: float, gpus: int) -> float:
-        """The share of a GPU that SGLang takes for weights and cache if no flag says it: what is left beside
+        """The share of a GPU that SGLang takes for weights and cache if no flag sets it. It is the rest after
         activations and CUDA graphs.
         """
         mib = memory / 2**20
@@ -428,19 +434,19 @@ class Sglang:
 
 @dataclass(frozen=True)
 class Serving:
-    """What one engine holds on each of its ``gpus``.
+    """The memory of one engine on each of its ``gpus``.
 
     Args:
         shapes: of the model.
-        gpus: that share its weights and its cache.
-        sequences: that it decodes at once.
+        gpus: how many share its weights and its cache.
+        sequences: how many it decodes at once.
         context: tokens of the longest sequence.
         width: bytes of a number: 2 on a GPU, 4 on a CPU.
         graphs: whether it is a server that records CUDA graphs.
-        static: bytes that its weights and its cache take together (SGLang); 0: what is free.
-        advised: the largest share of a GPU that they should take: half of what SGLang would reserve is left.
-        chunk: tokens of prompts that a server computes at once.
-        cache: share of what is free that the cache takes at most.
+        static: bytes of its weights and its cache together (SGLang); 0: all free memory.
+        advised: the largest share of a GPU that they should take. It leaves half of what SGLang would reserve.
+        chunk: prompt tokens that a server computes at once.
+        cache: the largest share of free memory that the cache takes.
     """
 
     shapes: Shapes
@@ -459,7 +465,7 @@ class Serving:
         return 2 * self.shapes.layers * self.shapes.key * self.width / self.gpus
 
     def work(self) -> Parts:
-        """Memory beside weights and cache."""
+        """Memory in addition to weights and cache."""
         s, width = self.shapes, self.width * self.chunk / self.gpus
         parts: Parts = {"activations": width * (3 * s.inner + 4 * s.hidden), "logits": self._sampled * s.vocab * 4 * 2}
         return parts | ({"graphs": GRAPHS} if self.graphs else {})
@@ -469,7 +475,7 @@ class Serving:
         return min(self.sequences, 256)
 
     def least(self) -> Parts:
-        """Memory with a cache that holds a single sequence."""
+        """Memory with a cache for a single sequence."""
         # on a CPU the embedded engine has a packed copy of its matrices
         copies = 2 if self.width == 4 else 1
         parts: Parts = {"weights": copies * self.width * self.shapes.parameters / self.gpus}
@@ -488,7 +494,8 @@ class Serving:
         return total(self.least()) <= room and self.holds_one()
 
     def generate(self, available: float) -> Parts:
-        """Memory with a cache as large as is useful, or as ``available`` [bytes] allows; SGLang takes all it may."""
+        """Memory with a cache as large as is useful, or as ``available`` [bytes] allows. SGLang takes all that it
+        may."""
         parts = self.least()
         if self.static:
             return parts | {"KV pool": max(parts["KV pool"], self.static - parts["weights"])}
@@ -498,12 +505,12 @@ class Serving:
 
 
 def total(parts: Parts) -> float:
-    """All parts together [bytes]."""
+    """The sum of all parts [bytes]."""
     return sum(parts.values())
 
 
 def largest(load: Load, available: float) -> int:
-    """The most tokens of a micro-batch with which training and log-probs fit ``available`` bytes; 0 if none does."""
+    """The most tokens of a micro-batch with which training and log-probs fit ``available`` bytes; 0 if none fits."""
     low, high = 0, 2**24
     while high - low > 1:
         middle = (low + high) // 2
@@ -515,12 +522,12 @@ def largest(load: Load, available: float) -> int:
 
 
 def peak(load: Load) -> float:
-    """The most memory that training or a pass for log-probs takes; on a CPU with the rank's process."""
+    """The most memory that training or a pass for log-probs takes. On a CPU, the rank's process is included."""
     return max(total(load.train()), total(load.log_probs())) + (load.process() if load.width == 4 else 0)
 
 
 def training_load(args: Args) -> Load | str:
-    """What a training rank computes; or what is not known of it."""
+    """The load of a training rank, or a text that says what is unknown about it."""
     shapes, tokens = model_shapes(args), _longest_micro_batch(args)
     if shapes is None or tokens is None:
         longest = "the longest micro-batch is not known before the prompts are read"
@@ -557,7 +564,7 @@ def model_shapes(args: ModelArgs) -> Shapes | None:
 
 
 def _longest_micro_batch(args: RolloutArgs) -> int | None:
-    """Tokens of the longest micro-batch; a sample longer than the limit is a micro-batch of its own."""
+    """Tokens of the longest micro-batch. A sample longer than the limit is a micro-batch by itself."""
     longest = args.rollout_max_context_len
     if longest is None and args.rollout_max_prompt_len and args.rollout_max_response_len:
         longest = args.rollout_max_prompt_len + args.rollout_max_response_len

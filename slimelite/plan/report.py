@@ -1,4 +1,4 @@
-"""What a dry run says of memory, time and traffic: the verdict first, then tables. All of it is predicted."""
+"""The text of a dry run about memory, time and traffic: the verdict first, then tables. All numbers are predictions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ GAIN = 1.15
 
 
 def verdict(plan: Plan) -> str:
-    """One sentence: whether it fits, and what would."""
+    """One sentence: whether the run fits, and what would fit."""
     needed = plan.needs()
     worst, *rest = sorted(needed, key=lambda name: -needed[name][0] / needed[name][1])
     where = "this machine has" if plan.shared else "tensors can use on a GPU"
@@ -53,7 +53,7 @@ def verdict(plan: Plan) -> str:
 
 
 def _of_engine(plan: Plan, phase: str) -> bool:
-    """Whether the size of an engine decides what ``phase`` needs."""
+    """Whether the size of an engine decides the needs of ``phase``."""
     return phase == "generate" or (phase == "sync" and (plan.args.colocate or plan.shared))
 
 
@@ -62,7 +62,7 @@ def _gigabytes(pair: tuple[float, float]) -> str:
 
 
 def _remedy(plan: Plan, phase: str) -> str:
-    """What would make ``phase`` fit."""
+    """A change that would make ``phase`` fit."""
     if phase != "generate" and plan.keeps_engine:
         released = replace(plan, args=replace(plan.args, offload_rollout=True))
         need, room = released.needs()[phase]
@@ -129,7 +129,7 @@ def _memory(plan: Plan) -> Iterator[str]:
 
 
 def _cache_capacity(plan: Plan) -> Iterator[str]:
-    """How many sequences the KV pool holds, if those are fewer than there could be."""
+    """How many sequences the KV pool can hold, if that is fewer than there may be."""
     if not plan.engines:
         return
     each, wanted = plan.serving.kv_token() * plan.serving.context, min(plan.serving.sequences, plan.rows)
@@ -182,7 +182,7 @@ def _time(plan: Plan) -> Iterator[str]:
 
 
 def _limit(cost: Cost, device: Device) -> str:
-    """What takes most of a phase."""
+    """The resource that takes most of a phase's time."""
     times = {
         "products": cost.operations / (device.rate * time.PRODUCTS),
         "memory bandwidth": cost.moved / (device.bandwidth * time.BYTES),
@@ -205,7 +205,7 @@ def _meanwhile(plan: Plan) -> dict[str, str]:
 
 
 def _shorter(plan: Plan) -> Iterator[str]:
-    """Seconds of responses that are not all as long as is allowed: some are, and an engine waits for them."""
+    """Seconds if responses are not all as long as allowed. Some still are, and an engine waits for them."""
     allowed = plan.work.response
     if plan.engines and plan.ranks and allowed > 4:
         seconds = replace(plan, work=replace(plan.work, response=allowed // 4, longest=allowed)).seconds()
@@ -216,7 +216,7 @@ def _shorter(plan: Plan) -> Iterator[str]:
 
 
 def _compiled(plan: Plan) -> Iterator[str]:
-    """What --compile would gain, if that is much."""
+    """The gain of --compile, if it is large."""
     if not plan.ranks or plan.load.compiled:
         return
     device, plain = plan.device, plan.costs()["train"]

@@ -1,5 +1,5 @@
-"""A run on its devices: what each phase holds, does and takes, from its arguments; and what an out-of-memory error ends
-with: what was needed, what was there, and the flags that would have fitted.
+"""A run on its devices: the memory, work and time of each phase, from the run's arguments. After an out-of-memory
+error: what was needed, what was there, and the flags that would have fitted.
 
     python -m slimelite.plan.run ARGUMENTS OF train.py, such as --config RUN/config.yaml
 
@@ -53,8 +53,8 @@ CAPACITY = re.compile(r"total capacity of ([\d.]+) GiB")
 class Plan:
     """A run on its devices.
 
-    ``ranks`` that train and ``engines`` that generate; ``device``: each has one, or all share this machine's memory
-    (``shared``); ``memory``: bytes of it.
+    ``ranks`` train and ``engines`` generate. ``device``: each has one, or all share this machine's memory (``shared``).
+    ``memory``: its bytes.
     """
 
     args: Args
@@ -69,7 +69,7 @@ class Plan:
 
     @classmethod
     def of(cls, args: Args, machine: Machine) -> Plan | str:
-        """The plan of a run; or what is not known of it."""
+        """The plan of a run, or a text that says what is unknown about it."""
         load = training_load(args)
         if isinstance(load, str):
             return load
@@ -105,7 +105,7 @@ class Plan:
         return self.together and not self.args.offload_rollout
 
     def phases(self) -> dict[str, Parts]:
-        """Memory of the device that holds most, by phase: that of a rank, an engine or both; or of this machine."""
+        """Memory by phase of the fullest device: of a rank, an engine or both, or of this machine."""
         args, load, together = self.args, self.load, self.args.colocate or self.shared
         state = _sum(*[load.state()] * self.summed)
         resting: Parts = {} if args.offload_train or not (together and self.ranks) else state
@@ -129,13 +129,13 @@ class Plan:
         return phases
 
     def _left(self, group: int) -> Parts:
-        """What the process of the other side leaves on a GPU that both use, one of a ``group``."""
+        """Memory that the process of the other side leaves on a GPU that both use. The GPU is one of a ``group``."""
         if not self.together or not self.args.job.servers:
             return {}
         return {"others": left_behind(group)}
 
     def needs(self) -> dict[str, tuple[float, float]]:
-        """Bytes that each phase needs at least, and that there are for it."""
+        """The bytes that each phase needs at least, and the bytes that are available."""
         phases = self.phases()
         needs = {name: (total(parts), self.usable) for name, parts in phases.items()}
         if not self.engines:
@@ -150,7 +150,7 @@ class Plan:
         return needs | {"generate": (full if full > self.memory - CONTEXT else least, self.memory - CONTEXT)}
 
     def costs(self) -> dict[str, Cost]:
-        """Work of each phase on each of its devices."""
+        """The work of each phase on each of its devices."""
         assert self.device is not None
         costs = {}
         if self.engines:
@@ -159,7 +159,7 @@ class Plan:
         return costs | (self.training(self.load, self.ranks) if self.ranks else {})
 
     def training(self, load: Load, ranks: int) -> dict[str, Cost]:
-        """Work of the trainer's phases with so many ranks."""
+        """The work of the trainer's phases with ``ranks`` ranks."""
         from slimelite.training.columns import pass_begins  # it needs torch
 
         assert self.device is not None
@@ -168,7 +168,7 @@ class Plan:
         return time.training(load, self.work, ranks, self.device, before)
 
     def seconds(self) -> dict[str, float]:
-        """Seconds of each phase of a rollout, of its weight sync and between them."""
+        """Seconds of each phase of a rollout, of its weight sync, and between them."""
         assert self.device is not None
         seconds = {name: cost.seconds(self.device) for name, cost in self.costs().items()}
         if self.engines and self.ranks:
@@ -185,7 +185,7 @@ class Plan:
         return ceil(self.work.rows / self.engines)
 
     def largest_share(self) -> float:
-        """The largest --sglang-mem-fraction-static that is advised beside what else is on the GPU."""
+        """The largest advisable --sglang-mem-fraction-static, given what else is on the GPU."""
         beside = total(self.phases()["generate"]) - total(self.serving.generate(0)) + total(self.serving.work())
         return floor(100 * min(self.serving.advised, 1 - beside / (self.memory - CONTEXT))) / 100
 
@@ -201,26 +201,27 @@ class Plan:
 
     @property
     def buckets(self) -> int:
-        """How many buckets a weight sync is sent in."""
+        """The number of buckets of a weight sync."""
         return 1 if self.args.sends_adapter else ceil(self.pushed / self.args.update_weight_buffer_size)
 
     @property
     def lora_flags(self) -> str:
-        """The flags of a run that `Load.adapted` is the load of."""
+        """The flags of a run that has the load of `Load.adapted`."""
         return f"--lora-rank {LORA_RANK}" + ("" if self.load.critic is None else f" --critic-lora-rank {LORA_RANK}")
 
     @property
     def summed(self) -> int:
-        """Ranks whose memory is counted together: all that share this machine's, or the one of a GPU."""
+        """How many ranks' memory is counted together: all that share this machine's memory, or the one of a GPU."""
         return self.ranks if self.shared else 1
 
     def beside_training(self) -> float:
-        """Bytes that other things than trainers hold while they train."""
+        """Bytes that are in use besides those of the trainers while they train."""
         trainer = total(self.load.train()) + (self.load.process() if self.shared else 0)
         return total(self.phases()["train"]) - self.summed * trainer
 
     def remedies(self, room: float | None = None) -> list[str]:
-        """At most two changes of the command line with which training fits ``room`` [bytes], the least costly first."""
+        """At most two changes of the command line with which training fits ``room`` [bytes]. The least costly comes
+        first."""
         load = self.load
         room = ((self.usable if room is None else room) - self.beside_training()) / self.summed
         longest = self.work.prompt + self.work.response
@@ -244,7 +245,7 @@ class Plan:
 
 
 def _serving(args: SglangArgs, shapes: Shapes, work: Work, memory: float) -> Serving:
-    """What an engine of the run holds."""
+    """The memory of an engine of the run."""
     server, shared = args.job.servers, not args.job.gpus
     most = args.sglang_max_running_requests or SEQUENCES[server]
     sequences = min(most, args.sglang_server_concurrency if server else most, work.rows)
@@ -266,7 +267,7 @@ def _sum(*parts: Parts) -> Parts:
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Whether ``error`` says that there was no memory, on the host or on a GPU."""
+    """Whether ``error`` means that memory ran out, on the host or on a GPU."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     return isinstance(error, MemoryError) or (
@@ -275,8 +276,8 @@ def is_shortage(error: BaseException) -> bool:
 
 
 def shortage(error: BaseException, args: Args) -> str:
-    """What a user is told when memory runs out: the first sentence of ``error``, then what the run needs and which
-    flags would make it fit (`needs_and_remedies`).
+    """The message to a user when memory runs out: the first sentence of ``error``, the run's needs, and flags that
+    would make it fit (`needs_and_remedies`).
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     first = lines[0] if lines else "there is no memory"
@@ -287,9 +288,10 @@ def shortage(error: BaseException, args: Args) -> str:
 
 
 def needs_and_remedies(args: Args, gpu_bytes: int | None = None) -> str:
-    """One sentence, of predictions: what the run needs, what is there, and at most two flags with which it would fit.
+    """One sentence of predictions: what the run needs, what is available, and at most two flags with which it would
+    fit.
 
-    ``gpu_bytes``: memory of a GPU, if it is known better than by nvidia-smi.
+    ``gpu_bytes``: memory of a GPU, if it is known more exactly than from nvidia-smi.
     """
     machine = this_machine()
     plan = Plan.of(args, replace(machine, gpu_bytes=gpu_bytes or machine.gpu_bytes))

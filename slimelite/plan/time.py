@@ -39,9 +39,9 @@ HOST, BETWEEN = 75e-6, 15.0
 
 @dataclass(frozen=True)
 class Work:
-    """A rollout: ``prompts`` of ``prompt`` tokens with ``samples`` responses of ``response`` tokens each; ``steps``:
-    optimizer steps that it is trained in; ``shares``: training computes a prompt once for its responses; ``longest``:
-    tokens of the longest response, for which generation waits (0: all are equally long).
+    """A rollout: ``prompts`` prompts of ``prompt`` tokens, with ``samples`` responses of ``response`` tokens each.
+    ``steps``: its optimizer steps. ``shares``: training computes a prompt once for its responses. ``longest``: tokens
+    of the longest response, for which generation waits (0: all are equally long).
     """
 
     prompts: int
@@ -59,7 +59,7 @@ class Work:
 
     @property
     def tokens(self) -> int:
-        """Tokens that training computes."""
+        """The number of tokens that training computes."""
         return (self.prompts if self.shares else self.rows) * self.prompt + self.rows * self.response
 
     def forward(self, shapes: Shapes) -> float:
@@ -71,11 +71,11 @@ class Work:
 
 @dataclass(frozen=True)
 class Cost:
-    """A phase on each of its devices: operations, bytes of memory read and written, bytes sent and seconds of sending,
-    and seconds in which a GPU ``waits`` for the host.
+    """The cost of a phase on each of its devices: operations, bytes of memory read and written, bytes sent, seconds of
+    sending, and seconds in which a GPU ``waits`` for the host.
 
-    Products and memory take turns on a CPU and on a GPU's small kernels, so their seconds are added; what is sent is
-    sent meanwhile.
+    On a CPU and in small kernels of a GPU, products and memory traffic alternate, so their seconds are added. Data is
+    sent at the same time.
     """
 
     operations: float
@@ -91,14 +91,16 @@ class Cost:
         return max(busy, self.sending) + (0.0 if device.measured else self.waits)
 
     def mfu(self, device: Device) -> float:
-        """Model FLOPs utilisation: the operations of the phase over what ``device`` could do in that time, 0 to 1."""
+        """Model FLOPs utilisation: the operations of the phase divided by what ``device`` could do in that time, 0 to
+        1."""
         return self.operations / (self.seconds(device) * device.rate)
 
 
 def measured_cpu(threads: int, seconds: float = 0.25) -> Device:
-    """This machine's CPU: what products in fp32 and copies attain with so many threads, in ``seconds`` for each.
+    """This machine's CPU: the rates of fp32 products and of copies with ``threads`` threads. Each is measured for
+    ``seconds``.
 
-    A thread's CPU time is counted, so that other programs on the machine do not look like a slow CPU.
+    CPU time of a thread is counted, so that other programs do not make the CPU look slow.
     """
     import torch
 
@@ -119,7 +121,7 @@ def measured_cpu(threads: int, seconds: float = 0.25) -> Device:
 
 
 def forward_flops(shapes: Shapes) -> ForwardFlops:
-    """Operations of a forward pass; the same as are counted from the weights of a model."""
+    """Operations of a forward pass. The result equals the count from the weights of a model."""
     from slimelite.training.model import ForwardFlops  # it needs torch, which a run's start does without
 
     matrices = shapes.layers * shapes.active
@@ -127,13 +129,14 @@ def forward_flops(shapes: Shapes) -> ForwardFlops:
 
 
 def sending(device: Device, sent: float, ranks: int) -> float:
-    """Seconds in which a rank sends so many bytes around a ring of ``ranks``; the slowest hop counts."""
+    """Seconds in which a rank sends ``sent`` bytes around a ring of ``ranks``. The slowest hop counts."""
     speed = device.link if ranks <= device.node else device.net
     return sent / (speed * BYTES) if ranks > 1 else 0.0
 
 
 def activations(load: Load, tokens: float) -> float:
-    """Bytes that a forward pass over ``tokens`` writes and reads: each activation once each, and logits in fp32."""
+    """Bytes that a forward pass over ``tokens`` writes and reads. Each activation counts once for each; logits are in
+    fp32."""
     layer = 2 * load.layer_bytes() * load.shapes.layers
     return tokens * (layer + LOGIT[load.width] * load.shapes.vocab) * (COMPILED if load.compiled else 1)
 
@@ -147,7 +150,7 @@ def log_probs(load: Load, work: Work, ranks: int, device: Device, share: float =
 
 
 def train(load: Load, work: Work, ranks: int, device: Device) -> Cost:
-    """Forward, backward and the optimizer's steps; recomputation is time, and is not counted as useful work."""
+    """Forward, backward and the optimizer's steps. Recomputation takes time, but does not count as useful work."""
     s, tokens = load.shapes, work.tokens / ranks
     backward = 2 * work.forward(s) - (2 * s.layers * s.active * work.tokens if load.lora else 0)
     operations = (work.forward(s) * (2 if load.checkpointing else 1) + backward) / ranks
@@ -162,9 +165,10 @@ def train(load: Load, work: Work, ranks: int, device: Device) -> Cost:
 
 
 def training(load: Load, work: Work, ranks: int, device: Device, before: float = 0.0) -> dict[str, Cost]:
-    """What trainers do with a rollout, by phase; a critic's head is counted as large as the policy's.
+    """The trainers' work on a rollout, by phase. A critic's head counts as large as the policy's.
 
-    ``before``: share of the rows whose log-probs are computed before the first step, because they are trained later.
+    ``before``: the share of the rows whose log-probs are computed before the first step, because they are trained
+    later.
     """
     policy, *critics = load.learners
     costs = {"old log-probs": log_probs(policy, work, ranks, device, before)} if before else {}
@@ -176,7 +180,7 @@ def training(load: Load, work: Work, ranks: int, device: Device, before: float =
 
 
 def traffic(load: Load, *, passes: float, steps: int) -> float:
-    """Bytes that a rank receives in training: weights twice a pass, and gradients after each pass or step."""
+    """Bytes that a rank receives in training: weights twice in each pass, and gradients after each pass or step."""
     others = 1 - 1 / load.shards
     weights = 2 * load.width * load.shapes.parameters * passes * len(load.learners)
     gradients = 4 * load.trained * (steps if load.whole_grads else passes)
@@ -184,7 +188,8 @@ def traffic(load: Load, *, passes: float, steps: int) -> float:
 
 
 def decode_steps(work: Work, rows: float, at_once: float) -> float:
-    """Steps of an engine with ``rows``: while some wait, ``at_once`` are decoded; the last ones run to the longest."""
+    """Decoding steps of an engine with ``rows``. While some wait, ``at_once`` are decoded. The last ones run until the
+    longest ends."""
     longest = max(work.longest, work.response)
     return longest + max(0.0, rows - at_once) * work.response / at_once
 
@@ -206,13 +211,13 @@ def generate(serving: Serving, work: Work, engines: int, pool: float) -> Cost:
 
 
 def offloading(load: Load, device: Device) -> float:
-    """Seconds in which a trainer's state goes to the host and comes back."""
+    """Seconds to move a trainer's state to the host and back."""
     return 2 * total(load.state()) / (device.pcie * BYTES)
 
 
 def sync(pushed: float, buckets: int, load: Load, device: Device, apart: bool) -> float:
-    """Seconds of a weight sync: ranks gather what is ``pushed``, engines ``apart`` get it by the network, and a server
-    takes it bucket by bucket.
+    """Seconds of a weight sync. Ranks gather ``pushed`` bytes, engines that are ``apart`` get them over the network,
+    and a server takes them bucket by bucket.
     """
     if device.measured:
         return pushed / device.bandwidth

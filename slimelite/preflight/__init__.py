@@ -1,8 +1,8 @@
 """Checks before anything expensive starts: files, columns, labels, one reward, lengths, devices.
 
-A real start and ``--dry-run`` run the same checks; the dry run reads all rows and reports too few GPUs as a warning.
-What needs neither torch nor transformers is checked first. If that finds a problem, the rest is left out, because the
-imports alone would keep the answer waiting for seconds.
+A real start and ``--dry-run`` run the same checks. The dry run reads all rows, and reports too few GPUs only as a
+warning. Checks that need neither torch nor transformers run first. If they find a problem, the other checks are left
+out, because the imports alone would delay the answer by seconds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from slimelite.base.heap import loading
 from slimelite.base.registry import function
 from slimelite.engines.registry import ENGINES
 from slimelite.loop import read_evaluations
-from slimelite.models.checkpoints import model_folder
+from slimelite.models.checkpoints import MARKER, model_folder
 from slimelite.models.hub import make_room, refusal
 from slimelite.plan.devices import Machine, generation, this_machine
 from slimelite.preflight.findings import Findings, fill, format_report, one_line
@@ -36,7 +36,7 @@ UNCHECKED = "the tokenizer, the prompts as the model sees them and the memory ar
 
 @loading()
 def preflight(args: Args) -> int:
-    """Run all checks of ``args`` and print the dry run's report, or warnings and problems; returns the exit status."""
+    """Run all checks of ``args``. Print the dry run's report, or warnings and problems. Returns the exit status."""
     machine = this_machine(args.plan_gpu)
     findings = inspect(args, machine)
     if args.dry_run:
@@ -55,7 +55,7 @@ def preflight(args: Args) -> int:
 
 
 def problems(args: Args) -> list[str]:
-    """The problems of ``args``, which have others already, that the checks without torch find on this machine."""
+    """More problems of ``args``, which have problems already, from the checks that need no torch."""
     try:
         machine = this_machine(args.plan_gpu)
     except ValueError:  # of --plan-gpu, which the parser has said already
@@ -65,7 +65,7 @@ def problems(args: Args) -> list[str]:
 
 @loading()
 def problems_of(argv: list[str]) -> list[str]:
-    """The problems of a command line that a start with it would find before anything is loaded."""
+    """The problems that a start with a command line would find before it loads anything."""
     try:
         args = make_args(argv)
     except ArgumentError as error:
@@ -74,10 +74,10 @@ def problems_of(argv: list[str]) -> list[str]:
 
 
 def inspect(args: Args, machine: Machine, *, files_only: bool = False) -> Findings:
-    """Every check that can be made without loading a model.
+    """Run every check that is possible without loading a model.
 
-    Of those that need neither torch nor transformers, one that fails does not hide the others. The rest comes only if
-    none of them failed, and never with ``files_only``.
+    First come the checks that need neither torch nor transformers. They all run, even if one fails. The others run only
+    if none of these failed, and never with ``files_only``.
     """
     from slimelite.preflight.inputs import InputChecks  # it needs Arrow, which the parser does without
 
@@ -86,6 +86,7 @@ def inspect(args: Args, machine: Machine, *, files_only: bool = False) -> Findin
         check_devices(args, machine, findings)
         _check_packages(args, findings)
         findings.problems += _output_problems(args)
+        findings.warnings += _older_checkpoints(args)
         if args.use_prometheus:
             findings.problems += _port_problems(args)
         try:
@@ -112,6 +113,18 @@ def inspect(args: Args, machine: Machine, *, files_only: bool = False) -> Findin
     except OSError as error:  # such as a folder that cannot be read; the text names it
         findings.problems.append(str(error))
     return findings
+
+
+def _older_checkpoints(args: Args) -> Iterator[str]:
+    """A warning if a new run saves where another run has saved."""
+    marker = Path(args.save or "") / MARKER
+    if args.save and args.job.trains and not args.resume_directory and marker.is_file():
+        newest = marker.read_text(errors="replace").strip()
+        yield (
+            f"--save {args.save} has the checkpoint of rollout {newest:.20} of another run. This run starts anew: it "
+            f"replaces checkpoints of the same number. To continue that run, add --load {args.save}; else name another "
+            "folder"
+        )
 
 
 def _try_estimator(args: Args, findings: Findings) -> None:
@@ -152,7 +165,7 @@ def _check_packages(args: Args, findings: Findings) -> None:
 
 
 def _output_problems(args: Args) -> Iterator[str]:
-    """A message for a run folder with another run, and for each place that cannot be written to; a test folder is made
+    """A message for a run folder with another run, and for each place that cannot be written to. A test folder is made
     and removed again.
     """
     from slimelite.tracking.metrics_file import FILE_NAME
@@ -209,7 +222,7 @@ def _output_problems(args: Args) -> Iterator[str]:
 
 
 def _port_problems(args: Args) -> Iterator[str]:
-    """A message if ``/metrics`` cannot be answered on the port of ``--prometheus-port``."""
+    """A message if ``/metrics`` cannot be served on the port of ``--prometheus-port``."""
     from slimelite.tracking.writers import port_problem
 
     family = socket.AF_INET6 if ":" in args.prometheus_host else socket.AF_INET
@@ -222,7 +235,7 @@ def _port_problems(args: Args) -> Iterator[str]:
 
 
 def _in_the_way(args: ModelArgs, target: Path) -> Iterator[str]:
-    """Problems where ``--save-hf`` would replace a file, or a model that the run reads."""
+    """Problems if ``--save-hf`` would replace a file, or a model that the run reads."""
     if target.exists() and not target.is_dir():
         yield f"--save-hf: {target} is a file; name a folder"
     for option, model in (("--hf-checkpoint", args.hf_checkpoint), ("--tokenizer", args.tokenizer)):
@@ -237,7 +250,7 @@ OLDEST = (8, 0)
 
 
 def check_devices(args: Args, machine: Machine, findings: Findings) -> None:
-    """Whether there are enough GPUs here, and whether they are new enough; without torch."""
+    """Check without torch whether there are enough GPUs here, and whether they are new enough."""
     ranks = args.training_ranks if args.job.trains else 0
     engines = args.rollout_num_gpus if args.job.engines else 0
     needed = max(ranks, engines) if args.colocate else ranks + engines
@@ -257,7 +270,7 @@ def check_devices(args: Args, machine: Machine, findings: Findings) -> None:
 
 
 def check_torch(args: Args, machine: Machine, findings: Findings) -> None:
-    """Check that torch can use the GPUs, which are on other machines if this one is to join a Ray."""
+    """Check that torch can use the GPUs. If this machine joins a Ray, the GPUs are elsewhere and are not checked."""
     if not args.job.gpus or args.dry_run or _elsewhere(args):
         return
     import torch
@@ -284,7 +297,7 @@ def check_torch(args: Args, machine: Machine, findings: Findings) -> None:
 
 
 def _elsewhere(args: ClusterArgs) -> bool:
-    """Whether Ray counts the GPUs, those of all nodes."""
+    """Whether Ray counts the GPUs, on all nodes."""
     return args.actor_num_nodes > 1 or "RAY_ADDRESS" in os.environ
 
 
@@ -303,7 +316,7 @@ def _check_generation(args: Args, capability: tuple[int, int], findings: Finding
 
 
 def _no_cuda(torch: ModuleType, driver: str | None) -> str:
-    """Why CUDA does not begin."""
+    """Why CUDA does not start."""
     wanted = DRIVERS.get(int(torch.version.cuda.partition(".")[0]))
     have = int(driver.partition(".")[0]) if driver and driver[0].isdigit() else None
     if wanted and have and have < wanted:
@@ -319,7 +332,8 @@ def _no_cuda(torch: ModuleType, driver: str | None) -> str:
 
 
 def _has_kernels(built: list[str], capability: tuple[int, int]) -> bool:
-    """Whether kernels ``built`` for some capabilities run on ``capability``: those of its major version, or PTX."""
+    """Whether kernels that were ``built`` for some capabilities run on ``capability``. They do for the same major
+    version, or as PTX."""
     for kind, major, minor in re.findall(r"(sm|compute)_(\d+)(\d)", " ".join(built)):
         if (int(major) == capability[0] or kind == "compute") and (int(major), int(minor)) <= capability:
             return True

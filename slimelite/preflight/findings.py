@@ -1,4 +1,4 @@
-"""What the checks found, and the report of ``--dry-run``: the arguments with their reasons, then the findings."""
+"""The findings of the checks, and the report of ``--dry-run``: the arguments with their reasons, then the findings."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from slimelite.arguments.secret import masked
 
 @dataclass
 class Findings:
-    """What the checks found: problems stop the run, warnings and facts are shown; ``complete``: all were made;
-    ``longest_prompt`` [tokens]: of training, where nothing comes behind it but a response.
+    """The findings. ``problems`` stop the run; ``warnings`` and ``facts`` are shown. ``complete``: whether all checks
+    ran. ``longest_prompt``: of training [tokens], if only a response follows it.
     """
 
     problems: list[str] = field(default_factory=list)
@@ -26,7 +26,8 @@ class Findings:
 
     @contextmanager
     def blaming(self, where: str) -> Iterator[None]:
-        """Turn an OSError or ValueError of the block into a problem of ``where``, which the error may name itself."""
+        """Turn an OSError or ValueError of the block into a problem of ``where``. The error may name the place
+        itself."""
         try:
             yield
         except (OSError, ValueError) as error:
@@ -35,13 +36,13 @@ class Findings:
 
 
 def one_line(error: BaseException) -> str:
-    """The message of an error on one line; its class is named unless it is a ValueError or OSError."""
+    """The message of an error on one line. It begins with its class, unless it is a ValueError or OSError."""
     text = " ".join(str(error).partition("Traceback (most")[0].split()) or type(error).__name__
     return text if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {text}"
 
 
 def fill(option: str, template: str, rollout_id: int | str) -> Path:
-    """The path that ``template``, the value of ``option``, stands for in a rollout.
+    """The path of ``template``, the value of ``option``, for one rollout.
 
     Raises:
         ValueError: ``template`` has a field other than ``{rollout_id}``.
@@ -56,7 +57,8 @@ def fill(option: str, template: str, rollout_id: int | str) -> Path:
 
 
 def format_report(args: Args, findings: Findings, plan: list[str]) -> str:
-    """Values that are not defaults by group, derived values with reasons, notes, checks, problems, and ``plan``."""
+    """The text of the report: given values by group, derived values with reasons, notes, checks, problems, and
+    ``plan``."""
     lines = ["given"]
     lines += [f"  {title}: {', '.join(words)}" for title, words in _set_flags(args)]
     lines += ["derived"]

@@ -1,7 +1,6 @@
-"""The checks of a run's inputs. First those that need neither torch nor transformers, whose imports take seconds, so
-that a mistake that they find is answered at once (`InputChecks.read_files`): plugins, the files of models, the columns
-of data, the reward of a row by a rule of ours. Then what the tokenizer makes of the rows, and models
-(`InputChecks.load`).
+"""The checks of a run's inputs. First come checks that need neither torch nor transformers, whose imports take seconds
+(`InputChecks.read_files`): plugins, the files of models, the columns of data, the reward of a row by our rules. So
+their mistakes are reported at once. Then come the tokens of the rows, and models (`InputChecks.load`).
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ class Rows(NamedTuple):
 
 
 class InputChecks:
-    """The checks of one run's inputs; later ones use what earlier ones found."""
+    """The checks of one run's inputs. Later checks use the results of earlier ones."""
 
     def __init__(self, args: Args, findings: Findings) -> None:
         self.args = args
@@ -88,7 +87,7 @@ class InputChecks:
         self.tokenizer_flag = "--hf-checkpoint" if args.tokenizer == args.hf_checkpoint else "--tokenizer"
 
     def read_files(self) -> None:
-        """Check everything that the arguments name, as far as that is possible without torch and transformers."""
+        """Check everything that the arguments name, as far as possible without torch and transformers."""
         args, findings = self.args, self.findings
         for flag, path in plugin_paths(args):
             try:
@@ -161,7 +160,7 @@ class InputChecks:
                 findings.warnings.append(f"--ref-load {reference} holds no weights: the reference is random")
 
     def _read_model(self, option: str, path: str) -> dict[str, object]:
-        """The config of the model at ``path`` that ``option`` names; {} and a problem if its files make no model."""
+        """The config of the model at ``path``, which ``option`` names. If its files make no model, {} and a problem."""
         with self.findings.blaming(f"{option} {path}"):
             config = read_config(path)
             if problems := list(shape_problems(config)):
@@ -205,7 +204,7 @@ class InputChecks:
             SampleTable.from_parquet(path)
 
     def documents(self) -> list[tuple[str, str]]:
-        """The flag and the value of each set of documents that the run reads."""
+        """The flag and value of each set of documents that the run reads."""
         trained = self.args.prompt_data if self.args.job.documents else []
         return [*(("--prompt-data", spec) for spec in trained), *(("--eval-bpb", spec) for spec in self.args.eval_bpb)]
 
@@ -226,9 +225,9 @@ class InputChecks:
         return rows
 
     def load_rows(self, rows: Rows, warn: Callable[[str], None], *, trial: bool = False) -> list[Sample]:
-        """The prompts of the first rows, in a dry run of all; none if they cannot be read, which becomes a problem.
+        """The prompts of the first rows; in a dry run, of all rows. If they cannot be read, none and a problem.
 
-        ``warn``: called with a message about rows that are left out. ``trial``: of a dry run, too, only the first rows.
+        ``warn``: called with a message about rows that are left out. ``trial``: only the first rows, even in a dry run.
         """
         args = self.args
         every = args.dry_run and not trial
@@ -249,7 +248,7 @@ class InputChecks:
         return []
 
     def are_text(self, rows: Rows, prompts: list[Sample]) -> bool:
-        """Whether our own loop can send the prompts to an engine; code of the user's may take prompts of any form."""
+        """Whether our loop can send the prompts to an engine. A user's code may take prompts of any form."""
         columns = rows.dataset or self.args
         if rows.any_form or columns.apply_chat_template or all(isinstance(p.prompt, str) for p in prompts):
             return True
@@ -307,7 +306,7 @@ class InputChecks:
             log.setLevel(logging.NOTSET)
 
     def load(self) -> None:
-        """Check what `read_files` could not, as far as that is possible without the weights of a model."""
+        """Check what `read_files` could not, as far as possible without the weights of a model."""
         args = self.args
         if args.dry_run or not args.job.trains or args.launcher != "ray" or self._doubtful():
             from slimelite.training.loading import inspect_models  # it needs torch
@@ -325,7 +324,7 @@ class InputChecks:
             self.check_rows(rows)
 
     def _doubtful(self) -> bool:
-        """Whether a model may be one that cannot be built, or that the engine does not compute."""
+        """Whether a model may be impossible to build, or unknown to the engine."""
         own = self.args.engine_kind.check_config is not None and self.args.model_config is None
         computed = {family.name for _, family in FAMILIES.items() if family.embedded}
         unknown = own and bool(self.config) and self.config.get("model_type") not in computed
@@ -405,7 +404,7 @@ class InputChecks:
             raise ValueError(f"its vocabulary has {size} tokens, fewer than its tokenizer")
 
     def check_rows(self, rows: Rows) -> None:
-        """Check prompts, pairs or conversations and one reward; without a tokenizer, lengths are not checked."""
+        """Check prompts, pairs or conversations, and one reward. Without a tokenizer, lengths are not checked."""
         name, findings = rows.name, self.findings
         columns = rows.dataset or self.args
         prompts = self.load_rows(rows, findings.warnings.append)
@@ -445,7 +444,7 @@ class InputChecks:
         self.check_reward(rows, prompts[0], rendered=True)
 
     def _make_samples(self, rows: Rows, prompts: list[Sample]) -> None:
-        """Make the samples of the first pair, or of some conversations, as training will: mistakes in them show now."""
+        """Make the samples of the first pair, or of some conversations, as training will, to find mistakes now."""
         args, findings, name = self.args, self.findings, rows.name
         ours = str(args.rollout_function_path).startswith(("slime.", "miles.", "slimelite."))
         if self.tokenizer is None or not (ours or args.job.loss == "paired"):
@@ -480,7 +479,7 @@ class InputChecks:
             self._warn_of_hidden(chat, name, prompts)
 
     def _warn_of_hidden(self, chat: ChatReader, name: str, prompts: list[Sample]) -> None:
-        """Warn of what the first rows say and the chat template does not show, so that nothing learns it."""
+        """Warn about content of the first rows that the chat template does not show, so that it is not learned."""
         hidden, first = Counter[str](), prompts[:ROWS_AT_START]
         for prompt in first:
             conversations = [c for c in prompt.metadata.get(PAIR, [prompt.prompt]) if isinstance(c, list)]
@@ -492,7 +491,7 @@ class InputChecks:
         ]
 
     def _warn_of_hidden_tools(self, rows: Rows, prompts: list[Sample]) -> None:
-        """Warn where the chat template does not show the model the tools of rows."""
+        """Warn if the chat template does not show the tools of rows to the model."""
         columns = rows.dataset or self.args
         first = prompts[:ROWS_AT_START]
         with_tools = [prompt for prompt in first if prompt.metadata.get("tools")]
@@ -544,7 +543,7 @@ class InputChecks:
 def check_environment(
     args: EnvironmentArgs, tokenizer: PreTrainedTokenizerBase | None, prompt: Sample
 ) -> tuple[str, int]:
-    """What an episode with ``prompt`` shows the model first, in words and in tokens; without a tokenizer that is 0.
+    """The first text that an episode with ``prompt`` shows the model, and its tokens; 0 without a tokenizer.
 
     Raises:
         ValueError: the environment cannot be made, ``reset`` fails, or the chat template refuses messages, or cannot be

@@ -1,4 +1,5 @@
-"""Where a run would start and not learn: what the model sees, and what one's own estimator does with made-up rows."""
+"""Finds runs that would start but not learn. It shows what the model sees, and tries a user's estimator on made-up
+rows."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from slimelite.base.registry import function
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-    from slimelite.arguments import Args
+    from slimelite.arguments import AlgorithmArgs, Args
     from slimelite.samples.sample import Sample
 
 # tokens at each end of the first prompt, and characters of it, that a dry run prints
@@ -21,7 +22,7 @@ EDGE, CHARACTERS = 4, 600
 
 
 def first_prompt(prompt: Sample, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The first prompt as the model sees it, with the tokens at its ends, where a template goes wrong."""
+    """The first prompt as the model sees it, with the tokens at both ends, where templates go wrong."""
     text = str(prompt.prompt)
     if len(text) > CHARACTERS:
         text = f"{text[: CHARACTERS // 2]} [... {len(text) - CHARACTERS} characters ...] {text[-CHARACTERS // 2 :]}"
@@ -31,7 +32,7 @@ def first_prompt(prompt: Sample, tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def without_template(prompt: Sample, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """A warning if a chat model would see text without its template."""
+    """A warning if a chat model would see text without its chat template."""
     marks = [mark for mark in tokenizer.all_special_tokens if mark in str(prompt.prompt)]
     if not tokenizer.chat_template or marks:
         return None
@@ -42,13 +43,13 @@ def without_template(prompt: Sample, tokenizer: PreTrainedTokenizerBase) -> str 
 
 
 def try_estimator(args: Args) -> str | None:
-    """Call the functions of a user's estimator, and of its loss, on two groups of four made-up responses.
+    """Call the functions of a user's estimator, and its loss, on two groups of four made-up responses.
 
     Returns:
-        What was tried, for the dry run's report; None if all of the estimator is ours.
+        What was tried, for the dry run's report. None if the whole estimator is ours.
 
     Raises:
-        ValueError: a function fails, or does not return one finite number a response or a token.
+        ValueError: a function fails, or does not return one finite number for each response or token.
     """
     record = ESTIMATORS[args.advantage_estimator]
     if not any(_is_own(each) for each in (record.group, record.token, record.loss)):
@@ -94,8 +95,8 @@ def try_estimator(args: Args) -> str | None:
     )
 
 
-def _losses(record: Estimator, args: Args, advantages: Any) -> Any:
-    """[T] losses of the estimator for a policy that has moved a little."""
+def _losses(record: Estimator, args: AlgorithmArgs, advantages: Any) -> Any:
+    """[T] losses of the estimator for a policy that has changed a little."""
     import torch
 
     old = torch.full_like(advantages, -1.0)

@@ -1,1 +1,1 @@
-"""Rewards: a sample in, a number out. `grader` scores samples; the rules are records in `rules`."""
+"""Rewards: each sample gets a number. `grader` scores samples. The rules are records in `rules`."""

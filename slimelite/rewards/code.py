@@ -7,8 +7,8 @@ The tests are in the metadata, or in the label as JSON (an object, or a list of 
     {"inputs": ["1 2\n"], "outputs": ["3\n"]}                        stdin and stdout: APPS, TACO, CodeContests
 
 each with an optional ``prefix``: code before that of the response (imports, or the function head that it completes).
-With ``completion`` the response is no text with a block of code, but goes on where the prefix ends, as that of a model
-without a chat template: its code ends before the first line that is not indented.
+With ``completion`` the response has no block of code, but continues where the prefix ends, like that of a model without
+a chat template. Its code ends before the first line that is not indented.
 """
 
 from __future__ import annotations
@@ -66,9 +66,10 @@ ENVIRONMENT = {
 
 
 class Tests(NamedTuple):
-    """``script``: test code that runs after the response's code; if None, ``cases``: (stdin, stdout) of each run.
+    """``script``: test code that runs after the response's code. If it is None, ``cases`` has (stdin, stdout) of each
+    run.
 
-    ``completion``: the response goes on where ``prefix`` ends.
+    ``completion``: the response continues where ``prefix`` ends.
     """
 
     prefix: str
@@ -107,7 +108,7 @@ def slow(answer: Answer) -> float:
 
 
 def cautions() -> list[str]:
-    """Warnings about what the sandbox cannot prevent on this machine."""
+    """Warnings about risks that the sandbox cannot prevent on this machine."""
     return [f"runs what the model writes, and on this machine {gap} (docs/rewards.md)" for gap in gaps()]
 
 
@@ -115,7 +116,7 @@ def read_tests(answer: Answer) -> Tests:
     """The tests of a sample.
 
     Raises:
-        ValueError: there are none, or they are in no known form.
+        ValueError: there are no tests, or their form is unknown.
     """
     fields = {**_label(answer.label), **answer.metadata}
     prefix, completion = str(fields.get("prefix") or ""), bool(fields.get("completion"))
@@ -137,7 +138,7 @@ def _code(response: str, tests: Tests) -> str | None:
 
 
 def last_block(response: str) -> str | None:
-    """The last closed fenced block that is Python, or of no named language; None if there is none."""
+    """The last closed fenced block whose language is Python or not given; None if there is none."""
     block: list[str] | None = None
     language, last = "", None
     for line in response.splitlines():
@@ -167,7 +168,8 @@ def _label(label: str) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """``finished``: the tests (or, without tests, the program) ran to the end, without an error; ``output``: stdout."""
+    """``finished``: the tests (or the program, if there are no tests) ran to the end without an error. ``output``:
+    stdout."""
 
     finished: bool
     output: str
@@ -179,10 +181,10 @@ def run_code(
     """Run ``code``, then ``tests`` in the same namespace, for at most ``seconds`` of wall time and of processor time.
 
     The program runs in an empty temporary folder, with a minimal environment and ``stdin`` as standard input. Output
-    beyond 16 MiB is an error of the program, and so are files beyond `DISK_BYTES` or `ENTRIES`. When this returns, its
-    process group has been killed.
+    beyond 16 MiB counts as an error of the program, and so do files beyond `DISK_BYTES` or `ENTRIES`. When this
+    returns, its process group has been killed.
 
-    ``sandbox``: of `SANDBOXES`; one that has nothing of its own for answers means ``process``.
+    ``sandbox``: a name in `SANDBOXES`. A sandbox without its own way to run answers means ``process``.
     """
     hide()
     token = secrets.token_hex(16)
@@ -223,7 +225,7 @@ def run_code(
 
 
 def _wait(process: subprocess.Popen[bytes], folder: str, seconds: float) -> int | None:
-    """The exit status, or None if the program takes longer than ``seconds`` or keeps more on the disk than it may."""
+    """The exit status, or None if the program takes longer than ``seconds`` or writes more to the disk than allowed."""
     end, look = time.monotonic() + seconds, FIRST_LOOK_S
     while True:
         left = end - time.monotonic()
@@ -239,7 +241,7 @@ def _wait(process: subprocess.Popen[bytes], folder: str, seconds: float) -> int 
 
 
 def _is_too_much(process: int, folder: str) -> bool:
-    """Whether files in ``folder``, and files of ``process`` that have no name any more, are beyond the limits."""
+    """Whether the files in ``folder``, and the deleted files that ``process`` still has open, are beyond the limits."""
     used = entries = 0
     places = [folder]
     while places:
@@ -265,7 +267,8 @@ def _is_too_much(process: int, folder: str) -> bool:
 
 
 def _unnamed_bytes(process: int) -> int:
-    """What files hold that are deleted and open in ``process``; one that is mapped counts as the largest."""
+    """The bytes of files that are deleted but open in ``process``. A memory-mapped file counts as the largest
+    possible."""
     sizes: dict[tuple[int, int], int] = {}
     with suppress(OSError):  # it has ended
         lines = Path(f"/proc/{process}/maps").read_text(errors="replace").splitlines()
@@ -280,7 +283,7 @@ def _unnamed_bytes(process: int) -> int:
 
 
 def _remove(folder: str) -> None:
-    """Remove ``folder``, in which a program may have nested folders deeper than Python's recursion limit."""
+    """Remove ``folder``. A program may have nested folders in it deeper than Python's recursion limit."""
     try:
         shutil.rmtree(folder)
     except (OSError, RecursionError):

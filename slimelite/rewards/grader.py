@@ -1,7 +1,7 @@
-"""Grades samples: decides which reward scores a sample, where it runs, and what happens if it fails.
+"""Grades samples. It decides which reward scores a sample, where it runs, and what happens if it fails.
 
-User functions run in threads of their own, so that they cannot block generation. Async functions share one event loop
-in one thread (so they may share a session), plain functions get a thread each.
+User functions run in their own threads, so that they cannot block generation. Async functions share one event loop in
+one thread, so they may share a session. Plain functions get a thread each.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class RewardError(ValueError):
 
 
 class Route(NamedTuple):
-    """What scores a sample: the path of a function if ``custom``, else the name of a rule."""
+    """The scorer of a sample: the path of a function if ``custom``, else the name of a rule."""
 
     name: str
     custom: bool
@@ -79,18 +79,18 @@ class ErrorReport:
 class Grader:
     """Sets ``sample.reward``.
 
-    Our fast string rules run at once, or in a thread if there is much to read; a user's always get a thread. The slow
-    steps of rules and the reward model run in worker processes (`WorkerPool`), custom functions on an event loop of
-    their own (`RewardLoop`). None of them blocks the caller's event loop for long. Failures are counted by kind and
-    noted in the sample's ``metadata["reward_error"]``; the first different ones are kept in ``error_reports`` until
-    `metrics` is called. ``--reward-error`` says what happens to the sample.
+    Our fast string rules run at once, or in a thread if the text is long. A user's rules always run in a thread. The
+    slow steps of rules and the reward model run in worker processes (`WorkerPool`). Custom functions run on a separate
+    event loop (`RewardLoop`). None of them blocks the caller's event loop for long. Failures are counted by kind, and
+    noted in the sample's ``metadata["reward_error"]``. The first different ones stay in ``error_reports`` until
+    `metrics` is called. ``--reward-error`` decides what happens to the sample.
     """
 
     def __init__(self, args: RewardArgs, *, workers: int | None = None, trial: bool = False) -> None:
-        """``workers``: the largest number of grading processes; None: one for every two processors, 1 to 8.
+        """``workers``: the most grading processes; None: one for every two processors, from 1 to 8.
 
-        ``trial``: for the one row that is graded before a run starts. Its failures are not logged, and a server that
-        does not answer is tried only twice.
+        ``trial``: this grader scores the one row that is graded before a run starts. Its failures are not logged, and a
+        server that does not answer is tried only twice.
 
         Raises:
             ValueError: ``args`` name a rule or a function that does not exist, or lack a flag that it needs.
@@ -126,12 +126,12 @@ class Grader:
         """Score every sample.
 
         A sample's own ``custom_rm_path`` comes first, then --custom-rm-path, its ``metadata["rm_type"]``, --rm-type.
-        The arguments of this call override the flags (an ``rm_type`` given here, by an evaluation dataset, also
-        overrides --custom-rm-path). ``group_rm``: custom functions get all samples at once, as with --group-rm;
-        fan-out siblings are scored like this. ``reward_key``: the entry of a dict reward that must be a number.
+        The arguments of this call override the flags. An evaluation dataset's ``rm_type`` also overrides
+        --custom-rm-path. ``group_rm``: custom functions get all samples at once, as with --group-rm. Siblings of a
+        fan-out are scored in this way. ``reward_key``: the entry of a dict reward that must be a number.
 
         Raises:
-            ValueError: nothing says how to score a sample, or a named rule or function does not exist.
+            ValueError: no flag or sample names a scorer, or a named rule or function does not exist.
             RewardError: a reward failed, and --reward-error is ``fail``.
         """
         flag_path = self.args.custom_rm_path if rm_type is None else None
@@ -151,9 +151,10 @@ class Grader:
                 self._settle(sample, route, outcome, key)
 
     async def shaping(self, samples: Sequence[Sample], max_length: int) -> tuple[list[float], dict[str, float]]:
-        """What --format-reward-coef and --overlong-buffer-len add to each sample's reward, and metrics of their means.
+        """The amounts that --format-reward-coef and --overlong-buffer-len add to each sample's reward, and metrics of
+        their means.
 
-        ``max_length``: tokens that a response may have. A format check that fails adds 0 and counts as a reward error.
+        ``max_length``: the most tokens of a response. A format check that fails adds 0 and counts as a reward error.
         """
         args, added, metrics = self.args, [0.0] * len(samples), {}
         if args.format_reward_coef and samples:
@@ -170,28 +171,28 @@ class Grader:
         return added, metrics
 
     def check(self, samples: Sequence[Sample], *, reward_key: str | None = None) -> None:
-        """Check rewards that a custom generate function has set, like all others: each must be a finite number.
+        """Check rewards that a custom generate function has set. Like all rewards, each must be a finite number.
 
         Raises:
-            RewardError: as `grade`.
+            RewardError: see `grade`.
         """
         route = Route("of the generate function", custom=True)
         for sample in samples:
             self._settle(sample, route, sample.reward, reward_key or self.args.reward_key)
 
     def fail(self, samples: Sequence[Sample], failure: Failure, what: str, *, reward_key: str | None = None) -> None:
-        """Handle samples that can have no reward, because ``what`` failed, as --reward-error says.
+        """Handle samples that have no reward because ``what`` failed, as --reward-error says.
 
         Raises:
-            RewardError: as `grade`.
+            RewardError: see `grade`.
         """
         for sample in samples:
             self._settle(sample, Route(what, custom=True), failure, reward_key or self.args.reward_key)
 
     def metrics(self) -> dict[str, float]:
-        """``rollout/reward_errors``, in total and by kind, since the last call; clears them and ``error_reports``.
+        """``rollout/reward_errors``, in total and by kind, since the last call. Clears them and ``error_reports``.
 
-        ``rollout/costly_answers``: answers too costly for algebra, if there were any.
+        ``rollout/costly_answers``: how many answers were too costly for algebra, if any.
         """
         counts = {f"rollout/reward_errors/{kind}": float(n) for kind, n in sorted(self._errors.items())}
         total = float(self._errors.total())
@@ -210,7 +211,8 @@ class Grader:
         self._loop.close()
 
     def _rule(self, rm_type: str, reward_key: str | None) -> Rule:
-        """The rule; checks the flags that it needs, creates its scorer, and logs its cautions once."""
+        """The rule called ``rm_type``. This checks the flags that it needs, creates its scorer, and logs its cautions
+        once."""
         rule = RULES[rm_type]
         if missing := rule.lacks(self.args):
             raise ValueError(missing)
@@ -298,7 +300,7 @@ class Grader:
 
 
 def route_of(sample: Sample, custom_rm_path: str | None, rm_type: str | None) -> Route:
-    """What scores ``sample``, in slime's order: its own function, --custom-rm-path, its own rule, --rm-type.
+    """The scorer of ``sample``, in slime's order: its own function, --custom-rm-path, its own rule, --rm-type.
 
     Raises:
         ValueError: none of these is given.
@@ -314,9 +316,9 @@ def route_of(sample: Sample, custom_rm_path: str | None, rm_type: str | None) ->
 
 
 def overlong_penalty(length: int, max_length: int, buffer: int, factor: float) -> float:
-    """DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13), 0 to −``factor``; lengths in tokens.
+    """DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13), from 0 to −``factor``. Lengths are in tokens.
 
-    0 up to ``max_length − buffer``, then falling linearly to −factor at ``max_length``, and −factor beyond.
+    It is 0 up to ``max_length − buffer``, then falls linearly to −factor at ``max_length``, and stays −factor beyond.
     """
     over = length - (max_length - buffer)
     return -factor * min(max(over / buffer, 0.0), 1.0)
@@ -330,12 +332,13 @@ def answer_of(sample: Sample, response: str, settings: Settings) -> Answer:
 
 
 def _is_ours(rule: Rule) -> bool:
-    """Whether ``quick`` is known to need time linear in the response: a user's may hang, and blocks only its thread."""
+    """Whether ``quick`` surely needs only time linear in the response. A user's function may hang, and then blocks only
+    its thread."""
     return rule.quick is None or (isinstance(rule.quick, str) and rule.quick.startswith(f"{PACKAGE.name}."))
 
 
 def _quick(rule: Rule, answer: Answer) -> Reward | Failure | None:
-    """The verdict of the rule's ``quick`` in this process; None: its ``slow`` must decide."""
+    """The verdict of the rule's ``quick`` in this process. None: its ``slow`` must decide."""
     if rule.quick is None:
         return None
     try:
@@ -351,7 +354,7 @@ def _quick(rule: Rule, answer: Answer) -> Reward | Failure | None:
 
 
 def _checked(reward: Any, key: str | None) -> Reward | Failure:
-    """The reward if a table can store it, else a `Failure` that says why not."""
+    """The reward if a table can store it, else a `Failure` with the reason."""
     value = reward
     if isinstance(reward, dict):
         if key is None or key not in reward:
@@ -368,18 +371,19 @@ def _checked(reward: Any, key: str | None) -> Reward | Failure:
 
 
 class Trial(NamedTuple):
-    """The reward of one row, and what was used as response: "the right answer", "the bare label" or the like."""
+    """The reward of one row, and the kind of response that was graded: "the right answer", "the bare label" and so
+    on."""
 
     reward: Reward
     response: str
 
 
 def check_reward(args: RewardArgs, sample: Sample, group_size: int = 1) -> Trial:
-    """Score one real row as the run will; ``sample`` itself is not changed.
+    """Score one real row as the run will. ``sample`` itself is not changed.
 
-    A sample without a response gets the right answer to its label (a custom function or a server gets the label
-    itself), so that a label that the rule cannot read is found too. Under --group-rm it is copied to ``group_size``
-    samples. --reward-error does not apply: a failure here would occur on every row.
+    A sample without a response gets the right answer to its label, so that a label which the rule cannot read is found
+    too. A custom function or a server gets the label itself. With --group-rm the row is copied to ``group_size``
+    samples. --reward-error does not apply, because a failure here would occur on every row.
 
     Raises:
         ValueError: the reward fails, or even the right answer does not get 1.
@@ -425,15 +429,15 @@ def check_reward(args: RewardArgs, sample: Sample, group_size: int = 1) -> Trial
 
 
 class RewardLoop:
-    """Runs user functions on an event loop of its own; if one of them blocks the loop, a new loop replaces it."""
+    """Runs user functions on a separate event loop. If a function blocks the loop, a new loop replaces it."""
 
     def __init__(self) -> None:
         self._thread: LoopThread | None = None
 
     async def call(self, function: Callable[..., Any], *args: object, timeout: float) -> Any:
-        """What ``function`` returns, or a `Failure` if it raises or takes longer than ``timeout`` seconds.
+        """The result of ``function``, or a `Failure` if it raises or takes longer than ``timeout`` seconds.
 
-        A function that takes longer is cancelled; if it never awaits, it keeps running in its abandoned loop.
+        A function that takes longer is cancelled. If it never awaits, it keeps running in its abandoned loop.
         """
         thread = self._thread = self._thread or LoopThread("rewards")
         future = asyncio.wrap_future(thread.submit(call(function, *args)))
@@ -469,12 +473,12 @@ class RewardLoop:
 
 
 def failure_of(error: BaseException) -> Failure:
-    """The `Failure` for an exception, with its traceback from the user's first line on."""
+    """The `Failure` for an exception. Its traceback begins at the user's first line."""
     return Failure("exception", f"{type(error).__name__}: {error}", own_traceback(error))
 
 
 class RemoteReward:
-    """``remote_rm``: POST ``{"prompt", "response", "label"}`` to --rm-url; the JSON answer is the reward."""
+    """``remote_rm``: POSTs ``{"prompt", "response", "label"}`` to --rm-url. The JSON answer is the reward."""
 
     def __init__(self, args: RewardArgs, trial: bool) -> None:
         """``trial``: give up after two attempts.
@@ -489,10 +493,10 @@ class RemoteReward:
         self._attempts = 2 if trial else ATTEMPTS
 
     async def score(self, samples: Sequence[Sample], texts: Sequence[str]) -> Sequence[Outcome]:
-        """The server's answers, or the exception where a request failed; ``--reward-timeout`` does not apply.
+        """The server's answers, or the exception if a request failed. ``--reward-timeout`` does not apply.
 
-        The waits between attempts are 1, 2, 4, ... seconds, at most 30. A 4xx error is not tried again, except for 408,
-        425 and 429.
+        The waits between attempts are 1, 2, 4, ... seconds, at most 30. A 4xx error is not retried, except for 408, 425
+        and 429.
         """
         from slimelite.base.http_client import Client, Retry  # other rewards ask nobody
 
@@ -503,14 +507,14 @@ class RemoteReward:
             return await asyncio.gather(*(client.post(self._url, p) for p in payloads), return_exceptions=True)
 
     def close(self) -> None:
-        """Do nothing: no connection outlives `score`."""
+        """Do nothing, because no connection outlives `score`."""
 
 
 class ModelReward:
-    """``reward_model``: scores by the model at --reward-model-path, in a process that starts with the first batch."""
+    """``reward_model``: scores with the model at --reward-model-path, in a process that starts with the first batch."""
 
     def __init__(self, args: RewardArgs, trial: bool) -> None:  # noqa: ARG002  a trial is no different
-        """Set up the worker pool; the model is loaded with the first batch."""
+        """Set up the worker pool. The model is loaded with the first batch."""
         assert args.reward_model_path is not None
         program = ("slimelite.rewards.reward_model", args.reward_model_path, args.reward_model_device)
         size = args.reward_model_batch_size
@@ -526,7 +530,7 @@ class ModelReward:
 
 
 def exchange_of(sample: Sample, response: str) -> Exchange:
-    """The part of ``sample`` that a reward model sees; `load_prompts` keeps the messages in the metadata for it."""
+    """The part of ``sample`` that a reward model sees. `load_prompts` keeps the messages in the metadata for this."""
     if not isinstance(sample.prompt, str):
         return Exchange("", response, sample.prompt)
     return Exchange(sample.prompt, response, (sample.metadata or {}).get("messages"))

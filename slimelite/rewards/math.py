@@ -1,8 +1,8 @@
 r"""Answers to mathematical questions: the rules ``math``, ``deepscaler``, ``gsm8k`` and ``dapo``.
 
-``math``: the last ``\boxed{}`` equals the label, as text, as a number or by algebra. As in slime a fraction must be
-reduced, and an integer must be written as one (``\frac{4}{2}`` is not 2). Unlike slime, which evaluates the text as
-Python, algebra is left to math-verify, in a worker.
+``math``: the last ``\boxed{}`` must equal the label, as text, as a number or by algebra. As in slime, a fraction must
+be reduced, and an integer must be written as one (``\frac{4}{2}`` is not 2). slime evaluates the text as Python. Here
+math-verify does the algebra, in a worker.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ def extract_boxed_answer(text: str) -> str | None:
 
 
 def normalize_answer(text: str) -> str:
-    r"""One spelling for an answer of MATH (Hendrycks et al. 2021), with ``\text{...}`` around the whole taken off."""
+    r"""The normalised spelling of an answer of MATH (Hendrycks et al. 2021), without a ``\text{...}`` around the
+    whole."""
     text = text.strip()
     whole = re.search(r"^\\text\{(.+?)\}$", text)
     return strip_string(whole[1].strip() if whole else text)
@@ -150,7 +151,7 @@ def compare(prediction: str, truth: str) -> bool | None:
 
 
 def equal_by_algebra(prediction: str, truth: str) -> bool:
-    """Whether two answers are equal, part by part, where `compare` cannot decide."""
+    """Whether two answers are equal, part by part. It decides the cases that `compare` cannot."""
     from slimelite.rewards import symbolic  # imported here, so that only workers load sympy
 
     return all(compare_part(a, b) or symbolic.equivalent(a, b) for a, b in pairs(tidy(prediction), tidy(truth)))
@@ -171,7 +172,7 @@ def compare_part(prediction: str, truth: str) -> bool | None:
 
 
 def plain(text: str) -> str:
-    """``text`` without a leading plus, and 1e3 as 1000."""
+    """``text`` without a leading plus, and with 1e3 written as 1000."""
     text = text.removeprefix("+").lstrip()
     whole = Fraction(text) if "e" in text.lower() and DECIMAL.fullmatch(text) else Fraction(1, 2)
     return str(whole) if whole.denominator == 1 else text
@@ -189,7 +190,8 @@ def number(text: str) -> tuple[Fraction, int] | None:
 
 
 def is_text(text: str) -> bool:
-    """Whether ``text`` has a word. Words compare as text: in algebra they are products; 'listen' equals 'silent'."""
+    """Whether ``text`` has a word. Words must be compared as text. In algebra they would be products, and 'listen'
+    would equal 'silent'."""
     return WORD.search(COMMANDS.sub(" ", text)) is not None
 
 
@@ -211,9 +213,10 @@ def unwrapped(text: str) -> str:
 
 
 def pairs(prediction: str, truth: str) -> list[tuple[str, str]]:
-    """Pairs that must be equal: the elements of two flat tuples, intervals or ratios, or else the whole texts.
+    """Pairs that must be equal. They are the elements of two flat tuples, intervals or ratios, or else the whole texts.
 
-    Empty if equality is impossible: different brackets or numbers of elements, only one is a ratio, or no answer.
+    Empty if the answers cannot be equal: they differ in brackets or number of elements, only one is a ratio, or there
+    is no answer.
     """
     if not prediction or is_ratio(prediction) != is_ratio(truth):
         return []
@@ -237,7 +240,7 @@ def elements(text: str) -> list[str]:
 
 
 def is_ratio(text: str) -> bool:
-    """Whether ``text`` is a ratio, a time or the like: 3:5 is not 3/5."""
+    """Whether ``text`` is a ratio, a time or something similar: 3:5 is not 3/5."""
     return ":" in text and "\\{" not in text
 
 
@@ -247,7 +250,7 @@ def example(answer: Answer) -> str:
 
 
 def deepscaler(answer: Answer) -> float | None:
-    """`quick` on the text after the marker; 0 without one."""
+    """`quick` on the text after the marker; 0 if there is no marker."""
     tail = solution(answer.response)
     return 0.0 if tail is None else quick(replace(answer, response=tail))
 
@@ -279,7 +282,7 @@ def gsm8k(answer: Answer) -> float:
     """1 if the numbers are equal, else 0.
 
     Raises:
-        ValueError: the label holds no number.
+        ValueError: the label has no number.
     """
     truth = gsm8k_number(answer.label.rpartition("####")[2])
     if truth is None:
@@ -307,10 +310,10 @@ ANY_NUMBER = re.compile(r"(?<![\w./])" + _NUMBER)
 
 
 def last_number(answer: Answer) -> float:
-    r"""1 if the last number, of the last ``\boxed{}`` if that holds one, equals the label's, else 0.
+    r"""1 if the last number equals the label's, else 0. The last ``\boxed{}`` counts first, if it has a number.
 
     Raises:
-        ValueError: the label holds no number.
+        ValueError: the label has no number.
     """
     truth = gsm8k_number(answer.label.rpartition("####")[2])
     if truth is None:
@@ -350,7 +353,7 @@ DAPO_MARKS = (
 
 
 def dapo(answer: Answer) -> dict[str, object]:
-    """The reward of `compute_score`, a dict of score, acc and pred.
+    """The reward of `compute_score`: a dict of score, acc and pred.
 
     Raises:
         ValueError: the label is not an integer.
@@ -368,14 +371,14 @@ def compute_score(response: str, label: str, *, strict_box_verify: bool = False)
 
 
 def verify_minerva(response: str, label: str) -> tuple[bool, str]:
-    """(correct, prediction): the last ``Answer: ...`` line against an integer label."""
+    """(correct, prediction) of the last ``Answer: ...`` line, compared with an integer label."""
     answers = re.findall(r"(?i)answer\s*:\s*([^\n]+)", response)
     pred = normalize_final_answer(answers[-1] if answers else "[INVALID]")
     return pred == integer(label), pred
 
 
 def verify_strict_box(response: str, label: str) -> tuple[bool, str | None]:
-    """(correct, prediction): the last box of the final 100 characters must equal the label verbatim."""
+    """(correct, prediction) of the last box in the final 100 characters, which must equal the label exactly."""
     pred = extract_boxed_answer(response[-STRICT_CHARS:])
     return pred == label, pred
 

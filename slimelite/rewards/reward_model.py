@@ -1,7 +1,7 @@
-"""A reward model's process: ``python -m slimelite.rewards.reward_model PATH DEVICE FD SECONDS``.
+"""The process of a reward model: ``python -m slimelite.rewards.reward_model PATH DEVICE FD SECONDS``.
 
 This is the only file of rewards that imports torch. It receives lists of `Exchange` over the connection on file
-descriptor FD, scores each list as one batch, and sends one score or `Failure` for each exchange.
+descriptor FD. It scores each list as one batch, and sends one score or `Failure` for each exchange.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class RewardModel:
         """``device``: auto, cpu or cuda.
 
         Raises:
-            ValueError: the number of outputs is not 1, weights are missing, or there is no such device.
+            ValueError: the number of outputs is not 1, weights are missing, or the device does not exist.
         """
         if device == "cuda" and not torch.cuda.is_available():
             raise ValueError("--reward-model-device cuda: this process sees no GPU; use cpu, or auto")
@@ -48,7 +48,8 @@ class RewardModel:
         self.longest = getattr(config.get_text_config(), "max_position_embeddings", None)
 
     def text(self, exchange: Exchange) -> str:
-        """The conversation in the model's own chat template; without one, prompt and response as they are."""
+        """The conversation in the model's own chat template. Without a template, the prompt followed by the
+        response."""
         if not self.tokenizer.chat_template:
             return exchange.prompt + exchange.response
         messages = exchange.messages or [{"role": "user", "content": exchange.prompt}]
@@ -57,7 +58,7 @@ class RewardModel:
 
     @torch.inference_mode()
     def scores(self, exchanges: list[Exchange]) -> list[float | Failure]:
-        """One score for each conversation; a `Failure` for one longer than the model's context."""
+        """One score for each conversation. A conversation that is longer than the model's context gets a `Failure`."""
         ids = [self.tokenizer(self.text(e), add_special_tokens=False)["input_ids"] for e in exchanges]
         results: list[float | Failure] = [
             Failure(
@@ -81,7 +82,8 @@ class RewardModel:
 
 
 def main(path: str, device: str, descriptor: int, seconds: float) -> None:
-    """Load the model, then serve until the parent closes its end. If loading fails, send the error message instead."""
+    """Load the model, then serve until the parent closes its end of the connection. If loading fails, send the error
+    message instead."""
     try:
         model = RewardModel(path, device)
     except (OSError, ValueError) as error:

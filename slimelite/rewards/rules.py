@@ -1,6 +1,6 @@
 """The reward rules, one record for each value of --rm-type.
 
-A user's rule is one file, which ``--import-file`` names::
+A user's rule is one file, given as ``--import-file``::
 
     from slimelite.rewards.rules import RULES, Answer, Rule
 
@@ -9,8 +9,8 @@ A user's rule is one file, which ``--import-file`` names::
 
     RULES.add(Rule("contains", quick))
 
-The command line reads the records, so this module imports no heavy packages: a rule's functions are imported when they
-are first called.
+The command line reads the records, so this module imports no heavy packages. A rule's functions are imported at the
+first call.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ GRADER_MEMORY_MB = 4096
 
 
 class TooCostly(BaseException):
-    """An answer takes more processor time than its rule allows: it gets the rule's ``zero``, and is counted.
+    """An answer takes more processor time than its rule allows. It gets the rule's ``zero``, and is counted.
 
-    It is not an `Exception`, because sympy and math-verify catch these and continue.
+    This is not an `Exception`, because sympy and math-verify catch those and continue.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The flags that rules read. ``code_timeout``: [s] for all tests; ``code_memory_mb``: [MiB]; ``sandbox``:
-    the name of one."""
+    """The flags that rules read. ``code_timeout``: [s] for all tests. ``code_memory_mb``: [MiB]. ``sandbox``: the name
+    of a sandbox."""
 
     code_timeout: float = 10.0
     code_memory_mb: int = 1024
@@ -65,7 +65,8 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """What a reward model sees of a sample. ``messages``: the prompt before the chat template is applied, if known."""
+    """The part of a sample that a reward model sees. ``messages``: the prompt before the chat template is applied, if
+    known."""
 
     prompt: str
     response: str
@@ -74,9 +75,9 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A reward that could not be computed: ``kind`` is exception, timeout, crash, nonfinite, invalid or too_long.
+    """A reward that could not be computed. ``kind`` is exception, timeout, crash, nonfinite, invalid or too_long.
 
-    A worker may also return ``costly``: an answer of a bounded rule took too long and counts as wrong.
+    A worker may also return the kind ``costly``: an answer of a bounded rule took too long, and counts as wrong.
     """
 
     kind: str
@@ -88,7 +89,7 @@ Outcome = Reward | Failure | BaseException
 
 
 class Scorer(Protocol):
-    """Scores samples outside this process, for example by a server; a rule's ``scorer`` creates it."""
+    """Scores samples outside this process, for example on a server. A rule's ``scorer`` creates it."""
 
     async def score(self, samples: Sequence[Sample], texts: Sequence[str]) -> Sequence[Outcome]:
         """A reward or a failure for each sample. ``texts``: the responses, or the content of their boxes."""
@@ -104,21 +105,20 @@ class Rule:
     r"""A named way to score an answer, in two steps or by a `Scorer`.
 
     Attributes:
-        quick: ``answer -> reward``, string processing in linear time, in this process. It returns None if it cannot
-            decide.
-        slow: ``answer -> reward``, called if quick is missing or returns None; it may run for long, in a worker
+        quick: ``answer -> reward``, linear-time string processing in this process. It returns None if it cannot decide.
+        slow: ``answer -> reward``, called if quick is missing or returns None. It may take long, and runs in a worker
             process with a time limit.
-        example: ``answer -> response`` that deserves reward 1, for an answer without a response. The dry run grades
-            it, so that an unusable label is found at start.
-        scorer: ``(args, trial) -> Scorer``, which scores instead of the two steps; ``trial``: for the one row that is
+        example: ``answer -> response`` that deserves reward 1. The ``answer`` has no response. The dry run grades it,
+            so an unusable label is found at the start.
+        scorer: ``(args, trial) -> Scorer``, which replaces the two steps. ``trial``: it scores the one row that is
             graded before a run starts.
-        zero: the reward of a sample whose grading failed; None: 0, in a dict if there is a --reward-key.
+        zero: the reward of a sample whose grading failed; None: 0, or a dict with 0 if there is a --reward-key.
         needs_label: whether a sample without a label is an error.
-        bounded: ``slow`` gets one second of processor time, and an answer that takes more is wrong (`TooCostly`).
-        boxable: whether the rule can score only the content of the last ``\boxed{}``: then a second rule,
-            ``boxed_NAME``, does so (``boxed``). Other rules look for their own marker, which may be outside the box.
-        needs: the flag, with underscores, without which the rule cannot work; ``reads``: other flags of its own.
-        cautions: ``() -> texts``, logged once when a run uses the rule, behind ``--rm-type NAME``.
+        bounded: ``slow`` gets one second of processor time. An answer that takes more is wrong (`TooCostly`).
+        boxable: whether the rule can score just the content of the last ``\boxed{}``. If so, a second rule
+            ``boxed_NAME`` does that (``boxed``). Other rules look for their own marker, which may be outside the box.
+        needs: a flag, with underscores, that the rule cannot work without. ``reads``: other flags of the rule.
+        cautions: ``() -> texts``, which are logged once when a run uses the rule, after ``--rm-type NAME``.
     """
 
     name: str
@@ -155,7 +155,7 @@ REFUSED = {
 
 
 class Rules(Registry[Rule]):
-    """Rules by name; a boxable rule has a second entry, ``boxed_NAME``."""
+    """Rules by name. A boxable rule has a second entry, ``boxed_NAME``."""
 
     def add(self, record: Rule) -> Rule:
         """Register ``record``, and its boxed form if it is boxable.
@@ -172,7 +172,7 @@ class Rules(Registry[Rule]):
         """Refuse a name that no rule has.
 
         Raises:
-            ValueError: always; the message has the nearest name, or why there is no such rule here.
+            ValueError: always. The message has the nearest name, or the reason why the rule is not available.
         """
         plain = name.removeprefix(BOXED)
         if plain in REFUSED:

@@ -1,7 +1,7 @@
-r"""Equality of two LaTeX expressions by algebra. Importing this loads sympy (half a second): only workers do.
+r"""Equality of two LaTeX expressions by algebra. Importing this loads sympy (half a second), so only workers import it.
 
 Only math-verify's LaTeX grammar and comparison are used. Its plain-expression mode passes text to sympy's
-``parse_expr``, which calls ``eval``; text that a model wrote must never be evaluated.
+``parse_expr``, which calls ``eval``. Text from a model must never be evaluated.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def equivalent(prediction: str, truth: str) -> bool:
 
 
 def _equal(gold: Expression, pred: Expression, braced: bool = False) -> bool:
-    """`verify`, but lists keep repeated elements, which `verify` drops. ``braced``: one side is a set in braces."""
+    """Like `verify`, but lists keep repeated elements, which `verify` drops. ``braced``: one side is a set in
+    braces."""
     golds, preds = _written(gold), _written(pred)
     other = gold if golds is None else pred if preds is None else None
     beside_a_set = isinstance(other, sympy.Set) and not isinstance(other, sympy.Interval)
@@ -76,21 +77,23 @@ def _equal(gold: Expression, pred: Expression, braced: bool = False) -> bool:
 
 
 def _written(expression: Expression) -> list[Expression] | None:
-    """The elements of a list or a finite set as written, also after ``x =``; None for any other expression."""
+    """The elements of a list or a finite set as written, also after ``x =``. None for any other expression."""
     if isinstance(expression, sympy.Eq):
         expression = expression.rhs
     return list(expression._unsorted_args) if isinstance(expression, FiniteSet) else None
 
 
 def _ordered(expression: Expression) -> list[Expression]:
-    """The elements of a tuple (which the grammar may take for an open interval), or the expression alone."""
+    """The elements of a tuple, which the grammar may read as an open interval. For other expressions, only the
+    expression."""
     if isinstance(expression, sympy.Interval) and expression.is_open:
         return [expression.start, expression.end]
     return list(expression) if isinstance(expression, sympy.Tuple) else [expression]
 
 
 class _Exact(_Latex2Sympy):
-    """The library's parser with exact decimals; the size of what it computes while parsing is checked by `bits`."""
+    """The library's parser with exact decimals. `bits` checks the size of the numbers that it computes while
+    parsing."""
 
     def parse_number(self, text: str) -> sympy.Rational:
         """A number as an exact fraction."""
@@ -104,7 +107,8 @@ class _Exact(_Latex2Sympy):
         return sympy.binomial(self.convert_expr(binom.upper), self.convert_expr(binom.lower), evaluate=False)
 
     def convert_func(self, func: Expression) -> Expression:
-        """A function; the sizes of gamma functions and of root degrees are checked, as these are evaluated at once."""
+        """A function. The sizes of gamma functions and of root degrees are checked, because they are evaluated at
+        once."""
         named = func.func_normal_single_arg()
         if named and named.start.text in ("\\Gamma", "\\gamma"):
             argument = self.convert_func_arg(func.func_single_arg() or func.func_single_arg_noparens())
@@ -114,24 +118,24 @@ class _Exact(_Latex2Sympy):
         return super().convert_func(func)
 
     def handle_exp(self, func: Expression) -> Expression:
-        """A power of e, whose size is checked first."""
+        """A power of e. Its size is checked first."""
         if func.supexpr() and func.supexpr().expr():
             _ = bits(sympy.exp(self.convert_expr(func.supexpr().expr()), evaluate=False))
         return super().handle_exp(func)
 
     def handle_gcd_lcm(self, f: str, args: Expression) -> Expression:
-        """gcd or lcm, whose arguments are checked first."""
+        """gcd or lcm. The arguments are checked first."""
         _ = bits(list(args))
         return super().handle_gcd_lcm(f, args)
 
     def convert_interval(self, expr: Expression) -> Expression:
-        """An interval; its ends are checked first, because sympy compares them."""
+        """An interval. Its ends are checked first, because sympy compares them."""
         _ = bits([self.convert_expr(end) for end in expr.expr()])
         return super().convert_interval(expr)
 
 
 def _parse(text: str) -> Expression:
-    """``text`` as an expression; if that fails, the last side of its chain of equations."""
+    """``text`` as an expression. If that fails, the last side of its chain of equations."""
     if BASE.search(text) or ":" in text or MATRIX_MAKERS.search(text):
         raise ValueError(f"not an expression: {text}")
     text = ROOT.sub(r"\\sqrt{\1}", text).replace("**", "^")
@@ -152,7 +156,7 @@ def _read(text: str) -> Expression:
 
 
 def bits(expression: Expression) -> float:
-    """A bound on the size, in bits, of numbers that occur when ``expression`` is computed; a variable counts as 1.
+    """A bound on the size, in bits, of the numbers that occur when ``expression`` is computed. A variable counts as 1.
 
     Raises:
         TooCostly: the bound is above ``MAX_BITS``, a sum has a high power, or a series has too many terms.
@@ -189,7 +193,7 @@ def _bits(expression: Expression) -> float:
 
 
 def _value(expression: Expression) -> float:
-    """|expression| as a float, 1 if it has variables. The caller has checked its size before."""
+    """|expression| as a float; 1 if it has variables. The caller must have checked its size."""
     if expression.free_symbols:
         return 1.0
     try:

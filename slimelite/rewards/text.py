@@ -166,13 +166,13 @@ def is_think_answer(response: str) -> bool:
 
 
 def coin(answer: Answer) -> float:
-    """``random``: 0 or 1, from a hash of the sample's key and response, so that a repeated run gets the same.
+    """``random``: 0 or 1, from a hash of the sample's key and response, so a repeated run gets the same rewards.
 
-    It serves to check that a run without a reward signal learns nothing.
+    Use it to check that a run without a reward signal learns nothing.
     """
     return float(sha256(f"{answer.key}\0{answer.response}".encode("utf-8", "replace")).digest()[0] & 1)
 
 
 def nothing(_: Answer) -> float:
-    """``zero``: no reward at all, for runs that learn from something else (on-policy distillation)."""
+    """``zero``: always 0, for runs that learn from something else (on-policy distillation)."""
     return 0.0

@@ -1,9 +1,10 @@
-"""Worker processes for rules of unbounded run time: a hung one is killed and replaced, and its answer is an error.
+"""Worker processes for rules whose run time has no bound. A worker that hangs is killed and replaced, and its answer
+becomes an error.
 
 A worker is a separate program, ``python -m slimelite.rewards.workers FD SECONDS``. ``multiprocessing`` does not start
 it, because that would import ``train.py``, and torch with it. It receives lists of (rule name, answer) over the
-connection on file descriptor FD and sends a reward or a `Failure` for each, one by one, so that its parent knows which
-answer it is working on. It ends when the connection is closed.
+connection on file descriptor FD. It sends a reward or a `Failure` for each, one by one, so that its parent knows the
+current answer. It ends when the connection is closed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from queue import LifoQueue
 from typing import TypeVar
 
 from slimelite.base.lifecycle import start_module
-from slimelite.base.processes import is_stopped
+from slimelite.base.processes import is_stopped, show_stacks
 from slimelite.base.registry import function
 from slimelite.rewards.rules import GRADER_MEMORY_MB, RULES, Answer, Exchange, Failure, Reward, TooCostly
 from slimelite.slime.plugins import files_run, run_file
@@ -56,7 +57,7 @@ class WorkerPool:
         chunk: int = CHUNK,
         start_seconds: float = START_SECONDS,
     ) -> None:
-        """``program``: module and arguments of a worker; ``chunk``: tasks sent to a worker at once."""
+        """``program``: module and arguments of a worker. ``chunk``: the number of tasks that a worker gets at once."""
         self._chunk = chunk
         self._threads = ThreadPoolExecutor(size, thread_name_prefix="grading")
         self._workers = [_Worker(timeout, program, start_seconds) for _ in range(size)]
@@ -66,11 +67,12 @@ class WorkerPool:
             self._idle.put(worker)
 
     async def run(self, tasks: Sequence[Task]) -> list[Reward | Failure]:
-        """The verdict on each task, in order: for (rule name, answer) that of ``slow``, for an exchange its score.
+        """The verdict on each task, in order. For (rule name, answer) it is the result of ``slow``, for an exchange its
+        score.
 
         Raises:
             RuntimeError: workers cannot be started.
-            ValueError: a worker reports that it cannot work; the message is the worker's.
+            ValueError: a worker reports that it cannot work. The message is the worker's.
         """
         loop = asyncio.get_running_loop()
         chunks = [tasks[i : i + self._chunk] for i in range(0, len(tasks), self._chunk)]
@@ -78,7 +80,8 @@ class WorkerPool:
         return [reward for part in results for reward in part]
 
     def start(self) -> None:
-        """Start the worker that is used first now, so that no answer waits for its imports; raises as `run`."""
+        """Start now the worker that is used first, so that no answer waits for its imports. It raises the same errors
+        as `run`."""
         self._workers[-1]._start()
 
     def _grade(self, chunk: Sequence[Task]) -> list[Reward | Failure]:
@@ -89,7 +92,7 @@ class WorkerPool:
             self._idle.put(worker)
 
     def close(self) -> None:
-        """End the workers; the answers that they are working on become errors."""
+        """End the workers. Answers in progress become errors."""
         for worker in self._workers:
             worker.close()
         self._threads.shutdown(cancel_futures=True)
@@ -107,9 +110,9 @@ class _Worker:
         self._closed = False
 
     def grade(self, tasks: Sequence[Task]) -> list[Reward | Failure]:
-        """Results in order; after a hang or a crash the remaining tasks go to a new process.
+        """Results in order. After a hang or a crash, the remaining tasks go to a new process.
 
-        The task of a process that somebody else has stopped or killed goes to the new one too, once.
+        If somebody else has stopped or killed the process, its current task also goes to the new one, once.
         """
         results: list[Reward | Failure] = []
         again = -1
@@ -177,7 +180,8 @@ class _Worker:
 
 
 def main(descriptor: int, seconds: float, files: Sequence[str]) -> None:
-    """Serve until the parent closes its end; ``files``: those of ``--import-file``, which may define rules."""
+    """Serve until the parent closes its end of the connection. ``files``: those of ``--import-file``, which may define
+    rules."""
     for file in files:
         run_file(file, "--import-file")
     from slimelite.rewards import symbolic  # loads sympy and its grammar before the first answer's time limit starts
@@ -200,6 +204,7 @@ def serve(descriptor: int, seconds: float, verdicts: Callable[[list[T]], Iterabl
     """
     # the parent kills a worker that takes too long; the alarm ends one whose parent is gone
     alarm = math.ceil(seconds) + 5
+    show_stacks()
     with Connection(descriptor) as connection:
         parent = os.getppid()
         connection.send("ready")
@@ -220,7 +225,7 @@ def serve(descriptor: int, seconds: float, verdicts: Callable[[list[T]], Iterabl
 
 
 def graded(name: str, answer: Answer) -> Reward | Failure:
-    """The verdict of a rule's ``slow`` function; an exception in it becomes a `Failure` of this answer alone."""
+    """The verdict of a rule's ``slow`` function. If it raises, this one answer becomes a `Failure`."""
     rule = RULES[name]
     assert rule.slow is not None, f"{name} has no second step"
     slow: Callable[[Answer], Reward] = function(rule.slow)
@@ -238,10 +243,11 @@ def graded(name: str, answer: Answer) -> Reward | Failure:
 
 
 def limit_processor_time(soft: float, hard: float) -> None:
-    """From now on raise `TooCostly` after ``soft`` seconds, and end this process after ``hard`` in user mode; 0: never.
+    """From now on, raise `TooCostly` after ``soft`` seconds, and end this process after ``hard`` seconds in user mode.
+    0: never.
 
-    Seconds are processor time, so that a busy machine does not change verdicts. The exception is raised repeatedly,
-    because a bare ``except`` may swallow it.
+    Seconds are processor time, so a busy machine does not change verdicts. The exception is raised repeatedly, because
+    a bare ``except`` may swallow it.
     """
     signal.setitimer(signal.ITIMER_PROF, soft, 0.1 if soft else 0.0)
     signal.setitimer(signal.ITIMER_VIRTUAL, hard)

@@ -1,4 +1,5 @@
-"""State that the parts of a rollout share, and the interface of plugins: arguments, data source, return values."""
+"""State that the parts of a rollout share, and the interface of plugins: their arguments, the data source, and return
+values."""
 
 from __future__ import annotations
 
@@ -36,10 +37,10 @@ T = TypeVar("T")
 
 @dataclass
 class RolloutFnTrainOutput:
-    """Finished, scored groups (fan-out siblings are flat in their group), and metrics by their full names.
+    """Finished, scored groups, and metrics by their full names. Siblings of a fan-out are flat in their group.
 
-    ``generated``: one entry per response that this rollout generated, accepted or not. If it is None, `train_output`
-    counts every response of ``samples`` in full.
+    ``generated``: one entry for each response that this rollout generated, whether it was accepted or not. If it is
+    None, `train_output` counts every response of ``samples`` in full.
     """
 
     samples: list[list[Sample]]
@@ -54,14 +55,16 @@ class RolloutFnTrainOutput:
 
 @dataclass
 class RolloutFnEvalOutput:
-    """For each dataset ``samples`` and slime's columns ``rewards`` and ``truncated``; metrics by their full names."""
+    """For each dataset its ``samples``, and slime's columns ``rewards`` and ``truncated``. Metrics by their full
+    names."""
 
     data: dict[str, dict[str, Any]]
     metrics: dict[str, Any] = field(default_factory=dict)
 
 
 def train_output(value: object) -> RolloutFnTrainOutput:
-    """Convert the return value of a rollout function: an object with ``samples`` and ``metrics``, groups, or samples.
+    """Convert the return value of a rollout function: an object with ``samples`` and ``metrics``, a list of groups, or
+    a list of samples.
 
     Raises:
         ValueError: the value is none of these, or has no samples.
@@ -85,7 +88,7 @@ def train_output(value: object) -> RolloutFnTrainOutput:
 
 
 def flatten(group: list[Any]) -> list[Sample]:
-    """Flatten a group: slime nests the siblings of a fan-out in a list; here they share a rollout id instead.
+    """Flatten a group. slime nests the siblings of a fan-out in a list; here they share a rollout id instead.
 
     Raises:
         ValueError: an element is not a sample.
@@ -107,10 +110,10 @@ Plugin = Callable[..., Any]
 
 
 class PluginArgs(argparse.Namespace):
-    """The run's arguments as plugins get them.
+    """The run's arguments in the form that plugins get.
 
-    Each plugin gets a copy, since slime's plugins change it. The copy also has ``rollout_context`` and, where an engine
-    serves HTTP, its address as ``sglang_router_ip`` and ``sglang_router_port``.
+    Each plugin gets a copy, because slime's plugins change it. The copy also has ``rollout_context``. If an engine
+    serves HTTP, its address is in ``sglang_router_ip`` and ``sglang_router_port``.
     """
 
     keeps_ids: bool
@@ -119,7 +122,7 @@ class PluginArgs(argparse.Namespace):
     sglang_router_port: int | None
 
     def __getattr__(self, name: str) -> Any:
-        """Properties of `Args`, such as ``args.loss``, the record of ``--loss-type``."""
+        """Properties of `Args`, such as ``args.loss``, which is the record of ``--loss-type``."""
         if name.startswith("__") or "rollout_context" not in vars(self):
             raise AttributeError(name)
         return getattr(self.rollout_context.args, name)
@@ -151,13 +154,14 @@ class RolloutContext:
     eval_prompts: dict[str, list[Sample]] = field(default_factory=dict)
 
     def version_trained_on(self, rollout_id: int) -> int:
-        """The trainer's weight version when it trains on the rollout; engines may differ under --async-rollout."""
+        """The trainer's weight version when it trains on the rollout. With --async-rollout, engines may have another
+        version."""
         return rollout_id if self.args.async_rollout else self.engines.weight_version
 
     def sessions(self) -> PooledSessions:
-        """The sessions on this run's engines, for generate functions; they live on the event loop of the rollout.
+        """The sessions on this run's engines, for generate functions. They belong to the event loop of the rollout.
 
-        A session with the id ``sample.session_id`` goes to the engine of its group, and has a seed of its own.
+        A session with the id ``sample.session_id`` uses the engine of its group, and has its own seed.
         """
         if self.agents is None:
             from slimelite.rollout.sessions import PooledSessions  # of agents
@@ -177,7 +181,7 @@ class RolloutContext:
         return self.agents
 
     async def front(self) -> str:
-        """Base URL of an HTTP front over `sessions`, for generate functions; call it on the event loop of the rollout.
+        """Base URL of an HTTP front over `sessions`, for generate functions. Call it on the event loop of the rollout.
 
         A program talks to session ``s`` at ``<url>/sessions/<s.id>/v1`` (OpenAI) or ``<url>/sessions/<s.id>``
         (Anthropic), with ``s.key`` as its API key.
@@ -190,7 +194,7 @@ class RolloutContext:
 
     @property
     def eval_reward_key(self) -> str | None:
-        """The entry that evaluations use of a reward that is a dict."""
+        """If rewards are dicts, the entry that evaluations use."""
         return self.args.eval_reward_key or self.args.reward_key
 
     async def each(self, jobs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -203,9 +207,9 @@ class RolloutContext:
         return self  # plugins deep-copy their args, but the engines must stay the same objects
 
     async def plugin_args(self, engine: int | None = None, *, evaluation: bool = False) -> PluginArgs:
-        """A fresh copy of the arguments for a plugin, with the address of ``engine`` (None: of no engine).
+        """A new copy of the arguments for a plugin, with the address of ``engine`` (None: no address).
 
-        Its ``keeps_ids`` is that of the run, but False in an evaluation, whose tokens are not trained on.
+        Its ``keeps_ids`` is the run's, but False in an evaluation, because its tokens are not trained on.
         """
         values = {f.name: getattr(self.args, f.name) for f in fields(self.args)}
         args = PluginArgs(**PLUGIN_CONSTANTS | self.args.custom_config, **values, rollout_context=self)
@@ -227,7 +231,7 @@ def load_plugin(path: str | None, flag: str) -> Plugin | None:
 
 
 def build_source(path: str | None, plugin_args: PluginArgs, tokenizer: PreTrainedTokenizerBase) -> Any:
-    """An instance of the class at ``path`` (--data-source-path), built from (args, tokenizer) or (args); for None a
+    """An instance of the class at ``path`` (--data-source-path), built from (args, tokenizer) or (args). For None, a
     `DataSource`.
 
     Raises:

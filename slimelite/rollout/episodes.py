@@ -1,5 +1,5 @@
-"""The generate functions of ``--environment`` and ``--agent-command``: an episode, or a program that talks to the model
-through a session of its own, makes the response, or the responses, to a prompt."""
+"""The generate functions of ``--environment`` and ``--agent-command``. The response, or responses, to a prompt come
+from an episode, or from a program that talks to the model through its own session."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ async def run(
 
 
 def _failure(ended: Ended, session: Session) -> Failure | None:
-    """Why the program's end is no answer."""
+    """Why the end of the program gives no answer; None if it gives one."""
     if ended.status is None:
         return Failure("timeout", f"the program took longer than {ended.seconds:.0f} s (--agent-timeout)")
     if ended.status:
@@ -128,7 +128,7 @@ def _failure(ended: Ended, session: Session) -> Failure | None:
 
 
 def _samples(sample: Sample, session: Session, ended: Ended, failure: Failure | None) -> list[Sample]:
-    """The samples of the session, with the program's reward, or none, so that the run's reward scores them."""
+    """The samples of the session. They have the program's reward, or none, so that the run's reward scores them."""
     turns = session.turns
     facts = {
         "turns": len(turns),

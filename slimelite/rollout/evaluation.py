@@ -24,7 +24,7 @@ async def evaluate_datasets(
 ) -> RolloutFnEvalOutput:
     """Evaluate ``datasets`` of ``--eval-prompt-data``: concurrently, or one by one under ``--deterministic-mode``.
 
-    Seeds depend only on dataset, prompt and sample, so that two evaluations differ only because of their weights.
+    Seeds depend only on dataset, prompt and sample, so two evaluations differ only through their weights.
 
     Raises:
         ValueError: a dataset is empty or cannot be read, or none of its prompts got a scored response.
@@ -54,7 +54,7 @@ async def evaluate_datasets(
 
 
 def _groups(context: RolloutContext, dataset: EvalDataset) -> list[list[Sample]]:
-    """The prompts of a dataset as groups of samples; the file is read once in a run."""
+    """The prompts of a dataset as groups of samples. A run reads the file once."""
     if dataset.name not in context.eval_prompts:
         try:
             context.eval_prompts[dataset.name] = load_prompts(
@@ -85,7 +85,7 @@ async def _evaluate(
     rollout_id: int,
     count: Callable[[str, int], None],
 ) -> list[list[Sample]]:
-    """The scored groups of one dataset, in file order; groups that failed are left out."""
+    """The scored groups of one dataset, in file order. Groups that failed are left out."""
     generator = GroupGenerator(
         context,
         f"eval/{dataset.name}",
@@ -118,12 +118,12 @@ async def _evaluate(
 
 
 async def choose(args: PluginArgs, sample: Sample, _params: dict[str, Any]) -> Sample:
-    """Answer with the likeliest choice, whose reward is 1 if it is the right one.
+    """Answer with the likeliest choice. The reward is 1 if it is the right one, else 0.
 
     ``sample.metadata`` has ``choices``, ``right``, ``delimiter``, ``metric`` and perhaps ``shared`` (see
-    `slimelite.arguments.evaluation.Task`), and then also ``log_likelihoods``, log p(choice | prompt) of each, or
-    log p(shared | prompt and choice). The tokens of a choice are those that prompt and choice have together beyond the
-    prompt's own, as lm-evaluation-harness has it.
+    `slimelite.arguments.evaluation.Task`). This adds ``log_likelihoods``: log p(choice | prompt) of each choice, or log
+    p(shared | prompt and choice). The tokens of a choice are those that prompt and choice together have after the
+    prompt's own, as in lm-evaluation-harness.
 
     Raises:
         ValueError: a choice adds no token to the prompt, or both together exceed the context.
@@ -154,9 +154,9 @@ async def choose(args: PluginArgs, sample: Sample, _params: dict[str, Any]) -> S
 
 
 async def go_on(args: PluginArgs, sample: Sample, _params: dict[str, Any]) -> Sample:
-    """Answer with the label, whose reward is 1 if each of its tokens is the likeliest after those before it.
+    """Answer with the label. The reward is 1 if each of its tokens is the likeliest after those before it, else 0.
 
-    ``sample.metadata`` has ``delimiter``, and then also ``log_likelihood``, log p(label | prompt).
+    ``sample.metadata`` has ``delimiter``. This adds ``log_likelihood``, log p(label | prompt).
 
     Raises:
         ValueError: the label adds no token to the prompt, or both together exceed the context.
@@ -175,7 +175,7 @@ async def go_on(args: PluginArgs, sample: Sample, _params: dict[str, Any]) -> Sa
 
 
 def _added(args: PluginArgs, before: str, text: str) -> tuple[list[int], list[int]]:
-    """The ids of ``before``, and those that ``text``, which begins with it, has beyond them."""
+    """The ids of ``before``, and the ids after them in ``text``, which begins with ``before``."""
     first, whole = args.rollout_context.tokenizer([before, text], add_special_tokens=False)["input_ids"]
     return first, whole[len(first) :]
 

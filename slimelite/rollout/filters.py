@@ -1,8 +1,8 @@
 """Dynamic sampling filters: ``fn(args, samples)`` decides whether a scored group is trained on.
 
 Choose one with ``--dynamic-sampling-filter-path slimelite.rollout.filters.<name>``, or write your own, which may call
-these. A filter returns a bool or a `DynamicFilterOutput`; `all_of` combines several. The siblings of a fan-out share
-the reward of their rollout and count once.
+the ones here. A filter returns a bool or a `DynamicFilterOutput`; `all_of` combines several. The siblings of a fan-out
+share the reward of their rollout, and count once.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ SAME_REWARD = 1e-6
 
 @dataclass(frozen=True)
 class DynamicFilterOutput:
-    """``keep`` the group or drop it for ``reason``.
+    """``keep``: whether to keep the group. If it is dropped, ``reason`` says why.
 
-    ``keep_when_insufficient``: keep a dropped group after all if the batch would otherwise need another prompt.
+    ``keep_when_insufficient``: keep a dropped group after all, if the batch would otherwise need another prompt.
     """
 
     keep: bool
@@ -53,7 +53,8 @@ def verdict(output: bool | DynamicFilterOutput, name: str = "the filter") -> Dyn
     """Convert a filter's return value (a bool of Python, numpy or torch, or slime's object) to a `DynamicFilterOutput`.
 
     Raises:
-        ValueError: the value is anything else, such as the text "no", which is true in Python; names the filter.
+        ValueError: the value is anything else, such as the text "no", which Python treats as true. The message names
+            the filter.
     """
     keep: Any = getattr(output, "keep", output)
     keep = keep.item() if getattr(keep, "shape", None) == () else keep
@@ -67,13 +68,13 @@ def verdict(output: bool | DynamicFilterOutput, name: str = "the filter") -> Dyn
 
 
 def rollout_rewards(samples: Sequence[Sample], reward_key: str | None) -> list[float]:
-    """One reward for each rollout of the group; for a fan-out, that of the last sibling."""
+    """One reward for each rollout of the group. A fan-out has the reward of its last sibling."""
     rewards = {s.index if s.rollout_id is None else s.rollout_id: s.reward_value(reward_key) for s in samples}
     return list(rewards.values())
 
 
 def check_reward_nonzero_std(args: PluginArgs, samples: Sequence[Sample], **_: object) -> DynamicFilterOutput:
-    """Keep groups whose rewards differ; equal rewards give zero advantages (DAPO, arXiv:2503.14476)."""
+    """Keep groups whose rewards differ. Equal rewards give zero advantages (DAPO, arXiv:2503.14476)."""
     rewards = rollout_rewards(samples, args.reward_key)
     if max(rewards) - min(rewards) > SAME_REWARD:
         return DynamicFilterOutput(True)
@@ -83,7 +84,7 @@ def check_reward_nonzero_std(args: PluginArgs, samples: Sequence[Sample], **_: o
 def check_reward_nonzero_std_with_fallback(
     args: PluginArgs, samples: Sequence[Sample], **_: object
 ) -> DynamicFilterOutput:
-    """Prefer groups whose rewards differ, but keep the others rather than sample another prompt."""
+    """Prefer groups whose rewards differ, but keep the other groups rather than sample another prompt."""
     return replace(check_reward_nonzero_std(args, samples), keep_when_insufficient=True)
 
 
@@ -103,7 +104,7 @@ def check_min_reward(
 def check_response_diversity(
     _args: PluginArgs, samples: Sequence[Sample], *, minimum: float = 0.5, **_: object
 ) -> DynamicFilterOutput:
-    """Keep groups in which at least ``minimum`` of the responses are different token sequences."""
+    """Keep groups in which the share of different token sequences among the responses is at least ``minimum``."""
     different = {np.asarray(s.response_ids, np.int64).tobytes() for s in samples}
     return DynamicFilterOutput(len(different) >= minimum * len(samples), "low_diversity")
 
@@ -111,7 +112,7 @@ def check_response_diversity(
 def check_reasonable_length(
     _args: PluginArgs, samples: Sequence[Sample], *, shortest: int = 1, cut: float = 0.5, **_: object
 ) -> DynamicFilterOutput:
-    """Keep groups whose responses have at least ``shortest`` tokens and are truncated in a share of at most ``cut``."""
+    """Keep groups whose responses have at least ``shortest`` tokens, and at most ``cut`` of them are truncated."""
     if min(s.effective_response_length for s in samples) < shortest:
         return DynamicFilterOutput(False, "too_short")
     truncated = sum(s.status == Sample.Status.TRUNCATED for s in samples)
@@ -119,7 +120,7 @@ def check_reasonable_length(
 
 
 def all_of(*filters: Filter) -> Filter:
-    """A filter that keeps a group if all ``filters`` keep it; the first one that drops it gives the reason."""
+    """A filter that keeps a group if all ``filters`` keep it. The first filter that drops it gives the reason."""
 
     def combined(args: PluginArgs, samples: Sequence[Sample]) -> DynamicFilterOutput:
         outputs = (verdict(f(args, samples), f"the filter {getattr(f, '__name__', f)}") for f in filters)
@@ -134,14 +135,15 @@ def check_all(args: PluginArgs, samples: Sequence[Sample], **_: object) -> Dynam
 
 
 class DroppedGroups:
-    """The groups that a rollout does not train on: saves a few to be read, and ends the run after too many in a row.
+    """The groups that a rollout does not train on. It saves a few for the user to read, and ends the run after too many
+    in a row.
 
-    At most ``--keep-dropped`` groups are saved in ``dropped/`` of the run folder. The first ones stay, except that a
-    group with a new reason replaces the last group of the most common reason.
+    At most ``--keep-dropped`` groups are saved in ``dropped/`` of the run folder. The first groups stay, but a group
+    with a new reason replaces the last group of the most common reason.
     """
 
     def __init__(self, args: Args, rollout_id: int, counts: Mapping[str, float]) -> None:
-        """``counts``: those of the rollout so far, which the error has."""
+        """``counts``: the counts of the rollout so far, which the error carries."""
         self._args = args
         self._rollout_id, self._counts = rollout_id, counts
         self._limit = args.keep_dropped if args.run_dir and args.rollouts_kept != 0 else 0
@@ -178,7 +180,7 @@ class DroppedGroups:
         return replace(sample, reward=reward, metadata={**sample.metadata, "dropped": reason})
 
     def save(self) -> str:
-        """Write the saved groups; returns a clause with their number and file for a message, "" if there are none."""
+        """Write the saved groups. Returns a clause for a message with their number and file, "" if there are none."""
         if not self._kept:
             return ""
         SampleTable.from_samples([samples for _, samples in self._kept], self._args.reward_key).to_parquet(self._path)
@@ -200,7 +202,7 @@ class DroppedGroups:
             ) from error
 
     def _generator(self, path: str) -> str:
-        """The flag of the user's that says how samples are generated."""
+        """The user's flag that decides how samples are generated, with its value."""
         for name in ("environment", "agent_command"):
             if value := getattr(self._args, name):
                 return f"--{name.replace('_', '-')} {masked(name, value)}"
@@ -210,7 +212,7 @@ class DroppedGroups:
         """Count a group that the filter dropped.
 
         Raises:
-            RolloutError: too many groups were dropped in a row; the message has reasons, rewards and lengths.
+            RolloutError: too many groups were dropped in a row. The message has reasons, rewards and lengths.
         """
         self._failures = 0
         self._reasons[reason] += 1

@@ -1,11 +1,11 @@
 """One training rollout: prompts in, ``--rollout-batch-size`` scored groups out.
 
-Groups are generated concurrently and judged as they finish; a group that is dropped or fails is replaced by one new
-prompt. Metrics count every group that is not used. Groups that finish after the batch is full (surplus) go back to the
-data source and come first in the next rollout. Groups that are unfinished then go back as prompts, or, under
-``--partial-rollout``, with the tokens they have; those of agents wait where they are (`rollout.sessions`).
+Groups are generated concurrently, and judged as they finish. One new prompt replaces a group that is dropped or fails.
+Metrics count every group that is not used. Groups that finish after the batch is full (surplus) go back to the data
+source and come first in the next rollout. Groups that are still unfinished then go back as prompts, or, with
+``--partial-rollout``, with the tokens that they have. Groups of agents wait where they are (`rollout.sessions`).
 
-With ``--deterministic-mode`` groups are sent in waves (group i to engine i mod n) and are judged in submission order
+With ``--deterministic-mode`` groups are sent in waves (group i to engine i mod n). They are judged in submission order
 after the whole wave is done, so that the same weights and seeds give a bit-identical rollout.
 """
 
@@ -53,7 +53,7 @@ COUNTS = (
 def generate_rollout(
     args: PluginArgs, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """The default ``--rollout-function-path``; a custom function may call it and change its result."""
+    """The default ``--rollout-function-path``. A custom function may call it and change its result."""
     context = args.rollout_context
     if evaluation:
         return context.thread.run(evaluate_datasets(context, args.eval_datasets, rollout_id))
@@ -63,7 +63,7 @@ def generate_rollout(
 def offline_rollout(
     args: PluginArgs, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """Read ``--rollout-batch-size`` conversations (SFT) or pairs of them (DPO) from the data, without an engine.
+    """Read ``--rollout-batch-size`` conversations (SFT) or pairs (DPO) from the data, without an engine.
 
     Evaluation is the same as in RL.
 
@@ -157,7 +157,7 @@ class Collection:
         return self._output()
 
     def _take(self, number: int) -> list[list[Sample]]:
-        """Take up to ``number`` groups to generate; groups that an earlier rollout finished are judged at once."""
+        """Take up to ``number`` groups to generate. Groups that an earlier rollout finished are judged at once."""
         if number <= 0:
             return []
         groups = self.source.get_samples(number)
@@ -197,7 +197,8 @@ class Collection:
             self.tasks[asyncio.create_task(self.generator.generate(part))] = part
 
     def _waiting(self, samples: list[Sample], version: int) -> WaitingGroup | None:
-        """The group of an agent that waits since an earlier rollout; one with tokens that are too old is ended."""
+        """The group of an agent that has waited since an earlier rollout, or None. A group with tokens that are too old
+        is ended."""
         agents, limit = self.context.agents, self.args.max_weight_staleness
         waiting = agents.waiting.pop(samples[0].group_index, None) if agents is not None else None
         if agents is None or waiting is None or limit is None:
@@ -268,9 +269,10 @@ class Collection:
         return verdict(self.filter(self.plugin_args, samples), f"--dynamic-sampling-filter-path {path}")
 
     async def _stop(self) -> list[list[Sample]]:
-        """End the groups in flight: finished ones are judged like any other, unfinished ones are returned.
+        """End the groups in flight. Finished groups are judged like any other, and unfinished ones are returned.
 
-        Groups that have not ended after ``STOP_SECONDS`` are cancelled and returned as they were submitted.
+        Groups that have not ended after ``STOP_SECONDS`` are cancelled, and returned in the state in which they were
+        submitted.
         """
         self.generator.stopping = True
         agents = self.context.agents
@@ -303,7 +305,8 @@ class Collection:
         return unfinished
 
     async def _leave(self, agents: PooledSessions | None) -> list[list[Sample]]:
-        """Take the groups of agents out of the tasks, to wait or be cancelled; returns them as they were submitted."""
+        """Take the groups of agents out of the tasks. They wait or are cancelled. Returns them in the state in which
+        they were submitted."""
         if agents is None:
             return []
         left = []

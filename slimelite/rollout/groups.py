@@ -46,12 +46,13 @@ def slime_params(params: SamplingParams, seed: int | None) -> dict[str, object]:
 
 
 def remaining_params(sample: Sample, params: SamplingParams, max_context_len: int, seed: int | None) -> SamplingParams:
-    """``params`` with ``seed``, and with the tokens left for this response as max_new_tokens: 0 or less if none are."""
+    """``params`` with ``seed``. max_new_tokens becomes the number of tokens left for this response; it is 0 or less if
+    none are left."""
     return replace(params.after(sample.response_length, max_context_len - sample.total_length), seed=seed)
 
 
 def add_result(sample: Sample, result: GenerateResult, tokenizer: PreTrainedTokenizerBase, skip_special: bool) -> None:
-    """Append an engine's tokens; decode the whole response again, because a token may be half a character."""
+    """Append an engine's tokens. The whole response is decoded again, because a token may be half a character."""
     ids, log_probs, versions = result.columns
     sample.append_response_tokens(
         ids, log_probs, weight_versions=versions, kept=result.kept, constrained=result.constrained
@@ -61,10 +62,10 @@ def add_result(sample: Sample, result: GenerateResult, tokenizer: PreTrainedToke
 
 
 def stamp_versions(sample: Sample, version: int, before: Sample | None = None) -> None:
-    """Set the weight version of response tokens that have none to ``version``, the engines' current one.
+    """Set the weight version of response tokens that have none to ``version``, the engines' current version.
 
-    A generate function may record no versions, or one per call as slime's do. ``before``: the sample that the function
-    continued; the tokens of ``before`` keep their versions.
+    A generate function may record no versions, or one for each call as slime's do. ``before``: the sample that the
+    function continued. The tokens of ``before`` keep their versions.
     """
     stamps: Any = vars(sample)["weight_versions"]
     if isinstance(stamps, np.ndarray) and len(stamps) == sample.response_length:
@@ -85,15 +86,15 @@ def is_finished(samples: Sequence[Sample]) -> bool:
 
 
 def without_dropped(samples: Sequence[Sample], args: RewardArgs) -> list[Sample]:
-    """The samples; under ``--reward-error drop`` without those whose reward failed."""
+    """The samples. With ``--reward-error drop``, those whose reward failed are left out."""
     return [s for s in samples if args.reward_error != "drop" or "reward_error" not in s.metadata]
 
 
 def check_scored(samples: Sequence[Sample], what: str) -> None:
-    """Refuse samples without a single valid reward, whatever --reward-error is: there is nothing to train on.
+    """Refuse samples if none has a valid reward, whatever --reward-error is, because there is nothing to train on.
 
     Raises:
-        ValueError: the reward of every sample failed; ``what`` names the samples.
+        ValueError: the reward of every sample failed. ``what`` names the samples in the message.
     """
     errors = [s.metadata["reward_error"] for s in samples if "reward_error" in s.metadata]
     if len(errors) == len(samples):
@@ -101,7 +102,7 @@ def check_scored(samples: Sequence[Sample], what: str) -> None:
 
 
 def restart(sample: Sample) -> Sample:
-    """The sample as it was before its first response token."""
+    """The sample in its state before the first response token."""
     return replace(
         sample,
         tokens=sample.tokens[: sample.prompt_length],
@@ -124,18 +125,18 @@ def restart(sample: Sample) -> Sample:
 class GroupGenerator:
     """Turns groups of unfinished samples into finished, scored ones, for a training rollout or an evaluation.
 
-    If a response was aborted, its group is returned unchanged, or under ``--partial-rollout`` with the tokens so far.
+    If a response was aborted, its group is returned unchanged, or with ``--partial-rollout`` with the tokens so far.
 
     Args:
         stream: name of the random streams.
         params: sampling parameters.
-        max_context_len: most tokens of prompt and response together; None: the engine's limit.
-        generate_path, rm_type: used for samples that name none themselves.
+        max_context_len: the most tokens of prompt and response together; None: the engine's limit.
+        generate_path, rm_type: used for samples that do not name their own.
 
     Attributes:
-        stopping: set it, and abort the engines, to get groups back as they are.
-        requests, prompt_tokens, cached_tokens: totals over the engine's requests; cached tokens need no prefill.
-        generated: one entry for each response that was generated, kept or not.
+        stopping: set this and abort the engines to get groups back in their present state.
+        requests, prompt_tokens, cached_tokens: totals over the engine's requests. Cached tokens need no prefill.
+        generated: one entry for each response that was generated, whether it was kept or not.
     """
 
     context: RolloutContext
@@ -164,19 +165,19 @@ class GroupGenerator:
             self.params = self.params.telling()
 
     def go_on(self, rollout_id: int, generated: list[Generated]) -> None:
-        """Generate for a later rollout, which counts in ``generated``, after `stopping` was set."""
+        """Continue for a later rollout after `stopping` was set. Responses count in its ``generated``."""
         self.stopping, self.rollout_id, self.generated = False, rollout_id, generated
 
     def parts(self, groups: list[list[Sample]]) -> list[list[list[Sample]]]:
-        """Arguments for `generate`: each group by itself, or all at once under ``--deterministic-mode``."""
+        """Arguments for `generate`: each group alone, or all groups at once with ``--deterministic-mode``."""
         together = groups and self.context.args.deterministic_mode
         return [groups] if together else [[group] for group in groups]
 
     async def generate(self, groups: list[list[Sample]]) -> list[Outcome]:
         """Generate and grade one of the `parts`.
 
-        Under ``--deterministic-mode`` group i goes to engine i mod n, plugins answer one group after the other, and no
-        group is graded before all have their responses, so that everything is called in the same order each time.
+        With ``--deterministic-mode`` group i goes to engine i mod n, plugins answer one group after the other, and
+        grading waits until all groups have their responses. So every call is made in the same order each time.
 
         Raises:
             ValueError: an engine refused a request (a retry would not help), or grading raised.
@@ -197,7 +198,7 @@ class GroupGenerator:
         return await self._finish(*await self._answer(group))
 
     async def _answer(self, group: list[Sample], engine: int | None = None) -> Outcome:
-        """The group with its responses, after ``ATTEMPTS`` at most; ``engine`` None: of the least loaded engine."""
+        """The group with its responses, after at most ``ATTEMPTS``. ``engine`` None: use the least loaded engine."""
         path = group[0].generate_function_path or self.generate_path
         turn = nullcontext() if engine is None or path is None else self._turns[engine]
         samples, error, used, due = group, None, None, 0.0
@@ -225,14 +226,15 @@ class GroupGenerator:
         return samples if kept else group, error
 
     def _tell(self, error: Exception, what: str, *, plugin: bool) -> None:
-        """Log an error, with the traceback of the plugin if one raised it; only the first of its type is a warning."""
+        """Log an error, with the traceback of the plugin if a plugin raised it. Only the first error of its type is a
+        warning."""
         level = logging.INFO if type(error) in self._logged else logging.WARNING
         self._logged.add(type(error))
         logger.log(level, "%s: %s", what, own_traceback(error) if plugin else repr(error))
 
     async def _ask_engine(self, samples: list[Sample], engine: int) -> Exception | None:
-        """Add the engine's responses to the unfinished ``samples``; returns an error that another attempt may not
-        meet.
+        """Add the engine's responses to the unfinished ``samples``. If that fails, returns an error that another
+        attempt may avoid.
         """
         try:
             await self._sample(samples, engine)
@@ -279,11 +281,12 @@ class GroupGenerator:
         return stream_seed(self.context.args.rollout_seed, f"{self.stream}/{sample.group_index}", sample.index)
 
     def session_id(self, sample: Sample) -> str:
-        """The id of a sample's session, where a generate function opens one."""
+        """The id of a sample's session, if a generate function opens one."""
         return sample.session_id or f"{self.stream}-{sample.index}".replace("/", "-")
 
     async def _ask_plugin(self, samples: list[Sample], path: str, engine: int) -> Outcome:
-        """Replace each unfinished sample by the plugin's result; a sample that the plugin fails on is not changed."""
+        """Replace each unfinished sample by the plugin's result. If the plugin fails on a sample, the sample is not
+        changed."""
         function, ours = load_function(path), path in (EPISODE, PROGRAM)  # which need no engine's address
         args = await self.context.plugin_args(None if ours else engine, evaluation=self.evaluation)
         pending = [s for s in samples if s.status not in FINISHED]
@@ -333,9 +336,10 @@ class GroupGenerator:
         return made
 
     async def _within(self, seconds: float, answer: Awaitable[object], state: AgentState) -> object:
-        """The answer, or TimeoutError; unlike `asyncio.wait_for` it returns even if the coroutine ignores cancellation.
+        """The answer, or TimeoutError. Unlike `asyncio.wait_for`, it returns even if the coroutine ignores
+        cancellation.
 
-        Time for which the agent is paused does not count.
+        Time in which the agent is paused does not count.
         """
         task, end = asyncio.ensure_future(answer), time.monotonic() + seconds
         try:
@@ -348,7 +352,7 @@ class GroupGenerator:
         return task.result()
 
     async def _finish(self, samples: list[Sample], error: Exception | None) -> Outcome:
-        """Sample hooks and grading, for a group that has its responses."""
+        """Run sample hooks and grading for a group that has its responses."""
         if not is_finished(samples):
             return samples, error
         if self._hooks:
@@ -385,7 +389,8 @@ class GroupGenerator:
                 branch.reward = last.reward
 
     def _is_conversation(self, family: list[Sample]) -> bool:
-        """Whether a rule scores these branches of one session: the answer is in the branch that ended it."""
+        """Whether a rule scores the branches of one session. The answer is then in the branch that ended the
+        session."""
         args, last = self.context.args, family[-1]
         custom = args.custom_rm_path if self.rm_type is None else None
         if "turns" not in last.metadata or vars(last).get("role"):  # each player has an answer of its own
@@ -394,12 +399,12 @@ class GroupGenerator:
 
 
 def load_hooks(paths: Iterable[str]) -> list[Plugin]:
-    """The functions at ``paths``, those of ``--rollout-sample-hook-path``."""
+    """The functions at ``paths``, which are those of ``--rollout-sample-hook-path``."""
     return [load_function(path, "--rollout-sample-hook-path") for path in paths]
 
 
 async def hooked(hooks: Iterable[Plugin], args: PluginArgs, sample: Sample, **offered: object) -> Sample:
-    """``sample`` after all ``hooks``; each hook gets those of the ``offered`` values that it has parameters for.
+    """``sample`` after all ``hooks``. Each hook gets those of the ``offered`` values that it has parameters for.
 
     Raises:
         ValueError: a hook returned neither a sample nor None.

@@ -65,7 +65,7 @@ class RolloutOutput:
 
 @dataclass(slots=True)
 class EvalOutput:
-    """One evaluation: metrics by their full names, and for each dataset its samples."""
+    """One evaluation: metrics by their full names, and the samples of each dataset."""
 
     metrics: dict[str, float]
     tables: dict[str, SampleTable]
@@ -74,7 +74,7 @@ class EvalOutput:
 class RolloutManager:
     """Owns the data source, the grader, and one thread whose event loop runs all coroutines of the rollout.
 
-    ``engines`` may be empty where nothing is generated: SFT, DPO, and training on saved rollouts.
+    ``engines`` may be empty if nothing is generated: SFT, DPO, and training on saved rollouts.
     """
 
     def __init__(
@@ -96,8 +96,8 @@ class RolloutManager:
             args.sglang_server_concurrency,
             restarts=args.job.revives,
             interval=args.rollout_health_check_interval,
-            # an engine in a process of ours is dead when Ray says so; one that is slow is not
-            timeout=args.rollout_health_check_timeout if args.job.servers else math.inf,
+            # an engine is dead when it or Ray says so; one that is slow is not, unless the user says so
+            timeout=args.rollout_health_check_timeout if args.job.servers and args.use_fault_tolerance else math.inf,
             syncs=args.job.trains,
         )
         self._context = RolloutContext(args, tokenizer, pool, Grader(args), self._thread, self._note)
@@ -195,7 +195,8 @@ class RolloutManager:
         return RolloutOutput(table, {**sampled, **table_metrics(table), **metrics})
 
     def _generated(self, rollout_id: int) -> RolloutFnTrainOutput:
-        """The rollout function's result; checks that a sample has a reward, and gives each token a weight version."""
+        """The rollout function's result. This checks that a sample has a reward, and gives each token a weight
+        version."""
         function, engines = self._rollout_function, self._context.engines
         with self._watched():
             if function not in BUILT_IN and engines.engines:
@@ -208,7 +209,7 @@ class RolloutManager:
         return output
 
     def evaluate(self, rollout_id: int, names: Sequence[str] = ()) -> EvalOutput:
-        """Evaluate the eval datasets called ``names``, or every one, with the engines' current weights.
+        """Evaluate the eval datasets in ``names`` (all, if empty) with the engines' current weights.
 
         Raises:
             ValueError: a dataset is empty, or none of its prompts got a scored response.
@@ -244,7 +245,8 @@ class RolloutManager:
         return EvalOutput(metrics, tables)
 
     def held_out(self) -> tuple[SampleTable, int] | None:
-        """The next part of ``--eval-bpb``, see `Documents.held_out`; None after the last, and then the first again."""
+        """The next part of ``--eval-bpb``, see `Documents.held_out`. None follows the last part, and then the first one
+        comes again."""
         if self._held_out is None:
             assert self._documents is not None, "--eval-bpb"
             self._held_out = self._documents.held_out()
@@ -254,20 +256,20 @@ class RolloutManager:
         return part
 
     def progress(self) -> tuple[int, int, str]:
-        """(done, total, note) of the rollout or evaluation going on; other threads may ask."""
+        """(done, total, note) of the current rollout or evaluation. Other threads may call this."""
         return self._done
 
     def _note(self, done: int, total: int, note: str) -> None:
         self._done = (done, total, note)
 
     def probe(self) -> SampleTable:
-        """See `probe` above."""
+        """See the function `probe`."""
         engines, vocab_size = self._context.engines.engines, len(self._context.tokenizer)
         return self._thread.run(probe(engines, vocab_size, self.args.rollout_temperature))
 
     def state_dict(self) -> dict[str, object]:
-        """The position of the data source, the groups that were returned to it, and what tells its tokenizer from
-        others, as plain JSON values."""
+        """As plain JSON values: the position of the data source, the groups that were returned to it, and a fingerprint
+        of its tokenizer."""
         if self._fingerprint is None:
             self._fingerprint = fingerprint(self._context.tokenizer)
         state: dict[str, object] = {TOKENIZER: self._fingerprint}
@@ -284,7 +286,7 @@ class RolloutManager:
         """Restore the result of `state_dict`.
 
         Raises:
-            ValueError: the state is of another tokenizer, has no position in the data, or one in different data.
+            ValueError: the state belongs to another tokenizer or other data, or has no position in the data.
         """
         check_same(state.get(TOKENIZER, {}), self._context.tokenizer)
         if self.source is None or not hasattr(self.source, "load_state_dict"):
@@ -302,7 +304,8 @@ class RolloutManager:
         return 0 if self.source is None else len(self.source)
 
     def cancel(self) -> None:
-        """Cancel all running generation, which ends it on the engines too; waiting callers get a ``CancelledError``."""
+        """Cancel all running generation, which also ends it on the engines. Waiting callers get a
+        ``CancelledError``."""
 
         async def cancel() -> None:
             tasks = asyncio.all_tasks() - {asyncio.current_task()}
@@ -315,7 +318,7 @@ class RolloutManager:
         self._thread.run(cancel())
 
     def close(self) -> None:
-        """End the grader's workers and the event loop; the engines belong to the caller."""
+        """End the grader's workers and the event loop. The engines belong to the caller."""
         gc.unfreeze()
         if self._context.agents is not None:  # those that wait for a next rollout would never end
             self.cancel()
@@ -341,20 +344,20 @@ class RolloutManager:
         await asyncio.gather(*(ask(engine) for engine in self._context.engines.engines))
 
     def settle_engines(self) -> None:
-        """Wait until every engine answers; dead engines are started again.
+        """Wait until every engine answers. Dead engines are restarted.
 
         Raises:
-            ValueError: an engine cannot be started again.
+            ValueError: an engine cannot be restarted.
         """
         self._thread.run(self._context.engines.settle())
 
     def needs_weights(self) -> bool:
-        """Whether a rollout waits for a weight sync, because every engine was restarted and has old weights."""
+        """Whether a rollout waits for a weight sync. It does if every engine was restarted and has old weights."""
         return self._context.engines.needs_weights
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """Check the health of the engines periodically inside this context."""
+        """Check the health of the engines periodically inside this block."""
         if not self.args.use_fault_tolerance:
             yield
             return
@@ -370,7 +373,7 @@ class RolloutManager:
         return self._thread.run(self._context.plugin_args(0 if http else None))
 
     def _saved(self, rollout_id: int) -> SampleTable:
-        """The rollout saved at ``--load-debug-rollout-data``; with a subsample, only its first groups."""
+        """The rollout that was saved at ``--load-debug-rollout-data``. With a subsample, only its first groups."""
         template, share = self.args.job.saved, self.args.load_debug_rollout_data_subsample
         assert template is not None
         table = SampleTable.from_parquet(template.format(rollout_id=rollout_id))
@@ -384,7 +387,8 @@ class RolloutManager:
         return table
 
     def _shape(self, table: SampleTable, samples: list[Sample]) -> dict[str, float]:
-        """Add shaping terms to the table's rewards; the samples, and so pass rates and raw_reward, are not changed."""
+        """Add shaping terms to the table's rewards. The samples are not changed, and so neither are pass rates and
+        raw_reward."""
         args, grader = self.args, self._context.grader
         if not args.job.sampled or not (args.format_reward_coef or args.overlong_buffer_len is not None):
             return {}
@@ -393,7 +397,7 @@ class RolloutManager:
         return metrics
 
     def _compare_groups(self, table: SampleTable, samples: list[Sample]) -> dict[str, float]:
-        """Set the advantage of each row; `TokenColumns.spread_advantages` makes those of tokens from it."""
+        """Set the advantage of each row. `TokenColumns.spread_advantages` computes those of tokens from it."""
         args = self.args
         if self._post_process is not None:
             raw, rewards = self._post_process(self._plugin_args(), samples)
@@ -452,7 +456,7 @@ class RolloutManager:
 
 
 async def probe(engines: Sequence[Engine], vocab_size: int, temperature: float) -> SampleTable:
-    """``PROMPTS`` responses of each engine to fixed tokens, one row each; ``group_id`` is the engine's number."""
+    """``PROMPTS`` responses of each engine to fixed tokens, one row for each. ``group_id`` is the engine's number."""
     prompts = [
         [(7919 * (p * PROMPT_TOKENS + i + 1)) % vocab_size for i in range(PROMPT_TOKENS)] for p in range(PROMPTS)
     ]
@@ -469,10 +473,10 @@ async def probe(engines: Sequence[Engine], vocab_size: int, temperature: float) 
 
 
 def disagreement(table: SampleTable, log_probs: np.ndarray, version: int) -> np.ndarray:
-    """[engines] mean |engine − trainer log-prob| over the rows of a `probe`, in nats; inf if a token has another weight
-    version than ``version``.
+    """[engines] mean |engine − trainer log-prob| over the rows of a `probe`, in nats. It is inf if a token has another
+    weight version than ``version``.
 
-    ``log_probs``: [response tokens of the table] the trainer's.
+    ``log_probs``: [response tokens of the table], the trainer's.
     """
     gap = np.where(table.weight_versions == version, np.abs(table.rollout_log_probs - log_probs), np.inf)
     engine_of_token = np.repeat(table.group_id, table.response_lengths)

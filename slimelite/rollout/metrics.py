@@ -35,8 +35,8 @@ def rollout_metrics(
 ) -> dict[str, float]:
     """``rollout/*`` and ``passrate/*`` of a training batch.
 
-    ``version``: weight version of the trainer when it trains on this batch; None without engines. ``table``: of the
-    groups' samples.
+    ``version``: the trainer's weight version when it trains on this batch; None without engines. ``table``: the samples
+    of the groups as a table.
     """
     samples = [s for group in groups for s in group]
     metrics = prefixed("rollout/", sample_metrics(samples))
@@ -76,9 +76,9 @@ def eval_metrics(
     """Metrics of an eval dataset: mean reward ``eval/{name}``, ``eval/{name}/response_len/…``, ``eval/{name}-pass@k``,
     and standard errors ``eval/{name}-stderr`` and ``eval/{name}-pass@k-stderr``.
 
-    ``results``: ``rewards``, and ``truncated`` and ``samples`` if the evaluation function provides them; ``table``: the
-    samples as a table, if there are any; ``more_k``: see `pass_at_k`. Without samples the prompts are unknown, and so
-    are standard errors and pass@k.
+    ``results``: ``rewards``, and ``truncated`` and ``samples`` if the evaluation function provides them. ``table``: the
+    samples as a table, if there are any. ``more_k``: see `pass_at_k`. Without samples the prompts are unknown, so there
+    are no standard errors and no pass@k.
     """
     samples: list[Sample] | None = results.get("samples")
     if not samples or table is None:
@@ -104,7 +104,7 @@ def eval_metrics(
 
 
 def table_metrics(table: SampleTable) -> dict[str, float]:
-    """Means over the samples that slime's trainer logs for its batch, and means of the reward components."""
+    """Means over the samples that slime's trainer logs for its batch, and the means of the reward components."""
     if not len(table):
         return {}
     return {
@@ -117,7 +117,7 @@ def table_metrics(table: SampleTable) -> dict[str, float]:
 
 
 def component_means(table: SampleTable) -> dict[str, float]:
-    """``reward/{component}``: for rewards that are dicts, the mean of each number over the rollouts that have it."""
+    """``reward/{component}``: if rewards are dicts, the mean of each number over the rollouts that have it."""
     values: dict[str, list[float]] = {}
     rollouts: dict[str, list[int]] = {}
     for row, rollout in zip(table.numeric_components(), table.rollout_id.tolist(), strict=False):
@@ -128,7 +128,7 @@ def component_means(table: SampleTable) -> dict[str, float]:
 
 
 def mean_of_rollouts(values: Sequence[float], rollout_ids: Iterable[int | None]) -> float:
-    """The mean of samples' ``values`` in which each rollout counts once, however many branches it became."""
+    """The mean of the samples' ``values``. Each rollout counts once, however many branches it has."""
     rollouts: dict[int | None, list[float]] = {}
     for value, rollout in zip(values, rollout_ids, strict=True):
         rollouts.setdefault(rollout, []).append(value)
@@ -138,7 +138,7 @@ def mean_of_rollouts(values: Sequence[float], rollout_ids: Iterable[int | None])
 def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     """Lengths (counting only tokens that the loss sees), truncated share and repetitive share.
 
-    A response that failed before its first token has no length, unless there is no other.
+    A response that failed before its first token has no length, unless all responses failed.
     """
     begun = [s for s in samples if s.response_length or s.status != Status.FAILED] or samples
     return {
@@ -149,7 +149,7 @@ def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def _conversations(samples: Sequence[Sample], table: SampleTable) -> dict[str, float]:
-    """Of samples that sessions made: turns, branches and unreadable tool calls; see `Session.samples`."""
+    """Metrics of samples from sessions: turns, branches and unreadable tool calls; see `Session.samples`."""
     turns = [s.metadata["turns"] for s in samples if "turns" in s.metadata]
     if not turns:
         return {}
@@ -162,7 +162,7 @@ def _conversations(samples: Sequence[Sample], table: SampleTable) -> dict[str, f
 
 
 def episode_metrics(samples: Sequence[Sample], reward_key: str | None) -> dict[str, float]:
-    """Of ``--environment``: means over the episodes, ``TOTALS`` as totals, and rewards by role."""
+    """Metrics of ``--environment``: means over the episodes, totals for ``TOTALS``, and rewards by role."""
     by_episode = {(s.group_index, s.index): facts for s in samples if (facts := s.metadata.get(FACTS))}
     trained = {(s.group_index, s.index) for s in samples if not s.remove_sample and _has_trained_token(s)}
     episodes = by_episode.values()
@@ -194,9 +194,9 @@ def _has_trained_token(sample: Sample) -> bool:
 
 
 def perf_metrics(gpus: int, generated: Sequence[Generated], seconds: float) -> dict[str, float]:
-    """``perf/*``: tokens per second of each of ``gpus`` (on a CPU: engines), and those of the longest response.
+    """``perf/*``: tokens per second for each of ``gpus`` (on a CPU: engines), and for the longest response.
 
-    ``generated``: the responses of this rollout, which took ``seconds``; if there are none, speeds are left out.
+    ``generated``: the responses of this rollout, which took ``seconds``. Without responses, speeds are left out.
     Metrics with ``effective`` count only the tokens that the loss sees.
     """
     metrics = {"rollout_time": seconds, "generated_tokens": float(sum(g.tokens for g in generated))}
@@ -215,11 +215,11 @@ def perf_metrics(gpus: int, generated: Sequence[Generated], seconds: float) -> d
 
 
 def pass_at_k(rewards: Sequence[Sequence[float]], more_k: Sequence[int] = ()) -> dict[str, float]:
-    """``pass@k`` and ``pass@k-stderr`` from the rewards of each prompt's responses; a reward of exactly 1 is a success.
+    """``pass@k`` and ``pass@k-stderr`` from the rewards of each prompt's responses. A reward of exactly 1 is a success.
 
-    k is 1, 2, 4 … if a prompt has more than one response, and each of ``more_k``. Unbiased: 1 − C(n − c, k) / C(n, k)
-    for c successes of n responses (Chen et al., arXiv:2107.03374), averaged over the prompts with at least k responses;
-    a k for which there are none is left out.
+    k is 1, 2, 4 … if a prompt has more than one response, and each of ``more_k``. The estimate is unbiased: 1 − C(n −
+    c, k) / C(n, k) for c successes of n responses (Chen et al., arXiv:2107.03374). It is averaged over the prompts with
+    at least k responses. If there are none for a k, that k is left out.
     """
     most = max((len(r) for r in rewards), default=0)
     powers = [2**i for i in range(most.bit_length())] if most > 1 else []
@@ -233,10 +233,10 @@ def pass_at_k(rewards: Sequence[Sequence[float]], more_k: Sequence[int] = ()) ->
 
 
 def mean_and_error(values: Sequence[Sequence[float]]) -> dict[str, float]:
-    """``""``, the mean of all ``values``, and ``-stderr``, its standard error; each inner sequence is one prompt's.
+    """``""``: the mean of all ``values``. ``-stderr``: its standard error. Each inner sequence belongs to one prompt.
 
-    It is clustered by prompt (docs/algorithms.md has the formula), as responses to one prompt are alike. One prompt
-    alone has no standard error.
+    The error is clustered by prompt (docs/algorithms.md has the formula), because responses to one prompt are similar.
+    A single prompt has no standard error.
     """
     everything = [value for of_prompt in values for value in of_prompt]
     mean = statistics.fmean(everything)
@@ -247,8 +247,8 @@ def mean_and_error(values: Sequence[Sequence[float]]) -> dict[str, float]:
 
 
 def centred(samples: Sequence[Sample], rewards: Sequence[Sequence[float]]) -> dict[str, float]:
-    """``centred``: the accuracy of choices where guessing has 0 and a perfect model 1, (a − c) / (1 − c), with c the
-    mean of 1 / choices (CORE, arXiv:2406.11794), and ``centred-stderr``; nothing for other samples.
+    """``centred`` and ``centred-stderr`` for samples with choices; empty for other samples. It is the accuracy (a − c)
+    / (1 − c), where c is the mean of 1 / choices (CORE, arXiv:2406.11794). So guessing has 0 and a perfect model has 1.
     """
     counts = [len(sample.metadata.get("choices") or ()) for sample in samples]
     if not counts or min(counts) < 2:
@@ -283,7 +283,8 @@ def prefixed(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _staleness(table: SampleTable, version: int) -> dict[str, float]:
-    """Of the response tokens in the loss, without an array of their own: a rollout may have a billion of them."""
+    """Staleness of the response tokens in the loss. It makes no array of their size, because a rollout may have a
+    billion tokens."""
     versions, mask = table.weight_versions, table.loss_mask
     if not (tokens := int(np.count_nonzero(mask))):
         return {}
@@ -295,7 +296,7 @@ def _staleness(table: SampleTable, version: int) -> dict[str, float]:
 
 
 def _multi_turn(samples: Sequence[Sample]) -> dict[str, float]:
-    """Turns and environment tokens per sample; a turn is an unbroken run of the model's own tokens."""
+    """Turns and environment tokens for each sample. A turn is an unbroken run of the model's own tokens."""
     turns = []
     for sample in samples:
         mask = sample.loss_mask if sample.loss_mask is not None else [1] * sample.response_length

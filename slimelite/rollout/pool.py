@@ -1,4 +1,4 @@
-"""All engines of a run: which ones can be used, how loaded they are, their addresses and their weight versions."""
+"""All engines of a run: which of them can be used, their load, their addresses and their weight versions."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from slimelite.base import trace
 from slimelite.engines.protocol import (
     Engine,
     EngineInfo,
+    EngineLostError,
     GenerateRequest,
     GenerateResult,
     OnTokens,
@@ -38,10 +39,10 @@ Outcome = tuple[list[Sample], Exception | None]
 
 @dataclass(slots=True)
 class AgentState:
-    """Where an agent's requests go: the ``engine`` that its group's room is reserved on; and its clock.
+    """Where an agent's requests go, and its clock. ``engine``: the room of its group is reserved on this engine.
 
-    ``tells``: its tokens come with the ids that they were drawn from, see `SamplingParams.telling`.
-    ``since``: since when the agent is paused [s, monotonic]; None: it is not. ``before``: seconds of earlier pauses.
+    ``tells``: its tokens come with the ids that they were drawn from, see `SamplingParams.telling`. ``since``: when the
+    present pause began [s, monotonic]; None: the agent is not paused. ``before``: seconds of earlier pauses.
     """
 
     engine: int
@@ -51,34 +52,34 @@ class AgentState:
 
     @property
     def paused(self) -> float:
-        """Seconds for which the agent was paused so far; limits on its time do not count them."""
+        """Seconds for which the agent was paused so far. Limits on its time do not count them."""
         return self.before + (0.0 if self.since is None else time.monotonic() - self.since)
 
 
 @dataclass(slots=True)
 class WaitingGroup:
-    """A ``group`` that waits for the next rollout: the task that generates it, and its `GroupGenerator.go_on`."""
+    """A ``group`` that waits for the next rollout. ``task``: generates it. `GroupGenerator.go_on` lets it continue."""
 
     task: asyncio.Task[list[Outcome]]
     group: list[Sample]
     go_on: Callable[[int, list[Generated]], None]
 
     def cancel(self) -> None:
-        """End it; what it was to become is forgotten."""
+        """Cancel the task, and ignore its result."""
         self.task.cancel()
         self.task.add_done_callback(lambda task: task.cancelled() or task.exception())
 
 
 class EnginePool:
-    """Distributes requests over engines, which are known by their index, and restarts engines that died.
+    """Distributes requests over engines, which have numbers, and restarts engines that died.
 
-    A restarted engine has its initial weights, so it gets no requests until a weight sync has reached it. That is the
-    next regular sync or, if no other engine is left, an extra one that the driver starts (`needs_weights`).
+    A restarted engine has its initial weights, so it gets no requests before the next weight sync. That is the next
+    regular sync. If no other engine is left, the driver starts an extra one (`needs_weights`).
 
     Args:
-        concurrency: most requests in flight per engine, on average.
-        restarts: ``--use-fault-tolerance``; without it a dead engine ends the run.
-        interval, timeout: time between two health checks, and for the answer to one [s].
+        concurrency: the most requests in flight on each engine, on average.
+        restarts: whether an engine that died is started again. If not, its death ends the run.
+        interval, timeout: the time between two health checks, and the time limit for an answer [s].
         syncs: whether the run has weight syncs at all.
     """
 
@@ -106,7 +107,7 @@ class EnginePool:
         self._unsynced: set[int] = set()  # the part of _down that was restarted and waits for a weight sync
         self._revivals: dict[int, asyncio.Task[None]] = {}
         self._started: dict[int, asyncio.Event] = {}  # one event per engine that died, set when it runs again
-        self._broken: ValueError | None = None
+        self._broken: EngineLostError | None = None
         self._watch: asyncio.Task[None] | None = None
 
     @property
@@ -126,7 +127,7 @@ class EnginePool:
 
     @property
     def needs_weights(self) -> bool:
-        """Whether no engine can be used, and a restarted one waits for a weight sync."""
+        """Whether no engine can be used, and a restarted engine waits for a weight sync."""
         return not self.up and bool(self._unsynced)
 
     async def refresh(self) -> None:
@@ -143,13 +144,13 @@ class EnginePool:
 
     @asynccontextmanager
     async def lease(self, requests: int, engine: int | None = None, avoid: int | None = None) -> AsyncIterator[int]:
-        """Wait until there is room for all ``requests`` and reserve it; yields the index of the engine to use.
+        """Wait until there is room for all ``requests``, and reserve it. Yields the index of the engine to use.
 
-        The least loaded engine is chosen, and ``avoid`` only if there is no other. A given ``engine`` is taken at once,
-        whatever its load, unless it is down. While all engines are down, this waits for one.
+        The least loaded engine is chosen. ``avoid`` is chosen only if there is no other. If ``engine`` is given, it is
+        used at once, whatever its load, unless it is down. While all engines are down, this waits.
 
         Raises:
-            ValueError: an engine could not be restarted.
+            EngineLostError: an engine could not be restarted.
         """
         if engine is None or engine in self._down:
             async with self._room:
@@ -170,10 +171,10 @@ class EnginePool:
         return bool(self.up) and (not any(self.load) or sum(self.load) + requests <= self.capacity)
 
     async def usable(self, engine: int | None) -> int:
-        """``engine`` if it can be used, else the least loaded one, for a request whose room is reserved already.
+        """``engine`` if it can be used, else the least loaded one. The request's room must be reserved already.
 
         Raises:
-            ValueError: an engine could not be restarted.
+            EngineLostError: an engine could not be restarted.
         """
         async with self._room:
             await self._room.wait_for(lambda: self._broken or self.up)
@@ -182,16 +183,16 @@ class EnginePool:
         return engine if engine in self.up else min(self.up, key=self.load.__getitem__)
 
     def forget_load(self) -> None:
-        """Free the room of all leases: who holds one waits for the next rollout, and others need the room till then."""
+        """Free the room of all leases. Their holders wait for the next rollout, and others need the room until then."""
         self.load = [0] * len(self.engines)
         self._wake()
 
     async def generate(
         self, engine: int, requests: Sequence[GenerateRequest], on_tokens: OnTokens | None = None
     ) -> list[GenerateResult]:
-        """Generate on one engine; results come in the order of the requests.
+        """Generate on one engine. Results are in the order of the requests.
 
-        ``on_tokens`` hears of the tokens of a single request while they are sampled, if the engine can tell.
+        ``on_tokens`` gets the tokens of a single request while they are sampled, if the engine supports that.
 
         Raises:
             ConnectionError: the engine died.
@@ -229,7 +230,7 @@ class EnginePool:
         await asyncio.gather(*(abort(i) for i in self.up))
 
     async def url(self, engine: int) -> str:
-        """Base URL of the engine's HTTP front, started when first asked for."""
+        """Base URL of the engine's HTTP front. The first call starts the front."""
 
         async def start() -> str:
             info = self.infos.get(engine) or await self.engines[engine].info()
@@ -240,10 +241,11 @@ class EnginePool:
         return await self._urls[engine]
 
     async def check(self, engine: int) -> None:
-        """Ask an engine for its info. Without an answer it is down and restarted; after a weight sync it is used again.
+        """Ask an engine for its info. Without an answer it counts as down, and is restarted. After a weight sync it is
+        used again.
 
         Raises:
-            ValueError: the engine is dead and ``restarts`` is off.
+            EngineLostError: the engine is dead and ``restarts`` is off.
         """
         if engine in self._unsynced:
             with suppress(ConnectionError, TimeoutError):  # `_revive` handles the error
@@ -263,16 +265,16 @@ class EnginePool:
                 self.infos[engine] = info
 
     def _version_of(self, engine: int) -> int:
-        """The weights that an engine had when it last answered; -1: none."""
+        """The weight version of an engine's last answer; -1: there was none."""
         return self.infos[engine].weight_version if engine in self.infos else -1
 
     async def is_gone(self, engine: int) -> bool:
-        """`check` an engine, and say whether it is down."""
+        """`check` an engine. Returns whether it is down."""
         await self.check(engine)
         return engine in self._down
 
     async def watch(self) -> None:
-        """Start to check every engine each ``interval`` seconds, until `rest`; does nothing if restarts are off."""
+        """Start to check every engine each ``interval`` seconds, until `rest`. Without restarts this does nothing."""
 
         async def check_now_and_then() -> None:
             while True:
@@ -291,10 +293,10 @@ class EnginePool:
             self._watch = None
 
     async def settle(self) -> None:
-        """Check every engine and wait until those that are down have been restarted.
+        """Check every engine, and wait until dead ones are restarted.
 
         Raises:
-            ValueError: an engine cannot be restarted.
+            EngineLostError: an engine cannot be restarted.
         """
         await asyncio.gather(*(self.check(engine) for engine in self.up))
         await asyncio.gather(*(event.wait() for event in self._started.values()))
@@ -305,7 +307,10 @@ class EnginePool:
         if engine in self._down:
             return
         if not self._restarts:
-            raise ValueError(f"engine {engine} has died: {why}; with --use-fault-tolerance it would be restarted")
+            raise EngineLostError(
+                f"engine {engine} has died: {why}; with --launcher ray the run would start it again "
+                "(an external server: with --use-fault-tolerance it would wait for it)"
+            )
         logger.error("engine %d has died: %s; other engines take its requests until it runs again", engine, why)
         self._down.add(engine)
         self.deaths[engine] += 1
@@ -324,7 +329,7 @@ class EnginePool:
         try:
             target = self.engines[engine]
             if self.deaths[engine] > MOST_DEATHS or not isinstance(target, Restartable):
-                raise ValueError(f"it died {self.deaths[engine]} times, the last time of: {why}")
+                raise EngineLostError(f"it died {self.deaths[engine]} times, the last time of: {why}")
             await target.restart()
             logger.warning("engine %d runs again after %.0f s", engine, time.monotonic() - begin)
             self._unsynced.add(engine)
@@ -335,14 +340,14 @@ class EnginePool:
             self._down.discard(engine)
             self._lost(engine, f"dead once more: {error}")
         except Exception as error:
-            self._broken = ValueError(f"engine {engine} cannot be restarted: {error}")
+            self._broken = EngineLostError(f"engine {engine} cannot be restarted: {error}")
             self._started[engine].set()
         finally:
             self._unsynced.discard(engine)
             self._wake()
 
     async def _take_back(self, engine: int) -> bool:
-        """Whether an engine has received weights since its restart; if so, it is used again."""
+        """Whether an engine has received weights since its restart. If so, it is used again."""
         info = await asyncio.wait_for(self.engines[engine].info(), self._timeout)
         if self._syncs and info.weight_version < 0:
             return False
@@ -355,7 +360,7 @@ class EnginePool:
         return True
 
     def _wake(self) -> None:
-        """Wake the callers that wait in `lease`, so that they check for room again."""
+        """Wake the callers that wait in `lease`, so that they look for room again."""
 
         async def wake() -> None:
             async with self._room:

@@ -1,10 +1,10 @@
-"""Sessions of agents on the engines of a run, what becomes of them when a rollout ends, and their HTTP front.
+"""Sessions of agents on the engines of a run: what happens to them at the end of a rollout, and their HTTP front.
 
-An agent may be a program that knows nothing of rollouts. At the end of one, its session is *paused*: the reply under
-way is aborted, and it waits. Under ``--partial-rollout`` the group waits too: its coroutine stays as it is, and its
-prompt goes back to the data source as an unfinished one does. When the source hands the prompt out again, the group
-goes on with the tokens that it has, under the weights of then. The agent sees a long wait. A run that resumes from a
-checkpoint has no waiting groups, and begins these anew.
+An agent may be a program that knows nothing about rollouts. At the end of a rollout, its session is *paused*: its
+current reply is aborted, and the agent waits. With ``--partial-rollout`` the group waits too. Its coroutine stays as it
+is, and its prompt goes back to the data source like an unfinished one. When the source hands the prompt out again, the
+group continues with the tokens that it has and with the new weights. The agent only notices a long wait. A run that
+resumes from a checkpoint has no waiting groups, and starts these groups again.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ ATTEMPTS = 3
 
 
 class PooledSessions(Sessions):
-    """The sessions of a run; the ids of one sample's are its ``session_id``, alone or with a dot and a name after it.
+    """The sessions of a run. The ids of a sample's sessions are its ``session_id``, alone or followed by a dot and a
+    name.
 
-    ``states``: session id of a sample that an agent works on -> its `AgentState`.
-    ``waiting``: group index -> a group that waits for the next rollout. ``keeps_ids``: tokens come with the ids that
-    they were drawn from, whatever parameters a program sends; the state of a sample has its own word.
-    ``engines_tell``: whether engines can tell these. ``trains_constrained``: see `Session`.
+    ``states``: session id of a sample with a working agent -> its `AgentState`. ``waiting``: group index -> a group
+    that waits for the next rollout. ``keeps_ids``: tokens come with the ids that they were drawn from, whatever
+    parameters a program sends. The state of a sample may override this. ``engines_tell``: whether the engines support
+    this. ``trains_constrained``: see `Session`.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class PooledSessions(Sessions):
     def open(
         self, session_id: str | None = None, *, defaults: SamplingParams | None = None, seed: int | None = None
     ) -> Session:
-        """See `Sessions.open`; the default ``seed`` is a hash of the run's seed and the id."""
+        """See `Sessions.open`. The default ``seed`` is a hash of the run's seed and the id."""
         if seed is None and session_id is not None:
             seed = stream_seed(self._seed, session_id)
         session = super().open(session_id, defaults=defaults, seed=seed)
@@ -78,8 +79,8 @@ class PooledSessions(Sessions):
         return (session for name, session in self._open.items() if not wanted.isdisjoint(_owners(name)))
 
     def pause(self, prefix: str) -> None:
-        """Pause the sessions whose ids begin with ``prefix``, also those that are opened from now on, and the clocks of
-        their agents.
+        """Pause the sessions whose ids begin with ``prefix``, and the clocks of their agents. Sessions that are opened
+        later with such an id are paused too.
         """
         self._paused = prefix
         for session in self._open.values():
@@ -90,11 +91,11 @@ class PooledSessions(Sessions):
                 state.since = time.monotonic()
 
     def admit(self) -> None:
-        """End `pause` for sessions that are opened from now on; others wait for `resume`."""
+        """Stop pausing sessions that are opened from now on. Sessions that are paused already wait for `resume`."""
         self._paused = None
 
     def resume(self, ids: Sequence[str]) -> None:
-        """End `pause` for the agents of samples with these session ids."""
+        """End the pause of the agents that work on samples with these session ids."""
         for state in (self.states[name] for name in ids if name in self.states):
             state.before, state.since = state.paused, None
         for session in self.of(ids):
@@ -106,10 +107,11 @@ class PooledSessions(Sessions):
         return any(s.running for s in self._open.values() if self._paused is not None and s.id.startswith(self._paused))
 
     async def _sample(self, request: GenerateRequest, on_tokens: OnTokens | None) -> GenerateResult:
-        """Ask the engine of the session's sample, or another one when that is gone.
+        """Ask the engine of the session's sample. If that engine is gone, ask another one.
 
         Raises:
-            ValueError: tokens are left out of what is trained on, and the engine does not tell which.
+            ValueError: sampling excludes tokens, the response is trained on, and the engine does not return the kept
+                ids.
         """
         assert request.prefix_key is not None
         owners = _owners(str(request.prefix_key))
@@ -149,9 +151,9 @@ def _owners(session_id: str) -> tuple[str, str]:
 
 
 class RunFront:
-    """A front over a run's engines and sessions, on the event loop that these live on.
+    """A front for a run's engines and sessions, on their event loop.
 
-    Its own key is a secret that nobody is told: an agent gets the key of its session.
+    Its own key stays secret. An agent gets the key of its session.
     """
 
     def __init__(self, sessions: PooledSessions, pool: EnginePool, name: str) -> None:
@@ -162,7 +164,7 @@ class RunFront:
         self._started: asyncio.Task[str] | None = None
 
     async def start(self) -> str:
-        """The base URL; it listens from the first call on."""
+        """The base URL. The first call starts to listen."""
         self._started = self._started or asyncio.create_task(self._front.start())
         return await asyncio.shield(self._started)
 
@@ -174,11 +176,11 @@ class RunFront:
             await self._front.stop()
 
     async def info(self) -> EngineInfo:
-        """What the first of the engines said."""
+        """The info of the first engine."""
         return next(iter(self._pool.infos.values()))
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
-        """See `Engine.generate`; each request goes to the least loaded engine."""
+        """See `Engine.generate`. Each request goes to the least loaded engine."""
         return list(await asyncio.gather(*(self._sessions.sampler(request, None) for request in requests)))
 
     async def score(self, input_ids: Sequence[int], start: int, temperature: float = 1.0, top: int = 0) -> Scores:

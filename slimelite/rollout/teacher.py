@@ -1,4 +1,4 @@
-"""The teacher server of on-policy distillation: scores finished responses through SGLang's /generate."""
+"""The teacher server of on-policy distillation. It scores finished responses through SGLang's /generate."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ REQUEST_SECONDS = 300.0
 
 
 class Teacher:
-    """Fills ``sample.teacher_log_probs`` at ``temperature``, the temperature of the student's sampling.
+    """Fills ``sample.teacher_log_probs``. ``temperature`` is the temperature of the student's sampling.
 
-    SGLang ignores the sampling temperature for prompts: its prompt log-probs are at temperature 1. Any other is
-    requested as ``input_logprob_temperature``; a server that supports it repeats it in its answer.
+    SGLang ignores the sampling temperature for prompts, so its prompt log-probs are at temperature 1. Another
+    temperature is requested as ``input_logprob_temperature``. A server that supports this repeats it in its answer.
 
     Args:
         url: address of the server, with or without ``/generate``.
@@ -33,7 +33,7 @@ class Teacher:
 
     @classmethod
     def of(cls, args: DistillationArgs) -> Teacher | None:
-        """The teacher of --rm-url under --opd-type sglang, or None."""
+        """The teacher at --rm-url with --opd-type sglang, or None."""
         is_server = args.use_opd and args.opd_type == "sglang" and args.rm_url is not None
         return cls(str(args.rm_url), args.rollout_temperature) if is_server else None
 
@@ -48,10 +48,10 @@ class Teacher:
             await asyncio.gather(*(self._score(client, s) for s in todo))
 
     def ask_once(self) -> None:
-        """Test the server with tokens 0 and 1, since SGLang dies of a token outside its vocabulary.
+        """Test the server with tokens 0 and 1, because a token outside the vocabulary crashes SGLang.
 
         Raises:
-            ValueError: as `score` does.
+            ValueError: see `score`.
         """
         asyncio.run(self.score([Sample(tokens=[0, 1], response_length=1)]))
 

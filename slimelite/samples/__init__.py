@@ -1,1 +1,1 @@
-"""The currency: samples, and the table of them."""
+"""The data that all parts of a run exchange: samples, and the table of samples."""

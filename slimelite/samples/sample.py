@@ -23,11 +23,11 @@ PerToken = Sequence[Any] | np.ndarray
 
 
 class Listed(Generic[L]):
-    """An attribute that turns an array into a list when it is first read, and holds that list from then on.
+    """An attribute that keeps an array until it is first read. Then it turns the array into a list and keeps the list.
 
-    So ``sample.tokens += [5]`` and ``sample.loss_mask[0] = 0`` work as on any list, and a response that nobody looks at
-    token by token never becomes Python objects, which take 32 bytes a token and more. ``vars(sample)`` has what it
-    holds. ``default``: of the field of a dataclass.
+    So ``sample.tokens += [5]`` and ``sample.loss_mask[0] = 0`` work as on any list. A response whose tokens nobody
+    reads never becomes Python objects, which take at least 32 bytes for each token. ``vars(sample)`` has the array or
+    list as it is kept. ``default``: the default value of the dataclass field.
     """
 
     def __init__(self, default: tuple[()] | None = None) -> None:
@@ -54,7 +54,8 @@ class Listed(Generic[L]):
 
 
 def joined(before: PerToken | None, added: PerToken) -> PerToken:
-    """A new list of ``before`` and ``added``, or an array if ``added`` is one and ``before`` is one too or is empty."""
+    """``before`` followed by ``added``. The result is an array if ``added`` is one and ``before`` is an array or empty;
+    else it is a new list."""
     if isinstance(added, np.ndarray) and (isinstance(before, np.ndarray) or not before):
         return np.concatenate([before, added]) if isinstance(before, np.ndarray) else added.copy()
     return [*_plain([] if before is None else before), *_plain(added)]
@@ -66,11 +67,11 @@ def _plain(values: PerToken) -> Sequence[object]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kept:
-    """The token ids that top-p, top-k and min-p left of the vocabulary when an engine drew each token of a response:
-    what a trainer renormalises log-probs over.
+    """The token ids that top-p, top-k and min-p kept when an engine drew each token of a response. A trainer
+    renormalises log-probs over these ids.
 
-    ``ids``: [sum of counts] int32, those of the first token, then those of the second, and so on. ``counts``: [tokens]
-    int32; 0: the token was drawn from the whole vocabulary, or not drawn at all, such as a tool's.
+    ``ids``: [sum of counts] int32, the ids of the first token, then those of the second, and so on. ``counts``:
+    [tokens] int32. 0: the token was drawn from the whole vocabulary, or was not drawn at all, such as a tool's token.
     """
 
     ids: np.ndarray
@@ -78,14 +79,14 @@ class Kept:
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[int] | np.ndarray]) -> Kept:
-        """From the ids of each token."""
+        """Make it from the ids of each token."""
         counts = np.array([len(row) for row in rows], np.int32)
         ids = np.concatenate([np.asarray(row, np.int32) for row in rows]) if len(rows) else np.zeros(0, np.int32)
         return cls(ids, counts)
 
     @classmethod
     def nothing(cls, tokens: int) -> Kept:
-        """So many tokens without ids."""
+        """``tokens`` tokens without ids."""
         return cls(np.zeros(0, np.int32), np.zeros(tokens, np.int32))
 
     @property
@@ -100,13 +101,14 @@ class Kept:
         return [ids[begin:end] for begin, end in pairwise(ends)]
 
     def first(self, tokens: int) -> Kept:
-        """Those of the first ``tokens``."""
+        """The ids of the first ``tokens`` tokens."""
         counts = self.counts[:tokens]
         return Kept(self.ids[: int(counts.sum())], counts)
 
 
 def together(before: Kept | None, tokens: int, added: Kept | None, more: int) -> Kept | None:
-    """The ids of ``tokens`` tokens and of ``more`` after them, of which either may have none; None if neither has."""
+    """The ids of ``tokens`` tokens and of ``more`` tokens after them. Either part may have none; the result is None if
+    both have none."""
     if before is None and added is None:
         return None
     first, second = before or Kept.nothing(tokens), added or Kept.nothing(more)
@@ -114,7 +116,7 @@ def together(before: Kept | None, tokens: int, added: Kept | None, more: int) ->
 
 
 class Status(StrEnum):
-    """Where a sample stands; the names are slime's."""
+    """The state of a sample. The names are slime's."""
 
     PENDING = "pending"
     COMPLETED = "completed"
@@ -147,7 +149,8 @@ NOT_HERE = {
 
 
 class Generated(NamedTuple):
-    """What a rollout added to one response: ``tokens``, how many of them the loss sees, seconds spent on tools."""
+    """What a rollout added to one response: the number of ``tokens``, the number that the loss sees (``effective``),
+    and the seconds spent on tools (``waited``)."""
 
     tokens: int
     effective: int
@@ -156,14 +159,14 @@ class Generated(NamedTuple):
 
 @dataclass
 class Sample:
-    """A prompt and the response being written to it; `slime.utils.types.Sample` is this class.
+    """A prompt and its response, which grows during generation. `slime.utils.types.Sample` is this class.
 
-    Plugins may set attributes of their own: they are copied, saved and loaded with the sample.
+    Plugins may set their own attributes, which are copied, saved and loaded with the sample.
 
-    ``tokens`` is prompt and response together; the per-token lists (``loss_mask``, ``rollout_log_probs``,
-    ``weight_versions``, when a teacher scored it ``teacher_log_probs``, and columns of a user's own) cover the response
-    alone and have ``response_length`` entries. `append_response_tokens` is the only writer of the first three. All are
-    lists for who reads them; they are kept as the arrays that an engine gave until then (`Listed`).
+    ``tokens`` has the prompt and the response. The per-token lists (``loss_mask``, ``rollout_log_probs``,
+    ``weight_versions``, ``teacher_log_probs`` if a teacher scored the response, and a user's own columns) cover the
+    response alone and have ``response_length`` entries. Only `append_response_tokens` writes the first three. Whoever
+    reads one of them gets a list. Until then it stays the array that an engine gave (`Listed`).
     """
 
     Status: ClassVar[type[_Status]] = _Status
@@ -207,7 +210,7 @@ class Sample:
     mopd_teacher_log_probs: InitVar[object] = None
 
     def __post_init__(self, *not_here: object) -> None:
-        """Refuse values of slime's constructor that are not supported here."""
+        """Refuse values of slime's constructor that slimelite does not support."""
         _refuse(dict(zip(NOT_HERE, not_here, strict=True)))
 
     @property
@@ -222,13 +225,13 @@ class Sample:
 
     @property
     def prompt_ids(self) -> PerToken:
-        """The tokens of the prompt, as they are held: array or list."""
+        """The tokens of the prompt, as an array or a list, whichever the sample keeps."""
         ids: PerToken = vars(self)["tokens"]
         return ids[: self.prompt_length]
 
     @property
     def response_ids(self) -> PerToken:
-        """The tokens of the response, as they are held: array or list."""
+        """The tokens of the response, as an array or a list, whichever the sample keeps."""
         ids: PerToken = vars(self)["tokens"]
         return ids[self.prompt_length :]
 
@@ -242,7 +245,7 @@ class Sample:
 
     @property
     def kept(self) -> Kept | None:
-        """The token ids that each response token was drawn from, where top-p, top-k or min-p left others out."""
+        """The token ids that each response token was drawn from; None unless top-p, top-k or min-p excluded some."""
         ids, offsets = (vars(self)[f"rollout_top_p_token_{part}"] for part in ("ids", "offsets"))
         if ids is None or offsets is None:
             return None
@@ -254,7 +257,8 @@ class Sample:
         self.rollout_top_p_token_offsets = None if kept is None else kept.offsets
 
     def generated_since(self, before: Sample | None = None) -> Generated:
-        """What its response has beyond that of ``before``, an earlier state of it (None: the prompt)."""
+        """What the response has gained since ``before``, an earlier state of this sample; None means since the
+        prompt."""
         if before is None:
             return Generated(self.response_length, self.effective_response_length, self.non_generation_time)
         return Generated(
@@ -278,18 +282,18 @@ class Sample:
         meta_info: dict[str, Any] | None = None,
         update_terminal_info: bool = True,
     ) -> None:
-        """Append tokens to the response and keep every per-token list aligned.
+        """Append tokens to the response, and keep every per-token list aligned.
 
-        It is called as ``(tokens, log_probs)``, or as in slime: ``(args, tokens=…, log_probs=…, meta_info=…)``.
+        Call it as ``(tokens, log_probs)``, or as slime does: ``(args, tokens=…, log_probs=…, meta_info=…)``.
 
-        ``log_probs``: the engine's, one for each token; tokens of a tool or environment (``trainable=False``) get mask
-        0 and log-prob 0. ``weight_version``: of the weights that sampled the tokens (``weight_versions``: one for
-        each token); without either, the version that the engine had when the generate function was called.
-        ``kept``: the ids that each token was drawn from; ``log_probs`` are then over these. ``constrained``: for each
-        token whether a grammar left others out; it then gets mask 0, and counts in ``metadata``.
-        ``meta_info``: from the engine's answer, with weight versions, finish reason and, if the request asked for them
-        by ``return_sampling_mask``, the kept ids; log-probs over these replace ``log_probs``. The status is set from it
-        unless ``update_terminal_info`` is False.
+        ``log_probs``: the engine's, one for each token. Tokens of a tool or environment (``trainable=False``) get mask
+        0 and log-prob 0. ``weight_version``: the version of the weights that sampled the tokens. ``weight_versions``:
+        one version for each token. Without either, the tokens get the version that the engine had when the generate
+        function was called. ``kept``: the ids that each token was drawn from. ``log_probs`` are then over these ids.
+        ``constrained``: for each token, whether a grammar excluded other tokens. Such a token gets mask 0 and is
+        counted in ``metadata``. ``meta_info``: from the engine's answer. It has the weight versions and the finish
+        reason, which sets the status unless ``update_terminal_info`` is False. If the request asked for them with
+        ``return_sampling_mask``, it also has the kept ids and log-probs over these, which replace ``log_probs``.
 
         Raises:
             ValueError: trainable tokens without log-probs, or lists of different lengths.
@@ -348,12 +352,13 @@ class Sample:
 
     @property
     def trained_versions(self) -> np.ndarray:
-        """Weight versions of the response tokens in the loss; a tool's tokens were not sampled from any weights."""
+        """Weight versions of the response tokens that the loss sees. Tokens of a tool have none, because no weights
+        sampled them."""
         versions, mask = np.asarray(vars(self)["weight_versions"], np.int64), vars(self)["loss_mask"]
         return versions if mask is None else versions[: len(mask)][np.asarray(mask[: len(versions)], bool)]
 
     def check_aligned(self) -> None:
-        """Raise ValueError for a per-token list that does not fit the response, or for an unsupported field."""
+        """Raise ValueError if a per-token list does not fit the response, or if an unsupported field is set."""
         if not NOT_HERE.keys().isdisjoint(vars(self)):
             _refuse({name: getattr(self, name) for name in NOT_HERE})
         if self.response_length > self.total_length:
@@ -375,7 +380,7 @@ class Sample:
                 )
 
     def reward_value(self, key: str | None) -> float:
-        """The reward as a number; ``key`` picks it from a dict reward.
+        """The reward as a number. If the reward is a dict, ``key`` selects the value.
 
         Raises:
             ValueError: there is no reward, or ``key`` does not fit it.
@@ -392,16 +397,16 @@ class Sample:
         return float(reward)
 
     def get_reward_value(self, args: Any) -> float:
-        """slime's spelling of `reward_value`."""
+        """`reward_value` under slime's name."""
         return self.reward_value(args.reward_key)
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields as plain values, copied, and attributes that plugins have set, not copied."""
+        """All fields as copied plain values, and the attributes that plugins have set, which are not copied."""
         return {**vars(self), **asdict(self)}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Sample:
-        """The inverse of `to_dict`; keys that are no fields become attributes, as plugins set them."""
+        """The inverse of `to_dict`. Keys that are not fields become attributes, as if a plugin had set them."""
         known = {f.name for f in fields(cls)} & values.keys()
         sample = cls(**{name: values[name] for name in known})
         sample.status = _Status(sample.status)
@@ -415,15 +420,15 @@ PER_TOKEN = tuple(name for name, value in vars(Sample).items() if isinstance(val
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the table of samples, which saved rollouts contain and a loss can read.
+    """A column of the table of samples. Saved rollouts contain it, and a loss can read it.
 
     ::
 
         COLUMNS.add(Column("difficulty", "float32", per="token"))
 
-    in a file that ``--import-file`` names adds one. A generate function gives ``sample.difficulty`` a list with a value
-    for each response token, and a loss reads ``batch.column("difficulty")``. A table has no
-    column that no sample has.
+    in a file of ``--import-file`` adds a column. A generate function sets ``sample.difficulty`` to a list with a value
+    for each response token, and a loss reads ``batch.column("difficulty")``. If no sample has a value, the table does
+    not have the column.
     """
 
     name: str
@@ -489,7 +494,7 @@ COLUMNS = Registry(
 
 @cache
 def _token_columns(_known: int) -> list[Column]:
-    """The per-token columns whose length a plugin can get wrong; ``_known``: how many columns there are by now."""
+    """The per-token columns whose length a plugin can get wrong. ``_known``: the number of columns now."""
     return [column for column in COLUMNS.values() if column.per == "token" and column.name != "response_tokens"]
 
 
@@ -506,8 +511,8 @@ def versions_of(meta_info: dict[str, Any], count: int) -> list[int]:
 
 
 def kept_of(meta_info: dict[str, Any], count: int, log_probs: PerToken) -> tuple[Kept, PerToken]:
-    """The kept ids of the first ``count`` tokens of the answer with this ``meta_info``, and log-probs over them; those
-    of tokens that were drawn from the whole vocabulary stay as they are.
+    """The kept ids of the first ``count`` tokens of the answer with this ``meta_info``, and log-probs over them. A
+    token that was drawn from the whole vocabulary keeps its log-prob of ``log_probs``.
     """
     masks = [mask or () for mask in meta_info["output_token_sampling_mask"][:count]]
     over = meta_info["output_token_sampling_logprobs"][:count]

@@ -1,9 +1,8 @@
-"""A rollout as a table of samples: the one data format of all parts of a run, with one row for each sample.
+"""A rollout as a table of samples, with one row for each sample. All parts of a run use this one format.
 
-The rollout side sends it to the trainers, debug dumps and the run folder contain it, and offline training (SFT,
-offline RL, preference pairs) reads it. Each ragged column is one flat array, split into rows by
-``prompt_offsets`` or ``response_offsets``; per-token data is never a Python list. `sample.COLUMNS` lists
-the columns.
+The rollout side sends it to the trainers. Debug dumps and the run folder contain it. Offline training (SFT, offline RL,
+preference pairs) reads it. Each ragged column is one flat array, split into rows by ``prompt_offsets`` or
+``response_offsets``; per-token data is never a Python list. `sample.COLUMNS` lists the columns.
 """
 
 from __future__ import annotations
@@ -29,12 +28,13 @@ OFFSETS = {"prompt": "prompt_offsets", "token": "response_offsets", "kept": "kep
 
 
 class SampleTable:
-    """A rollout: an attribute for each of ``COLUMNS`` (None if the rollout lacks it) and for each of ``OFFSETS``.
+    """A rollout. It has an attribute for each of ``COLUMNS`` (None if the rollout lacks the column) and for each of
+    ``OFFSETS``.
 
     Numbers are arrays of the column's dtype: [rows], or [prompt tokens], [response tokens] or [kept ids] of all rows
     together. Texts are lists. ``*_offsets``: [rows + 1], int64. If labels are not text, a file has a column
-    ``label_value`` (JSON) besides ``label``. A file with per-token ``advantages`` has no ``advantage``, which is read
-    as NaN.
+    ``label_value`` (JSON) in addition to ``label``. A file with per-token ``advantages`` has no ``advantage``, which is
+    read as NaN.
     """
 
     sample_id: np.ndarray
@@ -67,7 +67,7 @@ class SampleTable:
     reward_components: list[str]
 
     def __init__(self, **columns: object) -> None:
-        """``columns``: values by column name, and the offsets."""
+        """``columns``: the values of each column and the offsets, by name."""
         vars(self).update({**dict.fromkeys(COLUMNS), **dict.fromkeys(OFFSETS.values()), **columns})
 
     def __len__(self) -> int:
@@ -85,16 +85,17 @@ class SampleTable:
 
     @property
     def mask_sums(self) -> np.ndarray:
-        """[rows] response tokens the loss sees; 0 for removed samples."""
+        """[rows] number of response tokens that the loss sees; 0 for removed samples."""
         sums, some = np.zeros(len(self), np.int64), self.response_lengths > 0
         if some.any():
             sums[some] = np.add.reduceat(self.loss_mask, self.response_offsets[:-1][some], dtype=np.int64)
         return np.where(self.removed, 0, sums)
 
     def compared(self) -> tuple[np.ndarray, np.ndarray]:
-        """[rows] int64 each: numbers of the groups whose rollouts are compared with each other, and of the rollouts.
+        """Two [rows] int64 arrays: the number of each row's group, and the number of its rollout. The rollouts of a
+        group are compared with each other.
 
-        The roles of an episode are groups and rollouts of their own.
+        Each role of an episode has groups and rollouts of its own.
         """
         roles = np.zeros(len(self), np.int64) if self.role is None else self.role.astype(np.int64)
         of_group, of_rollout = (np.stack([ids, roles], 1) for ids in (self.group_id, self.rollout_id))
@@ -267,7 +268,7 @@ class SampleTable:
         return cls(**values)
 
     def to_parquet(self, path: str | Path) -> None:
-        """Write the table; the file appears whole or not at all."""
+        """Write the table. The file appears complete or not at all."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole(path) as partial:
@@ -308,8 +309,8 @@ class TokenStats:
     entropy: np.ndarray
 
     def to_parquet(self, path: Path) -> None:
-        """Write a row for each sample, with null lists where it was not computed; the file appears whole or not at
-        all.
+        """Write a row for each sample; rows that the trainer did not compute get null lists. The file appears complete
+        or not at all.
         """
         lengths = np.diff(self.offsets)
         seen = np.bincount(np.repeat(np.arange(len(lengths)), lengths), ~np.isnan(self.log_probs), len(lengths))

@@ -1,1 +1,1 @@
-"""Boxes: what runs the programs of a model and of a user apart from the rest of the machine."""
+"""Sandboxes, which separate the programs of a model or a user from the rest of the machine."""

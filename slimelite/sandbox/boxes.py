@@ -1,4 +1,4 @@
-"""``process`` and ``bwrap``: each program has a supervisor, which makes its sandbox and ends it."""
+"""``process`` and ``bwrap``. Each program has a supervisor, which makes its sandbox and ends it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ HOME = "/home/agent"
 
 
 class ProcessSandbox:
-    """Landlock, seccomp and limits. Root's programs have a user of their own, and where it may be made a network."""
+    """Landlock, seccomp and limits. If root runs them, programs get their own user, and their own network where that is
+    possible."""
 
     name, confined = "process", True
 
@@ -67,7 +68,7 @@ class ProcessSandbox:
         """Start a program that does nothing.
 
         Raises:
-            ValueError: it does not start.
+            ValueError: the program does not start.
         """
         launch = self.launch(["true"], {}, "http://127.0.0.1:9")
         run = subprocess.run(
@@ -138,7 +139,7 @@ class ProcessSandbox:
 
 
 class BubblewrapSandbox(ProcessSandbox):
-    """Namespaces by bubblewrap, and the same filter and limits; its files are in memory."""
+    """Namespaces made by bubblewrap, with the same filter and limits. Its files are in memory."""
 
     name, confined = "bwrap", False
 
@@ -176,7 +177,8 @@ class BubblewrapSandbox(ProcessSandbox):
 
 
 def bubblewrap(readable: Iterable[str], home: str, disk_bytes: int, folders: Iterable[str] = ()) -> list[str]:
-    """bwrap with a view of the system's files and ``readable``; ``home``, /tmp, /dev/shm, ``folders`` are in memory."""
+    """The words of bwrap for a view of the system's files and ``readable``. ``home``, /tmp, /dev/shm and ``folders``
+    are in memory."""
     words = ["bwrap", "--die-with-parent", "--cap-drop", "ALL"]
     words += ["--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     words += ["--uid", "1000", "--gid", "1000", "--hostname", "sandbox"]
@@ -201,13 +203,13 @@ def bubblewrap(readable: Iterable[str], home: str, disk_bytes: int, folders: Ite
 
 
 def bubblewrap_of_answer(folder: str, readable: Sequence[str], disk_bytes: int) -> list[str]:
-    """See ``answers`` of `SandboxKind`: a file system, processes and a network of its own."""
+    """See ``answers`` of `SandboxKind`. The answer has its own file system, processes and network."""
     return [*bubblewrap([path for path in readable if os.path.exists(path)], folder, disk_bytes), "--unshare-net"]
 
 
 def placed(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """``words`` with the full paths of the program and of the files that they name, and what must be readable for it:
-    these, and the program's own installation, such as a virtual environment.
+    """``words`` with full paths of the program and of the files that they name, and the paths that must be readable.
+    These are the same files, and the program's installation, such as a virtual environment.
     """
     program = shutil.which(words[0]) or words[0]
     placed, readable = [os.path.abspath(program)], []
@@ -223,7 +225,8 @@ def placed(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def installation(program: str) -> list[str]:
-    """The folder above ``bin`` of a program, and that of the interpreter on which a virtual environment is built."""
+    """The folder above the program's ``bin``, and the folder of the interpreter that a virtual environment is based
+    on."""
     folder = Path(program).parent
     if folder.name != "bin" or str(folder.parent) in ("/", os.path.expanduser("~"), os.path.expanduser("~/.local")):
         return []
@@ -238,13 +241,13 @@ def installation(program: str) -> list[str]:
 
 
 def is_within(path: str, places: Iterable[str]) -> bool:
-    """Whether ``path`` is one of ``places``, or in one."""
+    """Whether ``path`` is one of ``places``, or inside one."""
     return any(path == place or path.startswith(f"{place}/") for place in places)
 
 
 def control_groups(settings: SandboxSettings) -> dict[str, dict[str, str]]:
-    """The folders in which a cgroup for each program can be made, with the limits to write into it; none if memory or
-    processes cannot be limited so.
+    """The folders where each program can get a cgroup, with the limits to write into it. Empty if cgroups cannot limit
+    memory or processes here.
     """
     memory, processes = str(settings.memory_mb << 20), str(settings.processes)
     try:
@@ -270,7 +273,7 @@ def control_groups(settings: SandboxSettings) -> dict[str, dict[str, str]]:
 
 
 def _can_make(parent: str) -> bool:
-    """Whether a process can be put into a cgroup made there."""
+    """Whether a cgroup can be made in ``parent`` and a process can be put into it."""
     probe = f"{parent}/slimelite-probe-{os.getpid()}"
     try:
         os.mkdir(probe)

@@ -1,7 +1,8 @@
-"""Restrictions that a process puts on itself before it runs a program that is not trusted (Linux).
+"""Restrictions that a process puts on itself before it runs an untrusted program (Linux).
 
-There are three layers, where the kernel has them (`gaps` says what is missing): limits and dropped capabilities;
-seccomp, which refuses system calls; Landlock, which refuses files, signals and the memory of other processes.
+There are three layers, if the kernel has them (`gaps` lists the missing ones). The first is limits and dropped
+capabilities. The second is seccomp, which refuses system calls. The third is Landlock, which refuses files, signals and
+the memory of other processes.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ class _Filter(ctypes.Structure):
 
 
 def gaps() -> list[str]:
-    """A sentence for each missing layer: what a program can then do on this machine. Empty if all layers are there."""
+    """A sentence for each missing layer. It says what a program can do on this machine because of that. Empty if no
+    layer is missing."""
     missing = []
     if not has_seccomp():
         missing.append("there is no seccomp, so the code can start processes, send signals and open sockets")
@@ -96,15 +98,15 @@ def gaps() -> list[str]:
 
 
 def confine(folder: str, cpu_seconds: int, memory_bytes: int, *, alone: bool = True) -> None:
-    """Limit this process permanently, and have it killed with its parent.
+    """Limit this process permanently. It is also killed when its parent ends.
 
-    Limits are processor time, address space, 16 MiB a file (also for output that goes to a file), 64 open files, no
-    core dump, no more processes or threads. It may write only in ``folder``, and read there and what Python needs.
-    ``memory_bytes`` must be below the caller's own limit. Not ``alone``: only the limits, before a program that makes
-    a sandbox and the process in it.
+    The limits are: processor time, address space, 16 MiB for each file (also for output that goes to a file), 64 open
+    files, no core dump, no more processes or threads. It may write only in ``folder``. It may read only there, and the
+    files that Python needs. ``memory_bytes`` must be below the caller's own limit. Not ``alone``: set only the limits.
+    Use it before a program that makes a sandbox and starts a process in it.
 
     Raises:
-        OSError: the kernel has a layer, but setting it up failed.
+        OSError: the kernel has a layer, but it could not be set up.
     """
     limits = {
         resource.RLIMIT_CPU: cpu_seconds,
@@ -136,8 +138,8 @@ def interpreter_paths() -> list[str]:
 
 
 def hide() -> None:
-    """Where Landlock is missing, mark this process as not dumpable, so that the programs it runs cannot read its memory
-    and environment in /proc."""
+    """If Landlock is missing, make this process not dumpable, so that its programs cannot read its memory and
+    environment in /proc."""
     if sys.platform == "linux" and landlock_abi() == 0:
         libc = ctypes.CDLL(None, use_errno=True)
         _check(libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "PR_SET_DUMPABLE")
@@ -153,14 +155,14 @@ def has_seccomp() -> bool:
 
 
 def landlock_abi() -> int:
-    """The version of Landlock that this kernel has; 0: none."""
+    """The version of this kernel's Landlock; 0: it has none."""
     if sys.platform != "linux":
         return 0
     return max(int(ctypes.CDLL(None).syscall(CREATE_RULESET, None, 0, 1)), 0)
 
 
 def drop_capabilities(libc: ctypes.CDLL, keep: int) -> None:
-    """Root without capabilities cannot signal or trace other users' processes, nor raise its limits."""
+    """Drop capabilities. Without them, root cannot signal or trace other users' processes, or raise its limits."""
     for capability in range(64):
         if not keep >> capability & 1:
             libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)  # fails for users other than root, who have none
@@ -171,8 +173,8 @@ def drop_capabilities(libc: ctypes.CDLL, keep: int) -> None:
 
 
 def restrict_files(readable: Iterable[str], writable: Iterable[str], ports: Sequence[int] | None = ()) -> None:
-    """Landlock: only these files and folders, TCP only to ``ports`` (None: to all), no signals or abstract sockets to
-    processes outside."""
+    """Landlock: allow only these files and folders, TCP only to ``ports`` (None: to all), and no signals or abstract
+    sockets to processes outside."""
     libc, abi = ctypes.CDLL(None, use_errno=True), landlock_abi()
     rights = RIGHTS[min(abi, 5)]
     attributes = struct.pack("3Q", rights, TCP if ports is not None else 0, SCOPES)
@@ -196,14 +198,14 @@ def restrict_files(readable: Iterable[str], writable: Iterable[str], ports: Sequ
 
 
 def install(program: bytes) -> None:
-    """Filter this process's system calls from now on; it must have given up new privileges, or be root."""
+    """Filter this process's system calls from now on. It must have given up new privileges, or be root."""
     packed = _Filter(len(program) // 8, program)
     libc = ctypes.CDLL(None, use_errno=True)
     _check(libc.prctl(PR_SET_SECCOMP, FILTER, ctypes.byref(packed), 0, 0), "PR_SET_SECCOMP")
 
 
 def answer_filter() -> bytes:
-    """The filter for the code of an answer: one process, without sockets."""
+    """The filter for the code of an answer, which is one process without sockets."""
     denied = [number for numbers in _system_calls().values() for number in numbers]
     return _packed(denied, (*OWNERS, PRCTL, STREAM_PAIRS, PRLIMIT))
 
@@ -211,11 +213,11 @@ def answer_filter() -> bytes:
 def program_filter(
     families: Sequence[int], *, datagrams: bool, own_files: bool, disk_counted: bool, memory_counted: bool
 ) -> bytes:
-    """The filter for a program, which may start others and signal them.
+    """The filter for a program. The program may start other programs, and signal them.
 
-    ``families``: of its sockets. ``datagrams``: sockets may be others than streams. ``own_files``: nothing outside
-    the sandbox is this user's, so that it may change modes and times. ``disk_counted``, ``memory_counted``: the kernel
-    limits what its files, and its files in memory, hold.
+    ``families``: the allowed families of its sockets. ``datagrams``: sockets other than streams are allowed.
+    ``own_files``: no file outside the sandbox belongs to this user, so the program may change modes and times.
+    ``disk_counted``, ``memory_counted``: the kernel limits the size of its files, and of its files in memory.
     """
     groups = _system_calls()
     socket = SOCKET[os.uname().machine]
@@ -243,7 +245,7 @@ _groups: dict[str, list[int]] = {}
 
 
 def _system_calls() -> dict[str, list[int]]:
-    """The numbers on this machine, by group."""
+    """The numbers of the system calls on this machine, by group."""
     if not _groups:
         import tomllib  # the supervisor of a sandbox does without it
 

@@ -1,8 +1,8 @@
-"""Runs one program in a container, and ends it: SIGINT at once, SIGTERM after a moment.
+"""Runs one program in a container, and ends it. SIGINT ends it at once, SIGTERM after a moment.
 
-`containers` starts it as ``python -I -S -c``, with a `ContainerPlan`, marshalled, in the environment. The program in
-the container waits for a line on stdin: until then the supervisor has a socket in the container's network, from which
-it connects the program with its model.
+`containers` starts it as ``python -I -S -c``. The environment has a `ContainerPlan`, marshalled. The program in the
+container waits for a line on stdin. Before that, the supervisor opens a socket in the container's network, through
+which it connects the program to its model.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ KILLED = 128 + signal.SIGKILL
 
 
 def main() -> None:
-    """Run the program of the plan, and exit as it does."""
+    """Run the program of the plan, and exit with its status."""
     plan: ContainerPlan = marshal.loads(bytes.fromhex(os.environ.pop(VARIABLE)))
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     container = _Container(plan)
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 class _Container:
-    """The container, and the engine's client that is attached to it."""
+    """The container, and the engine's client process that is attached to it."""
 
     def __init__(self, plan: ContainerPlan) -> None:
         self._plan, self._parent = plan, os.getppid()
@@ -73,7 +73,7 @@ class _Container:
         )
 
     def to_the_end(self) -> int:
-        """Wait for the program, and for signals; its exit status."""
+        """Wait for the program and for signals. Returns the exit status."""
         over = float("inf")
         try:
             if self._plan["endpoint"] is not None and not self._connect(self._plan["endpoint"]):
@@ -105,10 +105,11 @@ class _Container:
         return status if status >= 0 else 128 - status
 
     def _connect(self, endpoint: tuple[str, int]) -> bool:
-        """Listen in the container's network and connect whoever comes with ``endpoint``; False: it ended before.
+        """Listen in the container's network, and connect each client to ``endpoint``. False: the container ended
+        before.
 
         Raises:
-            OSError: the network cannot be entered.
+            OSError: this process cannot enter the network.
         """
         end = time.monotonic() + START
         while (pid := self._pid()) is None:
@@ -122,7 +123,7 @@ class _Container:
         return True
 
     def _pid(self) -> int | None:
-        """The container's first process; None before it has one.
+        """The container's first process; None while it has none.
 
         Raises:
             OSError: it is not a process of this machine.
@@ -144,7 +145,7 @@ class _Container:
         return int(pid)
 
     def _tell(self) -> None:
-        """Let the program begin, and pass on what comes on stdin."""
+        """Let the program begin, and pass on the input from stdin."""
         assert self._client.stdin is not None
         with suppress(OSError), self._client.stdin as pipe:
             pipe.write(b"\n")
@@ -154,7 +155,8 @@ class _Container:
                 pipe.flush()
 
     def remove(self) -> None:
-        """End what is left. The command has a session of its own: it goes on if this process is killed."""
+        """Remove the container and its file. The command has its own session, so it continues if this process is
+        killed."""
         with suppress(FileNotFoundError):
             os.remove(self._file)
         if self._client.poll() is None:
@@ -171,10 +173,11 @@ class _Container:
 
 
 def _listener_in(pid: int, port: int) -> int:
-    """The descriptor of a socket that listens at ``port`` of the loopback of a process's network.
+    """The descriptor of a socket that listens at ``port`` on the loopback of another process's network.
+
 
     Raises:
-        OSError: this user may not enter it.
+        OSError: this user may not enter the network.
     """
     ours, theirs = socket.socketpair()
     child = os.fork()

@@ -1,4 +1,4 @@
-"""``podman`` and ``docker``: each program has a container of its own, which a supervisor starts and removes."""
+"""``podman`` and ``docker``. Each program has its own container, which a supervisor starts and removes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PROBE_SECONDS = 60.0
 
 
 class ContainerSandbox:
-    """A container of the image that ``--agent-image`` names."""
+    """A container of the image in ``--agent-image``."""
 
     name: ClassVar[str]
     remedy: ClassVar[str]
@@ -80,7 +80,7 @@ class ContainerSandbox:
         """Run a command of the engine.
 
         Raises:
-            ValueError: it fails; the message begins with ``what``.
+            ValueError: the command fails. The message begins with ``what``.
         """
         words = [self.name, *command.split()]
         try:
@@ -93,7 +93,7 @@ class ContainerSandbox:
             raise ValueError(f"{what}: {reason}; {remedy}")
 
     def launch(self, words: Sequence[str], variables: Mapping[str, str], endpoint: str | None) -> Launch:
-        """See `Sandbox`; raises ValueError if there is no image."""
+        """See `Sandbox`. It raises ValueError if there is no image."""
         if self.settings.image is None:
             raise ValueError(self._without_image())
         url, kept = urlsplit(endpoint or ""), {name: os.environ[name] for name in KEPT if name in os.environ}
@@ -134,7 +134,7 @@ class ContainerSandbox:
         return words
 
     def _placed(self, words: Sequence[str]) -> tuple[list[str], list[str]]:
-        """``words`` with the full paths of the files here that they name, and the mounts of these."""
+        """``words`` with the full paths of the files on this machine that they name, and the mounts of these files."""
         placed, there = list[str](), list[str]()
         for word in words:
             named = (os.sep in word or os.path.isfile(word)) and not word.startswith("-") and os.path.exists(word)
@@ -151,7 +151,7 @@ class ContainerSandbox:
         return placed, mounts
 
     def _environment(self, _values: Mapping[str, str]) -> Iterator[str]:
-        """What is the same for every program; the supervisor adds a file with the others."""
+        """The variables that are the same for every program. The supervisor adds a file with the others."""
         for name, value in (("HOME", HOME), ("TMPDIR", "/tmp"), ("USER", "agent"), ("LOGNAME", "agent")):
             yield from ("--env", f"{name}={value}")
 

@@ -16,18 +16,19 @@ OPTION = "--agent-sandbox"
 
 @dataclass(frozen=True)
 class SandboxSettings:
-    """What is the same for every program of a run.
+    """The settings that are the same for every program of a run.
 
     Args:
-        name: that of a `SandboxKind`, or the path of a class; None: ``process`` for what a model writes, else ``none``.
+        name: the name of a `SandboxKind`, or the path of a class. None: ``process`` for programs that a model writes,
+            else ``none``.
         network: one of `NETWORKS`.
-        read: files and folders that a program may read beside the system's and its own.
-        memory_mb: of all its processes together where the kernel can count that, else of each [MiB].
-        processes: with their threads.
-        disk_mb: of all its files together, and of each [MiB].
-        image: of a container, as its engine knows it.
-        folders: empty ones in memory that a program finds there; ``process`` has none.
-        whole: the program is root of a container that it may change all of, for one episode.
+        read: files and folders that a program may read, in addition to the system's and its own.
+        memory_mb: limit for all its processes together if the kernel can count that, else for each process [MiB].
+        processes: the most processes, threads included.
+        disk_mb: limit for all its files together, and for each file [MiB].
+        image: the name of a container image, as its engine knows it.
+        folders: empty folders in memory that a program gets. ``process`` cannot make them.
+        whole: the program is root in a container of its own for one episode, and may change everything in it.
     """
 
     name: str | None = None
@@ -46,9 +47,10 @@ NO_WISHES = SandboxSettings()
 
 @dataclass(frozen=True)
 class Launch:
-    """How a program is started: these ``words`` in this ``environment``; SIGINT ends it with all that it started.
+    """How to start a program: with these ``words`` in this ``environment``. SIGINT ends it and everything that it
+    started.
 
-    ``container``: the name of its container, "" if it has none.
+    ``container``: the name of its container; "" if it has none.
     """
 
     words: list[str]
@@ -57,10 +59,10 @@ class Launch:
 
 
 class Plan(TypedDict):
-    """``words``: the program, ``prefix`` before it where another program makes the sandbox.
+    """``words``: the program. ``prefix``: words before it, if another program makes the sandbox.
 
-    ``confined``: it restricts itself, with ``read`` as what it may read. ``filter``: of system calls.
-    ``endpoint``: host and port of the model. ``cgroups``: folders of controllers, with the files that hold the limits.
+    ``confined``: the program restricts itself. ``read``: what it may read then. ``filter``: the filter of system calls.
+    ``endpoint``: host and port of the model. ``cgroups``: folders of controllers, with the files for the limits.
     """
 
     words: list[str]
@@ -78,10 +80,10 @@ class Plan(TypedDict):
 
 
 class ContainerPlan(TypedDict):
-    """``words``: the engine's command line but for the container's ``name``, which follows ``run``.
+    """``words``: the engine's command line, without the container's ``name``, which follows ``run``.
 
-    ``variables``: of the program, which neither a list of processes nor the engine itself gets.
-    ``endpoint``: host and port of the model, which the container finds on its own loopback.
+    ``variables``: for the program. They appear neither in a list of processes nor in the engine. ``endpoint``: host and
+    port of the model. The container reaches it on its own loopback.
     """
 
     words: list[str]
@@ -92,20 +94,21 @@ class ContainerPlan(TypedDict):
 
 
 class Sandbox(Protocol):
-    """Made once a run from `SandboxSettings`."""
+    """A sandbox. It is made once for a run, from `SandboxSettings`."""
 
     def check(self) -> list[str]:
-        """What it does not do on this machine, a sentence each.
+        """What the sandbox cannot do on this machine, in sentences.
 
         Raises:
-            ValueError: it cannot be used; the message has the remedy.
+            ValueError: the sandbox cannot be used. The message has the remedy.
         """
         ...
 
     def launch(self, words: Sequence[str], variables: Mapping[str, str], endpoint: str | None) -> Launch:
         """How to start ``words`` for one episode.
 
-        ``variables``: what it gets of the run; ``endpoint``: the URL of its model on loopback, which it may reach.
+        ``variables``: environment variables from the run. ``endpoint``: the URL of its model on loopback, which it may
+        reach.
         """
         ...
 
@@ -115,12 +118,12 @@ class SandboxKind:
     """One kind of sandbox.
 
     Args:
-        name: what ``--agent-sandbox`` takes.
-        summary: for the help.
-        make: ``fn(settings) -> Sandbox``; None: programs run no sandbox, as the user who trains.
-        answers: ``fn(folder, readable, memory_bytes) -> words`` before those of a program that a model wrote, which
-            the code reward and the python tool start in ``folder``; None: they have ``process``.
-        container: it needs an image.
+        name: the value of ``--agent-sandbox``.
+        summary: the text for the help.
+        make: ``fn(settings) -> Sandbox``. None: programs run without a sandbox, as the user who trains.
+        answers: ``fn(folder, readable, memory_bytes) -> words``, which precede the words of a program that a model
+            wrote. The code reward and the python tool start such programs in ``folder``. None: they use ``process``.
+        container: whether it needs an image.
     """
 
     name: str
@@ -148,7 +151,7 @@ SANDBOXES: Registry[SandboxKind] = Registry(
 
 
 def open_sandbox(settings: SandboxSettings) -> Sandbox | None:
-    """The sandbox of programs; None for ``none``.
+    """The sandbox for programs; None for ``none``.
 
     Raises:
         ValueError: there is no such sandbox.
@@ -164,12 +167,13 @@ def open_sandbox(settings: SandboxSettings) -> Sandbox | None:
 
 
 def is_container(name: str | None) -> bool:
-    """Whether a value of ``--agent-sandbox`` is one that needs an image."""
+    """Whether ``name``, a value of ``--agent-sandbox``, is a sandbox that needs an image."""
     return name is not None and name in SANDBOXES and SANDBOXES[name].container
 
 
 def cautions(settings: SandboxSettings, *, programs: bool) -> list[str]:
-    """What a user should know of the sandbox before a run, a sentence each. ``programs``: it starts some.
+    """What a user should know about the sandbox before a run, in sentences. ``programs``: whether the sandbox will run
+    programs.
 
     Raises:
         ValueError: the sandbox cannot be used on this machine.

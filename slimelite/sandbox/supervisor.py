@@ -1,8 +1,9 @@
-"""Runs one program in a sandbox, and ends everything that it started: SIGINT at once, SIGTERM after a moment.
+"""Runs one program in a sandbox, and ends everything that the program started. SIGINT ends it at once, SIGTERM after a
+moment.
 
-`boxes` starts it as ``python -I -S -c``, with a `Plan`, marshalled, in the environment. It is the parent of what runs
-in the sandbox, and of what that leaves behind. It imports little, since each episode waits for it: not json, not the
-enums of ``signal`` and ``socket``, and what relays connections only when the first one comes.
+`boxes` starts it as ``python -I -S -c``. The environment has a `Plan`, marshalled. It is the parent of the processes in
+the sandbox, and of those that they leave behind. It imports little, because each episode waits for it: not json, not
+the enums of ``signal`` and ``socket``. It imports what relays connections only when the first client comes.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class suppress:  # contextlib's, without what that imports
 
 
 def main() -> None:
-    """Run the program of the plan, and exit as it does."""
+    """Run the program of the plan, and exit with its status."""
     plan: Plan = marshal.loads(bytes.fromhex(os.environ.pop(VARIABLE)))
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     parent = os.getppid()
@@ -110,7 +111,7 @@ class _Run:
             start_new_thread(relay, (listener, plan["endpoint"]))
 
     def to_the_end(self, parent: int) -> int:
-        """Wait for the program, and for signals; its exit status, below 0 for a signal."""
+        """Wait for the program and for signals. Returns the exit status, below 0 for a signal."""
         look, over = FIRST_LOOK, float("inf")
         while True:
             received = signal.sigtimedwait(SIGNALS, min(look, max(over - time.monotonic(), 0.0)))
@@ -131,7 +132,7 @@ class _Run:
             look = max(min(1.5 * look, LOOK), 10 * (time.monotonic() - begin))
 
     def _why(self) -> int:
-        """`ENDED` if the kernel ended it, or a process of it, for its memory."""
+        """`ENDED` if the kernel ended the program, or a process of it, because of its memory; else 0."""
         for folder in self._groups:
             for name in ("memory.oom_control", "memory.events"):
                 with suppress(OSError), open(f"{folder}/{name}") as file:
@@ -140,7 +141,7 @@ class _Run:
         return 0
 
     def _excess(self) -> str:
-        """What the program uses beyond its limits, where the kernel does not count that."""
+        """Which limit the program exceeds, among those that the kernel does not enforce; "" if none."""
         plan, pids = self._plan, []
         if self.folder or not self._groups:
             pids = self._processes()
@@ -154,7 +155,7 @@ class _Run:
         return ""
 
     def clean(self) -> None:
-        """End all processes, and remove what was made for them."""
+        """End all processes, and remove the files and cgroups that were made for them."""
         while self._has_children():
             self._kill_all()
             time.sleep(0.001)
@@ -169,7 +170,7 @@ class _Run:
             os.waitpid(os.posix_spawnp("rm", words, os.environ), 0)
 
     def _has_children(self) -> bool:
-        """Whether processes are left, all of which are this one's descendants; those that have ended are reaped."""
+        """Whether descendants of this process are left. Ended ones are reaped."""
         with suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
@@ -177,7 +178,8 @@ class _Run:
         return False
 
     def _kill_all(self) -> None:
-        """Kill every process once. All stop before the first ends, or they would go on to fork."""
+        """Kill every process once. All are stopped before the first one is killed, because otherwise they could go on
+        to fork."""
         if self._user is not None:
             killer = os.fork()
             if not killer:
@@ -192,7 +194,7 @@ class _Run:
                     os.kill(pid, number)
 
     def _processes(self) -> list[int]:
-        """The ids of the program's processes: descendants of this one."""
+        """The ids of the program's processes, which are descendants of this process."""
         children: dict[int, list[int]] = {}
         for name in os.listdir("/proc"):
             if name.isdigit():
@@ -204,7 +206,7 @@ class _Run:
         return descendants
 
     def _become_program(self, sender: socket.socket) -> None:
-        """In the child: restrict it, and then be the program."""
+        """Runs in the child: restrict the process, and then become the program."""
         plan = self._plan
         os.setsid()
         for folder in self._groups:
@@ -259,10 +261,11 @@ class _Run:
         confine.install(plan["filter"])
 
     def _own_network(self, sender: socket.socket) -> str:
-        """Have a loopback of one's own; the supervisor gets a socket that listens there at the endpoint's address.
+        """Give this process its own loopback network. The supervisor gets a socket that listens there at the endpoint's
+        address.
 
-        "root" or "user": how it was made; "": this user may not make one, which ``--agent-sandbox process`` does
-        without.
+        "root" or "user": how the network was made. "": this user may not make one; ``--agent-sandbox process`` then
+        works without it.
         """
         user, group, how = os.getuid(), os.getgid(), "root" if os.geteuid() == 0 else "user"
         if self._libc.unshare(NEW_NET if how == "root" else NEW_NET | NEW_USER):
@@ -290,7 +293,7 @@ class _Run:
 
 
 def _read_all_files(libc: ctypes.CDLL) -> None:
-    """Keep, across exec, the right to read what another user may; Landlock says which files."""
+    """Keep, across exec, the right to read other users' files. Landlock decides which files."""
     confine.drop_capabilities(libc, 1 << READ_SEARCH)
     header = struct.pack("Ii", confine.CAPABILITY_VERSION, 0)
     word = 1 << READ_SEARCH
@@ -306,7 +309,7 @@ def _limit(limits: dict[int, int]) -> None:
 
 
 def _make_groups(parents: dict[str, dict[str, str]]) -> list[str]:
-    """A cgroup in each of ``parents``, with these limits."""
+    """Make a cgroup in each of ``parents``, with these limits. Returns their folders."""
     made = []
     for parent, files in parents.items():
         folder = f"{parent}/slimelite-{os.getpid()}"
@@ -331,7 +334,7 @@ def received(ours: socket.socket) -> int | None:
 
 
 def relay(listener: int, endpoint: tuple[str, int]) -> None:
-    """Connect whoever comes to a socket with the endpoint."""
+    """Connect every client of the socket ``listener`` to the endpoint."""
     select.select([listener], (), ())
     import socket  # not threading: imported here, it would wait for this thread at the end
 
@@ -368,14 +371,14 @@ def say(what: str) -> int:
 
 
 def _resident(pid: int) -> int:
-    """Bytes of memory that a process holds."""
+    """Bytes of a process's resident memory."""
     with suppress(OSError), open(f"/proc/{pid}/statm") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
     return 0
 
 
 def _used(folder: str, most: int) -> int:
-    """Bytes of all files in ``folder``, until they are more than ``most``; folders that are too deep are more."""
+    """Bytes of all files in ``folder``. Counting stops above ``most``, and folders nested too deep count as more."""
     used, places = 0, [folder]
     while places and used <= most:
         try:
@@ -398,7 +401,7 @@ def _used(folder: str, most: int) -> int:
 
 
 def _unnamed(pids: list[int]) -> int:
-    """Bytes of files that are deleted, and that these processes have open."""
+    """Bytes of deleted files that these processes still have open."""
     sizes: dict[tuple[int, int], int] = {}
     for pid in pids:
         with suppress(OSError):

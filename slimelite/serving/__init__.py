@@ -1,1 +1,2 @@
-"""Serves a model to programs: messages to tokens and back, sessions with exact tokens, the HTTP front."""
+"""Serves a model to programs: it turns messages into tokens and back, keeps sessions with exact tokens, and has the
+HTTP front."""

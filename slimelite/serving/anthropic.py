@@ -1,7 +1,7 @@
-"""Anthropic's dialect: ``/v1/messages``, whole or as events, and ``/v1/messages/count_tokens``.
+"""Anthropic's dialect: ``/v1/messages``, complete or as events, and ``/v1/messages/count_tokens``.
 
-Tools and thinking of the model are blocks of their own. A conversation is turned into OpenAI's messages and goes
-through the same session, so that both dialects may take turns in one.
+The model's tools and thinking are separate blocks. A conversation is converted to OpenAI's messages and uses the same
+session, so both dialects may alternate in one session.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Threshold(Shape):
 
 
 class ClearToolUses(Shape):
-    """Takes results of tools out of a long history; trigger and keep default to Anthropic's."""
+    """Removes results of tools from a long history. The defaults of trigger and keep are Anthropic's."""
 
     type: str = Field(pattern=r"^clear_tool_uses_\d{8}$")
     trigger: Threshold = Threshold(type="input_tokens", value=100_000)
@@ -112,7 +112,7 @@ class ClearThinking(Shape):
 
 
 class ContextManagement(Shape):
-    """Edits of a long history; here all of it stays."""
+    """Edits of a long history. Here the whole history stays."""
 
     edits: FirstError[list[ClearToolUses | ClearThinking]] = Field(default_factory=list)
 
@@ -186,7 +186,7 @@ def error_body(error: Exception, status: int) -> dict[str, object]:
 
 
 def _conversation(body: CountBody) -> tuple[list[Message], list[dict[str, Any]] | None, list[str]]:
-    """Messages and tools in OpenAI's form, and of which tools one must be called."""
+    """Messages and tools in OpenAI's form, and the names of the tools of which one must be called."""
     conversation: list[Message] = [{"role": "system", "content": _text(body.system)}] if body.system else []
     for index, message in enumerate(body.messages):
         conversation += checked_messages(_messages(message), f"messages[{index}]")
@@ -204,9 +204,9 @@ def _conversation(body: CountBody) -> tuple[list[Message], list[dict[str, Any]] 
 
 
 def _check_clears(body: CountBody, messages: list[Message], tokens: int) -> None:
-    """Refuse an edit that would clear results of tools, since the model would see them here.
+    """Refuse an edit that would clear results of tools, because this server would still show them to the model.
 
-    ``tokens``: those of the prompt of the conversation.
+    ``tokens``: the tokens of the conversation's prompt.
     """
     calls = [call["function"]["name"] for message in messages for call in message.get("tool_calls") or ()]
     for index, edit in enumerate(body.context_management.edits):
@@ -224,8 +224,8 @@ def _check_clears(body: CountBody, messages: list[Message], tokens: int) -> None
 
 
 def _template_kwargs(body: CountBody, chat_format: ChatFormat) -> dict[str, Any]:
-    """What effort and ``thinking`` set in the chat template, where that knows them; nothing holds the model to a
-    budget.
+    """The variables that effort and ``thinking`` set in the chat template, if the template has them. A budget is not
+    enforced.
     """
     kind, effort = body.thinking.type, chat_format.effort_kwargs(body.output_config.effort)
     if kind == "adaptive" or SWITCH_NAME not in str(chat_format.tokenizer.chat_template):
@@ -234,7 +234,8 @@ def _template_kwargs(body: CountBody, chat_format: ChatFormat) -> dict[str, Any]
 
 
 def _messages(message: UserMessage | AssistantMessage) -> list[Message]:
-    """A message of Anthropic's as OpenAI's: each result of a tool is one, and what the user says after them is one."""
+    """A message of Anthropic as OpenAI's messages. Each result of a tool becomes one message, and the user's text after
+    them becomes one."""
     role, content = message.role, message.content
     if not isinstance(content, list):
         return [{"role": role, "content": content}]
@@ -270,7 +271,7 @@ def _blocks(part: Part) -> list[dict[str, Any]]:
 
 
 def _end(turn: Turn, params: SamplingParams) -> dict[str, object]:
-    """Why the turn ended; a stop sequence is named."""
+    """Why the turn ended. If a stop sequence ended it, the sequence is named."""
     if turn.finish_reason != "stop":
         return {"stop_reason": STOP_REASONS[turn.finish_reason], "stop_sequence": None}
     if turn.reply.tool_calls:
@@ -287,7 +288,7 @@ def _usage(turn: Turn) -> dict[str, int]:
 
 
 async def _stream(head: dict[str, Any], session: Session, planned: PlannedTurn) -> AsyncGenerator[bytes]:
-    """Anthropic's events. A block is open until one of another kind begins; each call is one of its own."""
+    """Anthropic's events. A block stays open until a block of another kind begins. Each call is a block."""
     kind, index = "", -1
     fresh = {"input_tokens": len(planned[0].prompt_ids), "output_tokens": 0}
     start = {**head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": fresh}

@@ -1,6 +1,6 @@
-"""What readers of tool calls share, whatever the family of the model: the values that they make of a text.
+"""The common part of the readers of tool calls, for all model families: they turn a text into values.
 
-Gemma 4's and LFM2's values are neither JSON nor plain text: they look like Python.
+The values of Gemma 4 and LFM2 are neither JSON nor plain text. They look like Python.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SHOWN = 80
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call that the model asks for; ``arguments``: the JSON text of an object."""
+    """A tool call of the model. ``arguments``: the JSON text of an object."""
 
     id: str
     name: str
@@ -33,9 +33,9 @@ class ToolCall:
 
 
 class Piece(NamedTuple):
-    """Characters [start, end) of a reply that are a tool call, or a list of some, and the text ``inside`` their marks.
+    """Characters [start, end) of a reply that are one or several tool calls, and the text ``inside`` their marks.
 
-    ``missing``: the mark that should close them, and does not.
+    ``missing``: the closing mark, if it is missing.
     """
 
     start: int
@@ -45,11 +45,11 @@ class Piece(NamedTuple):
 
 
 class Unreadable(ValueError):
-    """Why a tool call cannot be read."""
+    """A tool call cannot be read; the message says why."""
 
 
 def json_call(value: object) -> tuple[str, str]:
-    """(name, arguments) of a call in JSON; `Unreadable` if it is none."""
+    """(name, arguments) of a call in JSON. `Unreadable` if it is not a call."""
     if not isinstance(value, dict) or not is_text(value.get("name")) or not value["name"]:
         raise Unreadable('it is not an object with a "name" and "arguments"')
     arguments = value.get("arguments", value.get("parameters", {}))
@@ -59,7 +59,7 @@ def json_call(value: object) -> tuple[str, str]:
 
 
 def arguments_text(arguments: object) -> str:
-    """The JSON text of a call's arguments; `Unreadable` if they are not an object that JSON can write."""
+    """The JSON text of a call's arguments. `Unreadable` if they are not an object, or JSON cannot write them."""
     if not isinstance(arguments, dict):
         raise Unreadable("its arguments are not a JSON object")
     try:
@@ -73,7 +73,7 @@ def arguments_text(arguments: object) -> str:
 
 
 def json_value(text: str) -> Any:
-    """The value of a text that is JSON and nothing else; `Unreadable` if it is not."""
+    """The value of a text that is exactly one JSON value; else `Unreadable`."""
     value, end = first_json(text, 0)
     if text[end:].strip():
         raise Unreadable(f"text follows its JSON: {short(text[end:])}")
@@ -94,26 +94,27 @@ def first_json(text: str, start: int) -> tuple[object, int]:
 
 
 def _constant(name: str) -> None:
-    """Refuse NaN and Infinity, which Python reads and writes as JSON and others do not."""
+    """Refuse NaN and Infinity. Python reads and writes them as JSON, but other programs do not."""
     raise Unreadable(f"{name} is not JSON")
 
 
 def short(text: str) -> str:
-    """A text in a message, without its end if it is long."""
+    """A text for a message; if it is long, its end is cut."""
     text = text.strip()
     return repr(text if len(text) <= SHOWN else text[:SHOWN] + "…")
 
 
 def after(mark: str, text: str) -> Iterator[Piece]:
-    """Yields the parts of ``text`` that begin with ``mark``; each ends where the next one begins, or with the text."""
+    """Yields the parts of ``text`` that begin with ``mark``. Each ends where the next one begins, or at the end of the
+    text."""
     starts = [match.start() for match in re.finditer(re.escape(mark), text)]
     for start, end in pairwise([*starts, len(text)]):
         yield Piece(start, end, text[start + len(mark) : end])
 
 
 def between(begin: str, close: str, text: str) -> Iterator[Piece]:
-    """Yields the parts of ``text`` that stand between the marks ``begin`` and ``close``, such as ``<tool_call>`` and
-    ``</tool_call>``. A part that nothing closes ends where the next one begins, or with the text.
+    """Yields the parts of ``text`` between the marks ``begin`` and ``close``, such as ``<tool_call>`` and
+    ``</tool_call>``. A part without a closing mark ends where the next one begins, or at the end of the text.
     """
     for piece in after(begin, text):
         inside, closed, rest = piece.inside.partition(close)
@@ -121,7 +122,8 @@ def between(begin: str, close: str, text: str) -> Iterator[Piece]:
 
 
 def typed_call(name: str, pairs: list[tuple[str, str]], rest: str, schemas: Schemas) -> tuple[str, str]:
-    """A call whose values are text, each read by the schema of its parameter; ``rest``: what of it is no parameter."""
+    """A call whose values are text. Each is read by the schema of its parameter. ``rest``: text that belongs to no
+    parameter."""
     if not name or "<" in name:
         raise Unreadable("it has no name")
     if rest.strip():
@@ -131,9 +133,10 @@ def typed_call(name: str, pairs: list[tuple[str, str]], rest: str, schemas: Sche
 
 
 def _typed(text: str, kinds: set[str]) -> object:
-    """``text`` as the value of a parameter of these ``kinds``: JSON if it is, but a text where the schema allows one.
+    """``text`` as the value of a parameter of these ``kinds``. It is read as JSON if it is JSON, unless the schema
+    allows a text.
 
-    There a list, an object or a null is one if the schema allows that too; 5 and true are texts.
+    If the schema allows a text and a list, object or null, such values are read as JSON; but 5 and true stay texts.
     """
     try:
         value = PYTHON[text] if text in PYTHON else json_value(text)
@@ -146,9 +149,9 @@ def _typed(text: str, kinds: set[str]) -> object:
 
 
 def _kinds(schema: object, *, chosen: bool = False) -> set[str]:
-    """The types that a JSON schema allows, as far as it says so; "any" stands for what it does not say.
+    """The types that a JSON schema allows. "any" stands for the types that it does not restrict.
 
-    ``chosen``: it is one of the choices of another, and its own are not looked at.
+    ``chosen``: the schema is one choice of another schema. Its own choices are then ignored.
     """
     if not isinstance(schema, Mapping):
         return {"any"}
@@ -175,13 +178,13 @@ ESCAPED = {"a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v"
 
 
 class Scanner:
-    """Reads a text from its beginning; every method raises `Unreadable` if something else comes."""
+    """Reads a text from its beginning. Every method raises `Unreadable` if the text does not fit."""
 
     def __init__(self, text: str) -> None:
         self._text, self._at = text, 0
 
     def comes(self, *marks: str) -> bool:
-        """Whether one of ``marks`` comes next, after white space; then it has been read."""
+        """Whether one of ``marks`` comes next, after white space. If so, it is read."""
         match = re.compile(rf"\s*(?:{'|'.join(map(re.escape, marks))})").match(self._text, self._at)
         self._at = match.end() if match else self._at
         return match is not None
@@ -200,7 +203,7 @@ class Scanner:
         return match[1]
 
     def until(self, mark: str) -> str:
-        """Read the text up to ``mark``, and that."""
+        """Read the text up to ``mark``, and the mark."""
         start, end = self._at, self._text.find(mark, self._at)
         if end < 0:
             raise Unreadable(f"{mark} is missing after {short(self._text[start:])}")
@@ -208,12 +211,13 @@ class Scanner:
         return self._text[start:end]
 
     def end(self) -> None:
-        """Check that nothing is left."""
+        """Check that the whole text was read."""
         if rest := self._text[self._at :].strip():
             raise Unreadable(f"text follows it: {short(rest)}")
 
     def value(self, depth: int = 0, *, parameter: bool = False) -> Any:
-        """Read a value of Gemma 4's or LFM2's; ``parameter``: it is that of a parameter, and not part of another."""
+        """Read a value of Gemma 4 or LFM2. ``parameter``: it is the value of a parameter, and not inside another
+        value."""
         if depth > DEPTH:
             raise Unreadable("it is nested too deep")
         if self.comes(QUOTE):
@@ -269,7 +273,7 @@ class Scanner:
         return entries
 
     def _quoted(self, quote: str, *, parameter: bool) -> str:
-        """Read what follows a quote, up to the one that ends it, and that."""
+        """Read the text after a quote up to the closing quote, and the closing quote."""
         for match in re.compile(rf"\\.|{quote}", re.DOTALL).finditer(self._text, self._at):
             if match[0] == quote and (not parameter or ENDS.match(self._text, match.end())):
                 text, self._at = self._text[self._at : match.start()], match.end()
@@ -296,7 +300,7 @@ def read_gemma4(inside: str, _: Schemas) -> list[tuple[str, str]]:
 
 
 def read_lfm2(inside: str, _: Schemas) -> list[tuple[str, str]]:
-    """``<|tool_call_start|>[name(key='text', other=[1, True])]<|tool_call_end|>`` of LFM2; if a system prompt asks for
+    """``<|tool_call_start|>[name(key='text', other=[1, True])]<|tool_call_end|>`` of LFM2. If a system prompt asks for
     it, the list is JSON.
     """
     if re.match(r"\s*\[?\s*\{", inside):
@@ -324,7 +328,7 @@ def read_lfm2(inside: str, _: Schemas) -> list[tuple[str, str]]:
 
 
 def write_lfm2(calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
-    """Calls, as (name, arguments), in LFM2's way."""
+    """Write calls, given as (name, arguments), in LFM2's form."""
     written = [
         f"{name}({', '.join(f'{key}={_lfm2(value)}' for key, value in arguments.items())})" for name, arguments in calls
     ]

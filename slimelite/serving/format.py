@@ -1,9 +1,9 @@
-"""Messages to tokens and back, by a tokenizer's chat template and its family's way to write tool calls.
+"""Messages to tokens and back, with a tokenizer's chat template and its family's way to write tool calls.
 
-A conversation goes on *on the tokens that were sampled*: `ChatFormat.continuation` gives only the tokens that the
-template puts after a reply. That is right if the template is append-only there, which it checks by rendering: what was
-the prompt is still the beginning, and the reply still says what was sampled. Qwen3's template, for example, takes the
-thinking out of a reply once the user has answered it, and keeps it while tools answer.
+A conversation continues *from the tokens that were sampled*: `ChatFormat.continuation` gives only the tokens that the
+template puts after a reply. That is right if the template is append-only there. It checks this by rendering: the new
+text must begin with the prompt, and the reply in it must equal the sampled one. Qwen3's template, for example, removes
+the thinking from a reply after the user has answered it, and keeps it while tools answer.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Reply:
-    """What the model said, read from its tokens; ``malformed``: one sentence for each call that cannot be read.
+    """The content of a reply, read from its tokens. ``malformed``: one sentence for each call that cannot be read.
 
-    The text of such a call is part of ``content``.
+    The text of such a call stays in ``content``.
     """
 
     content: str
@@ -53,10 +53,11 @@ class Reply:
 
 
 def content_text(content: object, name: str = "content") -> str:
-    """The content of a message as one text: null is empty, parts of text are joined. ``name``: for the message.
+    """The content of a message as one text. Null is empty, and parts of text are joined. ``name``: the content's name
+    in the error message.
 
     Raises:
-        ValueError: it has something else, such as an image.
+        ValueError: the content has something other than text, such as an image.
     """
     if isinstance(content, list):
         for place, part in enumerate(content):
@@ -70,15 +71,16 @@ def content_text(content: object, name: str = "content") -> str:
 
 
 def before_stop(text: str, stops: Sequence[str]) -> str:
-    """``text`` up to the first of ``stops``, which is part of the tokens and not of the text that clients get."""
+    """``text`` up to the first of ``stops``. A stop string is in the tokens, but not in the text that clients get."""
     places = [place for stop in stops if (place := text.find(stop)) >= 0]
     return text[: min(places, default=len(text))]
 
 
 def comparable(message: Message) -> tuple[object, ...]:
-    """What two messages that mean the same have in common: role, name, text, calls with their arguments as values.
+    """The part of a message that two equivalent messages have in common: role, name, text, and calls with parsed
+    arguments.
 
-    Clients send a reply back with other ids, white space in its JSON, or null for nothing.
+    Clients send a reply back with other ids, other white space in its JSON, or null for missing values.
     """
     calls = [call.get("function", call) for call in message.get("tool_calls") or []]
     content, reply = content_text(message.get("content")), message.get("role") == "assistant"
@@ -112,10 +114,10 @@ class ChatFormat:
     """How a model reads conversations and writes replies.
 
     Args:
-        template_kwargs: variables for the chat template; those of a request come on top of them.
-        tool_parser, reasoning_parser: names in `TOOL_FORMATS` and `REASONING_FORMATS`; None: what the chat template
-            shows.
-        end_ids: tokens that end a reply, beside the tokenizer's end of a sequence and what the template puts there.
+        template_kwargs: variables for the chat template. Those of a request override them.
+        tool_parser, reasoning_parser: names in `TOOL_FORMATS` and `REASONING_FORMATS`; None: found from the chat
+            template.
+        end_ids: tokens that end a reply, in addition to the tokenizer's end of a sequence and the template's.
 
     Raises:
         ValueError: no parser has this name.
@@ -143,7 +145,7 @@ class ChatFormat:
         """Token ids of the conversation with the generation prompt.
 
         Raises:
-            ValueError: as `render` does.
+            ValueError: see `render`.
         """
         return self.encode(self.render(messages, tools, **template_kwargs))
 
@@ -161,20 +163,20 @@ class ChatFormat:
         return self._apply(messages, tools, template_kwargs)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, with nothing added; half a surrogate pair, which JSON can hold, becomes a ``?``."""
+        """Token ids of a text, with nothing added. Half of a surrogate pair, which JSON may have, becomes a ``?``."""
         text = text.encode(errors="replace").decode()
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def encode_text(self, text: str) -> list[int]:
-        """Token ids of a text that is no chat: it begins as the tokenizer says."""
+        """Token ids of a text without chat template. It begins with the tokens that the tokenizer adds."""
         return encode_text(self.tokenizer, [text.encode(errors="replace").decode()])[0]
 
     def excess(self, text: str, most: int) -> int:
-        """About how many tokens a text has, if it has more than ``most`` for certain, else 0; it is not encoded whole.
+        """About how many tokens a text has, if it surely has more than ``most``; else 0. The text is not encoded whole.
 
-        A text that cannot be read in a context may have many million characters, and encoding it takes minutes. Its
-        beginning is encoded in slices. Where slices are cut there may be more tokens than in the whole, so that a text
-        counts as too long from twice ``most`` on.
+        A text that is too long for the context may have many million characters, and encoding it would take minutes. So
+        its beginning is encoded in slices. The cuts between slices may add tokens, so a text counts as too long only
+        from twice ``most`` on.
         """
         count = 0
         for at in range(0, len(text) if len(text) > LONG_TEXT * most else 0, SLICE):
@@ -189,20 +191,22 @@ class ChatFormat:
         return str(self.tokenizer.decode(list(ids), **settings))
 
     def reply(self, ids: Sequence[int], tools: Tools = None, *, opened: bool = False, salt: str = "") -> Reply:
-        """Read a reply from its tokens, without the token that ends it. It raises nothing, whatever the tokens say.
+        """Read a reply from its tokens. The token that ends it is left out. It raises no error, whatever the tokens
+        are.
 
-        ``opened``: the prompt ends inside the thinking, see `opens_thinking`. ``salt``: goes into the ids of calls.
+        ``opened``: the prompt ends inside the thinking, see `opens_thinking`. ``salt``: a part of the calls' ids.
         """
         return self._read(self.decode(self.without_end(ids)), tools, opened, salt)
 
     def opens_thinking(self, rendered: str) -> bool:
-        """Whether a prompt ends with the start of the thinking, as those of DeepSeek R1 do."""
+        """Whether a prompt ends with the start of the thinking, as DeepSeek R1's prompts do."""
         return self.reasoning is not None and rendered.rstrip().endswith(self.reasoning.start)
 
     def calls(self, tools: Tools) -> ToolFormat | None:
-        """How a reply writes calls; None: it has none. A model that is shown no tools may well be asked for JSON.
+        """The format of calls in a reply; None: the reply has no calls. A model without tools may be asked for JSON,
+        which is then not a call.
 
-        A parser that was named reads every reply: a system prompt may describe the tools.
+        If a parser was named, every reply is read with it, because a system prompt may describe the tools.
         """
         return self.tools if tools or self._reads_always else None
 
@@ -217,11 +221,11 @@ class ChatFormat:
         /,
         **template_kwargs: object,
     ) -> list[int] | None:
-        """The tokens that come after the sampled reply ``messages[at]``; None: the template rewrites what was before.
+        """The tokens that follow the sampled reply ``messages[at]``. None: the template changes the text before.
 
-        ``rendered``: the text of the prompt that was answered by ``output_ids``; ``messages``: the whole conversation,
-        and ``text``: as it is rendered.
-        If the reply was cut off, the first token is the end of its turn, which the model did not write.
+        ``rendered``: the text of the prompt that ``output_ids`` answered. ``messages``: the whole conversation.
+        ``text``: its rendered text. If the reply was cut off, the first token is the end of its turn, because the model
+        did not write that.
         """
         if not text.startswith(rendered):
             return None
@@ -251,14 +255,14 @@ class ChatFormat:
     def opening(
         self, messages: Sequence[Message], rendered: str, names: Sequence[str], tools: Tools = None, /, **kwargs: object
     ) -> list[int]:
-        """The tokens that a call of any of the tools ``names`` begins with, after the prompt ``rendered``.
+        """The tokens that a call of one of the tools ``names`` begins with, after the prompt ``rendered``.
 
-        They are what such calls have in common, without arguments and with each of the tool's parameters as the first:
-        for one tool of Qwen's all up to the arguments, for several ones up to the name.
+        They are the common beginning of such calls, without arguments and with each of the tool's parameters first. For
+        one Qwen tool that is everything up to the arguments, for several tools everything up to the name.
 
         Raises:
-            ValueError: nobody knows how the model writes calls, the prompt opens its thinking and the template shows
-                calls without any, or the calls have no first token in common.
+            ValueError: the way in which the model writes calls is unknown; or the prompt opens its thinking, but the
+                template shows calls without thinking; or the calls have no first token in common.
         """
         calls = []
         for arguments in ({}, {PROBE * 2: ""}):
@@ -280,10 +284,10 @@ class ChatFormat:
     def begun(
         self, messages: Sequence[Message], reply: Message, rendered: str, tools: Tools = None, /, **kwargs: object
     ) -> list[int]:
-        """The tokens of a reply that is to go on, after the prompt ``rendered`` of the ``messages`` before it.
+        """The tokens of a reply to be continued, after the prompt ``rendered`` of the ``messages`` before it.
 
         Raises:
-            ValueError: it is no reply of text, or the template shows none that goes on from the prompt.
+            ValueError: the reply has no text, or the template shows none that continues the prompt.
         """
         content = content_text(reply.get("content"))
         if not content or reply.get("tool_calls"):
@@ -294,17 +298,18 @@ class ChatFormat:
         return self.encode(text[len(rendered) :])
 
     def effort_kwargs(self, effort: str | None) -> dict[str, object]:
-        """What a reasoning effort, of OpenAI or Anthropic, sets in a chat template that knows efforts or a switch."""
+        """The variables that a reasoning effort (of OpenAI or Anthropic) sets in a chat template with efforts or a
+        switch."""
         template = str(self.tokenizer.chat_template or "")
         if effort is not None and "reasoning_effort" in template:
             return {"reasoning_effort": EFFORTS.get(effort, effort)}
         return {SWITCH_NAME: False} if effort == "none" and SWITCH_NAME in template else {}
 
     def call_ends(self, tools: Tools) -> tuple[str, ...]:
-        """The text that ends a reply of at most one call; nothing if the reply can have none.
+        """The text that ends a reply with at most one call. Empty if the reply can have no call.
 
         Raises:
-            ValueError: calls of the model's format do not end with a text of their own.
+            ValueError: calls of the model's format have no closing text.
         """
         if self.tools is None or not tools:
             return ()
@@ -316,13 +321,13 @@ class ChatFormat:
         return (self.tools.closes,)
 
     def guided(self, params: SamplingParams, rendered: str, tools: Tools, given_ids: Sequence[int]) -> SamplingParams:
-        """``params`` of a reply to the prompt ``rendered``, with what an engine must know to hold it to a grammar.
+        """``params`` for a reply to the prompt ``rendered``, with the data that an engine needs to enforce a grammar.
 
-        The grammar holds after the thinking; a reply with a schema may call ``tools`` instead; calls of tools that are
-        strict fit their schemas, where the model writes arguments as JSON.
+        The grammar holds after the thinking. A reply with a schema may call ``tools`` instead. Calls of strict tools
+        fit their schemas, if the model writes arguments as JSON.
 
         Raises:
-            ValueError: a schema comes with tools, and calls of the model's format are not known as a grammar.
+            ValueError: a schema comes together with tools, and calls of the model's format have no known grammar.
         """
         functions = [tool.get("function", tool) for tool in tools or ()]
         strict = any(function.get("strict") is True for function in functions)
@@ -345,7 +350,8 @@ class ChatFormat:
 
     @cached_property
     def _call_form(self) -> tuple[str, str] | None:
-        """The text of a call before and after its arguments, with `PROBE` for its name; None: these are not JSON."""
+        """The text of a call before and after its arguments, with `PROBE` as its name. None: the arguments are not
+        JSON."""
         if self.tools is None or self.tools.closes is None:
             return None
         question, call = [{"role": "user", "content": "x"}], _called(PROBE, {PROBE * 2: ""})
@@ -364,7 +370,7 @@ class ChatFormat:
 
     @cached_property
     def end_ids(self) -> frozenset[int]:
-        """Tokens that end a reply: the tokenizer's, those given, and what the template puts after a reply."""
+        """Tokens that end a reply: the tokenizer's, the given ones, and those that the template puts after a reply."""
         ends = {*self._given_ends, self.tokenizer.eos_token_id}
         user, tool = ({"role": role, "content": "x"} for role in ("user", "tool"))
         for probe, follower in product(_probes({"tool_calls": [_called(PROBE, {})]}), (user, tool)):
@@ -376,14 +382,15 @@ class ChatFormat:
 
     @cached_property
     def _last_end(self) -> int | None:
-        """The token that ends a reply which nothing follows; None: there is none."""
+        """The token that ends a reply if nothing follows it; None: there is none."""
         try:
             return self._end_of({"role": "assistant", "content": PROBE}, [{"role": "user", "content": "x"}], [])
         except ValueError:
             return None
 
     def _end_of(self, probe: Message, before: Sequence[Message], after: Sequence[Message]) -> int | None:
-        """The first special token after a reply that says or calls `PROBE`, behind the whole call; None: there is none.
+        """The first special token after a reply that says or calls `PROBE`. It comes after the whole call. None: there
+        is none.
 
         Raises:
             ValueError: the template refuses the messages.
@@ -401,7 +408,7 @@ class ChatFormat:
         return None
 
     def _reply_in(self, text: str, before: Sequence[Message], tools: Tools = None) -> str:
-        """What follows the messages ``before`` in ``text``, from the end of the generation prompt on."""
+        """The part of ``text`` after the messages ``before``, starting at the end of the generation prompt."""
         prompt = self._apply(before, tools, {})
         same = next((i for i, (a, b) in enumerate(zip(text, prompt, strict=False)) if a != b), len(prompt))
         return text[len(re.sub(r"<[^<>]*\Z", "", text[:same])) :]  # two marks may begin with the same letters
@@ -417,8 +424,8 @@ class ChatFormat:
     def _toolless(self) -> str | None:
         """Why tools cannot be used with this chat template; None: they can.
 
-        It has to show tools, and a call, which has to be read as that call. A parser that was named is trusted: the
-        system prompt may say how calls are written.
+        The template must show tools, and a call that can be read back. A named parser is trusted, because the system
+        prompt may say how calls are written.
         """
         texts = {name: {"type": "string", "description": "x"} for name in ("text", PROBE)}
         parameters = {"type": "object", "properties": texts, "required": ["text"]}
@@ -453,12 +460,12 @@ class ChatFormat:
         return None
 
     def _from_end(self, text: str) -> str:
-        """``text`` from the first token on that ends a reply; "" if there is none."""
+        """``text`` from the first token that ends a reply; "" if there is none."""
         places = [text.find(self.decode([i])) for i in self.end_ids]
         return text[min((place for place in places if place >= 0), default=len(text)) :]
 
     def without_end(self, ids: Sequence[int]) -> Sequence[int]:
-        """``ids`` without the token that ends a reply, if that is the last one."""
+        """``ids`` without its last token, if that ends a reply."""
         return ids[:-1] if len(ids) and ids[-1] in self.end_ids else ids
 
     def _read(self, text: str, tools: Tools, opened: bool, salt: str = "") -> Reply:
@@ -467,7 +474,7 @@ class ChatFormat:
         return Reply(content, reasoning, calls, malformed)
 
     def _says(self, shown: str, output_ids: Sequence[int], tools: Tools, opened: bool) -> bool:
-        """Whether a rendered reply says what was sampled, whatever its white space and the form of its JSON."""
+        """Whether a rendered reply equals the sampled one, apart from white space and the form of its JSON."""
         sampled = self.decode(self.without_end(output_ids))
         if shown.strip() == sampled.strip():
             return True
@@ -503,7 +510,7 @@ class ChatFormat:
 
     @cached_property
     def _written(self) -> Callable[[Sequence[tuple[str, dict[str, Any]]]], str] | None:
-        """What writes the calls of a message, if the chat template does not."""
+        """The function that writes the calls of a message, if the chat template does not."""
         if self.tools is None or self.tools.write is None:
             return None
         call = {"role": "assistant", "content": "x", "tool_calls": [_called(PROBE, {})]}
@@ -512,7 +519,7 @@ class ChatFormat:
 
     @cached_property
     def _content(self) -> Callable[[str], object]:
-        """Text as the template shows it: most want the text itself, some a list of parts."""
+        """Converts text to the form that the template shows. Most templates take the text, some a list of parts."""
         try:
             shown = PROBE in self._rendered([{"role": "user", "content": PROBE}], None, {})
         except ValueError:  # it refuses a lone question, whatever its form
@@ -521,19 +528,19 @@ class ChatFormat:
 
 
 def _shown(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool as the model is shown it; whether it is strict is between client and engine."""
+    """A tool in the form that the model sees. Whether it is strict concerns only the client and the engine."""
     if not isinstance(function := tool.get("function"), dict) or "strict" not in function:
         return dict(tool)
     return {**tool, "function": {name: value for name, value in function.items() if name != "strict"}}
 
 
 def _called(name: str, arguments: Mapping[str, object]) -> dict[str, object]:
-    """A tool call; Mistral's templates want an id of nine characters."""
+    """A tool call. Mistral's templates need an id of nine characters."""
     return {"id": "0" * 9, "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
 
 
 def structural_tag(functions: Sequence[Mapping[str, Any]], begin: str, end: str) -> str:
-    """Calls of ``functions`` as a structural tag; ``begin``, ``end``: see `ChatFormat._call_form`."""
+    """Calls of ``functions`` as a structural tag. ``begin``, ``end``: see `ChatFormat._call_form`."""
     trigger = begin[: begin.index(PROBE)]
     structures = [
         {
@@ -549,9 +556,10 @@ def structural_tag(functions: Sequence[Mapping[str, Any]], begin: str, end: str)
 
 
 def _probes(reply: Message) -> Iterator[Message]:
-    """Replies that a template shows where ``reply`` was: one that says `PROBE`, and one that calls it.
+    """Replies that a template shows at the place of ``reply``: one whose text is `PROBE`, and one that calls it.
 
-    They have its thinking: prompts that begin a thought are the beginning of no reply without one.
+    They have the thinking of ``reply``, because a prompt that opens a thought is never the beginning of a reply without
+    one.
     """
     own = {"role": "assistant", **{name: reply[name] for name in THOUGHTS[:1] if name in reply}}
     yield {**own, "content": PROBE}
@@ -563,7 +571,7 @@ def _probes(reply: Message) -> Iterator[Message]:
 
 
 def schemas(tools: Tools) -> dict[str, dict[str, object]]:
-    """Function name -> parameter -> its schema; tools that say nothing about it are left out."""
+    """Function name -> parameter -> its schema. Tools without parameters are left out."""
     by_name: dict[str, dict[str, object]] = {}
     for tool in tools or ():
         called = tool.get("function", tool)

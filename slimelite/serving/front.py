@@ -1,8 +1,8 @@
-"""The HTTP front: every dialect over one engine or the engines of a run, with and without a session.
+"""The HTTP front. It serves every dialect, over one engine or the engines of a run, with and without sessions.
 
-``POST /sessions`` opens a session and gives its id and key; under ``/sessions/<id>`` are the same endpoints, and what
-they sample is kept with its exact tokens (``GET /sessions/<id>``) until ``DELETE``. The key of the front opens
-everything; the key of a session opens its sampling endpoints and its record, and nothing else.
+``POST /sessions`` opens a session, and returns its id and key. The same endpoints are under ``/sessions/<id>``. Their
+replies are kept with their exact tokens (``GET /sessions/<id>``) until ``DELETE``. The front's key opens everything. A
+session's key opens only its sampling endpoints and its record.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ RECORD = ("number", "parent", "prompt_ids", "output_ids", "log_probs", "weight_v
 
 @sampled("openai", "responses", "anthropic")
 class SessionBody(SampledBody):
-    """``/sessions``: the defaults of its sampling parameters. The ``id`` is a part of a path."""
+    """``/sessions``: the default sampling parameters of a session. The ``id`` becomes a part of a path."""
 
     id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")
     metadata: dict[str, Any] = Field(default_factory=dict)
@@ -61,13 +61,13 @@ class RenderBody(Body):
 
 
 class Front(GenerateServer):
-    """A server in the event loop of whoever starts it, which is that of the sessions.
+    """A server in the event loop of the caller that starts it. The sessions use the same loop.
 
     Args:
-        sessions: where a request without a session gets one that is thrown away.
-        name: what the model is called in answers.
-        key: opens everything; None: so does any request that names no session.
-        page: HTML that is served at ``/``, to anybody; with it ``/render`` makes HTML of Markdown.
+        sessions: a request without a session gets a temporary one here.
+        name: the model's name in answers.
+        key: opens everything. None: requests that name no session need no key.
+        page: HTML that is served at ``/`` without a key. With it, ``/render`` converts Markdown to HTML.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Front(GenerateServer):
         return {**super()._bodies(), **sampling, "/sessions": SessionBody}
 
     async def _handled(self, http: web.Request, handler: Handler) -> web.StreamResponse:
-        """As every server; and the number of requests is bounded."""
+        """Like every server, but the number of requests is limited."""
         if self._running >= MOST_REQUESTS:
             raise RequestError(f"{MOST_REQUESTS} requests are running or waiting; try again later", 429)
         self._running += 1
@@ -125,7 +125,7 @@ class Front(GenerateServer):
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """As every server; and each answer counts."""
+        """Like every server, but each answer is counted."""
         answer = await super()._guarded(request, handler)
         # a path that is no route is anything at all
         resource = request.match_info.route.resource
@@ -134,11 +134,11 @@ class Front(GenerateServer):
         return answer
 
     def _described(self, http: web.Request, error: Exception, status: int) -> dict[str, object]:
-        """As the dialect describes errors."""
+        """An error in the form of the dialect."""
         return (anthropic if "/v1/messages" in http.path else openai).error_body(error, status)
 
     def _last(self, http: web.Request, described: dict[str, Any], written: int) -> bytes:
-        """As the dialect's streams end with an error."""
+        """The end of a stream after an error, in the form of the dialect."""
         if "/v1/responses" in http.path:
             return responses.failed(described["error"], written)
         return super()._last(http, described, written)
@@ -147,7 +147,8 @@ class Front(GenerateServer):
         return [*super()._public(), self._page]
 
     def _opens(self, http: web.Request, key: str) -> bool:
-        """Without a session the front's key opens, with one that or the session's."""
+        """Whether ``key`` permits the request. Without a session it must be the front's key, with a session the front's
+        or the session's."""
         session = http.match_info.get("session")
         if self.key is not None and super()._opens(http, key):
             return True
@@ -163,7 +164,7 @@ class Front(GenerateServer):
         return True
 
     def _session(self, http: web.Request) -> Session:
-        """The session that a request names, or one for it alone."""
+        """The session that a request names, or a temporary one."""
         name, sessions = http.match_info.get("session"), self._model.sessions
         return sessions.anonymous() if name is None else sessions.find(name)
 
@@ -174,7 +175,7 @@ class Front(GenerateServer):
         return await self._respond(http, await answered(self._model, session, await read_body(http, kind)))
 
     async def _stored(self, http: web.Request) -> web.Response:
-        """An answer that is kept, or the end of that."""
+        """Return a stored answer, or delete it."""
         name, owner = http.match_info["response"], http.match_info.get("session", "")
         answer = self._model.stored.record(owner, name).answer
         if http.method == "DELETE":
@@ -205,7 +206,7 @@ class Front(GenerateServer):
         return web.Response(text=text, headers={"Content-Type": CONTENT_TYPE})
 
     async def _open(self, http: web.Request) -> web.Response:
-        """Open a session; sampling parameters in the body are its defaults."""
+        """Open a session. Sampling parameters in the body are its defaults."""
         body = await read_body(http, SessionBody) if http.can_read_body else SessionBody()
         self._model.sessions.forget(IDLE_S)
         if len(self._model.sessions) >= MOST_SESSIONS:
@@ -228,7 +229,7 @@ class Front(GenerateServer):
         return web.Response(text=self._html, content_type="text/html", headers=headers)
 
     async def _render(self, http: web.Request) -> web.Response:
-        """Markdown as HTML, one request at a time, so that the engine's thread has most of the processor."""
+        """Markdown as HTML. One request runs at a time, so that the engine's thread has most of the processor."""
         texts = (await read_body(http, RenderBody)).texts
         if sum(map(len, texts)) > MOST_RENDERED:
             raise RequestError(f"{MOST_RENDERED} characters can be rendered at once", 413, param="texts")

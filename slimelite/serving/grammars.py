@@ -1,4 +1,4 @@
-"""The grammars that a request asks for, in the words of OpenAI, vLLM, SGLang and Anthropic."""
+"""The grammars of a request, under the names of OpenAI, vLLM, SGLang and Anthropic."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ class Schema(Shape):
 
 
 class ResponseFormat(Shape):
-    """The form of the reply. OpenAI's ``json_schema`` has the schema inside, Anthropic's format beside the type."""
+    """The wanted form of the reply. OpenAI's ``json_schema`` contains the schema. Anthropic's format has it next to the
+    type."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: Schema | None = None
     value: dict[str, Any] | None = Field(default=None, alias="schema")
 
     def schema_text(self) -> str | None:
-        """The JSON schema that the reply is held to; None: to none.
+        """The JSON schema that the reply must fit; None: any reply is allowed.
 
         Raises:
-            ValueError: there is none, and the type needs one.
+            ValueError: the type needs a schema, and there is none.
         """
         if self.type != "json_schema":
             return OBJECT if self.type == "json_object" else None
@@ -43,7 +44,7 @@ class ResponseFormat(Shape):
 
 
 class StructuredOutputs(Shape):
-    """What newer versions of vLLM take in place of ``guided_*``."""
+    """The replacement for ``guided_*`` in newer versions of vLLM."""
 
     json_: Text | dict[str, Any] | None = Field(default=None, alias="json")
     json_object: bool = False
@@ -54,7 +55,7 @@ class StructuredOutputs(Shape):
 
 
 class HeldBody(SampledBody):
-    """A body that may ask for a grammar, beside the names of `SamplingParams`."""
+    """A body that may ask for a grammar. It adds to the names of `SamplingParams`."""
 
     guided_json: Text | dict[str, Any] | None = None
     guided_choice: Choices | None = None
@@ -77,12 +78,12 @@ class HeldBody(SampledBody):
         return [(name, kind, text) for name, kind, text in spellings if text is not None]
 
     def response_schema(self) -> str | None:
-        """The JSON schema that the dialect's own field asks for."""
+        """The JSON schema in the dialect's own field."""
         return None
 
 
 def named_schema(form: ResponseFormat, place: str) -> str | None:
-    """The schema of a form that is at this ``place`` of a body."""
+    """The schema of the form at ``place`` in a body."""
     try:
         return form.schema_text()
     except ValueError as error:
@@ -94,7 +95,7 @@ def _json(schema: str | dict[str, Any] | None) -> str | None:
 
 
 def _choice(choices: list[str] | None) -> str | None:
-    """The regular expression of one of some texts."""
+    """A regular expression that matches exactly one of the given texts."""
     if choices is not None and not all(choices):
         raise RequestError("guided_choice: a choice is a text that is not empty", param="guided_choice")
     return "|".join(f"({re.escape(choice)})" for choice in choices) if choices else None

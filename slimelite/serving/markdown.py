@@ -1,7 +1,7 @@
-"""What a model writes as HTML, for the chat page: Markdown with tables, code and LaTeX.
+"""Converts a model's text to HTML for the chat page: Markdown with tables, code and LaTeX.
 
-HTML in the text is shown as text. A formula becomes MathML, which browsers draw by themselves; one that cannot be read
-is shown as it was written. What comes out has passed an allow list, since a formula may ask for links and styles.
+HTML in the text is shown as text. A formula becomes MathML, which browsers can draw. A formula that cannot be read is
+shown as it was written. The output passes an allow list, because a formula may contain links and styles.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ ATTRIBUTES = {
 
 
 def to_html(text: str) -> str:
-    """``text``, which is Markdown, as HTML that a page may show: no scripts, styles, pictures, forms or frames.
+    """Markdown ``text`` as HTML that a page may show: without scripts, styles, pictures, forms and frames.
 
-    Links are those of http, https and mailto, with a host. Blocks take the direction of their text (``dir="auto"``).
+    Links must be http, https or mailto, with a host. Blocks take the direction of their text (``dir="auto"``).
     """
     return nh3.clean(
         _markdown().render(text),
@@ -89,7 +89,7 @@ def _markdown() -> MarkdownIt:
 
 
 def _block_in_brackets(state: StateBlock, begin: int, end: int, silent: bool) -> bool:
-    r"""``\[…\]`` on lines of its own, which may look like lists or headings."""
+    r"""``\[…\]`` on separate lines. Such lines may look like lists or headings."""
     start = state.bMarks[begin] + state.tShift[begin]
     if state.is_code_block(begin) or not state.src.startswith(r"\[", start):
         return False
@@ -106,7 +106,7 @@ def _block_in_brackets(state: StateBlock, begin: int, end: int, silent: bool) ->
 
 
 def _in_brackets(state: StateInline, silent: bool) -> bool:
-    r"""``\(…\)`` and ``\[…\]`` within a paragraph; Markdown itself has escaped brackets there."""
+    r"""``\(…\)`` and ``\[…\]`` within a paragraph, where Markdown itself has escaped brackets."""
     close = {r"\(": r"\)", r"\[": r"\]"}.get(state.src[state.pos : state.pos + 2])
     unclosed = state.env.setdefault("unclosed", set())  # texts that are not searched for it again and again
     if close is None or (close, state.src) in unclosed:
@@ -122,7 +122,7 @@ def _in_brackets(state: StateInline, silent: bool) -> bool:
 
 
 def _directions(tokens: Sequence[Token]) -> None:
-    """Let each block take the direction of its text, and say the alignment of cells by a class, not a style."""
+    """Let each block take the direction of its text. Write the alignment of cells as a class, not as a style."""
     for token in tokens:
         if token.nesting == 1 and token.tag in TEXT_TAGS:
             style = str(token.attrs.pop("style", ""))
@@ -139,7 +139,7 @@ def _code(_: object, tokens: Sequence[Token], place: int, *__: object) -> str:
 
 
 def _math(latex: str, display: str) -> str:
-    """The formula as MathML; as code where it is none."""
+    """The formula as MathML. If it is not a formula, as code."""
     try:
         if len(latex) > MOST_FORMULA:
             raise ValueError("a formula of a book's length")

@@ -25,7 +25,7 @@ METRICS = {
 
 
 class Counts:
-    """What a server counts."""
+    """The counts of a server."""
 
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, str, int]] = Counter()  # by method, path of the route, and status
@@ -33,7 +33,7 @@ class Counts:
         self._tokens: Counter[str] = Counter()
 
     def counted(self, sampler: Sampler) -> Sampler:
-        """The sampler, whose responses count."""
+        """The same sampler, but its responses are counted."""
 
         async def sample(request: GenerateRequest, on_tokens: OnTokens | None) -> GenerateResult:
             self.sampling += 1
@@ -49,7 +49,8 @@ class Counts:
         return sample
 
     def text(self, running: int, sessions: int, most: int) -> str:
-        """The text of ``/metrics``. ``running``: requests; ``most``: responses that the engine samples at a time."""
+        """The text of ``/metrics``. ``running``: the number of requests. ``most``: how many responses the engine
+        samples at a time."""
         values = {"requests_running": running, "sessions_open": sessions}
         values |= {"responses_running": min(self.sampling, most), "responses_waiting": max(0, self.sampling - most)}
 

@@ -1,8 +1,8 @@
 """OpenAI's dialect: ``/v1/chat/completions``, ``/v1/completions`` and ``/v1/models``.
 
-What OpenAI's documentation leaves open: the log-probs of sampled tokens, and their alternatives, are of the
-distribution that was sampled from, with temperature 1 in place of 0; those of a prompt (``echo``) are at temperature 1.
-Any name of a model is answered. Beyond OpenAI's parameters there are ``top_k``, ``min_tokens``, ``stop_token_ids``,
+OpenAI's documentation leaves this open: log-probs of sampled tokens and their alternatives belong to the distribution
+that was sampled from, with temperature 1 in place of 0. Log-probs of a prompt (``echo``) are at temperature 1. Any
+model name is accepted. There are more parameters than OpenAI's: ``top_k``, ``min_tokens``, ``stop_token_ids``,
 ``ignore_eos``, ``repetition_penalty``, ``chat_template_kwargs``, ``continue_final_message``, ``return_token_ids`` and
 the grammars of `HeldBody`.
 """
@@ -104,7 +104,7 @@ class ChatBody(CommonBody):
 
 
 class CompletionBody(CommonBody):
-    """``/v1/completions``: ``prompt`` is a text, several, token ids, or several lists of them."""
+    """``/v1/completions``. ``prompt`` is one text, several texts, token ids, or several lists of token ids."""
 
     prompt: str | Annotated[Ids | list[Ids | str], Field(min_length=1)]
     echo: bool = False
@@ -145,10 +145,10 @@ async def chat(model: Model, session: Session, body: ChatBody) -> Answer:
 
 
 async def held_params(model: Model, session: Session, body: HeldBody, forced: Sequence[str] = ()) -> SamplingParams:
-    """The sampling parameters of a body; ``forced``: the tools of which one is called.
+    """The sampling parameters of a body. ``forced``: the tools of which one must be called.
 
     Raises:
-        RequestError: the engine holds no reply to a grammar.
+        RequestError: the engine cannot enforce a grammar.
     """
     params = body.params(session.defaults)
     if params.guided and not (info := await model.engine.info()).schemas:
@@ -188,9 +188,9 @@ async def complete(model: Model, session: Session, body: CompletionBody) -> Answ
 
 
 async def models(model: Model) -> dict[str, Any]:
-    """Answers ``/v1/models``: the one model that is served. ``max_model_len``, a name of vLLM's, is the length of its
-    context in tokens; of ours are ``chats``, whether it has a chat template, or only goes on with texts, and
-    ``sampling``, the parameters of a request that brings none.
+    """Answers ``/v1/models`` with the one model that is served. ``max_model_len``, as vLLM calls it, is the length of
+    its context in tokens. Two fields are ours. ``chats``: whether it has a chat template, or only continues texts.
+    ``sampling``: the parameters of a request that sets none.
     """
     info = await model.engine.info()
     own = {"id": model.name, "object": "model", "created": model.created, "owned_by": "slimelite"}
@@ -213,12 +213,12 @@ def error_body(error: Exception, status: int) -> dict[str, object]:
 
 
 def checked_messages(messages: Sequence[Message], place: str = "") -> list[Message]:
-    """The messages of a request, if they are what a chat template can be shown.
+    """The messages of a request, if a chat template can show them.
 
-    ``place``: in the request, of what all of them come from.
+    ``place``: the field of the request that all messages come from, for error messages.
 
     Raises:
-        RequestError: one has nothing to show, or arguments of a call that are no JSON.
+        RequestError: a message has no content to show, or a call's arguments are not JSON.
     """
     for number, message in enumerate(messages):
         name = place or f"messages[{number}]"
@@ -234,10 +234,11 @@ def checked_messages(messages: Sequence[Message], place: str = "") -> list[Messa
 
 
 def shown_tools(tools: list[dict[str, Any]], choice: object) -> tuple[list[dict[str, Any]] | None, list[str]]:
-    """The tools that the model is shown, none with ``tool_choice`` "none", and of which it must call one.
+    """The tools that the model sees (none if ``tool_choice`` is "none"), and the names of those of which it must call
+    one.
 
     Raises:
-        RequestError: the choice is none of OpenAI's, or of no tool.
+        RequestError: the choice is not one of OpenAI's, or names an unknown tool.
     """
     names = [tool["function"]["name"] for tool in tools]
     if choice in (None, "auto", "none"):
@@ -254,14 +255,14 @@ def shown_tools(tools: list[dict[str, Any]], choice: object) -> tuple[list[dict[
 
 
 def _seeded(params: SamplingParams, copy: int) -> SamplingParams:
-    """Several responses to one seed get one each."""
+    """If several responses share a seed, each gets its own."""
     return params if params.seed is None else replace(params, seed=params.seed + copy)
 
 
 async def _answer(
     model: Model, session: Session, body: CommonBody, planned: Sequence[PlannedTurn], choices: Choices
 ) -> Answer:
-    """Sample what is planned, and answer with one choice each, whole or as a stream."""
+    """Sample the planned turns. The answer has one choice for each, complete or as a stream."""
     head = {"id": f"{choices.prefix}-{uuid.uuid4().hex}", "created": int(time.time())}
     head["model"] = body.model or model.name
     if body.stream:
@@ -294,9 +295,9 @@ Top = Sequence[tuple[int, float]]
 class Choices(ABC):
     """The choices of one request.
 
-    ``kind``, ``chunk``, ``prefix``: what an answer and the parts of a stream are called, and what their id begins with.
-    ``alternatives``: so many are wanted of each token; None: no log-probs are. ``ids``: token ids are wanted. ``echo``:
-    so is the prompt.
+    ``kind``, ``chunk``: the names of an answer and of a part of a stream. ``prefix``: the beginning of their ids.
+    ``alternatives``: how many are wanted for each token; None: no log-probs are wanted. ``ids``: whether token ids are
+    wanted. ``echo``: whether the prompt is wanted.
     """
 
     kind: str
@@ -321,31 +322,32 @@ class Choices(ABC):
 
     @property
     def wait(self) -> bool:
-        """Whether they need the whole response before they can tell of a token: alternatives are computed after it."""
+        """Whether the whole response is needed before a token can be sent, because alternatives are computed after
+        it."""
         return bool(self._alternatives) or (self._alternatives is not None and self._echo)
 
     @abstractmethod
     async def whole(self, part: Part) -> dict[str, object]:
-        """The choice of a response that comes whole."""
+        """The choice of a complete response."""
 
     @abstractmethod
     async def chunks(self, part: Part) -> list[dict[str, object]]:
-        """The choices of the next chunks of a stream."""
+        """The choices for the next chunks of a stream."""
 
     def _end(self, part: Part) -> dict[str, object]:
-        """The last fields of a response: why it ended, and its token ids if they are wanted."""
+        """The last fields of a response: why it ended, and its token ids if wanted."""
         ids = {"token_ids": part.turn.output_ids, "prompt_token_ids": part.turn.prompt_ids}
         return {"finish_reason": finish_reason(part.turn), **(ids if self._ids else {})}
 
     async def _score(self, ids: Sequence[int], start: int, temperature: float) -> Scores:
-        """The engine's scores, if it has any."""
+        """The engine's scores, if it supports them."""
         info = await self._engine.info()
         if not info.scores:
             raise RequestError(f"the {info.name} engine returns log-probs only for sampled tokens", param="logprobs")
         return await self._engine.score(ids, start, temperature, self._alternatives or 0)
 
     async def _alternatives_of(self, turn: Turn) -> list[list[tuple[int, float]]]:
-        """The likeliest tokens in place of each that was sampled, if any are wanted."""
+        """For each sampled token the likeliest tokens at its place, if wanted."""
         if not self._alternatives or not turn.output_ids:
             return []
         return (await self._score(turn.token_ids, len(turn.prompt_ids), self._temperature)).top
@@ -379,7 +381,7 @@ class ChatChoices(Choices):
         return [{"index": part.index, "finish_reason": None, **chunk} for chunk in chunks]
 
     async def _log_probs(self, part: Part) -> dict[str, object] | None:
-        """Those of all tokens of the part, also of those that are no content."""
+        """Log-probs of all tokens of the part, also of those outside the content."""
         if self._alternatives is None:
             return None
         tops: Sequence[Top] = await self._alternatives_of(part.turn) or [()] * len(part.ids)
@@ -400,7 +402,7 @@ class TextChoices(Choices):
     kind, chunk, prefix = "text_completion", "text_completion", "cmpl"
 
     async def whole(self, part: Part) -> dict[str, object]:
-        """See `Choices.whole`; a part of a response has the same form."""
+        """See `Choices.whole`. A part of a response has the same form."""
         text = self._format.decode(part.turn.prompt_ids) + part.content if self._echo and part.first else part.content
         log_probs = await self._log_probs(part) if self._alternatives is not None and (part.ids or part.first) else None
         end = self._end(part) if part.ended else {"finish_reason": None}
@@ -411,7 +413,7 @@ class TextChoices(Choices):
         return [await self.whole(part)]
 
     async def _log_probs(self, part: Part) -> dict[str, object]:
-        """Of the prompt at temperature 1 (``echo``), and of the output as it was sampled."""
+        """Log-probs of the prompt at temperature 1 (``echo``), and of the output as it was sampled."""
         tops: list[Top | None] = []
         if not self._echo:
             tops += await self._alternatives_of(part.turn)
@@ -442,12 +444,12 @@ class TextChoices(Choices):
 
 
 def finish_reason(turn: Turn) -> str:
-    """OpenAI's name for why a turn ended; "abort" if somebody ended it."""
+    """OpenAI's name for the reason why a turn ended; "abort" if somebody ended it."""
     return "tool_calls" if turn.reply.tool_calls and turn.finish_reason == "stop" else turn.finish_reason
 
 
 def usage(turns: Sequence[Turn]) -> dict[str, object]:
-    """OpenAI's count of tokens; the prompt of several responses counts once."""
+    """OpenAI's count of tokens. The prompt of several responses counts once."""
     cached: dict[tuple[int, ...], int] = {}
     for turn in turns:
         prompt = tuple(turn.prompt_ids)

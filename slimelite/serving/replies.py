@@ -1,4 +1,5 @@
-"""Replies as they come: the responses of a request side by side, and the text that is certain before one has ended."""
+"""Replies while they are generated: several responses of a request at the same time, and the text that is certain
+before a reply has ended."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ PlannedTurn = tuple[Turn, SamplingParams]
 
 @dataclass(frozen=True)
 class Model:
-    """What a front serves; ``name``: in its answers; ``created``: when it began [s since 1970]; ``stored``: answers."""
+    """The model of a front. ``name``: in its answers. ``created``: the start [s since 1970]. ``stored``: its stored
+    answers."""
 
     name: str
     sessions: Sessions
@@ -32,10 +34,10 @@ class Model:
 
 @dataclass(frozen=True)
 class Part:
-    """What is new of response number ``index``: its text, and its tokens with their log-probs.
+    """The new part of response number ``index``: its text, and its tokens with their log-probs.
 
-    ``first``: nothing of the response came before; ``ended``: nothing comes after it, and ``turn`` has all of it. A
-    response that does not stream is one part.
+    ``first``: it is the first part. ``ended``: it is the last part, and ``turn`` has the whole response. A response
+    that is not streamed is one part.
     """
 
     index: int
@@ -49,14 +51,16 @@ class Part:
 
     @property
     def calls(self) -> tuple[ToolCall, ...]:
-        """The tool calls, which come with the end."""
+        """The tool calls. They are in the last part."""
         return self.turn.reply.tool_calls if self.ended else ()
 
 
 async def parts(session: Session, planned: Sequence[PlannedTurn], *, stream: bool) -> AsyncGenerator[Part]:
-    """Sample what is ``asked`` side by side; yields the responses as they come if they ``stream``, else as they end.
+    """Sample the ``planned`` turns at the same time. With ``stream``, yields parts while they are generated, else each
+    response when it ends.
 
-    A turn that has a finish reason already is not sampled. Closing the generator, and the first error, cancel all.
+    A turn that has a finish reason already is not sampled. The first error cancels all turns, and so does closing the
+    generator.
     """
 
     async def sample(turn: Turn, params: SamplingParams, on_tokens: OnTokens | None) -> Turn:
@@ -75,12 +79,13 @@ async def parts(session: Session, planned: Sequence[PlannedTurn], *, stream: boo
 
 
 class TextStream:
-    """What of a reply can be shown while its tokens come: nothing of a tool call, a stop string, or half a character.
+    """The text of a reply that can be shown while its tokens arrive. It leaves out tool calls, stop strings and half
+    characters.
 
-    The reply to raw tokens is shown as it is, special tokens included.
+    A reply to raw tokens is shown unchanged, with special tokens.
 
     Args:
-        turn: what is sampled; it has its prompt.
+        turn: the turn that is sampled; it has its prompt.
         stops: stop strings.
     """
 
@@ -99,7 +104,7 @@ class TextStream:
         self.add(turn.given_ids)
 
     def add(self, ids: Sequence[int]) -> tuple[str, str]:
-        """(more of the thinking, more of the content) that the reply certainly has after these tokens."""
+        """(more of the thinking, more of the content) that the reply surely has after these tokens."""
         self.ids += ids
         self._decode()
         reasoning, content = self._certain()
@@ -108,7 +113,7 @@ class TextStream:
         return new
 
     def end(self) -> tuple[str, str]:
-        """What is left to show of the reply, which has ended."""
+        """The rest of the ended reply that was not shown yet."""
         reply = self._turn.reply
         thinking, content = reply.reasoning or "", reply.content
         # thinking that nothing opened has been shown as content before its end came; of empty thinking, its end has
@@ -120,7 +125,7 @@ class TextStream:
         return "" if unopened else _rest(thinking, self._reasoning), _rest(content, self._content)
 
     def _decode(self) -> None:
-        """Decode the new tokens, but not an end that is an unfinished character or a token that ends replies."""
+        """Decode the new tokens, except an unfinished character or a token that ends replies at the end."""
         end = len(self.ids)
         if end and self.ids[-1] in self._format.end_ids:
             end -= 1
@@ -149,7 +154,7 @@ class TextStream:
 
 
 def _certain_text(text: str, marks: Sequence[str]) -> str:
-    """``text`` without what may be the beginning of one of ``marks``, and without white space at its end."""
+    """``text`` without an end that may be the beginning of one of ``marks``, and without white space at the end."""
     text = before_stop(text, marks)
     for length in range(min(len(text), max(map(len, marks), default=0)), 0, -1):
         if any(mark.startswith(text[-length:]) for mark in marks):
@@ -158,7 +163,7 @@ def _certain_text(text: str, marks: Sequence[str]) -> str:
 
 
 def _rest(whole: str, shown: str) -> str:
-    """What follows ``shown`` in ``whole``, whose white space in front may be gone."""
+    """The part of ``whole`` after ``shown``, even if the white space in front is missing there."""
     for begin in (shown, shown.lstrip()):
         if whole.startswith(begin):
             return whole[len(begin) :]

@@ -1,8 +1,9 @@
-"""OpenAI's Responses: ``/v1/responses``, whole or as events, and answers that are kept for ``previous_response_id``.
+"""OpenAI's Responses: ``/v1/responses``, complete or as events, and answers that are stored for
+``previous_response_id``.
 
-The items of a conversation are turned into the messages of a chat and go through the same session, so that all
-dialects may take turns in one. What the server would have to do itself (a search, a code interpreter) it cannot: such
-tools are left out, and ``tools`` of an answer has those that the model was shown.
+The items of a conversation are converted to the messages of a chat and use the same session, so all dialects may
+alternate in one session. The server cannot run OpenAI's own tools (a search, a code interpreter). Such tools are left
+out, and ``tools`` of an answer lists those that the model was shown.
 """
 
 from __future__ import annotations
@@ -86,14 +87,14 @@ class ReasoningItem(Shape):
 
 
 class Reference(Shape):
-    """An item that an answer had which was kept."""
+    """A reference to an item of a stored answer."""
 
     type: Literal["item_reference"] = "item_reference"
     id: Text
 
 
 def _kind(item: Any) -> Any:
-    """The type of an item, which a message and a reference may leave out."""
+    """The type of an item. A message and a reference may leave it out."""
     if not isinstance(item, dict):
         return getattr(item, "type", None)
     kind = item.get("type") or ("message" if "role" in item else "item_reference")
@@ -124,7 +125,7 @@ class Grammar(Shape):
 
 
 class CustomTool(Shape):
-    """A tool that takes a text; the model sees the grammar of that text, and nothing holds it to it."""
+    """A tool that takes a text. The model sees the grammar of the text, but the grammar is not enforced."""
 
     type: Literal["custom"]
     name: Text
@@ -250,16 +251,18 @@ async def respond(model: Model, session: Session, body: ResponsesBody) -> Answer
 
 
 def failed(error: dict[str, Any], written: int) -> bytes:
-    """The event that ends a stream with an error of `slimelite.serving.openai`, after so many others."""
+    """The event that ends a stream with an error of `slimelite.serving.openai`. ``written``: how many events were sent
+    before."""
     code = error["code"] or error["type"]
     event = {"type": "error", "code": code, "message": error["message"], "param": error["param"]}
     return sse({**event, "sequence_number": written}, "error")
 
 
 class Tools:
-    """The tools of a request: as functions that the model is shown, and what they are to the client.
+    """The tools of a request, both as functions for the model and as the client knows them.
 
-    Those of a namespace are shown as ``namespace__name``, and a tool that takes a text as a function of one parameter.
+    The tools of a namespace are shown as ``namespace__name``. A tool that takes a text is shown as a function with one
+    parameter.
     """
 
     def __init__(self, tools: Sequence[Tool]) -> None:
@@ -277,14 +280,14 @@ class Tools:
                 self._add("", tool)
 
     def choice(self, choice: Any) -> Any:
-        """``tool_choice`` as a chat has it."""
+        """``tool_choice`` in the form of a chat."""
         if not isinstance(choice, dict) or choice.get("type") not in ("function", "custom"):
             return choice
         name = _shown_name(str(choice.get("namespace") or ""), str(choice.get("name")))
         return {"type": "function", "function": {"name": name}}
 
     def item(self, call: ToolCall) -> dict[str, Any]:
-        """A call of the model's as an item."""
+        """A call of the model as an item."""
         namespace, tool = self._known.get(call.name, ("", None))
         own = {"name": tool.name, "namespace": namespace} if tool and namespace else {"name": call.name}
         if isinstance(tool, CustomTool):
@@ -309,9 +312,9 @@ class Tools:
 
 
 class Output:
-    """The items of an answer, and the events that tell of them. One of text is open until another begins.
+    """The items of an answer, and the events that announce them. A text item is open until another item begins.
 
-    ``packs``: thinking has ``encrypted_content``, which a client that keeps everything itself sends back.
+    ``packs``: thinking has ``encrypted_content``, for clients that keep the whole conversation and send it back.
     """
 
     def __init__(self, tools: Tools, *, packs: bool) -> None:
@@ -320,7 +323,7 @@ class Output:
         self._open = ""  # type of the item that goes on
 
     def add(self, part: Part) -> Iterator[dict[str, Any]]:
-        """What is new of the reply."""
+        """The events for a new part of the reply."""
         for kind, text in (("reasoning", part.thinking), ("message", part.content)):
             if text:
                 yield from self._text(kind, text)
@@ -328,7 +331,7 @@ class Output:
             yield from self._call(call)
 
     def end(self, turn: Turn) -> Iterator[dict[str, Any]]:
-        """The end of the reply; one that says nothing has an empty message."""
+        """The events for the end of the reply. A reply without content has an empty message."""
         if not any(item["type"] != "reasoning" for item in self.items):
             yield from self._text("message", "")
         yield from self._close("completed" if turn.finish_reason == "stop" else "incomplete")
@@ -405,7 +408,7 @@ async def _stream(
 
 
 def _head(model: Model, body: ResponsesBody, tools: Tools) -> dict[str, Any]:
-    """The answer before anything is said."""
+    """The fields of the answer before the reply begins."""
     head: dict[str, Any] = {"id": _id("resp"), "object": "response", "created_at": int(time.time())}
     head |= {"status": "in_progress", "model": body.model or model.name, "output": [], "usage": None}
     head |= dict.fromkeys(("error", "incomplete_details"))
@@ -421,7 +424,7 @@ def _head(model: Model, body: ResponsesBody, tools: Tools) -> dict[str, Any]:
 
 
 def _end(turn: Turn) -> dict[str, Any]:
-    """How the reply ended."""
+    """The fields that say how the reply ended."""
     if turn.finish_reason == "stop":
         return {"status": "completed"}
     reason = {"length": "max_output_tokens"}.get(turn.finish_reason, turn.finish_reason)
@@ -429,7 +432,7 @@ def _end(turn: Turn) -> dict[str, Any]:
 
 
 def _usage(turn: Turn, chat_format: ChatFormat) -> dict[str, Any]:
-    """OpenAI's count of tokens; those of the thinking are the tokens of its text."""
+    """OpenAI's count of tokens. The tokens of the thinking are counted in its text."""
     read, written = len(turn.prompt_ids), len(turn.output_ids)
     thought = len(chat_format.encode(turn.reply.reasoning or ""))
     return {
@@ -442,9 +445,10 @@ def _usage(turn: Turn, chat_format: ChatFormat) -> dict[str, Any]:
 
 
 def _messages(instructions: str, before: Sequence[Any], sent: Sequence[Any]) -> list[Message]:
-    """The messages of a chat; those of the system that begin it are one, as many templates show the first alone.
+    """The messages of a chat. System messages at the beginning are joined into one, because many templates show only
+    the first.
 
-    What the assistant thinks, says and calls between two others is one message.
+    Thinking, text and calls of the assistant between two other messages form one message.
     """
     system = [instructions] if instructions else []
     messages: list[Message] = []
@@ -465,14 +469,15 @@ def _messages(instructions: str, before: Sequence[Any], sent: Sequence[Any]) -> 
 
 
 def _later(new: Message) -> set[str]:
-    """What a message of the assistant's does not have if it goes on with this: thoughts come first, and calls last."""
+    """The parts that an assistant's message must not have yet if it is to continue with ``new``. Thoughts come first,
+    and calls last."""
     if "reasoning_content" in new:
         return {"reasoning_content", "content", "tool_calls"}
     return {"content"} if "content" in new else set()
 
 
 def _message(item: Any, name: str) -> Message:
-    """An item as a message; ``name``: for errors."""
+    """An item as a message. ``name``: its name in errors."""
     if isinstance(item, ReasoningItem):
         thinking = _thinking(item, name)
         return {"role": "assistant", **({"reasoning_content": thinking} if thinking else {})}
@@ -489,7 +494,7 @@ def _message(item: Any, name: str) -> Message:
 
 
 def _thinking(item: ReasoningItem, name: str) -> str:
-    """What was thought: as it was packed here, or as text."""
+    """The thinking: unpacked if it was packed here, else its text."""
     if item.encrypted_content.startswith(PACKED):
         with suppress(ValueError):
             return base64.b64decode(item.encrypted_content.removeprefix(PACKED), validate=True).decode()

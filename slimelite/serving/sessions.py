@@ -1,10 +1,10 @@
 """Sessions: conversations that keep the exact tokens, log-probs and weight versions of every turn.
 
-A session is a tree of turns. A request whose messages begin with those of an earlier turn and its reply goes on from
-that turn: its prompt is that turn's prompt, the tokens that were sampled, and what the template puts after them
-(`ChatFormat.continuation`). Everything else begins a branch: a history that the template or the client rewrites, a
-sub-agent with a system prompt of its own, a second answer to the same messages. So no sampled token is ever encoded
-again where a conversation goes on.
+A session is a tree of turns. If the messages of a request begin with those of an earlier turn and its reply, the
+request continues that turn. Its prompt is then that turn's prompt, the sampled tokens, and the tokens that the template
+puts after them (`ChatFormat.continuation`). Any other request begins a branch: a history that the template or the
+client rewrites, a sub-agent with its own system prompt, a second answer to the same messages. So a sampled token is
+never encoded again when a conversation continues.
 
 A session belongs to one event loop.
 """
@@ -31,9 +31,9 @@ from slimelite.serving.format import ChatFormat, Message, Reply, Tools, before_s
 
 
 class ContextFullError(ValueError):
-    """The prompt leaves no room for a reply. Its words and ``code`` are OpenAI's, which clients look for.
+    """The prompt leaves no room for a reply. The text and the ``code`` are OpenAI's, because clients look for them.
 
-    ``tokens``: of the prompt, estimated for one that is far too long; ``most``: of the context.
+    ``tokens``: of the prompt; an estimate if it is far too long. ``most``: of the context.
     """
 
     code = "context_length_exceeded"
@@ -48,18 +48,18 @@ class ContextFullError(ValueError):
 
 @dataclass
 class Turn:
-    """One generation of a session.
+    """One reply of a session, with its prompt.
 
-    ``before``: the turn that it goes on from; None: it begins a branch. ``messages``: what it answers, with replies of
-    the session as they were read from their tokens; empty for raw tokens. ``added_text``, ``added_ids``: what its
-    prompt has after that of ``before`` and its output; a turn with its whole prompt would make long sessions too large.
-    ``given_ids``: the beginning of the reply, if that is not the model's choice: the prompt ends with it.
-    ``ends``: texts that end the reply and are part of what is shown of it, unlike a request's stop strings.
-    ``tools``: those that the model is shown. ``sent``: what is `comparable` of the messages as the client sent them;
-    ``echoes``: of the reply as a client may send it back, with and without its stop string. ``log_probs``,
-    ``weight_versions``: one for each of ``output_ids``; ``kept``, ``constrained``: see `GenerateResult`.
-    ``finish_reason``: "stop", "length" or "abort". ``reward``: for the environment to set. ``began``, ``ended``: [s,
-    monotonic]. ``answered``, ``call_seconds``: when the environment had answered it, 0 if none did, and how long each
+    ``before``: the turn that it continues; None: it begins a branch. ``messages``: the messages that it answers.
+    Replies of the session in them are as they were read from their tokens. Empty for raw tokens. ``added_text``,
+    ``added_ids``: the part of its prompt after the prompt and output of ``before``. If every turn had its whole prompt,
+    long sessions would be too large. ``given_ids``: the beginning of the reply, if the model did not choose it. The
+    prompt ends with it. ``ends``: texts that end the reply. Unlike a request's stop strings, they are shown as part of
+    the reply. ``tools``: the tools that the model sees. ``sent``: the `comparable` part of the messages that the client
+    sent. ``echoes``: that of the reply as a client may send it back, with and without its stop string. ``log_probs``,
+    ``weight_versions``: one for each of ``output_ids``. ``kept``, ``constrained``: see `GenerateResult`.
+    ``finish_reason``: "stop", "length" or "abort". ``reward``: set by the environment. ``began``, ``ended``: [s,
+    monotonic]. ``answered``: when the environment had answered the turn, 0 if none did. ``call_seconds``: how long each
     of its calls took.
     """
 
@@ -107,7 +107,7 @@ class Turn:
 
     @property
     def own_ids(self) -> list[int]:
-        """What it added to the tokens of the turn ``before``."""
+        """The tokens that this turn adds to those of the turn ``before``."""
         return self.added_ids + self.reply_ids
 
     @property
@@ -117,7 +117,7 @@ class Turn:
 
     @property
     def token_ids(self) -> list[int]:
-        """Prompt and output."""
+        """The tokens of the prompt and the output."""
         return [token for turn in self.path for token in turn.own_ids]
 
     @property
@@ -127,17 +127,17 @@ class Turn:
 
     @cached_property
     def history(self) -> tuple[Message, ...]:
-        """The messages and the reply, once it is there."""
+        """The messages and the reply, if there is one."""
         return (*self.messages, self.reply.message())
 
 
 class Session:
-    """A conversation with its branches; `Sessions.open` makes one.
+    """A conversation with its branches. `Sessions.open` makes one.
 
-    ``key`` opens this session alone. ``turns``: the finished ones, in the order in which they finished. ``running``:
-    number of requests that the sampler has now. ``overflows``: prompts that left no room for a reply.
-    ``trains_constrained``: whether tokens that a grammar constrained are trained on. ``longest_reply``: most tokens of
-    a reply, whatever a request asks for. ``used``: when it was opened, or a turn last ended [s, monotonic].
+    ``key`` opens only this session. ``turns``: the finished turns, in the order in which they finished. ``running``:
+    the number of requests that the sampler is working on. ``overflows``: how many prompts left no room for a reply.
+    ``trains_constrained``: whether tokens that a grammar constrained are trained on. ``longest_reply``: the most tokens
+    of a reply, whatever a request asks for. ``used``: when the session was opened, or a turn last ended [s, monotonic].
     """
 
     def __init__(
@@ -168,32 +168,33 @@ class Session:
     ) -> Turn:
         """Answer ``messages``.
 
-        ``params``: default: the session's. A reply that would be longer than the context ends with reason "length". A
-        seed of the session, for parameters without one, gives each turn its own stream of random numbers.
+        ``params``: default: those of the session. A reply that reaches the end of the context ends with reason
+        "length". If the session has a seed and the parameters have none, each turn gets its own random stream from it.
 
         Raises:
-            ValueError: the chat template refuses the messages, or the engine the request.
+            ValueError: the chat template refuses the messages, or the engine refuses the request.
             ContextFullError: the prompt leaves no room for a reply.
         """
         return await self.sample(self.turn(messages, tools), params)
 
     def pause(self) -> None:
-        """Let requests wait for `resume`. One that the engine aborts meanwhile goes on then, with the tokens it has."""
+        """Let new requests wait for `resume`. A request that the engine aborts meanwhile continues then, with the
+        tokens that it has."""
         self._going.clear()
 
     def resume(self) -> None:
-        """End a `pause`."""
+        """End the `pause`."""
         self._going.set()
 
     @property
     def weight_versions(self) -> set[int]:
-        """Versions of the weights that sampled tokens of this session, those of an unfinished turn too."""
+        """Versions of the weights that sampled this session's tokens, unfinished turns included."""
         parts = [turn.weight_versions for turn in self.turns]
         return {version for part in parts + [r.weight_versions for r in self._unfinished.values()] for version in part}
 
     @property
     def paths(self) -> list[list[Turn]]:
-        """The turns from the root to each leaf; leaves in the order in which they began."""
+        """The turns from the root to each leaf. Leaves are in the order in which they began."""
         parents = {turn.parent for turn in self.turns}
         leaves = [turn for turn in self.turns if turn.number not in parents]
         return [leaf.path for leaf in sorted(leaves, key=lambda leaf: leaf.number)]
@@ -201,10 +202,10 @@ class Session:
     def samples(self, sample: Sample) -> list[Sample]:
         """Copies of ``sample``, one for each leaf of the tree, with the tokens of the path to it.
 
-        The prompt is what the path's first turn answers. The loss mask is 1 on sampled tokens alone, without those that
-        a grammar constrained unless the session ``trains_constrained``. A turn that several paths have is trained on in
-        the first of them only. Branches share a rollout id, so that the episode counts once. ``metadata`` gets the
-        number of ``turns``, and of ``malformed_tool_calls`` if there are any.
+        The prompt is the prompt of the path's first turn. The loss mask is 1 only on sampled tokens. It is 0 on those
+        that a grammar constrained, unless the session ``trains_constrained``. A turn that several paths share is
+        trained on only in the first of them. Branches share a rollout id, so the episode counts once. ``metadata`` gets
+        the number of ``turns``, and of ``malformed_tool_calls`` if there are any.
 
         Raises:
             ValueError: the session has no turn.
@@ -259,14 +260,15 @@ class Session:
         one_call: bool = False,
         goes_on: bool = False,
     ) -> Turn:
-        """The turn that answers ``messages``, with its place in the tree and its prompt; `sample` does the rest.
+        """The turn that answers ``messages``, with its place in the tree and its prompt. `sample` then generates the
+        reply.
 
-        ``forced``: the reply begins as a call of one of these tools does. ``one_call``: it ends with its first call.
-        ``goes_on``: it begins with the last of the messages, a reply of the assistant's.
+        ``forced``: the reply must begin like a call of one of these tools. ``one_call``: the reply ends with its first
+        call. ``goes_on``: the reply continues the last message, which is the assistant's.
 
         Raises:
-            ValueError: the chat template refuses the messages, or shows no call that could be forced; or nothing shows
-                where the first call ends.
+            ValueError: the chat template refuses the messages, or shows no call that could be forced; or the end of the
+                first call cannot be recognised.
         """
         template_kwargs = template_kwargs or {}
         if goes_on and messages[-1]["role"] != "assistant":
@@ -304,7 +306,8 @@ class Session:
         return Turn(self._next(), None, whole, rendered, self.format.encode(rendered), sent, tools, opening, ends)
 
     def raw_turn(self, input_ids: Sequence[int]) -> Turn:
-        """The turn that goes on after raw tokens: from the longest turn whose prompt and output they begin with."""
+        """The turn that continues raw tokens. Its parent is the longest turn whose prompt and output they begin
+        with."""
         ids, parent = list(input_ids), None
         ends: dict[int | None, int] = {None: 0}  # number of a turn that the tokens begin with -> where it ends in them
         for turn in self.turns:  # after the turn that it goes on from
@@ -321,7 +324,7 @@ class Session:
         return self._begun - 1
 
     async def sample(self, turn: Turn, params: SamplingParams | None = None, on_tokens: OnTokens | None = None) -> Turn:
-        """Fill a new ``turn`` with what the sampler gives, add it to the session, and return it; see `chat`."""
+        """Fill a new ``turn`` with the sampler's result, add it to the session, and return it; see `chat`."""
         params = params or self.defaults
         prompt_ids = turn.prompt_ids
         room = self.max_context_len - len(prompt_ids)
@@ -355,7 +358,7 @@ class Session:
     async def _whole(
         self, turn: Turn, prompt_ids: list[int], params: SamplingParams, on_tokens: OnTokens | None
     ) -> GenerateResult:
-        """The response to ``turn``. A request that a pause interrupts goes on after it, with the new weights."""
+        """The response to ``turn``. If a pause interrupts the request, it continues afterwards with the new weights."""
         whole = GenerateResult(f"{self.id}/{turn.number}")
         self._unfinished[turn.number] = whole
         for part in count():
@@ -401,8 +404,8 @@ class Sessions:
     """The open sessions on one sampler.
 
     Args:
-        max_context_len: most tokens of prompt and reply together.
-        defaults: sampling parameters of sessions that bring none; ``max_new_tokens`` is ``max_context_len``.
+        max_context_len: the most tokens of prompt and reply together.
+        defaults: sampling parameters of sessions that set none. ``max_new_tokens`` is ``max_context_len``.
     """
 
     def __init__(
@@ -415,8 +418,8 @@ class Sessions:
     def open(
         self, session_id: str | None = None, *, defaults: SamplingParams | None = None, seed: int | None = None
     ) -> Session:
-        """A new session, with an id of its own if none is given. ``seed``, by default that of ``defaults``, is one from
-        which each turn gets its own.
+        """A new session. If no id is given, it gets a new one. ``seed``: each turn gets its own seed from it. The
+        default is that of ``defaults``.
 
         Raises:
             ValueError: the id is taken.
@@ -435,7 +438,7 @@ class Sessions:
         """The open session of this id.
 
         Raises:
-            LookupError: there is none.
+            LookupError: there is no such session.
             PermissionError: ``key`` is not the session's.
         """
         session = self.find(session_id)
@@ -444,10 +447,10 @@ class Sessions:
         return session
 
     def find(self, session_id: str) -> Session:
-        """The open session of this id, for who needs no key.
+        """The open session of this id, for callers that need no key.
 
         Raises:
-            LookupError: there is none.
+            LookupError: there is no such session.
         """
         if session_id not in self._open:
             raise LookupError(f"there is no session {session_id!r}; it may have been closed")
@@ -458,11 +461,11 @@ class Sessions:
         return len(self._open)
 
     def __contains__(self, session: Session) -> bool:
-        """Whether the session is open; an anonymous one never is."""
+        """Whether the session is open. An anonymous session never is."""
         return self._open.get(session.id) is session
 
     def close(self, session_id: str) -> Session:
-        """Forget the session, which is returned; a request that runs is not ended.
+        """Remove the session from the open ones, and return it. A running request is not ended.
 
         Raises:
             LookupError: there is no such session.
@@ -471,21 +474,22 @@ class Sessions:
         return self._open.pop(session_id)
 
     def forget(self, idle_s: float) -> None:
-        """Close the sessions that nobody has used for so many seconds."""
+        """Close the sessions that nobody has used for ``idle_s`` seconds."""
         since = time.monotonic() - idle_s
         for session in [s for s in self._open.values() if s.used < since and not s.running]:
             self.close(session.id)
 
     def anonymous(self) -> Session:
-        """A session that only its caller knows, for a request that belongs to none."""
+        """A session that only its caller knows, for a request without a session."""
         return Session(uuid.uuid4().hex, self.format, self.sampler, self.max_context_len, self.defaults)
 
 
 def _begins(messages: Sequence[Message], sent: Sequence[tuple[object, ...]], turn: Turn) -> bool:
-    """Whether ``messages`` begin with the history of ``turn``, as far as clients keep messages; ``sent``: what is
-    `comparable` of them.
+    """Whether ``messages`` begin with the history of ``turn``, as far as clients preserve messages. ``sent``: the
+    `comparable` parts of the messages.
 
-    A client that knows nothing of thinking leaves it out; one that sends other thinking has rewritten it.
+    A client that does not know about thinking leaves it out. A client that sends other thinking has rewritten the
+    message.
     """
     at = len(turn.sent)
     if len(sent) <= at or sent[at] not in turn.echoes or sent[:at] != turn.sent:

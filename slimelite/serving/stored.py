@@ -1,4 +1,4 @@
-"""Answers that are kept, so that the next request of a conversation names the last one and sends what is new."""
+"""Stored answers. The next request of a conversation names the last answer, and sends only the new items."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_CHARACTERS = 1 << 26
 class Record:
     """An answer, and what its request added to the conversation.
 
-    ``owner``: the session that it belongs to, or "". ``before``: id of the answer that the conversation goes on from,
+    ``owner``: the session that it belongs to, or "". ``before``: the id of the answer that the conversation continues,
     or "". ``sent``: the items of the request; ``output``: id -> item of the answer. ``size``: all of it [characters].
     """
 
@@ -29,7 +29,7 @@ class Record:
 
 
 class Stored:
-    """Answers by their id. An owner sees its own alone."""
+    """Answers by their id. An owner sees only its own answers."""
 
     def __init__(self) -> None:
         self._records: dict[str, Record] = {}  # those used last at the end
@@ -37,7 +37,7 @@ class Stored:
         self._size = 0
 
     def keep(self, record: Record) -> None:
-        """Keep an answer; it stays as long as there is room, and the answers before it too if it is used."""
+        """Keep an answer. It stays while there is room. Using it keeps the answers before it too."""
         name = record.answer["id"]
         self._records[name] = record
         self._answers |= dict.fromkeys(record.output, name)
@@ -49,7 +49,7 @@ class Stored:
         """The answer of this id.
 
         Raises:
-            RequestError: there is none, or none of this owner; with this status.
+            RequestError: there is no such answer, or it has another owner. ``status``: the error's HTTP status.
         """
         record = self._records.get(name)
         if record is None or record.owner != owner:
@@ -58,7 +58,7 @@ class Stored:
         return record
 
     def items(self, owner: str, name: str) -> list[Any]:
-        """The conversation up to the answer of this id, which is its end; raises as `record` does."""
+        """The conversation up to the answer of this id, which comes last. It raises the same errors as `record`."""
         records: list[Record] = []
         while name:
             records.append(self.record(owner, name, 400))
@@ -66,13 +66,14 @@ class Stored:
         return [item for record in reversed(records) for item in (*record.sent, *record.output.values())]
 
     def item(self, owner: str, name: str) -> Any:
-        """The item of this id; raises as `record` does."""
+        """The item of this id. It raises the same errors as `record`."""
         if name not in self._answers:
             raise _lost(name, 400)
         return self.record(owner, self._answers[name], 400).output[name]
 
     def delete(self, owner: str, name: str) -> None:
-        """Forget an answer; a conversation that goes on from it cannot either. Raises as `record` does."""
+        """Forget an answer. A conversation that continues it is then lost too. It raises the same errors as
+        `record`."""
         self.record(owner, name)
         self._drop(name)
 

@@ -1,10 +1,10 @@
-"""How families of models write tool calls and thinking, one record each.
+"""How model families write tool calls and thinking, one record for each family.
 
-A record finds the pieces of a reply that are calls, and reads one. A call that cannot be read becomes a sentence that
-says why, which the environment may show the model, and its text stays in the content of the reply.
+A record finds the parts of a reply that are calls, and reads each of them. A call that cannot be read becomes a
+sentence that says why, which the environment may show to the model. Its text stays in the content of the reply.
 
-``--tool-call-parser`` and ``--reasoning-parser`` name a record; without them it is found by a mark in the text of the
-chat template. To add one, write its functions and add a record here or in a file that ``--import-file`` names.
+``--tool-call-parser`` and ``--reasoning-parser`` name a record. Without them, a mark in the text of the chat template
+selects it. To add a record, write its functions, and add it here or in a file of ``--import-file``.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ ANALYSIS = re.compile(r"<\|channel\|>\s*analysis")
 
 
 class Part(NamedTuple):
-    """Characters [start, end) of a reply: a message, its end mark included, or what stands between two (no head)."""
+    """Characters [start, end) of a reply. A part is a message with its end mark, or the text between two messages,
+    which has no head."""
 
     start: int
     end: int
@@ -63,19 +64,19 @@ class Part(NamedTuple):
 
     @property
     def recipient(self) -> str | None:
-        """To whom it goes, if the head names a tool."""
+        """The recipient, if the head names a tool."""
         match = RECIPIENT.search(self.head)
         return match[1] if match and match[1] not in ("self", "user") else None
 
     @property
     def thinks(self) -> bool:
-        """Whether it is thinking."""
+        """Whether the part is thinking."""
         match = RECIPIENT.search(self.head)
         return match[1] == "self" if match else bool(ANALYSIS.search(self.head))
 
 
 def parts(text: str) -> Iterator[Part]:
-    """Yields the parts of a reply in order; together they are all of it."""
+    """Yields the parts of a reply in order. Together they are the whole reply."""
     at, head = 0, HEAD.search(text)
     while head is not None:
         if at < head.start():
@@ -91,7 +92,8 @@ def parts(text: str) -> Iterator[Part]:
 
 
 def read_channels(text: str) -> tuple[str | None, str]:
-    """(the thinking or None, the rest): what the user is told without its heads, and calls with theirs."""
+    """(the thinking or None, the rest). The rest is the text for the user without its heads, and the calls with their
+    heads."""
     thinking, rest = [], ""
     for part in parts(text):
         if part.recipient is not None:
@@ -104,7 +106,7 @@ def read_channels(text: str) -> tuple[str | None, str]:
 
 
 def certain_channels(text: str) -> tuple[str, str]:
-    """What `read_channels` finds in the beginning of a reply, as far as no longer text changes it."""
+    """The result of `read_channels` on the beginning of a reply, as far as later text cannot change it."""
     half = HALF.search(text)
     text = text[: half.start()] if half else text
     body = text.rfind(BODY)
@@ -114,7 +116,7 @@ def certain_channels(text: str) -> tuple[str, str]:
 
 
 def channel_pieces(text: str) -> Iterator[Piece]:
-    """The messages to tools; the end mark may be missing, as it ends a reply."""
+    """The messages to tools. The end mark may be missing, because it also ends a reply."""
     for part in parts(text):
         if part.recipient is not None:
             yield Piece(part.start, part.end, part.head + part.body)
@@ -146,13 +148,12 @@ def read_muse(inside: str, schemas: Schemas) -> list[tuple[str, str]]:
 class ToolFormat:
     """How a family of models writes tool calls.
 
-    ``pieces``: text of a reply -> its `Piece` objects, in order. ``read``: (what is inside a piece, schemas of the
-    tools) -> each call as (name, arguments); it raises `Unreadable`, and nothing else whatever the text.
-    ``marks``: a chat template that contains one of these texts is of this family; the first record that fits is taken.
-    ``begins``: texts that a call begins with; what follows one is shown when the reply has ended. ``closes``: the text
-    that every call ends with; None: only what follows a call shows where it ends.
-    ``write``: calls, as (name, arguments), -> their text, for a chat template that shows none.
-    ``sglang``: what SGLang calls its parsers of this format, where that is another name.
+    ``pieces``: text of a reply -> its `Piece` objects, in order. ``read``: (text inside a piece, schemas of the tools)
+    -> each call as (name, arguments). It raises only `Unreadable`, whatever the text is. ``marks``: a chat template
+    with one of these texts belongs to this family. The first record that fits is used. ``begins``: texts that a call
+    begins with. Text after one of them is not shown before the reply has ended. ``closes``: the text that every call
+    ends with. None: the end shows only in the text after a call. ``write``: (name, arguments) of calls -> their text,
+    for a chat template that shows no calls. ``sglang``: SGLang's name for this format, if it differs.
     """
 
     name: str
@@ -166,7 +167,7 @@ class ToolFormat:
 
     @property
     def signs(self) -> tuple[str, ...]:
-        """Marks that no reply without a call has."""
+        """Marks that never occur in a reply without a call."""
         return tuple(mark for mark in (*self.begins, self.closes or "") if mark[:1] in ("<", "["))
 
 
@@ -174,8 +175,8 @@ class ToolFormat:
 class ReasoningFormat:
     """The texts between which a family of models writes its thinking.
 
-    ``mark``: what a chat template of the family contains, where that is not ``end``. ``channels``: a reply is several
-    messages, as `read_channels` reads them. ``sglang``: see `ToolFormat`.
+    ``mark``: a text in the family's chat templates, if it is not ``end``. ``channels``: a reply consists of several
+    messages, see `read_channels`. ``sglang``: see `ToolFormat`.
     """
 
     name: str
@@ -208,7 +209,7 @@ def read_qwen3_coder(inside: str, schemas: Schemas) -> list[tuple[str, str]]:
 
 
 def llama3_pieces(text: str) -> Iterator[Piece]:
-    """What follows the first ``<|python_tag|>``, or the whole reply."""
+    """The text after the first ``<|python_tag|>``; without one, the whole reply."""
     head, tag, inside = text.partition("<|python_tag|>")
     if tag:
         yield Piece(len(head), len(text), inside)
@@ -218,7 +219,8 @@ def llama3_pieces(text: str) -> Iterator[Piece]:
 
 
 def read_llama3(inside: str, _: Schemas) -> list[tuple[str, str]]:
-    """``{"name": …, "parameters": {…}}`` as the whole reply or after ``<|python_tag|>``; ``;`` separates several."""
+    """``{"name": …, "parameters": {…}}`` as the whole reply or after ``<|python_tag|>``. ``;`` separates several
+    calls."""
     calls, at = [], 0
     while True:
         value, at = first_json(inside, at)
@@ -232,7 +234,7 @@ def read_llama3(inside: str, _: Schemas) -> list[tuple[str, str]]:
 
 
 def read_mistral(inside: str, _: Schemas) -> list[tuple[str, str]]:
-    """``[TOOL_CALLS][{…}, …]``, or as newer ones write it ``[TOOL_CALLS]name[ARGS]{…}`` for each call."""
+    """``[TOOL_CALLS][{…}, …]``. Newer models write ``[TOOL_CALLS]name[ARGS]{…}`` for each call."""
     if inside.lstrip().startswith("["):
         return [json_call(value) for value in json_value(inside)]
     head, brace, rest = inside.partition("{")
@@ -243,7 +245,7 @@ def read_mistral(inside: str, _: Schemas) -> list[tuple[str, str]]:
 
 
 def deepseek_pieces(text: str) -> Iterator[Piece]:
-    """Each call, the marks around all of them included."""
+    """Each call. The marks around all calls are included."""
     opening, closing = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
     for piece in between("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", text):
         before, rest = text[: piece.start].rstrip(), text[piece.end :].lstrip()
@@ -253,7 +255,7 @@ def deepseek_pieces(text: str) -> Iterator[Piece]:
 
 
 def read_deepseek(inside: str, _: Schemas) -> list[tuple[str, str]]:
-    """DeepSeek's calls: V3 writes ``function<sep>name`` and a block of JSON, V3.1 ``name<sep>{…}``."""
+    """DeepSeek's calls. V3 writes ``function<sep>name`` and a block of JSON, V3.1 writes ``name<sep>{…}``."""
     sep = "<｜tool▁sep｜>"
     head, mark, rest = inside.partition(sep)
     block = re.fullmatch(r"\s*(\S+)\s*```json\n(.*?)\n?```\s*", rest, re.DOTALL)
@@ -351,7 +353,7 @@ REASONING_FORMATS = Registry[ReasoningFormat](
 
 
 def tool_format(template: str, name: str | None = None) -> ToolFormat | None:
-    """The format called ``name``, or the one that a mark in the chat template names; None: the model calls no tools.
+    """The format called ``name``, or the one whose mark is in the chat template. None: the model calls no tools.
 
     Raises:
         ValueError: there is no format of this name.
@@ -362,7 +364,7 @@ def tool_format(template: str, name: str | None = None) -> ToolFormat | None:
 
 
 def reasoning_format(template: str, name: str | None = None) -> ReasoningFormat | None:
-    """The format called ``name``, or the one whose mark the chat template contains; None: the model does not think.
+    """The format called ``name``, or the one whose mark is in the chat template. None: the model does not think.
 
     Raises:
         ValueError: there is no format of this name.
@@ -373,9 +375,9 @@ def reasoning_format(template: str, name: str | None = None) -> ReasoningFormat 
 
 
 def read_reasoning(text: str, form: ReasoningFormat | None, *, opened: bool) -> tuple[str | None, str]:
-    """(the thinking or None, what comes after it); ``opened``: the prompt ends with the start of the thinking.
+    """(the thinking or None, the text after it). ``opened``: the prompt ends with the start of the thinking.
 
-    Thinking that does not end takes the whole text.
+    If the thinking does not end, it is the whole text.
     """
     if form is None:
         return None, text
@@ -394,8 +396,8 @@ def read_tools(
 ) -> tuple[str, tuple[ToolCall, ...], tuple[str, ...]]:
     """(content, calls, one sentence for each call that cannot be read).
 
-    ``salt`` names the reply, so that ids differ from those of the same calls elsewhere: a client takes a call whose id
-    it has seen for answered. They are 9 letters and digits, as Mistral's templates want them, and print them.
+    ``salt`` identifies the reply, so that ids differ from those of equal calls elsewhere. A client would think that a
+    call with a known id was answered. Ids are 9 letters and digits, because Mistral's templates require and print them.
     """
     if form is None:
         return text, (), ()
@@ -421,6 +423,6 @@ def read_tools(
 
 
 def _sign(text: str, form: ToolFormat) -> str | None:
-    """A mark of a tool call, be it another family's: a model that writes one meant to call."""
+    """A mark of a tool call of any family in ``text``, or None. A model that writes one meant to call a tool."""
     signs = (sign for one in (form, *TOOL_FORMATS.values()) for sign in one.signs)
     return next((sign for sign in signs if sign in text), None)

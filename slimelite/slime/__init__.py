@@ -1,1 +1,1 @@
-"""What plugins of slime import and expect."""
+"""The names that slime's plugins import and expect."""

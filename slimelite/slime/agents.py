@@ -1,7 +1,7 @@
-"""slime's ``slime.agent``: adapters that let a program talk to the model, over our HTTP front and sessions.
+"""slime's ``slime.agent``: adapters through which a program talks to the model. They use our HTTP front and sessions.
 
-In slime an adapter is a web application of the plugin's own, and a client's API key is the name of its session. Nothing
-drifts here, since a conversation goes on from the tokens that were sampled: what slime does about that has no effect.
+In slime, an adapter is the plugin's own web application, and a client's API key is the name of its session. Here a
+conversation continues from the sampled tokens, so tokens do not drift. slime's settings against drift have no effect.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ FilteredAccessLogger = AccessLogger
 
 
 class Adapter:
-    """``OpenAIAdapter`` and ``AnthropicAdapter`` at once: a session by name, in either dialect.
+    """``OpenAIAdapter`` and ``AnthropicAdapter`` in one: sessions by name, in either dialect.
 
-    ``app``: the web application, for `run_app_in_thread` or a server of the plugin's own.
+    ``app``: the web application, for `run_app_in_thread` or a plugin's own server.
     """
 
     def __init__(
@@ -52,7 +52,8 @@ class Adapter:
         fork_threshold_tokens: int | None = None,  # noqa: ARG002
     ) -> None:
         """``sglang_url``: an address with SGLang's ``/generate``. ``tool_parser``, ``reasoning_parser``: our names or
-        SGLang's; others, and None, leave it to the chat template. ``max_turns_per_sid``: replies of one session.
+        SGLang's. With None or another name, the chat template decides. ``max_turns_per_sid``: the most replies of one
+        session.
         """
         tools, thinking = _known(TOOL_FORMATS, tool_parser), _known(REASONING_FORMATS, reasoning_parser)
         chat_format = ChatFormat(tokenizer, tool_parser=tools, reasoning_parser=thinking)
@@ -63,9 +64,9 @@ class Adapter:
     def open_session(
         self, sid: str, *, sampling_defaults: Mapping[str, Any] | None = None, max_context_tokens: int = 0
     ) -> None:
-        """Open a session; ``sampling_defaults`` have SGLang's names.
+        """Open a session. ``sampling_defaults`` use SGLang's names.
 
-        In a generate function its tokens come with the ids that they were drawn from if the run trains on these.
+        In a generate function, its tokens come with the ids that they were drawn from if the run trains on them.
 
         Raises:
             ValueError: the name is taken, or a parameter is not supported.
@@ -86,9 +87,10 @@ class Adapter:
         extra_metadata: Mapping[str, Any] | None = None,
         wait_timeout: float = 5.0,
     ) -> list[Sample]:
-        """Close the session, and return its samples: one a branch, each with ``reward``; none in a second call.
+        """Close the session, and return its samples, one for each branch, each with ``reward``. A second call returns
+        none.
 
-        Requests that still run get ``wait_timeout`` seconds.
+        Running requests have ``wait_timeout`` seconds to finish.
         """
         session = await self._closed(sid, wait_timeout)
         if session is None or base_sample is None or not session.turns:
@@ -118,31 +120,32 @@ class Adapter:
 
 
 class SingletonMeta(type):
-    """The metaclass of classes that have one object in a process, which the first call of the class makes."""
+    """The metaclass of classes with one object in each process. The first call of the class makes it."""
 
     _made: ClassVar[dict[type, Any]] = {}
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make the object, or return the one that there is."""
+        """Make the object, or return the existing one."""
         if cls not in SingletonMeta._made:
             SingletonMeta._made[cls] = super().__call__(*args, **kwargs)
         return SingletonMeta._made[cls]
 
 
 def _known(formats: Mapping[str, Any], name: str | None) -> str | None:
-    """Our name of a format that we or SGLang call ``name``; None if there is none."""
+    """Our name of the format that we or SGLang call ``name``; None if there is no such format."""
     return next((f.name for f in formats.values() if name == f.name or name in f.sglang), None)
 
 
 class _ByKey(Front):
-    """A front whose clients name their session by the API key alone."""
+    """A front whose clients name their session only by the API key."""
 
     def __init__(self, sessions: Sessions, engine: _Server, name: str, most_turns: int | None) -> None:
         super().__init__(sessions, engine, name)
         self._most_turns = most_turns
 
     def _opens(self, http: web.Request, key: str) -> bool:  # noqa: ARG002
-        """The key is looked up where the session is; what is not of one session is nobody's."""
+        """Always True, because the key is looked up together with the session. Anything outside a session is refused
+        there."""
         if http.path not in SAMPLING_ROUTES and http.method != "GET":
             raise RequestError("an agent may only request replies", 401, code="invalid_api_key")
         return True
@@ -158,7 +161,7 @@ class _ByKey(Front):
 
 
 class _Server:
-    """Engines behind one address, as SGLang's router is.
+    """Engines behind one address, such as SGLang's router.
 
     ``telling``: names of the sessions whose tokens come with the ids that they were drawn from.
     """
@@ -193,14 +196,14 @@ class _Server:
         raise ValueError("log-probs of a prompt: ask the engine itself")
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """See `Engine.abort`; never all, since other sessions have requests there too."""
+        """See `Engine.abort`. It never aborts all requests, because other sessions have requests there too."""
         for request_id in request_ids or ():
             await self._client.post(f"{self._url}/abort_request", {"rid": request_id})
 
 
 @dataclass(frozen=True)
 class ParsedModelOutput:
-    """What a reply says; ``ill_formed``: whether it has a tool call that cannot be read."""
+    """The parts of a reply. ``ill_formed``: whether it has a tool call that cannot be read."""
 
     reasoning: str
     text: str
@@ -211,7 +214,7 @@ class ParsedModelOutput:
 def parse_model_output(
     raw_output: str, *, tools_schema: Tools, tool_parser_name: str | None, reasoning_parser_name: str | None
 ) -> ParsedModelOutput:
-    """Read a reply by formats of our names or SGLang's; without a name nothing is looked for."""
+    """Read a reply in the named formats (our names or SGLang's). Without a name, nothing is read."""
     tools, thinking = _known(TOOL_FORMATS, tool_parser_name), _known(REASONING_FORMATS, reasoning_parser_name)
     reasoning, text = read_reasoning(raw_output, REASONING_FORMATS[thinking] if thinking else None, opened=False)
     text, calls, malformed = read_tools(text, TOOL_FORMATS[tools] if tools else None, schemas(tools_schema), "")
@@ -221,7 +224,7 @@ def parse_model_output(
 
 @dataclass
 class AppHandle:
-    """A web application on a thread of its own."""
+    """A web application on its own thread."""
 
     port: int
     _thread: LoopThread
@@ -241,7 +244,7 @@ def run_app_in_thread(
     thread_name: str = "agent adapter",
     runner_kwargs: Mapping[str, Any] | None = None,
 ) -> AppHandle:
-    """Serve ``app`` at ``port`` (0 takes a free one, see the handle).
+    """Serve ``app`` at ``port``. With 0 the handle has the port that was chosen.
 
     Raises:
         OSError: the port is taken.

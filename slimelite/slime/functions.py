@@ -1,6 +1,6 @@
-"""slime's own functions, as its plugins call them, written with our objects; `plugins` has their names.
+"""slime's own functions, called as in slime but written with our objects. `plugins` has their names.
 
-Only the lookup of a slime name imports this module.
+This module is imported only when a slime name is looked up.
 """
 
 from __future__ import annotations
@@ -43,21 +43,22 @@ def get_model_url(args: PluginArgs, name: str = "actor", endpoint: str = "/gener
 
 
 def load_tokenizer(path: str, **_: Any) -> Any:
-    """Our tokenizer loader; it ignores slime's extra arguments."""
+    """Our tokenizer loader. It ignores slime's extra arguments."""
     from slimelite.data.tokenizer import load_tokenizer
 
     return load_tokenizer(path)
 
 
 def whole_response(tensor: Any, *_: Any) -> Any:
-    """The whole response: slime gathers or slices it over context-parallel ranks, but here every rank has all of it."""
+    """The whole response. slime gathers or slices it over context-parallel ranks, but here every rank has all of it."""
     return tensor
 
 
 def call_rollout_fn(
     function: Callable[..., Any], *args: Any, evaluation: bool, **named: Any
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """Call a rollout function; if it returns bare samples or data, as older ones do, they are put into an object."""
+    """Call a rollout function. If it returns bare samples or data, as older ones do, they are put into an output
+    object."""
     from slimelite.rollout.context import RolloutFnEvalOutput, RolloutFnTrainOutput
 
     output = function(*args, evaluation=evaluation, **named)
@@ -67,7 +68,7 @@ def call_rollout_fn(
 
 
 async def generate(args: PluginArgs, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Generate a response, or the rest of one, with the engine: slime's default generate function."""
+    """Generate a response, or the rest of one, with the engine. This is slime's default generate function."""
     from slimelite.engines.http_front import parse_sampling_params
 
     if not sample.tokens:
@@ -96,10 +97,10 @@ async def generate(args: PluginArgs, sample: Sample, sampling_params: dict[str, 
 async def generate_and_rm(
     args: PluginArgs, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
 ) -> Sample | list[Sample]:
-    """One sample from the run's generate function, after sample hooks and reward; several samples if it fans out.
+    """One sample from the run's generate function, after sample hooks and reward. If it fans out, several samples.
 
     Raises:
-        ValueError: --group-rm, which scores a whole group.
+        ValueError: --group-rm is on, which scores a whole group.
     """
     if args.group_rm:
         raise ValueError("generate_and_rm scores one sample, and --group-rm a group: call generate_and_rm_group")
@@ -153,35 +154,35 @@ async def apply_rollout_sample_hooks(args: PluginArgs, value: Any, **offered: An
 
 
 async def async_rm(args: PluginArgs, sample: Sample, **_: Any) -> Any:
-    """Score one sample by the run's reward, and return the reward."""
+    """Score one sample with the run's reward, and return the reward."""
     return (await batched_async_rm(args, [sample]))[0]
 
 
 async def batched_async_rm(args: PluginArgs, samples: list[Sample], **_: Any) -> list[Any]:
-    """Score samples by the run's reward, and return their rewards."""
+    """Score samples with the run's reward, and return their rewards."""
     await args.rollout_context.grader.grade(samples, group_rm=len(samples) > 1)
     return [s.reward for s in samples]
 
 
 async def reward_func(_args: Any, samples: Sample | list[Sample], **_: Any) -> float | list[float]:
-    """slime's reward of pure distillation: 0. (There it also asks the teacher; here the rollout does.)"""
+    """slime's reward for pure distillation: 0. (In slime it also asks the teacher; here the rollout does that.)"""
     return [0.0] * len(samples) if isinstance(samples, list) else 0.0
 
 
 def post_process_rewards(args: Any, samples: list[Sample], **_: Any) -> tuple[list[float], list[float]]:
-    """slime's ``--custom-reward-post-process-path`` of pure distillation: the reward is reported, but it is 0 for the
+    """slime's ``--custom-reward-post-process-path`` for pure distillation. The reward is reported, but it is 0 for the
     advantages, so that only the teacher trains the policy.
     """
     return [s.reward_value(args.reward_key) for s in samples], [0.0] * len(samples)
 
 
 def grade_answer_verl(response: str, label: str) -> bool:
-    """Whether the last boxed answer equals the label; algebra included, without a time limit."""
+    """Whether the last boxed answer equals the label. Algebra is included, without a time limit."""
     return bool(_score("math", response, label))
 
 
 def deepscaler_reward(response: str, label: str) -> int:
-    """1 if the text after the thinking has the right answer, else 0; without a time limit."""
+    """1 if the text after the thinking has the right answer, else 0. There is no time limit."""
     return int(_score("deepscaler", response, label))
 
 
@@ -206,7 +207,8 @@ def compute_gpqa_reward(response: str | None, label: Any, metadata: dict[str, An
 
 
 def is_correct_minerva(solution_str: str, gt: Any, gt_need_extract: bool = False) -> tuple[bool, str]:
-    """(correct, prediction): the last ``Answer: ...`` line against an integer, which ``gt`` may have in a box."""
+    """(correct, prediction) of the last ``Answer: ...`` line, compared with an integer. ``gt`` may have the integer in
+    a box."""
     from slimelite.rewards.math import extract_boxed_answer, verify_minerva
 
     truth = extract_boxed_answer(str(gt)) if gt_need_extract else str(gt)
@@ -214,10 +216,10 @@ def is_correct_minerva(solution_str: str, gt: Any, gt_need_extract: bool = False
 
 
 def is_correct_strict_box(pred: str, gt: Any, pause_tokens_index: None = None) -> tuple[int, str | None]:
-    """(1 or -1, prediction): the last box of the final 100 characters, verbatim.
+    """(1 or -1, prediction) of the last box in the final 100 characters, compared exactly.
 
     Raises:
-        ValueError: ``pause_tokens_index``, which is not supported.
+        ValueError: ``pause_tokens_index`` is given, which is not supported.
     """
     from slimelite.rewards.math import verify_strict_box
 
@@ -228,7 +230,7 @@ def is_correct_strict_box(pred: str, gt: Any, pause_tokens_index: None = None) -
 
 
 class Dataset:
-    """Prompts of a file as samples, in slime's form: ``samples``, in an order of ``shuffle(epoch)``."""
+    """The prompts of a file as samples, in slime's form. ``samples`` are in the order of ``shuffle(epoch)``."""
 
     def __init__(
         self,
@@ -283,14 +285,14 @@ class Dataset:
 
 
 def read_file(path: str) -> Iterator[dict[str, Any]]:
-    """The rows of a parquet or jsonl file; ``path@[a:b]`` takes a slice."""
+    """The rows of a parquet or jsonl file. ``path@[a:b]`` takes a slice."""
     from slimelite.data.reader import read_rows
 
     return (row for _, row in read_rows(path))
 
 
 class MultiTurnLossMaskGenerator:
-    """Token ids and loss masks of conversations, by one of slime's kinds of mask or by ours, ``auto``."""
+    """Token ids and loss masks of conversations, with one of slime's kinds of mask or our ``auto``."""
 
     def __init__(self, tokenizer: Any, tokenizer_type: str = "qwen") -> None:
         self.tokenizer, self.tokenizer_type = tokenizer, tokenizer_type
@@ -302,7 +304,7 @@ class MultiTurnLossMaskGenerator:
         return ChatReader(self.tokenizer, self.tokenizer_type).tokens(messages, tools)
 
     def get_response_lengths(self, loss_masks: Sequence[list[int]]) -> list[int]:
-        """See the function of that name."""
+        """See the function `get_response_lengths`."""
         return get_response_lengths(loss_masks)
 
     def get_text_from_loss_mask(self, token_ids: Sequence[int], loss_masks: Sequence[int]) -> list[str]:
@@ -312,12 +314,13 @@ class MultiTurnLossMaskGenerator:
 
 
 def get_response_lengths(loss_masks: Sequence[list[int]]) -> list[int]:
-    """Tokens from the first one that is trained on to the end, of each mask."""
+    """For each mask, the number of tokens from the first trained one to the end."""
     return [len(mask) - mask.index(1) if 1 in mask else 0 for mask in loss_masks]
 
 
 class trace_span(dict[str, Any]):
-    """slime's time span; nothing records it here: ``with trace_span(sample, "tool") as span: span.update({...})``."""
+    """slime's time span, which is not recorded here: ``with trace_span(sample, "tool") as span:
+    span.update({...})``."""
 
     def __init__(self, target: Any = None, name: str = "", attrs: dict[str, Any] | None = None) -> None:
         super().__init__(attrs or {})
@@ -330,24 +333,24 @@ class trace_span(dict[str, Any]):
 
 
 def trace_function(name: str, **_: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:  # noqa: ARG001
-    """slime's decorator for a span around each call; the function stays as it is."""
+    """slime's decorator for a span around each call. The function stays unchanged."""
     return lambda function: function
 
 
 def build_sglang_meta_trace_attrs(meta_info: dict[str, Any]) -> dict[str, Any]:
-    """The entries of an engine's ``meta_info`` that are numbers, which slime's plugins add to a trace."""
+    """The numeric entries of an engine's ``meta_info``, which slime's plugins add to a trace."""
     return {key: value for key, value in meta_info.items() if isinstance(value, int | float)}
 
 
 async def post(
     url: str, payload: dict[str, Any] | None, max_retries: int = 60, headers: dict[str, str] | None = None
 ) -> Any:
-    """POST JSON and return the JSON answer; a connection that fails is tried again every second while the engine that
-    the generate function was given is alive.
+    """POST JSON, and return the JSON answer. A failed connection is retried every second, as long as the generate
+    function's engine is alive.
 
     Raises:
-        HttpError: the server answered with an error, or never.
-        ValueError: the engine is gone, and none will take its place.
+        HttpError: the server answered with an error, or not at all.
+        ValueError: the engine is gone, and nothing will replace it.
     """
     from slimelite.rollout.pool import IS_GONE
 

@@ -1,8 +1,8 @@
-"""Functions of the user, by path: ``pkg.module.fn``, ``path/to/file.py:fn``, or slime's name of a function here.
+"""User functions by path: ``pkg.module.fn``, ``path/to/file.py:fn``, or slime's name for one of our functions.
 
-A slime plugin says ``from slime.utils.types import Sample``. Where slime is not installed, loading a plugin adds an
-import finder (last in line) that serves the modules of ``MODULES``, and nothing else, under the name ``slime``; and
-likewise under ``miles``. The object behind a name is imported when the name is first used.
+A slime plugin has imports such as ``from slime.utils.types import Sample``. If slime is not installed, loading a plugin
+adds an import finder at the end of the list. It serves the modules of ``MODULES``, and nothing else, under the names
+``slime`` and ``miles``. The object behind a name is imported when the name is first used.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ REWARDS = "slimelite.rewards"
 
 
 def _same(module: str, *names: str) -> dict[str, str]:
-    """``names`` that the module of ours has, too."""
+    """``names`` that our module has under the same names."""
     return {name: f"{module}.{name}" for name in names}
 
 
@@ -102,7 +102,8 @@ def resolve(name: str) -> Callable[..., Any]:
 
 
 def install_finder() -> None:
-    """Serve ``SLIME_NAMES`` to ``import slime…`` and ``import miles…`` from now on, unless these are installed."""
+    """From now on, serve ``SLIME_NAMES`` to ``import slime…`` and ``import miles…``, unless these packages are
+    installed."""
     served = {f.root for f in sys.meta_path if isinstance(f, SlimeFinder)}
     for root in {"slime", "miles"} - served:
         spec = importlib.util.find_spec(root)
@@ -120,7 +121,7 @@ class SlimeFinder(MetaPathFinder, Loader):
         """The spec of a package if ``fullname`` is a known name or a prefix of one.
 
         Raises:
-            ModuleNotFoundError: another module of ``root``; the message lists the known ones.
+            ModuleNotFoundError: ``fullname`` is another module of ``root``. The message lists the known ones.
         """
         if fullname != self.root and not fullname.startswith(self.root + "."):
             return None
@@ -153,16 +154,16 @@ files_run: list[str] = []
 def load_function(path: str, flag: str | None = None) -> Callable[..., Any]:
     """The function (or class) at ``path``.
 
-    ``sys.exit`` in the function becomes a `PluginError`, because it would end the run as if it had succeeded. With
-    ``flag``, the option that named the function, every error becomes a `PluginError`; without it, errors are raised
+    ``sys.exit`` in the function becomes a `PluginError`. Otherwise the run would end as if it had succeeded. With
+    ``flag``, the option that named the function, every error becomes a `PluginError`. Without it, errors are raised
     unchanged, so that the caller can count them or retry.
 
-    Known ``slime.…`` names give our own functions, also in the imports of a plugin (see `MODULES`).
-    A file is loaded once however often it is named; its folder is appended to ``sys.path``, so that it can import
-    its neighbours.
+    Known ``slime.…`` names refer to our own functions, also in the imports of a plugin (see `MODULES`). A file is
+    loaded once, however often it is named. Its folder is appended to ``sys.path``, so that it can import its
+    neighbours.
 
     Raises:
-        ValueError: there is no such file, module or function (the nearest name is given), or its import fails.
+        ValueError: there is no such file, module or function (the message has the nearest name), or its import fails.
     """
     module_name, _, name = path.rpartition(":" if ":" in path else ".")
     if not module_name or not name:
@@ -188,10 +189,11 @@ def load_function(path: str, flag: str | None = None) -> Callable[..., Any]:
 
 
 def run_file(path: str, option: str) -> None:
-    """Run the user's file at ``path``, which ``option`` names; only once in a process, even if it is named again.
+    """Run the user's file at ``path``, which ``option`` names. It runs only once in a process, even if it is named
+    again.
 
     Raises:
-        ValueError: the file is missing or fails; one message, with the line in the file.
+        ValueError: the file is missing or fails. The message is one line and has the line in the file.
     """
     install_finder()
     try:

@@ -1,11 +1,11 @@
-"""Alarms: what usually means that training goes wrong, in words, with the rollout it began and what people do about it.
+"""Alarms: signs that training usually goes wrong, in words, with the rollout where it began and the usual remedy.
 
-`Alarms` is fed with the records of metrics.jsonl in their order, by the tracker while the run goes on and by `replay`
-afterwards, so both find the same. It has no clock and reads no file.
+`Alarms` gets the records of metrics.jsonl in order, from the tracker during the run and from `replay` afterwards. It
+has no clock and reads no file.
 
-Each kind of alarm is a function that says what it sees, or None. Levels are medians over a few rollouts, and noise is
-measured from the differences of successive rollouts, so that neither one odd rollout nor the scale of the reward
-matters. Each docstring has the reason of its threshold.
+Each kind of alarm is a function that returns its finding, or None. Levels are medians over a few rollouts. Noise is
+measured from the differences of successive rollouts. So neither one odd rollout nor the scale of the reward matters.
+Each docstring has the reason for its threshold.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Score(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """A condition that holds: what the alarm says, and whether it goes on in a later rollout."""
+    """A condition that holds: the text of the alarm, and a test whether it continues in a later rollout."""
 
     says: str
     goes_on: Callable[[History], bool]
@@ -77,7 +77,7 @@ class History:
         self.least_wrong = math.inf  # the lowest median of three rollouts' shares of groups without a right answer
 
     def add(self, row: dict[str, float]) -> None:
-        """Add the values of a rollout that ended."""
+        """Add the values of a finished rollout."""
         self.row = row
         self.rollouts += 1
         for name, value in row.items():
@@ -89,7 +89,7 @@ class History:
             self.least_wrong = min(self.least_wrong, self.now("wrong", QUIET))
 
     def enough(self, name: str) -> bool:
-        """Whether there are two levels of a metric to compare."""
+        """Whether a metric has enough values for two levels."""
         return len(self.values[name]) >= 2 * LEVEL
 
     def now(self, name: str, rollouts: int = LEVEL) -> float:
@@ -97,25 +97,25 @@ class History:
         return median(self.values[name][-rollouts:] or [-math.inf])
 
     def then(self, name: str) -> float:
-        """The level about ``WINDOW`` rollouts ago, or at the beginning; the present level's rollouts are left out."""
+        """The level about ``WINDOW`` rollouts ago, or at the beginning. Rollouts of the present level do not count."""
         return median(self.values[name][-WINDOW - LEVEL : -LEVEL][:LEVEL] or [math.inf])
 
     def at(self, name: str, rollouts: int) -> float:
-        """The level when so many rollouts were done; at the beginning that of the first ones."""
+        """The level after ``rollouts`` rollouts. Near the beginning, the level of the first ones."""
         return median(self.values[name][max(rollouts - LEVEL, 0) : max(rollouts, LEVEL)] or [math.inf])
 
     def noise(self, name: str) -> float:
-        """Standard deviation of a metric from rollout to rollout, from the median step; a trend adds little to it."""
+        """Standard deviation of a metric from rollout to rollout, from the median step. A trend adds little to it."""
         recent = self.values[name][-WINDOW - LEVEL :]
         steps = [abs(after - before) for before, after in pairwise(recent)]
         return 1.4826 * median(steps or [0.0]) / math.sqrt(2)
 
     def rose(self, name: str, since: float) -> bool:
-        """Whether the level is above ``since`` by more than noise."""
+        """Whether the level is above ``since`` by more than the noise."""
         return self.now(name) - since > NOISE * self.noise(name)
 
     def improved(self, rollouts: int) -> bool:
-        """Whether an eval score, or without evaluations the reward, is higher than when ``rollouts`` were done."""
+        """Whether an eval score (without evaluations, the reward) is higher than after ``rollouts`` rollouts."""
         pairs = [
             ([s for s in scores if s.rollouts <= rollouts] or scores[:1], scores) for scores in self.scores.values()
         ]
@@ -123,7 +123,7 @@ class History:
         return any(measured) if measured else self.rose("reward", self.at("reward", rollouts))
 
     def evaluated(self) -> dict[str, list[Score]]:
-        """The scores of the datasets that were evaluated after the last rollout, which is then compared with them."""
+        """The scores of the datasets that were evaluated after the last rollout."""
         return {name: scores for name, scores in self.scores.items() if scores[-1].rollouts == self.rollouts}
 
 
@@ -132,7 +132,7 @@ See = Callable[[History], Seen | None]
 
 
 class Kind(NamedTuple):
-    """A kind of alarm: ``when`` it begins and what people usually do about it, in words, and how that is found."""
+    """A kind of alarm: ``when`` it begins and the usual remedy, in words, and the function that finds it."""
 
     name: str
     when: str
@@ -144,7 +144,7 @@ KINDS: list[Kind] = []
 
 
 def kind(when: str, advice: str) -> Callable[[See], See]:
-    """Make a kind of alarm of the function that finds it; its name is that of the function."""
+    """Register a function as a kind of alarm, under the function's name."""
 
     def register(see: See) -> See:
         KINDS.append(Kind(see.__name__, when, advice, see))
@@ -154,7 +154,7 @@ def kind(when: str, advice: str) -> Callable[[See], See]:
 
 
 def rollout_values(pending: Mapping[str, list[float]]) -> dict[str, float]:
-    """The metrics of a rollout: the last value of each; of its steps the largest gradient norm and mean skips."""
+    """The metrics of a rollout: the last value of each, but the largest gradient norm and mean skips of its steps."""
     row = {name: values[-1] for name, values in pending.items()}
     row |= {name: fmean(pending[name]) for name in SKIPPED if name in pending}
     row |= {short: row[name] for short, name in METRICS.items() if name in row}
@@ -181,8 +181,8 @@ def rollout_values(pending: Mapping[str, list[float]]) -> dict[str, float]:
     "--clip-grad, --use-kl-loss and --lr-warmup-iters help, too.",
 )
 def reward_collapse(h: History) -> Seen | None:
-    """The reward is lost. A share of groups is known from the first rollout on and does not depend on the reward's
-    scale; a reward without right and wrong needs two levels, and a loss of six deviations and of half its value."""
+    """The reward is lost. The share of wrong groups needs no scale. A reward without right and wrong needs two levels,
+    and a loss of six deviations and of half its value."""
     lost = h.best_reward - h.now("reward")
     groups = h.least_wrong <= 0.5 and h.now("wrong", QUIET) >= ALL
     if not groups and not (h.enough("reward") and lost > max(2 * NOISE * h.noise("reward"), abs(h.best_reward) / 2)):
@@ -202,7 +202,7 @@ def reward_collapse(h: History) -> Seen | None:
     "samples per prompt, or SFT first.",
 )
 def all_wrong(h: History) -> Seen | None:
-    """Three rollouts in a row, so that one hard batch is no alarm; a run that was better before has collapsed."""
+    """It takes three rollouts in a row, so that one hard batch is no alarm. `reward_collapse` is another case."""
     share = min(h.values["wrong"][-QUIET:], default=0.0)
     if len(h.values["wrong"]) < QUIET or share < ALL or h.least_wrong <= 0.5:
         return None
@@ -216,7 +216,7 @@ def all_wrong(h: History) -> Seen | None:
     "Shorten such prompts, or raise --rollout-max-context-len. If environments failed, log.txt says why.",
 )
 def no_tokens(h: History) -> Seen | None:
-    """One rollout: not a single token is never chance."""
+    """It takes one rollout, because a rollout without a single token is never chance."""
     if h.row.get("length") != 0:
         return None
     return Seen("no response has any token, so there is nothing to train on", lambda h: h.row.get("length") == 0)
@@ -229,7 +229,7 @@ def no_tokens(h: History) -> Seen | None:
     "samples.",
 )
 def all_right(h: History) -> Seen | None:
-    """An eval below 0.9 says that there is something left to learn that these prompts do not teach."""
+    """An eval below 0.9 shows that something is left to learn which these prompts do not teach."""
     share = min(h.values["right"][-QUIET:], default=0.0)
     low = {name: scores[-1].mean for name, scores in h.evaluated().items() if scores[-1].mean < SOLVED}
     if len(h.values["right"]) < QUIET or share < ALL or not low:
@@ -246,8 +246,8 @@ def all_right(h: History) -> Seen | None:
     "--use-kl-loss, and sample at --rollout-temperature 1.",
 )
 def entropy_collapse(h: History) -> Seen | None:
-    """A quarter: reward that pays for sure answers halves entropy in healthy runs, too. Where half of the groups are
-    all right, entropy may fall, because the answers are known."""
+    """The threshold is a quarter, because healthy runs also halve the entropy when sure answers are rewarded. If half
+    of the groups are all right, entropy may fall, because the answers are known."""
     then, now, done = h.then("entropy"), h.now("entropy"), max(h.rollouts - WINDOW - LEVEL, 0)
     if not h.enough("entropy") or not h.enough("reward") or now > then / 4 or h.now("right") >= 0.5:
         return None
@@ -265,7 +265,7 @@ def entropy_collapse(h: History) -> Seen | None:
     "padding need --overlong-buffer-len, a reward that does not favour length, or a lower --lr.",
 )
 def truncation(h: History) -> Seen | None:
-    """A quarter of the samples ends without an answer, a tenth of them more than before and more than noise."""
+    """A quarter of the samples is cut off, a tenth of them more than before, and more than noise."""
     now, then = h.now("truncated"), h.then("truncated")
     if now <= 0.25 or now - then < max(0.1, NOISE * h.noise("truncated")):
         return None
@@ -280,7 +280,7 @@ def truncation(h: History) -> Seen | None:
     "--calculate-per-token-loss, every token of a long wrong answer counts.",
 )
 def length(h: History) -> Seen | None:
-    """Twice: responses that learn to reason grow, too, but the score then grows with them."""
+    """Twice the length. Responses also grow while a model learns to reason, but then the score grows too."""
     then, now, done = h.then("length"), h.now("length"), max(h.rollouts - WINDOW - LEVEL, 0)
     if not h.enough("length") or not h.values["reward"] or not then or now < 2 * then or h.improved(done):
         return None
@@ -299,7 +299,7 @@ def length(h: History) -> Seen | None:
 def reward_without_eval(h: History) -> Seen | None:
     """The reward gained a tenth and more than noise. The score fell from its best by a tenth and by four standard
     errors; or no evaluation of 20 rollouts, two at least, gained 0.02, and the reward's relative gain is ahead of the
-    score's by four standard errors. Fewer are chance: the best of many scores is a lucky one."""
+    score's by four standard errors. Smaller ones may be chance: the best of many is a lucky one."""
     for name, scores in h.evaluated().items():
         last, best = scores[-1], max(scores, key=lambda s: s.mean)
         fell = best.mean - last.mean > max(ERRORS * math.hypot(best.error, last.error), 0.1 * abs(best.mean))
@@ -333,9 +333,9 @@ def _stays_below(name: str, score: float) -> Callable[[History], bool]:
     "small differences; docs/metrics.md lists the causes.",
 )
 def mismatch(h: History) -> Seen | None:
-    """One rollout above the limit is enough, because the mean is over many tokens. Below it, five times the earlier
-    level, from a tenth of the limit on: smaller differences are rounding. Tokens of older weights differ by what
-    training has changed since: in healthy runs one rollout ahead, at the quickstart's high learning rate, 0.17."""
+    """One rollout above the limit is enough, because the mean is over many tokens. Below the limit, it takes five times
+    the earlier level, and a tenth of the limit. Smaller differences are rounding. Tokens of older weights differ by
+    what training has changed since: in healthy runs one rollout ahead, at the quickstart's high learning rate, 0.17."""
     now, then, age = h.row.get("mismatch", 0.0), h.then("mismatch"), h.row.get("staleness", 0.0)
     limit = MISMATCH_LIMIT + 0.2 * age
     risen = not age and h.enough("mismatch") and h.now("mismatch") > max(5 * then, MISMATCH_LIMIT / 10)
@@ -351,8 +351,8 @@ def mismatch(h: History) -> Seen | None:
     "Sync more often (--update-weights-interval 1), set --max-weight-staleness, or correct with --correction tis.",
 )
 def stale(h: History) -> Seen | None:
-    """Four updates: a rollout that is generated one ahead has one, and a policy gradient bears a few. Or half of the
-    groups that were sent: more work is thrown away than used."""
+    """Four updates: a rollout that is generated one ahead has one, and a policy gradient tolerates a few. Or half of
+    the groups that were sent: more work is then discarded than used."""
     age, dropped = h.now("staleness", QUIET), h.row.get("rollout/stale_groups", 0.0)
     if age >= 4:
         return Seen(f"trained tokens are {age:.1f} weight updates old", lambda h: h.now("staleness", QUIET) >= 4)
@@ -368,8 +368,8 @@ def stale(h: History) -> Seen | None:
     "rollout: long or repetitive samples and extreme rewards cause spikes.",
 )
 def grad_spike(h: History) -> Seen | None:
-    """Ten times the median, and five times the largest of the last 20: when most groups are solved, a few odd ones make
-    the gradient, and in healthy runs its norm then jumps to 13 times the median and 2.6 times the largest."""
+    """Ten times the median, and five times the largest of the last 20. When most groups are solved, a few odd ones make
+    the gradient: in healthy runs its norm then reaches 13 times the median and 2.6 times the largest."""
     before = h.values["grad"][-WINDOW - 1 : -1]
     if "grad" not in h.row or len(before) < WINDOW:
         return None
@@ -386,7 +386,7 @@ def grad_spike(h: History) -> Seen | None:
     "--nonfinite-grad fail stops at the first.",
 )
 def skipped_steps(h: History) -> Seen | None:
-    """Any share: a loss or gradient that is not finite is never noise."""
+    """Any share counts, because a loss or gradient that is not finite is never noise."""
     shares = {name: h.row[name] for name in SKIPPED if h.row.get(name, 0.0) > 0}
     if not shares:
         return None
@@ -401,7 +401,7 @@ def skipped_steps(h: History) -> Seen | None:
     "hard, is the temperature above 0? If so, loosen --dynamic-sampling-filter-path or leave it out.",
 )
 def filtered(h: History) -> Seen | None:
-    """Ten groups are generated for each one that is trained on. Fewer than 32 dropped groups may be chance."""
+    """Ten groups are generated for each group that is trained on. Fewer than 32 dropped groups may be chance."""
     dropped, sent = h.row.get("rollout/dropped_groups", 0.0), h.row.get("rollout/submitted_groups", 0.0)
     if dropped < max(ALL * sent, 32):
         return None
@@ -414,8 +414,8 @@ def filtered(h: History) -> Seen | None:
     "prompts and learns nothing from those that fail.",
 )
 def failed_groups(h: History) -> Seen | None:
-    """A tenth of the groups: one request that fails after its retries is usual on a large cluster. A death of an engine
-    is never usual."""
+    """A tenth of the groups failed. On a large cluster, a single request that fails after its retries is normal. The
+    death of an engine is never normal."""
     failed, sent = h.row.get("rollout/failed_groups", 0.0), h.row.get("rollout/submitted_groups", 0.0)
     deaths = [0.0, *h.values["deaths"]][-2:]
     if len(h.values["deaths"]) and deaths[-1] > deaths[0]:
@@ -433,7 +433,7 @@ def failed_groups(h: History) -> Seen | None:
     "sync with a slow network or disk; all phases with another job on the machine.",
 )
 def stall(h: History) -> Seen | None:
-    """Five times the usual time and a minute more: below that a busy machine is the likeliest reason."""
+    """It takes five times the usual time and a minute more. Below that, a busy machine is the likeliest reason."""
     *before, now = h.values["seconds"][-WINDOW - 1 :] or [0.0]
     usual = median(before or [math.inf])
     if len(before) < LEVEL or now < max(5 * usual, usual + 60):
@@ -448,7 +448,7 @@ def stall(h: History) -> Seen | None:
     "faults of an environment. --reward-error decides what happens to the samples of failed episodes.",
 )
 def agent_errors(h: History) -> Seen | None:
-    """A tenth, and two at least: one program of many that falls over is usual."""
+    """It takes a tenth, and at least two, because one failed program among many is normal."""
     return _share_of_episodes(h, "errors", "failed or crashed")
 
 
@@ -458,7 +458,7 @@ def agent_errors(h: History) -> Seen | None:
     "--environment-timeout; with fewer --agent-programs at once, each of them runs faster.",
 )
 def agent_timeouts(h: History) -> Seen | None:
-    """As `agent_errors`."""
+    """See `agent_errors`."""
     return _share_of_episodes(h, "timeouts", "took too long")
 
 
@@ -468,7 +468,7 @@ def agent_timeouts(h: History) -> Seen | None:
     "OPENAI_BASE_URL, and do the messages of reset leave room in the context?",
 )
 def untrained_episodes(h: History) -> Seen | None:
-    """As `agent_errors`."""
+    """See `agent_errors`."""
     return _share_of_episodes(h, "untrained", "have no token that is trained on")
 
 
@@ -478,7 +478,7 @@ def untrained_episodes(h: History) -> Seen | None:
     "--rollout-max-context-len.",
 )
 def context_overflow(h: History) -> Seen | None:
-    """As `agent_errors`."""
+    """See `agent_errors`."""
     return _share_of_episodes(h, "context_full", "ran out of context")
 
 
@@ -488,7 +488,7 @@ def context_overflow(h: History) -> Seen | None:
     "more turns, raise --environment-max-turns.",
 )
 def turn_limit(h: History) -> Seen | None:
-    """Half, in three rollouts: a model that does not know yet how to end runs on, and learns it."""
+    """Half of the episodes in three rollouts, because a model that cannot end an episode yet still learns to."""
     limit = h.values["turn_limit"]
     if len(limit) < QUIET or min(limit[-QUIET:]) < 0.5:
         return None
@@ -497,7 +497,7 @@ def turn_limit(h: History) -> Seen | None:
 
 
 def _share_of_episodes(h: History, name: str, what: str) -> Seen | None:
-    """An alarm if a tenth of the episodes, and two at least, count in ``rollout/environment/{name}``."""
+    """An alarm if a tenth of the episodes, and at least two, count in ``rollout/environment/{name}``."""
     episodes, number = (h.row.get(f"rollout/environment/{each}", 0.0) for each in ("episodes", name))
     if number < max(AGENTS * episodes, 2):
         return None
@@ -508,9 +508,10 @@ def _share_of_episodes(h: History, name: str, what: str) -> Seen | None:
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """Something that goes wrong from rollout ``rollout_id`` on, up to ``ended``, the first rollout without it.
+    """A problem from rollout ``rollout_id`` on. ``kind``: a name in ``KINDS``. ``says``: the finding, with numbers.
+    ``advice``: the remedy.
 
-    ``kind``: a name in ``KINDS``; ``says``: what is seen, with numbers; ``advice``: what people usually do about it.
+    ``kind``: a name in ``KINDS``. ``says``: the finding, with numbers. ``advice``: the usual remedy.
     """
 
     kind: str
@@ -521,18 +522,18 @@ class Alarm:
 
     @property
     def title(self) -> str:
-        """Such as ``alarm mismatch since rollout 12``."""
+        """A title such as ``alarm mismatch since rollout 12``."""
         until = "" if self.ended is None else f", over in rollout {self.ended}"
         return f"alarm {self.kind} since rollout {self.rollout_id}{until}"
 
     @property
     def text(self) -> str:
-        """What is seen and what people do about it, in one line."""
+        """The finding and the usual remedy, in one line."""
         return f"{self.says}. {self.advice}"
 
 
 class Alarms:
-    """The alarms of a run: those that go on and those that ended. ``all`` has them in the order they began."""
+    """The alarms of a run, both present and past ones. ``all`` has them in the order in which they began."""
 
     def __init__(self) -> None:
         self.all: list[Alarm] = []
@@ -542,11 +543,11 @@ class Alarms:
 
     @property
     def active(self) -> int:
-        """The number of alarms that go on."""
+        """The number of alarms that continue."""
         return len(self._going)
 
     def note(self, record: Mapping[str, Any]) -> list[Alarm]:
-        """Take one record of metrics.jsonl; returns the alarms that began or ended (``ended`` is set) with it."""
+        """Take one record of metrics.jsonl. Returns the alarms that began or ended (``ended`` is set) with it."""
         if record["kind"] == "start":
             self._pending.clear()
             return []
@@ -562,7 +563,7 @@ class Alarms:
         return self.judge() if record["kind"] == "perf" else []
 
     def judge(self) -> list[Alarm]:
-        """End the rollout that the last records are about, which a failed one does not do itself."""
+        """End the rollout of the last records. Call it after a failed rollout, which has no closing record."""
         if DEFAULT_AXIS not in self._pending:
             return []
         rollout_id = int(self._pending[DEFAULT_AXIS][-1])
@@ -591,7 +592,7 @@ class Alarms:
 
 
 def replay(records: Iterable[Mapping[str, object]]) -> list[Alarm]:
-    """The alarms of a run, from its valid records (`read_metrics`), in the order they began."""
+    """The alarms of a run, from its valid records (`read_metrics`), in the order in which they began."""
     alarms = Alarms()
     for record in records:
         alarms.note(record)

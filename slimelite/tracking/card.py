@@ -1,4 +1,5 @@
-"""The README.md of a saved model, its card: base, licence, method, data, flags, scores, versions, and how to use it."""
+"""The model card (README.md) of a saved model: base, licence, method, data, flags, scores, versions, and how to use
+it."""
 
 from __future__ import annotations
 
@@ -33,25 +34,26 @@ def writes_adapter(args: LoraArgs) -> bool:
 
 
 def write_card(folder: Path, args: Args, rollout_id: int, records: Sequence[Record] = ()) -> None:
-    """Write the card of the model in ``folder``, trained up to ``rollout_id``; ``records``: of the run's metrics."""
+    """Write the card of the model in ``folder``, which was trained up to ``rollout_id``. ``records``: the run's
+    metrics."""
     write_text(folder / CARD, model_card(args, rollout_id, records, chats=_chats(folder)))
 
 
 def add_scores(folder: Path, args: Args, rollout_id: int) -> None:
-    """Write the card anew with the evaluation of its model, which came after the model was saved.
+    """Write the card again with the evaluation of its model, which came after the model was saved.
 
-    A folder that this machine does not see keeps its card.
+    If this machine does not see the folder, its card stays unchanged.
     """
     if (folder / CARD).is_file():
         write_card(folder, args, rollout_id, read_metrics(args.run_dir))
 
 
 def model_card(args: Args, rollout_id: int, records: Sequence[Record] = (), *, chats: bool = True) -> str:
-    """The card of a model; ``chats``: it has a chat template."""
+    """The text of a model's card. ``chats``: whether the model has a chat template."""
     base, library = base_of(args.hf_checkpoint), "peft" if writes_adapter(args) else "transformers"
     head = {"library_name": library, "pipeline_tag": None if args.loss.scores else "text-generation", **base}
     made_of = args.hf_checkpoint or f"a new model of {args.num_layers} layers with random weights"
-    turns = "rollouts" if unit_of(args) == "rollout" else "batches"
+    turns = "rollouts" if unit_of(args.job) == "rollout" else "batches"
     facts = {
         "base": made_of,
         "licence of the base": base.get("license_name", base.get("license", "its card names none")) if base else "",
@@ -92,7 +94,7 @@ def scores(records: Sequence[Record], rollout_id: int) -> str:
 
 
 def usage(args: Args, *, chats: bool) -> str:
-    """Python that opens the model and lets it answer."""
+    """Python code that opens the model and lets it answer."""
     library = "peft" if writes_adapter(args) else "transformers"
     kind = "AutoModelForSequenceClassification" if args.loss.scores else HEADS[library]
     tokenizer = "AutoTokenizer" if library == "peft" else f"{kind}, AutoTokenizer"
@@ -124,8 +126,8 @@ def usage(args: Args, *, chats: bool) -> str:
 
 
 def base_of(model: str | None) -> dict[str, str]:
-    """What a card says of the model that training began from: ``base_model``, where it is one of the hub, and the
-    licence where its card names one. A folder's card may name the model of the hub that it was made of.
+    """The card's entries about the model that training began from: ``base_model`` if it is on the hub, and the licence
+    if its card names one. The card in a folder may name the hub model that the folder was made from.
     """
     if model is None:
         return {}
@@ -137,7 +139,7 @@ def base_of(model: str | None) -> dict[str, str]:
 
 
 def fetch_card(model: str) -> None:
-    """Download the card of a hub id, so that the licence is known when a model is saved; without a hub, do nothing."""
+    """Download the card of a hub id, so that the licence is known when a model is saved. Without a hub, do nothing."""
     if Path(model).exists() or not HUB_ID.fullmatch(model):
         return
     from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
@@ -149,7 +151,7 @@ def fetch_card(model: str) -> None:
 
 
 def _front_matter(model: str) -> Mapping[str, Any]:
-    """The YAML above a card; {} without one."""
+    """The YAML header of a card; {} without one."""
     path: object = Path(model) / CARD
     if not Path(model).exists() and HUB_ID.fullmatch(model):
         from huggingface_hub import try_to_load_from_cache

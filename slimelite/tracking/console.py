@@ -1,5 +1,5 @@
-"""Console output of a run: plain aligned text, with colour on a terminal, the time and progress of its phases, first
-lines, samples and the summary; all lines go to the log as well."""
+"""Console output of a run: plain aligned text, with colour on a terminal. It has the first lines, phases with time and
+progress, samples and the summary. All lines go to the log too."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from rich.text import Text
 
 from slimelite.algorithms.losses import LossType
 from slimelite.arguments import AlgorithmArgs, Args, DataArgs, RolloutArgs
+from slimelite.arguments.conditions import Job
 from slimelite.arguments.derive import OFFLINE_ROLLOUT
 from slimelite.arguments.evaluation import CHOOSE, CONTINUE
 from slimelite.arguments.parse import FILE, GROUP, plugin_paths
@@ -59,7 +60,7 @@ def duration(seconds: float) -> str:
 
 
 def small(value: float) -> str:
-    """A loss or KL with four decimals; with an exponent if four decimals would show only zeros."""
+    """A loss or KL with four decimals. If these would be zeros, it has an exponent."""
     if abs(value) >= 100:
         return f"{value:.4g}"
     return f"{value:.0e}" if 0 < abs(value) < 1e-3 else f"{value:.4f}"
@@ -90,7 +91,7 @@ def times(seconds: float, phases: Mapping[str, float], room: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of the rollout table; ``metrics``: the first that exists is shown; ``keep``: a narrow terminal drops
+    """A column of the rollout table. ``metrics``: the first one that exists is shown. ``keep``: a narrow terminal drops
     the columns with the lowest values first."""
 
     title: str
@@ -122,8 +123,8 @@ TIMES = 28  # characters kept free for the times of the phases
 class Console:
     """Prints lines, rows of the rollout table and warnings.
 
-    ``file``: standard output unless given; ``always``: titles of columns that are shown from the first row on. Other
-    columns are added when they first have a value. ``unit``: what a row stands for.
+    ``file``: standard output by default. ``always``: titles of columns that are shown from the first row on. Other
+    columns are added when they first have a value. ``unit``: what a row is called.
     """
 
     def __init__(self, file: TextIO | None = None, always: Iterable[str] = (), unit: str = "rollout") -> None:
@@ -137,13 +138,13 @@ class Console:
         self._rows_since_header = 0
 
     def line(self, text: str, style: str = "") -> None:
-        """Print a line, and log it."""
+        """Print a line and log it."""
         self.rich.print(Text(text, style))
         logger.info(text)
 
     @contextmanager
     def warnings(self) -> Iterator[None]:
-        """Print the warnings and errors that slimelite logs inside this context."""
+        """Print the warnings and errors that slimelite logs inside this block."""
         handler = _WarningHandler(self)
         ours = logging.getLogger("slimelite")
         ours.addHandler(handler)
@@ -160,7 +161,7 @@ class Console:
             logger.info("%s: %s", name, value)
 
     def block(self, renderable: rich.console.RenderableType) -> None:
-        """Print a block of several lines; the next row of the table then gets a new header."""
+        """Print a block of several lines. The next row of the table then gets a new header."""
         self.rich.print(renderable, soft_wrap=isinstance(renderable, Text) and not self.live)
         self._header = ""
 
@@ -173,10 +174,10 @@ class Console:
         *,
         best: bool = False,
     ) -> None:
-        """Print a line of the rollout table, and log it.
+        """Print a line of the rollout table and log it.
 
-        ``position``: such as "4 of 40"; ``metrics``: by the names in ``COLUMNS``; ``phases``: label -> its part of
-        ``seconds``; ``best``: whether the eval score is the best so far.
+        ``position``: such as "4 of 40". ``metrics``: by the names in ``COLUMNS``. ``phases``: label -> its part of
+        ``seconds``. ``best``: whether the eval score is the best so far.
         """
         cells = {c.title: c.show(v) for c in COLUMNS if (v := _first(metrics, c.metrics)) is not None}
         self._titles |= cells.keys()
@@ -210,7 +211,7 @@ class Console:
 
 
 class Phase:
-    """A running phase. A separate thread draws its progress, so that `update` is cheap and the display never stops."""
+    """A running phase. A separate thread draws its progress, so `update` is cheap and the display never stops."""
 
     def __init__(self, console: Console, name: str, line_every: float = LINE_EVERY) -> None:
         self._console = console
@@ -223,7 +224,7 @@ class Phase:
         self._thread = threading.Thread(target=self._draw, name=f"progress-{name}", daemon=True)
 
     def update(self, done: int, total: int | None = None, note: str = "") -> None:
-        """Report that ``done`` of ``total`` (None: as before) units are finished. Any thread may call this.
+        """Report that ``done`` of ``total`` units are finished. None keeps the earlier total. Any thread may call this.
 
         ``note``: the name of the units, or the speed.
         """
@@ -298,7 +299,7 @@ class Timer:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Time a phase; the seconds of a repeated name add up. Phases may overlap or nest: each counts in full."""
+        """Time a phase. The seconds of a repeated name add up. Phases may overlap or nest, and each counts in full."""
         began = self._clock()
         try:
             yield
@@ -327,7 +328,7 @@ class Timer:
 
 
 def run_facts(args: Args) -> dict[str, str]:
-    """Name -> value of the first lines, in order; ``args`` must be complete (see `complete_args`)."""
+    """Name -> value of the first lines, in order. ``args`` must be complete (see `complete_args`)."""
     turns = "rollouts" if args.job.sampled else "batches"
     facts = {
         "model": args.hf_checkpoint or "new, random weights",
@@ -346,7 +347,7 @@ def run_facts(args: Args) -> dict[str, str]:
 
 
 def progress(done: int | None, num_rollout: int | None) -> str:
-    """How far a run came, whose rollouts below ``done`` are done: ``after 7 of 40 rollouts``."""
+    """How far a run came: ``after 7 of 40 rollouts``. ``done``: the number of finished rollouts."""
     if done is None:
         return f"before the end of its {'evaluation' if num_rollout == 0 else 'first rollout'}"
     return f"after {done} of {num_rollout} rollouts" if num_rollout else f"after {done} rollouts"
@@ -381,16 +382,17 @@ def _device(args: RolloutArgs) -> str:
 
 
 def plugins(args: Args) -> Iterator[str]:
-    """The code that flags name, ours too where the user chose it; not the rollout that a supervised loss implies."""
+    """The user code that flags name. Code of ours counts only if the user chose it, and not if a supervised loss
+    implies it."""
     yield from (f"{FILE} {path}" for path in args.import_file)
     yield from (f"{GROUP} {path}" for path in args.args_group)
     implied = (OFFLINE_ROLLOUT, CHOOSE, CONTINUE, EPISODE, PROGRAM)
     yield from (f"{flag} {path}" for flag, path in plugin_paths(args) if path not in implied)
 
 
-def unit_of(args: Args) -> str:
-    """What a turn of the loop is called: a rollout samples, supervised training reads a batch."""
-    return "rollout" if args.job.sampled else "batch"
+def unit_of(job: Job) -> str:
+    """The name of a turn of the loop. A rollout samples; supervised training reads a batch."""
+    return "rollout" if job.sampled else "batch"
 
 
 def method(args: Args) -> str:
@@ -412,7 +414,7 @@ def method(args: Args) -> str:
 
 
 def adapters(args: LoraArgs) -> str:
-    """Which adapters are trained, such as ``QLoRA of rank 16``; nothing if the weights are."""
+    """The adapters that are trained, such as ``QLoRA of rank 16``; "" if the weights are trained."""
     if args.lora_rank == 0:
         return ""
     return f"{'Q' * args.load_in_4bit}{'rs' * (args.lora_type == 'rslora')}LoRA of rank {args.lora_rank}"
@@ -444,8 +446,8 @@ def eval_text(metrics: Mapping[str, float]) -> str:
 
 
 def summary(records: Sequence[Record]) -> dict[str, str]:
-    """Eval dataset -> its first, best and last score of all ``records``, ± standard error; without any the reward, or
-    what supervised training measures."""
+    """Eval dataset -> its first, best and last score in ``records``, ± standard error. Without evaluations, the reward,
+    or the measures of supervised training."""
     lines = {}
     for name in eval_metrics(records) or MEASURES:
         steps, values = series(records, name)
@@ -463,7 +465,7 @@ def summary(records: Sequence[Record]) -> dict[str, str]:
 
 
 def _score(value: float, error: float | None) -> str:
-    """``0.412 ±0.014``, with the standard error behind the ± if there is one."""
+    """``0.412 ±0.014``, where ± has the standard error, if it is known."""
     return f"{value:.3f}" + ("" if error is None else f" ±{error:.3f}")
 
 
@@ -475,9 +477,9 @@ def spread(rewards: np.ndarray, count: int) -> list[int]:
 
 
 def samples_table(title: str, table: SampleTable, loss: LossType | None = None) -> Table:
-    """A table of some rows: reward and components, label, end of the prompt, response. Also logs the rows.
+    """A table of some rows: reward and components, label, end of the prompt, response. The rows are logged too.
 
-    ``loss``: what supervised training learns of the rows; they have no reward then, but a word of the data set's.
+    ``loss``: for supervised training. Rows then have no reward, but a word from the data set.
     """
     shown = Table(title="\n" + title, box=box.SIMPLE, title_justify="left", title_style="bold", show_edge=False)
     words = _verdicts(table, loss) if loss is not None and loss.supervised else None
@@ -505,7 +507,7 @@ def samples_table(title: str, table: SampleTable, loss: LossType | None = None) 
 
 
 def _verdicts(table: SampleTable, loss: LossType) -> list[str]:
-    """What the data set says of each reply; an empty text is nothing."""
+    """The data set's word about each reply; "" if it has none."""
     if loss.paired:
         return [one_line(label_text(label)) for label in table.label]  # chosen, rejected
     if loss.judged:
@@ -514,7 +516,7 @@ def _verdicts(table: SampleTable, loss: LossType) -> list[str]:
 
 
 def one_line(text: str) -> str:
-    """``text`` with line breaks as ↵ and other control characters, such as terminal escapes, as Python escapes."""
+    """``text`` with line breaks as ↵. Other control characters, such as terminal escapes, become Python escapes."""
     return "".join(c if c.isprintable() else "↵" if c == "\n" else repr(c)[1:-1] for c in text.strip())
 
 

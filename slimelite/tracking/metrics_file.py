@@ -1,10 +1,10 @@
 """Writes and reads ``metrics.jsonl``, which has every metric of a run, one JSON object per line.
 
-A line has ``time`` (seconds since the epoch), ``kind`` and metrics by their full names, including its axes. Numbers
-that JSON cannot hold are the strings "NaN", "Infinity" and "-Infinity", which ``float()`` understands. The file is only
-ever appended to. A line of kind ``start`` has the rollout at which the run began or was resumed, and the format of the
-run folder; earlier lines about this rollout or later ones are invalid from then on. ``eval/step`` is the rollout that
-an evaluation followed, -1 before training.
+A line has ``time`` (seconds since the epoch), ``kind``, and metrics by their full names. The axes are among the
+metrics. Numbers that JSON cannot hold are the strings "NaN", "Infinity" and "-Infinity", which ``float()`` understands.
+The file is only ever appended to. A line of kind ``start`` has the rollout at which the run began or resumed, and the
+format of the run folder. Earlier lines about this rollout or later ones are then invalid. ``eval/step`` is the rollout
+that an evaluation followed, -1 before training.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ DEFAULT_AXIS = "rollout/step"
 
 
 def axis_of(metric: str) -> str:
-    """The metric that is the x-axis of ``metric``."""
+    """The metric on the x-axis of ``metric``."""
     return next((axis for prefix, axis in AXES.items() if metric.startswith(prefix)), DEFAULT_AXIS)
 
 
 class MetricsFile:
-    """Appends records to the file; `write` flushes each of them."""
+    """Appends records to the file. `write` flushes each of them."""
 
     name = "metrics"
 
@@ -54,7 +54,7 @@ class MetricsFile:
             self._file.flush()
 
     def write_alarm(self, title: str, text: str, rollout_id: int, /) -> None:
-        """Write nothing: the file has numbers, and alarms.jsonl has the alarms."""
+        """Write nothing, because this file has numbers, and alarms.jsonl has the alarms."""
 
     def close(self, _failed: bool, /) -> None:
         """Close the file."""
@@ -63,11 +63,11 @@ class MetricsFile:
 
 
 def read_metrics(run_dir: str | Path) -> list[Record]:
-    """The records that no later resume made invalid, in the order they were written; numbers are floats.
+    """The records that no later resume made invalid, in file order. Numbers are floats.
 
     Raises:
-        ValueError: there is no such file, it is of another format, or a line is no JSON object of numbers (except a
-            crashed run's last line).
+        ValueError: there is no such file, it has another format, or a line is not a JSON object of numbers. The last
+            line of a crashed run may be incomplete.
     """
     path = Path(run_dir) / FILE_NAME
     if not path.is_file():
@@ -101,7 +101,7 @@ def read_metrics(run_dir: str | Path) -> list[Record]:
 
 
 def series(records: Iterable[Record], metric: str) -> tuple[list[float], list[float]]:
-    """(steps, values) of a metric on its axis, sorted by step; the last value of a step counts."""
+    """(steps, values) of a metric on its axis, sorted by step. If a step repeats, its last value counts."""
     axis = axis_of(metric)
     points = {r[axis]: r[metric] for r in records if metric in r and axis in r}
     return sorted(points), [points[step] for step in sorted(points)]
@@ -116,7 +116,7 @@ def eval_metrics(records: Iterable[Mapping[str, object]]) -> list[str]:
 
 
 def _precedes(record: Record, start: float) -> bool:
-    """Whether a record is about a time before rollout ``start``; rollout 0 repeats the evaluation before training."""
+    """Whether a record is about a time before rollout ``start``. Rollout 0 repeats the evaluation before training."""
     return start > 0 and record["eval/step" if record["kind"] == "eval" else DEFAULT_AXIS] < start
 
 

@@ -1,4 +1,4 @@
-"""Keeps the output of libraries off the console; it goes to files of the run folder, and nothing is dropped."""
+"""Keeps the output of libraries off the console. It goes to files of the run folder, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def redirect_process_output(path: str | Path) -> None:
-    """Append everything this process and its children print from now on (file descriptors 1 and 2) to ``path``.
+    """From now on, append all output of this process and its children (file descriptors 1 and 2) to ``path``.
 
-    Output is flushed after every line, so that the file has the last lines of a process that is killed.
+    Output is flushed after every line, so the file has the last lines of a killed process.
     """
     _point_at([1, 2], path)
     sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
@@ -24,7 +24,7 @@ def redirect_process_output(path: str | Path) -> None:
 
 @contextmanager
 def stderr_to_file(path: str | Path) -> Iterator[None]:
-    """Append what this process writes to file descriptor 2, C++ libraries included, to ``path`` in this context."""
+    """Inside this block, append the output on file descriptor 2 to ``path``, including that of C++ libraries."""
     sys.stderr.flush()
     saved = os.dup(2)
     try:
@@ -39,7 +39,7 @@ def stderr_to_file(path: str | Path) -> Iterator[None]:
 
 @contextmanager
 def log_to_file(path: str | Path) -> Iterator[None]:
-    """Append log records to ``path`` in this context: our own from INFO on, those of libraries from WARNING on.
+    """Inside this block, append log records to ``path``: our own from INFO on, those of libraries from WARNING on.
 
     Python warnings become log records too.
     """

@@ -1,4 +1,4 @@
-"""What curves are shown of a run, under which titles and units; pictures and the page read them here."""
+"""The curves that are shown of a run, with their titles and units. Pictures and the page read them here."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import NamedTuple
 class Panel(NamedTuple):
     """One plot: the first of ``metrics`` that a run has, over rollouts.
 
-    ``least``: the axis spans at least this much, so that noise around zero stays a flat line. ``picture``: the plot is
-    in curves.png too.
+    ``least``: the axis spans at least this much, so that noise around zero looks like a flat line. ``picture``:
+    curves.png has this plot too.
     """
 
     title: str
@@ -104,7 +104,7 @@ UNITS = {
 
 
 def unit(metric: str) -> str:
-    """The unit of a metric, for the label of an axis; "value" where the name does not tell.
+    """The unit of a metric, for the label of an axis; "value" if the name does not show it.
 
     >>> unit("perf/ref_log_probs_time")
     'seconds'
@@ -114,7 +114,7 @@ def unit(metric: str) -> str:
 
 
 def least(metric: str) -> float:
-    """What the axis of a metric spans at least, in its unit.
+    """The least span of the axis of a metric, in its unit.
 
     >>> least("train/loss")
     0.0001

@@ -1,6 +1,7 @@
-"""Draws the curves of runs from the records of their ``metrics.jsonl``; ``slimelite plot`` is its command.
+"""Draws the curves of runs from their ``metrics.jsonl``. The command is ``slimelite plot``.
 
-``python -m slimelite.tracking.plot FOLDER`` draws ``curves.png`` of one run folder, which a run starts for its own.
+``python -m slimelite.tracking.plot FOLDER`` draws ``curves.png`` of one run folder. A run starts this for its own
+folder.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ Runs = Mapping[str, Sequence[Sequence[Record]]]  # label -> the records of one r
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One plot; ``lines``: label -> one curve, or several curves that are drawn as a line and a band.
+    """One plot. ``lines``: label -> one curve, or several curves that are drawn as a line and a band.
 
-    ``focus``: the line that is drawn in its colour, over the others in grey; None is all of them.
+    ``focus``: this line is drawn in its colour, and the others in grey; None: all have colours.
     """
 
     title: str
@@ -60,7 +61,7 @@ class Panel:
 
 
 def draw_run(records: Sequence[Record], out: str | Path) -> None:
-    """Draw the standard panels of one run and its time per phase as a PNG; panels without data are left out."""
+    """Draw the standard panels of one run and its time for each phase as a PNG. Panels without data are left out."""
     panels = [p for title, names in PANELS.items() if (p := _panel(title, names, {"": [records]})).lines]
     if scores := eval_metrics(records):
         lines = {name.removeprefix("eval/"): [series(records, name)] for name in scores}
@@ -77,10 +78,10 @@ def draw_run(records: Sequence[Record], out: str | Path) -> None:
 
 
 def draw_runs(runs: Runs, out: str | Path, metrics: Sequence[str] = (), kind: str = "minmax") -> None:
-    """Draw several runs in the same panels: one per metric of ``metrics``, or the standard ones and every eval.
+    """Draw several runs in the same panels: one panel for each of ``metrics``, or the standard panels and every eval.
 
-    ``kind``: what the band of several seeds is, see `band`. A run has one colour in all panels. Of more than four runs,
-    each has a panel for each metric of ``metrics``.
+    ``kind``: the meaning of the band of several seeds, see `band`. A run has one colour in all panels. If there are
+    more than four runs, each run has its own panel for each of ``metrics``.
 
     Raises:
         ValueError: no run has a metric of ``metrics``, or there is nothing to draw.
@@ -113,10 +114,10 @@ def draw_runs(runs: Runs, out: str | Path, metrics: Sequence[str] = (), kind: st
 
 
 def band(curves: Sequence[Points], kind: str = "minmax") -> tuple[list[float], list[float], list[float], list[float]]:
-    """(steps, middle, low, high); at each step over the curves that have a value there.
+    """(steps, middle, low, high). Each step covers the curves that have a value there.
 
-    ``kind``: one of `BANDS`. The standard error is that of the mean of n runs, s / sqrt(n) with s² over n − 1; one run
-    alone has no band.
+    ``kind``: one of `BANDS`. The standard error is that of the mean of n runs, s / sqrt(n) with s² over n − 1. A single
+    run has no band.
     """
     import numpy as np
 
@@ -141,7 +142,8 @@ def band(curves: Sequence[Points], kind: str = "minmax") -> tuple[list[float], l
 
 
 def axis_range(values: Sequence[float], span: float) -> tuple[float, float]:
-    """(low, high) of the axis of y: all finite values, at least ``span``, from 0 where that wastes less than half.
+    """(low, high) of the y-axis. It has all finite values, spans at least ``span``, and begins at 0 if that wastes less
+    than half.
 
     >>> axis_range([3e-7, 4e-7], 1e-4)
     (0.0, 0.000104)
@@ -158,13 +160,13 @@ def axis_range(values: Sequence[float], span: float) -> tuple[float, float]:
 
 
 def line_styles(labels: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """Label -> (colour, dashes) of its line, by its place among all runs."""
+    """Label -> (colour, dashes) of its line, by its position among all runs."""
     count = len(COLORS)
     return {label: (COLORS[i % count], DASHES[i // count % len(DASHES)]) for i, label in enumerate(labels)}
 
 
 def _panel(title: str, metrics: Sequence[str], runs: Runs) -> Panel:
-    """A panel with, for each run, the first of ``metrics`` that it has."""
+    """A panel that shows, for each run, the first of ``metrics`` that the run has."""
     lines: dict[str, list[Points]] = {}
     for label, group in runs.items():
         firsts = [next((p for m in metrics if (p := series(records, m))[0]), None) for records in group]
@@ -177,7 +179,7 @@ def _panel(title: str, metrics: Sequence[str], runs: Runs) -> Panel:
 
 
 def _grid(count: int, columns: int = 0) -> tuple[Figure, list[Axes]]:
-    """A figure with ``count`` axes, square unless ``columns`` are given; without pyplot, which needs a display."""
+    """A figure with ``count`` axes, square unless ``columns`` is given. It avoids pyplot, which needs a display."""
     from matplotlib.figure import Figure
 
     width, height = (2.7, 2.1) if columns else (4.2, 3.0)  # inches
@@ -239,7 +241,7 @@ def _decorate(ax: Axes, title: str, x_label: str) -> None:
 
 
 def _save(figure: Figure, out: str | Path) -> None:
-    """Write a PNG; the file appears whole or not at all."""
+    """Write a PNG. The file appears complete or not at all."""
     Path(out).parent.mkdir(parents=True, exist_ok=True)
     with whole(Path(out)) as partial:
         figure.savefig(partial, dpi=110, format="png")

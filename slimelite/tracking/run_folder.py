@@ -1,4 +1,4 @@
-"""Writes the files of a run folder that appear whole: configuration, versions, status, samples. The folder has
+"""Writes files of a run folder completely or not at all: configuration, versions, status, samples. The folder has
 
 ::
 
@@ -50,7 +50,7 @@ OF_ROLLOUTS = ("rollouts", "dropped", "token_stats")
 
 
 class RunFolder:
-    """The run folder at ``path``; every file appears whole or not at all, unless the disk is full.
+    """The run folder at ``path``. Unless the disk is full, every file appears complete or not at all.
 
     ``rollouts``: how many of the newest rollouts have files; None: all.
     """
@@ -91,9 +91,10 @@ class RunFolder:
         table.to_parquet(self.path / "eval" / f"{name.replace('/', '_')}-{after}.parquet")
 
     def forget(self, rollout_id: int, *, ahead: bool = False) -> None:
-        """Remove the files of ``rollout_id`` and later ones: a run that goes on there repeats them, or ends before.
+        """Remove the files of ``rollout_id`` and later ones, because a resumed run repeats them or ends before.
 
-        ``ahead``: the checkpoint has the samples of ``rollout_id``, so that its dropped groups are not dropped again.
+        ``ahead``: the checkpoint has the samples of ``rollout_id``. Its dropped groups then stay, because they are not
+        dropped again.
         """
         files = [file for folder in OF_ROLLOUTS for file in self.path.glob(f"{folder}/*.parquet")]
         files += self.path.glob("eval/*-*.parquet")
@@ -103,7 +104,7 @@ class RunFolder:
                 path.unlink()
 
     def save_alarms(self, alarms: Sequence[Alarm]) -> None:
-        """Write all alarms of the run, which replaces those of rollouts that a resumed run repeats."""
+        """Write all alarms of the run. This replaces the alarms of rollouts that a resumed run repeats."""
         if alarms:
             self._write("alarms.jsonl", "\n".join(json.dumps(dataclasses.asdict(alarm)) for alarm in alarms))
         else:
@@ -120,7 +121,7 @@ class RunFolder:
 
 
 def config_dict(args: Args) -> dict[str, object]:
-    """All arguments as plain values, secrets masked; ``derivations``: name -> reason."""
+    """All arguments as plain values, with masked secrets. ``derivations``: name -> reason."""
     values = dataclasses.asdict(replace(args, user_values={}))
     del values["user_values"]
     values["derivations"] = {d.name: d.reason for d in args.derivations}
@@ -128,9 +129,10 @@ def config_dict(args: Args) -> dict[str, object]:
 
 
 def config_yaml(args: Args) -> str:
-    """What was given, as ``--config`` reads it; what was not given stands by in comments, with its reason.
+    """The given arguments, in the form that ``--config`` reads. The other arguments are in comments, with their
+    reasons.
 
-    A value that was derived, or is a default, is so again in a run with this file and other flags.
+    So a run with this file and other flags derives these values, and its defaults, again.
     """
     reasons = {d.name: d.reason for d in args.derivations}
     lines = ["# arguments of this run; `python train.py --config` with this file repeats it"]
@@ -159,7 +161,7 @@ def config_yaml(args: Args) -> str:
 
 
 def entry(name: str, value: object) -> str:
-    """A line of YAML; for a secret, a comment that says so."""
+    """A line of YAML. For a secret, it is a comment that says so."""
     shown = masked(name, value)
     return f"# {name}: not saved; give it again" if shown == HIDDEN else f"{name}: {_shown(shown)}"
 
@@ -178,7 +180,7 @@ PACKAGES = ("torch", "transformers", "ray", "sglang", "numpy", "pyarrow", "safet
 def versions(device: str) -> dict[str, object]:
     """Versions of slimelite, Python and ``PACKAGES`` (None: not installed), commit, command line, and this machine.
 
-    ``device``: GPUs are listed only if it is ``cuda``.
+    ``device``: GPUs are listed only if this is ``cuda``.
     """
     return {
         "slimelite": slimelite.__version__,
@@ -197,7 +199,8 @@ def versions(device: str) -> dict[str, object]:
 
 
 def commit(checkout: Path) -> str | None:
-    """The commit of a git checkout, with ``-dirty`` if files were changed; None if ``checkout`` is no git checkout."""
+    """The commit of a git checkout, with ``-dirty`` if files were changed. None if ``checkout`` is not a git
+    checkout."""
     if not (checkout / ".git").exists() or shutil.which("git") is None:
         return None
     command = ["git", "-C", str(checkout), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]

@@ -1,4 +1,4 @@
-"""`Tracker` records a run: it owns the run folder, the console and the metric writers."""
+"""`Tracker` records a run. It owns the run folder, the console and the metric writers."""
 
 from __future__ import annotations
 
@@ -77,23 +77,23 @@ class Drawing:
 
     @property
     def due(self) -> bool:
-        """Whether enough time has passed since the last drawing; the first one waits too."""
+        """Whether enough time has passed since the last drawing. The first drawing waits too."""
         return self._process is None and time.monotonic() - self._began > self._took / DRAWING_SHARE
 
     def begin(self) -> None:
-        """Draw what is in the folder now, after a drawing that goes on."""
+        """Draw the present content of the folder. A drawing in progress is finished first."""
         self.finish()
         self._began = time.monotonic()
         silent = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
         self._process = start_module("slimelite.tracking.plot", str(self._path), text=True, **silent)
 
     def look(self) -> None:
-        """Note whether the drawing has ended."""
+        """Check whether the drawing has ended."""
         if self._process is not None and self._process.poll() is not None:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the drawing that goes on, if any; a warning says why there is no picture."""
+        """Wait for a drawing in progress. If it failed, a warning says why."""
         if self._process is None:
             return
         _, errors = self._process.communicate()
@@ -116,14 +116,14 @@ class Tracker:
             ...
             tracker.finish_rollout(rollout_id)  # the line on the console
 
-    An error that leaves the block is recorded in status.json and log.txt, and propagates.
+    An error that leaves the block is recorded in status.json and log.txt, and is raised again.
     """
 
     def __init__(self, args: Args) -> None:
         self.args = args
         self.folder = RunFolder(args.run_dir, args.rollouts_kept)
         always = ["eval"] if args.eval_interval and args.eval_datasets else []
-        self.console = Console(always=always, unit=unit_of(args))
+        self.console = Console(always=always, unit=unit_of(args.job))
         self.timer = Timer()
         self._stack = ExitStack()
         self._writers: list[Writer] = []
@@ -170,13 +170,13 @@ class Tracker:
     def record_failure(
         self, _kind: type[BaseException] | None, error: BaseException | None, _tb: TracebackType | None
     ) -> None:
-        """Write an error to status.json before the run is shut down; has the signature of ``__exit__``."""
+        """Write an error to status.json before the run is shut down. The signature is that of ``__exit__``."""
         if error is not None:
             name = "" if isinstance(error, Stopped) else f"{type(error).__name__}: "
             self._save_status(_status_of(error), f"{name}{error}".removesuffix(": "))
 
     def banner(self, args: Args) -> None:
-        """Print the facts of the run; ``args`` now have the number of rollouts and the id of the first one."""
+        """Print the facts of the run. ``args`` have the number of rollouts and the id of the first one by now."""
         self.args = args
         self.folder.save_config(args)
         first = args.start_rollout_id or 0
@@ -197,9 +197,10 @@ class Tracker:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Phase]:
-        """Time a phase of the loop as ``perf/{name}_time`` (generate: ``perf/rollout_time``) and show its progress.
+        """Time a phase of the loop as ``perf/{name}_time`` (generate: ``perf/rollout_time``), and show its progress.
 
-        ``name``: generate, train, update_weights, save_model, eval, or another; `Phase.update` reports the progress.
+        ``name``: generate, train, update_weights, save_model, eval, or another one. `Phase.update` reports the
+        progress.
         """
         if name == "generate" and not self._looping:
             # the metrics and times before the first rollout are not part of it
@@ -210,7 +211,7 @@ class Tracker:
         if self._looping:
             rollout_id = (self.args.start_rollout_id or 0) if self._finished is None else self._finished + 1
             of = "" if self.args.num_rollout is None else f" of {self.args.num_rollout}"
-            label = f"{unit_of(self.args)} {rollout_id + 1}{of}, {label}"
+            label = f"{unit_of(self.args.job)} {rollout_id + 1}{of}, {label}"
         timed = self.timer(PERF_NAMES.get(name, name))
         with trace.span("driver", "phases", name), timed, Phase(self.console, label) as phase:
             yield phase
@@ -236,10 +237,10 @@ class Tracker:
         columns: Mapping[str, np.ndarray] | None = None,
         token_stats: TokenStats | None = None,
     ) -> None:
-        """Record the metrics of training; ``steps``: the ``train/`` metrics of each optimizer step, if known.
+        """Record the metrics of training. ``steps``: the ``train/`` metrics of each optimizer step, if known.
 
-        ``columns``: of the table, by name, each [response tokens]: what training knows of them, for the saved rollout.
-        ``token_stats``: of the rollout, for a file of its own.
+        ``columns``: columns that training adds to the saved rollout, by name, each [response tokens]. ``token_stats``:
+        of the rollout. They are written to their own file.
         """
         if token_stats is not None:
             self.folder.save_token_stats(rollout_id, token_stats)
@@ -261,7 +262,7 @@ class Tracker:
         self._now.perf |= metrics
 
     def log_eval(self, rollout_id: int, metrics: Mapping[str, float], tables: Mapping[str, SampleTable]) -> None:
-        """Record an evaluation after rollout ``rollout_id`` (-1: before training); ``tables``: answers by dataset."""
+        """Record an evaluation after rollout ``rollout_id`` (-1: before training). ``tables``: answers by dataset."""
         for name, table in tables.items():
             self.folder.save_eval(name, rollout_id, table)
         perf = {name: value for name, value in metrics.items() if axis_of(name) != "eval/step"}
@@ -276,7 +277,7 @@ class Tracker:
             self.console.line(f"  eval{at} {eval_text(metrics)}")
 
     def finish_rollout(self, rollout_id: int) -> None:
-        """End a turn of the loop: print its line, and at times show samples and redraw the curves."""
+        """End a turn of the loop. This prints its line, and from time to time shows samples and redraws the curves."""
         times = self.timer.finish_step()
         perf = {name: value for name, value in (times | self._now.perf).items() if name not in self._now.row}
         self._write("perf", {"rollout/step": rollout_id, **perf})
@@ -296,12 +297,12 @@ class Tracker:
             self._checks.finish()
 
     def finish_early(self, why: str) -> None:
-        """Note that the run ends before ``--num-rollout``, and why; it has not failed."""
+        """Note that the run ends before ``--num-rollout``, and why. It is not a failure."""
         self._early = f"finished early: {why}"
         self._checks.finish()
 
     def log_facts(self, facts: Mapping[str, str]) -> None:
-        """Let the console show ``facts``, name -> value, when the run is over."""
+        """Show ``facts``, name -> value, on the console at the end of the run."""
         self._facts |= facts
 
     def _open(self) -> None:
@@ -351,7 +352,7 @@ class Tracker:
         self.console.row(f"{rollout_id + 1} of {last + 1}", row, seconds, phases, best=best)
 
     def _note_score(self, row: dict[str, float]) -> bool:
-        """Add the first eval dataset's new score, if any, to ``row``; returns whether it is the best so far."""
+        """Add the new score of the first eval dataset, if any, to ``row``. Returns whether it is the best so far."""
         if not self._now.scores:
             return False
         name = self._now.scores[0]
@@ -363,7 +364,7 @@ class Tracker:
         return best
 
     def _remember_alarms(self) -> None:
-        """Know the alarms of a run that is resumed, which are not said again."""
+        """Load the alarms of a resumed run, so that they are not announced again."""
         self._alarms = Alarms()
         for record in read_metrics(self.folder.path):
             self._alarms.note(record)
@@ -428,7 +429,7 @@ def _number(name: str, value: Any) -> float:
 class RunChecks:
     """Collects the values that the checks need during a run.
 
-    A grad-norm file is a JSON object ``{"rollout/step": norm}``; the step counts from 0 within its rollout.
+    A grad-norm file is a JSON object ``{"rollout/step": norm}``. Steps are counted from 0 within a rollout.
     """
 
     def __init__(self, args: DebugArgs) -> None:
@@ -442,7 +443,7 @@ class RunChecks:
             self._expected = read_json(Path(args.ci_load_grad_norm))
 
     def note(self, metrics: Mapping[str, float]) -> None:
-        """Remember the best value of the checked metric, if it is among ``metrics``, and the names of all."""
+        """Remember the best value of the checked metric, if it is in ``metrics``, and the names of all metrics."""
         self._logged.update(metrics)
         if self._key is not None and self._key in metrics:
             self._best = max(metrics[self._key], -math.inf if self._best is None else self._best)

@@ -1,15 +1,16 @@
-"""Metric writers besides ``metrics.jsonl``: Weights & Biases, TensorBoard and Prometheus."""
+"""Metric writers in addition to ``metrics.jsonl``: Weights & Biases, TensorBoard and Prometheus."""
 
 from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import secrets
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -21,20 +22,23 @@ from slimelite.tracking.metrics_file import AXES, DEFAULT_AXIS, Kind, MetricsFil
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
+    from wandb import Run
+
+logger = logging.getLogger(__name__)
 
 
 class Writer(Protocol):
-    """A destination of metrics; ``where``: its path or URL, for the console."""
+    """A destination of metrics. ``where``: its path or URL, for the console."""
 
     name: str
     where: str
 
     def write(self, kind: Kind, metrics: Mapping[str, float], /) -> None:
-        """Write metrics that belong together; their steps (see `AXES`) are among them."""
+        """Write metrics that belong together. Their steps (see `AXES`) are among them."""
         ...
 
     def write_alarm(self, title: str, text: str, rollout_id: int, /) -> None:
-        """Tell of an alarm that began or ended in a rollout."""
+        """Report an alarm that began or ended in a rollout."""
         ...
 
     def close(self, failed: bool, /) -> None:
@@ -45,7 +49,7 @@ class Writer(Protocol):
 def open_writers(args: TrackingArgs, config: Mapping[str, object]) -> list[Writer]:
     """The writer of ``metrics.jsonl``, and those for ``--use-wandb``, ``--use-tensorboard`` and ``--use-prometheus``.
 
-    ``config``: the resolved arguments, which wandb shows beside the curves.
+    ``config``: the resolved arguments, which wandb shows next to the curves.
 
     Raises:
         ValueError: wandb refuses the run, or the port of ``--use-prometheus`` is taken.
@@ -64,7 +68,7 @@ class WandbWriter:
     """Writes to Weights & Biases. A resumed run folder continues its earlier wandb run.
 
     Raises:
-        ValueError: wandb refuses the run, for want of a key for example.
+        ValueError: wandb refuses the run, for example because there is no key.
     """
 
     name = "wandb"
@@ -81,7 +85,7 @@ class WandbWriter:
         account = {name: value for name, value in keys if value is not None}
         try:
             with _command_line_masked():
-                self._run = wandb.init(
+                run = wandb.init(
                     project=args.wandb_project or "slimelite",
                     entity=args.wandb_team,
                     mode=args.wandb_mode,
@@ -96,34 +100,55 @@ class WandbWriter:
         except wandb.Error as error:  # no key, a wrong one, or a server that does not answer
             remedy = "log in with `wandb login`, set $WANDB_API_KEY, or keep the run here with --wandb-mode offline"
             raise ValueError(f"--use-wandb: {str(error).rstrip('.')}: {remedy}") from error
-        self.where = self._run.url or f"offline: wandb sync {Path(self._run.dir).parent}"
+        self._run: Run | None = run
+        self.where = run.url or f"offline: wandb sync {Path(run.dir).parent}"
         for axis in (DEFAULT_AXIS, *AXES.values()):
-            self._run.define_metric(axis)
+            run.define_metric(axis)
         for prefix in ("rollout/", "perf/", "multi_turn/", "passrate/", "alarms/", *AXES):
-            self._run.define_metric(prefix + "*", step_metric=axis_of(prefix))
+            run.define_metric(prefix + "*", step_metric=axis_of(prefix))
 
     def write(self, kind: Kind, metrics: Mapping[str, float], /) -> None:
         """Log one row of the wandb run's history."""
         if kind == "start":
             return
         axes = [axis for axis in (DEFAULT_AXIS, "eval/step") if axis in metrics]
-        self._run.log({**metrics, **{axis: metrics[axis] * self._steps_per_rollout for axis in axes}})
+        row = {**metrics, **{axis: metrics[axis] * self._steps_per_rollout for axis in axes}}
+        self._ask(lambda run: run.log(row))
 
     def write_alarm(self, title: str, text: str, _rollout_id: int, /) -> None:
-        """Send an alert, which wandb passes on by mail or Slack, as its user chose."""
-        self._run.alert(title=title, text=text, level="WARN")
+        """Send an alert. wandb sends it by mail or Slack, as its user chose."""
+        self._ask(lambda run: run.alert(title=title, text=text, level="WARN"))
 
     def close(self, failed: bool, /) -> None:
-        """Upload what is left.
+        """Upload the remaining data.
 
         After a failure the watchdog ends every process of the run. wandb's must be gone by then: wandb would miss it
         when Python exits, with a traceback.
         """
-        self._run.finish(exit_code=int(failed))
-        if failed:
-            import wandb
+        self._ask(lambda run: run.finish(exit_code=int(failed)))
+        if failed and self._run is not None:
+            self._forget()
 
-            wandb.teardown()
+    def _ask(self, call: Callable[[Run], object]) -> None:
+        """Call a function on the run of wandb. If it fails, the training run goes on without wandb."""
+        if self._run is None:
+            return
+        try:
+            call(self._run)
+        except Exception as error:
+            logger.error(
+                "wandb failed (%s: %s), so the run goes on without wandb; metrics.jsonl has everything, and "
+                "the next start of the run goes on in wandb",
+                *(type(error).__name__, error),
+            )
+            self._run = None
+            with suppress(Exception):  # it misses its process too
+                self._forget()
+
+    def _forget(self) -> None:
+        import wandb
+
+        wandb.teardown()
 
 
 class TensorboardWriter:
@@ -152,7 +177,7 @@ class TensorboardWriter:
         self._events.flush()
 
     def write_alarm(self, title: str, text: str, rollout_id: int, /) -> None:
-        """Write a text, which TensorBoard shows under Text as ``alarms``."""
+        """Write a text. TensorBoard shows it under Text as ``alarms``."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.plugins.text.metadata import create_summary_metadata
@@ -171,11 +196,11 @@ class TensorboardWriter:
 class PrometheusWriter:
     """Answers ``/metrics`` with the newest value of every metric, from a thread of this process.
 
-    A metric is a gauge with its name as Prometheus allows it; the label ``metric`` has the name as it is elsewhere, and
-    ``run_name`` tells runs apart. ``slimelite_run_info`` is there from the start.
+    A metric is a gauge under a name that Prometheus allows. The label ``metric`` has its usual name, and ``run_name``
+    tells runs apart. ``slimelite_run_info`` exists from the start.
 
     Raises:
-        ValueError: the port is taken, or the host is no address of this machine.
+        ValueError: the port is taken, or the host is not an address of this machine.
     """
 
     name = "prometheus"
@@ -206,7 +231,7 @@ class PrometheusWriter:
         self._updated = time.time()
 
     def write_alarm(self, title: str, text: str, rollout_id: int, /) -> None:
-        """Write nothing: the metric ``alarms/active`` counts the alarms."""
+        """Write nothing, because the metric ``alarms/active`` counts the alarms."""
 
     def close(self, _failed: bool, /) -> None:
         """Stop answering, and free the port."""
@@ -242,7 +267,7 @@ def prometheus_run_name(args: TrackingArgs) -> str:
 
 
 def port_problem(args: TrackingArgs, error: OSError) -> str:
-    """Why ``/metrics`` cannot be answered, and the remedy."""
+    """Why ``/metrics`` cannot be served, and the remedy."""
     place = f"{args.prometheus_host}:{args.prometheus_port}"
     if error.errno == errno.EADDRINUSE:
         return f"--prometheus-port: {place} is taken: name another port, or 0 for a free one"
@@ -251,7 +276,7 @@ def port_problem(args: TrackingArgs, error: OSError) -> str:
 
 @contextmanager
 def _command_line_masked() -> Iterator[None]:
-    """Mask secrets in ``sys.argv``, because wandb saves it with the run and has no setting against that."""
+    """Mask secrets in ``sys.argv``. wandb saves the command line with the run, and has no setting against that."""
     before = sys.argv
     sys.argv = [before[0], *masked_words(before[1:])]
     try:
@@ -261,13 +286,14 @@ def _command_line_masked() -> Iterator[None]:
 
 
 def tensorboard_directory(args: TrackingArgs) -> Path:
-    """``--tensorboard-dir``, else ``$TENSORBOARD_DIR`` (slime's), else the run folder; plus project and experiment."""
+    """``--tensorboard-dir``, else slime's ``$TENSORBOARD_DIR``, else the run folder. Project and experiment are
+    appended."""
     base = args.tensorboard_dir or os.environ.get("TENSORBOARD_DIR") or str(Path(args.run_dir) / "tensorboard")
     return Path(base, *filter(None, (args.tb_project_name, args.tb_experiment_name)))
 
 
 def _wandb_identity(args: TrackingArgs) -> dict[str, str]:
-    """id, group and name of the wandb run; saved in the run folder, so that a resumed run can continue it."""
+    """id, group and name of the wandb run. They are saved in the run folder, so that a resumed run can continue it."""
     path = Path(args.run_dir) / "wandb_run.json"
     known: dict[str, str] = json.loads(path.read_text()) if path.is_file() else {}
     if not known or args.wandb_run_id not in (None, known["id"]):

@@ -1,21 +1,21 @@
 """Causal attention over a packed row of shared prefixes, without a mask tensor.
 
 A micro-batch is one row of T tokens (`slimelite.training.batch`): a tree of shared prefixes, or sequences laid end to
-end. The attention function is registered with transformers under ``ATTENTION``; for such a name transformers builds no
-mask. Where the tokens of the pass lie, the function finds in `slimelite.training.batch.sequences_of_pass`.
+end. The attention function is registered with transformers under ``ATTENTION``. For such a name transformers builds no
+mask. The function finds the layout of the tokens in `slimelite.training.batch.sequences_of_pass`.
 
-A token attends to its own node, causally, and to all of each node above, so that attention is a few calls without a
-mask: one for the nodes, one for each level of shared nodes with their descendants as queries. Each call gives the
-log-sum-exp of its scores, by which their results are merged. The keys and values of a prefix are read once, not once
-for each row. In the backward pass every call gets the *merged* result and log-sum-exp: with p = exp(s - lse) and
-delta = dO·O of all keys together its gradients are exactly its part of the whole.
+A token attends causally to its own node, and to all of each node above. So attention takes a few calls without a mask:
+one for the nodes, and one for each level of shared nodes, with their descendants as queries. Each call also returns the
+log-sum-exp of its scores, and these merge the results. The keys and values of a prefix are read once, not once for each
+row. In the backward pass every call gets the *merged* result and log-sum-exp. With p = exp(s - lse) and delta = dO·O
+over all keys, the gradients of a call are exactly its part of the whole.
 
 - CUDA, half precision: the kernel behind `torch.nn.attention.varlen.varlen_attn`.
-- CPU: the kernel behind `scaled_dot_product_attention`, on blocks of similar sizes padded to one another.
+- CPU: the kernel behind `scaled_dot_product_attention`, on blocks of similar sizes that are padded to the same size.
 
-Where a window of tokens is shorter than the rows, or with fp32 on a GPU, the keys of a node and of its path above are
-gathered instead, as many as the window reaches. So they are for capped scores and attention sinks, which no kernel
-computes: those have scores in memory.
+If a window of tokens is shorter than the rows, or with fp32 on a GPU, the keys of a node and of its path above are
+gathered instead, as many as the window reaches. They are also gathered for capped scores and attention sinks. No kernel
+computes these, so their scores are in memory.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def varlen_attention(
     s_aux: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """The attention of one layer, as transformers calls it, for the layout of rows · T tokens of `sequences_of_pass`.
+    """The attention of one layer, as transformers calls it. `sequences_of_pass` has the layout of the rows · T tokens.
 
     Args:
         query: [rows, heads, T, width]; ``key`` and ``value``: [rows, key/value heads, T, width].
@@ -136,7 +136,7 @@ class _MergedAttention(torch.autograd.Function):
 
 
 class _Padded:
-    """The kernel of CPUs, for `Bucket`."""
+    """The kernel for CPUs, which works on `Bucket`."""
 
     def __init__(self, sequences: PackedSequences, scale: float) -> None:
         self._own, self._scale = sequences.own_buckets, scale
@@ -153,7 +153,8 @@ class _Padded:
         return out, lse
 
     def own_gradients(self, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v from what `own` computed; ``inputs``: of the result, q, k, v, result, log-sum-exp."""
+        """Gradients of q, k and v from the results of `own`. ``inputs``: the gradient of the result, q, k, v, the
+        result, and the log-sum-exp."""
         gradients = torch.zeros_like(inputs[1]), torch.zeros_like(inputs[2]), torch.zeros_like(inputs[3])
         for bucket in self._own:
             self.add_gradients(bucket, gradients, *inputs, causal=True)
@@ -162,7 +163,8 @@ class _Padded:
     def shared(
         self, bucket: Bucket, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The attention of ``rows`` [m] of the tokens to shared nodes: rows, [m, heads, width], and [m, heads]."""
+        """The attention of some tokens to shared nodes: their positions ``rows`` [m], the result [m, heads, width], and
+        the log-sum-exp [m, heads]."""
         q_, k_, v_ = self._blocks(bucket, q, k, v)
         out, lse = torch.empty_like(q_), q_.new_empty(q_.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
         for heads in self._heads(q, k):
@@ -188,7 +190,7 @@ class _Padded:
         *,
         causal: bool = False,
     ) -> None:
-        """Add those from what `shared` computed; see `own_gradients`."""
+        """Add the gradients of q, k and v from the results of `shared`; see `own_gradients`."""
         q_, k_, v_ = self._blocks(bucket, q, k, v)
         grad_, out_, lse_ = (x.index_select(0, bucket.queries) for x in (grad, out, lse))
         if len(bucket.rows) < len(grad_):  # padding has no gradient
@@ -207,7 +209,8 @@ class _Padded:
         gradients[0].index_add_(0, bucket.rows, dq.flatten(0, 1).index_select(0, bucket.real))
 
     def _blocks(self, bucket: Bucket, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The bucket's queries [blocks, queries, heads, width], its keys and values [blocks, heads, keys, width]."""
+        """The bucket's queries [blocks, queries, heads, width], and its keys and values [blocks, heads, keys,
+        width]."""
         q_, k_, v_ = (
             x.index_select(0, index).unflatten(0, (bucket.count, -1))
             for x, index in ((q, bucket.queries), (k, bucket.keys), (v, bucket.keys))
@@ -215,20 +218,21 @@ class _Padded:
         return q_, k_.transpose(1, 2), v_.transpose(1, 2)
 
     def _heads(self, q: Tensor, k: Tensor) -> list[slice]:
-        """Those of the queries that go with the heads of the keys, in turn: no key or value is copied for a head."""
+        """Slices of the query heads; each slice has one query head for each key head. So no key or value is copied for
+        a head."""
         repeats = q.shape[1] // k.shape[1]
         return [slice(i, None, repeats) for i in range(repeats)]
 
 
 def _mask(bucket: Bucket, like: Tensor) -> Tensor | None:
-    """[blocks, 1, 1, keys] that keeps padding from being attended to."""
+    """An additive mask [blocks, 1, 1, keys] that hides padding; None without padding."""
     if bucket.hidden is None:
         return None
     return torch.zeros(bucket.hidden.shape, dtype=like.dtype).masked_fill_(bucket.hidden, -math.inf)
 
 
 class _Varlen:
-    """The kernel of GPUs, for `Blocks`; its methods are those of `_Padded`."""
+    """The kernel for GPUs, which works on `Blocks`. Its methods are those of `_Padded`."""
 
     def __init__(self, sequences: PackedSequences, scale: float) -> None:
         self._nodes, self._scale = sequences.own_blocks, scale
@@ -281,7 +285,8 @@ class _Varlen:
 def _gathered_varlen(q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences, scale: float, window: int) -> Tensor:
     """[T, heads, width] from q, k, v [T, (key/value) heads, width] in half precision on a GPU.
 
-    A window ends at the last key, so that each node's keys are those of its path that the window reaches, and its own.
+    A window ends at the last key. So each node's keys are the keys of its path that the window reaches, and its own
+    keys.
     """
     blocks = sequences.window(window).blocks
     attend = partial(varlen_attn, scale=scale, window_size=(window - 1, 0))
@@ -318,7 +323,7 @@ def _explicit(
     cap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """[T, heads, width] as `_gathered_buckets`, for what no kernel computes; see `varlen_attention`."""
+    """[T, heads, width] like `_gathered_buckets`, for the cases that no kernel computes; see `varlen_attention`."""
     outputs, layout, repeats = [], sequences.window(window), q.shape[1] // k.shape[1]
     for bucket, seen in layout.buckets:
         parts = ((q, bucket.queries), (k, bucket.keys), (v, bucket.keys))

@@ -1,14 +1,14 @@
-"""A micro-batch: rows of a rollout packed into one, with what a model and a loss read of them.
+"""A micro-batch: rows of a rollout packed into one row, with the data that a model and a loss need.
 
-Its tokens are a tree of shared prefixes, or sequences end to end: rows are laid out in the order of their sorted token
-ids, and of each row only what it does not share with the row before. That is the tree's depth-first order: the tokens
-after a *node* (a stretch that the same rows share) belong to its descendants, up to the node's ``until``. For a prompt
-of 5 tokens with answers of 3 and 2::
+Its tokens are a tree of shared prefixes, or sequences laid end to end. Rows are in the order of their sorted token ids,
+and each row adds only the tokens that it does not share with the row before it. That is the tree's depth-first order. A
+*node* is a stretch of tokens that the same rows share. The tokens after it, up to its ``until``, belong to its
+descendants. For a prompt of 5 tokens with answers of 3 and 2::
 
     position   0 1 2 3 4 | 5 6 7 | 8 9      nodes [0, 5) until 10, [5, 8) until 8, [8, 10) until 10
     depth      0 1 2 3 4 | 5 6 7 | 5 6
 
-Rows that share nothing are nodes without descendants: sequences end to end.
+Rows that share nothing are nodes without descendants, which are sequences end to end.
 """
 
 from __future__ import annotations
@@ -38,20 +38,22 @@ SCAN_CALL = 256
 
 
 class MicroBatch:
-    """R response tokens of some rows, the T tokens that predict them, and the ``columns`` of those R, on their device.
+    """R response tokens of some rows, the T tokens that predict them, and the data of the R tokens in ``columns``, on
+    the device.
 
-    A prefix that rows share is in it once (see above). So several response tokens may be predicted
-    by one position, the first ones of a prompt's answers for example; their gradients add up there.
+    A prefix that rows share is included once (see above). So one position may predict several response tokens, for
+    example the first tokens of a prompt's answers. Their gradients add up there.
 
-    ``columns``: of the whole rollout; ``rows``: [n] int64 of its table; ``lengths``: prompt and response tokens of
-    each. ``input_ids``, ``position_ids``: [1, T], one dummy token if there are no rows; ``response_index``: [R]
-    position whose hidden state predicts each response token; ``targets``: [R] those tokens. ``segments``: [R] index
-    into ``rows``; ``token_index``: [R] int64 on the CPU, position in the table's response columns; ``kept``: the ids
-    that their log-probs are over, None if that is the whole vocabulary for all of them. After `fetch` also
-    the ``READ`` columns at its tokens, [R] each, see `TokenColumns`; in a rollout's first step, ``old`` becomes the
-    current log-probs where no pass has computed them before.
+    ``columns``: the columns of the whole rollout. ``rows``: [n] int64, rows of its table. ``lengths``: prompt and
+    response tokens of each row. ``input_ids``, ``position_ids``: [1, T]; one dummy token if there are no rows.
+    ``response_index``: [R], the position whose hidden state predicts each response token. ``targets``: [R], the
+    response tokens. ``segments``: [R] index into ``rows``. ``token_index``: [R] int64 on the CPU, the position in the
+    table's response columns. ``kept``: the ids that the log-probs are over; None if that is the whole vocabulary for
+    all tokens. After `fetch`, it also has the ``READ`` columns at its tokens, [R] each, see `TokenColumns`. In a
+    rollout's first step, ``old`` becomes the current log-probs where no pass has computed them.
 
-    It is no dataclass: FSDP looks into those that a forward pass gets, and would cast the columns to bf16 each time.
+    This is not a dataclass, because FSDP looks into dataclasses that a forward pass gets, and would cast the columns to
+    bf16 each time.
     """
 
     mask: Tensor
@@ -65,13 +67,14 @@ class MicroBatch:
     def __init__(
         self, columns: TokenColumns, rows: np.ndarray, device: torch.device | str = "cpu", *, shares: bool = False
     ) -> None:
-        """Pack ``rows`` of a rollout; no rows give an empty micro-batch.
+        """Pack ``rows`` of a rollout. Without rows the micro-batch is empty.
 
         Args:
-            shares: whether a prefix that rows share is in it once; else the rows are end to end in their order.
+            shares: whether a prefix that rows share is included once. Otherwise the rows are laid end to end in their
+                order.
 
         Raises:
-            ValueError: a row has no prompt, so that no position predicts its first response token.
+            ValueError: a row has no prompt, so no position predicts its first response token.
         """
         table = columns.table
         prompts, responses = np.diff(table.prompt_offsets)[rows], table.response_lengths[rows]
@@ -110,10 +113,10 @@ class MicroBatch:
             self.kept = KeptIds(table.kept_ids[places], table.kept_counts[token_index], device)
 
     def padded(self) -> MicroBatch:
-        """The same micro-batch with each of its n sequences in a row of its own, padded on the right to the longest.
+        """The same micro-batch, with each of its n sequences in its own row, padded on the right to the longest.
 
-        Causal layers never see the padding. The sequences share nothing. ``input_ids`` and ``position_ids`` are
-        [n, longest], and ``response_index`` points into them, flattened row by row.
+        Causal layers never see the padding. The sequences share nothing. ``input_ids`` and ``position_ids`` are [n,
+        longest]. ``response_index`` points into them, flattened row by row.
         """
         longest, device = max(self.lengths), self.input_ids.device
         lengths = torch.tensor(self.lengths, device=device)
@@ -132,8 +135,8 @@ class MicroBatch:
 
     @cached_property
     def pairs(self) -> tuple[Tensor, Tensor, Tensor] | None:
-        """The P pairs for a loss that compares two replies, else None: [P] int64 index of the chosen row and of the
-        rejected one, and [P] float64 the weight of each pair.
+        """The P pairs for a loss that compares two replies, else None. Two [P] int64 indices, of the chosen and of the
+        rejected row, and the weight of each pair [P] float64.
         """
         if self.columns.pair_weights is None:
             return None
@@ -149,7 +152,8 @@ class MicroBatch:
         return self.mask, self.segments, len(self.rows)
 
     def fetch(self) -> MicroBatch:
-        """Copy what losses read to the device now: once a GPU has begun the model's pass, a copy waits for its end."""
+        """Copy the data that losses read to the device now. After a GPU has begun the model's pass, a copy would wait
+        for the end of the pass."""
         for name in READ:
             setattr(self, name, self.take(getattr(self.columns, name)))
         if self.columns.pair_weights is not None:
@@ -157,11 +161,11 @@ class MicroBatch:
         return self
 
     def column(self, name: str) -> Tensor:
-        """A column of numbers of the table, such as one of your own (see `sample.COLUMNS`): [R], or [n] where
-        a sample has one value.
+        """A numeric column of the table, for example one of your own (see `sample.COLUMNS`). It is [R], or [n] if a
+        sample has one value.
 
         Raises:
-            ValueError: the table lacks it.
+            ValueError: the table does not have the column.
         """
         column, values = COLUMNS[name], getattr(self.columns.table, name)
         if values is None:
@@ -173,11 +177,11 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """The N nodes of a tree in the order of their tokens; each [N] int64.
+    """The N nodes of a tree, in the order of their tokens. Each field is [N] int64.
 
-    ``starts``, ``ends``: their first position and the one after the last; ``until``: the position after the last of
-    their descendants; ``depths``: of their first token in its row; ``levels``: nodes above them; ``parents``: index of
-    the node right above, -1 at a root.
+    ``starts``, ``ends``: the first position of the node, and the position after its last. ``until``: the position after
+    its last descendant. ``depths``: the depth of its first token in its row. ``levels``: the number of nodes above it.
+    ``parents``: the index of the node directly above, -1 for a root.
     """
 
     starts: np.ndarray
@@ -189,8 +193,8 @@ class Nodes:
 
     @classmethod
     def of_rows(cls, lengths: np.ndarray, shared: np.ndarray) -> tuple[Nodes, np.ndarray]:
-        """The nodes of sorted rows of ``lengths`` [n] tokens that share ``shared`` [n] with the row before; and the
-        last node of each row [n].
+        """The nodes of sorted rows, and the last node of each row [n]. The rows have ``lengths`` [n] tokens, and share
+        ``shared`` [n] tokens with the row before.
         """
         begins = np.concatenate([[0], np.cumsum(lengths - shared)])
         padded = np.append(shared, 0)
@@ -224,7 +228,7 @@ class Nodes:
         return cls(*columns), place[leaf]
 
     def positions(self, leaves: np.ndarray, depths: np.ndarray) -> np.ndarray:
-        """[m] the position of the token at ``depths`` [m] of a row whose last node is ``leaves`` [m]."""
+        """[m] the position of the token at depth ``depths`` [m] in the row whose last node is ``leaves`` [m]."""
         nodes, above = leaves.copy(), np.flatnonzero(depths < self.depths[leaves])
         while len(above):
             nodes[above] = self.parents[nodes[above]]
@@ -238,11 +242,12 @@ Stretches = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Blocks of queries and their keys, of similar sizes, padded to the largest: one call of a CPU kernel.
+    """Blocks of queries and their keys. The blocks have similar sizes and are padded to the largest, for one call of a
+    CPU kernel.
 
-    ``count`` blocks; ``queries``: [count · longest] positions of the queries, padding repeats one; ``real``: [m] which
-    of them are none; ``rows``: [m] their positions. ``keys``: [count · longest] likewise; ``hidden``: [count, 1, 1,
-    longest] bool, the padding among them, None if there is none.
+    There are ``count`` blocks. ``queries``: [count · longest] positions of the queries; padding repeats one of them.
+    ``real``: [m], the entries that are not padding. ``rows``: [m], the positions of these. ``keys``: [count · longest]
+    positions of the keys, likewise. ``hidden``: [count, 1, 1, longest] bool, which keys are padding; None if none are.
     """
 
     count: int
@@ -255,10 +260,10 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Blocks of queries and their keys, end to end: one call of a GPU kernel.
+    """Blocks of queries and their keys, laid end to end for one call of a GPU kernel.
 
-    ``queries``, ``keys``: positions of the queries and keys of all blocks; ``cu_queries``, ``cu_keys``: [blocks + 1]
-    int32, where each block begins among them; ``longest``: queries of the largest block, and keys.
+    ``queries``, ``keys``: positions of the queries and keys of all blocks. ``cu_queries``, ``cu_keys``: [blocks + 1]
+    int32, where each block begins. ``longest``: the most queries and the most keys of a block.
     """
 
     queries: Tensor
@@ -270,11 +275,11 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class LevelPart:
-    """Nodes of one level and of similar lengths, padded at their ends to the longest: one call of a scan.
+    """Nodes of one level with similar lengths, padded at their ends to the longest, for one call of a scan.
 
-    ``count`` nodes; ``positions``: [count · longest] those of their tokens, T for padding; ``real``: [m] which of them
-    are none, None if all are; ``parents``: [count] the place of each node's parent among the nodes of the level above,
-    in the order of its parts; None in the first level.
+    There are ``count`` nodes. ``positions``: [count · longest] positions of their tokens, T for padding. ``real``: [m],
+    the entries that are not padding, None if all are real. ``parents``: [count], the index of each node's parent among
+    the nodes of the level above, in the order of that level's parts; None in the first level.
     """
 
     count: int
@@ -284,11 +289,11 @@ class LevelPart:
 
 
 class PackedSequences:
-    """Where the rows of a micro-batch of T tokens lie, and which tokens attend to which.
+    """Where the rows of a micro-batch of T tokens are, and which tokens attend to which.
 
-    ``cu_seqlens``: [nodes + 1] int32, the first position of each node, and T; ``max_length``: tokens of the longest;
-    ``longest_row``: tokens of the longest row.
-    What a kernel needs of the tree is made when a layer first asks for it.
+    ``cu_seqlens``: [nodes + 1] int32, the first position of each node, then T. ``max_length``: tokens of the longest
+    node. ``longest_row``: tokens of the longest row. The data that a kernel needs is made when a layer first asks for
+    it.
     """
 
     def __init__(self, nodes: Nodes, device: torch.device | str = "cpu") -> None:
@@ -310,19 +315,20 @@ class PackedSequences:
 
     @cached_property
     def shared(self) -> list[np.ndarray]:
-        """The nodes that others share, [m] index into ``nodes``, by their level: tokens below attend to them whole."""
+        """The shared nodes of each level, as indices [m] into ``nodes``. The tokens below such a node attend to all of
+        it."""
         inner = self.nodes.until > self.nodes.ends
         return [np.flatnonzero(inner & (self.nodes.levels == level)) for level in np.unique(self.nodes.levels[inner])]
 
     @cached_property
     def own_buckets(self) -> list[Bucket]:
-        """Each node, whose tokens attend to themselves and to those before them in it."""
+        """Each node. A token attends to itself and to the earlier tokens of its node."""
         stretches = self.nodes.starts, self.sizes
         return _buckets(stretches, stretches)
 
     @cached_property
     def shared_buckets(self) -> list[Bucket]:
-        """Level by level, the descendants of shared nodes, which attend to all of its tokens."""
+        """Level by level, the descendants of each shared node. They attend to all of its tokens."""
         buckets = []
         for nodes in self.shared:
             buckets += _buckets(*self._below(nodes))
@@ -330,24 +336,26 @@ class PackedSequences:
 
     @cached_property
     def own_blocks(self) -> Blocks:
-        """All nodes in the order of their tokens; nothing needs to be gathered."""
+        """All nodes in the order of their tokens. Nothing needs to be gathered."""
         none, longest = self.cu_seqlens[:0], (self.max_length, self.max_length)
         return Blocks(none, none, self.cu_seqlens, self.cu_seqlens, longest)
 
     @cached_property
     def shared_blocks(self) -> list[Blocks]:
-        """By level, the descendants of each shared node, which attend to all of its tokens."""
+        """Level by level, the descendants of each shared node. They attend to all of its tokens."""
         return [self._blocks(*self._below(nodes)) for nodes in self.shared]
 
     def window(self, size: int | None) -> Window:
-        """Each node with the keys of its path that a window of so many tokens reaches; None: with all of them."""
+        """Each node with the keys of its path that a window of ``size`` tokens reaches; None: with all keys of its
+        path."""
         if size not in self._windows:
             self._windows[size] = Window(self, size)
         return self._windows[size]
 
     @cached_property
     def levels(self) -> list[list[LevelPart]]:
-        """The nodes by their level, for what carries a state from token to token: a node starts from its parent's."""
+        """The nodes by level, for layers that carry a state from token to token. A node starts from its parent's last
+        state."""
         levels: list[list[LevelPart]] = []
         places = np.full(len(self.sizes), -1)
         for level in range(int(self.nodes.levels.max()) + 1):
@@ -365,13 +373,13 @@ class PackedSequences:
 
     @cached_property
     def from_levels(self) -> Tensor:
-        """[T] index of each token when the tokens of all levels stand end to end, without padding."""
+        """[T] the index of each token when the tokens of all levels are laid end to end without padding."""
         parts = [part for level in self.levels for part in level]
         return torch.cat([x.positions if x.real is None else x.positions[x.real] for x in parts]).argsort()
 
     def with_tokens_before(self, count: int) -> tuple[Tensor, Tensor]:
-        """Each node with the ``count`` tokens of its path before it, end to end: their positions, T where there are
-        none; and [T] the place there of the first of the ``count`` + 1 tokens that end with each token.
+        """Each node together with the ``count`` tokens of its path before it, laid end to end. Returns their positions
+        (T where there are none), and [T] where in this order the ``count`` + 1 tokens that end with each token begin.
         """
         if count not in self._before:
             window, sizes = self.window(count + 1), self.sizes + count
@@ -385,7 +393,7 @@ class PackedSequences:
         return torch.from_numpy(values).to(self.device)
 
     def _below(self, nodes: np.ndarray) -> tuple[Stretches, Stretches]:
-        """The descendants of ``nodes``, and the nodes."""
+        """The stretches of the descendants of ``nodes``, and of the nodes themselves."""
         below = self.nodes.ends[nodes], (self.nodes.until - self.nodes.ends)[nodes]
         return below, (self.nodes.starts[nodes], self.sizes[nodes])
 
@@ -395,15 +403,16 @@ class PackedSequences:
         return Blocks(rows, columns, self.offsets(queries[1]), self.offsets(keys[1]), longest)
 
     def offsets(self, sizes: np.ndarray) -> Tensor:
-        """[n + 1] int32 where each of n parts of these sizes begins, and the end."""
+        """[n + 1] int32: where each of n parts of these sizes begins, and the end of the last one."""
         ends = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
         return torch.from_numpy(ends).to(self.device)
 
 
 class Window:
-    """The nodes of a layout as queries, with as many keys of their paths as a window of ``size`` tokens reaches.
+    """The nodes of a layout as queries, with the keys of their paths that a window of ``size`` tokens reaches.
 
-    ``reach``: [nodes] how many tokens before each node; ``keys``: the positions of those and of its own, node by node.
+    ``reach``: [nodes], how many earlier tokens each node's window has. ``keys``: the positions of those tokens and of
+    the node's own, node by node.
     """
 
     def __init__(self, sequences: PackedSequences, size: int | None) -> None:
@@ -432,8 +441,8 @@ class Window:
 
     @cached_property
     def buckets(self) -> list[tuple[Bucket, Tensor | None]]:
-        """The nodes by size, each bucket with what its queries see: [count, 1, queries, keys] bool, or None for
-        causal attention.
+        """The nodes by size. Each bucket comes with a mask of what its queries see: [count, 1, queries, keys] bool, or
+        None for causal attention.
         """
         nodes, sizes, device = self._sequences.nodes, self._sequences.sizes, self._sequences.device
         count, depths, buckets = self.reach + sizes, ranges(nodes.depths, sizes), []
@@ -454,12 +463,12 @@ class Window:
 
     @cached_property
     def inverse(self) -> Tensor:
-        """[T] the place of each token among the rows of the buckets."""
+        """[T] the index of each token among the rows of the buckets."""
         return torch.cat([bucket.rows for bucket, _ in self.buckets]).argsort()
 
 
 def _buckets(queries: Stretches, keys: Stretches) -> list[Bucket]:
-    """The blocks of these queries and keys, by size."""
+    """The blocks of these queries and keys, grouped by size."""
     buckets = []
     for group in _groups(queries[1], keys[1]):
         rows, real = _padded(queries[0][group], queries[1][group])
@@ -471,9 +480,11 @@ def _buckets(queries: Stretches, keys: Stretches) -> list[Bucket]:
 
 
 def _groups(queries: np.ndarray, keys: np.ndarray, call: int = CALL) -> list[np.ndarray]:
-    """Blocks of so many queries and keys by size, each group to be padded to its largest: index into both.
+    """Group blocks of so many ``queries`` and ``keys`` by size. Each group is padded to its largest block, and is a
+    list of indices.
 
-    A group takes another block while all its padding costs less than one more ``call``, or a tenth of its work.
+    A group takes another block while its whole padding costs less than one more ``call``, or less than a tenth of its
+    work.
     """
     groups: list[list[int]] = []
     longest = widest = work = 0
@@ -490,7 +501,8 @@ def _groups(queries: np.ndarray, keys: np.ndarray, call: int = CALL) -> list[np.
 
 
 def _padded(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[n, longest] the positions of stretches of tokens, padded with their first, and which are none."""
+    """[n, longest] the positions of stretches of tokens, padded with the first position, and a mask of the entries that
+    are not padding."""
     position = np.arange(lengths.max())[None]
     real = position < lengths[:, None]
     return starts[:, None] + np.where(real, position, 0), real
@@ -501,9 +513,9 @@ _PASS: ContextVar[PackedSequences] = ContextVar("sequences of the forward pass")
 
 @contextmanager
 def laid_out(sequences: PackedSequences) -> Iterator[None]:
-    """While a forward pass runs in it, layers find the layout of their tokens in `sequences_of_pass`.
+    """Inside this block, layers of a forward pass find the layout of their tokens in `sequences_of_pass`.
 
-    No keyword argument would reach them: some models of transformers do not hand theirs on.
+    A keyword argument would not reach them, because some models of transformers do not pass theirs on.
     """
     token = _PASS.set(sequences)
     try:

@@ -52,7 +52,7 @@ Reference = Mapping[str, Tensor] | None
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a checkpoint of a learner holds: ``tensors``, {"part": {"name": tensor}}, and ``facts``, its other state."""
+    """The content of a learner's checkpoint. ``tensors``: {"part": {"name": tensor}}. ``facts``: its other state."""
 
     rank: int
     tensors: State
@@ -66,13 +66,13 @@ class Snapshot:
 
 
 def snapshot(learner: Learner[LanguageModel], reference: Reference = None) -> Snapshot:
-    """Weights, optimizer state (unless ``--no-save-optim``), random states and progress; the tensors are not copied."""
+    """Weights, optimizer state (unless ``--no-save-optim``), random states and progress. The tensors are not copied."""
     facts = {**asdict(learner.progress), BASE: learner.args.hf_checkpoint, ADAPTER: _adapter(learner.args)}
     return Snapshot(learner.world.rank, _state(learner, reference), facts)
 
 
 def save(directory: Path, saved: Snapshot, group: dist.ProcessGroup | None = None) -> Checksums:
-    """Write ``saved`` (collective, by ``group``; None: by the group of all ranks).
+    """Write ``saved``. This is collective over ``group``; None: over all ranks.
 
     Returns:
         checksums of the files that this rank wrote.
@@ -93,7 +93,7 @@ def save(directory: Path, saved: Snapshot, group: dist.ProcessGroup | None = Non
 
 
 def save_parts(directory: Path, parts: Mapping[str, Snapshot], group: dist.ProcessGroup | None = None) -> Checksums:
-    """Write the parts of a checkpoint, by their folder in it; see `save`."""
+    """Write the parts of a checkpoint into their folders; see `save`."""
     written = Checksums()
     for folder, part in parts.items():
         sums = save(directory / folder, part, group)
@@ -102,7 +102,7 @@ def save_parts(directory: Path, parts: Mapping[str, Snapshot], group: dist.Proce
 
 
 def save_and_tell(directory: Path, parts: Mapping[str, Snapshot], group: dist.ProcessGroup) -> None:
-    """`save_parts`; a file says when and how it has ended, for `cluster.saving.Saving`."""
+    """Call `save_parts`. A file then says when and how it ended, for `cluster.saving.Saving`."""
     file = part_file(directory, dist.get_rank())
     try:
         result: dict[str, object] = {"checksums": save_parts(directory, parts, group)}
@@ -134,12 +134,13 @@ def load(
 ) -> None:
     """Read what `save` wrote into ``learner`` (collective).
 
-    ``--no-load-optim`` and ``--no-load-rng`` leave parts out; ``--finetune`` means ``weights_only``, which leaves out
-    both and starts a new learning-rate schedule. Otherwise the saved schedule continues, with a warning where this
-    run's flags differ; with ``--override-lr-scheduler`` this run's schedule applies.
+    ``--no-load-optim`` and ``--no-load-rng`` leave parts out. ``--finetune`` means ``weights_only``, which leaves out
+    both and starts a new learning-rate schedule. Otherwise the saved schedule continues, and a warning names this run's
+    flags that differ. With ``--override-lr-scheduler`` this run's schedule applies.
 
     Raises:
-        ValueError: the checkpoint is missing, damaged, of another model or optimizer, or lacks optimizer state.
+        ValueError: the checkpoint is missing or damaged, belongs to another model or optimizer, or lacks optimizer
+            state.
     """
     if not (directory / STATE_FILE).is_file():
         raise ValueError(f"no trainer state in {directory}; --load needs a checkpoint that --save wrote")
@@ -190,14 +191,14 @@ def _weights(learner: Learner[LanguageModel], reference: Reference) -> State:
 
 
 def _adapter(args: LoraArgs) -> dict[str, object] | None:
-    """What the adapters mean that a checkpoint keeps instead of the weights."""
+    """The settings of the adapters in a checkpoint; None if the checkpoint has weights instead of adapters."""
     if not args.lora_rank:
         return None
     return {"rank": args.lora_rank, "scaling": args.lora_scaling, **({"bits": 4} if args.load_in_4bit else {})}
 
 
 def _check_adapter(directory: Path, args: LoraArgs) -> None:
-    """Refuse adapters that would be scaled otherwise, or weights in place of adapters; warn of another base."""
+    """Refuse adapters with another scaling, and weights instead of adapters. Warn if the base model differs."""
     state, own = read_state(directory), _adapter(args)
     saved = state.get(ADAPTER)
     if saved is None and own is None:
@@ -222,7 +223,7 @@ def _check_adapter(directory: Path, args: LoraArgs) -> None:
 
 
 def _random_states(world: World) -> dict[str, Tensor]:
-    """States of this rank's random generators, by names that no other rank uses."""
+    """States of this rank's random generators, under names that no other rank uses."""
     states = {f"cpu{world.rank}": torch.get_rng_state()}
     if world.device.type == "cuda":
         states[f"cuda{world.rank}"] = torch.cuda.get_rng_state()
@@ -242,7 +243,7 @@ def _read_progress(directory: Path) -> Progress:
 
 
 def _check_weights(directory: Path, saved: Collection[str], state: State) -> None:
-    """Refuse weights that are not those of the models in ``state``."""
+    """Refuse saved weights that do not belong to the models in ``state``."""
     wanted = [f"{part}.{name}" for part, names in state.items() for name in names]
     if missing := [path for path in wanted if path not in saved]:
         if missing[0].startswith("reference."):
@@ -256,7 +257,7 @@ def _check_weights(directory: Path, saved: Collection[str], state: State) -> Non
 
 
 def _kind(name: str) -> str:
-    """What a checkpoint is whose weight ``name`` is not this run's, or the other way round."""
+    """Why a checkpoint and this run differ in the weight ``name``, for a message."""
     if name.rpartition(".")[2] in PARTS:
         return (
             "was saved with adapters on other modules; give the same --lora-target-modules and --lora-exclude-modules"
@@ -265,9 +266,11 @@ def _kind(name: str) -> str:
 
 
 def _check_optimizer(directory: Path, saved: Collection[str], name: str, *, begun: bool) -> None:
-    """Raise ValueError if optimizer state is missing or another optimizer's: only Muon's state has a ``momentum``.
+    """Raise ValueError if optimizer state is missing or belongs to another optimizer. Only Muon's state has a
+    ``momentum``.
 
-    ``begun``: whether a step was taken; before the first one (a policy that waits for its critic) there is no state.
+    ``begun``: whether a step was taken. Before the first step (of a policy that waits for its critic) there is no
+    state.
     """
     kept = {path.rpartition(".")[2] for path in saved if path.startswith("optimizer.")}
     if begun and not kept:
@@ -333,7 +336,7 @@ ALLOWED = {
 
 
 class _ForeignClass(Exception):
-    """A pickle names a class that is not on the list."""
+    """A pickle names a class that is not allowed."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -344,10 +347,11 @@ class _Unpickler(pickle.Unpickler):
 
 
 class CheckpointReader(dcp.FileSystemReader):
-    """Torch's reader; ``.metadata`` is read once, with an allow-list of classes, as torch would unpickle any class.
+    """Torch's reader, but ``.metadata`` is read once, and only with allowed classes. Torch itself would unpickle any
+    class.
 
     Raises:
-        ValueError: ``.metadata`` is missing, damaged, or holds what torch's writer does not write.
+        ValueError: ``.metadata`` is missing or damaged, or has content that torch's writer does not write.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -428,7 +432,7 @@ def failure(error: CheckpointException) -> BaseException:
     """The first exception that a rank raised.
 
     Raises:
-        KeyboardInterrupt: the run is being stopped (Ctrl-C, SIGTERM); torch reports that like any other failure.
+        KeyboardInterrupt: the run is being stopped (Ctrl-C, SIGTERM). Torch reports that like any other failure.
     """
     causes = [cause for cause, _ in error.failures.values()]
     for cause in causes:

@@ -1,7 +1,7 @@
-"""Data of each response token of a rollout that its loss needs: masks, log-probs, advantages, weights.
+"""Data that the loss needs for each response token of a rollout: masks, log-probs, advantages, weights.
 
-Every rank holds the columns of the whole rollout (a few bytes a token), so that all ranks whiten advantages and find
-rows without a gradient identically, before rows are dealt to ranks.
+Every rank has the columns of the whole rollout (a few bytes for each token). So all ranks compute the same whitened
+advantages and the same rows without a gradient, before rows are distributed to ranks.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ PASSES = {
 
 @dataclass(kw_only=True)
 class TokenColumns:
-    """What training knows of the N response tokens of a table with n rows, on the CPU; columns are [N].
+    """The data of the N response tokens of a table with n rows, on the CPU. Columns are [N].
 
-    ``steps``: rows of each optimizer step; ``mask``: bool, the trained tokens; ``segments``: int64, row of each token;
-    ``rollout_log_probs``: the engine's, NaN where it gave none; ``weights``: weight of each token in its optimizer
-    step, ``pg_weights``: in the policy loss; ``pair_weights``: [n] see `pair_weights`, for a loss of pairs;
-    ``of_tokens``: whether a token's advantage may differ from its row's in the table; ``returns``: the estimator's
-    before distillation and whitening, which a critic learns; ``loss_weights``: see `sample.COLUMNS`; ``mismatch_kl``:
-    of the optimizer step that is computed, see `supervised.kto_loss`.
+    ``steps``: rows of each optimizer step. ``mask``: bool, the trained tokens. ``segments``: int64, row of each token.
+    ``rollout_log_probs``: the engine's, NaN where it gave none. ``weights``: weight of each token in its optimizer
+    step, and ``pg_weights``: in the policy loss. ``pair_weights``: [n], see `pair_weights`, for a loss of pairs.
+    ``of_tokens``: whether a token's advantage may differ from its row's in the table. ``returns``: of the estimator,
+    before distillation and whitening; a critic learns them. ``loss_weights``: see `sample.COLUMNS`. ``mismatch_kl``: of
+    the current optimizer step, see `supervised.kto_loss`.
 
-    Passes fill the others, which are NaN where nothing was computed, all under the weights before the rollout's first
-    step: ``old`` and ``entropy``: log-probs and entropies of the policy; ``ref``, ``teacher``: log-probs of these;
-    ``values``: of the critic; ``other_log_probs``, ``other_entropy``: the policy's in rows that `token_stats` alone
-    reads.
+    Forward passes fill the other columns, under the weights before the rollout's first step. They are NaN where nothing
+    was computed. ``old`` and ``entropy``: log-probs and entropies of the policy. ``ref``, ``teacher``: log-probs of
+    these models. ``values``: of the critic. ``other_log_probs``, ``other_entropy``: the policy's, in rows that only
+    `token_stats` reads.
     """
 
     table: SampleTable
@@ -80,7 +80,7 @@ class TokenColumns:
 
     @classmethod
     def from_table(cls, table: SampleTable, steps: list[np.ndarray] | None = None) -> TokenColumns:
-        """The columns that need no model; ``steps`` None: all rows are one optimizer step."""
+        """The columns that need no model. ``steps`` None: all rows are one optimizer step."""
         rows = np.repeat(np.arange(len(table)), table.response_lengths)
         mask = table.loss_mask & ~table.removed[rows] if table.removed.any() else table.loss_mask.copy()
         columns = cls(
@@ -98,12 +98,12 @@ class TokenColumns:
         return columns
 
     def fill(self, name: str, outputs: Iterable[Tensor]) -> None:
-        """Keep what the pass ``name`` has computed: [N] for each of its columns, NaN where it computed nothing."""
+        """Keep the results of the pass ``name``: [N] for each of its columns, NaN where nothing was computed."""
         for column, values in zip(PASSES[name], outputs, strict=False):  # nobody reads the entropy of a reference
             setattr(self, column, torch.where(values.isnan(), getattr(self, column), values))
 
     def set_weights(self, args: Args) -> None:
-        """Set the weight of every token and every pair; it depends on all rows of the optimizer step."""
+        """Set the weight of every token and every pair. It depends on all rows of the optimizer step."""
         table, per_row = self.table, torch.zeros(len(self.table), dtype=torch.float64)
         counts, mode = table.mask_sums, args.loss_aggregation
         if args.loss.chosen:
@@ -127,9 +127,9 @@ class TokenColumns:
     def normalize_correction(self, args: CorrectionArgs) -> None:
         """``--mis-batch-normalize``: divide policy-loss weights by the mean correction weight of their optimizer step.
 
-        The mean is slime's: the mode mask counts its dropped tokens with their ratio, as those that a rejection or a
-        veto drops count with their weight. At the levels sequence and geometric each response counts once, if it has a
-        trained token. Needs ``old`` of every trained row.
+        The mean is slime's. A token that the mode mask drops counts with its ratio, and a token that a rejection or a
+        veto drops counts with its weight. At the levels sequence and geometric each response counts once, if it has a
+        trained token. It needs ``old`` of every trained row.
         """
         tokens = (self.old, self.rollout_log_probs, self.mask, self.segments, len(self.table))
         level, upper, lower = args.mis_level, args.mis_upper_bound, args.mis_lower_bound
@@ -149,10 +149,10 @@ class TokenColumns:
         self.pg_weights = self.pg_weights * factors[self.segments]
 
     def spread_advantages(self, args: DistillationArgs) -> None:
-        """Set the advantage of every token, from that of its row, which `RolloutManager` made by comparing groups, by
-        ``--advantage-estimator`` (docs/algorithms.md), or by the plugin of
-        ``--custom-advantage-function-path``, ``fn(args, table, columns)``, which sets ``columns.advantages`` and, with
-        a critic, ``columns.returns``.
+        """Set the advantage of every token. `RolloutManager` has compared the groups and given each row an advantage.
+        ``--advantage-estimator`` (docs/algorithms.md) makes token advantages of it. Alternatively the plugin of
+        ``--custom-advantage-function-path``, ``fn(args, table, columns)``, sets ``columns.advantages`` and, with a
+        critic, ``columns.returns``.
 
         Raises:
             ValueError: an advantage or return of a trained token is not finite.
@@ -204,8 +204,8 @@ class TokenColumns:
     def rows_to_compute(self, args: CorrectionArgs, *, checked: bool) -> np.ndarray:
         """[n] bool: the rows that need a forward pass, because they can have a gradient.
 
-        In a step where no row can have one, a few trained rows are computed anyway, to measure the entropy and the
-        mismatch with the engine. ``checked``: --ci-test checks this rollout, so that every trained row is computed.
+        If no row of a step can have a gradient, a few trained rows are computed anyway, to measure the entropy and the
+        mismatch with the engine. ``checked``: --ci-test checks this rollout, so every trained row is computed.
         """
         trained = self.table.mask_sums > 0
         if checked or normalizes(args):
@@ -218,14 +218,14 @@ class TokenColumns:
         return computed
 
     def known_rows(self) -> np.ndarray:
-        """[n] bool: rows whose log-probs are in ``old``."""
+        """[n] bool: rows with log-probs in ``old``."""
         return self._rows_with(~self.old.isnan())
 
     def rows_with_gradient(self, args: AlgorithmArgs) -> np.ndarray:
-        """[n] bool: rows whose loss can have a gradient; the others need no forward pass.
+        """[n] bool: rows whose loss can have a gradient. Other rows need no forward pass.
 
-        A fully masked row has none. Under a policy loss without KL and entropy terms, a row whose advantages are all 0
-        has none either.
+        A fully masked row has no gradient. Under a policy loss without KL and entropy terms, a row whose advantages are
+        all 0 has no gradient either.
         """
         counts = self.mask
         only_advantages = args.job.loss == "policy" and not args.entropy_coef
@@ -237,8 +237,8 @@ class TokenColumns:
         """Refuse a table that the loss cannot use.
 
         Raises:
-            ValueError: a token is outside the model's vocabulary, or a trained token has no value in a column that the
-                loss reads, such as the log-probs of engine or teacher.
+            ValueError: a token is outside the model's vocabulary, or a trained token lacks a value in a column that the
+                loss reads, such as the log-probs of the engine or a teacher.
         """
         table = self.table
         largest = max(table.prompt_tokens.max(initial=0), table.response_tokens.max(initial=0))
@@ -271,7 +271,7 @@ class TokenColumns:
             )
 
     def _check_kept(self, args: Args, vocab_size: int) -> None:
-        """Check the token ids that log-probs are renormalised over: a sampled token is always among its own."""
+        """Check the token ids that log-probs are renormalised over. A sampled token must be among its own ids."""
         table, truncated = self.table, SamplingParams.of(args, "rollout").truncation()
         if truncated.get("top_k", 0) >= vocab_size:  # no limit
             del truncated["top_k"]
@@ -296,8 +296,8 @@ class TokenColumns:
         self._refuse(torch.from_numpy(~known), what)
 
     def means(self, args: DistillationArgs, computed: np.ndarray) -> dict[str, float]:
-        """``rollout/*``: the mean over trained rows of each column's masked token mean. NaN rows are left out, and
-        the policy's log-probs where those of a row ``computed`` [n] bool are not known.
+        """``rollout/*``: for each column, the mean over trained rows of the row's mean over trained tokens. NaN rows
+        are left out. The policy's log-probs are left out if those of a row in ``computed`` [n] bool are unknown.
         """
         columns = {
             "returns": self.returns,
@@ -323,26 +323,28 @@ class TokenColumns:
         return means
 
     def trained(self) -> dict[str, np.ndarray]:
-        """The columns of the table that training knows better than the rollout, by name; each [N] float32."""
+        """The columns that training has set anew, by name; each [N] float32."""
         columns = {"advantages": self.advantages.float().numpy()} if self.of_tokens else {}
         if self.loss_weights is not None:
             columns["loss_weights"] = self.loss_weights.float().numpy()
         return columns
 
     def token_stats(self) -> TokenStats:
-        """Log-probs and entropies under the weights before the first step, as far as passes have computed them."""
+        """Log-probs and entropies under the weights before the first step, where passes have computed them."""
         log_probs = torch.where(self.old.isnan(), self.other_log_probs, self.old).float()
         entropy = torch.where(self.entropy.isnan(), self.other_entropy, self.entropy).float()
         return TokenStats(self.table.sample_id, self.table.response_offsets, log_probs.numpy(), entropy.numpy())
 
     def _refuse(self, tokens: Tensor, what: str) -> None:
-        """Raise ValueError if a trained token is in ``tokens`` [N] bool; ``what``: the problem that its sample has."""
+        """Raise ValueError if a trained token is in ``tokens`` [N] bool. ``what``: the problem of its sample, for the
+        message."""
         rows = self.segments[self.mask & tokens].unique().numpy()
         if len(rows):
             raise ValueError(f"samples {self.table.sample_id[rows].tolist()[:8]} have {what}")
 
     def _row_means(self, column: Tensor, counts: Tensor) -> Tensor:
-        """[n] the mean of ``column`` [N] over the ``counts`` trained tokens of each row, some rows at a time."""
+        """[n] the mean of ``column`` [N] over the ``counts`` trained tokens of each row. It works on some rows at a
+        time."""
         ends = self.table.response_offsets
         parts, begin = [], 0
         while begin < len(self.table):
@@ -365,12 +367,12 @@ class TokenColumns:
 def passes(
     args: Args, columns: TokenColumns, computed: np.ndarray | None = None, *, checked: bool = False
 ) -> dict[str, np.ndarray]:
-    """The rows, by a name of ``PASSES``, that need a pass of their own before the first optimizer step.
+    """The rows that need a separate forward pass before the first optimizer step, by a name of ``PASSES``.
 
     Args:
-        computed: [n] bool, the rows that the steps will compute; None while there are no advantages, which say it:
-            then these are the passes that advantages and reference terms need.
-        checked: --ci-test checks this rollout, against log-probs of such a pass.
+        computed: [n] bool, the rows that the steps will compute. None while there are no advantages, which decide this;
+            then the result is the passes that advantages and reference terms need.
+        checked: --ci-test checks this rollout, and needs the log-probs of such a pass.
     """
     table = columns.table
     if computed is None:
@@ -396,11 +398,11 @@ def passes(
 
 
 def pass_begins(args: CorrectionArgs, num_steps: int, checked: bool) -> int | None:
-    """The step from which on rows need a pass of their own for the log-probs before the first step; None: no row does.
+    """The first step whose rows need a separate pass for the log-probs before the first step; None: no row does.
 
-    In the first step the weights have not changed yet: its own pass computes those of its rows. They differ from those
-    of a separate pass by the rounding of other micro-batches alone, and ratios are exactly 1. With
-    --use-rollout-logprobs and no correction later steps need none: only the first measures the mismatch.
+    In the first step the weights have not changed yet, so its own pass computes these log-probs. They differ from those
+    of a separate pass only by the rounding of other micro-batches, and ratios are exactly 1. With
+    --use-rollout-logprobs and no correction, later steps need none, because only the first step measures the mismatch.
     """
     if not args.job.sampled:
         return None
@@ -419,19 +421,20 @@ FLAG = "--custom-pg-loss-reducer-function-path"
 
 
 def reducer_weights(args: AlgorithmArgs, columns: TokenColumns) -> Tensor:
-    """[N] float64 weight of every token of the table in the policy loss of its optimizer step.
+    """[N] float64: the weight of every token of the table in the policy loss of its optimizer step.
 
-    The plugin has slime's signature, with lists of one entry a response, and returns the function that reduces::
+    The plugin has slime's signature, with lists that have one entry for each response. It returns the function that
+    reduces::
 
         fn(total_lengths, response_lengths, loss_masks, calculate_per_token_loss) -> (losses [tokens] -> 0-d tensor)
 
-    slime calls it for each micro-batch, adds up what the reducers return, and divides by the rollouts of the step (by
-    its trained tokens with ``--calculate-per-token-loss``). Here it is called once with every response of the step, so
-    that it may divide by totals of the whole step; the divisor afterwards is the same. The reducer must be a weighted
-    sum: its derivative is the weight of each token.
+    slime calls it for each micro-batch, adds up the results of the reducers, and divides by the rollouts of the step
+    (with ``--calculate-per-token-loss`` by its trained tokens). Here it is called once with all responses of the step,
+    so it may divide by totals of the whole step. Its result is divided by the same number as in slime. The reducer must
+    be a weighted sum. Its derivative is the weight of each token.
 
     Raises:
-        ValueError: what the reducer returns is not a finite weighted sum of the losses.
+        ValueError: the reducer's result is not a finite weighted sum of the losses.
     """
     path = str(args.custom_pg_loss_reducer_function_path)
     per_token = args.loss_aggregation == "token"
@@ -465,9 +468,10 @@ def _derivative(reduce: Callable[[Tensor], Tensor], size: int, path: str) -> Ten
 
 
 def pair_weights(table: SampleTable, steps: list[np.ndarray], loss: str) -> np.ndarray:
-    """[n] the weight of each row's pair: 1 / number of pairs in its optimizer step, including pairs not trained on.
+    """[n] the weight of each row's pair: 1 / number of pairs in its optimizer step. Pairs that are not trained on count
+    too.
 
-    A pair is the two rows of a unit; the one with the higher reward is the chosen one.
+    A pair is the two rows of a unit. The row with the higher reward is the chosen one.
 
     Raises:
         ValueError: a unit does not have two rows of different rewards, or only one of them has tokens to train on.
@@ -493,8 +497,8 @@ def pair_weights(table: SampleTable, steps: list[np.ndarray], loss: str) -> np.n
 
 
 def pairs_of(table: SampleTable, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where the chosen and the rejected row of each of P pairs stand in ``rows``: two arrays [P] int64, in the order of
-    the pairs' ``unit_id``. The row with the higher reward is the chosen one.
+    """The indices into ``rows`` of the chosen and the rejected row of each of P pairs: two arrays [P] int64, in the
+    order of the pairs' ``unit_id``. The row with the higher reward is the chosen one.
     """
     order = np.lexsort((-table.reward[rows], table.unit_id[rows]))
     return order[0::2], order[1::2]

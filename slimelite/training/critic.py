@@ -1,4 +1,4 @@
-"""Models beside the trained policy: the critic of ppo, and frozen policies."""
+"""Models in addition to the trained policy: the critic of ppo, and frozen policies."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ FOLDER = "critic"  # subfolder of a checkpoint
 class ValueModel(LanguageModel):
     """A causal LM whose LM head is replaced by one output with a bias, both initialized to 0.
 
-    A new critic thus predicts 0 instead of noise: the first advantages are those without a baseline, and the head
-    learns before the layers below it, because a head of zeros passes no gradient down.
+    So a new critic predicts 0 instead of noise, and the first advantages are those without a baseline. The head learns
+    before the layers below it, because a head of zeros passes no gradient down.
     """
 
     def __init__(self, hf: PreTrainedModel) -> None:
@@ -55,7 +55,7 @@ class Critic(Learner[ValueModel]):
     """The value model, trained with AdamW at ``--critic-lr``. Methods are collective, like those of `Trainer`.
 
     Raises:
-        ValueError: no model at ``--critic-load``.
+        ValueError: there is no model at ``--critic-load``.
     """
 
     def __init__(self, args: Args, world: World) -> None:
@@ -98,9 +98,9 @@ class Critic(Learner[ValueModel]):
             self._fresh = self._fresh and not columns.table.mask_sums[step.rows].any()
 
     def gradient(self, columns: TokenColumns, step: Step, sums: MetricSums, *, checked: bool = False) -> Tensor:
-        """Gradients of one optimizer step, weighted as the policy's are; see `Learner.accumulate`.
+        """Gradients of one optimizer step, weighted like the policy's; see `Learner.accumulate`.
 
-        ``checked``: raise AssertionError where values differ from ``columns.values``, which were computed just before.
+        ``checked``: raise AssertionError if values differ from ``columns.values``, which were computed just before.
         """
         old, returns = columns.values, columns.returns
         assert returns is not None
@@ -125,7 +125,7 @@ class Critic(Learner[ValueModel]):
         """Resume from the checkpoint at ``directory``.
 
         Raises:
-            ValueError: it has no critic, or one of another model.
+            ValueError: the checkpoint has no critic, or the critic of another model.
         """
         folder = Path(directory) / FOLDER
         if not (folder / STATE_FILE).is_file():
@@ -137,7 +137,7 @@ class Critic(Learner[ValueModel]):
 
 
 def build_reference(args: Args, world: World, policy: PolicyModel) -> FrozenPolicy | AdapterReference:
-    """The reference model of ``policy``: what it starts from, or what ``--ref-load`` names."""
+    """The reference model of ``policy``: the model that the policy started from, or the one of ``--ref-load``."""
     path = args.ref_load or args.hf_checkpoint
     if args.lora_rank and path == args.hf_checkpoint:
         return AdapterReference(policy)
@@ -145,9 +145,9 @@ def build_reference(args: Args, world: World, policy: PolicyModel) -> FrozenPoli
 
 
 class FrozenPolicy:
-    """The policy at ``path``, sharded like the trained one; only `copy_from` changes its weights.
+    """The policy at ``path``, sharded like the trained policy. Only `copy_from` changes its weights.
 
-    On a GPU its shards wait in host memory between uses.
+    On a GPU, its shards wait in host memory between uses.
     """
 
     def __init__(self, args: Args, world: World, path: str | None) -> None:
@@ -158,7 +158,8 @@ class FrozenPolicy:
 
     @contextmanager
     def weights(self, *, unchanged: bool = True) -> Iterator[PolicyModel]:
-        """A context with the policy's weights on the device; ``unchanged``: the caller does not write to them."""
+        """Inside this block, the policy's weights are on the device. ``unchanged``: the caller does not write to
+        them."""
         if self._memory is not None:
             self._memory.onload()
         try:
@@ -170,7 +171,7 @@ class FrozenPolicy:
 
     @contextmanager
     def state(self) -> Iterator[dict[str, nn.Parameter]]:
-        """A context with the weights by name, as a checkpoint keeps them; the caller may write to them."""
+        """Inside this block: the weights by name, as in a checkpoint. The caller may write to them."""
         with self.weights(unchanged=False) as model:
             yield {name.removeprefix("hf."): parameter for name, parameter in model.named_parameters()}
 
@@ -183,9 +184,9 @@ class FrozenPolicy:
 
 
 class AdapterReference:
-    """The policy as it started, by its weights and a frozen copy of its adapters: no second model is in memory.
+    """The policy as it started: its frozen weights and a frozen copy of its adapters. No second model is in memory.
 
-    A new adapter changes nothing, so that without ``--lora-adapter-path`` this is the model of ``--hf-checkpoint``.
+    A new adapter changes nothing. So without ``--lora-adapter-path`` this is the model of ``--hf-checkpoint``.
     """
 
     def __init__(self, policy: PolicyModel) -> None:
@@ -195,7 +196,7 @@ class AdapterReference:
 
     @contextmanager
     def weights(self) -> Iterator[PolicyModel]:
-        """A context in which the policy's model has the reference's adapters."""
+        """Inside this block, the policy's model has the reference's adapters."""
         self._swap()
         try:
             yield self.model
@@ -205,7 +206,7 @@ class AdapterReference:
 
     @contextmanager
     def state(self) -> Iterator[dict[str, Tensor]]:
-        """A context with the reference's adapters by name, as a checkpoint keeps them; the caller may write to them."""
+        """Inside this block: the reference's adapters by name, as in a checkpoint. The caller may write to them."""
         yield self._other
 
     @torch.no_grad()

@@ -1,5 +1,5 @@
-"""A model in training: its passes, gradients over micro-batches, optimizer steps and progress; the numbers of all
-ranks' micro-batches together.
+"""A model in training: its passes, gradients over micro-batches, optimizer steps and progress. Also the metrics over
+all ranks' micro-batches.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ StepSums = dict[tuple[int, str], tuple[float, float]]  # by optimizer step and n
 
 @dataclass(slots=True)
 class Progress:
-    """How far training is: ``rollout_id`` of the last rollout trained on, optimizer ``steps`` taken, ``weight_version``
-    last pushed, and the learning rate's ``schedule``.
+    """How far training is. ``rollout_id``: the last rollout that was trained on. ``steps``: optimizer steps taken.
+    ``weight_version``: the last one that was sent. ``schedule``: of the learning rate.
     """
 
     rollout_id: int
@@ -51,16 +51,16 @@ Model = TypeVar("Model", bound=LanguageModel, covariant=True)
 
 
 class Learner(Generic[Model]):
-    """A model, its optimizers and its progress; what the policy and the critic have in common.
+    """A model, its optimizers and its progress. It is the common part of the policy and the critic.
 
     Args:
         args: the flags, with the values that apply to this model.
         world: this rank among the others.
         model: the model to train, already sharded.
-        prefix: of the names of its metrics.
-        lr_flags: fields of its learning rate's schedule -> flags, see `LrSchedule.differences`.
+        prefix: the prefix of the names of its metrics.
+        lr_flags: fields of its learning-rate schedule -> flags, see `LrSchedule.differences`.
 
-    ``run_steps``: optimizer steps of the run, where the schedule ends.
+    ``run_steps``: the optimizer steps of the run; the schedule ends there.
     """
 
     def __init__(
@@ -76,16 +76,16 @@ class Learner(Generic[Model]):
 
     @contextmanager
     def weights(self) -> Iterator[Model]:
-        """A context with the weights on the device, where they are while it trains."""
+        """Inside this block the weights are on the device, where training keeps them anyway."""
         yield self.model
 
     def accumulate(self, columns: TokenColumns, step: Step, share: Callable[[MicroBatch], Tensor]) -> Tensor:
         """Gradients of one optimizer step, summed over micro-batches and, after the last one, over ranks.
 
-        ``share``: returns the part of the step's loss that a micro-batch adds, 0-d with gradient.
+        ``share``: returns the part of the step's loss that a micro-batch adds, 0-d with a gradient.
 
         Returns:
-            0-d, this rank's share of the step's loss.
+            0-d: this rank's share of the step's loss.
         """
         total = torch.zeros((), device=self.world.device)
         batches = step.micro_batches[self.world.dp_rank]
@@ -104,9 +104,9 @@ class Learner(Generic[Model]):
         return total
 
     def update(self, sums: MetricSums, loss: Tensor) -> None:
-        """Clip, update the weights, advance the schedule; ``loss`` is what `accumulate` returned.
+        """Clip the gradient, update the weights, and advance the schedule. ``loss`` is the result of `accumulate`.
 
-        Norm and learning rates go into ``sums``.
+        The gradient norm and the learning rates are added to ``sums``.
         """
         schedule = self.progress.schedule
         norm, finite = self.optimizers.step(
@@ -128,8 +128,8 @@ class Learner(Generic[Model]):
 
 
 class MetricSums:
-    """Named (sum, weight) pairs of optimizer steps; they stay on their device until `means`, so that adding never
-    waits for a GPU.
+    """Named (sum, weight) pairs of optimizer steps. They stay on their device until `means`, so adding never waits for
+    a GPU.
 
     ``step``: the optimizer step that pairs are added to.
     """
@@ -141,7 +141,7 @@ class MetricSums:
         self._notes: defaultdict[int, dict[str, float]] = defaultdict(dict)  # by step
 
     def add(self, name: str, total: Tensor | float, weight: Tensor | float) -> None:
-        """Add one pair to those of its name."""
+        """Add one pair under ``name``."""
         if isinstance(total, Tensor):
             total = total.detach()
         self._pairs.setdefault((self.step, name), []).append((total, weight))
@@ -157,12 +157,13 @@ class MetricSums:
             self.add(name, *pair)
 
     def note(self, name: str, value: float) -> None:
-        """Record a number of the step that is equal on all ranks; `means` takes the last step's instead of a mean."""
+        """Record a number of the step that is equal on all ranks. `means` takes the last step's number instead of a
+        mean."""
         self._notes[self.step][name] = value
 
     def means(self) -> tuple[dict[str, float], list[dict[str, float]]]:
-        """Metrics of all steps together and of each step: sum of sums / sum of weights over all ranks (collective).
-        Names whose weight is 0 are left out, notes are added.
+        """Metrics over all steps, and metrics of each step: sum of sums / sum of weights over all ranks (collective).
+        Names with weight 0 are left out, and notes are added.
         """
         steps: list[Sums] = [{} for _ in range(self.step + 1)]
         whole: Sums = {}
@@ -189,7 +190,8 @@ class MetricSums:
 
 
 def _means(sums: Sums) -> dict[str, float]:
-    """The mean of each name with a weight; the effective sample size, not a mean, replaces the mean squared ratio."""
+    """The mean of each name with a weight. The mean squared ratio is replaced by the effective sample size, which is
+    not a mean."""
     means = {name: total / weight for name, (total, weight) in sums.items() if weight}
     square = means.pop("mismatch_ratio_sq", None)
     if square is not None:
@@ -198,10 +200,10 @@ def _means(sums: Sums) -> dict[str, float]:
 
 
 class Scores:
-    """Collects what a model computes for each response token of a table (log-prob and entropy, or value): first from
+    """Collects a model's results for each response token of a table (log-prob and entropy, or value), first from
     micro-batches, then from ranks.
 
-    They stay on their device until `gather`, so that adding never waits for a GPU. ``parts``: what was added.
+    They stay on their device until `gather`, so adding never waits for a GPU. ``parts``: the results that were added.
     """
 
     def __init__(self, tokens: int, world: World) -> None:
@@ -213,7 +215,8 @@ class Scores:
         self.parts.append((batch.token_index, torch.stack(values).detach()))
 
     def gather(self) -> tuple[Tensor, ...]:
-        """[tokens] of each output on the CPU, the same on every rank (collective); NaN for tokens never added."""
+        """[tokens] of each output on the CPU, the same on every rank (collective). Tokens that were never added are
+        NaN."""
         assert self.parts, "every rank has a micro-batch, if only an empty one"
         first = self.parts[0][1]
         sums = torch.zeros(len(first) + 1, self._tokens, dtype=first.dtype)
@@ -228,7 +231,8 @@ class Scores:
 def table_scores(
     model: LanguageModel, columns: TokenColumns, dealt: list[list[np.ndarray]], world: World, *options: float
 ) -> tuple[Tensor, ...]:
-    """A model's outputs by a pass over ``dealt``, the rows of each rank's micro-batches; see `Scores.gather`.
+    """A model's outputs from a pass over ``dealt``, which has the rows of each rank's micro-batches; see
+    `Scores.gather`.
 
     ``options``: more arguments of its ``forward``, such as a policy's temperature.
     """
@@ -242,9 +246,9 @@ def table_scores(
 
 
 class PassTimer:
-    """Seconds and floating-point operations of the passes of a rollout, by name.
+    """The seconds and floating-point operations of the passes of a rollout, by name.
 
-    ``worker``: its name in the trace; ``around``: gives a context for each pass, by its name.
+    ``worker``: its name in the trace. ``around``: returns a context for each pass, from the pass's name.
     """
 
     def __init__(self, worker: str) -> None:
@@ -253,7 +257,7 @@ class PassTimer:
         self.restart()
 
     def restart(self) -> None:
-        """Forget what was measured."""
+        """Forget all measurements."""
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._flops: defaultdict[str, float] = defaultdict(float)
         # of training: the tokens that are computed on all ranks, and those of the rows
@@ -267,7 +271,7 @@ class PassTimer:
         table: SampleTable | None = None,
         dealt: Iterable[list[np.ndarray]] = (),
     ) -> Iterator[None]:
-        """Time a pass; with ``model`` and ``table``, also count its tokens and its operations over the micro-batches
+        """Time a pass. With ``model`` and ``table``, also count its tokens and operations over the micro-batches
         ``dealt`` to each rank.
         """
         if model is not None and table is not None:
@@ -285,9 +289,9 @@ class PassTimer:
             self._seconds[name] += perf_counter() - began
 
     def metrics(self, ranks: int, rate: float | None = None) -> dict[str, float]:
-        """``perf/{name}_time``; where operations were counted, ``perf/{name}_tflops`` of one rank, and with the
-        ``rate`` of its device [1/s] ``perf/{name}_mfu``. Of training also the operations of all ranks, and
-        the share of the rows' tokens that were computed.
+        """``perf/{name}_time``. If operations were counted, also ``perf/{name}_tflops`` of one rank, and with the
+        ``rate`` of its device [1/s] ``perf/{name}_mfu``. For training also the operations of all ranks, and the share
+        of the rows' tokens that were computed.
         """
         metrics = {}
         for name, seconds in self._seconds.items():

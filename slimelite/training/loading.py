@@ -1,4 +1,4 @@
-"""Models from Hugging Face folders: read, checked before a run starts, sharded.
+"""Models from Hugging Face folders: they are read, checked before a run starts, and sharded.
 
 A run on Ray checks them in its first trainer's process, which needs torch anyway; train.py's own process does not.
 """
@@ -74,7 +74,7 @@ def build_policy(args: Args, world: World, path: str | None, *, trainable: bool)
 
 
 def build_scorer(args: Args, world: World, path: str | None, *, trainable: bool) -> ScoringModel:
-    """The reward model at ``path``, or a new one on the language model there; see `build_model`."""
+    """The reward model at ``path``, or a new reward model on top of the language model there; see `build_model`."""
     return build_model(args, world, path, ScoringModel, trainable=trainable)
 
 
@@ -87,11 +87,12 @@ def build_model(
     trainable: bool,
     new_head: bool = False,
 ) -> Model:
-    """The causal LM at ``path``, wrapped by ``wrap``, sharded over the ranks and on the device.
+    """The causal LM at ``path``, wrapped by ``wrap``, sharded over the ranks, on the device.
 
-    A trainable model has fp32 weights and, with ``--gradient-checkpointing``, recomputes its layers in the backward
-    pass, except for matrix products and attention with ``--recompute-granularity selective``. A frozen model, and what
-    adapters leave frozen (``--lora-rank``), has the dtype that it computes in, or 4 bits with ``--load-in-4bit``.
+    A trainable model has fp32 weights. With ``--gradient-checkpointing`` the backward pass recomputes its layers; with
+    ``--recompute-granularity selective`` it does not recompute matrix products and attention. A frozen model has the
+    dtype that it computes in, or 4 bits with ``--load-in-4bit``. The same holds for the weights that adapters leave
+    frozen (``--lora-rank``).
 
     Raises:
         ValueError: see `read_config`, `may_pack`, `load_model` and `add_adapters`.
@@ -137,9 +138,9 @@ def build_model(
 
 @torch.no_grad()
 def _has_sources(hf: PreTrainedModel, path: str, *, new_head: bool) -> bool:
-    """Note at each parameter of the empty ``hf`` where it stands in the files at ``path``, for `shard_model`, and read
-    its buffers. False: the files cannot be read in parts, or a new head is to be drawn at random, so that rank 0 reads
-    all of them and sends the others theirs. ``new_head``: see `build_model`.
+    """Note at each parameter of the empty model ``hf`` where its data is in the files at ``path``, for `shard_model`.
+    Also read its buffers. False: the files cannot be read in parts, or a new head must be random. Rank 0 then reads
+    everything and sends the other ranks their parts. ``new_head``: see `build_model`.
     """
     sources = weight_sources(path, hf, unread=(*LM_HEAD * new_head, SCORE))
     if sources is None or (hasattr(hf, "score") and SCORE not in sources):
@@ -152,7 +153,7 @@ def _has_sources(hf: PreTrainedModel, path: str, *, new_head: bool) -> bool:
 
 
 def loading_minutes(args: Args) -> float:
-    """How long a rank waits for another one while models load [min]: as long as the files need on a slow disk."""
+    """How long a rank waits for other ranks while models load [min]: the time that the files take on a slow disk."""
     paths = [path for _, path in _models(args)]
     if args.use_reference and args.hf_checkpoint is not None:
         paths.append(args.hf_checkpoint)
@@ -160,7 +161,7 @@ def loading_minutes(args: Args) -> float:
 
 
 def _keeps(_: SelectiveCheckpointContext, operator: OpOverload, *__: object, **___: object) -> CheckpointPolicy:
-    """What ``--recompute-granularity selective`` keeps of a layer: what is slow to compute again."""
+    """Tells what ``--recompute-granularity selective`` keeps of a layer: the results that are slow to compute again."""
     kept = operator.name().split(".")[0] in KEPT
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -169,7 +170,7 @@ def read_config(path: str | None) -> PretrainedConfig:
     """The config of the causal LM at ``path``, a Hugging Face folder or hub id.
 
     Raises:
-        ValueError: there is no model, or it needs code of its own.
+        ValueError: there is no model, or it needs its own code.
     """
     if path is None:
         raise ValueError("no model to train; give --hf-checkpoint")
@@ -195,9 +196,9 @@ def read_config(path: str | None) -> PretrainedConfig:
 
 
 def scoring_config(config: PretrainedConfig) -> PretrainedConfig:
-    """``config`` as that of a reward model: it has one output, at the last token that is no padding.
+    """``config`` turned into that of a reward model, which has one output, at the last token that is not padding.
 
-    A padding token that ends replies, too, is taken out: transformers would look for the score before it.
+    A padding token that also ends replies is removed, because transformers would look for the score before it.
     """
     config = copy.deepcopy(config)
     config.num_labels = 1
@@ -218,15 +219,15 @@ def load_model(
     new_head: bool = False,
     scores: bool = False,
 ) -> PreTrainedModel:
-    """The causal LM at ``path`` in fp32 on the CPU; a folder with a config and no weights gives a new model.
+    """The causal LM at ``path`` in fp32 on the CPU. A folder with a config and no weights makes a new model.
 
     Args:
         path, config: see `read_config`.
         seed: of a new model's weights.
         attention: a transformers attention name.
-        empty: leave the parameters on the meta device (the weights come from another rank).
-        new_head: whether the LM head will be replaced, so that it may be missing.
-        scores: whether it is to be a reward model, whose head may be new.
+        empty: leave the parameters on the meta device, because the weights come from another rank.
+        new_head: the LM head will be replaced, so it may be missing.
+        scores: load it as a reward model, whose head may be new.
 
     Raises:
         ValueError: see `load_weights`.
@@ -254,7 +255,7 @@ def inspect_model(
     Returns its config, and whether its sequences are packed.
 
     Raises:
-        ValueError: transformers cannot build it, or see `build_model`.
+        ValueError: transformers cannot build the model, or see `build_model`.
     """
     try:
         config = read_config(path)
@@ -287,7 +288,7 @@ def inspect_model(
 
 
 def _may_pack(args: ModelArgs, config: PretrainedConfig, world: World) -> Packing:
-    """`may_pack`, agreed on by all ranks: the least that any rank says; `Packing.ALONE` if one cannot test it."""
+    """`may_pack` over all ranks: the least that any rank returns, or `Packing.ALONE` if a rank cannot test it."""
     try:
         packing = may_pack(config, _attention(args, config), pairs=args.job.loss == "paired")
     except NoSmallModel as error:
@@ -298,7 +299,8 @@ def _may_pack(args: ModelArgs, config: PretrainedConfig, world: World) -> Packin
 
 
 def _attention(args: ModelArgs, config: PretrainedConfig) -> str:
-    """The attention to train with: where only transformers' own is right, that, with masks of every pair of tokens."""
+    """The attention to train with. If only transformers' own is right, it is that one, with masks of every pair of
+    tokens."""
     if args.attn_implementation != "auto":
         return args.attn_implementation
     try:
@@ -313,9 +315,9 @@ def _attention(args: ModelArgs, config: PretrainedConfig) -> str:
 
 
 def inspect_models(args: Args, broken: Collection[str] = ()) -> tuple[list[str], list[str]]:
-    """Build policy, critic, reference and teacher without their weights.
+    """Build the policy, critic, reference and teacher without their weights.
 
-    ``broken``: flags whose models are left out, since they have a problem already. Returns problems and facts, one
+    ``broken``: flags whose models are left out, because they have a problem already. Returns problems and facts, one
     line each.
     """
     problems, facts = list[str](), list[str]()
@@ -339,7 +341,7 @@ def inspect_models(args: Args, broken: Collection[str] = ()) -> tuple[list[str],
 
 
 def check_models(args: Args) -> None:
-    """Raise ValueError for what `inspect_models` finds."""
+    """Raise ValueError if `inspect_models` finds problems."""
     problems, _ = inspect_models(args)
     if problems:
         raise ValueError("\ntrain.py: ".join(problems))

@@ -40,8 +40,8 @@ TAKEN_FOR_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj")
 
 
 class Adapter(nn.Module):
-    """What the two kinds of adapted modules share. The frozen weight keeps its name; ``lora_A`` and ``lora_B`` are fp32
-    parameters beside it, which start as peft's do: the product B·A is 0.
+    """The common part of the two kinds of adapted modules. The frozen weight keeps its name. ``lora_A`` and ``lora_B``
+    are additional fp32 parameters, which start as in peft: the product B·A is 0.
     """
 
     weight: Tensor
@@ -56,23 +56,23 @@ class Adapter(nn.Module):
 
     def adapt(self, rows: int, columns: int, args: LoraArgs, device: str | None) -> None:
         """Add the trainable parameters ``lora_A`` [rank, ``columns``] and ``lora_B`` [``rows``, rank] to the module, on
-        ``device`` (None: on that of the weight)."""
+        ``device`` (None: the weight's device)."""
         self.scaling, self.dropout = args.lora_scaling, args.lora_dropout
         device = device or str(self.weight.device)
         self.lora_A = nn.Parameter(torch.empty(args.lora_rank, columns, device=device))
         self.lora_B = nn.Parameter(torch.zeros(rows, args.lora_rank, device=device))
 
     def parts(self) -> list[Tensor]:
-        """The frozen weight, A and B, sharded or not."""
+        """The frozen weight, A and B. They may be sharded."""
         return [self.weight, self.lora_A, self.lora_B]
 
     @abstractmethod
     def merged(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """The weight that computes what ``weight`` and the adapter compute together, in fp32 or float64."""
+        """The weight that is equivalent to ``weight`` and the adapter together, in fp32 or float64."""
 
 
 class LoraLinear(Adapter, FrozenLinear):
-    """W x + scaling · B A dropout(x), in place of ``base``, whose weight and bias it takes over."""
+    """Computes W x + scaling · B A dropout(x). It replaces ``base`` and takes over its weight and bias."""
 
     peft_parts = ("lora_A.weight", "lora_B.weight")
 
@@ -97,8 +97,8 @@ class LoraLinear(Adapter, FrozenLinear):
 
 
 class LoraEmbedding(Adapter, nn.Embedding):
-    """E[i] + scaling · B A[:, i], in place of ``base``, whose weight it takes over. As in peft, without dropout, and it
-    is A that starts at 0.
+    """Computes E[i] + scaling · B A[:, i]. It replaces ``base`` and takes over its weight. As in peft there is no
+    dropout, and A starts at 0.
     """
 
     peft_parts = ("lora_embedding_A", "lora_embedding_B")
@@ -126,8 +126,8 @@ Weight = Tensor | Adapter | FrozenLinear
 
 
 def frozen(weight: Weight) -> Tensor:
-    """The parameter of the model itself, without the adapter: it has the weight's shape, dtype and device; of one in 4
-    bits the shape alone.
+    """The model's own parameter, without the adapter. It has the weight's shape, dtype and device. For a weight in 4
+    bits it has only the shape.
     """
     if isinstance(weight, FrozenLinear) and weight.is_quantized:
         return weight.outline
@@ -135,7 +135,7 @@ def frozen(weight: Weight) -> Tensor:
 
 
 def parts(weight: Weight) -> list[Tensor]:
-    """The parameters, sharded or not, that a weight is computed from."""
+    """The parameters that a weight is computed from. They may be sharded."""
     if isinstance(weight, Tensor):
         return [weight]
     return weight.parts() if isinstance(weight, Adapter) else [weight.weight]
@@ -143,11 +143,11 @@ def parts(weight: Weight) -> list[Tensor]:
 
 @torch.no_grad()
 def gathered(weight: Weight, dtype: torch.dtype, device: torch.device | None) -> Tensor:
-    """The whole weight in ``dtype`` on ``device`` (None: where it is), an adapter merged into it (collective).
+    """The whole weight in ``dtype`` on ``device`` (None: where it is), with an adapter merged into it (collective).
 
-    It may share memory with the parameter. Shards are cast before they are gathered: bf16 halves the traffic between
-    ranks. A merged weight is always computed from the frozen one, in fp32, and rounded once, so that no update adds to
-    the error of the one before.
+    It may share memory with the parameter. Shards are cast before they are gathered, because bf16 halves the traffic
+    between ranks. A merged weight is always computed from the frozen one in fp32, and rounded once. So errors of
+    several updates do not add up.
     """
     if isinstance(weight, Tensor):
         return whole(weight.detach().to(device=device, dtype=dtype))
@@ -158,7 +158,7 @@ def gathered(weight: Weight, dtype: torch.dtype, device: torch.device | None) ->
 
 
 def head_weight(head: nn.Module) -> Tensor:
-    """The [V, d] weight of an LM head, an adapter merged into it with its gradient."""
+    """The [V, d] weight of an LM head. If it has an adapter, the adapter is merged into it, with its gradient."""
     if not isinstance(head, Adapter):
         assert isinstance(head.weight, Tensor)
         return head.weight
@@ -166,11 +166,12 @@ def head_weight(head: nn.Module) -> Tensor:
 
 
 def add_adapters(hf: PreTrainedModel, args: LoraArgs, seed: int, device: str | None = None) -> None:
-    """Freeze ``hf`` and give the modules that ``args`` name an adapter; those of ``--lora-adapter-path``, or new ones
-    from ``seed``. They are on ``device`` (None: on that of the weights).
+    """Freeze ``hf``, and add an adapter to the modules that ``args`` name. It is the one of ``--lora-adapter-path``, or
+    a new one from ``seed``. Adapters are on ``device`` (None: the device of the weights).
 
     Raises:
-        ValueError: a name fits no module, an adapter cannot be there, or the saved adapter is another model's.
+        ValueError: a name fits no module, a module cannot have an adapter, or the saved adapter belongs to another
+            model.
     """
     hf.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
@@ -184,7 +185,7 @@ def add_adapters(hf: PreTrainedModel, args: LoraArgs, seed: int, device: str | N
 
 
 def quantize_frozen(hf: PreTrainedModel) -> None:
-    """Bring the frozen linear layers of ``hf``, with an adapter or without, to 4 bits; see `check_quantizable`."""
+    """Quantize the frozen linear layers of ``hf`` to 4 bits, with or without an adapter; see `check_quantizable`."""
     for name, base in _quantizable(hf):
         module = base
         if not isinstance(module, FrozenLinear):
@@ -195,7 +196,7 @@ def quantize_frozen(hf: PreTrainedModel) -> None:
 
 
 def check_quantizable(hf: PreTrainedModel) -> None:
-    """Raise ValueError if ``--load-in-4bit`` would leave most of ``hf`` as it is, or cannot compute."""
+    """Raise ValueError if ``--load-in-4bit`` would leave most of ``hf`` unchanged, or cannot compute."""
     if find_spec("bitsandbytes") is None:
         raise ValueError("--load-in-4bit needs the package bitsandbytes: pip install -e '.[qlora]'")
     kind, layers = hf.config.model_type, sum(module.weight.numel() for _, module in _quantizable(hf))
@@ -212,7 +213,8 @@ def check_quantizable(hf: PreTrainedModel) -> None:
 
 
 def _quantizable(hf: PreTrainedModel) -> list[tuple[str, nn.Linear]]:
-    """(name, module) of the linear layers between embedding and LM head; a byte has two neighbours of a row."""
+    """(name, module) of the linear layers between embedding and LM head whose rows have an even length, because a byte
+    has two neighbours of a row."""
     able, outer = _able(hf), _outer(hf)
     return [
         (name, module)
@@ -230,7 +232,7 @@ def _outer(hf: PreTrainedModel) -> list[nn.Module]:
 
 
 def check_ranks(hf: PreTrainedModel, args: LoraArgs) -> None:
-    """Raise ValueError for an adapter that has a higher rank than every matrix that gets one."""
+    """Raise ValueError if an adapter's rank is higher than every matrix that it adapts."""
     highest = max(min(_weight(hf.get_submodule(name)).shape) for name in _targets(hf, args))
     for option, rank in (("--lora-rank", args.lora_rank), ("--critic-lora-rank", args.critic_lora_rank)):
         if rank > highest:
@@ -285,8 +287,8 @@ LOOKS = ("dtype", "device", "shape")
 
 
 def _read_weights(kind: type[nn.Module]) -> frozenset[str]:
-    """Modules whose weight ``kind`` hands to a function instead of calling them, as Mamba does for its kernels. An
-    adapter of such a module would compute nothing, without any error.
+    """Names of modules whose weight ``kind`` passes to a function instead of calling the module, as Mamba does for its
+    kernels. An adapter of such a module would have no effect, without any error.
     """
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
@@ -305,12 +307,12 @@ def _read_weights(kind: type[nn.Module]) -> frozenset[str]:
 
 
 def _is_called(name: str, word: str) -> bool:
-    """Whether the module ``name`` is meant by ``word``, the last part of its name or all of it."""
+    """Whether ``word`` refers to the module ``name``. It is the last part of its name, or the whole name."""
     return name == word or name.endswith(f".{word}")
 
 
 def _why_not(hf: PreTrainedModel, word: str, able: Mapping[str, nn.Module]) -> str:
-    """Why no module that ``word`` means can have an adapter."""
+    """Why no module that ``word`` refers to can have an adapter."""
     kind = hf.config.model_type
     if has_experts(hf) and any(word in name.split(".") for name, p in hf.named_parameters() if p.ndim > 2):
         return (
@@ -349,15 +351,15 @@ def last_name(module: str) -> str:
 
 
 def peft_weights(hf: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters A and B of every adapter, each with the name that peft gives it in an adapter's file."""
+    """The parameters A and B of every adapter, under the names that peft uses in an adapter's file."""
     for name, module in adapters(hf):
         for part, suffix in zip(PARTS, module.peft_parts, strict=True):
             yield f"{PEFT_PREFIX}{name}.{suffix}", getattr(module, part)
 
 
 def check_readable(hf: PreTrainedModel) -> None:
-    """Raise ValueError if peft would not find the adapters of ``hf`` in their file: it renames what is in there as
-    transformers renames the weights of files of an earlier layout.
+    """Raise ValueError if peft would not find the adapters of ``hf`` in their file. peft renames the names in the file,
+    just as transformers renames weights of an earlier layout.
     """
     renamings = [change for change in get_model_conversion_mapping(hf) if isinstance(change, WeightRenaming)]
     for name, _ in adapters(hf):
@@ -369,8 +371,9 @@ def check_readable(hf: PreTrainedModel) -> None:
 
 
 def peft_config(hf: nn.Module, args: LoraArgs, base: str | None) -> dict[str, object]:
-    """What peft's ``adapter_config.json`` says of the adapters of ``hf``. Modules are named by their last names, and by
-    their whole names where another one with the same last name has no adapter; see `TAKEN_FOR_EXPERTS`.
+    """The content of peft's ``adapter_config.json`` for the adapters of ``hf``. Modules are listed by the last part of
+    their names. If another module with the same last part has no adapter, they are listed by their whole names; see
+    `TAKEN_FOR_EXPERTS`.
     """
     adapted = {name for name, _ in adapters(hf)}
     ambiguous = {last_name(name) for name, _ in hf.named_modules() if name not in adapted}
@@ -394,8 +397,8 @@ def peft_config(hf: nn.Module, args: LoraArgs, base: str | None) -> dict[str, ob
 
 
 def adapter_format(hf: nn.Module, args: LoraArgs, base: str | None) -> AdapterFormat:
-    """What engines are told of the adapters of ``hf``. They scale by alpha / rank, so that this alpha makes up for
-    ``--lora-type rslora``, and know modules by their last names.
+    """The description of the adapters of ``hf`` for engines. Engines scale by alpha / rank, so this alpha accounts for
+    ``--lora-type rslora``. They know modules by the last part of their names.
     """
     scaled = {"lora_alpha": args.lora_scaling * args.lora_rank, "use_rslora": False}
     modules = sorted({last_name(name) for name, _ in adapters(hf)})
@@ -404,7 +407,7 @@ def adapter_format(hf: nn.Module, args: LoraArgs, base: str | None) -> AdapterFo
 
 
 def save_adapter(directory: Path, weights: Mapping[str, Tensor], config: Mapping[str, object]) -> None:
-    """Write an adapter that peft opens; ``weights``: by peft's names, see `peft_weights`."""
+    """Write an adapter that peft can open. ``weights``: by peft's names, see `peft_weights`."""
     with written_whole(directory / ADAPTER_WEIGHTS) as partial:
         write_weights(weights, partial)
     write_text(directory / ADAPTER_CONFIG, json.dumps(config, indent=2) + "\n")

@@ -18,7 +18,7 @@ from slimelite.algorithms.losses import CORRECTIONS, LOSSES
 from slimelite.algorithms.packed import Metrics, mean_metric, segment_sum, weighted_sum
 from slimelite.algorithms.policy import kl_estimate, policy_loss
 from slimelite.algorithms.supervised import dpo_loss, kto_loss, odds_ratio_loss, reward_model_loss, sft_loss
-from slimelite.arguments import Args, CorrectionArgs, DebugArgs, PreferenceArgs
+from slimelite.arguments import AlgorithmArgs, Args, CorrectionArgs, DebugArgs, PreferenceArgs
 from slimelite.base.registry import function
 from slimelite.slime.plugins import load_function
 from slimelite.training.batch import MicroBatch
@@ -29,9 +29,9 @@ from slimelite.training.parallel import World
 class Loss:
     """The loss of a micro-batch.
 
-    ``total``: 0-d, its part of the loss of its optimizer step. ``shares``: by name, 0-d, its part of each metric that
-    is a sum over the step, such as ``pg_loss``. ``metrics``: by name, the (sum, weight) pair of a mean.
-    ``weights``: [R] of the tokens in the policy loss, if the aggregation alone does not say them.
+    ``total``: 0-d, its part of the optimizer step's loss. ``shares``: name -> 0-d, its part of a metric that is a sum
+    over the step, such as ``pg_loss``. ``metrics``: name -> the (sum, weight) pair of a mean. ``weights``: [R], the
+    tokens' weights in the policy loss, if the aggregation alone does not define them.
     """
 
     total: Tensor
@@ -41,10 +41,10 @@ class Loss:
 
 
 def micro_batch_loss(args: Args, batch: MicroBatch, log_probs: Tensor, entropy: Tensor) -> Loss:
-    """The loss by ``--loss-type``; ``log_probs`` and ``entropy`` are [R].
+    """The loss of ``--loss-type``. ``log_probs`` and ``entropy`` are [R].
 
     Raises:
-        ValueError: the losses of tokens are not [R], or have no gradient.
+        ValueError: the losses of tokens are not [R], or a loss has no gradient.
     """
     metrics: Metrics
     match args.loss_type:
@@ -64,23 +64,37 @@ def micro_batch_loss(args: Args, batch: MicroBatch, log_probs: Tensor, entropy: 
             plugin = load_function(str(args.custom_loss_function_path), "--custom-loss-function-path")
             made = plugin(args, batch, log_probs, entropy)
             if isinstance(made, Loss):
-                return made
+                return _with_gradient(args, made)
             losses, metrics = made
         case name:
             assert args.loss.function is not None  # `problems` has checked it
             made = function(args.loss.function, LOSSES.option, name)(args, batch, log_probs, entropy)
             if isinstance(made, Loss):
-                return made
+                return _with_gradient(args, made)
             losses, metrics = made
     if losses.shape != log_probs.shape or not losses.requires_grad:
-        whose = args.custom_loss_function_path or args.loss_type
         raise ValueError(
-            f"--{'custom-loss-function-path' if args.custom_loss_function_path else 'loss-type'} {whose} must return a "
-            f"loss for each of the {len(log_probs)} tokens of log_probs, computed from them, not {list(losses.shape)} "
-            f"{'with' if losses.requires_grad else 'without'} a gradient"
+            f"{_named(args)} must return a loss for each of the {len(log_probs)} tokens of log_probs, computed from "
+            f"them, not {list(losses.shape)} {'with' if losses.requires_grad else 'without'} a gradient"
         )
     total = weighted_sum(losses, batch.weights)
     return Loss(total, {"loss": total}, {"entropy_loss": _weighted_mean(entropy, batch), **metrics})
+
+
+def _named(args: AlgorithmArgs) -> str:
+    path = args.custom_loss_function_path
+    return f"--custom-loss-function-path {path}" if path else f"--loss-type {args.loss_type}"
+
+
+def _with_gradient(args: AlgorithmArgs, loss: Loss) -> Loss:
+    if not loss.total.requires_grad:
+        raise ValueError(f"{_named(args)} must return a Loss whose total is computed from log_probs or entropy")
+    return loss
+
+
+def reads_entropy(args: AlgorithmArgs) -> bool:
+    """Whether the loss may depend on the entropies, so that they need a gradient. A loss of the user's own may."""
+    return args.entropy_coef != 0 or args.loss.function is not None or args.loss_type == "custom_loss"
 
 
 def preferences(args: PreferenceArgs, batch: MicroBatch, log_probs: Tensor, entropy: Tensor) -> Loss:
@@ -119,7 +133,7 @@ def judgements(args: PreferenceArgs, batch: MicroBatch, log_probs: Tensor, entro
 
 
 def odds_ratios(args: PreferenceArgs, batch: MicroBatch, log_probs: Tensor, entropy: Tensor) -> Loss:
-    """``--loss-type orpo_loss``; the weights of tokens are those of a mean over the chosen replies' tokens."""
+    """``--loss-type orpo_loss``. The weights of tokens make a mean over the chosen replies' tokens."""
     assert batch.pairs is not None
     chosen, rejected, weights = batch.pairs
     losses, metrics = odds_ratio_loss(log_probs, *batch.where, chosen, rejected)
@@ -130,7 +144,7 @@ def odds_ratios(args: PreferenceArgs, batch: MicroBatch, log_probs: Tensor, entr
 
 
 def scored_pairs(batch: MicroBatch, scores: Tensor) -> Loss:
-    """``--loss-type reward_model_loss``: a row has one token, so that ``scores`` [R] are those of the rows."""
+    """``--loss-type reward_model_loss``. A row has one token, so ``scores`` [R] are the scores of the rows."""
     assert batch.pairs is not None
     chosen, rejected, weights = batch.pairs
     losses, metrics = reward_model_loss(scores, chosen, rejected)
@@ -181,12 +195,12 @@ def policy_gradient(args: CorrectionArgs, batch: MicroBatch, log_probs: Tensor, 
 
 
 def _weighted_mean(values: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """The mean with the weights of the loss, over the tokens that were computed."""
+    """The mean over the computed tokens, with the weights of the loss, as a (sum, weight) pair."""
     return weighted_sum(values.detach(), batch.weights), batch.weights.sum()
 
 
 def corrected(args: CorrectionArgs, batch: MicroBatch, losses: Tensor) -> tuple[Tensor, Metrics]:
-    """``losses`` [R] weighted and dropped by ``--correction``, and its metrics."""
+    """``losses`` [R] after ``--correction`` has weighted and dropped tokens, and its metrics."""
     common = (batch.old, batch.rollout_log_probs, *batch.where)
     match args.correction:
         case "tis" | "icepop" as name:
@@ -229,7 +243,8 @@ def weigh_and_reject(args: CorrectionArgs, batch: MicroBatch, losses: Tensor) ->
 
 
 def correct_by_plugin(args: CorrectionArgs, batch: MicroBatch, losses: Tensor) -> tuple[Tensor, Metrics]:
-    """``--custom-tis-function-path``, slime's contract; lists have an entry a response, ``pg_loss`` is [R] ::
+    """``--custom-tis-function-path`` with slime's signature. Lists have one entry for each response, and ``pg_loss`` is
+    [R] ::
 
         fn(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths, **kwargs)
             -> pg_loss [R], a mask of each response (0: dropped), {metric: [R]}
@@ -261,13 +276,13 @@ EXACT_AGREEMENT = 1e-3
 def check_first_step(
     args: Args, world: World, batch: MicroBatch, log_probs: Tensor, loss: Loss, *, initial: bool
 ) -> None:
-    """Check one micro-batch of the first optimizer step (``--ci-test``); ``batch.old`` came from a separate pass.
+    """Check one micro-batch of the first optimizer step (``--ci-test``). ``batch.old`` came from a separate pass.
 
-    ``initial``: the policy has its initial weights, so that its KL to a reference at the same checkpoint is 0.
+    ``initial``: the policy has its initial weights, so its KL to a reference with the same checkpoint is 0.
 
     Raises:
-        AssertionError: log-probs differ from ``batch.old``, a token was clipped, log-probs or KL show a difference
-            from an equal reference, or engine and trainer disagree by more than `engine_threshold`.
+        AssertionError: log-probs differ from ``batch.old``, a token was clipped, log-probs or KL differ from those of
+            an equal reference, or engine and trainer disagree by more than `engine_threshold`.
     """
     exact = world.compute_dtype == torch.float32
     same = args.ref_load in (None, args.hf_checkpoint)
@@ -292,7 +307,7 @@ def check_first_step(
 
 
 def check_values(world: World, values: Tensor, old: Tensor, mask: Tensor) -> None:
-    """Check one micro-batch of the critic's first optimizer step; all [R], ``old`` came from a separate pass.
+    """Check one micro-batch of the critic's first optimizer step. All are [R]; ``old`` came from a separate pass.
 
     Raises:
         AssertionError: ``values`` differ from ``old`` by more than rounding.
@@ -304,7 +319,8 @@ def check_values(world: World, values: Tensor, old: Tensor, mask: Tensor) -> Non
 
 def engine_threshold(args: DebugArgs, *, exact: bool) -> float:
     """The largest allowed mean |trainer − engine log-prob|, in nats: the flag's value. If ``exact`` (fp32, where only
-    rounding differs) at most ``EXACT_AGREEMENT``, except for saved rollouts, whose engine may not have used fp32.
+    rounding differs), it is at most ``EXACT_AGREEMENT``. This does not hold for saved rollouts, because their engine
+    may not have used fp32.
     """
     threshold = args.ci_train_rollout_logprob_abs_diff_threshold
     return min(threshold, EXACT_AGREEMENT) if exact and args.job.engines else threshold

@@ -29,8 +29,8 @@ CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**27}
 
 @dataclass(frozen=True, slots=True)
 class Logits:
-    """How logits follow from z = hidden·weightᵀ + bias: ``cap``·tanh(``scale``·z / ``cap``) / ``temperature``; a cap of
-    None leaves out the tanh.
+    """How logits are computed from z = hidden·weightᵀ + bias: ``cap``·tanh(``scale``·z / ``cap``) / ``temperature``.
+    With cap None there is no tanh.
     """
 
     temperature: float = 1.0
@@ -38,7 +38,7 @@ class Logits:
     cap: float | None = None
 
     def of(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """[rows, V] in at least fp32."""
+        """[rows, V] logits in at least fp32."""
         logits = _product(hidden, weight.T)
         if bias is not None:
             logits.add_(bias)
@@ -48,7 +48,7 @@ class Logits:
         return logits if divisor == 1.0 else logits.div_(divisor)
 
     def slope(self, logits: Tensor) -> Tensor | float:
-        """d logits / dz at these logits: of each [rows, V], or of all."""
+        """d logits / dz at these logits: [rows, V], or one number if all are equal."""
         if self.cap is None:
             return self.scale / self.temperature
         return (logits * (self.temperature / self.cap)).square_().neg_().add_(1).mul_(self.scale / self.temperature)
@@ -70,17 +70,17 @@ def chunked_log_probs(
 ) -> tuple[Tensor, Tensor]:
     """log softmax(hidden·weightᵀ / temperature) at the targets, and the entropy of each distribution.
 
-    Logits exist for one chunk of rows at a time; the backward pass recomputes them. They are in fp32 even if ``hidden``
-    and ``weight`` are in bf16, which would round a logit of 20 by up to 0.06 (float64 stays float64).
+    Only one chunk of rows has logits at a time, and the backward pass recomputes them. Logits are in fp32 even if
+    ``hidden`` and ``weight`` are in bf16, which would round a logit of 20 by up to 0.06. float64 stays float64.
 
     Args:
         hidden: [T, d]; ``weight``: [V, d], same dtype; ``targets``: [T] int64.
         temperature: logits are divided by it.
         bias: [V] of the head; ``scale``, ``cap``: see `Logits`.
         entropy_grad: whether the entropy carries a gradient (it costs a little more memory and time).
-        chunk_size: rows at a time; -1 chooses by vocabulary size and device.
-        compiled: whether torch.compile fuses what follows and precedes the matrix products of a chunk.
-        kept: log-probs of tokens that have kept ids are over these; entropies are always over the whole vocabulary.
+        chunk_size: rows at a time; -1: chosen by vocabulary size and device.
+        compiled: whether torch.compile fuses the operations before and after the matrix products of a chunk.
+        kept: log-probs of tokens with kept ids are over these ids. Entropies are always over the whole vocabulary.
 
     Returns:
         log-probs [T] and entropies [T] in nats, at least fp32.
@@ -100,7 +100,6 @@ class _Context(FunctionCtx):
     needs_input_grad: tuple[bool, ...]
     form: Logits
     chunk_size: int
-    entropy_grad: bool
     compiled: bool
     kept: KeptIds | None
 
@@ -130,17 +129,22 @@ class _ChunkedLogProbs(torch.autograd.Function):
             if kept is not None and (left := kept.chunk(rows)) is not None:
                 left.replace(log_probs[rows], logits, targets[rows])
         ctx.save_for_backward(hidden, weight, targets, log_z, entropy, *([] if bias is None else [bias]))
-        ctx.form, ctx.chunk_size, ctx.entropy_grad = form, chunk_size, entropy_grad
+        ctx.form, ctx.chunk_size = form, chunk_size
         ctx.compiled, ctx.kept = compiled, kept
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy)
+        ctx.set_materialize_grads(False)  # a loss that reads one of the two does not pay for the other
         return log_probs, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _Context, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: _Context, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, log_z, entropy, *rest = ctx.saved_tensors
         bias = rest[0] if rest else None
+        if grad_log_probs is None:
+            grad_log_probs = torch.zeros_like(log_z)
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         gradient = _compiled(_chunk_gradient) if ctx.compiled else _chunk_gradient
         # the chunks' contributions add up in fp32
@@ -150,7 +154,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
             rows = slice(start, start + ctx.chunk_size)
             logits = ctx.form.of(hidden[rows], weight, bias)
             slope = ctx.form.slope(logits)
-            of_entropy = (entropy[rows], grad_entropy[rows]) if ctx.entropy_grad else None
+            of_entropy = None if grad_entropy is None else (entropy[rows], grad_entropy[rows])
             whole, left = grad_log_probs[rows], None if ctx.kept is None else ctx.kept.chunk(rows)
             if left is not None:  # the others' logits have no part in the log-probs of such tokens
                 added, whole = left.gradient(logits, whole.where(left.some, 0.0)), whole.where(~left.some, 0.0)
@@ -188,7 +192,8 @@ def _chunk_scores(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tens
 def _chunk_gradient(
     logits: Tensor, log_z: Tensor, targets: Tensor, grad: Tensor, of_entropy: tuple[Tensor, Tensor] | None
 ) -> Tensor:
-    """[rows, V] the gradient of ``logits``, whose memory may be overwritten, from that of log-probs [rows].
+    """[rows, V] the gradient of ``logits``, from the gradient of log-probs [rows]. The memory of ``logits`` may be
+    overwritten.
 
     ``of_entropy``: entropies and their gradients, each [rows].
     """
@@ -211,12 +216,13 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @cache
 def _never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` outside compiled code; one for all models, or each would compile its layers anew."""
+    """``function``, which torch.compile leaves out. All models share one wrapper, because otherwise each would compile
+    its layers again."""
     return torch.compiler.disable(function)
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """``left`` @ ``right`` in at least fp32: the fp32 sums of the tensor cores are not rounded back to bf16."""
+    """``left`` @ ``right`` in at least fp32. The fp32 sums of the tensor cores are not rounded back to bf16."""
     dtype = torch.promote_types(left.dtype, torch.float32)
     if left.is_cuda and left.dtype != dtype:
         return torch.mm(left, right, out_dtype=dtype)
@@ -224,7 +230,7 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _recomputed(forward: Callable[..., Any], context_fn: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-    """What ``forward`` gives; the backward pass computes it again, with the layout that tokens have now."""
+    """The result of ``forward``. The backward pass computes it again, with the layout that tokens have now."""
     again = partial(_in_pass, sequences_of_pass(), forward)
     return checkpoint(again, *args, use_reentrant=False, context_fn=context_fn, **kwargs)
 
@@ -235,9 +241,9 @@ def _in_pass(sequences: PackedSequences, forward: Callable[..., Any], *args: Any
 
 
 class LanguageModel(nn.Module):
-    """A causal LM of transformers with a forward of its own.
+    """A causal LM of transformers with its own forward method.
 
-    Heads are applied inside `forward`, so that FSDP's hooks on this module cover their weights, tied or not.
+    Heads are applied inside `forward`, so FSDP's hooks on this module cover their weights, tied or not.
     """
 
     def __init__(self, hf: PreTrainedModel) -> None:
@@ -261,15 +267,15 @@ class LanguageModel(nn.Module):
 
     @property
     def head(self) -> nn.Linear:
-        """The last layer, which makes logits or scores of hidden states."""
+        """The last layer. It turns hidden states into logits or scores."""
         head: nn.Linear = self.hf.get_output_embeddings()
         return head
 
     def compile_layers(self) -> None:
-        """Let torch.compile fuse what the layers do between their matrix products and attention (``--compile``).
+        """Let torch.compile fuse the operations between the layers' matrix products and attention (``--compile``).
 
-        Attention stays outside, because its buckets would be compiled anew for every micro-batch. Only ``forward`` is
-        compiled, so that FSDP's hooks run around it as ever. FSDP gives a layer another class, so call it after that.
+        Attention stays uncompiled, because its buckets would be compiled again for every micro-batch. Only ``forward``
+        is compiled, so FSDP's hooks still run around it. Call this after FSDP, which gives a layer another class.
         """
         AttentionInterface.register(ATTENTION, _never_compiled(varlen_attention))
         for module in self._recurrent:
@@ -279,16 +285,16 @@ class LanguageModel(nn.Module):
         self.compiled = True
 
     def recompute_layers(self, context_fn: Callable[[], Any] = noop_context_fn) -> None:
-        """Let the backward pass compute each layer again from its input (``--gradient-checkpointing``).
+        """Let the backward pass recompute each layer from its input (``--gradient-checkpointing``).
 
-        That of transformers does it in train() only. Call it last: FSDP's hooks stay outside, compiled code inside.
-        ``context_fn``: see `torch.utils.checkpoint.checkpoint`.
+        The version of transformers does this only in train(). Call it last, so that FSDP's hooks are outside and
+        compiled code is inside. ``context_fn``: see `torch.utils.checkpoint.checkpoint`.
         """
         for layer in self.layers:
             layer.forward = partial(_recomputed, layer.forward, context_fn)
 
     def hidden(self, batch: MicroBatch) -> Tensor:
-        """[R, d] the states that predict the response tokens of ``batch``."""
+        """[R, d] the hidden states that predict the response tokens of ``batch``."""
         rows = batch if self.packed or len(batch.lengths) < 2 else batch.padded()
         decoder = self.hf.get_decoder()
         # Llama 4 names a part that its text model has not, ModernBERT its head
@@ -299,9 +305,9 @@ class LanguageModel(nn.Module):
         return states.last_hidden_state.flatten(0, 1).index_select(0, rows.response_index)
 
     def named_weights(self) -> Iterator[tuple[str, Weight]]:
-        """(Hugging Face name, weight) of the model that the engines have; tied weights once.
+        """(Hugging Face name, weight) of the model as the engines have it. Tied weights appear once.
 
-        A weight is a parameter, sharded or not, or a module that computes one, see `lora.gathered`.
+        A weight is a parameter (sharded or not), or a module that computes one, see `lora.gathered`.
         """
         merged: dict[int, Weight] = {id(module.weight): module for _, module in adapters(self)}
         for module in self.modules():
@@ -312,21 +318,21 @@ class LanguageModel(nn.Module):
                 yield name.removeprefix("hf."), merged.get(id(parameter), parameter)
 
     def saved_buffers(self) -> dict[str, Tensor]:
-        """What a model's files hold beside weights, by the names that it has there; see `model_files.saved_buffers`."""
+        """The buffers in a model's files, under their names in the files; see `model_files.saved_buffers`."""
         return model_files.as_filed(self.hf, model_files.saved_buffers(self.hf))
 
     def as_filed(self, name: str, weight: Tensor) -> dict[str, Tensor]:
-        """A whole weight by the names that it has in a model's files; see `model_files.as_filed`."""
+        """A whole weight under its names in a model's files; see `model_files.as_filed`."""
         return model_files.as_filed(self.hf, {name: weight})
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """The parameters, by name, that training changes and a checkpoint keeps: all weights, or the adapters."""
+        """The parameters, by name, that training changes and a checkpoint saves: all weights, or the adapters."""
         parameters = self.named_parameters()
         return {name.removeprefix("hf."): parameter for name, parameter in parameters if parameter.requires_grad}
 
 
 class PolicyModel(LanguageModel):
-    """A causal LM whose forward ends in log-probs of chosen tokens instead of logits."""
+    """A causal LM whose forward pass returns log-probs of given tokens instead of logits."""
 
     def __init__(self, hf: PreTrainedModel, chunk_size: int = -1) -> None:
         super().__init__(hf)
@@ -334,8 +340,8 @@ class PolicyModel(LanguageModel):
         self.scale, self.cap = model_files.logit_transform(hf.config)
 
     def forward(self, batch: MicroBatch, temperature: float, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies [R] at the response tokens of ``batch``, at least fp32; logits are divided by
-        ``temperature``; ``entropy_grad``: whether the entropies carry a gradient.
+        """Log-probs and entropies [R] at the response tokens of ``batch``, at least fp32. Logits are divided by
+        ``temperature``. ``entropy_grad``: whether the entropies carry a gradient.
         """
         weight = head_weight(self.head)
         return chunked_log_probs(
@@ -354,17 +360,17 @@ class PolicyModel(LanguageModel):
 
 
 class ScoringModel(PolicyModel):
-    """A reward model: a sequence-classification model with one output, in the place of log-probs."""
+    """A reward model: a sequence-classification model with one output, which takes the place of log-probs."""
 
     @property
     def head(self) -> nn.Linear:
-        """The layer that makes a score of a hidden state."""
+        """The layer that turns a hidden state into a score."""
         head = self.hf.score
         assert isinstance(head, nn.Linear)
         return head
 
     def forward(self, batch: MicroBatch, temperature: float, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:  # noqa: ARG002
-        """[R] the scores of what comes before each response token of ``batch``, at least fp32, and zeros [R]."""
+        """[R] the scores of the text before each response token of ``batch``, at least fp32, and zeros [R]."""
         hidden = self.hidden(batch)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         scores = hidden.to(dtype) @ self.head.weight[0].to(dtype)
@@ -375,13 +381,13 @@ class ScoringModel(PolicyModel):
 class ForwardFlops:
     """Floating-point operations of a forward pass, counted from the weights.
 
-    Each element of a weight matrix costs a multiply and an add for each token that it is applied to.
+    Each element of a weight matrix costs one multiplication and one addition for each token.
 
-    ``per_token``: of the matrices between embedding and head; ``per_target``: of the head, which is applied only to
-    response positions; ``per_pair``: of attention scores and values, for each pair of a token and one that it attends
+    ``per_token``: for the matrices between embedding and head. ``per_target``: for the head, which is applied only at
+    response positions. ``per_pair``: for attention scores and values, for each pair of a token and one that it attends
     to. Norms, activations and rotary embeddings are left out, as is usual (arXiv:2001.08361, section 2.1). A backward
     pass costs twice a forward pass; recomputation is not counted. ``frozen_per_token`` and ``frozen_per_target``: the
-    parts of weights that are not trained, whose own gradient the backward pass leaves out.
+    parts of weights that are not trained. The backward pass does not compute their gradients.
     """
 
     per_token: float
@@ -392,7 +398,8 @@ class ForwardFlops:
 
     @classmethod
     def of(cls, model: LanguageModel) -> ForwardFlops | None:
-        """The operations of a dense model; None for a mixture of experts, where a token uses only some weights."""
+        """The operations of a dense model. None for a mixture of experts, because a token uses only some of its
+        weights."""
         if model_files.has_experts(model.hf):
             return None
         config = model.hf.config.get_text_config()
@@ -415,14 +422,14 @@ class ForwardFlops:
         )
 
     def total(self, lengths: np.ndarray, targets: np.ndarray, shared: np.ndarray) -> float:
-        """Operations for rows of ``lengths`` [n] tokens, ``targets`` [n] of them in the response, of which the first
-        ``shared`` [n] were computed for another row; causal attention.
+        """Operations for rows of ``lengths`` [n] tokens with causal attention. ``targets`` [n] of them are in the
+        response, and the first ``shared`` [n] were computed for another row.
         """
         ends, starts = lengths.astype(np.float64), shared.astype(np.float64)
         pairs = (ends * (ends + 1) - starts * (starts + 1)) / 2
         return float((self.per_token * (ends - starts) + self.per_target * targets + self.per_pair * pairs).sum())
 
     def step(self, lengths: np.ndarray, targets: np.ndarray, shared: np.ndarray) -> float:
-        """Operations of forward and backward for the same rows."""
+        """Operations of the forward and backward passes for the same rows."""
         frozen = self.frozen_per_token * float((lengths - shared).sum()) + self.frozen_per_target * float(targets.sum())
         return 3 * self.total(lengths, targets, shared) - frozen

@@ -17,12 +17,13 @@ BLOCK_BYTES = 2**26
 class HostMemory:
     """Host memory that keeps device tensors while something else, such as an engine, uses the device.
 
-    It is pinned, allocated in blocks at first need and then kept: copies into fresh, pageable memory are several times
-    slower. The tensor objects stay the same: their device storage is freed and later filled again, so that references
-    to them stay valid.
+    It is pinned, allocated in blocks when it is first needed, and then kept. Copies into fresh, pageable memory are
+    several times slower. The tensor objects stay the same, so references to them stay valid. Only their device storage
+    is freed and later filled again.
 
     Args:
-        tensors: returns the tensors, sharded or not; called at every `offload`, as optimizers create their state late.
+        tensors: returns the tensors, sharded or not. It is called at every `offload`, because optimizers create their
+            state late.
         device: the tensors' device.
     """
 
@@ -33,9 +34,9 @@ class HostMemory:
         self.away: dict[int, tuple[torch.UntypedStorage, int, int]] = {}
 
     def offload(self, *, unchanged: bool = False) -> None:
-        """Copy every tensor here and free its memory on the device.
+        """Copy every tensor to host memory and free its memory on the device.
 
-        ``unchanged``: the tensors have not changed since the last `onload`, so that nothing is copied again.
+        ``unchanged``: the tensors have not changed since the last `onload`, so nothing is copied again.
         """
         if self.away:
             return
@@ -65,7 +66,7 @@ class HostMemory:
 
     @contextmanager
     def present(self, tensor: Tensor) -> Iterator[None]:
-        """A context in which ``tensor`` can be read on the device, whether offloaded or not."""
+        """Inside this block ``tensor`` can be read on the device, whether it is offloaded or not."""
         storage = local(tensor).untyped_storage()
         if storage._cdata not in self.away:
             yield
@@ -79,7 +80,8 @@ class HostMemory:
             storage.resize_(0)
 
     def _copy(self, storage: torch.UntypedStorage, start: int, size: int, *, to_device: bool) -> None:
-        """Copy the whole ``storage`` to or from the host bytes that begin at ``start`` and may span several blocks."""
+        """Copy the whole ``storage`` to or from host memory. Its bytes begin at ``start`` there and may span several
+        blocks."""
         theirs = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
         while len(self._blocks) * BLOCK_BYTES < start + size:
             pinned = self._device.type == "cuda"

@@ -66,7 +66,7 @@ class LrSchedule:
         )
 
     def differences(self, other: LrSchedule, flags: Mapping[str, str] = FLAGS) -> list[str]:
-        """The flags that differ from those of ``other``, as "--lr 0.001 (not 0.005)"."""
+        """The flags that differ from those of ``other``, such as "--lr 0.001 (not 0.005)"."""
         return [
             f"{flag} {getattr(self, name)} (not {getattr(other, name)})"
             for name, flag in flags.items()
@@ -76,8 +76,8 @@ class LrSchedule:
     def at(self, step: int, run_steps: int) -> float:
         """The learning rate of optimizer step ``step`` (the first is 0) in a run of ``run_steps``.
 
-        Warm-up reaches the peak at its last step: from a warmup_init of 0 the first step has peak / warmup_iters, where
-        Megatron's has 0.
+        Warm-up reaches the peak at its last step. From a warmup_init of 0 the first step has peak / warmup_iters; in
+        Megatron it has 0.
         """
         total = run_steps if self.decay_iters is None else self.decay_iters
         warmup = self.warmup_iters
@@ -116,7 +116,8 @@ class LrSchedule:
 
 
 class Optimizers:
-    """AdamW, or Muon for the matrices between embedding and head and AdamW for the rest (``--optimizer muon``).
+    """AdamW, or with ``--optimizer muon`` Muon for the matrices between embedding and head and AdamW for the other
+    weights.
 
     Norms and biases have no weight decay.
     """
@@ -145,17 +146,18 @@ class Optimizers:
             self.all += [Muon(inner, lr=args.muon_lr, momentum=args.muon_momentum, weight_decay=args.weight_decay)]
 
     def step(self, lr: float, peak: float, loss: Tensor) -> tuple[float, bool]:
-        """Clip the gradients, update at learning rate ``lr`` and forget the gradients.
+        """Clip the gradients, update with learning rate ``lr``, and clear the gradients.
 
-        ``loss``: 0-d, of the step, over all ranks; a NaN loss may have a finite gradient. ``peak``: of the schedule,
-        which after a resume may differ from ``--lr``. Muon's rate is ``--muon-lr`` times ``lr / peak``.
+        ``loss``: 0-d, of the step over all ranks. It is checked too, because a NaN loss may have a finite gradient.
+        ``peak``: the schedule's peak, which may differ from ``--lr`` after a resume. Muon's rate is ``--muon-lr`` times
+        ``lr / peak``.
 
         Returns:
-            the norm of the gradient before clipping, and whether it and the loss were finite; if one was not, weights
-            and moments have not changed.
+            the norm of the gradient before clipping, and whether it and the loss were finite. If not, weights and
+            moments are unchanged.
 
         Raises:
-            FloatingPointError: loss or gradient is not finite, under ``--nonfinite-grad fail``.
+            FloatingPointError: the loss or gradient is not finite, with ``--nonfinite-grad fail``.
         """
         norm = self._clip()
         finite = bool(norm.isfinite()) and bool(loss.isfinite())
@@ -203,17 +205,17 @@ STACK_BYTES = 2**28
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for 2-D parameters, plain or sharded by rows: momentum whose matrices are made orthogonal by Newton-Schulz
-    iterations (kellerjordan.github.io/posts/muon).
+    """Muon for 2-D parameters, plain or sharded by rows: momentum whose matrices Newton-Schulz iterations make
+    orthogonal (kellerjordan.github.io/posts/muon).
 
-    `torch.optim.Muon` computes the same, one matrix at a time, in bf16, and with shards gathered by every rank in every
-    iteration. Here matrices of equal shape are stacked and iterated together, in the parameters' dtype: fp32, which is
-    several times faster than bf16 on a CPU. Ranks that hold a model's shards divide the matrices among them: each rank
-    gathers some whole, iterates them, and sends every rank its rows of the result.
+    `torch.optim.Muon` computes the same, but one matrix at a time and in bf16, and every rank gathers the shards in
+    every iteration. Here matrices of equal shape are stacked and iterated together, in the parameters' dtype: fp32,
+    which is several times faster than bf16 on a CPU. Ranks that have a model's shards divide the matrices among them.
+    Each rank gathers some whole matrices, iterates them, and sends every rank its rows of the result.
 
     Args:
         params: matrices.
-        lr: learning rate; the elements of an update have RMS of about lr / sqrt(columns).
+        lr: learning rate. The elements of an update have an RMS of about lr / sqrt(columns).
         momentum: of the (Nesterov) average of gradients.
         weight_decay: decoupled.
     """
@@ -253,7 +255,7 @@ class Muon(torch.optim.Optimizer):
 
 
 class _Ranks:
-    """The ranks that hold the rows of matrices like ``parameter``."""
+    """The ranks that have the rows of matrices like ``parameter``."""
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self.size, self.rank, self.group = 1, 0, None
@@ -267,7 +269,7 @@ class _Ranks:
         self.rows = [min(every, max(0, len(parameter) - rank * every)) for rank in range(self.size)]
 
     def orthogonalize(self, shards: Sequence[Tensor]) -> Sequence[Tensor]:
-        """This rank's rows of each orthogonalized matrix, from this rank's rows of each (collective)."""
+        """This rank's rows of each orthogonalized matrix, computed from every rank's rows (collective)."""
         if self.size == 1:
             return orthogonalize(torch.stack(list(shards))).unbind()
         columns = shards[0].shape[1]
@@ -290,7 +292,8 @@ class _Ranks:
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
-    """About U·Vᵀ for each matrix U·S·Vᵀ of [n, rows, columns]; singular values end between 0.7 and 1.2."""
+    """About U·Vᵀ for each matrix U·S·Vᵀ of [n, rows, columns]. The resulting singular values are between 0.7 and
+    1.2."""
     a, b, c = COEFFICIENTS
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if tall else matrices

@@ -1,8 +1,8 @@
-"""Decides whether a model may be trained on packed sequences, by testing a small copy of it before training.
+"""Decides whether a model may be trained on packed sequences. It tests a small copy of the model before training.
 
-A layer that carries a state from token to token (linear attention, Mamba, a convolution) does not stop where one packed
-sequence ends and the next begins, unless its code handles that, and cannot go back to where a shared prefix ended. No
-error is raised: the log-probs are merely wrong.
+Some layers carry a state from token to token: linear attention, Mamba, a convolution. Unless their code handles
+packing, the state runs over from one packed sequence into the next, and cannot go back to the end of a shared prefix.
+No error is raised then: the log-probs are just wrong.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ SPREAD = 0.1
 
 
 class NoSmallModel(ValueError):
-    """transformers itself cannot run a small copy of the model, so that packed log-probs cannot be compared."""
+    """transformers cannot run a small copy of the model, so packed log-probs cannot be compared."""
 
 
 class NotTrainable(ValueError):
-    """Log-probs here are not transformers' own; ``reason`` says why; ``eager``: whether that attention mends it."""
+    """Log-probs differ from transformers' own. ``reason``: why. ``eager``: whether eager attention fixes it."""
 
     def __init__(self, family: str, reason: str, eager: bool) -> None:
         remedy = "docs/algorithms.md lists the families that can be trained"
@@ -64,17 +64,18 @@ class Packing(IntEnum):
 
 
 def may_pack(config: PretrainedConfig, attention: str, *, pairs: bool = False) -> Packing:
-    """How rows may be packed so that they get the same log-probs as each alone.
+    """How rows may be packed and still get the same log-probs as each row alone.
 
-    The answer is cached, because the models of a run mostly have the same config.
+    The answer is cached, because the models of a run usually have the same config.
 
     Args:
         attention: the transformers attention name that the model is trained with.
-        pairs: whether two rows, each padded, will share a forward pass that is not packed.
+        pairs: whether two rows, each padded, may share a forward pass if packing is not possible.
 
     Raises:
         NoSmallModel: no small copy of the model can be run.
-        NotTrainable: even unpacked log-probs differ from transformers' own forward pass, or the forward pass fails.
+        NotTrainable: even without packing, log-probs differ from transformers' own forward pass, or the forward pass
+            fails.
     """
     return _may_pack(pickle.dumps(config), attention, pairs)
 
@@ -94,7 +95,7 @@ def _may_pack(pickled: bytes, attention: str, pairs: bool) -> Packing:
 
 
 def why_alone(config: PretrainedConfig, attention: str) -> str:
-    """Why packed rows do not get the log-probs of each alone, for people."""
+    """Why packed rows do not get the log-probs of rows alone, as a text for people."""
     return _small_model(config).why_alone(attention)
 
 
@@ -113,8 +114,8 @@ def _small_model(config: PretrainedConfig) -> SmallModel:
 
 
 class SmallModel:
-    """A small copy of a model, some rows, and the log-probs that transformers' own forward pass, with eager attention
-    and in eval(), gives to each row alone. Rows 2 and 3 share a prefix; rows 0 and 4 are equally long.
+    """A small copy of a model, some rows, and the right log-probs of each row alone. transformers' own forward pass
+    computed these, with eager attention and in eval(). Rows 2 and 3 share a prefix; rows 0 and 4 are equally long.
     """
 
     @torch.no_grad()
@@ -139,7 +140,7 @@ class SmallModel:
 
     @torch.no_grad()
     def compare(self, attention: str, pairs: bool) -> tuple[Packing, str]:
-        """How packed rows get the right log-probs with this attention; and the problem of unpacked rows, or ""."""
+        """The packing that gets the right log-probs with this attention, and the problem of unpacked rows, or ""."""
         try:
             policy = self._policy(attention)
             right = [packing for packing, rows in TESTS.items() if self._gap(policy, rows, packing) < TOLERANCE]
@@ -159,7 +160,8 @@ class SmallModel:
 
     @torch.no_grad()
     def why_alone(self, attention: str) -> str:
-        """Why packed rows do not get the right log-probs, for people: which module is the first to differ."""
+        """Why packed rows do not get the right log-probs, as a text for people. It names the first module that
+        differs."""
         policy = self._policy(attention)
         packed, other, alone = (self._seen(policy, rows) for rows in ([0, 1], [4, 1], [1]))
         if name := _first_difference(packed, other):
@@ -167,13 +169,13 @@ class SmallModel:
         return f"in a pack its {_first_difference(packed, alone)} depends on where a sequence begins"
 
     def _looks_ahead(self) -> bool:
-        """Whether log-probs depend on tokens that come after."""
+        """Whether log-probs depend on later tokens."""
         changed = self._rows[1].clone()
         changed[:, -1] = 1 + changed[:, -1] % (VOCABULARY - 1)
         return bool((self._own_log_probs(changed) - self._right[1])[:-1].abs().max() > TOLERANCE)
 
     def _why_other(self, policy: PolicyModel) -> str:
-        """Why a row alone does not get the right log-probs, for people."""
+        """Why a row alone does not get the right log-probs, as a text for people."""
         ids = self._rows[1]
         if (self._own_log_probs(ids) - self._right[1]).abs().max() > TOLERANCE:
             return "its log-probs change from call to call"
@@ -184,7 +186,7 @@ class SmallModel:
         return "its logits are not the output of its LM head"
 
     def _policy(self, attention: str) -> PolicyModel:
-        """The same model as it is trained here, with this attention."""
+        """The same model in the form that is trained here, with this attention."""
         register_attention()
         with torch.random.fork_rng(devices=[]):  # the test does not change the run's own random numbers
             twin = self._build(attention)
@@ -211,7 +213,7 @@ class SmallModel:
         return float(difference.abs().nan_to_num(nan=torch.inf).max())
 
     def _seen(self, policy: PolicyModel, rows: list[int]) -> Outputs:
-        """What the modules make of these rows, end to end."""
+        """The outputs of all modules for these rows, laid end to end."""
         policy.packed = True
         with _outputs(policy.hf) as seen:
             policy(MicroBatch(self._columns, np.array(rows, np.int64), self._own.device), 1.0)
@@ -243,7 +245,7 @@ def _outputs(model: nn.Module) -> Iterator[Outputs]:
 
 
 def _first_difference(one: Outputs, two: Outputs) -> str:
-    """The first module that makes something else of the same last row (`LENGTHS`) in two forward passes, or ""."""
+    """The first module whose outputs for the same last row (`LENGTHS`) differ between two forward passes, or ""."""
     for (name, *mine), (same, *theirs) in zip(one, two, strict=False):
         if name != same:
             break
@@ -258,7 +260,8 @@ def _alike(one: Tensor, two: Tensor) -> bool:
 
 
 def _row(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """What belongs to row 1, alone or after row 0; nothing if it is not ordered by tokens."""
+    """The part of the tensors that belongs to row 1, alone or after row 0; nothing if they are not ordered by
+    tokens."""
     lengths = (LENGTHS[1], LENGTHS[0] + LENGTHS[1])
     if any(x.ndim < 2 or x.shape[1] not in lengths for x in tensors):
         return ()
@@ -267,7 +270,7 @@ def _row(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def one_line(error: Exception | None) -> str:
-    """The message of ``error`` on one line, with its type in front unless it is a ValueError or OSError."""
+    """The message of ``error`` on one line. Its type comes first, unless it is a ValueError or OSError."""
     text = " ".join(str(error).split())[:300]
     return text if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {text}"
 

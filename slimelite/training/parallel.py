@@ -1,4 +1,4 @@
-"""Ranks: the process group, one named DeviceMesh, and FSDP2 over it."""
+"""Ranks: the process group, a DeviceMesh with named dimensions, and FSDP2 over it."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from slimelite.training.quantized import SOURCE, STATE, FrozenLinear
 
 @dataclass(frozen=True)
 class World:
-    """This rank among all trainer ranks.
+    """This rank and its place among all trainer ranks.
 
-    ``rank`` of ``ranks``: processes. ``dp_rank`` of ``dp_size``: shares of the data. They are equal so far, because
-    every rank trains different rows; ranks that computed the same rows would share a ``dp_rank``. ``mesh``:
-    dimensions ``replicate`` (copies of the model, HSDP) and ``shard``; data is split over both.
+    ``rank`` of ``ranks``: processes. ``dp_rank`` of ``dp_size``: the shares of the data. Both pairs are equal so far,
+    because every rank trains different rows. Ranks that computed the same rows would have the same ``dp_rank``.
+    ``mesh``: its dimensions are ``replicate`` (copies of the model, HSDP) and ``shard``. Data is split over both.
     """
 
     rank: int
@@ -41,7 +41,7 @@ class World:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """dtype of forward and backward: bf16 on a GPU, fp32 on a CPU, where bf16 is slower."""
+        """dtype of the forward and backward passes: bf16 on a GPU; fp32 on a CPU, where bf16 is slower."""
         return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ class World:
 def meeting_store(
     args: ClusterArgs, address: str, rank: int, world_size: int, listener: socket.socket | None
 ) -> dist.Store:
-    """The store at ``address`` (host:port) through which the ranks meet; rank 0 serves it on ``listener``, if given."""
+    """The store at ``address`` (host:port) where the ranks meet. Rank 0 serves it, on ``listener`` if given."""
     host, _, port = address.rpartition(":")
     return dist.TCPStore(
         host,
@@ -80,10 +80,10 @@ def meeting_store(
 def join_world(args: PerfArgs, rank: int, world_size: int, store: dist.Store | None) -> World:
     """Meet the other ranks at ``store``.
 
-    One rank alone needs none and opens no port. CPU tensors always travel by gloo.
+    A single rank needs no store and opens no port. CPU tensors always use gloo.
 
     Raises:
-        ValueError: several ranks and no store.
+        ValueError: there are several ranks and no store.
     """
     if world_size > 1 and store is None:
         raise ValueError(f"{world_size} training ranks need a store to meet at")
@@ -110,10 +110,10 @@ def join_world(args: PerfArgs, rank: int, world_size: int, store: dist.Store | N
 def shard_model(model: nn.Module, layers: Iterable[nn.Module], world: World, *, cpu_offload: bool) -> None:
     """Shard ``layers`` and then the rest of ``model`` over the mesh, and move it to the device.
 
-    A parameter without data is read from where its ``SOURCE`` says, by each rank its own rows. Others are scattered by
-    rank 0, whose model holds them; on other ranks they are on the meta device. One
-    rank that computes in fp32 has nothing to scatter and nothing to cast, and does without FSDP, which would copy every
-    weight and gradient again and again (5 % of a step and 0.5 GB at 135M parameters on a CPU).
+    A parameter without data is read from the place in its ``SOURCE``; each rank reads its own rows. Rank 0 scatters the
+    other parameters, which its model has. On other ranks they are on the meta device. A single rank that computes in
+    fp32 uses no FSDP, because it has nothing to scatter or cast. FSDP would copy every weight and gradient again and
+    again (5 % of a step and 0.5 GB at 135M parameters on a CPU).
     """
     if world.ranks == 1 and world.compute_dtype == torch.float32:
         for tensor in (*model.parameters(), *model.buffers()):  # mapped from a file, which others may write to
@@ -138,8 +138,9 @@ def shard_model(model: nn.Module, layers: Iterable[nn.Module], world: World, *, 
 
 
 def _kept_whole(model: nn.Module, world: World) -> set[nn.Parameter]:
-    """Parameters that FSDP leaves alone: of one rank with weights in 4 bits the frozen ones, which are in the dtype
-    that it computes in. There is nothing to gather, and a copy of embedding and head would cost what 4 bits save.
+    """Parameters that FSDP leaves alone. If a single rank has weights in 4 bits, they are the frozen ones, which have
+    the dtype that the rank computes in. There is nothing to gather then, and copies of the embedding and head would
+    cost what 4 bits save.
     """
     if world.ranks > 1 or not any(parameter.dtype == torch.uint8 for parameter in model.parameters()):
         return set()
@@ -150,7 +151,7 @@ def _kept_whole(model: nn.Module, world: World) -> set[nn.Parameter]:
 
 
 def _scatter(model: nn.Module, full: dict[str, nn.Parameter], world: World, home: torch.device) -> None:
-    """Give every shard of ``model``, which lives on ``home``, its part of the ``full`` parameters."""
+    """Give every shard of ``model`` its part of the ``full`` parameters. The shards are on ``home``."""
     # to_empty would discard the buffers, which hold real values even in a meta model (rotary frequencies)
     model._apply(lambda tensor: torch.empty_like(tensor, device=home) if tensor.is_meta else tensor)
     sources = {name: source for name, each in full.items() if (source := getattr(each, SOURCE, None)) is not None}
@@ -188,12 +189,12 @@ def reshard(model: nn.Module) -> None:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The full tensor behind a sharded one (collective); a plain tensor is itself."""
+    """The full tensor behind a sharded one (collective). A plain tensor is returned unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor, of which it may share the memory; a plain tensor is itself."""
+    """This rank's part of a sharded tensor. The memory may be shared. A plain tensor is returned unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -1,8 +1,8 @@
 """Plans training: rows -> optimizer steps -> ranks -> micro-batches.
 
 Tokens are counted as they are computed: a prefix that rows of a micro-batch share counts once (*tree tokens*). A *unit*
-is what must stay together, mostly a single row; of units with several rows only what all their rows share is counted as
-shared, so that their tree tokens are at most those of the plan.
+is a set of rows that must stay together, usually a single row. If a unit has several rows, only the prefix of all its
+rows counts as shared, so its tree tokens are at most those of the plan.
 
 Invariants (tests/training/test_planning.py asserts each):
 
@@ -51,7 +51,7 @@ CHUNK_ELEMENTS = 2**18
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One optimizer step: the loss divides by all ``rows``; ``micro_batches[rank]``: the rows that a rank computes."""
+    """One optimizer step. The loss divides by all ``rows``. ``micro_batches[rank]``: the rows that a rank computes."""
 
     rows: np.ndarray
     micro_batches: list[list[np.ndarray]]
@@ -82,11 +82,12 @@ def split_steps(rollout_ids: np.ndarray, unit_ids: np.ndarray, global_batch_size
 def deal(
     table: SampleTable, rows: np.ndarray, dp_size: int, limits: PackingLimits, *, shares: bool
 ) -> list[list[np.ndarray]]:
-    """Deal ``rows`` to ranks and pack each rank's share into micro-batches: [rank][micro-batch] -> rows.
+    """Distribute ``rows`` to ranks, and pack each rank's share into micro-batches: [rank][micro-batch] -> rows.
 
-    Units that share a prefix go to a rank together, the largest such *clump* first, each to the rank with the fewest
-    tokens; then the fullest rank gives the end of a clump to the emptiest one while that helps. Within a rank, clumps
-    that are too large for a micro-batch are cut where they share least, and packed best-fit decreasing.
+    Units that share a prefix form a *clump* and go to one rank. The largest clump is first, and each goes to the rank
+    with the fewest tokens. Then the fullest rank gives the end of a clump to the emptiest one, as long as that helps.
+    Within a rank, a clump that is too large for a micro-batch is cut where it shares least. The pieces are packed
+    best-fit decreasing.
 
     Args:
         rows: [n] int64 rows of ``table``.
@@ -101,7 +102,8 @@ def deal(
 
 
 def tokens_shared(table: SampleTable, dealt: Iterable[np.ndarray], *, shares: bool) -> tuple[np.ndarray, np.ndarray]:
-    """The rows [n] of all micro-batches ``dealt``, and the tokens [n] of each that another row there has computed."""
+    """The rows [n] of all micro-batches in ``dealt``, and for each row the tokens [n] that another row of its
+    micro-batch computes."""
     parts = list(dealt)
     rows = np.concatenate([np.zeros(0, np.int64), *parts])
     whose = np.repeat(np.arange(len(parts)), list(map(len, parts)))
@@ -110,9 +112,9 @@ def tokens_shared(table: SampleTable, dealt: Iterable[np.ndarray], *, shares: bo
 
 
 class _Units:
-    """Units by their first row among the sorted rows.
+    """The units, in the order of their first rows among the sorted rows.
 
-    ``tokens``: [u] tree tokens of each alone; ``responses``: [u] its response tokens.
+    ``tokens``: [u] tree tokens of each unit alone. ``responses``: [u] its response tokens.
     """
 
     def __init__(self, table: SampleTable, rows: np.ndarray, prefixes: Prefixes) -> None:
@@ -132,7 +134,7 @@ class _Units:
             self.responses = np.add.reduceat(self.responses, begins)[by_first]
 
     def shared(self, share: np.ndarray) -> np.ndarray:
-        """[m] the tokens that each unit of ``share`` [m], ascending, has in common with the one before it."""
+        """[m] the tokens that each unit of ``share`` [m], in ascending order, has in common with the unit before it."""
         tokens = np.zeros(len(share), np.int64)
         last = np.maximum(self._last[share[:-1]], self._last[share[1:]])
         tokens[1:] = self._prefixes.between(self._first[share[:-1]], last)
@@ -149,7 +151,7 @@ class _Units:
 
 
 def _spread(units: _Units, dp_size: int) -> list[np.ndarray]:
-    """The units [m], ascending, of each rank: whole clumps."""
+    """The units [m] of each rank, in ascending order. Clumps stay whole."""
     everyone = np.arange(len(units.tokens))
     shared = units.shared(everyone)
     clumps = np.split(everyone, np.flatnonzero(shared == 0)[1:])
@@ -167,8 +169,8 @@ def _spread(units: _Units, dp_size: int) -> list[np.ndarray]:
 def _level(shares: list[np.ndarray], units: _Units) -> list[np.ndarray]:
     """``shares``, the units of each rank, after moving ends of clumps from the fullest rank to the emptiest one.
 
-    A move makes the fuller of the two emptier. There is one while they differ by more than the tokens of the last unit
-    of any clump, so that this ends only when they do not.
+    Each move makes the fuller of the two ranks less full. A move is possible while the two differ by more than the
+    tokens of the last unit of any clump. So this ends only when they do not.
     """
     loads = [int((units.tokens[share] - units.shared(share)).sum()) for share in shares]
     while True:
@@ -201,7 +203,7 @@ def _pack(units: _Units, share: np.ndarray, limits: PackingLimits) -> list[list[
 
 
 def _by_rows(units: _Units, share: np.ndarray, micro_batch_size: int) -> list[list[int]]:
-    """The units of ``share`` in their order, in micro-batches of so many rows."""
+    """The units of ``share`` in their order, in micro-batches of ``micro_batch_size`` rows."""
     bins: list[list[int]] = []
     rows = micro_batch_size
     for unit in share.tolist():
@@ -214,10 +216,11 @@ def _by_rows(units: _Units, share: np.ndarray, micro_batch_size: int) -> list[li
 
 
 def _pieces(units: _Units, share: np.ndarray, max_tokens: int) -> list[tuple[int, list[int]]]:
-    """The clumps of ``share``, those above ``max_tokens`` cut where they share least: (-size, units) of each piece.
+    """The clumps of ``share``, as (-size, units) of each piece. Clumps above ``max_tokens`` are cut where they share
+    least.
 
-    A size is in tree tokens or in response tokens, whichever are more: equal responses are the same tree tokens, but
-    each has log-probs of its own.
+    A size is the larger of tree tokens and response tokens. Equal responses have the same tree tokens, but each
+    response has its own log-probs.
     """
     shared = units.shared(share)
     steps = np.concatenate([[0], np.cumsum(units.tokens[share] - shared)]).tolist()
@@ -245,7 +248,8 @@ def _pieces(units: _Units, share: np.ndarray, max_tokens: int) -> list[tuple[int
 
 
 def _connected(*ids: np.ndarray) -> np.ndarray:
-    """[rows] the first row of each row's group: rows that share an id in any column, directly or through other rows."""
+    """[rows] the first row of each row's group. Rows are in one group if they share an id in any column, directly or
+    through other rows."""
     labels = np.arange(len(ids[0]))
     inverses = [np.unique(column, return_inverse=True)[1] for column in ids]
     while True:
@@ -261,7 +265,7 @@ def _connected(*ids: np.ndarray) -> np.ndarray:
 class Prefixes:
     """The shared prefixes of the n rows of a table.
 
-    ``rank``: [n] int64, the place of each row among the sorted rows; ``shared``: [n] int32, by rank, the tokens that a
+    ``rank``: [n] int64, the place of each row among the sorted rows. ``shared``: [n] int32, by rank, the tokens that a
     row shares with the row before it (0 for the first row).
     """
 
@@ -275,7 +279,7 @@ class Prefixes:
 
     @classmethod
     def of(cls, table: SampleTable, *, shares: bool, shortest: int = SHORTEST) -> Prefixes:
-        """The prefixes of the rows of ``table``, none if not ``shares``; the first call for a table computes them."""
+        """The prefixes of the rows of ``table``; none unless ``shares``. The first call for a table computes them."""
         known = _prefixes.setdefault(table, {})
         key = shortest if shares else 0
         if key not in known:
@@ -284,7 +288,8 @@ class Prefixes:
         return known[key]
 
     def between(self, first: np.ndarray, last: np.ndarray) -> np.ndarray:
-        """[m] int64 the tokens that all rows of the ranks ``first`` [m] to ``last`` [m] share; ``first`` < ``last``."""
+        """[m] int64: the tokens that all rows from rank ``first`` [m] to rank ``last`` [m] share. ``first`` <
+        ``last``."""
         level = np.frexp(last - first)[1] - 1
         tokens = np.zeros(len(first), np.int64)
         for k in np.unique(level):
@@ -294,8 +299,9 @@ class Prefixes:
         return tokens
 
     def within(self, rows: np.ndarray, parts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """``rows`` [m] sorted by part and then by token ids, and the tokens that each shares with the one before it in
-        its part: index into ``rows`` [m] and [m] int64. ``parts``: [m] int64, such as its micro-batch.
+        """``rows`` [m] sorted by part and then by token ids, and the tokens that each row shares with the one before it
+        in its part: an index into ``rows`` [m], and [m] int64. ``parts``: [m] int64, the part of each row, such as its
+        micro-batch.
         """
         ranks = self.rank[rows]
         order = np.lexsort((ranks, parts))
@@ -310,10 +316,10 @@ _prefixes: WeakKeyDictionary[SampleTable, dict[int, Prefixes]] = WeakKeyDictiona
 
 
 def _sorted(table: SampleTable) -> tuple[np.ndarray, np.ndarray]:
-    """The rows sorted by token ids, and the length of the prefix that each has in common with the one before it.
+    """The rows sorted by token ids, and the length of the prefix that each shares with the one before it.
 
-    All rows that are still alike are compared a chunk of tokens at a time; one whose neighbours differ is out of it.
-    So every shared token is read about once, and little of what comes after.
+    All rows that are still equal are compared one chunk of tokens at a time. A row whose neighbours differ drops out.
+    So every shared token is read about once, and few of the tokens after it.
     """
     rows = len(table)
     order, common = np.arange(rows), np.zeros(rows, np.int64)
@@ -365,10 +371,10 @@ def tokens_at(table: SampleTable, rows: np.ndarray, depths: np.ndarray) -> np.nd
 
 
 def _branches(common: np.ndarray, shortest: int) -> np.ndarray:
-    """[n] the tokens that neighbours share: ``common`` [n] lowered to branches that are ``shortest`` apart.
+    """[n] the tokens that neighbours share: ``common`` [n] lowered to branches that are at least ``shortest`` apart.
 
-    From the root down: rows that have less than a branch and ``shortest`` tokens in common part at that branch; the
-    rest stay together up to the next branch, the shortest common prefix among them.
+    It works from the root down. Rows whose common prefix is shorter than a branch plus ``shortest`` part at that
+    branch. The other rows stay together up to the next branch, which is the shortest common prefix among them.
     """
     shared = np.zeros(len(common), np.int64)
     links = np.arange(1, len(common))  # between a row and the one before it

@@ -1,4 +1,4 @@
-"""`--use-pytorch-profiler` and `--record-memory-history`: what a rank's time and GPU memory went to, as files."""
+"""`--use-pytorch-profiler` and `--record-memory-history`: files that show where a rank's time and GPU memory went."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ HISTORY = 1_000_000
 
 
 class Profiler:
-    """Profiles the training of some rollouts on one rank, and keeps the history of its GPU memory, if flags ask for it.
+    """Profiles the training of some rollouts on one rank, and records the history of its GPU memory, if flags ask for
+    it.
 
-    Files are ``profile/{target}-{rollout}-rank{rank}.json.gz`` of the run folder, a trace for Perfetto each, and
+    It writes ``profile/{target}-{rollout}-rank{rank}.json.gz`` in the run folder, traces for Perfetto, and
     ``memory-rank{rank}.pickle`` in ``--memory-snapshot-dir``, for pytorch.org/memory_viz.
     """
 
@@ -44,7 +45,8 @@ class Profiler:
 
     @contextmanager
     def rollout(self, rollout_id: int) -> Iterator[None]:
-        """Context of the training on a rollout: it is profiled if `--profile-rollouts` or its window says so."""
+        """A context for the training on a rollout. It is profiled if `--profile-rollouts` or its window selects the
+        rollout."""
         args = self.args
         if args.use_pytorch_profiler and rollout_id in args.profiled_rollouts:
             self._rollout = rollout_id
@@ -58,14 +60,15 @@ class Profiler:
 
     @contextmanager
     def of_pass(self, name: str) -> Iterator[None]:
-        """Context of a pass of that training, such as ``log_probs``: it is profiled if `--profile-target` says so."""
+        """A context for a pass of that training, such as ``log_probs``. It is profiled if `--profile-target` selects
+        it."""
         targets = self.args.profile_target
         # a profiler records what runs within another one's time, so that it cannot run itself
         with self._recorded(name) if "train_overall" not in targets and TARGETS.get(name) in targets else nullcontext():
             yield
 
     def close(self) -> None:
-        """Write the memory's history, once, and stop keeping it."""
+        """Write the memory history once, and stop recording it."""
         if self._remembers:
             self._remembers = False
             self._dump()

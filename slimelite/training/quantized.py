@@ -1,5 +1,5 @@
-"""Frozen linear layers in 4 bits, as QLoRA has them (arXiv:2305.14314): NF4 in blocks of 64, whose scales are quantized
-too. bitsandbytes computes with them, on GPUs and on CPUs.
+"""Frozen linear layers in 4 bits, as in QLoRA (arXiv:2305.14314): NF4 in blocks of 64, whose scales are quantized too.
+bitsandbytes computes with them, on GPUs and on CPUs.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ SOURCE = "_slimelite_source"
 
 
 class FrozenLinear(nn.Linear):
-    """W x + b with a frozen W, which `quantize` brings to 4 bits: ``weight`` is then uint8 [out, in / 2].
+    """W x + b with a frozen W. After `quantize` W has 4 bits, and ``weight`` is uint8 [out, in / 2].
 
-    The two numbers of a byte are neighbours in a row, so that FSDP may cut it into rows like any other weight.
+    The two numbers of a byte are neighbours in a row, so FSDP can shard the weight by rows like any other weight.
     """
 
     absmax: Tensor
@@ -39,12 +39,12 @@ class FrozenLinear(nn.Linear):
 
     @property
     def outline(self) -> Tensor:
-        """[out, in] a tensor without data, with the shape of the weight that the layer computes with."""
+        """A tensor [out, in] without data, with the shape of the weight that the layer computes with."""
         return torch.empty(self.out_features, self.in_features, device="meta")
 
     @torch.no_grad()
     def quantize(self) -> None:
-        """Bring the weight to 4 bits; one on the meta device gets the shapes alone."""
+        """Quantize the weight to 4 bits. A weight on the meta device only gets the shapes."""
         count, device = self.weight.numel(), self.weight.device
         packed = torch.empty(self.out_features, self.in_features // 2, dtype=torch.uint8, device=device)
         blocks = -(-count // BLOCK)
@@ -67,8 +67,8 @@ class FrozenLinear(nn.Linear):
 
     @torch.no_grad()
     def quantized(self, weight: Tensor) -> Tensor:
-        """[out, in / 2] the bytes of the whole fp32 ``weight`` of a layer whose own is elsewhere or sharded; the layer
-        gets their scales."""
+        """[out, in / 2] the bytes of the whole fp32 ``weight``. This layer's own weight is elsewhere or sharded; it
+        gets the scales."""
         alone = FrozenLinear(self.in_features, self.out_features, bias=False, device="meta")
         alone.weight = nn.Parameter(weight, requires_grad=False)
         alone.quantize()
@@ -77,7 +77,7 @@ class FrozenLinear(nn.Linear):
         return alone.weight
 
     def product(self, x: Tensor) -> Tensor:
-        """[..., out] from [..., in]; the backward pass dequantizes the weight again."""
+        """[..., out] from [..., in]. The backward pass dequantizes the weight again."""
         if not self.is_quantized:
             return F.linear(x, self.weight, self.bias)
         from bitsandbytes import matmul_4bit
@@ -90,7 +90,7 @@ class FrozenLinear(nn.Linear):
         return self.product(x)
 
     def dequantized(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
-        """[out, in] the weight that the layer computes with, from the whole ``weight``."""
+        """[out, in] the weight that the layer computes with, from the whole packed ``weight``."""
         from bitsandbytes.functional import dequantize_4bit
 
         result: Tensor = dequantize_4bit(packed.reshape(-1, 1), self._state(packed.device, dtype))

@@ -1,12 +1,14 @@
 """Layers that carry a state from token to token, on a tree of shared prefixes.
 
-Linear attention, state-space layers and short convolutions of transformers compute a row from its first token on: of
-rows end to end the second would start from the first one's state, in silence. Here their projections, norms and gates
-stay what they are, over all tokens at once, and what goes from token to token is computed level by level of the tree
-(`PackedSequences.levels`): the nodes of a level are a batch, and each starts from the last state of its parent.
+In transformers, linear attention, state-space layers and short convolutions compute a row from its first token on. If
+rows are laid end to end, the second row would silently start from the first row's state. Here their projections, norms
+and gates are unchanged and run over all tokens at once. The part that goes from token to token runs level by level of
+the tree (`PackedSequences.levels`): the nodes of a level are a batch, and each starts from the last state of its
+parent.
 
-`KINDS` is the table: by which attributes such a module is known, and what of it is exchanged. Whether the result is
-transformers' own is seen before a run starts, whatever the module's name (`slimelite.training.packing`).
+The table `KINDS` says by which attributes such a module is recognised, and which part of it is replaced.
+`slimelite.training.packing` checks before a run that the result equals transformers' own, whatever the module's name
+is.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from slimelite.models.scans import decayed_attention, gated_delta_rule, selective_scan, state_space_duality
 from slimelite.training.batch import sequences_of_pass
-from slimelite.training.scans import decayed_attention, gated_delta_rule, selective_scan, state_space_duality
 
 # (inputs [n, L, ...] and a state [n, ...] or None) -> result [n, L, ...] and the last state
 Scan = Callable[..., tuple[Tensor, Tensor]]
@@ -33,7 +35,7 @@ Kernel = Callable[..., Any]
 
 
 def over_tree(scan: Scan, *inputs: Tensor) -> Tensor:
-    """[rows, L, ...] what ``scan`` makes of ``inputs`` [rows, L, ...] of the forward pass that is running."""
+    """[rows, L, ...]: the result of ``scan`` on ``inputs`` [rows, L, ...] of the running forward pass."""
     sequences, shape = sequences_of_pass(), inputs[0].shape[:2]
     flat = [_and_zero(x.flatten(0, 1)) for x in inputs]
     results: list[Tensor] = []
@@ -52,7 +54,7 @@ def over_tree(scan: Scan, *inputs: Tensor) -> Tensor:
 
 
 def causal_convolution(conv: nn.Conv1d, x: Tensor) -> Tensor:
-    """[rows, channels, L] from [rows, channels, L]: each token with the kernel's other tokens before it on its path."""
+    """[rows, channels, L] from [rows, channels, L]. The kernel sees each token and the tokens before it on its path."""
     return _convolution(x, conv.weight, conv.bias)
 
 
@@ -65,12 +67,13 @@ def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _and_zero(x: Tensor) -> Tensor:
-    """[T + 1, ...]: after the tokens one of zeros, which is what padding is."""
+    """[T + 1, ...]: the tokens and one of zeros after them, which stands for padding."""
     return torch.cat([x, x.new_zeros(1, *x.shape[1:])])
 
 
 def _gated_delta(mixer: Any) -> None:
-    """Qwen3-Next, Qwen3.5, OLMo Hybrid: the module calls a kernel that it holds, and one or three convolutions."""
+    """Qwen3-Next, Qwen3.5, OLMo Hybrid. The module calls a kernel that it has as an attribute, and one or three
+    convolutions."""
     mixer.chunk_gated_delta_rule = partial(_gated_delta_kernel, mixer.chunk_gated_delta_rule)
     mixer.causal_conv1d_fn = None
     parts: list[Any] = [part for part in mixer.children() if isinstance(part, nn.Conv1d)]
@@ -81,7 +84,8 @@ def _gated_delta(mixer: Any) -> None:
 
 
 def _gated_delta_of_file(mixer: Any) -> None:
-    """The same of transformers 5.23, where the module calls functions of its file: its forward pass gets others."""
+    """The same in transformers 5.23, where the module calls functions of its file. Its forward pass gets other
+    functions."""
     forward = inspect.unwrap(type(mixer).forward)
     functions = {
         CHUNKED_RULE: partial(_gated_delta_kernel, forward.__globals__[CHUNKED_RULE]),
@@ -110,7 +114,7 @@ def _gated_delta_kernel(
 def _by_kernel(
     kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """`gated_delta_rule` by a kernel of fla, or by transformers' function, which has the same arguments."""
+    """`gated_delta_rule`, computed by a kernel of fla or by transformers' function, which has the same arguments."""
     options = {"initial_state": state, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
     result, last = kernel(query, key, value, g=g, beta=beta, **options)
     return result, last
@@ -148,7 +152,8 @@ def _mamba_2_forward(mixer: Any, kernel: Kernel | None, hidden_states: Tensor, *
 
 
 def _step_limits(mixer: Any, kernel: Kernel | None) -> tuple[float, float]:
-    """Between which values a step is. Without kernels Nemotron-H and Zamba2 of transformers 5.12 read another field."""
+    """The lower and upper limit of a step size. Without kernels, Nemotron-H and Zamba2 of transformers 5.12 read
+    another field."""
     if kernel is None and hasattr(mixer, "use_mem_eff_path") and hasattr(mixer, "time_step_min"):
         return mixer.time_step_min, torch.inf
     return mixer.time_step_limit or (0.0, torch.inf)
@@ -157,7 +162,7 @@ def _step_limits(mixer: Any, kernel: Kernel | None) -> tuple[float, float]:
 def _duality_by_kernel(
     kernel: Kernel, size: int, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """`state_space_duality` by the kernel of mamba-ssm, with states of its own layout."""
+    """`state_space_duality`, computed by the kernel of mamba-ssm, whose states have their own layout."""
     result, last = kernel(x, dt, a, b, c, chunk_size=size, initial_states=state, return_final_states=True)
     return result, last
 
@@ -214,7 +219,7 @@ def _lightning_attention_forward(mixer: Any, hidden_states: Tensor, *_: object, 
 
 
 def stateless_kernel(module: nn.Module) -> str:
-    """Which kernel computes this module on a GPU and takes no state for a sequence to start from; else ""."""
+    """The kernel that computes this module on a GPU, if it cannot start a sequence from a state; else ""."""
     one = all(hasattr(module, name) for name in MAMBA_1) and _kernel_of(module, "selective_scan_fn") is not None
     return "selective_scan_fn of mamba-ssm" if one else ""
 
@@ -225,19 +230,19 @@ def _kernel_of(module: nn.Module, name: str) -> Kernel | None:
 
 
 def _exact(x: Tensor) -> Tensor:
-    """In at least fp32."""
+    """``x`` in at least fp32."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Modules with a state.
+    """A kind of module with a state.
 
     Args:
         name: for people.
-        attributes: those that tell such a module from others.
-        take_over: exchanges what of it goes from token to token.
-        function: one of its file that its forward pass must call besides; "": none.
+        attributes: the attributes that such a module has and others do not.
+        take_over: replaces the part of the module that goes from token to token.
+        function: a function of its file that its forward pass must call as well; "": none.
     """
 
     name: str
@@ -246,7 +251,7 @@ class Kind:
     function: str = ""
 
     def is_of(self, module: nn.Module) -> bool:
-        """Whether ``module`` is such a one."""
+        """Whether ``module`` is of this kind."""
         if not all(hasattr(module, name) for name in self.attributes):
             return False
         return not self.function or self.function in inspect.unwrap(type(module).forward).__code__.co_names
@@ -266,7 +271,7 @@ KINDS = (
 
 
 def take_over(model: nn.Module) -> list[nn.Module]:
-    """Let the layers of ``model`` that carry a state follow the layout of the forward pass; the modules."""
+    """Let the layers of ``model`` that carry a state follow the layout of the forward pass. Returns these layers."""
     modules = []
     for module in list(model.modules()):
         kind = next((kind for kind in KINDS if kind.is_of(module)), None)

@@ -1,4 +1,4 @@
-"""Log-probs over the token ids that an engine kept, as top-p, top-k and min-p left them (`sample.Kept`)."""
+"""Log-probs over the token ids that an engine kept after top-p, top-k and min-p (`sample.Kept`)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 class KeptIds:
-    """The kept ids of R response tokens, padded for a chunk of them at a time.
+    """The kept ids of R response tokens. They are padded one chunk of tokens at a time.
 
     Args:
-        ids: [sum of counts] int32, of the first token, then of the second, and so on.
+        ids: [sum of counts] int32, the ids of the first token, then of the second, and so on.
         counts: [R]; 0: the token's log-prob is over the whole vocabulary.
     """
 
@@ -22,7 +22,7 @@ class KeptIds:
         self._starts, self._sizes = (torch.from_numpy(a).to(device) for a in (ends[:-1], np.diff(ends)))
 
     def chunk(self, rows: slice) -> KeptChunk | None:
-        """Those of some of the tokens; None if none of these has any."""
+        """The kept ids of some tokens; None if none of these tokens has any."""
         longest = int(self._counts[rows].max(initial=0))
         if not longest:
             return None
@@ -33,19 +33,20 @@ class KeptIds:
 
 
 class KeptChunk:
-    """``ids``: [rows, longest] the kept ids, padded; ``there``: [rows, longest] bool, which are none of the padding."""
+    """``ids``: [rows, longest] the kept ids, padded. ``there``: [rows, longest] bool, False for padding."""
 
     def __init__(self, ids: Tensor, there: Tensor) -> None:
         self.ids, self.there = ids, there
         self.some = there[:, 0]  # [rows] bool: tokens that have kept ids
 
     def replace(self, log_probs: Tensor, logits: Tensor, targets: Tensor) -> None:
-        """Make ``log_probs`` [rows] of ``targets`` those over the kept ids; ``logits``: [rows, V]."""
+        """Replace ``log_probs`` [rows] of ``targets`` by log-probs over the kept ids. ``logits``: [rows, V]."""
         over = logits.gather(1, targets[:, None])[:, 0] - self._kept(logits).logsumexp(-1)
         torch.where(self.some, over, log_probs, out=log_probs)
 
     def gradient(self, logits: Tensor, grad: Tensor) -> Tensor:
-        """[rows, longest] the gradient of the kept ids' logits but for the target's own, from that of log-probs [rows].
+        """[rows, longest] the gradient of the kept ids' logits, from the gradient of log-probs [rows]. It leaves out
+        the target's own term.
 
         d log p_y / d logit_j = [j = y] - p_j, with p over the kept ids.
         """

@@ -33,7 +33,7 @@ from slimelite.training.critic import FOLDER, Critic, FrozenPolicy, build_refere
 from slimelite.training.learner import Learner, MetricSums, PassTimer, Scores, table_scores
 from slimelite.training.loading import build_policy, build_scorer, loading_minutes
 from slimelite.training.lora import peft_config
-from slimelite.training.loss import check_first_step, micro_batch_loss
+from slimelite.training.loss import check_first_step, micro_batch_loss, reads_entropy
 from slimelite.training.model import LanguageModel, PolicyModel
 from slimelite.training.offload import HostMemory
 from slimelite.training.parallel import be_deterministic, join_world
@@ -48,15 +48,15 @@ class Trainer(Learner[PolicyModel]):
 
     Args:
         args: resolved arguments.
-        rank, world_size: of this trainer among the training ranks.
+        rank, world_size: this trainer's rank, and the number of training ranks.
         store: where several ranks meet.
 
-    Of the last rollout trained on, the same on every rank: ``step_metrics``, the ``train/*`` metrics of each optimizer
-    step; ``trained_columns``, what it was trained with, see `TokenColumns.trained`; ``token_stats``, log-probs and
-    entropies of the response tokens, None with ``--token-stats none``.
+    After training on a rollout it has the following, equal on every rank. ``step_metrics``: the ``train/*`` metrics of
+    each optimizer step. ``trained_columns``: see `TokenColumns.trained`. ``token_stats``: log-probs and entropies of
+    the response tokens, None with ``--token-stats none``.
 
     Raises:
-        ValueError: the arguments ask for something that training does not support, or name no model.
+        ValueError: the arguments name no model, or ask for something that training does not support.
     """
 
     def __init__(self, args: Args, *, rank: int = 0, world_size: int = 1, store: dist.Store | None = None) -> None:
@@ -120,7 +120,7 @@ class Trainer(Learner[PolicyModel]):
             )
 
     def set_num_rollout(self, num_rollout: int) -> None:
-        """Set the number of rollouts of the run, after which learning-rate schedules end."""
+        """Set the number of rollouts of the run. Learning-rate schedules end there."""
         steps, waits = self.args.num_steps_per_rollout, 0
         if self.critic is not None:
             self.critic.run_steps = num_rollout * steps
@@ -130,10 +130,10 @@ class Trainer(Learner[PolicyModel]):
     def train(self, rollout_id: int, table: SampleTable) -> dict[str, float]:
         """Train on a rollout: one optimizer step for every ``--global-batch-size`` rollouts of the table.
 
-        In the first ``--num-critic-only-steps`` rollouts only the critic is trained, where there is one.
+        If there is a critic, only the critic is trained in the first ``--num-critic-only-steps`` rollouts.
 
         Returns:
-            ``train/*`` (means over the steps), ``rollout/*`` and ``perf/*``, the same on every rank.
+            ``train/*`` (means over the steps), ``rollout/*`` and ``perf/*``, equal on every rank.
 
         Raises:
             ValueError: a row cannot be trained on.
@@ -164,14 +164,14 @@ class Trainer(Learner[PolicyModel]):
             return self._metrics(columns, computed, sums)
 
     def forward_backward(self, table: SampleTable) -> dict[str, float]:
-        """Add the gradient of ``table`` to that of earlier calls; `optim_step` applies it. The whole table counts as
-        one optimizer step, whatever ``--global-batch-size`` is.
+        """Add the gradient of ``table`` to the gradient of earlier calls. `optim_step` applies it. The whole table
+        counts as one optimizer step, whatever ``--global-batch-size`` is.
 
         Returns:
             the metrics of `train`, except those that `optim_step` returns.
 
         Raises:
-            ValueError: a row cannot be trained on, or a flag of the run concerns whole rollouts.
+            ValueError: a row cannot be trained on, or a flag of the run needs whole rollouts.
         """
         _check_splits(self.args)
         self.timed.restart()
@@ -187,7 +187,7 @@ class Trainer(Learner[PolicyModel]):
         """Clip the gradient of `forward_backward`, and update the weights with it.
 
         Returns:
-            ``train/grad_norm``, ``train/skipped_steps`` and the learning rates, the same on every rank.
+            ``train/grad_norm``, ``train/skipped_steps`` and the learning rates, equal on every rank.
 
         Raises:
             ValueError: there is no gradient.
@@ -207,8 +207,8 @@ class Trainer(Learner[PolicyModel]):
         sums: MetricSums,
         then: Callable[[Tensor], None],
     ) -> None:
-        """Compute the policy's gradient for each step from the rows ``computed`` [n] bool, and call ``then``
-        with each loss (see `gradient`).
+        """Compute the policy's gradient for each step from the rows in ``computed`` [n] bool. Then call ``then`` with
+        the loss (see `gradient`).
         """
         checked, schedule = self._checked, self._schedule(columns, computed)
         if normalizes(self.args):
@@ -247,10 +247,10 @@ class Trainer(Learner[PolicyModel]):
         *,
         checked: bool = False,
     ) -> Tensor:
-        """Add up the gradients of one optimizer step, as `Learner.accumulate` does, and return what it returns.
+        """Add up the gradients of one optimizer step, as `Learner.accumulate` does, and return its result.
 
-        Results are added to ``sums``. ``scores``: of the rollout's first step, gets the log-probs and entropies that no
-        pass has computed before. ``checked``: run `check_first_step`, which raises AssertionError, on each micro-batch.
+        Results are added to ``sums``. ``scores``: in the rollout's first step, gets the log-probs and entropies that no
+        pass has computed before. ``checked``: run `check_first_step` on each micro-batch. It raises AssertionError.
         """
 
         if self.args.loss.judged:
@@ -258,7 +258,7 @@ class Trainer(Learner[PolicyModel]):
             sums.note("mismatch_kl", columns.mismatch_kl)
 
         def share(batch: MicroBatch) -> Tensor:
-            log_probs, entropy = self.model(batch, self.temperature, entropy_grad=self.args.entropy_coef != 0)
+            log_probs, entropy = self.model(batch, self.temperature, entropy_grad=reads_entropy(self.args))
             if scores is not None:
                 unknown = batch.old.isnan()
                 scores.add(batch, log_probs.where(unknown, torch.nan), entropy.where(unknown, torch.nan))
@@ -278,10 +278,11 @@ class Trainer(Learner[PolicyModel]):
         return total
 
     def _mismatch_kl(self, columns: TokenColumns, rows: np.ndarray) -> float:
-        """Nats, the mean over a step's replies of their log-ratio to the reference after the prompt of the next row.
+        """In nats, the mean over a step's replies of their log-ratio to the reference, when each follows the next row's
+        prompt.
 
-        The replies are those with a trained token; the last one comes after the first prompt (arXiv:2402.01306, 4.1).
-        Where removals leave a single one, which has no other prompt, it is 0, with a warning.
+        These are the replies with a trained token. The last one follows the first prompt (arXiv:2402.01306, 4.1). If
+        only one reply is left, there is no other prompt. The result is then 0, with a warning.
         """
         rows = rows[columns.table.mask_sums[rows] > 0]
         if len(rows) == 1:
@@ -302,8 +303,8 @@ class Trainer(Learner[PolicyModel]):
         return float(select(policy - reference, other.mask).double().sum() / len(rows))
 
     def log_probs(self, table: SampleTable, temperature: float | None = None) -> np.ndarray:
-        """[response tokens of the table] log-probs under the current weights, in the table's order; ``temperature``
-        None: that of the run.
+        """[response tokens of the table] log-probs under the current weights, in the table's order. ``temperature``
+        None: the run's temperature.
         """
         table = self._as_sampled(table)
         columns, rows = TokenColumns.from_table(table), np.flatnonzero(table.response_lengths)
@@ -314,7 +315,7 @@ class Trainer(Learner[PolicyModel]):
     def push_weights(
         self, target: weights.WeightSink | Sequence[ServerAddress] | None, version: int
     ) -> dict[str, float]:
-        """Send all weights to ``target``, a sink or servers, as weight version ``version``, even if offloaded; see
+        """Send all weights to ``target``, a sink or servers, as weight version ``version``. They may be offloaded; see
         `weights.push`.
         """
         if isinstance(target, Sequence):
@@ -325,7 +326,8 @@ class Trainer(Learner[PolicyModel]):
         return weights.push(self.model, self.world, target, version, size, self.memory, adapter_alone=alone)
 
     def get_weights(self) -> dict[str, Tensor]:
-        """On rank 0 all weights, on the CPU, by Hugging Face name, in the optimizer's dtype; on other ranks nothing."""
+        """All weights by Hugging Face name, on the CPU, in the optimizer's dtype. Ranks other than 0 return an empty
+        dict."""
         everything: dict[str, Tensor] = {}
         size, model = self.args.update_weight_buffer_size, self.model
         for bucket in weights.buckets(model.named_weights(), size, memory=self.memory, filed=model.as_filed):
@@ -343,7 +345,7 @@ class Trainer(Learner[PolicyModel]):
             return checkpoint.save_parts(Path(directory), parts)
 
     def begin_save(self, directory: str, rollout_id: int) -> None:
-        """Copy the state to host memory and write the checkpoint from there while training goes on
+        """Copy the state to host memory. The checkpoint is written from there while training goes on
         (``--async-save``). A file `checkpoints.part_file` in ``directory`` says when this rank has finished.
         """
         assert self._stager is not None
@@ -355,7 +357,7 @@ class Trainer(Learner[PolicyModel]):
 
     @contextmanager
     def _snapshots(self, rollout_id: int) -> Iterator[dict[str, checkpoint.Snapshot]]:
-        """The parts of a checkpoint, by their folder in it, while the state stays as it is."""
+        """The parts of a checkpoint, by their folder in it. The state must not change inside this block."""
         with self._reference_weights() as reference:
             self.progress.rollout_id = rollout_id
             parts = {"": checkpoint.snapshot(self, reference)}
@@ -365,13 +367,14 @@ class Trainer(Learner[PolicyModel]):
             yield parts
 
     def checkpoint_size(self) -> int:
-        """About how many bytes a checkpoint takes that `save` writes: the parts of all ranks together."""
+        """About how many bytes a checkpoint of `save` takes: the parts of all ranks together."""
         with self._reference_weights() as reference:
             size = checkpoint.size(self, reference)
         return size + (checkpoint.size(self.critic) if self.critic else 0)
 
     def load(self, directory: str) -> int:
-        """Resume from a checkpoint of any number of ranks; returns the id of the rollout that it was saved after."""
+        """Resume from a checkpoint, whatever number of ranks wrote it. Returns the id of the rollout after which it was
+        saved."""
         with self._reference_weights() as reference:
             checkpoint.load(Path(directory), self, reference)
         if self.critic is not None:
@@ -382,7 +385,7 @@ class Trainer(Learner[PolicyModel]):
         return self._saved_reference.state() if self._saved_reference else nullcontext()
 
     def save_hf(self, directory: str) -> None:
-        """Write the policy as a Hugging Face folder, or its adapter as a folder of peft's; see `weights.save_hf`."""
+        """Write the policy as a Hugging Face folder, or its adapter as a peft folder; see `weights.save_hf`."""
         args = self.args
         adapter = peft_config(self.model.hf, args, args.hf_checkpoint) if writes_adapter(args) else None
         weights.save_hf(
@@ -397,7 +400,8 @@ class Trainer(Learner[PolicyModel]):
         )
 
     def offload(self) -> dict[str, float]:
-        """Move weights and optimizer state to host memory, unless ``--fsdp-cpu-offload`` or a CPU keeps them there."""
+        """Move weights and optimizer state to host memory. With ``--fsdp-cpu-offload`` or on a CPU they are there
+        already."""
         self._check_no_gradient("offload")
         return self._move("sleep", self.memory.offload)
 
@@ -406,7 +410,8 @@ class Trainer(Learner[PolicyModel]):
         return self._move("wake_up", self.memory.onload)
 
     def memory_used(self) -> float:
-        """GB (1e9 bytes) in use: of the GPU by all processes, engines included; on a CPU, resident in this process."""
+        """Memory in use [GB, 1e9 bytes]. On a GPU it counts all processes, engines included; on a CPU, what is resident
+        in this process."""
         if self.world.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.world.device)
             return (total - free) / 1e9
@@ -421,13 +426,13 @@ class Trainer(Learner[PolicyModel]):
         self.world.close()
 
     def _as_sampled(self, table: SampleTable) -> SampleTable:
-        """The table for log-probs of the distribution that its responses come from: the model's, without temperature
-        and truncation, where the loss takes them as data.
+        """The table for log-probs of the distribution that its responses come from. If the responses are data, that is
+        the model's distribution, without temperature and truncation.
         """
         return table if self.args.job.sampled else table.without_kept()
 
     def _columns(self, table: SampleTable, steps: list[np.ndarray]) -> TokenColumns:
-        """The columns of every token before the first step: weights, reference log-probs, advantages."""
+        """The columns of every token before the first step: weights, reference log-probs and advantages."""
         columns = TokenColumns.from_table(table, steps)
         self._weights = Scores(len(table.response_tokens), self.world)
         if self.args.use_opd and self.teacher is None:
@@ -440,8 +445,8 @@ class Trainer(Learner[PolicyModel]):
         return columns
 
     def _fill(self, columns: TokenColumns, todo: dict[str, np.ndarray], *, alike: bool = False) -> None:
-        """Make the passes ``todo`` (see `passes`); ``alike``: log-probs over the micro-batches of training, so that
-        they are those of the first step to the bit.
+        """Run the passes ``todo`` (see `passes`). ``alike``: compute log-probs over the micro-batches of training, so
+        that they equal those of the first step to the bit.
         """
         for name, rows in todo.items():
             if alike and name == "log_probs":
@@ -452,7 +457,8 @@ class Trainer(Learner[PolicyModel]):
             self._pass(name, columns, dealt)
 
     def _pass(self, name: str, columns: TokenColumns, dealt: list[list[np.ndarray]]) -> None:
-        """Fill the columns of the pass ``name`` over the micro-batches ``dealt`` to each rank, timed and counted."""
+        """Fill the columns of the pass ``name`` over the micro-batches ``dealt`` to each rank. The pass is timed and
+        counted."""
         others = {"ref_log_probs": self.reference, "teacher_log_probs": self.teacher, "values": self.critic}
         source = others.get(name, self)
         assert source is not None
@@ -461,7 +467,7 @@ class Trainer(Learner[PolicyModel]):
             columns.fill(name, table_scores(model, columns, dealt, self.world, *options))
 
     def _schedule(self, columns: TokenColumns, computed: np.ndarray) -> list[Step]:
-        """The steps; of each, the rows that ``computed`` [n] bool selects are dealt to ranks."""
+        """The optimizer steps. In each, the rows that ``computed`` [n] bool selects are distributed to ranks."""
         return [Step(rows, self._deal(columns.table, rows[computed[rows]])) for rows in columns.steps]
 
     def _deal(self, table: SampleTable, rows: np.ndarray, max_tokens: int | None = None) -> list[list[np.ndarray]]:
@@ -493,7 +499,7 @@ class Trainer(Learner[PolicyModel]):
 
 
 def _check(args: CriticArgs) -> None:
-    """Assert that ``use_reference`` and ``use_critic`` were derived for a loss that needs these models."""
+    """Assert that ``use_reference`` and ``use_critic`` were derived if the loss needs these models."""
     compares = args.job.sampled and (args.kl_coef or (args.use_kl_loss and args.kl_loss_coef))
     assert args.use_reference or not compares, "a KL coefficient without a reference: use_reference was not derived"
     needs_critic = args.job.loss == "policy" and args.estimator.needs_critic
@@ -501,7 +507,7 @@ def _check(args: CriticArgs) -> None:
 
 
 def _check_splits(args: Args) -> None:
-    """Raise ValueError if a flag concerns whole rollouts, so that `forward_backward` cannot be used."""
+    """Raise ValueError if a flag needs whole rollouts, so that `forward_backward` cannot be used."""
     flags = {
         "--advantage-estimator ppo": args.use_critic,
         "--ref-update-interval": args.ref_update_interval is not None,

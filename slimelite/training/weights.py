@@ -18,7 +18,7 @@ from huggingface_hub import snapshot_download, split_torch_state_dict_into_shard
 from safetensors import SafetensorError
 from torch import Tensor
 
-from slimelite.arguments import Args
+from slimelite.arguments import LoraArgs
 from slimelite.base.files import free_space
 from slimelite.engines.protocol import WeightBucket, WeightSink
 from slimelite.models.files import INDEX, load_config, write_weights
@@ -44,13 +44,14 @@ def buckets(
     memory: HostMemory | None = None,
     filed: Filed = _as_it_is,
 ) -> Iterator[WeightBucket]:
-    """Whole weights, sharded or not, flattened together (collective); a bucket ends with the tensor that brings it to
-    ``size`` bytes. ``dtype``, ``device``: of the buckets; None: those of the weights, each dtype in buckets of its own.
-    ``memory``: the `HostMemory` that holds offloaded weights. ``filed``: gives a weight the names that a bucket has.
+    """Whole weights, flattened together into buckets (collective). A bucket ends with the tensor that brings it to
+    ``size`` bytes. ``dtype``, ``device``: of the buckets. None: those of the weights, and each dtype has its own
+    buckets. ``memory``: the `HostMemory` with offloaded weights. ``filed``: gives a weight the names that it has in a
+    bucket.
 
-    A tensor is never cut: the loaders of SGLang and vLLM take whole ones. One that does not fit is added anyway and
-    ends its bucket. If it started a new bucket, the larger matrices of a 32B model, just over half of 512 MiB each,
-    would be sent one by one.
+    A tensor is never cut, because the loaders of SGLang and vLLM take whole tensors. A tensor that does not fit is
+    added anyway, and ends its bucket. If it started a new bucket instead, the larger matrices of a 32B model would be
+    sent one by one, because each is just over half of 512 MiB.
     """
     layout: list[list[tuple[str, Weight]]] = [[]]
     for name, weight in weights:
@@ -67,10 +68,10 @@ def buckets(
 
 @contextmanager
 def shareable() -> Iterator[None]:
-    """Memory that is allocated in it can be another process's too, through CUDA IPC.
+    """Memory that is allocated inside this block can be shared with another process through CUDA IPC.
 
-    Expandable segments (``PYTORCH_CUDA_ALLOC_CONF``) can do this only by a system call that containers forbid
-    (pidfd_getfd), and torch 2.13 then takes new addresses for every bucket (pytorch/pytorch#165685, #186213).
+    Expandable segments (``PYTORCH_CUDA_ALLOC_CONF``) need a system call for this that containers forbid (pidfd_getfd).
+    torch 2.13 then also takes new addresses for every bucket (pytorch/pytorch#165685, #186213).
     """
     settings = _allocator_settings()
     if "expandable_segments:True" not in settings.replace(" ", ""):
@@ -84,7 +85,8 @@ def shareable() -> Iterator[None]:
 
 
 def _allocator_settings() -> str:
-    """Of the memory of GPUs; torch 2.11 has no function for them, but they come from the environment."""
+    """The settings of the allocator for GPU memory. torch 2.11 has no function for them, but they come from the
+    environment."""
     if settings := getattr(torch._C, "_accelerator_getAllocatorSettings", None):
         return str(settings())
     return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
@@ -126,14 +128,14 @@ def push(
     *,
     adapter_alone: bool = False,
 ) -> dict[str, float]:
-    """Send all weights, in the dtype that the trainer computes in, through ``sink`` (collective), and the buffers of
-    the model's file as they are: engines have those as parameters.
+    """Send all weights through ``sink``, in the dtype that the trainer computes in (collective). Buffers of the model's
+    file are sent unchanged, because engines have them as parameters.
 
-    With adapters, the weights that they change are merged and sent; the frozen ones go along until the engines have
-    them. ``adapter_alone``: the adapters are sent instead, in one bucket, in fp32 and by peft's names.
+    With adapters, the weights that they change are merged and sent. The frozen weights are sent too until the engines
+    have them. ``adapter_alone``: send the adapters instead, in one bucket, in fp32 and under peft's names.
 
-    Only ranks that call their sink (see `WeightSink`) need one. Weights that ``memory`` holds are copied to the device
-    one at a time.
+    Only ranks that send through a sink need one (see `WeightSink`). Weights in ``memory`` are copied to the device one
+    at a time.
 
     Returns:
         ``perf/update_weights_bytes`` and ``perf/update_weights_buckets``.
@@ -201,11 +203,11 @@ def save_hf(
     dtype: torch.dtype = torch.float32,
     chats: bool = True,
 ) -> None:
-    """Write config, weights, tokenizer files and the model card, README.md (collective; rank 0 writes).
+    """Write the config, weights, tokenizer files and the model card, README.md (collective; rank 0 writes).
 
-    ``tokenizer``: a folder or hub id whose tokenizer files are copied; ``describe``: writes the card; ``adapter``:
-    write only the adapters, with this config (see `peft_config`); ``dtype``: of the weights, see `saved_dtype`, where
-    adapters have fp32; ``chats``: with the chat template, without which programs complete texts.
+    ``tokenizer``: a folder or hub id whose tokenizer files are copied. ``describe``: writes the card. ``adapter``:
+    write only the adapters, with this config (see `peft_config`). ``dtype``: of the weights, see `saved_dtype`;
+    adapters have fp32. ``chats``: include the chat template; without one, programs complete texts.
     """
     named: Iterable[tuple[str, Weight]] = model.named_weights() if adapter is None else peft_weights(model.hf)
     dtype = dtype if adapter is None else torch.float32
@@ -235,8 +237,9 @@ def save_hf(
         ) from error
 
 
-def saved_dtype(args: Args, world: World) -> torch.dtype:
-    """``--save-hf-dtype``, or the dtype in the config of the model that the run began from, or that of training."""
+def saved_dtype(args: LoraArgs, world: World) -> torch.dtype:
+    """``--save-hf-dtype``; else the dtype in the config of the model that the run began from; else the dtype of
+    training."""
     if args.save_hf_dtype is not None:
         return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.save_hf_dtype]
     named = None if args.hf_checkpoint is None else load_config(args.hf_checkpoint).get_text_config().dtype

@@ -9,6 +9,8 @@ import ast
 import asyncio
 import json
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
+from slimelite.apps import env
 from slimelite.apps.command import main
 from slimelite.apps.env import classes_of
 from slimelite.apps.env_checks import CHECKS, Observed, judge
@@ -125,8 +128,18 @@ def test_a_busy_machine_is_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return max(lag for episode in episodes for lag in episode["lags"])
 
     assert longest() > 0.15
-    monkeypatch.setattr(probe, "_waited", time.monotonic)  # as if all of it was spent waiting
+    monkeypatch.setattr(probe, "waited", time.monotonic)  # as if all of it was spent waiting
     assert longest() <= 0
+
+
+@pytest.mark.parametrize("starved", [False, True])
+def test_a_probe_that_waits_for_a_processor_does_not_hang(monkeypatch: pytest.MonkeyPatch, starved: bool) -> None:
+    monkeypatch.setattr(env, "waited", lambda _: time.monotonic() if starved else 0.0)
+    slow = "import json, time; time.sleep(1.5); print(json.dumps({'event': 'end'}))"
+    words = [sys.executable, "-c", f'print(\'{{"event": "begin", "name": "one"}}\', flush=True); {slow}']
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        env._observe(process, 0.3, observed := Observed())
+    assert observed.hung == (None if starved else "one")
 
 
 def test_processes_contain_hangs_and_crashes(data: Path, capsys: pytest.CaptureFixture[str]) -> None:

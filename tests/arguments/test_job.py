@@ -52,8 +52,9 @@ ALONE: dict[str, Any] = {"engines": None, "syncs": False, "revives": False}
             "--eval-interval 1 --eval-prompt-data e e.jsonl --load-debug-rollout-data r.parquet",
             {**ALONE, "saved": "r.parquet"},
         ),
-        ("--rollout-backend sglang", {"servers": True, "revives": False}),
-        ("--rollout-backend sglang --use-fault-tolerance", {"servers": True}),
+        ("--rollout-backend sglang", {"servers": True}),
+        ("--rollout-backend sglang --launcher local", {"servers": True, "local": True, "revives": False}),
+        ("--rollout-backend sglang --launcher local --use-fault-tolerance", {"servers": True, "local": True}),
         ("--rollout-external-engine-addrs here:1", {"servers": True, "engines": "external", "revives": False}),
     ],
 )
@@ -63,7 +64,7 @@ def test_the_kind_of_a_run_follows_from_its_flags(make: Make, words: str, differ
 
 def test_a_run_on_gpus(make: Make) -> None:
     args = make("--actor-num-gpus-per-node 1 --colocate --rollout-backend sglang", Machine(1))
-    assert args.job == replace(GRPO, gpus=True, servers=True, revives=False)
+    assert args.job == replace(GRPO, gpus=True, servers=True)
 
 
 def test_a_copy_with_other_flags_is_another_kind_of_run(make: Make) -> None:

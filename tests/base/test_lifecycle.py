@@ -20,12 +20,16 @@ from slimelite.base.lifecycle import SAME_SIGNAL_S, WITHOUT_A_WORD, read_status,
 RUN = """
 import json, subprocess, sys, time
 from slimelite.base.lifecycle import StopSignals, Watchdog, this_process
+from pathlib import Path
 folder, how = sys.argv[1:]
+session = Path(folder) / "session"
+session.mkdir()
 with StopSignals() as stop:
     words = "echo Predicted: more than there is"
     with Watchdog(folder, ["sh", "-c", f"until [ -e {folder}/go ]; do sleep 0.02; done; " * (how == "slow") + words]):
         open(folder + "/status.json", "w").write(json.dumps({"status": "running", "rollouts_done": 3} | this_process()))
         daemon = subprocess.Popen(["sh", "-c", "sleep 300 & wait"], start_new_session=True, stdout=subprocess.DEVNULL)
+        Watchdog.note_session(session)
         print(daemon.pid, flush=True)
         try:
             time.sleep(0 if how == "well" else 300)
@@ -119,6 +123,7 @@ def test_after_sigkill_nothing_is_left_and_the_status_says_so(tmp_path: Path) ->
     assert found["message"].endswith("ran out of memory. Predicted: more than there is")
     assert "SIGKILL" in found["message"]
     assert not list(tmp_path.glob("*.partial"))
+    assert not (tmp_path / "session").exists(), "though its daemons may have been gone before the watchdog looked"
 
 
 def test_the_status_of_a_run_that_goes_on_in_the_folder_stays(tmp_path: Path) -> None:
@@ -144,6 +149,7 @@ def test_a_run_that_ends_well_leaves_its_children_alone(tmp_path: Path) -> None:
         assert run.end()[0] == 0
         time.sleep(0.3)
         assert session(run.daemon)
+        assert (tmp_path / "session").exists()
         assert json.loads((tmp_path / "status.json").read_text())["status"] == "running", "not the watchdog's business"
     finally:
         os.killpg(run.daemon, signal.SIGKILL)

@@ -63,8 +63,9 @@ def keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Keep:
         LOST,
         {"status": "running", "rollouts_done": 4, "killed": True},
         {"status": "failed", "message": "ConnectionError: nobody is there", "code": 1},
+        {"status": "failed", "message": "EngineLostError: engine 0 has died: nobody is there", "code": 1},
     ],
-    ids=["lost", "killed", "network"],
+    ids=["lost", "killed", "network", "engine"],
 )
 def test_a_run_that_was_ended_from_outside_goes_on_from_its_checkpoint(
     keep: Keep, tmp_path: Path, end: dict[str, object], capfd: pytest.CaptureFixture[str]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,10 +13,11 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
 
+import psutil
 import pytest
 
 from slimelite.base.processes import Machine
-from slimelite.cluster.hangs import Calls, Monitor
+from slimelite.cluster.hangs import END, Calls, Monitor
 
 LIMIT = 0.4
 # what a worker does: (code that runs in the file of its name, the file)
@@ -24,6 +26,8 @@ ACTS = {
     "sleeps": "import time\ndef lost():\n    time.sleep(60)\nlost()",
     # one call of C that holds Python's lock
     "computes": "def long():\n    sum(range(10**12))\nlong()",
+    # a server's owner
+    "serves": "import subprocess, time\nprint(subprocess.Popen(['sleep', '60']).pid, flush=True)\ntime.sleep(60)",
 }
 
 
@@ -108,6 +112,26 @@ def test_ranks_that_wait_for_each_other_and_ranks_without_work(ranks: list[Rank]
     assert str(ranks[0].verdict).count("waits.py:3 in gather") == 2
 
 
+@pytest.mark.parametrize("ranks", ["sleeps serves"], indirect=True)
+def test_who_waits_for_a_stopped_server_has_time_when_that_is_ended(
+    ranks: list[Rank], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its owner learns of the end a moment later, and only then the trainer that sends it weights."""
+    trainer, engine = ranks
+    trainer.calls.open.clear()
+    trainer.calls.begin("push_weights", trainer.answer)
+    engine.name = "engine_0"
+    assert engine.process.stdout is not None
+    server = psutil.Process(int(engine.process.stdout.readline()))
+    server.send_signal(signal.SIGSTOP)
+    with Monitor(LIMIT, ranks):
+        trainer.process.wait(20)
+    of_server, of_trainer = (record.created for record in caplog.records)
+    assert of_trainer > of_server + END * LIMIT
+    assert f"process {server.pid} on {os.uname().nodename} (sleep 60) was stopped for " in caplog.text
+    assert f"engine_0 had started it, whose log is {engine.log}" in caplog.text
+
+
 @pytest.mark.parametrize("ranks", ["sleeps"], indirect=True)
 def test_time_in_which_nobody_looked_does_not_count(ranks: list[Rank]) -> None:
     """This process was stopped too, or the whole machine."""
@@ -122,12 +146,14 @@ def test_a_stopped_child_of_the_runs_is_ended() -> None:
     with ExitStack() as stack:
         child = subprocess.Popen(["sleep", "60"])
         own = subprocess.Popen([sys.executable, "-c", "input()", "slimelite.rewards"], stdin=subprocess.PIPE)
-        stack.callback(own.kill)
-        stack.callback(child.kill)
-        for process in (child, own):
+        # a worker that has not opened its log yet
+        worker = subprocess.Popen(["ray::engine.__init__", "60"], executable=shutil.which("sleep"))
+        for process in (child, own, worker):
+            stack.callback(process.kill)
             process.send_signal(signal.SIGSTOP)
         with Monitor(LIMIT):
-            assert own.wait(20) == -signal.SIGKILL
+            for process in (own, worker):
+                assert process.wait(20) == -signal.SIGKILL
         assert child.poll() is None
 
 

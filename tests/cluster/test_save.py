@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from slimelite.arguments import Args
+from slimelite.base.files import write_text
 from slimelite.cluster.cluster import Cluster
 from slimelite.loop import Saves
 from slimelite.models.checkpoints import STATE_FILE, Checksums, find_checkpoint, folder_of, mark_best, part_file
@@ -136,7 +137,7 @@ class Writer(Trainer):
         (directory / STATE_FILE).write_text('{"steps": 1}')
         (directory / "first").write_text(weights)
         result = {"error": error, "errno": 28} if error else {"checksums": {}}
-        part_file(directory, 0).write_text(json.dumps(result))
+        write_text(part_file(directory, 0), json.dumps(result))  # whole at once, as the trainer writes it
 
     def train(self, *_: object) -> dict[str, float]:
         return {}

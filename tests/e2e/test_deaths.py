@@ -59,9 +59,11 @@ def done(folder: Path, rollouts: int) -> bool:
     return len(list((folder / "run" / "rollouts").glob("*.parquet"))) >= rollouts
 
 
-def hurt(process: subprocess.Popen[str], folder: Path, what: str, number: int) -> tuple[Path, list[psutil.Process]]:
-    """Send a process of the run a signal after its second rollout; returns Ray's folder and all processes by then."""
-    wait_until(lambda: done(folder, 2), process)
+def hurt(
+    process: subprocess.Popen[str], folder: Path, what: str, number: int, after: int = 2
+) -> tuple[Path, list[psutil.Process]]:
+    """Send a process of the run a signal ``after`` so many rollouts; returns Ray's folder and all processes by then."""
+    wait_until(lambda: done(folder, after), process)
     session, members = session_of(process), family(process)
     find(process, what).send_signal(number)
     return session, members
@@ -89,6 +91,17 @@ def test_a_frozen_trainer_is_named_and_the_command_goes_on_by_itself(small: Path
     rewards = [record for record in read_metrics(small / "run") if "rollout/raw_reward" in record]
     assert len(rewards) == ROLLOUTS, "each once, but for those that the new start did again"
     assert_nothing_left(session, [member for member in members if member.pid != process.pid])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["gcs_server", "raylet/raylet"])
+def test_a_daemon_that_is_stopped_when_all_is_done(small: Path, what: str) -> None:
+    process = start(small, "--hang-timeout", "20")
+    session, members = hurt(process, small, what, signal.SIGSTOP, after=ROLLOUTS)
+    out, _ = process.communicate(timeout=100)
+    assert process.returncode == 0, out
+    assert "(SIGSTOP) and runs again" in out
+    assert_nothing_left(session, members)
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from slimelite.models.checkpoints import find_checkpoint
 from slimelite.samples.table import SampleTable
 from slimelite.tracking.metrics_file import read_metrics
 from tests.base.traces import spans
-from tests.support.machines import CLUSTER, Machine, machines, start_ray
+from tests.support.machines import CLUSTER, Machine, clock_ahead, machines, start_ray
 
 from .conftest import ROOT, metrics
 
@@ -86,6 +86,19 @@ def test_a_long_cable_that_loses_frames(grpo_args: list[str], on_two_nodes: list
         assert lost > 0
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_clocks_that_differ(grpo_args: list[str], on_two_nodes: list[str], tmp_path: Path) -> None:
+    """The second node's clock is an hour ahead."""
+    with machines(2) as (nodes, _):
+        more = {"node2": clock_ahead(tmp_path, 3600)}
+        address = start_ray(nodes, tmp_path, cpus=4, more=more)
+        two = trains_as_one_process_does(nodes[0], address, grpo_args, on_two_nodes, tmp_path, timeout=600)
+    first, second = (two / file for file in ("trace.json", "trace-10.77.0.2.json"))
+    begins = [min(bar["ts"] for bar in spans(file.read_text().rstrip(",]\n") + "]")) for file in (first, second)]
+    assert (begins[1] - begins[0]) / 1e6 == pytest.approx(3600, abs=300), "the workers there had that clock"
+
+
 def test_two_nodes_train_as_one_process_does(
     grpo_args: list[str], on_two_nodes: list[str], two_nodes: Nodes, tmp_path: Path
 ) -> None:
@@ -146,6 +159,31 @@ def test_a_run_goes_on_with_the_node_that_is_left(on_two_nodes: list[str], tmp_p
         losses = [record for record in read_metrics(tmp_path / "run") if "train/loss" in record]
         assert len(losses) == 12, "each once, but for those that the new start did again"
         assert json.loads((tmp_path / "run" / "status.json").read_text())["status"] == "finished"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_waits_for_a_machine_in_place_of_a_lost_one(on_two_nodes: list[str], tmp_path: Path) -> None:
+    with machines(3) as ((first, second, third), _):
+        address = start_ray([first, second], tmp_path, cpus=4)
+        flags = ["--num-rollout", "8", "--run-dir", str(tmp_path / "run"), "--save", str(tmp_path / "saved")]
+        restarts = ["--save-interval", "1", "--max-restarts", "2"]
+        words, env = [*on_two_nodes, *flags, *restarts], {**CLUSTER, "RAY_ADDRESS": address}
+        console = tmp_path / "console.txt"
+        run = first.start(sys.executable, "train.py", *words, env=env, log=console)
+        file = tmp_path / "run" / "metrics.jsonl"
+        while not file.is_file() or len(metrics(file.parent, "train/loss")) < 2:
+            assert run.poll() is None, console.read_text()
+            time.sleep(0.2)
+        second.kill()
+        while "waiting for 4 CPUs" not in console.read_text().rpartition("start 2 of 3")[2]:
+            assert run.poll() is None, console.read_text()
+            time.sleep(0.2)
+        start_ray([third], tmp_path, cpus=4, head=address)
+        assert run.wait(400) == 0, console.read_text()
+        assert "Traceback" not in console.read_text()
+        losses = [record for record in read_metrics(tmp_path / "run") if "train/loss" in record]
+        assert len(losses) == 8, "each once, but for those that the new start did again"
 
 
 @pytest.mark.slow

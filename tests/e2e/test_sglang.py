@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import re
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
+from slimelite.models.checkpoints import MARKER
 from slimelite.samples.table import SampleTable
 
-from .conftest import metrics, run_process
+from .conftest import ROOT, metrics, run_process
+from .test_endings import alive, command, family, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.sglang, pytest.mark.timeout(600)]
 SGLANG = ("--rollout-backend", "sglang", "--sglang-max-total-tokens", "16384", "--sglang-max-running-requests", "32")
@@ -138,3 +145,54 @@ def test_servers_sample_from_the_adapter_alone(
     assert "update_weights_from" not in log
     sent = metrics(run, "perf/update_weights_bytes")
     assert max(sent) < 100_000
+
+
+def server_process(process: subprocess.Popen[str], what: str) -> psutil.Process:
+    """That of the run's one server whose command line begins with ``what``, or names its module."""
+    (found,) = [each for each in family(process) if command(each).startswith(what)]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("ahead", [[], ["--async-rollout"]], ids=["synchronous", "ahead"])
+def test_the_only_server_killed_and_stopped_comes_back_alone(
+    grpo_args: list[str], sglang_environment: dict[str, str], tmp_path: Path, ahead: list[str]
+) -> None:
+    """Its front and its scheduler, one after the other, without a flag; ahead of training the run is started again."""
+    run, args = tmp_path / "run", [flag for flag in grpo_args if flag != "--colocate" or not ahead]
+    flags = ["--num-rollout", "40", "--hang-timeout", "15", "--run-dir", str(run), "--save", str(tmp_path / "saved")]
+    flags += ["--save-interval", "1", "--max-restarts", "8", "--rollout-max-response-len", "64", *ahead]
+    process = subprocess.Popen(
+        [sys.executable, "train.py", *args, *SGLANG, *flags],
+        cwd=ROOT,
+        env={name: value for name, value in sglang_environment.items() if not name.startswith("RAY_")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    marker, members = tmp_path / "saved" / MARKER, set[psutil.Process]()
+
+    def await_more(rollouts: int) -> None:
+        """Until so many more rollouts are in the newest checkpoint."""
+        before = int(marker.read_text()) if marker.is_file() else -1
+        wait_until(lambda: marker.is_file() and int(marker.read_text()) >= before + rollouts, process, 400)
+
+    front = f"{sys.executable} -m slimelite.engines.sglang.server"
+    for what, number in [(what, n) for n in (signal.SIGKILL, signal.SIGSTOP) for what in ("sglang::scheduler", front)]:
+        await_more(2)
+        members |= set(family(process)[1:])
+        server_process(process, what).send_signal(number)
+        began = time.monotonic()
+        await_more(3)  # one may have been under way
+        print(f"{what} {number!r}: three more rollouts are saved {time.monotonic() - began:.0f} s later")
+    out, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, out
+    assert "Traceback" not in out
+    starts, deaths = out.count("train.py: start "), metrics(run, "rollout/engine_deaths")[-1]
+    print(f"{starts} restarts, {deaths} deaths in the last start\n{out[-3000:]}")
+    assert starts == 0 or ahead
+    assert deaths == 4 or ahead
+    assert len(metrics(run, "train/loss")) == 40
+    assert len(re.findall(r"process \d+ on \S+ \(.{10,80}\) was stopped for \d+\.\d s \(SIGSTOP\)", out)) == 2
+    assert alive(list(members)) == []

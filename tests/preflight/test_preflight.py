@@ -21,6 +21,7 @@ from safetensors.numpy import save_file
 import train
 from slimelite.arguments import Args, ArgumentError, make_args
 from slimelite.engines.checks import model_shapes
+from slimelite.models.checkpoints import MARKER
 from slimelite.models.files import load_config, weight_shapes
 from slimelite.plan.devices import Machine
 from slimelite.preflight import inspect, preflight
@@ -75,6 +76,15 @@ def test_a_run_folder_is_for_one_run(run: str, tmp_path: Path) -> None:
     # a script that resumes may be started again before its first checkpoint
     assert problems(f"{words} --load {tmp_path / 'checkpoints'}") == []
     assert problems(f"{words} --load {tmp_path / 'checkpoints'} --finetune") == [problem]
+
+
+def test_a_new_run_that_saves_where_another_one_has_saved_is_warned(run: str, tmp_path: Path) -> None:
+    words = f"{run} --save {tmp_path} --save-interval 1"
+    assert not any("starts anew" in warning for warning in inspect(parse(words), CPU).warnings)
+    (tmp_path / MARKER).write_text("399")
+    (warning,) = (each for each in inspect(parse(words), CPU).warnings if "starts anew" in each)
+    assert warning.startswith(f"--save {tmp_path} has the checkpoint of rollout 399 of another run")
+    assert warning.endswith(f"To continue that run, add --load {tmp_path}; else name another folder")
 
 
 def test_dry_run_report(run: str, capsys: pytest.CaptureFixture[str]) -> None:

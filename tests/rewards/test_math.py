@@ -419,7 +419,9 @@ def test_a_computation_in_c_ends_with_its_process(endless: tuple[int, float]) ->
     assert endless[0] == -signal.SIGVTALRM
 
 
-def test_a_worker_that_its_time_limit_ended_leaves_a_wrong_answer(pool: WorkerPool) -> None:
+def test_a_worker_that_its_time_limit_ended_leaves_a_wrong_answer() -> None:
+    pool = WorkerPool(1, timeout=60.0)
+    asyncio.run(pool.run([("math", Answer("\\boxed{1+x}", "x+1"))]))
     process = pool._workers[0]._process
     assert process is not None
 
@@ -432,3 +434,4 @@ def test_a_worker_that_its_time_limit_ended_leaves_a_wrong_answer(pool: WorkerPo
     [result] = asyncio.run(end_while_grading())
     assert isinstance(result, Failure)
     assert result.kind == "costly"
+    pool.close()

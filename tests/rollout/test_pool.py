@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from slimelite.engines.protocol import EngineInfo, GenerateRequest, GenerateResult, SamplingParams
+from slimelite.engines.protocol import EngineInfo, EngineLostError, GenerateRequest, GenerateResult, SamplingParams
 from slimelite.rollout import pool as pool_module
 from slimelite.rollout.pool import EnginePool
 from tests.rollout.scripted import ScriptedEngine
@@ -196,7 +196,7 @@ def test_without_restarts_a_death_is_an_error_and_too_many_are_too() -> None:
         engines = [Mortal()]
         pool = make_pool(engines, restarts=False)
         engines[0].alive = False
-        with pytest.raises(ValueError, match="--use-fault-tolerance"):
+        with pytest.raises(EngineLostError, match="with --launcher ray the run would start it again"):
             await pool.refresh()
         pool = make_pool(engines, syncs=False)
         engines[0].may_start.set()
@@ -205,9 +205,9 @@ def test_without_restarts_a_death_is_an_error_and_too_many_are_too() -> None:
             await pool.check(0)
             if death < pool_module.MOST_DEATHS:
                 await soon(lambda: pool.up)
-        with pytest.raises(ValueError, match="engine 0 cannot be restarted"):
+        with pytest.raises(EngineLostError, match="engine 0 cannot be restarted"):
             await pool.settle()
-        with pytest.raises(ValueError, match="engine 0 cannot be restarted"):
+        with pytest.raises(EngineLostError, match="engine 0 cannot be restarted"):
             async with pool.lease(1):
                 pass
 

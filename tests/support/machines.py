@@ -15,10 +15,11 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 import psutil
 import pytest
@@ -200,20 +201,38 @@ def _hosts_file(count: int) -> Iterator[Path]:
 CLUSTER = {"RAY_AUTH_MODE": "token"}
 
 
-def start_ray(nodes: Sequence[Machine], logs: Path, *, cpus: int, dashboard: bool = False) -> str:
-    """A Ray cluster of ``nodes``, the first of which is its head, with ``cpus`` each; returns the head's address."""
+def clock_ahead(folder: Path, seconds: int) -> dict[str, str]:
+    """The environment of programs whose clock is so many seconds ahead; compiles ``other_clock.c`` into ``folder``."""
+    library, source = folder / "other_clock.so", Path(__file__).with_name("other_clock.c")
+    subprocess.run(["cc", "-shared", "-fPIC", "-O1", str(source), "-o", str(library), "-ldl"], check=True)
+    return {"LD_PRELOAD": str(library), "AHEAD_S": str(seconds)}
+
+
+def start_ray(
+    nodes: Sequence[Machine],
+    logs: Path,
+    *,
+    cpus: int,
+    dashboard: bool = False,
+    more: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
+    head: str | None = None,
+) -> str:
+    """A Ray cluster of ``nodes``, the first of which is its head, with ``cpus`` each; returns the head's address.
+
+    ``more``: variables of the Ray of some nodes, by the node's name. ``head``: a cluster that all of them join.
+    """
     ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus", str(cpus)]
     store = ["--object-store-memory", str(100 << 20), "--disable-usage-stats"]
-    head, starting = f"{nodes[0].address}:6379", []
+    first, starting = head or f"{nodes[0].address}:6379", []
     for number, node in enumerate(nodes):
         page = ["--dashboard-host", node.address] if dashboard else ["--include-dashboard", "false"]
-        role = ["--head", "--port", "6379", *page] if number == 0 else ["--address", head]
-        log = logs / f"{node.name}.log"
-        starting.append((log, node.start(*ray, *store, "--node-ip-address", node.address, *role, env=CLUSTER, log=log)))
+        role = ["--head", "--port", "6379", *page] if number == 0 and not head else ["--address", first]
+        log, env = logs / f"{node.name}.log", {**CLUSTER, **more.get(node.name, {})}
+        starting.append((log, node.start(*ray, *store, "--node-ip-address", node.address, *role, env=env, log=log)))
     end = time.monotonic() + START_S
     while not all("Ray runtime started" in log.read_text() for log, _ in starting):
         if time.monotonic() > end or any(process.poll() is not None for _, process in starting):
             said = "\n".join(log.read_text()[-1000:] for log, _ in starting)
             pytest.fail(f"the cluster of {len(nodes)} nodes does not come up:\n{said}", False)
         time.sleep(0.1)
-    return head
+    return first

@@ -14,6 +14,7 @@ from urllib.request import urlopen
 import pytest
 from fake_run import make_args, play
 
+from slimelite.tracking.metrics_file import read_metrics
 from slimelite.tracking.writers import (
     PrometheusWriter,
     WandbWriter,
@@ -70,6 +71,40 @@ def test_ctrl_c_with_wandb_is_no_traceback(tmp_path: Path) -> None:
     assert done.returncode == 130, done.stderr
     assert done.stderr == ""
     assert [r.exit.exit_code for r in wandb_records(tmp_path) if r.HasField("exit")] == [1]
+
+
+KILLED = """
+import sys
+import psutil
+from fake_run import make_args
+from slimelite.tracking.writers import open_writers
+writers = open_writers(make_args(sys.argv[1], use_wandb=True, wandb_mode="offline"), {})
+for step in range(5):
+    for writer in writers:
+        writer.write("rollout", {"rollout/step": step, "rollout/raw_reward": 0.5})
+    if step == 1:
+        (core,) = [each for each in psutil.Process().children(recursive=True) if "wandb-core" in each.name()]
+        core.kill()
+        psutil.wait_procs([core], 10)
+for writer in writers:
+    writer.close(False)
+"""
+
+
+def test_a_run_goes_on_without_wandb_if_its_process_dies(tmp_path: Path) -> None:
+    search = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])])
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": search},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("wandb failed (ConnectionResetError: ") == 1
+    steps = [record["rollout/step"] for record in read_metrics(tmp_path) if "rollout/raw_reward" in record]
+    assert steps == [0, 1, 2, 3, 4]
 
 
 def test_wandb_offline_holds_every_metric_on_its_axis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slimelite.algorithms.packed import weighted_sum
 from slimelite.arguments import Args
 from slimelite.samples.table import SampleTable
 from slimelite.training.batch import MicroBatch
 from slimelite.training.columns import TokenColumns
+from slimelite.training.loss import Loss, policy_gradient
 
 
 def twice_the_likelihood(
@@ -119,3 +122,14 @@ def unclamped_reducer(
         return torch.stack([(row * mask).sum() / mask.sum() for row, mask in rows]).sum()
 
     return reduce
+
+
+def entropy_bonus(args: Args, batch: MicroBatch, log_probs: Tensor, entropy: Tensor) -> Loss:
+    """What ``--entropy-coef 0.5`` adds."""
+    policy = policy_gradient(args, batch, log_probs, entropy)
+    return replace(policy, total=policy.total - 0.5 * weighted_sum(entropy, batch.weights))
+
+
+def whole_without_gradient(args: Args, batch: MicroBatch, log_probs: Tensor, entropy: Tensor) -> Loss:
+    policy = policy_gradient(args, batch, log_probs, entropy)
+    return replace(policy, total=policy.total.detach())

@@ -405,6 +405,25 @@ def test_a_custom_loss_has_the_reference_and_adds_the_kl_itself(model: Path, tmp
     assert custom["rollout/kl"] == pytest.approx(ours["rollout/kl"], rel=1e-5)
 
 
+def test_a_term_of_ones_own_may_be_a_function_of_the_entropy(model: Path) -> None:
+    plugins, norms = Path(__file__).parent / "plugins.py", []
+    own = {"loss_type": "custom_loss", "custom_loss_function_path": f"{plugins}:entropy_bonus"}
+    for flags in ({"entropy_coef": 0.5}, own, {}):
+        with one_rank(tiny_args(model, **flags)) as trainer:
+            norms.append(trainer.train(0, random_table())["train/grad_norm"])
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    assert norms[0] != pytest.approx(norms[2], rel=1e-3)
+
+
+def test_a_whole_loss_without_a_gradient_is_refused(model: Path) -> None:
+    plugin = f"{Path(__file__).parent / 'plugins.py'}:whole_without_gradient"
+    with (
+        one_rank(tiny_args(model, loss_type="custom_loss", custom_loss_function_path=plugin)) as trainer,
+        pytest.raises(ValueError, match=f"path {plugin} must return a Loss whose total is computed from log_probs"),
+    ):
+        trainer.train(0, random_table())
+
+
 def test_sft_has_no_kl(model: Path) -> None:
     found = []
     for kl in ({}, {"use_kl_loss": True, "kl_loss_coef": 0.1}, {"kl_coef": 0.1}):

@@ -155,7 +155,8 @@ def test_a_saved_model_opens_in_transformers(
 
 
 @pytest.mark.parametrize("flag", [None, "fp32", "fp16"])
-def test_a_model_is_saved_in_the_dtype_that_it_came_in(flag: str | None, model: Path, tmp_path: Path) -> None:
+def test_a_model_is_saved_in_the_dtype_that_it_came_in(flag: str | None, tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path / "model")
     dtype = {None: torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}[flag]
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))

@@ -4,7 +4,7 @@ import torch
 
 
 def advantages(args, table, columns):
-    """Token t of a response of T tokens gets 2 (t + 1) / (T + 1) of its group's advantage; the mean factor is 1."""
+    """Token t of a response of T tokens gets 2 (t + 1) / (T + 1) of its group's advantage. The mean factor is 1."""
     rows = columns.segments
     starts = torch.from_numpy(table.response_offsets[:-1])[rows]
     lengths = torch.from_numpy(table.response_lengths)[rows]
@@ -14,7 +14,7 @@ def advantages(args, table, columns):
 
 
 def loss(args, batch, log_probs, entropy):
-    """REINFORCE; a metric is a sum and the weight that divides it, so packing does not change the metric."""
+    """REINFORCE. A metric is a sum and the weight that divides it, so packing does not change the metric."""
     weights = torch.where(batch.advantages > 0, batch.advantages, 0.5 * batch.advantages)
     bad = (batch.advantages < 0) & batch.mask
     return -weights * log_probs, {"bad_tokens": (bad.sum(), batch.mask.sum())}

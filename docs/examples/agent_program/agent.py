@@ -7,7 +7,7 @@ import urllib.request
 
 
 def ask(messages):
-    """The model's message, as any client of OpenAI's API gets it."""
+    """The model's message, as any client of OpenAI's API receives it."""
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
     body = json.dumps({"model": "mine", "messages": messages}).encode()
     url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"

@@ -23,9 +23,11 @@ def calculator(expression: str) -> str:
     return str(a * b if found[2] == "*" else a + b)
 
 
-set_tracing_disabled(True)  # it would send traces to OpenAI
+set_tracing_disabled(True)  # otherwise it would send traces to OpenAI
 row = json.loads(sys.stdin.readline())
-model = OpenAIChatCompletionsModel("mine", AsyncOpenAI())  # OPENAI_BASE_URL and OPENAI_API_KEY say where and who
+model = OpenAIChatCompletionsModel(
+    "mine", AsyncOpenAI()
+)  # OPENAI_BASE_URL and OPENAI_API_KEY set the address and the key
 agent = Agent("calculator", model=model, tools=[calculator])
 result = Runner.run_sync(agent, row["prompt"], max_turns=4)
 print(json.dumps({"reward": float(str(result.final_output).strip() == row["label"])}))

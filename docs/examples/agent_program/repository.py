@@ -1,11 +1,11 @@
-"""Claude Code or Codex mends a small repository; the reward is 1 if its test passes then, and 0 if not.
+"""Claude Code or Codex mends a small repository. The reward is 1 if its test passes afterwards, else 0.
 
     repository.py claude|codex PROGRAM [OPTION ...]
 
 PROGRAM is the path of the agent's program. Options go to the agent, such as ``--tools Bash`` to Claude Code. A row's
-metadata has ``files``, name -> text, and ``test``, the text of test.py. If the row has a label, such as the mended
-file's text, work that fails the test earns up to 0.5: by how alike the agent's last words and the label are. The script
-needs the standard library alone.
+metadata has ``files``, name -> text, and ``test``, the text of test.py. A row may have a label, such as the mended
+file's text. Then work that fails the test earns up to 0.5, by how alike the agent's last words and the label are. The
+script needs only the standard library.
 """
 
 import difflib
@@ -22,7 +22,7 @@ QUIET = ("CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC", "DISABLE_TELEMETRY", "DISAB
 
 
 def command(agent, program, options, prompt):
-    """The agent without its screen. It runs each command that the model calls, without asking."""
+    """The command of the agent without its screen. It runs each command that the model calls, without asking."""
     if agent == "claude":
         return [program, "-p", prompt, "--allowedTools", "Bash,Edit,Read,Write", *options]
     provider = (

@@ -27,7 +27,7 @@ def setting(text):
 
 
 def environment(options):
-    """The taskset's own environment; the run's model plays every role in it, on this machine."""
+    """The taskset's own environment. The run's model plays every role in it, on this machine."""
     config = env_config_type(options.taskset)
     seats = [name for name, field in config.model_fields.items() if isinstance(field.default, vf.AgentConfig)]
     seat = {"harness": {"id": options.harness}, "runtime": {"type": "subprocess"}}
@@ -39,7 +39,9 @@ async def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("taskset")
     parser.add_argument("settings", nargs="*", metavar="SETTING=VALUE", help="of the taskset")
-    parser.add_argument("--harness", default="null", help="what asks the model; null has no tools of its own")
+    parser.add_argument(
+        "--harness", default="null", help="the harness that asks the model; the harness null has no tools"
+    )
     options = parser.parse_args()
     index = json.loads(sys.stdin.readline())["metadata"]["index"]
     played = environment(options)

@@ -6,7 +6,7 @@ from slimelite.environments.protocol import Start, Step
 
 
 class Guess:
-    """The label is the number, 0 to 36; a guess outside the bounds ends the episode."""
+    """The label is the number, 0 to 36. A guess outside the bounds ends the episode."""
 
     def reset(self, row):
         self.number, self.low, self.high = int(row.label), 0, 36

@@ -1,8 +1,8 @@
 """Make up chats of a bicycle shop:   python docs/examples/own_chats/make.py FOLDER
 
-A customer writes, and the assistant answers in one sentence and names the team that takes over. Four files:
-``sft.jsonl`` has whole chats, ``pairs.jsonl`` a short and a long-winded reply to the same message, ``train.jsonl`` and
-``test.jsonl`` messages with the right team. The requests in ``test.jsonl`` are in no other file.
+A customer writes, and the assistant answers in one sentence and names the team that takes over. It writes four files.
+``sft.jsonl`` has whole chats. ``pairs.jsonl`` has a short and a long reply to the same message. ``train.jsonl`` and
+``test.jsonl`` have messages with the right team. The requests in ``test.jsonl`` are in no other file.
 """
 
 import json

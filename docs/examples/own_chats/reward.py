@@ -4,6 +4,6 @@ import re
 
 
 def team(args, sample):
-    """The reward of one reply; the label is the team. A whole reply ends with the token <|im_end|>."""
+    """The reward of one reply. The label is the team. A whole reply ends with the token <|im_end|>."""
     words = re.findall(r"\w+", sample.response.removesuffix("<|im_end|>"))
     return float(words[-1:] == [sample.label])

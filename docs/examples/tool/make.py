@@ -1,7 +1,7 @@
 """A model that may call a calculator, and example calls:   python docs/examples/tool/make.py FOLDER
 
-Writes a tokenizer in which the words of a call are one token each, the shape of a model, and conversations for SFT: of
-a hundred, 20 call the calculator with the question, 15 with something else, and 65 guess.
+It writes three things: a tokenizer with one token for each word of a call, the shape of a model, and conversations for
+SFT. Of a hundred conversations, 20 call the calculator with the question, 15 with something else, and 65 guess.
 """
 
 import json
@@ -32,7 +32,7 @@ TEMPLATE = """{% if tools %}{{ '<|im_start|>system\n' + tools[0].function.name +
 
 
 def tokenizer():
-    """One token for each of the words."""
+    """A tokenizer with one token for each of the words."""
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate((*SPECIALS, *WORDS))}, unk_token="<|unk|>"))
     pattern = "|".join(word.replace("{", r"\{").replace("}", r"\}").replace("*", r"\*") for word in WORDS[:8])
     words.pre_tokenizer = pre_tokenizers.Split(Regex(f"{pattern}|[\\s\\S]"), behavior="isolated")

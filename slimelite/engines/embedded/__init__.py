@@ -1,4 +1,4 @@
-"""The embedded engine: continuous batching over Hugging Face weights in this process."""
+"""The embedded engine: continuous batching in this process, with Hugging Face weights."""
 
 from slimelite.engines.embedded.engine import EmbeddedEngine
 

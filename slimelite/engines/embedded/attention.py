@@ -1,4 +1,4 @@
-"""Plans for how a batch of packed tokens writes keys and values to memory, and what it attends to."""
+"""Plans for a batch of packed tokens: where their keys and values are written, and what each token attends to."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ QUERY_BLOCK = 64
 
 @dataclass(slots=True)
 class Sharing:
-    """A prefix that several rows read by reference: ``rows`` are their numbers in the batch."""
+    """A prefix that several rows read from the same memory. ``rows``: the numbers of these rows in the batch."""
 
     node: Node
     rows: list[int]
 
 
 class SlabPart:
-    """The part of a decoding step that one slab does: rows ``first`` … of the batch are the rows of the slab."""
+    """One slab's part of a decoding step. Rows ``first``, ``first`` + 1, … of the batch are the rows of the slab."""
 
     def __init__(self, memory: KVMemory, slab: Slab, first: int, positions: np.ndarray) -> None:
         count, device, heads = len(positions), memory.device, memory.kv_heads
@@ -48,7 +48,7 @@ class SlabPart:
         stored.view(-1, stored.shape[-1]).index_copy_(0, self._slots, key_value.flatten(0, 1))
 
     def attend(self, layer: int, query: torch.Tensor, with_mass: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[rows, heads, head dim] -> the same, and, if asked for, the log of the sum of the weights [rows, heads]."""
+        """[rows, heads, head dim] -> the same. ``with_mass``: also the log of the sum of the weights [rows, heads]."""
         rows, heads, head_dim = query.shape
         keys, values = self._slab.layers[layer][:, :rows, :, : self._length]
         # query heads that share a kv head become several queries of that head, so that the cache is not copied
@@ -63,12 +63,12 @@ class SlabPart:
 
 
 class DecodePlan:
-    """Plan of a decoding step: one token for each row of ``slabs``, in this order, at ``positions`` [T].
+    """The plan of a decoding step. Each row of ``slabs``, in this order, has one token, at ``positions`` [T].
 
-    ``bases`` [T]: number of tokens before a row's first one in its slab. These come from ``sharing``: each list there
-    has at most one entry for a row, and every prefix is multiplied once with the queries of all its rows. Softmax is
-    taken over each part, and the parts are weighed by their masses, which rounds differently than one softmax
-    (relative error of about 1e-6 in fp32).
+    ``bases`` [T]: how many tokens come before the row's first token in its slab. These tokens come from ``sharing``.
+    Each list there has at most one entry for a row, and every prefix is multiplied once with the queries of all its
+    rows. Each part has its own softmax, and the parts are weighted by their masses. This rounds differently from one
+    softmax (relative error about 1e-6 in fp32).
     """
 
     def __init__(
@@ -126,9 +126,10 @@ def _add_shared(
 
 @dataclass(slots=True)
 class Piece:
-    """Some ``tokens`` of a prefill, from position ``done`` on.
+    """``tokens`` that one prefill computes, from position ``done`` on.
 
-    ``kv``: the segment for its tokens from position ``start`` on. ``leaf``: the last node with those before.
+    ``kv``: the segment for the tokens from position ``start`` on. ``leaf``: the last node of the tokens before
+    ``start``.
     """
 
     tokens: np.ndarray
@@ -139,7 +140,8 @@ class Piece:
 
 
 class PrefillPlan:
-    """Plan of a prefill of ``pieces``, packed one after the other; each attends to what is before it and to itself."""
+    """The plan of a prefill of ``pieces``, packed one after the other. Each piece attends to the tokens before it and
+    to itself."""
 
     def __init__(self, memory: KVMemory, pieces: list[Piece]) -> None:
         self._pieces, self._heads = pieces, memory.kv_heads
@@ -191,8 +193,8 @@ class PrefillPlan:
 def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Causal attention of ``query`` [n, heads, T, head dim] over ``key`` and ``value`` [n, kv heads, T, head dim].
 
-    Blocks of queries are multiplied with the keys up to them. In fp32 on a CPU this takes about a fifth less time than
-    PyTorch's flash attention, and differs from it by rounding (1e-6).
+    Each block of queries is multiplied only with the keys up to its end. In fp32 on a CPU this takes about a fifth less
+    time than PyTorch's flash attention, and differs from it by rounding (1e-6).
     """
     _, heads, tokens, head_dim = query.shape
     groups = heads // key.shape[1]
@@ -212,8 +214,8 @@ def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 
 
 class ScorePlan:
-    """Plan of a scoring pass, whose keys and values are not cached: over a prefix of ``counts[0]`` tokens and, packed
-    after it, branches of the other counts, each of which follows the prefix.
+    """The plan of a scoring pass, which caches no keys and values. A prefix of ``counts[0]`` tokens comes first.
+    Branches of the other counts are packed after it, and each continues the prefix.
     """
 
     def __init__(self, counts: Sequence[int], device: torch.device) -> None:
@@ -240,7 +242,8 @@ class ScorePlan:
 
 
 def _causal_mask(count: int, past: int, memory: KVMemory) -> torch.Tensor | None:
-    """Additive mask of ``count`` tokens over those before and themselves; None without a past, where none is needed."""
+    """The additive mask of ``count`` tokens, which attend to the past and to each other causally; None if there is no
+    past."""
     if not past:
         return None
     hidden = torch.full((count, past + count), -torch.inf, dtype=memory.dtype, device=memory.device)

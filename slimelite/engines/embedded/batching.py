@@ -1,4 +1,4 @@
-"""What both schedulers of the embedded engine do alike: how requests come, are sampled from, stop, and leave."""
+"""What both schedulers of the embedded engine share: requests arrive, tokens are sampled, responses stop and leave."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from slimelite.engines.protocol import Decode, FinishReason, OnTokens, Scores
 class Batching(ABC):
     """Runs sequences in submission order, at most ``max_rows`` at a time.
 
-    A sequence waits, then fills (what the model computes of its tokens is found or prefilled), then it is a row of the
-    table and decodes. A subclass says what memory that takes, and computes the logits.
+    A sequence first waits. Then it fills: the model's results for its tokens are found or prefilled. Then it becomes a
+    row of the table and decodes. A subclass manages the memory for this, and computes the logits.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Batching(ABC):
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do something."""
+        """Whether a step has something to do."""
         return bool(self.waiting or self.filling or self.rows.sequences or self.scoring)
 
     def request_ids(self) -> set[str]:
@@ -53,7 +53,7 @@ class Batching(ABC):
         return {sequence.request.request_id for sequence in self._sequences()}
 
     def set_weight_version(self, version: int) -> None:
-        """Note that the weights have changed: what they computed is dropped, and new tokens carry ``version``."""
+        """Note that the weights have changed. All cached results are dropped, and new tokens carry ``version``."""
         self.release_cache()
         self.weight_version = version
         for sequence in self._sequences():
@@ -62,7 +62,7 @@ class Batching(ABC):
 
     @abstractmethod
     def release_cache(self) -> None:
-        """Free all that was computed; sequences keep their tokens, and the next step prefills them again."""
+        """Free all cached results. Sequences keep their tokens, and the next step prefills them again."""
 
     @abstractmethod
     def _advance_rows(self) -> None:
@@ -70,18 +70,18 @@ class Batching(ABC):
 
     @abstractmethod
     def _scores(self, group: Sequence[Scoring]) -> list[Scores]:
-        """Make a scoring pass over a list of `sampler.together`."""
+        """Make one scoring pass for a list that `sampler.together` returned."""
 
     @abstractmethod
     def _stop_filling(self, sequence: Running) -> None:
-        """Drop what the prefill of a sequence that ends has taken."""
+        """Drop the memory that a sequence's unfinished prefill has taken."""
 
     @abstractmethod
     def _retire(self, sequences: Sequence[Running], *, keep: bool) -> None:
-        """Free the memory of sequences that were rows; ``keep``: what others may use stays known."""
+        """Free the memory of sequences that were rows. ``keep``: results that other sequences may use stay cached."""
 
     def step(self) -> None:
-        """Make a scoring pass, then a step of the rows."""
+        """Make one scoring pass if a call waits, and then one step of the rows."""
         self._steps += 1
         if self.scoring:
             group = self.scoring.popleft()
@@ -94,7 +94,7 @@ class Batching(ABC):
         self._advance_rows()
 
     def abort(self, request_ids: Collection[str] | None) -> None:
-        """End these sequences (all, if None); each returns the tokens it has so far."""
+        """End these sequences (all, if None). Each returns the tokens that it has so far."""
 
         def meant(sequence: Running) -> bool:
             return request_ids is None or sequence.request.request_id in request_ids
@@ -122,7 +122,7 @@ class Batching(ABC):
         return (*self.rows.sequences, *self.filling, *self.waiting)
 
     def _let_fill(self, sequence: Running) -> None:
-        """The first of ``waiting``, which is ``sequence``, fills from now on."""
+        """Start to fill ``sequence``, which is the first of ``waiting``."""
         self._full = False
         if not sequence.versions:
             sequence.versions.append((0, self.weight_version))
@@ -156,7 +156,7 @@ class Batching(ABC):
         self._end([(row, "stop" if stopped[row] else "length") for row in ended])
 
     def _completes_stop_string(self, row: int) -> bool:
-        """Whether the end of the response, including tokens from before a continuation, holds a stop string."""
+        """Whether the end of the response contains a stop string. Tokens from before a continuation count too."""
         request, state = self.rows.sequences[row].request, self.rows.state[row]
         length = int(state["length"])
         if length < state["min_length"]:
@@ -166,7 +166,7 @@ class Batching(ABC):
         return holds_stop(self._decode, self.rows.tokens[row, prompt:length], request.params.stop)
 
     def _end(self, ended: Sequence[tuple[int, FinishReason]]) -> None:
-        """End these rows of the table, in ascending order; the tokens of long ones stay known."""
+        """End these rows of the table, given in ascending order. Results for long sequences stay cached."""
         if not ended:
             return
         gone = [(self.rows.remove(row), reason) for row, reason in reversed(ended)]
@@ -176,7 +176,7 @@ class Batching(ABC):
             sequence.deliver(reason)
 
     def _preempt(self) -> None:
-        """Take the memory of the table's last row back; its sequence is the next to be admitted."""
+        """Take the memory of the table's last row. Its sequence will be the next to be admitted."""
         sequence = self.rows.remove(len(self.rows) - 1)
         self._retire([sequence], keep=False)
         self.waiting.appendleft(sequence)

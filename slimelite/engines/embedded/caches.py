@@ -1,8 +1,10 @@
-"""Rows of transformers' caches: some may be taken out, and several caches become the cache of one batch.
+"""Rows of the caches of transformers: take some rows out of a cache, or join several caches into the cache of one
+batch.
 
-A cache is an object of transformers with tensors somewhere inside, in layers, lists or dictionaries. The first
-dimension of each is the row. Keys and values have a column for each token, the last columns for the newest; the states
-of linear attention, state-space layers and convolutions have none.
+A cache is an object of transformers with tensors somewhere inside, in layers, lists or dictionaries, or a list of
+`LayerCache`. The first dimension of each tensor is the row. Keys and values have a column for each token, and the
+newest tokens are in the last columns. States of linear attention, state-space layers and convolutions have no such
+columns.
 """
 
 from __future__ import annotations
@@ -22,10 +24,14 @@ COLUMNS = {"keys": 2, "values": 2, "indexer_keys": 2, "key_cache": 2, "value_cac
 COUNTS = ("cumulative_length",)
 
 
-def with_rows(cache: Any, rows: Tensor, width: int | None = None) -> Any:
-    """A copy with ``rows`` [n], in this order; a row may be taken twice.
+class LayerCache:
+    """What a layer of our own keeps of its rows, in attributes that are tensors."""
 
-    ``width``: the columns of the longest row, if the caches' first columns are padding that goes.
+
+def with_rows(cache: Any, rows: Tensor, width: int | None = None) -> Any:
+    """A copy of the cache with ``rows`` [n], in this order. A row may appear twice.
+
+    ``width``: the number of columns of the longest row. Columns before these are padding and are removed.
     """
 
     def taken(name: str, parts: Sequence[Any]) -> Any:
@@ -41,7 +47,7 @@ def with_rows(cache: Any, rows: Tensor, width: int | None = None) -> Any:
 
 
 def joined(caches: Sequence[Any]) -> Any:
-    """One cache with the rows of all, in order; those with fewer columns get padding in front."""
+    """One cache with the rows of all caches, in order. Caches with fewer columns get padding in front."""
 
     def join(name: str, parts: Sequence[Any]) -> Any:
         if not isinstance(parts[0], Tensor):
@@ -55,7 +61,7 @@ def joined(caches: Sequence[Any]) -> Any:
 
 
 def begun(cache: Any, columns: int) -> Any:
-    """A copy of a cache for which `is_cut` holds, with the first ``columns`` alone."""
+    """A copy of a cache with only its first ``columns``; `is_cut` must hold for the cache."""
 
     def cut(name: str, parts: Sequence[Any]) -> Any:
         (part,) = parts
@@ -65,7 +71,8 @@ def begun(cache: Any, columns: int) -> Any:
 
 
 def is_cut(cache: Any, width: int) -> bool:
-    """Whether the first tokens of a cache of ``width`` tokens are a cache: all that it holds is a column for each."""
+    """Whether a cache of ``width`` tokens can be cut after any token. It can if every tensor in it has a column for
+    each token."""
     return all(name in COLUMNS and part.shape[-COLUMNS[name]] == width for name, part in tensors(cache))
 
 
@@ -76,7 +83,7 @@ def token_bytes(cache: Any, tokens: int) -> tuple[int, int]:
 
 
 def tensors(cache: Any) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor with rows, and the name of the attribute that holds it."""
+    """Every tensor that has rows, with the name of the attribute that holds it."""
     seen: list[tuple[str, Tensor]] = []
 
     def note(name: str, parts: Sequence[Any]) -> Any:
@@ -89,7 +96,7 @@ def tensors(cache: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _combined(parts: Sequence[Any], leaf: Callable[[str, Sequence[Any]], Any], name: str = "") -> Any:
-    """A thing like each of ``parts``, whose tensors and counts are what ``leaf`` makes of theirs."""
+    """A copy of the structure of ``parts``. ``leaf`` makes each tensor and count from those of the parts."""
     first = parts[0]
     if isinstance(first, Tensor):
         return leaf(name, parts) if first.ndim > 1 else first
@@ -99,7 +106,8 @@ def _combined(parts: Sequence[Any], leaf: Callable[[str, Sequence[Any]], Any], n
         return type(first)([_combined(group, leaf, name) for group in zip(*parts, strict=True)])
     if isinstance(first, dict):
         return {key: _combined([part[key] for part in parts], leaf, name) for key in first}
-    if type(first).__module__.startswith("transformers.") and not isinstance(first, PretrainedConfig | type):
+    is_theirs = type(first).__module__.startswith("transformers.") and not isinstance(first, PretrainedConfig | type)
+    if is_theirs or isinstance(first, LayerCache):
         twin = copy.copy(first)
         for field in vars(first):
             setattr(twin, field, _combined([vars(part)[field] for part in parts], leaf, field))

@@ -1,4 +1,4 @@
-"""Logits that are changed before a token is drawn by them: by penalties, biases, grammars, and bans of stop ids."""
+"""Changes of logits before a token is drawn: penalties, biases, grammars, and stop ids that may not come yet."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from slimelite.engines.params import SamplingParams
 
 
 def changed(rows: RowTable, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """(rows [m], their logits [m, vocab] as they are to be drawn by); None if none changes.
+    """(rows [m], the logits [m, vocab] that these rows draw from); None if no row's logits change.
 
-    A row whose grammar cannot go on gets an error, and ends with this step.
+    If a row's grammar cannot go on, the row gets an error and ends with this step.
     """
     changing = rows.changing()
     if not len(changing):
@@ -45,7 +45,8 @@ def changed(rows: RowTable, logits: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 
 def _allow(rows: RowTable, row: int, allowed: np.ndarray, *, early: bool) -> None:
-    """Set the bits of the tokens that may come next in a row: those of its grammar, and its stops where it may end."""
+    """Set the bits of the tokens that may come next in a row: those that its grammar allows, and its stop ids if it may
+    end."""
     sequence = rows.sequences[row]
     assert sequence.guide is not None
     try:
@@ -67,14 +68,14 @@ def _allow(rows: RowTable, row: int, allowed: np.ndarray, *, early: bool) -> Non
 
 
 def _so_far(rows: RowTable, row: int) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens of prompt and response, and those of the response alone."""
+    """The tokens of the prompt and the response, and the tokens of the response alone."""
     request = rows.sequences[row].request
     tokens = rows.tokens[row, : int(rows.state["length"][row])]
     return tokens, tokens[len(request.input_ids) - request.position :]
 
 
 def _shift(logits: torch.Tensor, params: SamplingParams, tokens: np.ndarray, response: np.ndarray) -> None:
-    """Apply bias and penalties to ``logits`` [vocab] in vLLM's order; the first penalty is that of arXiv:1909.05858."""
+    """Apply bias and penalties to ``logits`` [vocab] in vLLM's order. The first penalty is that of arXiv:1909.05858."""
     if params.logit_bias:
         ids = torch.tensor([int(token) for token in params.logit_bias], device=logits.device)
         logits[ids] += torch.tensor(list(params.logit_bias.values()), device=logits.device)
@@ -89,7 +90,7 @@ def _shift(logits: torch.Tensor, params: SamplingParams, tokens: np.ndarray, res
 
 
 def follow(rows: RowTable, tokens: np.ndarray, stopped: np.ndarray) -> None:
-    """Go on in the grammars with the drawn ``tokens`` [rows]; rows that end here are marked in ``stopped``."""
+    """Advance the grammars by the drawn ``tokens`` [rows]. Rows that end here are marked in ``stopped``."""
     for row in np.flatnonzero(rows.state["changes"][: len(rows)]).tolist():
         sequence = rows.sequences[row]
         guide = sequence.guide

@@ -48,14 +48,14 @@ GPU_CACHE_SHARE = 0.6
 class EmbeddedEngine(InProcessEngine):
     """Implements `slimelite.engines.protocol.Engine`: continuous batching over Hugging Face weights.
 
-    Requests that arrive during a weight update, or while memory is released, wait. A request that is running when new
-    weights arrive continues with them: its keys and values are recomputed, so that each token is sampled from the model
-    that its weight version names.
+    Requests that arrive during a weight update, or while memory is released, wait. If new weights arrive while a
+    request runs, the request continues with them. Its keys and values are recomputed, so that each token is sampled
+    from the model of its weight version.
 
-    The keys and values of prompts, and of responses that are long enough, are kept for requests that begin alike, until
-    the next weights come or others need the memory. Cached ones differ by rounding from ones that are computed in
-    another batch (log-probs by about 1e-6 in fp32). With ``repeatable`` an engine that was idle forgets them: then it
-    answers the same requests, sent with seeds in one `generate` call, with bit-identical results.
+    The engine keeps the keys and values of prompts and of long responses for later requests that begin with the same
+    tokens. It drops them when new weights arrive, or when other requests need the memory. Cached values differ by
+    rounding from values that another batch computes (log-probs by about 1e-6 in fp32). With ``repeatable``, an idle
+    engine drops them. The same requests with the same seeds in one `generate` call then get bit-identical results.
     """
 
     name = "embedded"
@@ -82,17 +82,18 @@ class EmbeddedEngine(InProcessEngine):
         Args:
             model_path: Hugging Face folder or name; a folder with a config but no weights gives random weights.
             dtype: default fp32 on a CPU, bf16 on a GPU.
-            max_context_len: most tokens of prompt and response together; default: the smaller of the model's limit
+            max_context_len: limit for prompt and response together [tokens]; default: the smaller of the model's limit
                 and the cache.
-            kv_cache_tokens: most tokens that the cache holds, over all sequences and kept prefixes; memory is taken as
-                they come. Default: 4 GiB of them on a CPU, 60 % of the free memory on a GPU.
-            repeatable: forget kept prefixes when requests reach an idle engine, see above.
+            kv_cache_tokens: the most tokens that the cache holds, in all sequences and cached prefixes. Memory is
+                allocated when it is needed. Default: as many as 4 GiB hold on a CPU, or 60 % of the free memory on a
+                GPU.
+            repeatable: drop cached prefixes when requests reach an idle engine, see above.
             decode: tokens to text, special tokens included; stop strings and the HTTP front need it.
             encode: text to tokens, for the HTTP front.
-            eos_token_ids: default: those of generation_config.json and config.json.
-            seed: seeds random weights, and the seeds of requests that bring none.
-            http_host: address of this machine that `start_http` listens on, and that its URL names.
-            tokenizer: that of the model, for grammars.
+            eos_token_ids: default: the ids of generation_config.json and config.json.
+            seed: seeds random weights, and seeds requests that have no seed.
+            http_host: the address of this machine that `start_http` listens on. Its URL names this address.
+            tokenizer: the model's tokenizer, for grammars.
 
         Raises:
             ValueError: the engine does not compute this architecture, or the cache is smaller than ``max_context_len``.
@@ -154,8 +155,8 @@ class EmbeddedEngine(InProcessEngine):
         )
 
     async def score(self, input_ids: Sequence[int], start: int, temperature: float = 1.0, top: int = 0) -> Scores:
-        """See `Engine.score`. One pass scores sequences that are alike before ``start``, if one turn of the event loop
-        asks for them; it computes that part once. The scheduler makes one pass before each decoding step.
+        """See `Engine.score`. If several calls in one turn of the event loop have the same tokens before ``start``, one
+        pass scores all of them and computes these tokens once. The scheduler makes one pass before each decoding step.
         """
         check_score(input_ids, start, temperature, top, self._vocab_size, self._max_context_len)
         scoring = Scoring(list(input_ids), start, float(temperature), top)
@@ -164,7 +165,8 @@ class EmbeddedEngine(InProcessEngine):
         return await asyncio.wrap_future(scoring.future)
 
     def _accept_scorings(self, scorings: list[Scoring]) -> None:
-        """Submit the calls of `score` of one turn of an event loop, those that begin alike together."""
+        """Submit the calls of `score` from one turn of an event loop. Calls that begin with the same tokens go
+        together."""
         try:
             self._post(lambda: self._scheduler.scoring.extend(together(scorings)))
         except RuntimeError as error:
@@ -172,9 +174,9 @@ class EmbeddedEngine(InProcessEngine):
                 scoring.future.set_exception(error)
 
     async def release_memory(self, tags: Sequence[str]) -> None:
-        """See `Engine.release_memory`. Running requests wait for `resume_memory`; a CPU keeps its weights.
+        """See `Engine.release_memory`. Running requests wait for `resume_memory`. On a CPU the weights stay in memory.
 
-        The cache needs no resuming: it takes memory when the next step writes to it.
+        The cache needs no resuming, because the next step allocates its memory.
         """
         check_memory_tags(tags)
 
@@ -223,10 +225,10 @@ class EmbeddedEngine(InProcessEngine):
         self._guide(request)
 
     def _guide(self, request: GenerateRequest) -> Held | None:
-        """The response's place in its grammar.
+        """The response's position in its grammar; None without a grammar.
 
         Raises:
-            ValueError: the grammar is malformed or too large, or a response that goes on is not in it.
+            ValueError: the grammar is malformed or too large, or it does not allow the response so far.
         """
         params = request.params
         if params.grammar is None or (self._tokenizer is None and not params.guided):
@@ -285,12 +287,12 @@ def read_eos_ids(model_path: str, config: PretrainedConfig) -> set[int]:
 
 
 def default_cache_tokens(shape: DecoderShape, device: torch.device, dtype: torch.dtype) -> int:
-    """How many tokens the default share of memory holds; none of it is taken before it is used."""
+    """How many tokens the default share of memory holds. The memory is allocated only when it is used."""
     return cache_bytes(device) // (2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * dtype.itemsize)
 
 
 def cache_bytes(device: torch.device) -> int:
-    """The default share of memory for what is computed of tokens."""
+    """The default number of bytes for cached results."""
     if device.type == "cuda":
         return math.floor(torch.cuda.mem_get_info(device)[0] * GPU_CACHE_SHARE)
     return CPU_CACHE_BYTES

@@ -1,4 +1,5 @@
-"""The generic decoder: any causal LM of transformers by its own modules and caches, where there is no fast path."""
+"""The generic decoder: any causal LM of transformers, computed by its own modules and caches. It runs models that have
+no fast path."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig
 
 from slimelite.engines.embedded.caches import token_bytes
+from slimelite.engines.embedded.gated_delta import HybridPasses, is_fast_hybrid
 from slimelite.engines.embedded.model import Linear
 from slimelite.engines.embedded.passes import Passes
 from slimelite.engines.embedded.ways import NotComputed, Rows, Ways, ways_of
@@ -24,9 +26,9 @@ TRIAL = 4
 
 
 class GenericDecoder(Weights):
-    """A model with its ``passes``, and how they may be made (``ways``).
+    """A model, its ``passes``, and how they may be made (``ways``).
 
-    ``vocab_size``: rows of its embedding. ``context``: most tokens of a sequence, None if the config names none.
+    ``vocab_size``: rows of its embedding. ``context``: the most tokens of a sequence; None if the config has no limit.
     """
 
     def __init__(
@@ -37,6 +39,8 @@ class GenericDecoder(Weights):
         self.dtype = dtype
         model = load_model(model_path, config, dtype, seed, self.ways.attention)
         self.model = model.eval().requires_grad_(False).to(device)
+        # first, because it makes parts of larger weights of some
+        self.passes = HybridPasses(model) if is_fast_hybrid(config, device, dtype) else Passes(model)
         text = config.get_text_config()
         self.vocab_size: int = text.vocab_size
         self.context: int | None = getattr(text, "max_position_embeddings", None)
@@ -50,13 +54,12 @@ class GenericDecoder(Weights):
         names = {tensor.data_ptr(): name for name, tensor in own.items() if name in self._targets}
         tied = ((name, names.get(tensor.data_ptr())) for name, tensor in model.state_dict().items())
         self._complete({name: first for name, first in tied if first not in (None, name) and name not in own})
-        self.passes = Passes(model)
         if device.type == "cpu" and dtype == torch.float32:
             _pack(model)
 
     @torch.inference_mode()
     def cache_tokens(self, free: int) -> tuple[int, int]:
-        """How many tokens fit into ``free`` bytes, and how many tokens' memory the states of a row take."""
+        """(tokens that fit into ``free`` bytes, tokens whose memory equals the states of one row)."""
         if self.ways.rows is Rows.WHOLE:
             # no cache is kept, and that of a family may not even work; each step has the logits of all tokens in memory
             return free // (4 * self.vocab_size), 1
@@ -67,7 +70,7 @@ class GenericDecoder(Weights):
 
 
 class _Views(TorchFunctionMode):
-    """Parts of a tensor stay parts of it: transformers 5.23 copies each half of a layer's experts."""
+    """Keeps parts of a tensor as views of it. Without this, transformers 5.23 copies each half of a layer's experts."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -76,7 +79,7 @@ class _Views(TorchFunctionMode):
 
 
 def _pack(model: nn.Module) -> None:
-    """Let the large matrices of plain layers be multiplied as `Linear` does."""
+    """Replace large plain layers by `Linear`, which multiplies faster."""
     for module in chain(model.modules()):
         if type(module) is nn.Linear:
             packed = Linear(module.weight, module.bias)

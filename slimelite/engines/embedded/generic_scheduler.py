@@ -1,4 +1,4 @@
-"""Continuous batching of the generic decoder: which rows share a pass, and what is known of prompts."""
+"""Continuous batching of the generic decoder: it decides which rows share a pass, and caches results for prompts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ KEEP = 64
 
 @dataclass(eq=False)
 class Batch:
-    """Rows that share a pass. ``cache``: theirs, in the order of ``members``; ``width``: tokens of the longest."""
+    """Rows that share a pass. ``cache``: their cache, in the order of ``members``. ``width``: the number of tokens of
+    the longest row."""
 
     members: list[Running]
     cache: Any
@@ -39,7 +40,8 @@ class Batch:
 
 @dataclass(eq=False)
 class Known:
-    """What was computed of ``tokens``: a cache of one row, and the logits [1, vocab] after the last, if kept."""
+    """The cached results for ``tokens``: a cache of one row, and the logits [1, vocab] after the last token, if they
+    were kept."""
 
     tokens: np.ndarray
     cache: Any
@@ -48,7 +50,8 @@ class Known:
 
 @dataclass(eq=False)
 class Prompt:
-    """Tokens to prefill, and the sequences that have them. ``start``: those before are ``known``."""
+    """Tokens to prefill, and the sequences that begin with them. ``start``: the results for the tokens before this
+    position are in ``known``."""
 
     tokens: np.ndarray
     members: list[Running] = field(default_factory=list)
@@ -59,11 +62,10 @@ class Prompt:
 class GenericScheduler(Batching):
     """Batching of a `GenericDecoder`.
 
-    The caches of rows hold all tokens but the last, which the next step feeds; the pass that ends a prompt gives the
-    logits of its first token. Rows of all lengths are one batch where the family allows it (`ways.Rows`), else each
-    length is a batch.
-    ``tokens``: most tokens that caches hold, padding and what is known of prompts included; a row that runs alone takes
-    what it needs. ``row_tokens``: a row's states take the memory of so many.
+    The cache of a row has all tokens but the last one, which the next step feeds. The pass that finishes a prompt also
+    gives the logits of the first new token. If the family allows it (`ways.Rows`), rows of all lengths are one batch.
+    Otherwise each length is a batch. ``tokens``: the most tokens that the caches hold, with padding and cached prompts.
+    A row that runs alone takes what it needs. ``row_tokens``: the memory of a row's states, counted in tokens.
     """
 
     def __init__(
@@ -91,7 +93,7 @@ class GenericScheduler(Batching):
         self._known.clear()
 
     def _stop_filling(self, sequence: Running) -> None:
-        """It has taken nothing."""
+        """Do nothing, because a prefill takes no memory here."""
 
     def _scores(self, group: Sequence[Scoring]) -> list[Scores]:
         scores = []
@@ -123,7 +125,7 @@ class GenericScheduler(Batching):
             self._draw(together)
 
     def _whole(self) -> Tensor:
-        """[rows, vocab] from all tokens of each row, those of one length together."""
+        """[rows, vocab] logits, computed from all tokens of each row. Rows of one length share a pass."""
         lengths, parts = self.rows.state["length"][: len(self.rows)], []
         order = np.argsort(lengths, kind="stable")
         for rows in np.split(order, np.flatnonzero(np.diff(lengths[order])) + 1):
@@ -132,7 +134,7 @@ class GenericScheduler(Batching):
         return torch.cat(parts)[torch.from_numpy(np.argsort(order)).to(self._device)]
 
     def _decode_batch(self, batch: Batch, rows: list[int]) -> Tensor:
-        """[members, vocab] after the last token of each; ``rows``: where they are in the table."""
+        """[members, vocab] logits after the last token of each member. ``rows``: their rows in the table."""
         fed = torch.from_numpy(self.rows.last_tokens()[rows])[:, None].to(self._device)
         lengths = torch.from_numpy(self.rows.state["length"][rows] - 1)
         logits, batch.cache = self._passes.decode(fed, batch.cache, lengths, batch.width)
@@ -144,7 +146,7 @@ class GenericScheduler(Batching):
         return sum(len(batch.members) * (batch.width + self._row_tokens) for batch in self._batches)
 
     def _make_room(self, tokens: int) -> bool:
-        """Forget what is known of prompts until ``tokens`` fit; False if they do not."""
+        """Drop cached prompts until ``tokens`` fit; False if they do not fit."""
         while (known := sum(len(known.tokens) + self._row_tokens for known in self._known)) + (
             self._row_tokens_used + tokens
         ) > self._tokens:
@@ -154,7 +156,7 @@ class GenericScheduler(Batching):
         return True
 
     def _admit(self) -> None:
-        """Let waiting sequences fill, first come first served, while there are rows and memory for them."""
+        """Let waiting sequences fill in the order of arrival, while there are rows and memory for them."""
         widest = max((batch.width for batch in self._batches), default=0) if self._ways.rows is Rows.PADDED else 0
         expected = self._row_tokens_used
         while self.waiting and len(self.rows) + len(self.filling) < self._max_rows:
@@ -165,12 +167,12 @@ class GenericScheduler(Batching):
             self._let_fill(sequence)
 
     def _grow(self) -> None:
-        """Make room for a token of each row; if there is none, the last rows wait again."""
+        """Make room for one more token of each row. If there is no room, the last rows wait again."""
         while not self._make_room(len(self.rows)) and len(self.rows) > 1:
             self._preempt()
 
     def _prefill(self) -> list[Tensor]:
-        """Compute the prompts that fill, at most about `STEP_TOKENS` if rows wait; the logits of their new rows."""
+        """Prefill prompts, at most about `STEP_TOKENS` tokens if rows wait. Returns the logits of the new rows."""
         logits: list[Tensor] = []
         budget = STEP_TOKENS if self.rows.sequences else None
         by_tokens: dict[bytes, Prompt] = {}
@@ -187,7 +189,7 @@ class GenericScheduler(Batching):
         return logits
 
     def _next(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """The first of ``prompts``, and others of its length that one pass computes with it."""
+        """The first of ``prompts``, and others of the same length that one pass can compute together with it."""
         first, *others = prompts
         self._find(first)
         group = [first]
@@ -209,7 +211,7 @@ class GenericScheduler(Batching):
         return group
 
     def _find(self, prompt: Prompt) -> None:
-        """Find the longest known beginning of ``prompt`` that it may go on from."""
+        """Find the longest cached beginning of ``prompt`` that it can continue from."""
         wanted, best = prompt.tokens, None
         prompt.start = 0
         for known in self._known:
@@ -219,9 +221,11 @@ class GenericScheduler(Batching):
             whole = count == len(known.tokens)
             if not (whole and count == len(wanted) and known.logits is not None):
                 cut = min(count, len(wanted) - 1)
+                if cut <= prompt.start or cut < min(ALIKE, len(wanted) - 1):
+                    continue  # before a look at the cache, which takes longer
                 may_cut = (whole and cut == count) or is_cut(known.cache, len(known.tokens))
                 may_go_on = cut == len(wanted) - 1 or self._ways.extends
-                count = cut if may_cut and may_go_on and cut >= min(ALIKE, len(wanted) - 1) else 0
+                count = cut if may_cut and may_go_on else 0
             if count > prompt.start:
                 prompt.start, best = count, known
         if best is not None:
@@ -230,7 +234,8 @@ class GenericScheduler(Batching):
             prompt.known = best
 
     def _start(self, group: list[Prompt]) -> Tensor:
-        """Compute what is not known of ``group`` and make rows of its members: their logits [rows, vocab]."""
+        """Compute the tokens of ``group`` that are not cached, and make its members rows. Returns their logits [rows,
+        vocab]."""
         first, cache, logits = group[0], None, None
         length, start = len(first.tokens), first.start
         if first.known is not None:
@@ -258,14 +263,14 @@ class GenericScheduler(Batching):
         return torch.tensor(rows, device=self._device)
 
     def _keep(self, tokens: np.ndarray, cache: Any, row: int, logits: Tensor | None, *, new: bool = True) -> None:
-        """Know ``tokens`` from now on, which are a row of ``cache``, if there is memory."""
+        """Remember the results for ``tokens`` if there is memory. They are in row ``row`` of ``cache``."""
         if not new or len(self._known) >= self._max_rows or not self._make_room(len(tokens) + self._row_tokens):
             return
         kept = with_rows(cache, self._indices([row]), len(tokens))
         self._known.append(Known(tokens, kept, None if logits is None else logits[row : row + 1].clone()))
 
     def _join(self) -> None:
-        """Make one batch of those that may share a pass."""
+        """Join batches that may share a pass."""
         alike: dict[int, list[Batch]] = {}
         for batch in self._batches:
             alike.setdefault(0 if self._ways.rows is Rows.PADDED else batch.width, []).append(batch)
@@ -279,7 +284,7 @@ class GenericScheduler(Batching):
         ]
 
     def _retire(self, sequences: Sequence[Running], *, keep: bool) -> None:
-        """Take rows out of their batches; those that stay come into the table's order."""
+        """Remove rows from their batches. The remaining rows take the table's order."""
         gone = set(sequences)
         order = {sequence: row for row, sequence in enumerate(self.rows.sequences)}
         for batch in [batch for batch in self._batches if gone.intersection(batch.members)]:

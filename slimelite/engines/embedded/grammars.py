@@ -1,7 +1,7 @@
-"""Responses that are held to a grammar: which tokens may come next in each row, by llguidance.
+"""Grammars for responses. llguidance tells which tokens may come next in each row.
 
-A grammar holds from the first token on, or after a text, such as the end of the thinking. A structural tag holds from
-each of its triggers to the end of the structure that the model chose; the text around is free.
+A grammar holds from the first token on, or after a given text, such as the end of the thinking. A structural tag holds
+from each of its triggers to the end of the structure that the model chose. The text around it is free.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ JSON_OPTIONS: Any = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}"}
 
 @dataclass(frozen=True)
 class Structure:
-    """What a structural tag allows after a trigger: the text ``begin``, JSON by ``schema``, and the text ``end``."""
+    """What a structural tag allows after a trigger: the text ``begin``, then JSON of ``schema``, then the text
+    ``end``."""
 
     begin: str
     schema: Any
@@ -42,12 +43,12 @@ class Grammars:
     """The grammars of an engine.
 
     Args:
-        tokenizer: a fast one of transformers.
-        vocab_size: of the model; its last tokens may have no text.
+        tokenizer: a fast tokenizer of transformers.
+        vocab_size: the model's; its last tokens may have no text.
         end_ids: tokens that end a response.
 
     Raises:
-        ValueError: the tokens of this tokenizer have no texts that llguidance can read.
+        ValueError: llguidance cannot read the texts of this tokenizer's tokens.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, end_ids: Collection[int]) -> None:
@@ -68,7 +69,7 @@ class Grammars:
         self._lock = Lock()
 
     def guide(self, params: SamplingParams) -> Held | None:
-        """How the response to a request is held; None: it is free.
+        """The grammar state for the response to a request; None if the response is free.
 
         Raises:
             ValueError: the grammar is malformed, or too large.
@@ -90,11 +91,11 @@ class Grammars:
         return Held(self, written, repeats=kind in ("structural_tag", "calls"))
 
     def text(self, token: int) -> bytes:
-        """The text of a token, special ones included."""
+        """The text of a token. Special tokens have a text too."""
         return self._special_texts.get(token) or self.tokens.decode_bytes([token])
 
     def compiled(self, kind: str, text: str) -> LLMatcher:
-        """A matcher at the beginning of a grammar; llguidance compiles without the GIL, in a bounded time."""
+        """A matcher at the beginning of a grammar. llguidance compiles it without the GIL, in a bounded time."""
         from llguidance import LLMatcher
 
         key = f"{kind} {text}"
@@ -115,9 +116,9 @@ class Grammars:
         return matcher.deep_copy()
 
     def _alternatives(self, trigger: str, structures: Sequence[Structure], schema: Any = None) -> str:
-        """The grammar of what follows a trigger: the rest of one of the structures that begin with it.
+        """The grammar of the text after a trigger: the rest of any structure that begins with the trigger.
 
-        ``schema``: in place of structures, of which there may then be several, JSON of this schema.
+        ``schema``: allow JSON of this schema instead of the structures' own; there may then be several structures.
         """
         known = [s for s in structures if s.begin.startswith(trigger)]
         parts = ((self._literal(s.begin[len(trigger) :]), _with_options(s.schema), self._literal(s.end)) for s in known)
@@ -135,11 +136,13 @@ class Grammars:
 
 
 class Held:
-    """How far a response is in its grammar.
+    """The position of a response in its grammar.
 
     Args:
-        written: text after which a grammar holds -> that grammar, as (kind, text); an empty one: from the beginning.
-        repeats: after its end the response is free, until the next of these texts; else the response ends there.
+        written: maps a text to the grammar that holds after it, as (kind, text). An empty text means from the
+            beginning.
+        repeats: after the grammar ends, the response is free until the next of these texts. Otherwise the response ends
+            there.
     """
 
     def __init__(self, grammars: Grammars, written: Mapping[str, tuple[str, str]], *, repeats: bool) -> None:
@@ -152,21 +155,21 @@ class Held:
 
     @property
     def end_ids(self) -> Sequence[int]:
-        """The tokens that llguidance takes for an end."""
+        """The tokens that end a response for llguidance."""
         return self._grammars.end_ids
 
     @property
     def active(self) -> bool:
-        """Whether the grammar says what the next token is."""
+        """Whether the grammar decides the next token."""
         return self._matcher is not None
 
     @property
     def ended(self) -> bool:
-        """Whether nothing but an end of the response may follow."""
+        """Whether only an end of the response may follow."""
         return self._matcher is not None and self._matcher.is_stopped()
 
     def advance(self, tokens: Iterable[int]) -> None:
-        """Go on with the next tokens.
+        """Advance by the next tokens.
 
         Raises:
             ValueError: the grammar does not allow them, or became too complex.
@@ -181,7 +184,8 @@ class Held:
                 self._matcher, self._text = None, b""
 
     def fill(self, allowed: np.ndarray) -> bool:
-        """Set the bits of the tokens that may come next, in ``allowed`` [words] int32; whether the text may end here.
+        """Set the bits of the tokens that may come next, in ``allowed`` [words] int32. Returns whether the text may end
+        here.
 
         Raises:
             ValueError: the grammar became too complex.
@@ -193,7 +197,7 @@ class Held:
         return self._matcher.is_accepting()
 
     def _find(self) -> None:
-        """Begin to match behind the first trigger in the free text."""
+        """Look for the first trigger in the free text, and begin to match after it."""
         places = [(at, -len(trigger)) for trigger in self._triggers if (at := self._text.find(trigger)) >= 0]
         if not places:
             self._text = self._text[-self._longest :]
@@ -212,7 +216,7 @@ def read_tag(text: str) -> tuple[list[str], list[Structure]]:
     """The triggers and structures of a structural tag in SGLang's JSON.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is not a structural tag.
     """
     try:
         tag = json.loads(text)
@@ -229,7 +233,7 @@ def read_tag(text: str) -> tuple[list[str], list[Structure]]:
 
 
 def _written(kind: str, text: str) -> str:
-    """A grammar as llguidance takes it."""
+    """A grammar in the form that llguidance reads."""
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import gbnf_to_lark
 

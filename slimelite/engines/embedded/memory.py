@@ -1,4 +1,5 @@
-"""Memory for keys and values: slabs of rows of one length class for the running rows, segments for cached prefixes."""
+"""Memory for keys and values. Running rows are in slabs, one slab for each class of row lengths. Cached prefixes are in
+segments."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ SHORTEST = 64
 
 
 def class_length(tokens: int) -> int:
-    """The length of the shortest class of rows that holds ``tokens``: 64, 96, 128, 192, 256, 384, …"""
+    """The length of the shortest class of rows that can have ``tokens`` tokens: 64, 96, 128, 192, 256, 384, …"""
     length = SHORTEST
     while 2 * length < tokens:
         length *= 2
@@ -23,9 +24,11 @@ def class_length(tokens: int) -> int:
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """Where the keys and values of a running row are: number ``slot`` of ``slab``, None while it does not run.
+    """Where the keys and values of a running row are: in ``slot`` of ``slab``. ``slab`` is None while the row does not
+    run.
 
-    ``base``: the row's first token there; the tokens before it are in segments that it shares with other rows.
+    ``base``: the position of the row's first token in the slab. Earlier tokens are in segments, which other rows may
+    share.
     """
 
     base: int = 0
@@ -39,7 +42,7 @@ class Place:
 
 
 class Slab:
-    """Rows of ``length`` positions, one for each of the places ``rows``.
+    """Rows of ``length`` positions, one for each of the places in ``rows``.
 
     ``layers``: for each layer [2, capacity, kv heads, length, head dim], keys, then values.
     """
@@ -56,13 +59,13 @@ class Slab:
         return max(0, len(self.rows) + rows - self.capacity) * self.length
 
     def reserve(self, rows: int) -> None:
-        """Take the memory for this many further rows at once; it grows by half at least, if there is so much."""
+        """Allocate the memory for ``rows`` more rows at once. If memory allows, the slab grows by at least half."""
         if (wanted := len(self.rows) + rows) > self.capacity:
             more = min(self.capacity // 2, self._memory.free // self.length)
             self._resize(max(wanted, self.capacity + more))
 
     def extend(self, places: list[Place]) -> slice:
-        """Put ``places`` here; returns their slots, whose content is undefined but finite."""
+        """Put ``places`` into this slab. Returns their slots, whose content is undefined but finite."""
         self.reserve(len(places))
         first = len(self.rows)
         for slot, place in enumerate(places, first):
@@ -71,7 +74,7 @@ class Slab:
         return slice(first, len(self.rows))
 
     def remove(self, slots: Collection[int]) -> None:
-        """Take back the places ``slots``; the last rows move into the gaps, and memory is given back."""
+        """Remove the places at ``slots``. The last rows move into the gaps, and memory is freed."""
         gone = set(slots)
         count = len(self.rows) - len(gone)
         moving = [slot for slot in range(count, len(self.rows)) if slot not in gone]
@@ -91,7 +94,7 @@ class Slab:
             self._resize(count)
 
     def _resize(self, capacity: int) -> None:
-        """Layer by layer, so that only one layer is given twice at a time."""
+        """Change the capacity layer by layer, so that only one layer exists twice at any time."""
         kept = min(len(self.rows), capacity)
         self._memory.slab_tokens += (capacity - self.capacity) * self.length
         self.capacity = capacity
@@ -102,11 +105,12 @@ class Slab:
 
 
 class KVMemory:
-    """All keys and values: rows are admitted and prefixes kept while there are at most ``tokens`` of them.
+    """All keys and values. Rows are admitted and prefixes cached as long as they have at most ``tokens`` tokens
+    together.
 
-    What rows that run already need is taken even so: a prefix that others still read when its row ends, and the place
-    of a row that runs alone. So ``tokens`` can be exceeded by about a prompt.
-    ``slabs``: by length. ``slab_tokens``, ``segment_tokens``: what they hold, in tokens.
+    Two needs of running rows may exceed the limit: a prefix that others still read when its row ends, and the place of
+    a row that runs alone. So memory can exceed ``tokens`` by about one prompt. ``slabs``: the slabs, by length.
+    ``slab_tokens``, ``segment_tokens``: the size of slabs and segments [tokens].
     """
 
     def __init__(self, shape: DecoderShape, tokens: int, device: torch.device, dtype: torch.dtype) -> None:
@@ -117,7 +121,7 @@ class KVMemory:
 
     @property
     def free(self) -> int:
-        """Tokens that can be taken without giving any back."""
+        """How many tokens still fit without freeing any."""
         return max(0, self.tokens - self.slab_tokens - self.segment_tokens)
 
     def zeros(self, *size: int) -> torch.Tensor:
@@ -131,16 +135,16 @@ class KVMemory:
         return self.slabs[length]
 
     def drop(self, slab: Slab) -> None:
-        """Give back a slab with all its rows."""
+        """Free a slab with all its rows."""
         self.slab_tokens -= slab.capacity * slab.length
         del self.slabs[slab.length]
 
     def segment(self, tokens: int) -> torch.Tensor:
-        """Uninitialised memory for a segment [layers, 2, kv heads, tokens, head dim]; `give_back` ends its count."""
+        """Uninitialised memory for a segment [layers, 2, kv heads, tokens, head dim]. It counts until `give_back`."""
         self.segment_tokens += tokens
         size = (self.num_layers, 2, self.kv_heads, tokens, self.head_dim)
         return torch.empty(size, device=self.device, dtype=self.dtype)
 
     def give_back(self, segment: torch.Tensor) -> None:
-        """Count a segment no longer."""
+        """Stop counting a segment."""
         self.segment_tokens -= segment.shape[3]

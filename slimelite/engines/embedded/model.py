@@ -24,7 +24,7 @@ PACK_ROWS = 64
 
 
 def not_fast(config: PretrainedConfig) -> str:
-    """Why the decoder here does not compute models with ``config``; empty if it does."""
+    """Why this decoder does not compute models with ``config``; empty if it does."""
     layers = getattr(config, "layer_types", None)
     if config.model_type not in FAMILIES or not FAMILIES[config.model_type].embedded:
         return f"model_type {config.model_type!r}"
@@ -41,7 +41,7 @@ def not_fast(config: PretrainedConfig) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MixtureShape:
-    """``count`` experts of width ``size``, of which each token goes through ``each``, in ``layers``.
+    """``layers`` have ``count`` experts of width ``size`` each. Each token goes through ``each`` of them.
 
     ``norm``: whether the weights of a token's experts are divided by their sum.
     """
@@ -54,7 +54,7 @@ class MixtureShape:
 
     @classmethod
     def from_config(cls, config: PretrainedConfig) -> MixtureShape | None:
-        """What config.json says with Qwen3-MoE's names; None for a model without experts."""
+        """Read the shape from config.json, under Qwen3-MoE's names; None for a model without experts."""
         if not (count := getattr(config, "num_experts", None)):
             return None
         step, dense = config.decoder_sparse_step, config.mlp_only_layers
@@ -83,7 +83,7 @@ class DecoderShape:
 
     @classmethod
     def from_config(cls, config: PretrainedConfig) -> DecoderShape:
-        """Read the Hugging Face config of a model for which `not_fast` is empty."""
+        """Read the Hugging Face config. `not_fast` must be empty for it."""
         family, fields = FAMILIES[config.model_type], config.to_dict()
         return cls(
             vocab_size=config.vocab_size,
@@ -104,12 +104,12 @@ class DecoderShape:
 
 
 class Linear:
-    """A product with ``weight`` [out, in], plus ``bias`` [out].
+    """Multiplies by ``weight`` [out, in] and adds ``bias`` [out].
 
-    On an x86 CPU in fp32 a large weight has a second copy in oneDNN's blocked layout, so that a product need not
-    rearrange the weight first: that saves 30 to 45 % of the time with 8 rows, about 10 % with 256. The copy is made
-    before the first product and again after a change of ``weight``. Its products round differently (by at most 1e-6
-    of the sum of the terms' magnitudes).
+    On an x86 CPU in fp32, a large weight has a second copy in oneDNN's blocked layout, so that a product need not
+    rearrange the weight first. That saves 30 to 45 % of the time with 8 rows, and about 10 % with 256. The copy is made
+    before the first product, and again after ``weight`` changes. Its products round differently (by at most 1e-6 of the
+    sum of the terms' magnitudes).
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
@@ -134,10 +134,10 @@ class Linear:
         return product
 
     def added_to(self, before: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """``before`` [T, out], which may be overwritten, plus the product with ``x`` [T, in].
+        """``before`` [T, out] plus the product with ``x`` [T, in]. ``before`` may be overwritten.
 
-        In fp32 the product itself adds, which saves a pass over its result. Lower precisions round the product first,
-        as a trainer's model does.
+        In fp32 the product adds to ``before`` directly, which saves a pass over the result. Lower precisions round the
+        product first, as a trainer's model does.
         """
         if self.packs:
             self._repack()
@@ -155,26 +155,27 @@ class Linear:
 
 @dataclass(slots=True)
 class GatedMLP:
-    """An MLP, or an expert. ``gate_up`` stacks the rows of gate and up."""
+    """An MLP. It may be an expert of a mixture. ``gate_up`` stacks the rows of gate and up."""
 
     gate_up: Linear
     down: Linear
 
     def inner(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, hidden] -> [T, width], which ``down`` takes."""
+        """[T, hidden] -> [T, width], the input of ``down``."""
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
     def added_to(self, before: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """``before`` [T, hidden], which may be overwritten, plus the result for ``x`` [T, hidden]."""
+        """``before`` [T, hidden] plus the result for ``x`` [T, hidden]. ``before`` may be overwritten."""
         return self.down.added_to(before, self.inner(x))
 
 
 class Mixture:
-    """A mixture of experts. ``gate_up`` [experts, 2 * width, hidden] and ``down`` [experts, hidden, width] hold all.
+    """A mixture of experts. ``gate_up`` [experts, 2 * width, hidden] and ``down`` [experts, hidden, width] have the
+    weights of all experts.
 
-    Tokens are sorted by expert. Where experts are large enough for packed copies, each multiplies its own tokens;
-    elsewhere one grouped product is as fast.
+    Tokens are sorted by expert. If experts are large enough for packed copies, each expert multiplies its own tokens.
+    Otherwise one grouped product does it as fast.
     """
 
     def __init__(self, shape: MixtureShape, router: Linear, gate_up: torch.Tensor, down: torch.Tensor) -> None:
@@ -184,7 +185,7 @@ class Mixture:
             expert.down.packs = expert.gate_up.packs
 
     def added_to(self, before: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """See `GatedMLP.added_to`. Sums over a token's experts are in the order of their probabilities."""
+        """See `GatedMLP.added_to`. The results of a token's experts are added in the order of their probabilities."""
         shape = self._shape
         logits = self._router(x)
         weights, chosen = logits.softmax(-1, dtype=torch.float32).topk(shape.each, -1)
@@ -199,7 +200,8 @@ class Mixture:
         return before.add_(back.view(len(x), shape.each, -1).sum(1))
 
     def _products(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """[tokens of each expert, one expert after the other, hidden] -> the same, through the experts."""
+        """Apply the experts. ``x`` [tokens, hidden] has the tokens of the first expert, then those of the second, and
+        so on; the result has the same shape. ``counts``: tokens of each expert."""
         if not self._experts[0].gate_up.packs:
             ends = counts.cumsum(0, dtype=torch.int32)
             gate, up = F.grouped_mm(x, self._gate_up.transpose(1, 2), offs=ends).chunk(2, dim=-1)
@@ -223,7 +225,7 @@ class LayerWeights:
 
 
 class DecoderWeights(Weights):
-    """All weights, each Hugging Face name with the part of the fused storage that holds it."""
+    """All weights. Each Hugging Face name has a part of the fused storage."""
 
     def __init__(self, shape: DecoderShape, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(device)
@@ -285,7 +287,7 @@ class DecoderWeights(Weights):
         )
 
     def load(self, model_path: str, config: PretrainedConfig, seed: int) -> None:
-        """Copy the weights of `load_model` into place."""
+        """Load the weights with `load_model`, and copy them into the fused storage."""
         model = load_model(model_path, config, self._dtype, seed)
         self.incoming.begin(0)
         self.update(list(as_filed(model, model.state_dict()).items()))
@@ -294,7 +296,8 @@ class DecoderWeights(Weights):
 
 
 class AttentionPlan(Protocol):
-    """A batch of packed tokens: the position of each, where its keys and values are written, what it attends to."""
+    """A batch of packed tokens: the position of each token, where its keys and values are written, and what it attends
+    to."""
 
     positions: torch.Tensor
 
@@ -308,7 +311,7 @@ class AttentionPlan(Protocol):
 
 
 class Decoder:
-    """Computes hidden states and logits of packed tokens; an `AttentionPlan` stores and reads keys and values."""
+    """Computes hidden states and logits of packed tokens. An `AttentionPlan` stores and reads keys and values."""
 
     def __init__(self, weights: DecoderWeights, config: PretrainedConfig, max_context_len: int) -> None:
         self.weights = weights
@@ -326,8 +329,8 @@ class Decoder:
         """Run ``tokens`` [T] at the positions of ``plan`` and write their keys and values to the cache.
 
         Returns:
-            [T, hidden] after the final norm. With ``cache_only`` the last layer stops after writing its keys and
-            values, so that the result is meaningless and only the cache is of use.
+            [T, hidden] after the final norm. With ``cache_only`` the last layer stops after it has written its keys and
+            values. The result is then meaningless, and only the cache is useful.
         """
         w, shape = self.weights, self.weights.shape
         hidden = (shape.hidden_size,)

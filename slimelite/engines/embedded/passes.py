@@ -1,4 +1,4 @@
-"""Forward passes of any causal LM of transformers, with the cache that it makes itself."""
+"""Forward passes of any causal LM of transformers, with the model's own cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CACHES = ("past_key_values", "cache_params")
 
 
 class Passes:
-    """``model``'s forward pass over rows of token ids; logits are fp32."""
+    """The forward pass of ``model`` over rows of token ids. Logits are fp32."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -25,24 +25,26 @@ class Passes:
         self._cache = next((name for name in CACHES if name in self._takes), "")
 
     def whole(self, ids: Tensor, last: int = 0) -> Tensor:
-        """[n, tokens, vocab] of ``ids`` [n, tokens]; ``last``: of the last so many tokens alone, 0 for all."""
+        """[n, tokens, vocab] logits of ``ids`` [n, tokens]. ``last``: only of this many last tokens; 0 for all."""
         options = {"logits_to_keep": last} if "logits_to_keep" in self._takes else {}
         logits: Tensor = self.model(input_ids=ids, use_cache=False, **options).logits
         return logits[:, -last:].float()
 
     def extend(self, ids: Tensor, cache: Any, start: int) -> tuple[Tensor, Any]:
-        """Compute ``ids`` [n, tokens] after the ``start`` tokens of each row in ``cache``, which is None for none.
+        """Compute ``ids`` [n, tokens] after the ``start`` tokens that each row has in ``cache``. ``cache`` is None if
+        there are none.
 
         Returns:
-            [n, vocab] after the last token, and the cache with all of them (None if the model makes none).
+            [n, vocab] logits after the last token, and the cache with all tokens (None if the model has no cache).
         """
         return self._pass(ids, cache, None, start)
 
     def decode(self, ids: Tensor, cache: Any, lengths: Tensor, width: int) -> tuple[Tensor, Any]:
-        """One token ``ids`` [n, 1] more for each row of ``cache``; shorter rows are padded in front there.
+        """Compute one more token for each row of ``cache``: ``ids`` [n, 1]. Shorter rows have padding in front in the
+        cache.
 
         Args:
-            lengths: [n] tokens of each row in the cache. width: those of the longest.
+            lengths: [n] tokens of each row in the cache. width: tokens of the longest row.
         """
         if bool((lengths == width).all()) or not any(name in COLUMNS for name, _ in tensors(cache)):
             return self._pass(ids, cache, None, width)

@@ -1,4 +1,4 @@
-"""The radix tree of token sequences whose keys and values are at hand: shared by groups, turns and rollouts."""
+"""The radix tree of cached token sequences. Groups, turns and rollouts share their prefixes through it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from slimelite.engines.embedded.memory import KVMemory, Place
 
 
 class Node:
-    """The tokens [start, end) of every sequence that runs through this node.
+    """The tokens [start, end) of every sequence that passes through this node.
 
     ``kv``: their keys and values [layers, 2, kv heads, end - start, head dim]; None if only the row at ``holder`` has
-    them. ``users``: number of running or filling sequences that run through this node, which stays for them.
+    them. ``users``: how many running or filling sequences pass through this node. It stays as long as there are any.
     """
 
     __slots__ = ("children", "end", "holder", "kv", "parent", "start", "tokens", "users")
@@ -37,7 +37,7 @@ class Node:
         return nodes[::-1]
 
     def at(self, layer: int) -> torch.Tensor:
-        """Keys and values of a layer [2, kv heads, end - start, head dim], wherever they are."""
+        """Keys and values of a layer [2, kv heads, end - start, head dim], from the segment or from the row."""
         if self.kv is not None:
             return self.kv[layer]
         assert self.holder is not None
@@ -45,10 +45,11 @@ class Node:
 
 
 class PrefixTree:
-    """Finds the longest known prefix of a sequence; what nobody uses is evicted, least recently used first.
+    """Finds the longest cached prefix of a sequence. Prefixes that nobody uses are evicted, the least recently used
+    first.
 
-    ``idle_tokens``: tokens of the segments that nobody uses. ``splits``: nodes that were split so far, which makes what
-    `Node.path` has returned before incomplete.
+    ``idle_tokens``: tokens of the segments that nobody uses. ``splits``: how many nodes were split so far. After a
+    split, an earlier result of `Node.path` is incomplete.
     """
 
     def __init__(self, memory: KVMemory) -> None:
@@ -56,16 +57,16 @@ class PrefixTree:
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything, as after a weight update; no sequence may use a node."""
+        """Forget everything, as after a weight update. No sequence may be using a node."""
         self.root = Node(None, np.zeros(0, np.int64), None)
         # nodes with a segment; a node is always younger than its descendants, so that leaves go first
         self._by_age: OrderedDict[Node, None] = OrderedDict()
         self.idle_tokens = 0
 
     def match(self, tokens: np.ndarray, node: Node | None = None) -> Node:
-        """The last node of the longest known prefix of ``tokens``, searched from ``node`` on.
+        """The last node of the longest cached prefix of ``tokens``. The search starts at ``node``.
 
-        A node that ``tokens`` leave in its middle is split there.
+        If the prefix ends inside a node, the node is split there.
         """
         node = node or self.root
         while node.end < len(tokens):
@@ -81,9 +82,10 @@ class PrefixTree:
         return node
 
     def add(self, tokens: np.ndarray, kv: torch.Tensor, start: int, node: Node) -> Node:
-        """Make all of ``tokens`` known, of which ``node`` covers the beginning; returns the last node.
+        """Cache all of ``tokens``, whose beginning ends at ``node``. Returns the last node.
 
-        ``kv``: a segment with the keys and values of ``tokens[start:]``; the tree keeps what it lacks of it.
+        ``kv``: a segment with the keys and values of ``tokens[start:]``. The tree copies the part that it does not
+        have.
         """
         node = self.match(tokens, node)
         self._memory.give_back(kv)
@@ -134,7 +136,7 @@ class PrefixTree:
             self._touch(node)
 
     def evict(self) -> bool:
-        """Free the segment that was not used for the longest time; False if all are in use."""
+        """Free the segment that was unused for the longest time; False if all are in use."""
         for node in self._by_age:
             if not node.users and not node.children:
                 assert node.kv is not None
@@ -158,7 +160,7 @@ class PrefixTree:
             node = node.parent
 
     def _split(self, node: Node, count: int) -> Node:
-        """Insert a node for the first ``count`` tokens of ``node`` above it; ``node`` keeps the rest."""
+        """Insert a node above ``node`` for its first ``count`` tokens. ``node`` keeps the rest."""
         assert node.parent is not None
         self.splits += 1
         front = Node(node.parent, node.tokens[:count], None)

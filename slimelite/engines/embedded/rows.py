@@ -1,4 +1,4 @@
-"""What the scheduler knows of each request, and the table of the rows that decode."""
+"""The scheduler's record of each request, and the table of the rows that decode."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ ROW = np.dtype(
 
 
 class Fill:
-    """A prefill under way: ``kv`` receives the keys and values of tokens [start, end) and has those before ``done``.
+    """An unfinished prefill. ``kv`` is for the keys and values of tokens [start, end), and has those before ``done``.
 
-    ``ended``: all are there, or the request has gone. ``step``: the scheduler's step that computed the last of them.
+    ``ended``: the prefill is finished, or its request has gone. ``step``: the step of the scheduler that computed the
+    last token.
     """
 
     __slots__ = ("done", "end", "ended", "key", "kv", "start", "step")
@@ -49,12 +50,12 @@ class Fill:
 class Running:
     """A waiting, filling or decoding request.
 
-    ``tokens``: prompt and generated tokens while the request is in no row of the table; ``log_probs``: likewise, of the
-    generated ones. ``kept``: the ids that each generated token was drawn from, if the request is one that tells them.
-    ``versions``: (index of a generated token, weight version from that token on).
-    ``leaf``: the node that ends its known prefix. ``fill``: its prefill; ``behind``: that of another request, which it
-    waits for, because both begin alike. ``place``: where the keys and values of its tokens from ``place.base`` on are;
-    it reads those before from nodes.
+    ``tokens``: prompt and generated tokens, while the request is not a row of the table. ``log_probs``: the same for
+    the log-probs of the generated tokens. ``kept``: the ids that each generated token was drawn from, if the request
+    wants them. ``versions``: (index of a generated token, weight version from that token on). ``leaf``: the last node
+    of its cached prefix. ``fill``: its prefill. ``behind``: the prefill of another request that begins with the same
+    tokens; this one waits for it. ``place``: where the keys and values of its tokens from ``place.base`` on are. Nodes
+    have those of earlier tokens.
     """
 
     request: GenerateRequest
@@ -76,11 +77,12 @@ class Running:
 
     @property
     def remaining(self) -> int:
-        """Number of tokens that it may still generate."""
+        """Number of tokens that the response may still get."""
         return self.request.params.max_new_tokens - len(self.log_probs)
 
     def deliver(self, reason: FinishReason) -> None:
-        """End the request. The caller gets the error, or tokens, log-probs, versions and ``reason`` why it ended."""
+        """Give the caller the result: the error, or the tokens, log-probs, versions and the ``reason`` why the response
+        ended."""
         if self.error is not None:
             self.future.set_exception(self.error)
             return
@@ -96,10 +98,10 @@ class Running:
 
 
 class RowTable:
-    """Per-row state; rows 0..count-1 decode, and removing a row moves the last one into its place.
+    """State of the rows. Rows 0 to count-1 decode. When a row is removed, the last row moves into its place.
 
-    ``tokens``: [rows, width] prompt and response; ``log_probs``: the same shape, filled in for the response only. The
-    width follows the longest row.
+    ``tokens``: [rows, width] prompt and response. ``log_probs``: the same shape, with values for the response only. The
+    longest row sets the width.
     """
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
@@ -116,7 +118,7 @@ class RowTable:
         return len(self.sequences)
 
     def add(self, sequence: Running, room: int = 0) -> None:
-        """Start or continue a row for ``sequence``; ``room``: tokens that its place in a slab holds."""
+        """Start or continue a row for ``sequence``. ``room``: how many tokens its place in a slab can have."""
         request, params = sequence.request, sequence.request.params
         row, length, start = len(self.sequences), len(sequence.tokens), len(request.input_ids)
         self.sequences.append(sequence)
@@ -143,7 +145,7 @@ class RowTable:
         self._sampling = None
 
     def remove(self, row: int) -> Running:
-        """Take the sequence of a row out, with its tokens, and move the last row into its place."""
+        """Remove a row and return its sequence, with its tokens. The last row moves into its place."""
         sequence = self.sequences[row]
         length, start = int(self.state["length"][row]), int(self.state["start"][row])
         sequence.tokens = self.tokens[row, :length].copy()
@@ -175,18 +177,18 @@ class RowTable:
         lengths += 1
 
     def sampling(self) -> SamplingBatch:
-        """How to sample the rows; recomputed only after a row is added or removed."""
+        """How to sample the rows. It is recomputed only after a row is added or removed."""
         if self._sampling is None:
             self._sampling = SamplingBatch.build(self.state["shape"][: len(self)], self._vocab_size, self._device)
         return self._sampling
 
     def changing(self) -> np.ndarray:
-        """The rows whose logits are changed: by a grammar, or because they have not reached min_new_tokens."""
+        """The rows whose logits change, by a grammar or because they have not reached min_new_tokens."""
         state = self.state[: len(self)]
         return np.flatnonzero(state["changes"] | (state["length"] < state["min_length"]))
 
     def stopped(self, tokens: np.ndarray) -> np.ndarray:
-        """[rows] bool: the new token is a stop id of the row; `changes.changed` prevents that before min_new_tokens."""
+        """[rows] bool: the new token is a stop id of the row. Before min_new_tokens `changes.changed` prevents that."""
         return (tokens[:, None] == self.stop_ids[: len(self)]).any(1)
 
     def _widen(self, length: int) -> None:

@@ -1,5 +1,5 @@
-"""Sampling whole batches of next tokens, each row from its own random stream; and log-probs of given tokens, such as a
-teacher's of a student's responses."""
+"""Samples the next tokens of whole batches, each row from its own random stream. Also computes log-probs of given
+tokens, such as a teacher's log-probs of a student's responses."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ def _mixed(z: np.ndarray) -> np.ndarray:
 class SamplingBatch:
     """How to sample each of n rows. A field is None when no row uses that option.
 
-    ``temperature``: [n, 1]. ``greedy``: [n] bool. ``truncated``: indices of rows with top-p, top-k or min-p,
-    whose ``top_p``, ``top_k`` and ``min_p`` [m, 1] follow. ``tells``: [n] bool, rows that tell what
-    these kept.
+    ``temperature``: [n, 1]. ``greedy``: [n] bool. ``truncated``: indices [m] of rows with top-p, top-k or min-p.
+    ``top_p``, ``top_k`` and ``min_p`` [m, 1] are their values. ``tells``: [n] bool, rows that return the ids that
+    remained.
     """
 
     temperature: torch.Tensor | None
@@ -120,12 +120,13 @@ def sample(
     Args:
         logits: [n, vocab] fp32; overwritten.
         uniform: [n] float64 in (0, 1).
-        changed: (rows [m], logits [m, vocab] that these are drawn by, -inf for tokens that must not come; overwritten).
+        changed: (rows [m], logits [m, vocab]). These rows draw from these logits, which are -inf for forbidden tokens.
+            Overwritten.
 
     Returns:
-        Tokens [n] int64; their log-probs [n] fp32 under softmax(logits / temperature), before changes and truncation;
-        and by row, if it tells them, the ids that its token was drawn from, int32. The log-prob of such a token is
-        renormalised over them.
+        Tokens [n] int64. Their log-probs [n] fp32 under softmax(logits / temperature), before changes and truncation. A
+        dict from each row that tells them to the int32 ids that its token was drawn from. In such a row the log-prob is
+        renormalised over these ids.
     """
     if batch.temperature is not None:
         logits.div_(batch.temperature)
@@ -157,7 +158,7 @@ def _tell(
     log_probs: torch.Tensor,
     left: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> dict[int, np.ndarray]:
-    """The kept ids of the rows that tell them, whose ``log_probs`` [n] are changed to be over them."""
+    """The kept ids of the rows that tell them. Changes their ``log_probs`` [n] to be over these ids."""
     assert batch.tells is not None
     kept: dict[int, np.ndarray] = {}
     if left is not None and batch.truncated is not None:
@@ -177,9 +178,10 @@ def _tell(
 
 
 def _search(weights: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Find the column where the cumulative mass reaches ``uniform`` of a row's total, and the fraction inside it.
+    """Find the column where the cumulative mass reaches the fraction ``uniform`` of a row's total, and the position
+    inside the column.
 
-    ``weights``: [n, columns], not negative. ``uniform``: [n, 1] in [0, 1). The found column has a positive weight.
+    ``weights``: [n, columns], at least 0. ``uniform``: [n, 1] in [0, 1). The found column has a positive weight.
     """
     mass = weights.cumsum(-1, dtype=torch.float64)
     target = torch.minimum(uniform * mass[:, -1:], mass[:, -1:] * BELOW_ONE)
@@ -190,7 +192,8 @@ def _search(weights: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """[n, vocab], [n, 1] -> tokens [n, 1]: finds the block, then the token; most columns are only summed."""
+    """[n, vocab], [n, 1] -> tokens [n, 1]. It finds the block first and then the token, so that most columns are only
+    summed."""
     vocab = weights.shape[-1]
     if vocab <= BLOCK:
         return _search(weights, uniform)[0]
@@ -205,7 +208,8 @@ def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 
 
 def _truncated(weights: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mass of the likeliest tokens, likeliest first, 0 where it is left out, and the tokens; both [m, width].
+    """The likeliest tokens, in descending order, and their masses, which are 0 for excluded tokens. Both are [m,
+    width].
 
     A token is one of the top_k likeliest, of the smallest set whose mass reaches top_p, and has at least min_p of the
     likeliest one's probability. All limits are applied to the full distribution, as SGLang does.
@@ -228,7 +232,8 @@ def _truncated(weights: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tenso
 
 @dataclass(slots=True)
 class Scoring:
-    """A waiting `Engine.score` call: the log-probs of ``tokens[start:]`` and of the ``top`` likeliest are wanted."""
+    """A waiting `Engine.score` call. It asks for the log-probs of ``tokens[start:]`` and of the ``top`` likeliest
+    tokens."""
 
     tokens: list[int]
     start: int
@@ -237,7 +242,7 @@ class Scoring:
     future: Future[Scores] = field(default_factory=Future)
 
     def read(self, logits: Callable[[torch.Tensor], torch.Tensor], vocab: int, hidden: torch.Tensor) -> Scores:
-        """What was wanted, from the ``hidden`` states of the tokens before each of ``tokens[start:]``.
+        """The scores, computed from the ``hidden`` states of the tokens before each of ``tokens[start:]``.
 
         ``logits``: states [n, hidden] -> [n, ``vocab``] fp32.
         """
@@ -254,7 +259,7 @@ class Scoring:
 
 
 def together(scorings: Iterable[Scoring]) -> list[list[Scoring]]:
-    """Those that go on from the same tokens, such as the choices of a question, in one list."""
+    """Group the calls that continue the same tokens, such as the choices of a question."""
     by_start: dict[tuple[int, ...], list[Scoring]] = {}
     for scoring in scorings:
         by_start.setdefault(tuple(scoring.tokens[: scoring.start]), []).append(scoring)
@@ -262,7 +267,7 @@ def together(scorings: Iterable[Scoring]) -> list[list[Scoring]]:
 
 
 def compute(group: Sequence[Scoring], decoder: Decoder) -> list[Scores]:
-    """One pass over a list of `together`: the tokens before ``start`` are computed once."""
+    """One pass for a list that `together` returned. It computes the tokens before ``start`` once."""
     first, device = group[0], decoder.weights.embed.device
     head = decoder.logits, len(decoder.weights.head.weight)
     if len(group) == 1:

@@ -1,4 +1,4 @@
-"""Continuous batching of the dense decoder: what is prefilled, and where keys and values are."""
+"""Continuous batching of the dense decoder: it decides what is prefilled, and where keys and values are."""
 
 from __future__ import annotations
 
@@ -35,9 +35,11 @@ KEEP = 64
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The batch of a decoding step: the rows of ``slabs``, which are rows ``order`` of the table, and what they share.
+    """The batch of a decoding step: the rows of ``slabs``, which are rows ``order`` of the table, and the prefixes that
+    they share.
 
-    ``back``: the batch's row for each row of the table. ``splits``: those of the prefix tree that ``sharing`` knows.
+    ``back``: the row in the batch of each row of the table. ``splits``: the count of `PrefixTree.splits` when
+    ``sharing`` was made.
     """
 
     slabs: list[Slab]
@@ -48,9 +50,9 @@ class Layout:
 
 
 class Scheduler(Batching):
-    """Batching of the dense decoder: as many rows as the memory holds, in slabs; prefixes in a tree.
+    """Batching of the dense decoder. Rows are in slabs, as many as the memory allows, and prefixes are in a tree.
 
-    The tokens of a sequence before its last one are found in the prefix tree or prefilled. A row's last token is never
+    The tokens of a sequence before the last one are found in the prefix tree or prefilled. A row's last token is never
     in the cache: the next decoding step feeds it. So a new prompt, a copied prompt, a continued response and a
     recomputed row all need the same decoding step.
     """
@@ -93,7 +95,7 @@ class Scheduler(Batching):
         return compute(group, self._decoder)
 
     def _admit(self) -> None:
-        """Let waiting sequences fill, first come first served, while there are rows and memory for them."""
+        """Let waiting sequences fill in the order of arrival, while there are rows and memory for them."""
         memory, previous = self._memory, self.filling[-1].request.input_ids if self.filling else ()
         expected = sum(class_length(len(s.tokens)) for s in self.filling)
         while self.waiting and len(self.rows) + len(self.filling) < self._max_rows:
@@ -107,7 +109,7 @@ class Scheduler(Batching):
             self._let_fill(sequence)
 
     def _prefill(self) -> None:
-        """Prefill, at most `STEP_TOKENS` if rows wait, and make rows of the sequences that need no more of it."""
+        """Prefill tokens, at most `STEP_TOKENS` if rows wait. Sequences that are prefilled become rows."""
         budget = STEP_TOKENS if self.rows.sequences else None
         while self.filling:
             batch, ready = self._pick(PREFILL_TOKENS if budget is None else min(budget, PREFILL_TOKENS))
@@ -125,7 +127,7 @@ class Scheduler(Batching):
                 budget -= len(tokens)
 
     def _pick(self, room: int) -> tuple[list[tuple[Running, Piece]], list[Running]]:
-        """What the next prefill call computes, at most ``room`` tokens, and the sequences that need none."""
+        """What the next prefill call computes, at most ``room`` tokens, and the sequences that are ready without it."""
         batch: list[tuple[Running, Piece]] = []
         ready: list[Running] = []
         for sequence in self.filling:
@@ -150,7 +152,8 @@ class Scheduler(Batching):
         return batch, ready
 
     def _find(self, sequence: Running) -> None:
-        """Find the known prefix of a sequence, then start a prefill of the rest or wait for one of the same tokens."""
+        """Find the cached prefix of a sequence. Then prefill the rest, or wait for another prefill of the same
+        tokens."""
         prompt = sequence.tokens[:-1]
         leaf = self.prefixes.match(prompt, sequence.leaf)
         if leaf.end < min(ALIKE, len(prompt)):
@@ -173,7 +176,7 @@ class Scheduler(Batching):
             sequence.cached_tokens = start
 
     def _advance(self, sequence: Running, count: int) -> None:
-        """Note that ``count`` tokens of a prefill are done; a whole one becomes a node that others may use."""
+        """Note that ``count`` more tokens are prefilled. A finished prefill becomes a node that others may use."""
         fill, leaf = sequence.fill, sequence.leaf
         assert fill is not None
         assert leaf is not None
@@ -186,7 +189,7 @@ class Scheduler(Batching):
             self.prefixes.leave(leaf)
 
     def _end_fill(self, sequence: Running) -> None:
-        """Drop the prefill of a sequence that is unfinished; others no longer wait for it."""
+        """Drop the unfinished prefill of a sequence, so that others no longer wait for it."""
         if (fill := sequence.fill) is not None:
             self._memory.give_back(fill.kv)
             del self._fills[fill.key]
@@ -200,7 +203,7 @@ class Scheduler(Batching):
             sequence.leaf = None
 
     def _place(self, ready: list[Running]) -> None:
-        """Make rows of sequences whose tokens before the last are all known."""
+        """Turn sequences into rows once all their tokens before the last one are cached."""
         together: dict[tuple[Node, int], list[Running]] = {}
         for sequence in ready:
             assert sequence.leaf is not None
@@ -238,7 +241,7 @@ class Scheduler(Batching):
             self._layout = None
 
     def _shared(self, leaf: Node) -> list[Node]:
-        """The nodes on the way to ``leaf`` that are read by reference, because several sequences run through them."""
+        """The nodes on the path to ``leaf`` that are read in place, because several sequences pass through them."""
         # lower precisions have no attention here that returns its mass without rounding the scores
         if self._memory.dtype != torch.float32:
             return []
@@ -253,7 +256,8 @@ class Scheduler(Batching):
         return True
 
     def _grow(self) -> None:
-        """Move rows whose place is full to one of the next class; if there is no memory, the last rows wait again."""
+        """Move rows whose place is full to a place of the next class. If there is no memory, the last rows wait
+        again."""
         state = self.rows.state[: len(self.rows)]
         full = np.flatnonzero(state["length"] - state["base"] > state["room"])
         for room in np.unique(state["room"][full]).tolist():
@@ -276,7 +280,7 @@ class Scheduler(Batching):
             self._layout = None
 
     def _arrange(self) -> Layout:
-        """The order of the batch: slab after slab, so that each slab's keys and values are read where they are."""
+        """The order of the batch: slab after slab, so that the keys and values of each slab are read in place."""
         slabs = [slab for slab in self._memory.slabs.values() if slab.rows]
         index = {sequence.place: row for row, sequence in enumerate(self.rows.sequences)}
         order = np.array([index[place] for slab in slabs for place in slab.rows])
@@ -307,7 +311,8 @@ class Scheduler(Batching):
         self._draw(self._decoder.logits(hidden))
 
     def _retire(self, sequences: Sequence[Running], *, keep: bool) -> None:
-        """Let go of their nodes and places; segments get what only a row holds and others may use."""
+        """Release the nodes and places of these sequences. Results that only a row has and others may use are copied
+        into segments."""
         places: dict[Slab, list[int]] = {}
         for sequence in sequences:
             self._retire_one(sequence, keep=keep, places=places)
@@ -316,7 +321,7 @@ class Scheduler(Batching):
         self._layout = None
 
     def _retire_one(self, sequence: Running, *, keep: bool, places: dict[Slab, list[int]]) -> None:
-        """Let go of a sequence's nodes and note its place in ``places``."""
+        """Release the nodes of a sequence, and note its place in ``places``."""
         leaf, place = sequence.leaf, sequence.place
         assert leaf is not None
         assert place.slab is not None
@@ -338,5 +343,5 @@ class Scheduler(Batching):
 
 
 def _headroom(sequence: Running) -> int:
-    """Tokens that a new place has room for beyond the known ones; a row that needs more moves when it gets there."""
+    """How many more tokens a new place has room for. A row that needs more moves later."""
     return min(sequence.remaining, 8 + len(sequence.tokens) // 4)

@@ -1,7 +1,7 @@
-"""How the generic decoder may compute the models of a family, seen on a small copy of one.
+"""Finds out how the generic decoder may compute the models of a family, by trying a small copy.
 
-Some caches of transformers go wrong without an error: with rows of different lengths, or when more than one token comes
-after what they hold. So a small random model computes a few sequences in each way, and its logits are compared with
+Some caches of transformers are wrong without an error: with rows of different lengths, or when more than one token
+follows the cached ones. So a small random model computes a few sequences in each way. Its logits are compared with
 those of its plain forward pass.
 """
 
@@ -45,9 +45,9 @@ class Rows(IntEnum):
 
 @dataclass(frozen=True)
 class Ways:
-    """How a family is computed. ``extends``: whether several tokens at once may come after cached ones.
+    """How the models of a family are computed. ``extends``: whether several tokens at once may follow cached ones.
 
-    ``attention``: transformers' name of the fastest attention that is right.
+    ``attention``: transformers' name of the fastest attention that gives right results.
     """
 
     rows: Rows
@@ -56,7 +56,7 @@ class Ways:
 
 
 class NotComputed(ValueError):
-    """The engine does not compute a family, for this ``reason``."""
+    """The engine does not compute a family; ``reason`` says why."""
 
     def __init__(self, family: str, reason: str) -> None:
         super().__init__(f"the embedded engine does not compute {family}: {reason}; {ELSEWHERE}")
@@ -72,7 +72,7 @@ def check_config(config: PretrainedConfig) -> None:
 
 
 def ways_of(config: PretrainedConfig) -> Ways:
-    """How models with ``config`` are computed by the generic decoder; the answer is cached.
+    """How the generic decoder computes models with ``config``. The answer is cached.
 
     Raises:
         NotComputed: an encoder, an encoder–decoder, or a model whose plain forward pass does not repeat itself.
@@ -101,7 +101,7 @@ def _ways_of(pickled: bytes) -> Ways:
 
 
 class _Trial:
-    """A small copy of a model, some sequences, and the log-probs [tokens, vocab] of its plain forward pass for each."""
+    """A small copy of a model, some sequences, and for each the log-probs [tokens, vocab] of a plain forward pass."""
 
     def __init__(self, config: PretrainedConfig, device: str) -> None:
         self._config, self._device = _with_caps(small_config(config)), device
@@ -116,7 +116,7 @@ class _Trial:
         self._right = [self._plain(ids) for ids in self._ids]
 
     def ways(self) -> Ways:
-        """Find out; raises as `ways_of` does."""
+        """Find the ways. It raises the same errors as `ways_of`."""
         if problem := self._problem():
             raise NotComputed(self._config.model_type, problem)
         attention = "sdpa" if self._holds(self._with_sdpa) else "eager"
@@ -134,7 +134,7 @@ class _Trial:
         return self._passes.whole(ids).log_softmax(-1)[0]
 
     def _problem(self) -> str:
-        """Why not even the plain forward pass can be sampled from; empty if it can."""
+        """Why the model cannot be sampled from even by plain forward passes; empty if it can."""
         ids = self._ids[0].clone()
         if not _alike(self._plain(ids), self._right[0]):
             return "its log-probs change from call to call"
@@ -162,7 +162,7 @@ class _Trial:
         return right
 
     def _pads(self) -> bool:
-        """Rows of different lengths, that come and go."""
+        """Whether rows of different lengths that come and go give right results."""
         first = 6
         caches = [self._prefilled(0, first + 5), self._prefilled(1, first)]
         right = all(right for right, _ in caches)
@@ -182,7 +182,7 @@ class _Trial:
         return right and alone
 
     def _batches(self) -> bool:
-        """Rows of one length, which were prefilled apart."""
+        """Whether rows of one length that were prefilled separately give right results."""
         first = 7
         caches = [self._prefilled(1, first), self._prefilled(2, first)]
         cache, right = joined([cache for _, cache in caches]), all(right for right, _ in caches)
@@ -205,7 +205,7 @@ class _Trial:
         return _alike(logits.log_softmax(-1), self._right[index][count - 1][None]), cache
 
     def _decode(self, numbers: list[int], lengths: list[int], cache: object) -> bool:
-        """Whether one token more for each of these sequences is right; keeps the cache."""
+        """Whether one more token for each of these sequences is right. Keeps the cache."""
         fed = torch.cat([self._ids[i][:, length : length + 1] for i, length in zip(numbers, lengths, strict=True)])
         logits, self._cache = self._passes.decode(fed, cache, torch.tensor(lengths), max(lengths))
         right = torch.stack([self._right[number][length] for number, length in zip(numbers, lengths, strict=True)])
@@ -213,7 +213,7 @@ class _Trial:
 
 
 def _with_caps(config: PretrainedConfig) -> PretrainedConfig:
-    """The same config with caps of scores and logits low enough for a small model to reach them."""
+    """The same config, with caps of scores and logits so low that a small model reaches them."""
     for part in {id(part): part for part in (config, config.get_text_config())}.values():
         for name in [name for name, value in vars(part).items() if name in CAPS and value]:
             setattr(part, name, LOW_CAP)

@@ -1,4 +1,4 @@
-"""The weights of a model in this process: how they are loaded and updated, and how a GPU gets its memory back."""
+"""The weights of a model in this process: loading them, updating them, and freeing their GPU memory for a while."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ logger = logging.getLogger(__name__)
 def load_model(
     model_path: str, config: PretrainedConfig, dtype: torch.dtype, seed: int, attention: str | None = None
 ) -> PreTrainedModel:
-    """The checkpoint at ``model_path``; if the folder holds no weights, random ones from ``seed``.
+    """Load the checkpoint at ``model_path``. If the folder has no weights, they are random, from ``seed``.
 
-    ``attention``: transformers' name of the attention to compute with; None: its default.
+    ``attention``: transformers' name of the attention to use; None: its default.
     """
     if has_weights(model_path):
         return load_weights(AutoModelForCausalLM, model_path, config, dtype=dtype, attn_implementation=attention)
@@ -34,8 +34,8 @@ def load_model(
 class Weights:
     """All weights of a model. A subclass fills ``_storage`` and ``_targets``, then calls `_complete`.
 
-    ``_storage``: the tensors that hold them. ``_targets``: Hugging Face name -> the part of the storage that holds it.
-    ``incoming``: the update under way.
+    ``_storage``: the tensors that have the values. ``_targets``: Hugging Face name -> the part of the storage that
+    holds it. ``incoming``: the current update.
     """
 
     incoming: WeightUpdate
@@ -52,7 +52,8 @@ class Weights:
 
     @torch.no_grad()
     def update(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """Copy (Hugging Face name, tensor) pairs into place, all or none, while ``incoming`` has an update under way.
+        """Copy (Hugging Face name, tensor) pairs into place, either all or none. An update must be open in
+        ``incoming``.
 
         A tied head may be sent under either of its names, or under both.
 

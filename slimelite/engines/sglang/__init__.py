@@ -1,1 +1,1 @@
-"""SGLang servers as engines: the server's process, and a client that speaks the engine protocol to one."""
+"""SGLang servers as engines: the server's process, and a client that implements the engine protocol."""

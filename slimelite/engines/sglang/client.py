@@ -78,10 +78,10 @@ class _Running:
 class SglangEngine(Engine):
     """Implements `slimelite.engines.protocol.Engine` over the server at ``url``, and `Restartable`.
 
-    A weight update ends the requests that the server is decoding, because it can flush its KV cache only when idle. A
-    response that ends so, without our `abort`, is sent again with its tokens so far and continues with the new weights;
-    every token keeps the version that it was sampled from. Aborted requests return their tokens, so that partial
-    rollouts need no streaming.
+    A weight update ends the requests that the server is decoding, because it can flush its KV cache only when idle. If
+    a weight update ends a response (and not our `abort`), the client sends the request again with the tokens so far.
+    The response continues with the new weights, and every token keeps the version that it was sampled from. Aborted
+    requests return their tokens, so that partial rollouts need no streaming.
     """
 
     name = "sglang"
@@ -95,15 +95,17 @@ class SglangEngine(Engine):
         wait_s: float = START_S,
         front_host: str | None = None,
     ) -> None:
-        """Read the config of the model; no request is sent to the server yet.
+        """Read the model's config. No request is sent to the server yet.
 
         Args:
-            model_path: Hugging Face folder or name of its model; defines which weights an update must bring.
-            codec: without it only the server looks for stop strings, and only for the end tokens that it knows.
-            owner: can start the server anew at the same address; None: the server belongs to someone else.
+            model_path: Hugging Face folder or name of the server's model. It defines which weights an update must
+                bring.
+            codec: without it, only the server looks for stop strings, and only the end tokens that the server knows
+                count.
+            owner: can restart the server at the same address; None: the server belongs to someone else.
             wait_s: how long `restart` waits for the server to answer [s].
-            front_host: the policy is an adapter of the server, which requests have to name; those of others go through
-                a front on this address of this machine. None: the policy is the server's model.
+            front_host: the policy is an adapter of the server, and requests must name it. Requests of other clients go
+                through a front, which listens on this address of this machine. None: the policy is the server's model.
         """
         self.url = server.url.rstrip("/")
         # callers use several event loops, but a connection belongs to one: requests run on this thread's loop
@@ -121,7 +123,7 @@ class SglangEngine(Engine):
         self._known: EngineInfo | None = None
 
     async def info(self) -> EngineInfo:
-        """See `Engine.info`; the server's scheduler answers ``/server_info``, so that a hanging one is noticed."""
+        """See `Engine.info`. The server's scheduler answers ``/server_info``, so a server that hangs is noticed."""
         model, server = await asyncio.gather(self._ask("GET", "/model_info"), self._ask("GET", "/server_info"))
         self._known = EngineInfo(
             name=self.name,
@@ -141,7 +143,7 @@ class SglangEngine(Engine):
         return await self._generate(requests)
 
     async def stream(self, request: GenerateRequest, on_tokens: OnTokens) -> GenerateResult:
-        """See `Streaming.stream`; the server tells of a few tokens at a time."""
+        """See `Streaming.stream`. The server reports a few tokens at a time."""
         (result,) = await self._generate([request], on_tokens)
         return result
 
@@ -164,7 +166,7 @@ class SglangEngine(Engine):
                 del self._running[request_id]
 
     async def score(self, input_ids: Sequence[int], start: int, temperature: float = 1.0, top: int = 0) -> Scores:
-        """See `Engine.score`; only at temperature 1, and not before all memory is resumed."""
+        """See `Engine.score`. It works only at temperature 1, and only when all memory is resumed."""
         info = self._known or await self.info()
         check_score(input_ids, start, temperature, top, self._vocab_size, info.max_context_len)
         if temperature != 1:
@@ -182,7 +184,7 @@ class SglangEngine(Engine):
         )
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """See `Engine.abort`. With None, requests that others sent to the server end too."""
+        """See `Engine.abort`. With None, requests that other clients sent to the server end too."""
         ids = self._running.keys() if request_ids is None else self._running.keys() & set(request_ids)
         running = [self._running[request_id] for request_id in ids]
         for request in running:
@@ -205,7 +207,7 @@ class SglangEngine(Engine):
         await asyncio.to_thread(self._updating().end)
 
     async def release_memory(self, tags: Sequence[str]) -> None:
-        """See `Engine.release_memory`; requests wait in this client until all memory is resumed."""
+        """See `Engine.release_memory`. Requests wait in this client until all memory is resumed."""
         check_memory_tags(tags)
         self._released.update(tags)
         # a server that releases memory while it decodes dies, so all requests end first, those of plugins too
@@ -216,14 +218,14 @@ class SglangEngine(Engine):
             self._sink.update.complete = False
 
     async def resume_memory(self, tags: Sequence[str]) -> None:
-        """See `Engine.resume_memory`; only released tags are sent, because the server dies of any other."""
+        """See `Engine.resume_memory`. Only released tags are sent, because any other tag crashes the server."""
         check_memory_tags(tags)
         if released := [tag for tag in tags if tag in self._released]:
             await self._ask("POST", "/resume_memory_occupation", {"tags": released})
             self._released.difference_update(released)
 
     async def restart(self) -> None:
-        """See `Restartable.restart`; a server that someone else runs is not started, only waited for.
+        """See `Restartable.restart`. If someone else runs the server, this only waits for it.
 
         Raises:
             ValueError: the server does not answer in time.
@@ -238,7 +240,7 @@ class SglangEngine(Engine):
             raise ValueError(f"{self.url} has not answered for {self._wait_s:.0f} s; start that server again") from None
 
     async def start_http(self) -> str:
-        """The server's own address, or that of a front which adds the adapter to requests."""
+        """The server's own address, or the address of a front that adds the adapter to requests."""
         return await self._front.start() if self._front else self.url
 
     async def close(self) -> None:
@@ -273,7 +275,7 @@ class SglangEngine(Engine):
             await asyncio.sleep(1.0)
 
     async def _complete(self, request: GenerateRequest, seeds: bool, on_tokens: OnTokens | None) -> GenerateResult:
-        """Generate the whole response; send the rest again after a weight update or a lost connection."""
+        """Generate the whole response. After a weight update or a lost connection, send the rest again."""
         running = self._running[request.request_id]
         result = GenerateResult(request.request_id)
         failures = sent = 0
@@ -315,7 +317,7 @@ class SglangEngine(Engine):
         return result.packed()
 
     async def _answers(self, body: dict[str, object], *, streams: bool) -> AsyncGenerator[dict[str, object]]:
-        """The answer to a request; if it ``streams``, also each shorter one that the server sends before.
+        """The answer to a request. If it ``streams``, the shorter answers that the server sends before come first.
 
         Raises: see `_ask`.
         """
@@ -342,7 +344,7 @@ class SglangEngine(Engine):
             reading.cancel()
 
     def _longer(self, request: GenerateRequest, before: GenerateResult, answer: dict[str, object]) -> GenerateResult:
-        """``before`` with the tokens of an answer, cut where the response ends."""
+        """``before``, extended by the tokens of an answer and cut where the response ends."""
         result = copy.deepcopy(before)
         extend(result, answer, request.params)
         if request.params.tells and result.length and result.kept is None:
@@ -351,10 +353,10 @@ class SglangEngine(Engine):
         return result
 
     def _cut(self, request: GenerateRequest, result: GenerateResult) -> None:
-        """Cut the response at a stop that SGLang may miss.
+        """Cut the response at a stop that SGLang missed.
 
-        SGLang ignores stop ids under ignore_eos and misses a stop string that began before a continuation. It also
-        searches only as many tokens as its tokenizer makes of the string, but the model may spell it with more.
+        SGLang ignores stop ids if ignore_eos is set, and misses a stop string that began before a continuation. It also
+        searches only as many tokens as its tokenizer needs for the string, but the model may use more tokens for it.
         """
         params, ids = request.params, result.output_ids
         ends = []
@@ -394,7 +396,7 @@ def _rejections() -> Iterator[None]:
 
 
 def build_server(setup: EngineSetup) -> SglangServer:
-    """The server process on this machine, with a reserved port; it is not started yet."""
+    """The server process on this machine, with a reserved port. It is not started yet."""
     config = AutoConfig.from_pretrained(setup.model_path).get_text_config()
     length = setup.max_context_len
     if length is not None:
@@ -418,8 +420,8 @@ def connect(setup: EngineSetup, codec: Codec, address: ServerAddress, owner: Res
 
 
 def external_servers(addresses: Sequence[str], model_path: str, transport: str) -> list[Server]:
-    """The servers at ``--rollout-external-engine-addrs``, with the ``tp_size`` that each reports; ``transport``: of the
-    weights that they will get.
+    """The servers of ``--rollout-external-engine-addrs``, each with the ``tp_size`` that it reports. ``transport``: how
+    they will get weights.
 
     Raises:
         ValueError: a server does not answer, `check_model` refuses its model, or it has a draft model that would get

@@ -1,5 +1,5 @@
-"""A front for a server whose policy is an adapter: requests of plugins that name none get it, else they would sample
-from the frozen weights.
+"""A front for a server whose policy is an adapter. Requests of plugins that name no adapter get it here; otherwise they
+would sample from the frozen weights.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ PASSED = ("Authorization", "Content-Type")
 
 
 class AdapterFront:
-    """Passes requests on to the server at ``target``, adds ``lora_path`` to those that sample without it, and passes
-    answers back piece by piece, so that streams stay streams.
+    """Passes requests on to the server at ``target``. It adds ``lora_path`` to requests that sample without it. It
+    passes answers back piece by piece, so that streams stay streams.
     """
 
     def __init__(self, target: str, host: str) -> None:
@@ -42,7 +42,7 @@ class AdapterFront:
         return await self._thread.result(self._listen())
 
     async def stop(self) -> None:
-        """Give up the address and the connections to the server; before a `start` there is nothing to give up."""
+        """Release the address, and close the connections to the server. Before `start` this does nothing."""
         if self._thread is not None:
             await self._thread.result(self._runner.cleanup())
             await self._thread.result(self._session.close())

@@ -1,9 +1,9 @@
-"""One SGLang server: its address, its process, what that is started with, and the program that the process runs,
+"""One SGLang server: its address, its process, its settings, and the program that the process runs,
 
     python -m slimelite.engines.sglang.server '{"model_path": ..., ...}'
 
-SGLang's fields change from version to version. A field that the installed SGLang does not have is an error that names
-the nearest one; valid fields become the command line of ``sglang.launch_server``, which is printed.
+SGLang's fields change from version to version. If the installed SGLang does not have a field, the error names the
+nearest one. Valid fields become the command line of ``sglang.launch_server``, which is printed.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def server_command(fields: Mapping[str, object]) -> list[str]:
 
 
 class Server(ServerAddress):
-    """The server at an address; its methods block until the server answers."""
+    """The server at an address. Its methods block until the server answers."""
 
     @classmethod
     def at(cls, address: ServerAddress) -> Server:
@@ -75,9 +75,9 @@ class Server(ServerAddress):
         return cls(address.url, address.tp_size, address.first_gpu)
 
     def post(self, path: str, body: object = None, retry: Retry = RETRY, timeout_s: float = TIMEOUT_S) -> object:
-        """The answer to a POST of ``body`` as JSON (bytes are sent as they are).
+        """Send ``body`` as JSON in a POST, and return the answer. Bytes are sent unchanged.
 
-        The request is sent again after a lost connection; use ``retry`` `ONCE` if it must not arrive twice.
+        The request is sent again after a lost connection. Use ``retry`` `ONCE` if it must not arrive twice.
 
         Raises:
             HttpError: the server answers with an error, or cannot be reached.
@@ -85,14 +85,15 @@ class Server(ServerAddress):
         return ask("POST", self.url + path, {} if body is None else body, retry, timeout_s)
 
     def get(self, path: str) -> Any:
-        """The answer to a GET; raises as `post` does."""
+        """The answer to a GET. It raises the same errors as `post`."""
         return ask("GET", self.url + path, None, RETRY, TIMEOUT_S)
 
     def pause(self) -> None:
-        """End the running requests; the server holds new ones back until `resume`.
+        """End the running requests. The server holds new requests back until `resume`.
 
-        In mode "retract" or "in_place" a response would go on with keys and values of the old weights, because the
-        cache can be flushed only while there is no request (SGLang 0.5.20). So each client sends the rest again.
+        In mode "retract" or "in_place" a response would continue with keys and values of the old weights, because the
+        cache can be flushed only while there is no request (SGLang 0.5.20). So each client sends the rest of its
+        requests again.
         """
         self.post("/pause_generation", {"mode": "abort"})
 
@@ -104,9 +105,9 @@ class Server(ServerAddress):
         self.post("/continue_generation")
 
     def load_adapter(self, name: str, config: Mapping[str, object], tensors: bytes) -> None:
-        """Load an adapter in place of an earlier one of that name; no request may be running.
+        """Load an adapter, which replaces an earlier one of that name. No request may be running.
 
-        ``config``: peft's; ``tensors``: base64 of a pickle for each tensor-parallel rank, see `sync.pickled`.
+        ``config``: peft's. ``tensors``: for each tensor-parallel rank a pickle as base64, see `sync.pickled`.
         """
         if any(model["id"] == name for model in self.get("/v1/models")["data"]):
             self.post("/unload_lora_adapter", {"lora_name": name})
@@ -119,7 +120,7 @@ class Server(ServerAddress):
         self.post("/load_lora_adapter_from_tensors", body, ONCE)
 
     def open_update(self) -> None:
-        """Pause and begin an update; an earlier update that broke off is closed."""
+        """Pause the server and begin an update. An unfinished earlier update is closed."""
         self.pause()
         if not self._brackets_updates:
             return
@@ -131,19 +132,20 @@ class Server(ServerAddress):
             self.post("/begin_weight_update", TARGET)
 
     def finish_update(self, version: int) -> None:
-        """End the update, whose tensors have all arrived, and `resume`."""
+        """End the update after all its tensors have arrived, and `resume`."""
         if self._brackets_updates:
             self.post("/end_weight_update")
         self.resume(version)
 
     @cached_property
     def _brackets_updates(self) -> bool:
-        """Whether it has ``begin_weight_update`` and ``end_weight_update`` (SGLang 0.5.23 does, 0.5.20 not)."""
+        """Whether the server has ``begin_weight_update`` and ``end_weight_update``. SGLang 0.5.23 has them, 0.5.20 does
+        not."""
         return "/begin_weight_update" in self.get("/openapi.json")["paths"]
 
 
 def each(servers: Sequence[Server], call: Callable[[Server], T]) -> list[T]:
-    """``call`` on every server at once; the first error is raised when all are done."""
+    """Make ``call`` on every server at the same time. The first error is raised after all calls are done."""
     with ThreadPoolExecutor(max(1, len(servers))) as threads:
         return list(threads.map(call, servers))
 
@@ -152,8 +154,8 @@ class SglangServer:
     """One server process at ``host:port``. The constructor reserves the port, so that it is still free when the server
     binds it, half a minute later, and after a restart.
 
-    ``command``: makes the command line from (host, port); ``log``: file that the server's output is appended to;
-    ``environment``: the server's; None: ours, ``CUDA_VISIBLE_DEVICES`` included.
+    ``command``: makes the command line from (host, port). ``log``: the server's output is appended to this file.
+    ``environment``: the server's; None: ours, with ``CUDA_VISIBLE_DEVICES``.
     """
 
     def __init__(
@@ -176,10 +178,10 @@ class SglangServer:
         self._lock = threading.Lock()
 
     def start(self) -> str:
-        """Start it and return its base URL when it is healthy.
+        """Start the server, wait until it is healthy, and return its base URL.
 
         Raises:
-            ValueError: the server ended, or was not healthy in time; the message has the end of its log.
+            ValueError: the server ended, or was not healthy in time. The message has the end of its log.
         """
         with self._lock:
             self._start()
@@ -190,7 +192,8 @@ class SglangServer:
         return self.url
 
     def restart(self) -> None:
-        """End the old process group, if any, and start the server again; raises as `start` does."""
+        """End the old process group, if there is one, and start the server again. It raises the same errors as
+        `start`."""
         with self._lock:
             self._end()
             self._start()
@@ -202,7 +205,7 @@ class SglangServer:
         return self._process.pid
 
     def close(self) -> None:
-        """End the process group that `start` made, and no other process, and free the port."""
+        """End the process group that `start` made, and nothing else, and free the port."""
         with self._lock:
             self._end()
         self._reserved.close()
@@ -278,8 +281,8 @@ class SglangServer:
 
 
 def reserve_port(host: str) -> socket.socket:
-    """A socket bound to a free port of this machine. It does not listen, so a server can bind the same port with
-    SO_REUSEADDR, as servers do, but the system does not give the port to a program that asks for a free one."""
+    """A socket bound to a free port of this machine. The socket does not listen, so a server can bind the same port
+    with SO_REUSEADDR. But the system does not give the port to a program that asks for any free port."""
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     reserved.bind((host, 0))
@@ -287,7 +290,8 @@ def reserve_port(host: str) -> socket.socket:
 
 
 def installed_options() -> dict[str, argparse.Action]:
-    """The command-line option of each field of the installed SGLang's ``ServerArgs``. Its import takes seconds."""
+    """The command-line option of each field of the installed SGLang's ``ServerArgs``. The import of ServerArgs takes
+    seconds."""
     from sglang.srt.server_args import ServerArgs
 
     parser = argparse.ArgumentParser()
@@ -346,7 +350,7 @@ def main() -> None:
 
 
 def server_fields(setup: EngineSetup, **placement: object) -> dict[str, object]:
-    """SGLang's ServerArgs fields for one engine; later sources win: our flags, --sglang-*, fixed values, ``placement``.
+    """SGLang's ServerArgs fields for one engine. Later sources win: our flags, --sglang-*, fixed values, ``placement``.
 
     ``placement``: ``host``, ``port`` and other fields that depend on where the engine is (``base_gpu_id``, ``nnodes``,
     ``node_rank``, ``dist_init_addr``, ``load_format``, ...). Fields that are None are left out.
@@ -379,8 +383,9 @@ def server_fields(setup: EngineSetup, **placement: object) -> dict[str, object]:
 
 
 def server_environment(fields: Mapping[str, object], unset: Collection[str] = ()) -> dict[str, str]:
-    """The environment of a server with ``fields``: ours. If the server releases its memory, it lacks the variables
-    ``unset``, and its CUDA graphs are released too, if it records none of the "breakable" kind, which cannot be.
+    """The environment of a server with ``fields``. It is a copy of ours. If the server releases its memory, the copy
+    lacks the variables ``unset``. Its CUDA graphs are released too, unless it records graphs of the "breakable" kind,
+    which cannot be released.
     """
     environment = dict(os.environ)
     if not fields.get("enable_memory_saver"):

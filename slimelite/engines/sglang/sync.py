@@ -1,9 +1,9 @@
 """Sends weights from the trainer to SGLang servers.
 
-Each transport is a `slimelite.engines.protocol.WeightSink`: `begin` ends the requests that the servers are decoding,
-`send` delivers a bucket, `end` flushes the KV cache, sets the weight version and resumes decoding. A failed update
-raises `WeightSyncError`; every server that does not have all of it stays paused, so that no token is sampled from
-half-new weights. A later whole update resumes these servers.
+Each transport is a `slimelite.engines.protocol.WeightSink`. `begin` ends the requests that the servers are decoding,
+and `send` delivers a bucket. `end` flushes the KV cache, sets the weight version and resumes decoding. A failed update
+raises `WeightSyncError`. Every server without the complete update stays paused, so that no token is sampled from a mix
+of weights. A later complete update resumes these servers.
 """
 
 from __future__ import annotations
@@ -52,11 +52,12 @@ DEVICE_ARGUMENT = 6
 
 
 def check_model(url: str, info: dict[str, Any], ours: str) -> None:
-    """Check that the server at ``url`` runs the model being trained, because SGLang dies of a weight in another shape.
+    """Check that the server at ``url`` runs the model that is trained, because a weight of another shape crashes
+    SGLang.
 
     Args:
         info: the server's answer to ``/model_info``.
-        ours: path of the model that is trained.
+        ours: path of the trained model.
 
     Raises:
         ValueError: the server runs another model, or one whose config cannot be read on this machine.
@@ -81,9 +82,10 @@ def check_model(url: str, info: dict[str, Any], ours: str) -> None:
 
 
 class ServerSink(ABC):
-    """Base class of all transports. Checks of the servers and connections to them are kept between updates.
+    """Base class of all transports. The sink keeps its checks of the servers, and its connections to them, between
+    updates.
 
-    SGLang ignores a weight with an unknown name and dies of a wrong shape, so `send` refuses both.
+    SGLang ignores a weight with an unknown name and crashes at a wrong shape, so `send` refuses both.
     """
 
     # see `WeightSink.every_rank`
@@ -100,17 +102,17 @@ class ServerSink(ABC):
         self._delivered: int | None = None
 
     def to(self, servers: Sequence[ServerAddress]) -> Self:
-        """Send the next updates to ``servers``; returns the sink itself."""
+        """Send the next updates to ``servers``. Returns the sink itself."""
         self.servers = tuple(map(Server.at, servers))
         return self
 
     def begin(self, version: int, changed: Collection[str] | None = None) -> bool:
-        """Start the update to this version: running requests end with the tokens they have, new requests wait. See
-        `Engine.begin_weight_update`; a server that is new or was restarted needs all weights.
+        """Start the update to ``version``. Running requests end with the tokens that they have, and new requests wait.
+        See `Engine.begin_weight_update`. A server that is new or was restarted needs all weights.
 
         Raises:
             ValueError: a server runs another model.
-            WeightSyncError: a server cannot be reached, or preparing it for updates fails.
+            WeightSyncError: a server cannot be reached, or cannot prepare for updates.
         """
         failure: Exception | None = None
         try:
@@ -129,17 +131,17 @@ class ServerSink(ABC):
         """Deliver a bucket.
 
         Raises:
-            ValueError: there was no `begin`, the model has no weight of a name, or its shape differs.
+            ValueError: `begin` was not called, the model has no weight of a given name, or the shape differs.
             WeightSyncError: a server did not accept the bucket.
         """
         with self.update.taking(zip(bucket.names, bucket.shapes, strict=True)):
             self._attempt(lambda: self._transfer(bucket))
 
     def end(self) -> None:
-        """Finish the update: all weights were sent, and the servers decode with them.
+        """Finish the update. All weights were sent, and the servers decode with them.
 
         Raises:
-            ValueError: a weight was not sent; the servers stay paused.
+            ValueError: a weight was not sent. The servers stay paused.
             WeightSyncError: a server did not finish.
         """
         version = self.update.whole()
@@ -148,11 +150,11 @@ class ServerSink(ABC):
         self._delivered = version
 
     def close(self) -> None:
-        """Give up the connections that are kept for later updates."""
+        """Close the connections that are kept for later updates."""
         self.own, self._known = [], ()
 
     def _meet_the_new(self) -> None:
-        """If a server is new or was restarted, check the model of every server and join all of them again."""
+        """If a server is new or was restarted, check the model of every server, and join all servers again."""
         infos = [server.get("/model_info") for server in self.servers]
         last = None if self._delivered is None else str(self._delivered)
         if self.servers == self._known and all(info["weight_version"] == last for info in infos):
@@ -167,7 +169,7 @@ class ServerSink(ABC):
         self._known = self.servers
 
     def _join(self, servers: Sequence[Server]) -> list[Server]:
-        """Prepare for updates to ``servers``; returns those that this rank sends requests to."""
+        """Prepare for updates to ``servers``. Returns the servers that this rank sends requests to."""
         return list(servers)
 
     def _open(self) -> None:
@@ -198,7 +200,7 @@ class ServerSink(ABC):
 
 
 class HttpSink(ServerSink):
-    """Sends tensors in the body of ``update_weights_from_tensor``, which needs only an HTTP connection."""
+    """Sends tensors in the body of ``update_weights_from_tensor``. It needs only an HTTP connection."""
 
     def _transfer(self, bucket: WeightBucket) -> None:
         blob = pickled(WeightBucket(bucket.names, bucket.shapes, bucket.flat.cpu()))
@@ -208,7 +210,7 @@ class HttpSink(ServerSink):
 
 
 class DiskSink(ServerSink):
-    """Writes a Hugging Face folder per version, such as ``weights_0000007``; servers decode until they load it."""
+    """Writes a Hugging Face folder for each version, such as ``weights_0000007``. Servers decode until they load it."""
 
     def __init__(self, setup: SyncSetup) -> None:
         super().__init__(setup)
@@ -217,7 +219,7 @@ class DiskSink(ServerSink):
         self._files: dict[str, str] = {}
 
     def begin(self, version: int, changed: Collection[str] | None = None) -> bool:  # noqa: ARG002
-        """See `ServerSink.begin`; a folder always has the whole model."""
+        """See `ServerSink.begin`. A folder always has the whole model."""
         return super().begin(version)
 
     def _open(self) -> None:
@@ -251,9 +253,9 @@ class DiskSink(ServerSink):
 
 
 class GroupSink(ServerSink):
-    """Broadcasts each bucket from this process in a process group with every rank of the servers.
+    """Broadcasts each bucket from this process, in a process group with every rank of the servers.
 
-    The backend is NCCL, or gloo on a CPU. The first update creates the group, `close` destroys it.
+    The backend is NCCL, or gloo on a CPU. The first update creates the group, and `close` destroys it.
     """
 
     _group: dist.ProcessGroup | None = None
@@ -318,7 +320,7 @@ class GroupSink(ServerSink):
         sent.wait()
 
     def close(self) -> None:
-        """The servers and this process leave the process group."""
+        """Take the servers and this process out of the process group."""
         if self._group is not None:
             for server in self.own:
                 try:
@@ -335,8 +337,8 @@ class GroupSink(ServerSink):
 class IpcSink(ServerSink):
     """Each trainer rank shares its copy of a bucket with the server rank on its GPU, through CUDA IPC (collective).
 
-    The first trainer rank on a server's GPUs sends the request for all of them. On a CPU tensors are sent by value.
-    The servers use the trainer ranks' GPUs in order, from rank 0 on without gaps, unless a ``first_gpu`` skips ranks.
+    The first trainer rank on a server's GPUs sends the request for all of them. On a CPU, tensors are sent by value.
+    The servers use the trainer ranks' GPUs in order, from rank 0 on, without gaps unless a ``first_gpu`` skips ranks.
     """
 
     every_rank = True
@@ -379,10 +381,10 @@ class IpcSink(ServerSink):
 
 
 class AdapterSink(ServerSink):
-    """Sends the adapter alone, in one request: the servers have the frozen weights from their files.
+    """Sends only the adapter, in one request. The servers read the frozen weights from their files.
 
-    It has one name in every version, since no request is in flight between the old one and the new one, and requests
-    that wait for the update then need not know which came.
+    The adapter has the same name in every version, because no request runs between the old version and the new one. A
+    request that waits for the update then need not know the version.
     """
 
     def __init__(self, setup: SyncSetup, adapter: AdapterFormat) -> None:
@@ -413,7 +415,7 @@ def _from_all(value: T) -> list[T]:
 
 
 def pickled(bucket: WeightBucket) -> bytes:
-    """The bucket in SGLang's ``flattened_bucket`` format, as ``update_weights_from_tensor`` reads it.
+    """The bucket in SGLang's ``flattened_bucket`` format, which ``update_weights_from_tensor`` reads.
 
     A tensor in host memory is sent by value, because torch's shared memory would tie the server to our process. A GPU
     tensor is sent as a CUDA IPC handle, so the caller must keep it until the server has answered.

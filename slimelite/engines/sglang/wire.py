@@ -1,4 +1,4 @@
-"""Requests and answers of SGLang's ``/generate``, from and to those of the engine protocol; and of weight updates."""
+"""Converts between the engine protocol and SGLang's ``/generate``: requests, answers, and weight updates."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TARGET = {"selector": "target", "disable_draft_model": True}
 
 
 def version_of(stamp: str) -> int:
-    """The weight version of a stamp; -1 for SGLang's own "default", which it has until the first update."""
+    """The weight version of a stamp; -1 for SGLang's "default", which a server has until the first update."""
     return int(stamp) if stamp.isdecimal() else -1
 
 
@@ -82,7 +82,7 @@ def extend(result: GenerateResult, answer: dict[str, Any], params: SamplingParam
 
 
 def update_request(blobs: list[bytes]) -> bytes:
-    """The JSON body with one pickle per rank; it asks for no cache flush, since `ServerSink.end` flushes once."""
+    """The JSON body with one pickle per rank. It asks for no cache flush, because `ServerSink.end` flushes once."""
     # base64 needs no JSON escapes, and joining bytes makes one copy per blob fewer than json.dumps
     quoted = b",".join(b'"%b"' % base64.b64encode(blob) for blob in blobs)
     rest = json.dumps({"load_format": "flattened_bucket", "flush_cache": False, **TARGET}).encode()

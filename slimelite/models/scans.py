@@ -1,7 +1,7 @@
-"""What layers with a state compute: one function for each kind, of sequences that start from given states.
+"""The recurrences of layers with a state, one function for each kind. Sequences start from given states.
 
-Each keeps float64 and computes in at least fp32. A step whose inputs are all zero gives zero and leaves the state as it
-is, so that sequences may be padded at their ends.
+Each function computes in at least fp32, and keeps float64. A step whose inputs are all zero gives zero and leaves the
+state unchanged, so sequences may be padded at their ends.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def gated_delta_rule(
     """S ← e^g·S; S ← S + k (β·(v - Sᵀk))ᵀ; o = Sᵀq (arXiv:2412.06464, equation 10), in chunks (section 3.3).
 
     Args:
-        query, key: [n, L, heads, K], which are normalized here, and the query divided by √K.
+        query, key: [n, L, heads, K]. They are normalized here, and the query is divided by √K.
         value: [n, L, heads, V]; g: [n, L, heads] log of the decay, at most 0; beta: [n, L, heads].
         state: [n, heads, K, V] before the first token; None: zero.
 
@@ -51,7 +51,8 @@ def state_space_duality(
 def decayed_attention(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """S ← e^g·S + k vᵀ; o = Sᵀq: lightning attention (arXiv:2401.04658). Arguments as for `gated_delta_rule`."""
+    """S ← e^g·S + k vᵀ; o = Sᵀq: lightning attention (arXiv:2401.04658). The arguments are those of
+    `gated_delta_rule`."""
     return _linear_attention(query, key, value, g, state, None)
 
 
@@ -64,9 +65,10 @@ def _linear_attention(
     beta: Tensor | None,
     result: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Queries see values by their keys, each as it has decayed since; with ``beta`` a value replaces the one before.
+    """Queries read values by their keys, and each value has decayed since its step. With ``beta`` a value replaces the
+    one before.
 
-    ``query``, ``key``: [n, L, groups, K]; else as in the functions above.
+    ``query``, ``key``: [n, L, groups, K]. The other arguments are as in the functions above.
     """
     result = query.dtype if result is None else result
     dtype = torch.promote_types(query.dtype, torch.float32)

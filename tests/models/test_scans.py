@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
+from slimelite.models.scans import CHUNK, gated_delta_rule, selective_scan, state_space_duality
 from slimelite.training.batch import Nodes, PackedSequences, laid_out
 from slimelite.training.recurrent import _by_kernel, _duality_by_kernel, causal_convolution, over_tree
-from slimelite.training.scans import CHUNK, gated_delta_rule, selective_scan, state_space_duality
 
 HEADS, KEYS, VALUES, CHANNELS, STATE, GROUPS = 4, 5, 3, 6, 4, 2
 A_HEADS, A_CHANNELS = -torch.linspace(0.5, 2, HEADS).double(), -torch.linspace(0.1, 2, CHANNELS * STATE).double()
