@@ -51,6 +51,7 @@ client litellm litellm==1.106.2 mcp==2.3.0
 client smolagents "smolagents[openai]==1.26.0"
 client dspy dspy==3.4.1
 client instructor instructor==1.17.0
+client aider aider-chat==0.86.2
 client mini-swe-agent mini-swe-agent==2.4.6 litellm==1.106.2 mcp==2.3.0
 command -v npm > /dev/null || exit 0
 npm_client() {  # name, module, the name of its program, package@version: a program that is driven from Python

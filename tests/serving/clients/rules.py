@@ -34,6 +34,7 @@ ENDS = {
 }
 FIELDS = "[[ ## city ## ]]\nParis\n\n[[ ## degrees ## ]]\n12\n\n[[ ## completed ## ]]"
 ACTION = "[[ ## next_thought ## ]]\nI look it up.\n\n[[ ## next_tool_name ## ]]\n{}\n\n[[ ## next_tool_args ## ]]\n{}"
+FOUND = "12 degrees in Paris"
 # a text of the prompt, one that its last message must not have -> the reply
 FORMS = [
     ("field `[[ ## city", None, FIELDS),  # dspy
@@ -41,6 +42,8 @@ FORMS = [
     ("field `[[ ## next_thought", "[[ ## observation_0", ACTION.format("get_weather", '{"city": "Paris"}')),
     ("field `[[ ## next_thought", None, ACTION.format("finish", "{}")),
     ("JSON object", None, json.dumps(STRUCTURED)),
+    ("*file listing*", None, f"I look it up.\n\nweather.txt\n```\n{FOUND}\n```"),  # aider
+    ("*SEARCH/REPLACE block*", None, f"weather.txt\n```\n<<<<<<< SEARCH\n=======\n{FOUND}\n>>>>>>> REPLACE\n```"),
     ("<code>", "Observation:", f"I look it up.\n<code>\n{CODE}\n</code>"),  # smolagents
 ]
 BEGIN = "<|im_start|>assistant\n"
