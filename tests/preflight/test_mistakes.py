@@ -140,7 +140,7 @@ def test_documents_are_looked_at_before_the_start(model: Path, tmp_path: Path) -
 def test_a_dry_run_with_a_mistake_says_what_is_left_out(run: str) -> None:
     """Memory and tokens take the imports that the answer to a mistake does not wait for."""
     (left,) = [w for w in inspect(parse(f"{run} --dry-run --label-key answer"), CPU).warnings if "once the" in w]
-    assert left.startswith("the tokenizer, the prompts as the model sees them and the memory are checked once")
+    assert left.startswith("checked once the problems are fixed: the tokenizer, the memory, and the prompts")
     good = inspect(parse(f"{run} --dry-run"), CPU)
     assert left not in good.warnings
     assert "--prompt-data: 100 prompts, the longest of 23 tokens" in good.facts
