@@ -191,7 +191,7 @@ def test_names_that_code_branches_on_take_no_others() -> None:
 
 def test_a_registered_loss_may_return_a_whole_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     batch: Any = SimpleNamespace()
-    whole = Loss(torch.ones(()), {})
+    whole = Loss(torch.ones((), requires_grad=True), {})
     monkeypatch.setitem(LOSSES, "own", replace(LOSSES["custom_loss"], name="own", function=lambda *_: whole))
     assert micro_batch_loss(Args(loss_type="own"), batch, torch.ones(2), torch.ones(2)) is whole
 
