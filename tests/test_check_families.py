@@ -46,6 +46,11 @@ def test_the_page_names_every_family_once_and_says_why(script: ModuleType) -> No
         "qwen2",
         "qwen3",
         "qwen3_moe",
+        "qwen3_5",
+        "qwen3_5_text",
+        "qwen3_5_moe",
+        "qwen3_5_moe_text",
+        "qwen3_next",
     }
     assert [family for family, cells in found.items() if cells[2] == script.REFUSED and not cells[3]] == []
 
