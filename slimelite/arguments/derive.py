@@ -544,7 +544,8 @@ def _tracking(draft: Draft) -> None:
 
 
 def _correction(draft: Draft) -> None:
-    """Choose ``--correction`` as slime's flags do, and fill in its bounds. The default lower bound is 1 / the upper."""
+    """Choose ``--correction`` as slime's flags do, and fill in its bounds. The default lower bound is
+    1 divided by the upper bound."""
     args = draft.args
     if args.custom_tis_function_path is not None:
         _resolve_plugin(draft, args.custom_tis_function_path)

@@ -245,8 +245,8 @@ class RolloutManager:
         return EvalOutput(metrics, tables)
 
     def held_out(self) -> tuple[SampleTable, int] | None:
-        """The next part of ``--eval-bpb``, see `Documents.held_out`. None follows the last part, and then the first one
-        comes again."""
+        """The next part of ``--eval-bpb``, see `Documents.held_out`. The result is None after the last part; the
+        next call begins again with the first part."""
         if self._held_out is None:
             assert self._documents is not None, "--eval-bpb"
             self._held_out = self._documents.held_out()

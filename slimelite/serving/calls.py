@@ -203,7 +203,7 @@ class Scanner:
         return match[1]
 
     def until(self, mark: str) -> str:
-        """Read the text up to ``mark``, and the mark."""
+        """Read the text up to ``mark``, and then ``mark`` itself."""
         start, end = self._at, self._text.find(mark, self._at)
         if end < 0:
             raise Unreadable(f"{mark} is missing after {short(self._text[start:])}")

@@ -95,7 +95,7 @@ class Scheduler(Batching):
         return compute(group, self._decoder)
 
     def _admit(self) -> None:
-        """Let waiting sequences fill in the order of arrival, while there are rows and memory for them."""
+        """Admit waiting sequences in the order of their arrival, as long as there are rows and memory for them."""
         memory, previous = self._memory, self.filling[-1].request.input_ids if self.filling else ()
         expected = sum(class_length(len(s.tokens)) for s in self.filling)
         while self.waiting and len(self.rows) + len(self.filling) < self._max_rows:
