@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -73,7 +74,9 @@ def test_rows_of_all_lengths_come_and_go_and_have_the_models_log_probs(tmp_path:
         for i in range(10)
     ]
     limits = {"max_running_requests": 4, "kv_cache_tokens": 170, "max_context_len": 100}
-    check(model, requests, serve(tmp_path, requests, **limits), 1e-4)
+    # on these weights transformers' own fp32 pass is off by up to 1.5e-4
+    exact = copy.deepcopy(model).double() if family == "qwen3_5_text" else model
+    check(exact, requests, serve(tmp_path, requests, **limits), 1e-4)
     requests = [GenerateRequest(f"{i}", prompts[i], SamplingParams(12, temperature=0.0)) for i in range(5)]
     for request, result in zip(requests, serve(tmp_path, requests, eos_token_ids=[]), strict=True):
         assert result.output_ids == greedy(model, request.input_ids, 12)
