@@ -544,8 +544,7 @@ def _tracking(draft: Draft) -> None:
 
 
 def _correction(draft: Draft) -> None:
-    """Choose ``--correction`` as slime's flags do, and fill in its bounds. The default lower bound is
-    1 divided by the upper bound."""
+    """Choose ``--correction`` as slime's flags do, and fill in its bounds; the lower is 1 / the upper by default."""
     args = draft.args
     if args.custom_tis_function_path is not None:
         _resolve_plugin(draft, args.custom_tis_function_path)

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from slimelite.engines.embedded.caches import COLUMNS, tensors
 
-# names of the cache among the arguments and results of models
-CACHES = ("past_key_values", "cache_params")
+# names of the cache among the arguments and results of models; the first one since transformers 5.24
+CACHES = ("cache", "past_key_values", "cache_params")
 
 
 class Passes:
