@@ -55,7 +55,7 @@ def preflight(args: Args) -> int:
 
 
 def problems(args: Args) -> list[str]:
-    """More problems of ``args``, which have problems already, from the checks that need no torch."""
+    """The problems that the checks without torch find in ``args``, in which others have been found already."""
     try:
         machine = this_machine(args.plan_gpu)
     except ValueError:  # of --plan-gpu, which the parser has said already
@@ -171,8 +171,8 @@ def _check_packages(args: Args, findings: Findings) -> None:
 
 
 def _output_problems(args: Args) -> Iterator[str]:
-    """A message for a run folder with another run, and for each place that cannot be written to. A test folder is made
-    and removed again.
+    """A message for a run folder with another run, and for each place that cannot be written to. The check makes
+    a test folder and removes it.
     """
     from slimelite.tracking.metrics_file import FILE_NAME
 
@@ -276,7 +276,8 @@ def check_devices(args: Args, machine: Machine, findings: Findings) -> None:
 
 
 def check_torch(args: Args, machine: Machine, findings: Findings) -> None:
-    """Check that torch can use the GPUs. If this machine joins a Ray, the GPUs are elsewhere and are not checked."""
+    """Check that torch can use the GPUs. If this machine joins a Ray cluster, the GPUs may be elsewhere, and
+    nothing is checked."""
     if not args.job.gpus or args.dry_run or _elsewhere(args):
         return
     import torch
@@ -303,7 +304,7 @@ def check_torch(args: Args, machine: Machine, findings: Findings) -> None:
 
 
 def _elsewhere(args: ClusterArgs) -> bool:
-    """Whether Ray counts the GPUs, on all nodes."""
+    """Whether Ray, and not this check, counts the GPUs of all nodes."""
     return args.actor_num_nodes > 1 or "RAY_ADDRESS" in os.environ
 
 

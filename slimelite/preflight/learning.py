@@ -24,7 +24,7 @@ EDGE, CHARACTERS = 4, 600
 
 
 def first_prompt(prompt: Sample, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The first prompt as the model sees it, with the tokens at both ends, where templates go wrong."""
+    """The first prompt as the model sees it, with the tokens at both ends. Faults of templates show there."""
     text = str(prompt.prompt)
     if len(text) > CHARACTERS:
         text = f"{text[: CHARACTERS // 2]} [... {len(text) - CHARACTERS} characters ...] {text[-CHARACTERS // 2 :]}"
@@ -88,8 +88,8 @@ def try_estimator(args: Args) -> str | None:
     for name, values in (("advantages", of_tokens), ("losses", losses)):
         if not bool(values.isfinite().all()):
             raise ValueError(
-                f"--advantage-estimator {record.name} makes {name} that are not finite of rewards {rewards.tolist()}, "
-                "the last four of one prompt: divide by something that is never 0"
+                f"--advantage-estimator {record.name}: {name} are not finite for rewards {rewards.tolist()}, of which "
+                "the last four belong to one prompt: divide by something that is never 0"
             )
     spread = ", ".join(f"{value:.3g}" for value in of_rows[:4])
     return (
@@ -127,9 +127,9 @@ def try_loss(args: Args) -> str | None:
         ) from error
     gradients = torch.stack([torch.zeros_like(each) if each.grad is None else each.grad for each in (new, entropy)])
     if not bool(total.isfinite()) or not bool(gradients.isfinite().all()):
-        raise ValueError(f"{name} makes a loss or gradient that is not finite of eight made-up responses")
+        raise ValueError(f"{name}: the loss or its gradient is not finite for eight made-up responses")
     if not bool(gradients.any()):
-        raise ValueError(f"{name} makes a gradient of 0 of eight made-up responses, so nothing will be learned")
+        raise ValueError(f"{name}: the gradient is 0 for eight made-up responses, so nothing will be learned")
     return f"{name}: eight made-up responses give a loss of {total.item():.3g}, with a finite gradient"
 
 
@@ -160,7 +160,7 @@ def _made_up_batch(args: Args) -> MicroBatch:
 
 
 def _losses(record: Estimator, args: AlgorithmArgs, advantages: Any) -> Any:
-    """[T] losses of the estimator for a policy that has changed a little."""
+    """The estimator's loss of each token [T], for a policy that has changed a little."""
     import torch
 
     old = torch.full_like(advantages, -1.0)

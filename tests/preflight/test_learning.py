@@ -109,7 +109,7 @@ def loss(args, batch, log_probs, entropy):
         ("return -log_probs[1:], {}", "must return a loss for each of the 24 tokens"),
         ("return -log_probs.detach(), {}", "without a gradient"),
         ("return log_probs / batch.advantages, {}", "is not finite"),
-        ("return 0 * log_probs, {}", "a gradient of 0 of eight made-up responses"),
+        ("return 0 * log_probs, {}", "the gradient is 0 for eight made-up responses"),
     ],
 )
 def test_a_loss_of_ones_own_is_tried(report: Report, body: str, expected: str) -> None:
