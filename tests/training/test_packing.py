@@ -201,8 +201,17 @@ def test_what_only_transformers_attention_computes_right_is_trained_with_it(
     table = random_table(groups=1)
     with caplog.at_level(logging.WARNING), one_rank(tiny_args(tmp_path)) as trainer:
         assert trainer.model.hf.config._attn_implementation == "eager"
+        assert trainer.model.packed == (family != "bloom")
         found = torch.from_numpy(trainer.log_probs(table))
-    torch.testing.assert_close(found, transformers_own(own, table).detach(), rtol=1e-4, atol=1e-5)
+        right = transformers_own(own, table)
+        if trainer.model.packed:
+            probe = torch.randn_like(right)
+            (right * probe).sum().backward()
+            batch = MicroBatch(TokenColumns.from_table(table), np.arange(len(table)), torch.device("cpu"))
+            (trainer.model(batch, 1.0)[0] * probe).sum().backward()
+            for (name, mine), theirs in zip(trainer.model.named_parameters(), own.parameters(), strict=True):
+                torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-4, msg=name)
+    torch.testing.assert_close(found, right.detach(), rtol=1e-4, atol=1e-5)
     assert re.search(f"{family} is trained with --attn-implementation eager: its \\w+Attention", caplog.text)
 
 
