@@ -36,6 +36,8 @@ UNKNOWN_BYTES = 150 * 10**9
 REMEDY = "copy or save the model again"
 # config attribute that transforms the logits after hidden·weightᵀ -> the value that has no effect
 LOGIT_TRANSFORMS: dict[str, float | None] = {"final_logit_softcapping": None, "logit_scale": 1, "logits_scaling": 1}
+# config attributes with the cap of the logits, a name for each family that has one
+CAPS = ("final_logit_softcapping", "output_logit_soft_cap", "logits_soft_cap")
 # activations of gated MLPs in transformers, besides rare ones
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2")
 # `from_pretrained` with ``output_loading_info``: (model, info)
@@ -48,7 +50,7 @@ def logit_transform(config: PretrainedConfig) -> tuple[float, float | None]:
     scale, divisor, multiplier = (
         getattr(text, name, None) or 1.0 for name in ("logit_scale", "logits_scaling", "lm_head_multiplier")
     )
-    caps = (getattr(text, name, None) for name in ("final_logit_softcapping", "output_logit_soft_cap"))
+    caps = (getattr(text, name, None) for name in CAPS)
     return multiplier * scale / divisor, next(filter(None, caps), None)
 
 
