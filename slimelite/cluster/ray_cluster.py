@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
 import ray
 from ray._private.state import available_resources_per_node
-from ray.exceptions import RayActorError, RayError, RayTaskError, UnserializableException
+from ray.exceptions import RayError, RayTaskError, UnserializableException
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -31,7 +31,7 @@ from slimelite.arguments.secret import public_part
 from slimelite.base import trace
 from slimelite.base.heap import loading, set_heap
 from slimelite.base.lifecycle import ATTEMPT
-from slimelite.base.processes import Machine, Sight, show_stacks
+from slimelite.base.processes import Machine, MemoryKills, Sight, show_stacks
 from slimelite.base.reading import last_reading
 from slimelite.base.registry import function
 from slimelite.cluster.batches import EngineDesk
@@ -164,13 +164,14 @@ class AsyncHost(Host):
 class RayRemote(Remote[T]):
     """An object in a `Host`. Its errors are raised here unchanged. ``host``: the address of its machine.
 
-    ``calls``: the calls that have no answer yet. ``verdict``: why the `Monitor` ended it.
+    ``calls``: the calls that have no answer yet. ``verdict``: why the `Monitor` ended it. ``kills``: what the kernel of
+    its machine has killed; None if that is another machine.
     """
 
     verdict: str | None
 
-    def __init__(self, handle: Any, name: str, log: Path, host: str) -> None:
-        self.handle, self.name, self.log, self.host = handle, name, log, host
+    def __init__(self, handle: Any, name: str, log: Path, host: str, kills: MemoryKills | None = None) -> None:
+        self.handle, self.name, self.log, self.host, self.kills = handle, name, log, host, kills
         self.calls, self.verdict = Calls(), None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -232,9 +233,10 @@ class RayRemote(Remote[T]):
                 cause.add_note(f"in {self.name}, whose log is {self.log}:\n{error}")
                 return cause
             error = cause
-        if self.verdict is not None and isinstance(error, RayActorError):
-            return ClusterError(f"{self.verdict}; its log is {self.log}")
-        return explained(error, self.name, self.log) if isinstance(error, RayError) else error
+        if not isinstance(error, RayError):
+            return error
+        kills = self.kills.recent() if self.kills else None
+        return explained(error, self.name, self.log, kills, self.verdict)
 
 
 @contextmanager
@@ -250,11 +252,13 @@ class Actors:
     """The actors of a run on its placement group.
 
     Colocated engines share the trainers' devices. Other engines get the devices after those. ``started``: all actors
-    are added to this list.
+    are added to this list. ``kills``: see `Monitor`.
     """
 
-    def __init__(self, args: Args, group: PlacementGroup, world: int, started: list[RayRemote[object]]) -> None:
-        self.args, self.group, self.world = args, group, world
+    def __init__(
+        self, args: Args, group: PlacementGroup, world: int, started: list[RayRemote[object]], kills: MemoryKills
+    ) -> None:
+        self.args, self.group, self.world, self.kills = args, group, world, kills
         self.factory = EngineFactory(args)
         self.started = started
         self._nodes = placement_group_table(group)["bundles_to_node_id"]
@@ -342,7 +346,8 @@ class Actors:
         # `ps` shows the name of the class: ray::trainer
         actor = ray.remote(type(name.rstrip("_0123456789"), (kind,), {})).options(**options)
         handle = actor.remote(os.getcwd(), str(log), name, trace_file, env, *make)
-        self.started.append(RayRemote(handle, name, log, str(self._hosts[node])))
+        kills = self.kills if node == self._here else None
+        self.started.append(RayRemote(handle, name, log, str(self._hosts[node]), kills))
         return self.started[-1]
 
     def _place(self, bundle: int, share: float) -> dict[str, object]:
@@ -411,11 +416,11 @@ def ray_workers(args: Args, progress: Progress) -> Iterator[Workers]:
     started, machines = list[RayRemote[object]](), dict[str, RemoteMachine]()
     with (
         _one_message(),
-        Monitor(args.hang_timeout, started, machines),  # until Ray has ended, which takes its daemons
+        Monitor(args.hang_timeout, started, machines) as monitor,  # until Ray has ended, which takes its daemons
         connected(bundles, _patience(args)) as kept,
         _reserved(args, world, widths, progress, kept) as group,
     ):
-        actors = Actors(args, group, world, started)
+        actors = Actors(args, group, world, started, monitor.memory_kills)
         machines.update(actors.machines())
         try:
             engines, trainers = actors.engines(count), actors.trainers()
