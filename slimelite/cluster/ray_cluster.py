@@ -38,7 +38,7 @@ from slimelite.cluster.batches import EngineDesk
 from slimelite.cluster.hangs import END, Calls, Monitor
 from slimelite.cluster.placement import beside_ranks, nodes_of_bundles
 from slimelite.cluster.ray_session import connected, explained, last_line
-from slimelite.cluster.remote import Closing, ClusterError, Progress, Remote
+from slimelite.cluster.remote import Closing, ClusterError, Progress, Remote, not_there
 from slimelite.cluster.workers import LOCAL_HOST, EngineFactory, Target, Workers
 from slimelite.engines.protocol import Engine, ServerProcess
 from slimelite.rollout.manager import RolloutManager
@@ -507,15 +507,16 @@ def _reserved(
         time.sleep(WAIT_POLL_S)
     if plan(alive) is None:
         has = ", ".join(map(str, sorted(alive.values(), reverse=True)))
-        raise ClusterError(
+        problem = (
             f"the job needs {bundles} {device}s ({args.actor_num_nodes} nodes x {args.actor_num_gpus_per_node} ranks, "
             f"and {args.num_engines} engines on {args.rollout_num_gpus}, colocate={args.colocate}; an engine stays "
             f"within a node) but Ray has {has} on {len(alive)} node(s): "
             "lower --actor-num-nodes, --actor-num-gpus-per-node or --rollout-num-gpus, add --colocate, or add nodes"
         )
+        raise not_there(problem, _patience(args))
     progress(0, 0, f"waiting for {bundles} {device}s from Ray")
     bundle = {"CPU": 1.0, "GPU": 1.0} if device == "GPU" else {"CPU": 1.0}
-    group = _granted(plan, device, [dict(bundle) for _ in range(bundles)], max(WAIT_LIMIT_S, _patience(args)))
+    group = _granted(plan, device, [dict(bundle) for _ in range(bundles)], _patience(args))
     try:
         yield group
     finally:
@@ -525,12 +526,12 @@ def _reserved(
 
 
 def _granted(
-    plan: Callable[[dict[str, int]], list[str] | None], device: str, bundles: list[dict[str, float]], limit: float
+    plan: Callable[[dict[str, int]], list[str] | None], device: str, bundles: list[dict[str, float]], patience: float
 ) -> PlacementGroup:
     """A placement group of ``bundles`` where ``plan`` puts them. If Ray loses one of these nodes, it plans again."""
     wanted = f"{len(bundles)} x {bundles[0]}"
     while True:
-        places = _wait_for(plan, device, wanted, limit)
+        places = _wait_for(plan, device, wanted, patience)
         several, end = len(_devices(device)) > 1, time.monotonic() + WAIT_LIMIT_S
         selector = [{NODE_LABEL: node} for node in places] if several else None
         group = placement_group(bundles, strategy="PACK", bundle_label_selector=selector)
@@ -556,7 +557,9 @@ def _devices(device: str) -> dict[str, int]:
     return {node["NodeID"]: int(node["Resources"].get(device, 0)) for node in ray.nodes() if node["Alive"]}
 
 
-def _wait_for(plan: Callable[[dict[str, int]], list[str] | None], device: str, wanted: str, limit: float) -> list[str]:
+def _wait_for(
+    plan: Callable[[dict[str, int]], list[str] | None], device: str, wanted: str, patience: float
+) -> list[str]:
     """Wait until all bundles have room, and return the node of each. Nodes may come and go meanwhile."""
     begin = noted = time.monotonic()
     while True:
@@ -566,10 +569,9 @@ def _wait_for(plan: Callable[[dict[str, int]], list[str] | None], device: str, w
             return places
         waited = time.monotonic() - begin
         state = f"{sum(free.values()):g} of {sum(alive.values())} {device}s are free"
-        if waited > limit:
-            raise ClusterError(
-                f"gave up after {waited:.0f} s waiting for {wanted}: {state}; another job holds the rest"
-            )
+        if waited > (patience or WAIT_LIMIT_S):
+            why = "another job holds the rest" if plan(alive) else "the rest is on machines that are gone"
+            raise not_there(f"gave up after {waited:.0f} s waiting for {wanted}: {state}; {why}", patience)
         if time.monotonic() - noted > WAIT_REPORT_S:
             logger.warning("waiting for %s from Ray, %.0f s so far: %s", wanted, waited, state)
             noted = time.monotonic()

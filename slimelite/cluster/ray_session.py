@@ -34,7 +34,7 @@ from ray.exceptions import (
 
 from slimelite.base.lifecycle import Watchdog, end_session
 from slimelite.base.processes import RECENT_S
-from slimelite.cluster.remote import ClusterError, MemoryShortage
+from slimelite.cluster.remote import ClusterError, MemoryShortage, not_there
 
 logger = logging.getLogger(__name__)
 
@@ -116,10 +116,11 @@ def _join(address: str, patience: float) -> None:
             "the cluster's token as RAY_AUTH_TOKEN or in ~/.ray/auth_token (docs/install.md)"
         ) from error
     except (OSError, RuntimeError, ValueError) as error:
-        raise ClusterError(
+        problem = (
             f"no Ray cluster can be joined at RAY_ADDRESS={address} ({_first_line(error)}): name the head's address, "
             "such as 10.0.0.1:6379; unset RAY_ADDRESS to let the run start its own Ray"
-        ) from error
+        )
+        raise not_there(problem, patience) from error
 
 
 def _start(bundles: int) -> None:

