@@ -36,6 +36,8 @@ UNKNOWN_BYTES = 150 * 10**9
 REMEDY = "copy or save the model again"
 # config attribute that transforms the logits after hidden·weightᵀ -> the value that has no effect
 LOGIT_TRANSFORMS: dict[str, float | None] = {"final_logit_softcapping": None, "logit_scale": 1, "logits_scaling": 1}
+# config attributes with the cap of the logits, a name for each family that has one
+CAPS = ("final_logit_softcapping", "output_logit_soft_cap", "logits_soft_cap")
 # activations of gated MLPs in transformers, besides rare ones
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2")
 # `from_pretrained` with ``output_loading_info``: (model, info)
@@ -48,7 +50,7 @@ def logit_transform(config: PretrainedConfig) -> tuple[float, float | None]:
     scale, divisor, multiplier = (
         getattr(text, name, None) or 1.0 for name in ("logit_scale", "logits_scaling", "lm_head_multiplier")
     )
-    caps = (getattr(text, name, None) for name in ("final_logit_softcapping", "output_logit_soft_cap"))
+    caps = (getattr(text, name, None) for name in CAPS)
     return multiplier * scale / divisor, next(filter(None, caps), None)
 
 
@@ -86,6 +88,24 @@ def weight_bytes(path: str) -> int:
     if not folder.is_dir():
         return UNKNOWN_BYTES
     return sum(file.stat().st_size for part in PARTS for file in folder.glob(part))
+
+
+def hub_folder(name: str) -> str | None:
+    """The folder of the hub's cache with the safetensors files of the model ``name``. What is missing is downloaded.
+
+    None: the model has no such files, or the hub cannot be reached.
+    """
+    from transformers.utils import cached_file
+    from transformers.utils.hub import get_checkpoint_shard_files
+
+    try:
+        entry = cached_file(name, WHOLE, _raise_exceptions_for_missing_entries=False)
+        if entry is None:
+            entry = cached_file(name, INDEX)
+            get_checkpoint_shard_files(name, entry)
+    except (OSError, ValueError):
+        return None
+    return str(Path(entry).parent)
 
 
 def write_weights(weights: Mapping[str, Tensor], file: Path) -> None:
@@ -196,7 +216,7 @@ def weight_sources(path: str, empty: PreTrainedModel, *, unread: Iterable[str] =
     """Where the weights and saved buffers of the model ``empty`` are in the files at ``path``, by name.
 
     Weights of ``unread`` may be missing. None: the weights cannot be read in parts. The files have another format, the
-    model is quantized, or ``path`` is a hub id.
+    model is quantized, or ``path`` is no folder.
 
     Raises:
         ValueError: see `check_weights`.

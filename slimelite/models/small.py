@@ -76,6 +76,11 @@ def _shrink(config: PretrainedConfig) -> None:
     for name, value in fields.items():
         if name.endswith("token_id") and isinstance(value, int):
             setattr(config, name, 0)
+    if fields.get("qk_dim_factor") and hidden and not hidden * fields["qk_dim_factor"] % HIDDEN:
+        # xLSTM's cache has room for multiples of 64 alone
+        config.hidden_size = config.embedding_dim = 2 * HIDDEN
+    if isinstance(rates := fields.get("compress_rates"), dict):  # DeepSeek-V4: so that each kind compresses a row
+        config.compress_rates = {kind: min(rate, WINDOW) for kind, rate in rates.items()}
     _shrink_rope(config)
 
 
