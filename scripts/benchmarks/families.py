@@ -27,6 +27,7 @@ from trainer_side import cpu_seconds, make_table
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from slimelite.arguments import Args
+from slimelite.base.version import add_version
 from slimelite.training import loading
 from slimelite.training.packing import Packing
 from slimelite.training.trainer import Trainer
@@ -137,6 +138,7 @@ def summary(ratios: list[float]) -> str:
 def main() -> None:
     """The program of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_version(parser)
     parser.add_argument("side", choices=["engine", "trainer"])
     parser.add_argument("family", nargs="+", choices=FAMILIES)
     parser.add_argument("--rounds", type=int, default=3)

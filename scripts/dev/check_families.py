@@ -26,6 +26,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from slimelite.base.version import answer_version
 from slimelite.engines.embedded.gated_delta import is_fast_hybrid
 from slimelite.engines.embedded.model import not_fast
 from slimelite.engines.embedded.passes import CACHES
@@ -189,4 +190,5 @@ def write(results: Mapping[str, tuple[str, str, str, str]]) -> None:
 
 
 if __name__ == "__main__":
+    answer_version()
     main(sys.argv[1:])

@@ -224,6 +224,8 @@ class Live:
         lost = isinstance(self._environment, _InWorker) and self._environment.lost
         if not done:
             what = f"{method.__name__} took longer than {limit:.3g} s ({flag})"
+            if type(self._environment) is _Remote:  # a server of the user's, which may be stopped or gone
+                what = f"{shown(self._environment.url)}: {what}"
             raise EnvironmentFailure("timeout", what, lost=lost)
         if isinstance(error, EnvironmentFailure):
             raise error

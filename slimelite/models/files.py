@@ -104,6 +104,24 @@ def weight_bytes(path: str) -> int:
     return sum(file.stat().st_size for part in PARTS for file in folder.glob(part))
 
 
+def hub_folder(name: str) -> str | None:
+    """The folder of the hub's cache with the safetensors files of the model ``name``. What is missing is downloaded.
+
+    None: the model has no such files, or the hub cannot be reached.
+    """
+    from transformers.utils import cached_file
+    from transformers.utils.hub import get_checkpoint_shard_files
+
+    try:
+        entry = cached_file(name, WHOLE, _raise_exceptions_for_missing_entries=False)
+        if entry is None:
+            entry = cached_file(name, INDEX)
+            get_checkpoint_shard_files(name, entry)
+    except (OSError, ValueError):
+        return None
+    return str(Path(entry).parent)
+
+
 def write_weights(weights: Mapping[str, Tensor], file: Path) -> None:
     """Write ``weights`` as a safetensors file with the usual file mode (umask). The library alone would make the file
     private."""
@@ -212,7 +230,7 @@ def weight_sources(path: str, empty: PreTrainedModel, *, unread: Iterable[str] =
     """Where the weights and saved buffers of the model ``empty`` are in the files at ``path``, by name.
 
     Weights of ``unread`` may be missing. None: the weights cannot be read in parts. The files have another format, the
-    model is quantized, or ``path`` is a hub id.
+    model is quantized, or ``path`` is no folder.
 
     Raises:
         ValueError: see `check_weights`.

@@ -100,8 +100,8 @@ def inspect(args: Args, machine: Machine, *, files_only: bool = False) -> Findin
             return findings
         check_torch(args, machine, findings)
         checks.load()
-        if args.dry_run and args.job.loss == "policy":
-            _try_estimator(args, findings)
+        if args.dry_run and args.job.trains:
+            _try_own(args, findings)
         if args.push_to_hub and not findings.problems:
             with findings.blaming("--push-to-hub"):
                 make_room(args.push_to_hub, private=args.hub_private, create=not args.dry_run)
@@ -127,13 +127,19 @@ def _older_checkpoints(args: Args) -> Iterator[str]:
         )
 
 
-def _try_estimator(args: Args, findings: Findings) -> None:
-    from slimelite.preflight.learning import try_estimator  # it needs numpy
+def _try_own(args: Args, findings: Findings) -> None:
+    """Try the user's estimator and loss. A loss may fail only because made-up rows lack something: it is a warning."""
+    from slimelite.preflight.learning import try_estimator, try_loss  # they need numpy
 
     try:
-        findings.facts += filter(None, [try_estimator(args)])
+        if args.job.loss == "policy":
+            findings.facts += filter(None, [try_estimator(args)])
     except ValueError as error:
         findings.problems.append(one_line(error))
+    try:
+        findings.facts += filter(None, [try_loss(args)])
+    except ValueError as error:
+        findings.warnings.append(one_line(error))
 
 
 def _check_packages(args: Args, findings: Findings) -> None:

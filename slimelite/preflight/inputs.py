@@ -24,7 +24,7 @@ from slimelite.arguments.rollout import EPISODE
 from slimelite.arguments.secret import masked
 from slimelite.base.files import in_units
 from slimelite.data.messages import render, try_template
-from slimelite.data.prompts import PAIR, Curriculum, deal, load_prompts
+from slimelite.data.prompts import PAIR, Curriculum, deal, how_to_convert, load_prompts
 from slimelite.data.shards import TextCoder, check_documents
 from slimelite.data.tokenizer import TOKENIZER, check_files, check_same, load_tokenizer, stop_token_ids
 from slimelite.engines.params import SamplingParams
@@ -55,10 +55,9 @@ ROWS_AT_START = 64
 
 
 class Rows(NamedTuple):
-    """Prompt files of training or of one evaluation ``dataset``; ``name``: how messages refer to them; ``rollout`` and
-    ``generate``: the plugins that make their responses; ``paired``: they are preference pairs; ``any_form``: what reads
-    the prompts is the user's code, or a trainer without an engine.
-    """
+    """Prompt files of training or of one evaluation ``dataset``. ``name``: messages call them so. ``rollout`` and
+    ``generate``: the plugins that make their responses. ``paired``: they are preference pairs. ``any_form``: the user's
+    code, or a trainer without an engine, reads the prompts."""
 
     name: str
     paths: list[str]
@@ -449,7 +448,7 @@ class InputChecks:
         ours = str(args.rollout_function_path).startswith(("slime.", "miles.", "slimelite."))
         if self.tokenizer is None or not (ours or args.job.loss == "paired"):
             return
-        from slimelite.data.conversations import ChatReader
+        from slimelite.data.conversations import TEXT_PROMPT, ChatReader
 
         settings = (args.loss_mask_type, args.apply_chat_template_kwargs, args.rollout_max_context_len)
         chat = ChatReader(self.tokenizer, *settings)
@@ -465,6 +464,8 @@ class InputChecks:
                 findings.facts.append(f"{name}: the first pair: {', '.join(shown)}")
                 self._warn_of_hidden(chat, name, prompts)
                 return
+            if isinstance(prompts[0].prompt, str):
+                raise ValueError(f"{TEXT_PROMPT}; {how_to_convert(args, rows.paths[0])}")
             samples = [deal(prompt, i, i) for i, prompt in enumerate(prompts[:ROWS_AT_START])]
             for sample in samples:
                 (chat.judge if args.loss.judged else chat.fill)(sample)

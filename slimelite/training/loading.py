@@ -26,6 +26,7 @@ from slimelite.models.checkpoints import STATE_FILE
 from slimelite.models.files import (
     check_weights,
     has_weights,
+    hub_folder,
     load_config,
     load_weights,
     restore_weights,
@@ -103,7 +104,7 @@ def build_model(
         config = scoring_config(config)
     load = partial(load_model, str(path), config, seed=args.seed, attention=attention, scores=args.loss.scores)
     hf = load(empty=world.ranks > 1, new_head=new_head)
-    if world.ranks > 1 and not _has_sources(hf, str(path), new_head=new_head) and world.rank == 0:
+    if world.ranks > 1 and not _has_sources(hf, _folder(str(path), world), new_head=new_head) and world.rank == 0:
         hf = load(empty=False, new_head=new_head)
     if not trainable:
         hf.requires_grad_(False)
@@ -133,6 +134,15 @@ def build_model(
     if world.device.type == "cpu":  # it was built in twice the memory that it keeps
         return_freed_memory(above=0)
     return model
+
+
+def _folder(path: str, world: World) -> str:
+    """``path``; for a name on the hub it is the folder of its files, if every rank has one."""
+    if Path(path).is_dir():
+        return path
+    folder = hub_folder(path)
+    missing = world.all_reduce(torch.tensor([float(folder is None)]))
+    return path if missing.item() or folder is None else folder
 
 
 @torch.no_grad()

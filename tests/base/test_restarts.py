@@ -80,10 +80,11 @@ def test_a_run_that_was_ended_from_outside_goes_on_from_its_checkpoint(
     ("end", "code"),
     [
         ({"status": "failed", "message": "ValueError: no such column", "code": 1}, 1),
+        ({"status": "failed", "message": "RestartWaitError: a restart has waited 600 s", "code": 1}, 1),
         ({"code": 2}, 2),  # before it began
         ({"status": "interrupted", "message": "SIGTERM", "code": 143}, 143),
     ],
-    ids=["mistake", "arguments", "stopped"],
+    ids=["mistake", "waited", "arguments", "stopped"],
 )
 def test_a_mistake_or_a_signal_is_not_followed_by_a_start(keep: Keep, end: dict[str, object], code: int) -> None:
     found, starts = keep(end, FINISHED)

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import psutil
@@ -26,6 +26,13 @@ ACTS = {
     "sleeps": "import time\ndef lost():\n    time.sleep(60)\nlost()",
     # one call of C that holds Python's lock
     "computes": "def long():\n    sum(range(10**12))\nlong()",
+    # a pipe that gives 4 kB now and then, as a slow file server does
+    "trickles": "import os, threading, time\nends = os.pipe()\ndef feed():\n    while True:\n        time.sleep(0.1)\n"
+    "        os.write(ends[1], bytes(4096))\nthreading.Thread(target=feed, daemon=True).start()\n"
+    "while True:\n    os.read(ends[0], 4096)",
+    # the kernel waits for a child that waits for a file: uninterruptible, as in a read of a disk that does not answer
+    "uninterrupted": "import os\nos.mkfifo('never')\n"
+    "os.posix_spawn('/bin/true', ['true'], {}, file_actions=[(os.POSIX_SPAWN_OPEN, 0, 'never', os.O_RDONLY, 0)])",
     # a server's owner
     "serves": "import subprocess, time\nprint(subprocess.Popen(['sleep', '60']).pid, flush=True)\ntime.sleep(60)",
 }
@@ -45,7 +52,9 @@ class Rank:
             f"runpy.run_path({str(where / f'{act}.py')!r})"
         )
         with self.log.open("w") as log:
-            self.process = subprocess.Popen([sys.executable, "-c", code], stderr=log, stdout=subprocess.PIPE)
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", code], stderr=log, stdout=subprocess.PIPE, cwd=folder
+            )
         self.calls = Calls()
         self.answer: Future[None] = Future()
         self.calls.begin("train", self.answer)
@@ -64,6 +73,9 @@ def ranks(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[list[Rank]
         yield [rank.begun() for rank in made]
     finally:
         for rank in made:
+            with suppress(psutil.NoSuchProcess):
+                for child in psutil.Process(rank.process.pid).children():
+                    child.kill()
             rank.process.kill()
             rank.process.communicate()
 
@@ -97,6 +109,13 @@ def test_a_step_that_is_long_is_no_hang_and_a_stopped_one_is(ranks: list[Rank]) 
     assert " was stopped for " in str(ranks[1].verdict)
     assert "computes.py:2 in long" in str(ranks[1].verdict)  # Python's lock is held
     assert ranks[0].verdict is None
+
+
+@pytest.mark.parametrize("ranks", ["waits trickles", "waits uninterrupted"], indirect=True)
+def test_a_rank_that_reads_slowly_is_left_alone(ranks: list[Rank]) -> None:
+    """It uses no processor and no page of it comes from a disk."""
+    watch(ranks, 4 * LIMIT)
+    assert [rank.verdict for rank in ranks] == [None, None]
 
 
 @pytest.mark.parametrize("ranks", ["waits waits"], indirect=True)

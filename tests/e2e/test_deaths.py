@@ -11,12 +11,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
 from slimelite.base.lifecycle import read_status
+from slimelite.sandbox.boxes import control_groups
+from slimelite.sandbox.registry import SandboxSettings
 from slimelite.tracking.metrics_file import read_metrics
 
 from .conftest import ROOT, SMALL_FLAGS
@@ -110,7 +113,9 @@ def test_a_daemon_that_is_stopped_when_all_is_done(small: Path, what: str) -> No
 def test_each_process_of_a_run(small: Path, what: str, number: int) -> None:
     """The run ends with one message that names the worker, or goes on."""
     process = start(small, "--hang-timeout", "3")
-    session, members = hurt(process, small, what, number)
+    wait_until(lambda: done(small, 2), process)
+    session, members, victim = session_of(process), family(process), find(process, what)
+    victim.send_signal(number)
     began = time.monotonic()
     out, _ = process.communicate(timeout=240)
     print(f"{what} {number!r}: exit {process.returncode} after {time.monotonic() - began:.1f} s\n{out[-1500:]}")
@@ -118,5 +123,44 @@ def test_each_process_of_a_run(small: Path, what: str, number: int) -> None:
     goes_on = {"ray::engine", "gcs_server"} | ({"raylet/raylet"} if number == signal.SIGSTOP else set())
     assert process.returncode == (0 if what in goes_on else 1)
     if what.startswith("ray::") and what not in goes_on:
-        assert re.search(r"train.py: \w+ \(process \d+ on \S+\) ", out)
+        assert re.search(rf"train.py: \w+ \(process {victim.pid} on {os.uname().nodename}\) ", out)
+        assert number == signal.SIGSTOP or "It was not for its memory" in out
+    if what == "raylet/raylet" and number == signal.SIGKILL:
+        said = rf"train.py: Ray's raylet \(process {victim.pid} on {os.uname().nodename}\) was killed by SIGKILL"
+        assert re.search(said, out), out
+        assert "not for its memory" not in out
+        log = re.search(r"; its log is (\S+raylet.out)$", out, re.M)
+        assert log is not None
+        assert Path(log[1]).stat().st_size
+    assert_nothing_left(session, members)
+
+
+@pytest.fixture
+def small_group() -> Iterator[Path]:
+    """A control group for memory, without a limit yet."""
+    try:
+        (parent, *_) = control_groups(SandboxSettings())
+    except ValueError:
+        pytest.fail("this test needs root, or a control group that may be divided: it limits a process's memory")
+    folder = Path(parent) / f"slimelite-test-{os.getpid()}"
+    folder.mkdir()
+    yield folder
+    folder.rmdir()
+
+
+@pytest.mark.slow
+def test_the_kernel_kills_the_trainer_for_its_memory(small: Path, small_group: Path) -> None:
+    process = start(small, "--hang-timeout", "3")
+    wait_until(lambda: done(small, 2), process)
+    session, members, victim = session_of(process), family(process), find(process, "ray::trainer")
+    (small_group / "cgroup.procs").write_text(str(victim.pid))
+    one, two = small_group / "memory.limit_in_bytes", small_group / "memory.max"
+    (one if one.exists() else two).write_text(str(1 << 20))
+    began = time.monotonic()
+    out, _ = process.communicate(timeout=240)
+    print(f"exit {process.returncode} after {time.monotonic() - began:.1f} s\n{out[-1500:]}")
+    assert process.returncode == 1
+    said = rf"train.py: trainer_0 \(process {victim.pid} on \S+\) was killed: in the last 30 s the kernel has killed "
+    assert re.search(said + r".*; its log is \S+trainer_0.log\. Predicted: ", out), out
+    assert "Traceback" not in out
     assert_nothing_left(session, members)

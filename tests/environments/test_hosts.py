@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -245,6 +246,25 @@ def test_a_worker_that_dies_is_replaced() -> None:
             await live.step({"content": "die"})
         assert raised.value.kind == "crash"
         await check_echo(host)
+
+    played(ECHO, play, processes=1)
+
+
+def test_a_server_that_is_stopped_is_named_in_time() -> None:
+    async def play(host: Host) -> None:
+        await host.open()
+        server = host._workers[0]  # its address could be that of another machine's
+        assert server._process is not None
+        far = Host(server.url, call_seconds=0.5, seconds=30.0)
+        live = await far.open()
+        await live.reset(ROW)
+        server._process.send_signal(signal.SIGSTOP)
+        address = server.url.rpartition("@")[2]
+        with pytest.raises(EnvironmentFailure, match=rf"^http://\S*{address}: step took longer than 0.5 s") as raised:
+            await live.step({"content": "end"})
+        assert raised.value.kind == "timeout"
+        assert server.url not in str(raised.value), "it has the key"
+        await far.close()
 
     played(ECHO, play, processes=1)
 
