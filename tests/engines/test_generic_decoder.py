@@ -71,6 +71,30 @@ class TestStates(EmbeddedContract):
     shape: ClassVar[dict[str, Any]] = SHAPES["lfm2"]
 
 
+@pytest.mark.slow
+class TestLatentAttention(EmbeddedContract):
+    """Keys and values of all heads from one small vector, and experts."""
+
+    family = "deepseek_v3"
+    shape: ClassVar[dict[str, Any]] = SHAPES["deepseek_v3"]
+
+
+@pytest.mark.slow
+class TestStatesAlone(EmbeddedContract):
+    """No attention: there is nothing of a row but its states."""
+
+    family = "mamba"
+    shape: ClassVar[dict[str, Any]] = SHAPES["mamba"]
+
+
+@pytest.mark.slow
+class TestWholePasses(EmbeddedContract):
+    """No cache."""
+
+    family = "openai-gpt"
+    shape: ClassVar[dict[str, Any]] = SHAPES["openai-gpt"]
+
+
 @pytest.mark.newest
 @pytest.mark.parametrize("family", [*SHAPES])
 def test_rows_of_all_lengths_come_and_go_and_have_the_models_log_probs(tmp_path: Path, family: str) -> None:
