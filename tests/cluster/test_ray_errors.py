@@ -73,6 +73,7 @@ def test_a_cluster_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "such as 10.0.0.1:6379" in message
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize(
     ("error", "says"),
     [
@@ -95,6 +96,7 @@ def test_a_lost_worker_is_one_line(error: RayError, says: str) -> None:
     assert one.__notes__ == [str(error)], "Ray's own words are for log.txt"
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize(
     ("kills", "says", "kind"),
     [

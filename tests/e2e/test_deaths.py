@@ -80,6 +80,7 @@ def assert_nothing_left(session: Path, members: list[psutil.Process]) -> None:
     assert not session.exists()
 
 
+@pytest.mark.chaos
 def test_a_frozen_trainer_is_named_and_the_command_goes_on_by_itself(small: Path) -> None:
     process = start(small, "--hang-timeout", "2", "--max-restarts", "2")
     session, members = hurt(process, small, "ray::trainer", signal.SIGSTOP)

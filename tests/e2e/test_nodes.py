@@ -228,7 +228,7 @@ def test_a_job_from_outside_a_folder_of_each_node_and_a_lost_node(
         assert len(metrics(tmp_path / "job", "rollout/raw_reward")) == 1
 
         lost = [*on_two_nodes, "--num-rollout", "200", "--run-dir", f"{tmp_path}/lost", "--save", f"{tmp_path}/saved"]
-        lost += ["--max-restarts", "3", "--restart-wait", "3"]
+        lost += ["--save-interval", "1", "--max-restarts", "3", "--restart-wait", "3"]
         run = nodes[0].start(sys.executable, "train.py", *lost, env=env)
         file = tmp_path / "lost" / "metrics.jsonl"
         while not file.is_file() or not metrics(file.parent, "train/loss"):
