@@ -343,7 +343,7 @@ class _InWorker(_Remote):
         await super().close()
 
     async def suspect(self) -> None:
-        """End the worker if it is stopped or does not answer at all. Its other episodes fail then, and new ones get a new
+        """End the worker if it is stopped or does not answer. Its other episodes fail then, and new ones get a new
         process."""
         if self._worker.stopped:  # it might answer now for a moment, and be ended then by whoever found it stopped
             self._worker.kill()

@@ -251,7 +251,10 @@ def test_a_worker_that_dies_is_replaced() -> None:
     played(ECHO, play, processes=1)
 
 
-@pytest.mark.chaos
+@pytest.mark.chaos(
+    "a server of environments behind an address stopped",
+    "its sample is an error that names the address, after `--environment-call-timeout`",
+)
 def test_a_server_that_is_stopped_is_named_in_time() -> None:
     """One behind an address. A process of the run's own is replaced, even if it answers again for a moment: whoever
     looks for hangs lets it go on until it has written its stack, and then ends it."""

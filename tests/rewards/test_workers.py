@@ -83,7 +83,9 @@ def test_a_worker_that_dies_twice_costs_one_answer(pool: WorkerPool, monkeypatch
     assert kinds(asyncio.run(kill_while_grading())) == [1.0, "crash", 1.0]
 
 
-@pytest.mark.chaos
+@pytest.mark.chaos(
+    "a grader stopped or killed", "replaced, and its answer is graded again; if it is stopped, after `--reward-timeout`"
+)
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_worker_that_is_stopped_or_killed_once_costs_nothing(pool: WorkerPool, number: int) -> None:
     asyncio.run(pool.run(tasks(RIGHT)))
