@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import random
 import secrets
@@ -52,6 +53,28 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     for package, remedy in REMEDIES.items():
         if item.get_closest_marker(package) and find_spec(package) is None:
             pytest.fail(f"{package} is not installed: {remedy}; -m 'not sglang and not vllm' does without", False)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """Write what a test marked ``chaos(fault, what happens)`` saw into the file that ``SLIMELITE_FAULTS`` names.
+
+    `scripts/dev/fault_table.py` reads it.
+    """
+    report: pytest.TestReport = yield
+    file, mark = os.environ.get("SLIMELITE_FAULTS"), item.get_closest_marker("chaos")
+    if file and mark and mark.args and call.when == "call":
+        fault, happens = mark.args
+        row = {"fault": fault, "happens": happens, "passed": report.passed, "date": time.strftime("%Y-%m-%d")}
+        row |= {
+            "id": item.nodeid,
+            "test": item.nodeid.partition("::")[0],
+            "slow": item.get_closest_marker("slow") is not None,
+        }
+        row["seconds"] = dict(item.user_properties).get("seconds", "–")
+        with open(file, "a", encoding="utf-8") as lines:
+            lines.write(json.dumps(row, ensure_ascii=False) + "\n")
+    return report
 
 
 @pytest.fixture(autouse=True)

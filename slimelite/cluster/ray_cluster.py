@@ -236,7 +236,7 @@ class RayRemote(Remote[T]):
         if not isinstance(error, RayError):
             return error
         kills = self.kills.recent() if self.kills else None
-        return explained(error, self.name, self.log, kills, self.verdict)
+        return explained(error, self.name, self.log, kills, self.verdict, self.host)
 
 
 @contextmanager

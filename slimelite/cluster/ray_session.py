@@ -22,6 +22,7 @@ import ray
 from ray._private import ray_constants, services
 from ray._private.node import Node
 from ray.exceptions import (
+    ActorUnavailableError,
     AuthenticationError,
     NodeDiedError,
     ObjectStoreFullError,
@@ -220,15 +221,21 @@ def _first_line(error: BaseException) -> str:
 
 
 def explained(
-    error: RayError, worker: str, log: Path | None = None, kills: int | None = None, verdict: str | None = None
+    error: RayError,
+    worker: str,
+    log: Path | None = None,
+    kills: int | None = None,
+    verdict: str | None = None,
+    host: str | None = None,
 ) -> ClusterError:
     """``error`` as one message. Ray's own text is a note, which log.txt shows.
 
+    ``host``: the address of the worker's machine, for errors of Ray that do not name it.
     ``kills``: processes of the worker's machine that the kernel has just killed for their memory; None: unknown.
     ``verdict``: why the `Monitor` ended the worker, if it did.
     """
     last = last_line(error)
-    worker += _place(error)
+    worker += _place(error) or (f" on {_host_name(host)}" if host else "")
     died = isinstance(error, RayActorError) and ENDED in last
     shortage = isinstance(error, OutOfMemoryError) or (died and kills != 0)
     if what := _lost_raylet(log):
@@ -247,6 +254,8 @@ def explained(
         what = f"{worker}: its machine died or lost its connection: {last}"
     elif died:
         what = f"{worker} {_death(kills)}"
+    elif isinstance(error, ActorUnavailableError):
+        what = f"{worker} cannot be reached: its process or its machine died, or the network failed ({last})"
     elif isinstance(error, RayActorError):
         what = f"{worker} died: {last}"
     else:

@@ -88,6 +88,7 @@ def watch(ranks: list[Rank], seconds: float) -> None:
             time.sleep(0.02)
 
 
+@pytest.mark.chaos("two idle ranks, one outside a collective", "that rank is named and ended")
 @pytest.mark.parametrize("ranks", ["waits sleeps"], indirect=True)
 def test_of_idle_ranks_the_one_outside_a_collective_is_ended_and_named(ranks: list[Rank]) -> None:
     watch(ranks, 20)
@@ -100,6 +101,7 @@ def test_of_idle_ranks_the_one_outside_a_collective_is_ended_and_named(ranks: li
     assert "sleeps.py:3 in lost < " in str(second.verdict)
 
 
+@pytest.mark.chaos("a call that holds Python's lock for four times the limit", "nothing, until it is stopped")
 @pytest.mark.parametrize("ranks", ["waits computes"], indirect=True)
 def test_a_step_that_is_long_is_no_hang_and_a_stopped_one_is(ranks: list[Rank]) -> None:
     watch(ranks, 4 * LIMIT)
@@ -111,6 +113,7 @@ def test_a_step_that_is_long_is_no_hang_and_a_stopped_one_is(ranks: list[Rank]) 
     assert ranks[0].verdict is None
 
 
+@pytest.mark.chaos("a rank reads slowly, without using a core", "nothing")
 @pytest.mark.parametrize("ranks", ["waits trickles", "waits uninterrupted"], indirect=True)
 def test_a_rank_that_reads_slowly_is_left_alone(ranks: list[Rank]) -> None:
     """It uses no processor and no page of it comes from a disk."""
@@ -118,6 +121,7 @@ def test_a_rank_that_reads_slowly_is_left_alone(ranks: list[Rank]) -> None:
     assert [rank.verdict for rank in ranks] == [None, None]
 
 
+@pytest.mark.chaos("two ranks that wait for each other", "both places are named, and one is ended")
 @pytest.mark.parametrize("ranks", ["waits waits"], indirect=True)
 def test_ranks_that_wait_for_each_other_and_ranks_without_work(ranks: list[Rank]) -> None:
     for rank in ranks:
@@ -131,6 +135,7 @@ def test_ranks_that_wait_for_each_other_and_ranks_without_work(ranks: list[Rank]
     assert str(ranks[0].verdict).count("waits.py:3 in gather") == 2
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize("ranks", ["sleeps serves"], indirect=True)
 def test_who_waits_for_a_stopped_server_has_time_when_that_is_ended(
     ranks: list[Rank], caplog: pytest.LogCaptureFixture
@@ -151,6 +156,7 @@ def test_who_waits_for_a_stopped_server_has_time_when_that_is_ended(
     assert f"engine_0 had started it, whose log is {engine.log}" in caplog.text
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize("ranks", ["sleeps"], indirect=True)
 def test_time_in_which_nobody_looked_does_not_count(ranks: list[Rank]) -> None:
     """This process was stopped too, or the whole machine."""
@@ -160,6 +166,9 @@ def test_time_in_which_nobody_looked_does_not_count(ranks: list[Rank]) -> None:
     assert machine.look([log]).still[log] < 0.1
 
 
+@pytest.mark.chaos(
+    "a process that a worker has started stopped; a worker stopped before it has opened its log", "ended"
+)
 def test_a_stopped_child_of_the_runs_is_ended() -> None:
     """Such as the process of an environment: whoever started it starts it again."""
     with ExitStack() as stack:

@@ -104,6 +104,10 @@ for writer in writers:
 """
 
 
+@pytest.mark.chaos(
+    "wandb's process stopped, then killed",
+    "continued with a warning, then the run goes on without wandb, with one message",
+)
 def test_a_run_continues_wandb_if_it_is_stopped_and_goes_on_without_it_if_it_dies(tmp_path: Path) -> None:
     search = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])])
     done = subprocess.run(
