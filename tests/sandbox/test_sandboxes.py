@@ -46,6 +46,17 @@ def test_code_answers_run_in_bubblewrap(code: str, printed: str, tmp_path: Path)
 
 
 @pytest.mark.bwrap
+def test_links_of_the_system_lead_where_they_lead_outside() -> None:
+    paths = [
+        path for path in ("/bin", "/lib64", "/bin/sh", "/etc/os-release", "/etc/localtime") if os.path.exists(path)
+    ]
+    code = f"import os\nprint([os.path.realpath(path) for path in {paths}], os.path.exists('/etc/localtime'))"
+    run = run_code(code, None, "", seconds=20, memory_mb=1024, sandbox="bwrap")
+    shown = [os.path.realpath(path) for path in paths]
+    assert run.output == f"{shown} {os.path.exists('/etc/localtime')}\n"
+
+
+@pytest.mark.bwrap
 def test_tests_of_code_answers_pass_and_fail_in_bubblewrap() -> None:
     for body, passes in (("return a + b", True), ("return a", False)):
         code = f"def add(a, b):\n    {body}\n"
