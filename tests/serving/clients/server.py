@@ -179,11 +179,11 @@ async def main(command: Sequence[str], record: Path | None) -> int:
         own = {"TINY_URL": ask.url, "TINY_MODEL": str(folder / "model"), "API_KEY": KEY}
         held = await stack.enter_async_context(held_front(folder / "held"))
         http = await stack.enter_async_context(aiohttp.ClientSession())
-        output = ""
+        output, urls = "", []
         for one in (front, held):
-            url = await one.start()
+            urls.append(await one.start())
             stack.push_async_callback(one.stop)
-            env = {**os.environ, **own, "RULED_URL": url}
+            env = {**os.environ, **own, "RULED_URL": urls[-1]}
             process = await asyncio.create_subprocess_exec(*command, env=env, stdout=asyncio.subprocess.PIPE)
             output = (await process.communicate())[0].decode()
             print(output, end="")
@@ -196,7 +196,7 @@ async def main(command: Sequence[str], record: Path | None) -> int:
             record.parent.mkdir(exist_ok=True)
             ids: dict[str, str] = {}
             asked = list(front.recorded)
-            lines = [json.dumps({**one, **await answered(http, front.url, one, ids)}) for one in asked]
+            lines = [json.dumps({**one, **await answered(http, urls[0], one, ids)}) for one in asked]
             head = json.dumps({**done(output), "embedded": len(held.recorded)}, ensure_ascii=False).removesuffix("}")
             record.write_text(head + ', "requests": [\n' + ",\n".join(lines) + "\n]}\n")
     return 0

@@ -21,7 +21,7 @@ from weather import RULED
 MODEL = os.environ["TINY_MODEL"]
 COMMON = "task: {name}\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {file}}}}}\ntest_split: test\n"
 COMMON += 'doc_to_text: "Question: {{{{question}}}}\\nAnswer:"\n'
-WRITE = "output_type: generate_until\ndoc_to_target: ' It is 42.'\nmetric_list: [{metric: exact_match}]\n"
+WRITE = "output_type: generate_until\ndoc_to_target: It is 42.\nmetric_list: [{metric: exact_match}]\n"
 WRITE += 'generation_kwargs: {until: ["<|im_end|>"], do_sample: false, max_gen_toks: 48}\n'
 CHOOSE = "output_type: multiple_choice\ndoc_to_choice: '{{options}}'\ndoc_to_target: right\n"
 CHOOSE += "metric_list: [{metric: acc}]\n"
