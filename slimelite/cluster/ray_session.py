@@ -231,7 +231,8 @@ def explained(
     """``error`` as one message. Ray's own text is a note, which log.txt shows.
 
     ``host``: the address of the worker's machine, for errors of Ray that do not name it.
-    ``kills``: processes of the worker's machine that the kernel has just killed for their memory; None: unknown.
+    ``kills``: how many processes on the worker's machine the kernel has just killed because memory ran out;
+    None: unknown.
     ``verdict``: why the `Monitor` ended the worker, if it did.
     """
     last = last_line(error)

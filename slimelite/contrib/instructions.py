@@ -76,7 +76,9 @@ def word_tokens(text: str) -> list[str]:
 
 
 def syllables(word: str) -> int:
-    """The number of runs of vowels without the silent e; 0 for a word with a digit. ``word`` is in lower case."""
+    """The number of syllables. Runs of vowels count, and a silent e does not. A word with a digit has 0. ``word`` is
+    in lower case.
+    """
     if not word or re.search(r"\d", word):
         return 0
     runs = len(re.findall("[aeiouy]+", word))

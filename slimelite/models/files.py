@@ -206,7 +206,7 @@ def _header(file: Path) -> dict[str, tuple[int, ...]]:
             return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
     except SafetensorError as error:
         size = file.stat().st_size
-        what = f"with {size:,} bytes is cut short or no safetensors file ({error})" if size else "is empty"
+        what = f"with {size:,} bytes is cut short or not a safetensors file ({error})" if size else "is empty"
         raise ValueError(f"{file} {what}: {REMEDY}") from error
 
 
