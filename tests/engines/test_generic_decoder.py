@@ -142,6 +142,7 @@ def test_a_family_whose_own_cache_fails_is_sampled(tmp_path: Path) -> None:
         ("deepseek_v4", 3, Rows.ALIKE),  # returns only a cache that it was given
         ("recurrent_gemma", 3, Rows.PADDED),  # keeps states in its modules
         ("xlstm", 2, Rows.PADDED),
+        ("minimax", 2, Rows.PADDED),  # makes its own
         ("bamba", 2, Rows.PADDED),  # counts positions from 0 unless they are given
         ("openai-gpt", 2, Rows.WHOLE),  # has no cache
     ],

@@ -27,6 +27,8 @@ class Passes:
         self._cache = next((name for name in CACHES if name in self._takes), "")
         modules = model.modules()
         self._keepers = [(module, name) for module in modules for name in KEPT if name in vars(module)]
+        # DeepSeek-V4 returns only a cache that it is given, and MiniMax takes only its own
+        self._gives_cache = bool(self._keepers)
 
     def whole(self, ids: Tensor, last: int = 0) -> Tensor:
         """[n, tokens, vocab] logits of ``ids`` [n, tokens]. ``last``: only of this many last tokens; 0 for all."""
@@ -65,8 +67,7 @@ class Passes:
             )
             positions = lengths[:, None]
         options["position_ids"] = positions.to(self._device)
-        if cache is None and self._cache == "past_key_values":
-            # DeepSeek-V4 returns only a cache that it is given
+        if cache is None and self._gives_cache:
             cache = DynamicCache(config=self.model.config)
         if self._keepers:
             cache = self._given_back(cache)
@@ -75,6 +76,9 @@ class Passes:
         options = {name: value for name, value in options.items() if name in self._takes}
         output = self.model(input_ids=ids, **options)
         result = next((output[name] for name in CACHES if output.get(name) is not None), None)
+        if result is None and self._cache == "past_key_values" and not self._gives_cache:
+            self._gives_cache = True
+            return self._pass(ids, cache, lengths, width)
         if self._keepers:
             result = _Kept(cache, [getattr(module, name) for module, name in self._keepers])
         return output.logits[:, -1].float(), result
