@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Runs clients against the HTTP front: from PyPI, and from npm if it is installed. Each has its own environment, because
-# the requirements of clients and of SGLang exclude each other. With --record it also saves the requests that they send,
-# and writes the table of docs/serving.md. Continuous integration repeats these requests without the clients
+# Runs clients against the HTTP front: from PyPI, and from npm if it is installed. Each runs twice: with a scripted model,
+# and with the embedded engine, whose tiny model is held to the same replies. Each has its own environment, because the
+# requirements of clients and of SGLang exclude each other. With --record it also saves the requests that they send, and
+# writes the table of docs/serving.md. Continuous integration repeats these requests without the clients
 # (tests/serving/test_recorded_clients.py).
 #
 #   bash scripts/test_clients.sh [--record [client]]     # --table writes only the table
@@ -51,6 +52,7 @@ client litellm litellm==1.106.2 mcp==2.3.0
 client smolagents "smolagents[openai]==1.26.0"
 client dspy dspy==3.4.1
 client instructor instructor==1.17.0
+client lm-eval "lm-eval[api]==0.4.13" transformers==5.12.1 "huggingface-hub>=1.5,<2"
 client aider aider-chat==0.86.2
 client mini-swe-agent mini-swe-agent==2.4.6 litellm==1.106.2 mcp==2.3.0
 command -v npm > /dev/null || exit 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import random
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +28,24 @@ SHIMS = {
     "TORCHDYNAMO_DISABLE": "1",
 }
 REMEDIES = {"sglang": "bash scripts/install_sglang_cpu.sh", "vllm": "docs/install.md has the commands"}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--shuffle", type=int, metavar="SEED", help="run the files, and the tests of each file, in random order"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With ``--shuffle``, the tests of a file stay together, because they share what it started."""
+    if (seed := config.getoption("--shuffle")) is None:
+        return
+    draw, files = random.Random(seed), dict[Path, list[pytest.Item]]()
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    for tests in files.values():
+        draw.shuffle(tests)
+    items[:] = [item for path in draw.sample(list(files), len(files)) for item in files[path]]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

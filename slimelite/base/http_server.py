@@ -39,11 +39,21 @@ GZIP = b"\x1f\x8b"
 
 
 class RequestError(ValueError):
-    """A request that cannot be served: an HTTP ``status``, the ``param`` that is wrong, and OpenAI's ``code``."""
+    """A request that cannot be served: an HTTP ``status``, the ``param`` that is wrong, and OpenAI's ``code``.
 
-    def __init__(self, message: str, status: int = 400, param: str | None = None, code: str | None = None) -> None:
+    ``details``: what Anthropic's clients read of an error, for those that they handle themselves.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
+        details: dict[str, object] | None = None,
+    ) -> None:
         super().__init__(message)
-        self.status, self.param, self.code = status, param, code
+        self.status, self.param, self.code, self.details = status, param, code, details
 
 
 class Server(ABC):

@@ -6,7 +6,7 @@ also asks langdetect whether the text is English.
 
 Sentences, tokens, syllables, stop words, pronouns, verbs and emoji are short approximations of NLTK's Punkt and
 Treebank tokenisers, its stop words and tagger, syllapy's dictionary and the emoji package, without their data.
-docs/rewards.md says which checks may differ for that reason. All run times are linear in the length of the text.
+docs/rewards.md lists the checks that may differ for that reason. All run times are linear in the length of the text.
 """
 
 from __future__ import annotations

@@ -13,12 +13,14 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoConfig
 from vllm import SamplingParams
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
@@ -27,9 +29,12 @@ from vllm.v1.sample.sampler import Sampler
 
 from slimelite.engines.checks import WeightUpdate, check_ids, holds_stop, model_shapes
 from slimelite.engines.in_process import InProcessEngine, build_in_process
+from slimelite.engines.params import SamplingParams as Params
 from slimelite.engines.protocol import (
+    Codec,
     Decode,
     EngineInfo,
+    EngineSetup,
     FinishReason,
     GenerateRequest,
     GenerateResult,
@@ -37,6 +42,9 @@ from slimelite.engines.protocol import (
 )
 
 CPU_CACHE_BYTES = 1 << 30
+# a grammar of `slimelite.engines.params.SamplingParams` -> its name in vLLM. Strict tools (`calls`) have none: vLLM
+# knows no grammar that applies now and then to a reply and to nothing else in it
+GRAMMARS = {"json_schema": "json", "regex": "regex", "ebnf": "grammar", "structural_tag": "structural_tag"}
 # settings that vLLM reads only from the environment; variables that the user has set win
 ENVIRONMENT = {
     # a forked worker would inherit the trainer's threads and process group
@@ -134,7 +142,16 @@ def sampling_params(request: GenerateRequest, eos: Collection[int], vocab_size: 
         ignore_eos=True,
         logprobs=0,
         detokenize=False,
+        structured_outputs=structured_outputs(params),
     )
+
+
+def structured_outputs(params: Params) -> StructuredOutputsParams | None:
+    """The grammar of a response for vLLM; None without one."""
+    if not params.guided or params.grammar is None:
+        return None
+    kind, text = params.grammar
+    return StructuredOutputsParams(**{GRAMMARS[kind]: text})
 
 
 class Running:
@@ -157,6 +174,8 @@ class VllmEngine(InProcessEngine):
 
     Running requests continue after a weight update. vLLM discards their keys and values, and computes them again.
 
+    Grammars are passed on as vLLM's ``structured_outputs``; the log-probs of such tokens are over the allowed ones.
+
     Not supported: seeds (vLLM restarts the random stream in a continued response), scoring (its prompt log-probs ignore
     the temperature), and releasing memory.
     """
@@ -175,8 +194,11 @@ class VllmEngine(InProcessEngine):
         max_context_len: int | None = None,
         seed: int = 0,
         http_host: str = "127.0.0.1",
+        tokenizer_path: str | None = None,
     ) -> None:
         """Load the model and start the worker.
+
+        ``tokenizer_path``: the folder or name of the tokenizer, for grammars; None: the engine refuses them.
 
         Raises:
             ValueError: vLLM has no CPU kernel for the size of the attention heads.
@@ -194,6 +216,7 @@ class VllmEngine(InProcessEngine):
         self._max_running = max_running_requests
         self._version = 0
         self._running: dict[str, Running] = {}
+        self._tokenizer_path = tokenizer_path
         self._worker.start()
         self._post(lambda: self._start(model_path, device, max_context_len, seed)).result()
 
@@ -206,7 +229,8 @@ class VllmEngine(InProcessEngine):
                 handler.setStream(sys.stderr)
         args = EngineArgs(
             model=model_path,
-            skip_tokenizer_init=True,
+            tokenizer=self._tokenizer_path,
+            skip_tokenizer_init=self._tokenizer_path is None,
             dtype="bfloat16" if on_gpu else "float32",
             enforce_eager=not on_gpu,
             # vLLM's worker needs its own process, because the trainer here may have a default process group
@@ -227,8 +251,27 @@ class VllmEngine(InProcessEngine):
 
     async def info(self) -> EngineInfo:
         return EngineInfo(
-            self.name, self._version, self._max_context_len, self._max_running, seeds=False, url=self._front.url
+            self.name,
+            self._version,
+            self._max_context_len,
+            self._max_running,
+            seeds=False,
+            schemas=self._tokenizer_path is not None,
+            url=self._front.url,
         )
+
+    def _check(self, request: GenerateRequest) -> None:
+        """See `InProcessEngine._check`. vLLM begins a grammar at the first token that it samples."""
+        params = request.params
+        if not params.guided or params.grammar is None:
+            return
+        if self._tokenizer_path is None:
+            super()._check(request)
+        if request.position or params.begun or params.grammar_after:
+            raise ValueError(
+                f"{params.grammar[0]}: the vllm engine cannot enforce a grammar in a reply that has begun, or after "
+                "the thinking; turn the thinking off, or use the embedded engine"
+            )
 
     def _begin_update(self) -> None:
         self._update.complete = False  # vLLM loads a layer when all its weights have come
@@ -277,6 +320,8 @@ class VllmEngine(InProcessEngine):
                 result.output_ids.append(token)
                 result.log_probs.append(made.logprobs[position][token].logprob)
                 result.weight_versions.append(self._version)
+            if one.request.params.guided or one.request.params.shifts():  # they are not trained on
+                result.constrained = np.ones(len(result.output_ids), np.bool_)
             if (listener := self._listeners.get(output.request_id)) is not None:
                 listener(result.output_ids[known:], result.log_probs[known:])
             result.cached_tokens = output.num_cached_tokens or 0
@@ -303,4 +348,7 @@ class VllmEngine(InProcessEngine):
         self._llm.engine_core.shutdown()
 
 
-build = partial(build_in_process, VllmEngine)
+def build(setup: EngineSetup, codec: Codec) -> InProcessEngine:
+    """Build the engine of a run."""
+    path = None if codec.tokenizer is None else codec.tokenizer.name_or_path
+    return build_in_process(partial(VllmEngine, tokenizer_path=path), setup, codec)

@@ -29,10 +29,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from slimelite.base.registry import function
 from slimelite.rewards.rules import Answer
 from slimelite.sandbox.confine import FILE_BYTES, answer_filter, confine, gaps, hide, interpreter_paths
-from slimelite.sandbox.registry import SANDBOXES
+from slimelite.sandbox.registry import SANDBOXES, answers_of
 
 FENCE = "```"
 PYTHON = ("", "python", "py", "python3")
@@ -184,7 +183,7 @@ def run_code(
     beyond 16 MiB counts as an error of the program, and so do files beyond `DISK_BYTES` or `ENTRIES`. When this
     returns, its process group has been killed.
 
-    ``sandbox``: a name in `SANDBOXES`. A sandbox without its own way to run answers means ``process``.
+    ``sandbox``: a value of ``--agent-sandbox``. One without its own way to run answers means ``process``.
     """
     hide()
     token = secrets.token_hex(16)
@@ -195,10 +194,9 @@ def run_code(
         files = [_file(stack, payload), _file(stack, stdin), _file(stack), _file(stack)]
         numbers = [file.fileno() for file in files]
         words = [sys.executable, "-I", "-B", "-c", RUNNER, str(numbers[0]), str(numbers[3])]
-        kind = SANDBOXES.get(sandbox)
-        inside: list[str] = []
-        if kind is not None and kind.answers is not None:
-            inside = function(kind.answers)(folder, interpreter_paths(), DISK_BYTES)
+        start = answers_of(sandbox)
+        inside = [] if start is None else [*start(folder, interpreter_paths(), DISK_BYTES)]
+        if inside and sandbox in SANDBOXES:
             program = stack.enter_context(tempfile.TemporaryFile())
             program.write(answer_filter())
             program.seek(0)

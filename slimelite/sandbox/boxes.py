@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -182,9 +183,7 @@ def bubblewrap(readable: Iterable[str], home: str, disk_bytes: int, folders: Ite
     words = ["bwrap", "--die-with-parent", "--cap-drop", "ALL"]
     words += ["--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     words += ["--uid", "1000", "--gid", "1000", "--hostname", "sandbox"]
-    for path in SYSTEM:
-        words += ["--ro-bind-try", path, path]
-    words += ["--proc", "/proc", "--dev", "/dev"]
+    words += [*system_view(), "--proc", "/proc", "--dev", "/dev"]
     for name in (
         "sys",
         "sysrq-trigger",
@@ -200,6 +199,21 @@ def bubblewrap(readable: Iterable[str], home: str, disk_bytes: int, folders: Ite
     for path in readable:
         words += ["--ro-bind", path, path]
     return [*words, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", home]
+
+
+@cache
+def system_view() -> tuple[str, ...]:
+    """The words of bwrap that show `SYSTEM`. What is a link into /usr, such as /bin, stays a link: it needs no mount,
+    and each mount of a start takes processor time.
+    """
+    words: list[str] = []
+    for path in SYSTEM:
+        place = os.path.realpath(path)
+        if place != path and is_within(place, ["/usr"]):
+            words += ["--symlink", os.path.relpath(place, os.path.dirname(path)), path]
+        else:
+            words += ["--ro-bind-try", path, path]
+    return tuple(words)
 
 
 def bubblewrap_of_answer(folder: str, readable: Sequence[str], disk_bytes: int) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypedDict
 
@@ -164,6 +164,20 @@ def open_sandbox(settings: SandboxSettings) -> Sandbox | None:
         return made
     kind = SANDBOXES[name]
     return None if kind.make is None else function(kind.make, OPTION, name)(settings)
+
+
+def answers_of(name: str) -> Callable[[str, Sequence[str], int], Sequence[str]] | None:
+    """How code that a model writes is started in this sandbox, as ``answers`` of `SandboxKind`. None: in ``process``.
+
+    A class of the user's own may have it as a static method.
+    """
+    if name not in SANDBOXES and "." in name:
+        from slimelite.slime.plugins import load_function
+
+        own: Callable[[str, Sequence[str], int], Sequence[str]] | None = getattr(load_function(name), "answers", None)
+        return own
+    kind = SANDBOXES.get(name)
+    return None if kind is None or kind.answers is None else function(kind.answers)
 
 
 def is_container(name: str | None) -> bool:

@@ -146,6 +146,7 @@ class MessagesBody(CountBody, HeldBody):
 
     max_tokens: int = Field(ge=1)
     stream: bool = False
+    thread: dict[str, Any] | None = None
 
     def response_schema(self) -> str | None:
         """See `HeldBody.response_schema`."""
@@ -154,6 +155,12 @@ class MessagesBody(CountBody, HeldBody):
 
 async def messages(model: Model, session: Session, body: MessagesBody) -> Answer:
     """``/v1/messages``."""
+    if body.thread is not None:  # the tool runner of Anthropic's SDK asks for one, and goes on without it
+        raise RequestError(
+            "thread: this server keeps no conversation between requests: send the whole history, without a thread",
+            param="thread",
+            details={"error_code": "thread_unsupported_request", "unsupported": ["thread"]},
+        )
     one = body.tool_choice.disable_parallel_tool_use
     conversation = _conversation(body)
     turn = session.turn(*conversation, _template_kwargs(body, session.format), one_call=one)
@@ -182,7 +189,8 @@ def error_body(error: Exception, status: int) -> dict[str, object]:
     message = str(error)
     if isinstance(error, ContextFullError):  # clients look for these words; the reply needs a token of the context
         message = f"prompt is too long: {error.tokens} tokens > {error.most - 1} maximum"
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    details = error.details if isinstance(error, RequestError) else None
+    return {"type": "error", "error": {"type": kind, "message": message, **({"details": details} if details else {})}}
 
 
 def _conversation(body: CountBody) -> tuple[list[Message], list[dict[str, Any]] | None, list[str]]:

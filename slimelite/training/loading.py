@@ -29,6 +29,7 @@ from slimelite.models.files import (
     hub_folder,
     load_config,
     load_weights,
+    restore_weights,
     saved_buffers,
     weight_bytes,
     weight_sources,
@@ -52,8 +53,6 @@ from slimelite.training.recurrent import stateless_kernel
 logger = logging.getLogger(__name__)
 
 LM_HEAD = ("lm_head.weight",)
-# quantized checkpoints that transformers reads as ordinary weights, on CPUs too
-DEQUANTIZED = ("fp8", "mxfp4")
 # bytes that a slow disk gives in a second
 SLOW_DISK = 50e6
 # of a reward model, which begins as a language model without it
@@ -194,14 +193,11 @@ def read_config(path: str | None) -> PretrainedConfig:
                 f"{path} needs Python files of its own (auto_map in its config.json), which slimelite never runs"
             ) from error
         raise
-    quantized = getattr(config, "quantization_config", None)
-    if isinstance(quantized, dict):
-        if (method := quantized.get("quant_method")) not in DEQUANTIZED:
-            raise ValueError(
-                f"{path} is quantized by {method}, and transformers cannot restore its weights for training; use the "
-                "unquantized model (--lora-rank with --load-in-4bit saves as much memory)"
-            )
-        quantized["dequantize"] = True
+    if method := restore_weights(config):
+        raise ValueError(
+            f"{path} is quantized by {method}, and transformers cannot restore its weights for training; use the "
+            "unquantized model (--lora-rank with --load-in-4bit saves as much memory)"
+        )
     return config
 
 

@@ -96,13 +96,25 @@ def test_evaluations_have_their_standard_error(file: Path, open_page: OpenPage) 
 
 
 @pytest.mark.browser
-def test_the_overview_has_the_curves_that_say_most(file: Path, open_page: OpenPage) -> None:
-    page = open_page(file, "overview")
+def test_the_overview_has_the_curves_that_say_most(folders: list[Path], tmp_path: Path, open_page: OpenPage) -> None:
+    (tmp_path / "agents").mkdir()
+    writer = MetricsFile(tmp_path / "agents")
+    for i in range(3):
+        metrics = {"rollout/environment/turns": 2.5 + i, "rollout/environment/errors": i}
+        writer.write("rollout", {"rollout/step": i, **metrics, "rollout/environment/untrained": 0})
+    writer.close(False)
+    write_page([Run.read(folder) for folder in (*folders, tmp_path / "agents")], tmp_path / "view.html")
+    page = open_page(tmp_path / "view.html", "overview")
     charts = page.locator("#panel-overview .chart")
     charts.first.wait_for()
     titles = charts.locator("h3").all_inner_texts()
-    assert {"reward", "response length", "eval/sums"} <= {*titles}
+    agents = ["replies of an episode", "episodes that failed"]
+    assert {"reward", "response length", "eval/sums", *agents} <= {*titles}
     assert charts.first.locator("path.line").count() == 2, "a line a run"
+    for title, last in zip(agents, ("4.5", "2"), strict=True):
+        curve = charts.filter(has=page.locator("h3", has_text=title))
+        assert curve.locator("path.line").count() == 1, "the others have no agents"
+        assert point_at(curve, 2)[-1] == last
 
 
 @pytest.mark.browser

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, RepetitionPenaltyLogitsProcessor
 
 from slimelite.engines.embedded.engine import EmbeddedEngine
+from slimelite.engines.embedded.grammars import Grammars
 from slimelite.engines.params import SamplingParams
 from slimelite.engines.protocol import GenerateRequest, GenerateResult
 from tests.serving.chat import build, tokenizer
@@ -195,6 +196,25 @@ def test_the_grammar_of_a_tag_begins_at_its_trigger_and_ends_with_the_structure(
     assert text(after) == "x"
 
 
+@pytest.mark.parametrize(
+    ("grammar", "fits"),
+    [
+        ({"regex": "<think>x"}, "<think>x"),
+        ({"ebnf": 'start: "a<|im_end|>b<tool_call>"'}, r"a<\|im_end\|>b<tool_call>"),
+        ({"json_schema": '{"enum": ["<think>a", "<think>b"]}'}, '"<think>[ab]"'),
+    ],
+)
+def test_a_grammar_may_have_the_text_of_a_mark_of_the_chat(
+    engine: EmbeddedEngine, grammar: dict[str, str], fits: str
+) -> None:
+    """The response spells it: the mark itself is no text in a grammar."""
+    marks = WORDS.convert_tokens_to_ids(["<think>", "<tool_call>"])
+    for result in ask(engine, *(SamplingParams(60, seed=n, **grammar) for n in range(3))):
+        assert re.fullmatch(fits, text(result))
+        assert result.finish_reason == "stop"
+        assert not set(marks) & set(result.output_ids)
+
+
 WIDE = [{"anyOf": [{"properties": {f"{i} {j}": {}}} for j in range(8)]} for i in range(7)]
 PATTERNS = {f"p{i}": {"type": "string", "pattern": "^(a|b){1,200}[0-9]*$"} for i in range(5000)}
 MALFORMED = {
@@ -218,6 +238,21 @@ MALFORMED = {
 def test_a_malformed_or_oversized_grammar_is_refused(engine: EmbeddedEngine, name: str) -> None:
     with pytest.raises(ValueError, match=next(iter(MALFORMED[name]))):
         ask(engine, SamplingParams(5, **MALFORMED[name]))
+
+
+# 38 kB; each of its properties may come next: too many for one place, which only the first token shows
+PROPERTIES = {f"p{i}": {"type": "string", "pattern": "^(a|b){1,200}[0-9]*$"} for i in range(600)}
+OPTIONAL = {"json_schema": json.dumps({"type": "object", "properties": PROPERTIES})}
+
+
+def test_a_malformed_or_oversized_grammar_is_refused_within_a_second(alone: Callable[[], float]) -> None:
+    grammars = Grammars(WORDS, len(WORDS), [WORDS.eos_token_id])
+    for name, grammar in {**MALFORMED, "optional": OPTIONAL}.items():
+        start = alone()
+        with pytest.raises(ValueError) as refusal:  # noqa: PT011
+            grammars.guide(SamplingParams(5, **grammar)).advance(WORDS("{")["input_ids"])
+        assert alone() - start < 1.0, name
+    assert str(refusal.value).startswith("the grammar is too large: Current row has 2407 items; max is 2000. Allow")
 
 
 def test_a_grammar_that_becomes_too_complex_ends_its_own_request_alone(

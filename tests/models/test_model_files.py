@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shutil
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -192,11 +194,17 @@ def test_inconsistent_config(tmp_path: Path) -> None:
     assert "of another shape: model.layers.0.mlp.down_proj.weight is [32, 48] and not [32, 64]" in said_by_each(folder)
 
 
-def test_the_script_of_smollm2_saves_files_that_all_may_read_as_the_config(tmp_path: Path) -> None:
+def test_the_script_of_smollm2_saves_files_that_all_may_read(tmp_path: Path) -> None:
+    """With the usual umask they get the usual file mode, though safetensors itself makes its files private."""
     path = Path(__file__).parents[2] / "scripts" / "fetch_smollm2.py"
     spec = importlib.util.spec_from_file_location("fetch_smollm2", path)
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    script.save(AutoModelForCausalLM.from_pretrained(save_model(tmp_path / "model")), tmp_path / "saved")
-    saved = [tmp_path / "saved" / name for name in ("model.safetensors", "config.json")]
-    assert len({file.stat().st_mode for file in saved}) == 1
+    before = os.umask(0o022)
+    try:
+        script.save(AutoModelForCausalLM.from_pretrained(save_model(tmp_path / "model")), tmp_path / "saved")
+    finally:
+        os.umask(before)
+    modes = {file.name: oct(stat.S_IMODE(file.stat().st_mode)) for file in (tmp_path / "saved").iterdir()}
+    assert modes.keys() >= {"model.safetensors", "config.json"}
+    assert set(modes.values()) == {"0o644"}

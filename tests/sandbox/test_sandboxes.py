@@ -24,6 +24,10 @@ class Mine:
     def __init__(self, settings): self.settings = settings
     def check(self): return [f"{self.settings.memory_mb} MiB"]
     def launch(self, words, variables, endpoint): return Launch(["env", *words], dict(variables))
+    @staticmethod
+    def answers(folder, readable, disk_bytes): return ["env", f"SHOWN={folder}"]
+class Without(Mine):
+    answers = None
 """
 
 
@@ -43,6 +47,17 @@ class Mine:
 def test_code_answers_run_in_bubblewrap(code: str, printed: str, tmp_path: Path) -> None:
     code = f"OUTSIDE = {str(tmp_path)!r}\n{code}"
     assert run_code(code, None, "", seconds=20, memory_mb=1024, sandbox="bwrap").output == printed
+
+
+@pytest.mark.bwrap
+def test_links_of_the_system_lead_where_they_lead_outside() -> None:
+    paths = [
+        path for path in ("/bin", "/lib64", "/bin/sh", "/etc/os-release", "/etc/localtime") if os.path.exists(path)
+    ]
+    code = f"import os\nprint([os.path.realpath(path) for path in {paths}], os.path.exists('/etc/localtime'))"
+    run = run_code(code, None, "", seconds=20, memory_mb=1024, sandbox="bwrap")
+    shown = [os.path.realpath(path) for path in paths]
+    assert run.output == f"{shown} {os.path.exists('/etc/localtime')}\n"
 
 
 @pytest.mark.bwrap
@@ -105,6 +120,11 @@ def test_a_class_of_ones_own_is_a_sandbox(tmp_path: Path) -> None:
     assert box is not None
     assert box.check() == ["7 MiB"]
     assert box.launch(["true"], {"A": "b"}, None).words == ["env", "true"]
+    # code of a model's runs in it if it says how, and else in process
+    code = "import os\nprint(os.environ.get('SHOWN') == os.getcwd())"
+    for name, shown in (("Mine", "True\n"), ("Without", "False\n")):
+        run = run_code(code, None, "", seconds=20, memory_mb=1024, sandbox=f"{tmp_path / 'mine.py'}:{name}")
+        assert run.output == shown
 
 
 def test_a_command_reads_what_it_names_and_its_own_installation(tmp_path: Path) -> None:

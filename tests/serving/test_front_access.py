@@ -390,6 +390,10 @@ def test_fields_of_anthropics_that_change_no_token_are_taken(folder: Path) -> No
             prompts = [call.args[0][0].input_ids for call in engine.generate.call_args_list]
             assert len(prompts) == 2
             assert prompts[0] == prompts[1]
+            # the tool runner of the SDK asks for a thread, reads these details, and sends the whole history instead
+            status, answer = await ask("/v1/messages", {**asked(), "max_tokens": 4, "thread": {"type": "create"}})
+            details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+            assert (status, answer["error"]["details"]) == (400, details)
 
     run(scenario())
 

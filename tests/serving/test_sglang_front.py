@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -85,3 +86,19 @@ async def check(ask: Asking, folder: Path) -> None:
     status, held = await ask("/v1/chat/completions", {"messages": ASK, "max_tokens": 300, "response_format": wanted})
     assert status == 200, held
     assert set(json.loads(held["choices"][0]["message"]["content"])) == {"right"}
+    # SGLang's own notations: it reads GBNF, and what follows a trigger fits the structure's schema
+    for grammar, fits in (
+        ({"guided_regex": "(ab|c){2}[0-9]{1,3}"}, "(ab|c){2}[0-9]{1,3}"),
+        ({"ebnf": 'root ::= "a" ("b" | "c")* "d"'}, "a[bc]*d"),
+        ({"structured_outputs": {"choice": ["one.", "t(w)o"]}}, r"one\.|t\(w\)o"),
+    ):
+        status, held = await ask("/v1/chat/completions", {"messages": ASK, "max_tokens": 300, **grammar})
+        assert status == 200, held
+        assert re.fullmatch(fits, held["choices"][0]["message"]["content"]), held
+    # a tag's grammar begins at its trigger, which the bias makes the model write wherever it may
+    structure = {"begin": "x", "schema": wanted["json_schema"]["schema"], "end": "y"}
+    tag = json.dumps({"type": "structural_tag", "structures": [structure], "triggers": ["x"]})
+    params = {"structural_tag": tag, "max_new_tokens": 300, "logit_bias": {str(ord("x") - ord("!")): 50.0}}
+    status, held = await ask("/generate", {"text": "abc", "sampling_params": params})
+    assert status == 200, held
+    assert re.match(r'x\s*\{\s*"right"\s*:\s*(true|false)\s*\}\s*y', held["text"]), held

@@ -16,6 +16,7 @@ from slimelite.rollout.pool import AgentState
 from slimelite.rollout.sessions import PooledSessions
 from slimelite.samples.sample import CONSTRAINED_TOKENS, Sample
 from slimelite.serving.format import ChatFormat
+from tests.engines.test_grammars import MALFORMED, OPTIONAL
 from tests.serving.chat import TOOL, build, tokenizer
 from tests.serving.fronts import engine_front, run
 
@@ -91,6 +92,18 @@ def test_every_spelling_holds_the_reply_to_its_grammar(folder: Path) -> None:
                 "/generate", {"text": "a", "sampling_params": {"structural_tag": json.dumps(TAG), "max_new_tokens": 9}}
             )
             assert set(answer["meta_info"]["output_token_constrained"]) == {0}
+
+    run(scenario())
+
+
+def test_a_malformed_or_oversized_schema_is_a_400(folder: Path) -> None:
+    async def scenario() -> None:
+        async with engine_front(folder) as (ask, _):
+            for name, grammar in {**MALFORMED, "optional": OPTIONAL}.items():
+                params = {**grammar, "max_new_tokens": 50, "sampling_seed": 1}
+                status, answer = await ask("/generate", {"text": "a", "sampling_params": params})
+                assert status == 400, (name, answer)
+            assert answer["error"]["message"].startswith("the grammar is too large: Current row has")
 
     run(scenario())
 

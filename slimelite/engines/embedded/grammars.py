@@ -11,6 +11,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +65,9 @@ class Grammars:
         added = tokenizer.added_tokens_decoder
         self.special = {token.content: i for i, token in added.items() if self.tokens.is_special_token(i)}
         self._special_texts = {i: text.encode() for text, i in self.special.items()}
+        # the special tokens, and those of them that end no response
+        self._marks = _bits(self._special_texts, vocab_size)
+        self._inner_marks = _bits(self._special_texts.keys() - set(self.end_ids), vocab_size)
         self._limits = LLParserLimits(verbose_errors=False, max_grammar_size=100_000)
         self._known: OrderedDict[str, LLMatcher] = OrderedDict()
         self._lock = Lock()
@@ -93,6 +97,27 @@ class Grammars:
     def text(self, token: int) -> bytes:
         """The text of a token. Special tokens have a text too."""
         return self._special_texts.get(token) or self.tokens.decode_bytes([token])
+
+    @cached_property
+    def _spellings(self) -> dict[bytes, list[int]]:
+        """Text -> the tokens that have it, without special tokens."""
+        spellings: dict[bytes, list[int]] = {}
+        for token in range(self.tokens.vocab_size):
+            if token not in self._special_texts:
+                spellings.setdefault(self.tokens.decode_bytes([token]), []).append(token)
+        return spellings
+
+    def spell(self, matcher: LLMatcher, allowed: np.ndarray) -> None:
+        """Allow the tokens that a text which must follow begins with, where ``allowed`` has a special token instead.
+
+        llguidance takes such a text apart as the tokenizer does, and then refuses the special token: it is no text.
+        """
+        special = allowed & (self._inner_marks if matcher.is_accepting() else self._marks)
+        if not special.any() or all(matcher.validate_tokens([token]) for token in _set_bits(special)):
+            return
+        text = matcher.compute_ff_bytes()
+        begins = [token for size in range(1, len(text) + 1) for token in self._spellings.get(text[:size], ())]
+        allowed[:] = _bits(begins, self.tokens.vocab_size)
 
     def compiled(self, kind: str, text: str) -> LLMatcher:
         """A matcher at the beginning of a grammar. llguidance compiles it without the GIL, in a bounded time."""
@@ -172,14 +197,14 @@ class Held:
         """Advance by the next tokens.
 
         Raises:
-            ValueError: the grammar does not allow them, or became too complex.
+            ValueError: the grammar does not allow them, or is too large at this place.
         """
         for token in tokens:
             if self._matcher is None:
                 self._text += self._grammars.text(token)
                 self._find()
             elif not self._matcher.consume_token(token):
-                raise ValueError(f"the response does not go on in its grammar: {_short(self._matcher.get_error())}")
+                raise _failed(self._matcher)
             if self._repeats and self.ended:
                 self._matcher, self._text = None, b""
 
@@ -188,12 +213,13 @@ class Held:
         here.
 
         Raises:
-            ValueError: the grammar became too complex.
+            ValueError: the grammar is too large at this place.
         """
         assert self._matcher is not None
         self._matcher.unsafe_compute_mask_ptr(allowed.ctypes.data, allowed.nbytes)
         if self._matcher.is_error():
-            raise ValueError(f"the grammar is too complex: {_short(self._matcher.get_error())}")
+            raise _failed(self._matcher)
+        self._grammars.spell(self._matcher, allowed)
         return self._matcher.is_accepting()
 
     def _find(self) -> None:
@@ -249,6 +275,18 @@ def _written(kind: str, text: str) -> str:
         raise ValueError(f"{kind}: no grammar: {_short(str(error))}") from None
 
 
+def _bits(tokens: Iterable[int], vocab_size: int) -> np.ndarray:
+    """A bit for each token, in words of 32 as `Held.fill` has them."""
+    bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
+    bits[list(tokens)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def _set_bits(words: np.ndarray) -> list[int]:
+    """The tokens whose bit is set."""
+    return [int(token) for token in np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))]
+
+
 def _parsed(text: str) -> Any:
     try:
         return json.loads(text)
@@ -258,6 +296,17 @@ def _parsed(text: str) -> Any:
 
 def _with_options(schema: Any) -> str:
     return json.dumps({**schema, "x-guidance": JSON_OPTIONS} if isinstance(schema, dict) else schema)
+
+
+def _failed(matcher: LLMatcher) -> ValueError:
+    """Why a matcher cannot go on: its grammar has another text here, or more than llguidance keeps track of."""
+    why = matcher.get_error().removeprefix("Parser Error: ").partition("; consider")[0].partition("\n<")[0]
+    if "doesn't satisfy" in why or "parser stopped" in why:
+        return ValueError(f"the response does not go on in its grammar: {_short(why)}")
+    return ValueError(
+        f"the grammar is too large: {_short(why)}. Allow fewer texts at one place: use fewer optional "
+        "properties, alternatives or patterns"
+    )
 
 
 def _short(text: str) -> str:

@@ -1,9 +1,11 @@
 """The server that official clients are tried against: a front whose model follows rules, and one with a tiny model.
 
-``python -m tests.serving.clients.server COMMAND…`` runs the command with ``RULED_URL`` and ``TINY_URL`` in its
-environment, and ends with its status; ``--record FILE`` first writes the requests that the ruled front gets, each with
-the form of its answer, for `tests/serving/test_recorded_clients.py`, and what the command's last line says that it did:
-``NAME VERSION: …``, perhaps with ``; not: …`` at its end for what did not work by the client's fault.
+``python -m tests.serving.clients.server COMMAND…`` runs the command twice with ``RULED_URL`` and ``TINY_URL`` in its
+environment, and ends with its status. First the replies at ``RULED_URL`` come from the rules alone; then the embedded
+engine samples them from the tiny model, held to the same texts by a grammar. ``--record FILE`` writes the requests that
+the ruled front got, each with the form of its answer, for `tests/serving/test_recorded_clients.py`, and what the
+command's last line says that it did: ``NAME VERSION: …``, perhaps with ``; not: …`` at its end for what did not work by
+the client's fault.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,8 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from slimelite.engines.embedded.engine import EmbeddedEngine
+from slimelite.engines.params import GRAMMARS
 from slimelite.engines.protocol import EngineInfo, GenerateRequest, GenerateResult, OnTokens
 from slimelite.engines.sampling import engine_sampler
 from slimelite.serving.format import ChatFormat
@@ -61,6 +65,28 @@ class Ruled(Speaking):
         return GenerateResult(request.request_id, ids, [-0.5] * len(ids), [3] * len(ids), reason)
 
 
+class Held:
+    """The embedded engine over a tiny model, each of whose responses is held to what the rules say."""
+
+    def __init__(self, folder: Path, chat_format: ChatFormat) -> None:
+        codec = {"decode": chat_format.decode, "encode": chat_format.encode_text, "tokenizer": chat_format.tokenizer}
+        self.engine, self.format = EmbeddedEngine(str(folder), max_running_requests=8, **codec), chat_format
+        self.info, self.score, self.abort = self.engine.info, self.engine.score, self.engine.abort
+
+    def held(self, request: GenerateRequest) -> GenerateRequest:
+        """The request with a grammar that allows one text."""
+        said = reply(self.format.decode(request.input_ids), request.params.grammar)
+        free = replace(request.params, **dict.fromkeys(GRAMMARS), grammar_after="", begun="")
+        # a text is written in Lark as in JSON
+        return replace(request, params=replace(free, ebnf=f"start: {json.dumps(said)}"))
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
+        return await self.engine.generate([self.held(request) for request in requests])
+
+    async def stream(self, request: GenerateRequest, on_tokens: OnTokens) -> GenerateResult:
+        return await self.engine.stream(self.held(request), on_tokens)
+
+
 class RecordingFront(Front):
     """Keeps what it is asked."""
 
@@ -83,6 +109,17 @@ def ruled_front(key: str | None = KEY) -> RecordingFront:
     chat_format = ChatFormat(tokenizer("qwen2.5"))
     engine = Ruled(chat_format)
     return RecordingFront(Sessions(chat_format, engine_sampler(engine), CONTEXT), engine, "ruled", key=key)
+
+
+@asynccontextmanager
+async def held_front(folder: Path, key: str | None = KEY) -> AsyncIterator[RecordingFront]:
+    """The same over the embedded engine, with a model that `build` saves to this folder."""
+    chat_format = ChatFormat(tokenizer("qwen2.5"))
+    engine = Held(build(folder, max_position_embeddings=CONTEXT), chat_format)
+    try:
+        yield RecordingFront(Sessions(chat_format, engine_sampler(engine), CONTEXT), engine, "ruled", key=key)
+    finally:
+        await engine.engine.close()
 
 
 def short(value: Any, name: str = "") -> Any:
@@ -134,33 +171,35 @@ def done(output: str) -> dict[str, str]:
 
 
 async def main(command: Sequence[str], record: Path | None) -> int:
-    """Run the command beside the two servers."""
+    """Run the command beside the servers."""
     front = ruled_front()
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         ask, _ = await stack.enter_async_context(engine_front(build(folder / "model"), key=KEY))
-        ruled = await front.start()
-        stack.push_async_callback(front.stop)
-        env = {
-            **os.environ,
-            "RULED_URL": ruled,
-            "TINY_URL": ask.url,
-            "TINY_MODEL": str(folder / "model"),
-            "API_KEY": KEY,
-        }
+        own = {"TINY_URL": ask.url, "TINY_MODEL": str(folder / "model"), "API_KEY": KEY}
+        held = await stack.enter_async_context(held_front(folder / "held"))
         http = await stack.enter_async_context(aiohttp.ClientSession())
-        process = await asyncio.create_subprocess_exec(*command, env=env, stdout=asyncio.subprocess.PIPE)
-        output = (await process.communicate())[0].decode()
-        print(output, end="")
-        status = await process.wait()
-        if record is not None and status == 0:
+        output, urls = "", []
+        for one in (front, held):
+            urls.append(await one.start())
+            stack.push_async_callback(one.stop)
+            env = {**os.environ, **own, "RULED_URL": urls[-1]}
+            process = await asyncio.create_subprocess_exec(*command, env=env, stdout=asyncio.subprocess.PIPE)
+            output = (await process.communicate())[0].decode()
+            print(output, end="")
+            if status := await process.wait():
+                print(f"failed on the {'embedded engine' if one is held else 'scripted model'}", file=sys.stderr)
+                return status
+        # the last output is that of the embedded engine
+        print(f"the embedded engine answered {len(held.recorded)} requests, the scripted model {len(front.recorded)}")
+        if record is not None:
             record.parent.mkdir(exist_ok=True)
             ids: dict[str, str] = {}
             asked = list(front.recorded)
-            lines = [json.dumps({**one, **await answered(http, ruled, one, ids)}) for one in asked]
-            head = json.dumps(done(output), ensure_ascii=False).removesuffix("}")
+            lines = [json.dumps({**one, **await answered(http, urls[0], one, ids)}) for one in asked]
+            head = json.dumps({**done(output), "embedded": len(held.recorded)}, ensure_ascii=False).removesuffix("}")
             record.write_text(head + ', "requests": [\n' + ",\n".join(lines) + "\n]}\n")
-    return status
+    return 0
 
 
 if __name__ == "__main__":

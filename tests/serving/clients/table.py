@@ -23,10 +23,13 @@ def recording(file: Path) -> dict[str, Any]:
 
 def table() -> str:
     """The rows, in the order of the clients' names."""
-    rows = "| client | version | what it does there | works | seen on |\n|---|---|---|---|---|\n"
+    rows = "| client | version | what it does there | works | calls of the embedded engine | seen on |\n"
+    rows += "|---|---|---|---|---|---|\n"
     for one in sorted(map(recording, RECORDED), key=lambda one: one["client"].lower()):
         works = f"but not: {one['not']}" if "not" in one else "yes"
-        rows += f"| {one['client']} | {one['version']} | {one['does']} | {works} | {one['date']} |\n"
+        rows += (
+            f"| {one['client']} | {one['version']} | {one['does']} | {works} | {one['embedded']} | {one['date']} |\n"
+        )
     return rows
 
 

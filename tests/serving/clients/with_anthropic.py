@@ -8,6 +8,8 @@ from functools import partial
 from typing import Any
 
 import anthropic
+from anthropic import beta_tool
+from weather import ANSWER, get_weather, in_session
 
 KEY = os.environ["API_KEY"]
 ASK = [{"role": "user", "content": "What is the weather in Paris?"}]
@@ -25,6 +27,27 @@ def refused(kind: type[Exception], ask: Callable[[], Any]) -> Any:
     except kind as error:
         return error
     raise AssertionError(f"no {kind.__name__}")
+
+
+def runs_tools(url: str, key: str) -> None:
+    """The tool runner of the SDK calls the function and sends its result, until the model calls no more."""
+    client = anthropic.Anthropic(base_url=url, api_key=key, max_retries=0)
+    asked = {"model": "ruled", "max_tokens": 100, "messages": ASK, "tools": [beta_tool(get_weather)]}
+    turns = list(client.beta.messages.tool_runner(**asked))
+    assert [turn.stop_reason for turn in turns] == ["tool_use", "end_turn"]
+    assert turns[-1].content[0].text == ANSWER
+
+
+def streams_tools(client: anthropic.Anthropic) -> None:
+    """The same, where each turn is a stream."""
+    asked = {"model": "ruled", "max_tokens": 100, "messages": ASK, "tools": [beta_tool(get_weather)], "stream": True}
+    runner, turns, pieces = client.beta.messages.tool_runner(**asked), [], 0
+    for stream in runner:
+        pieces += len(list(stream))
+        turns.append(stream.get_final_message())
+    assert [turn.stop_reason for turn in turns] == ["tool_use", "end_turn"]
+    assert turns[-1].content[0].text == ANSWER
+    assert pieces > 10
 
 
 def main() -> None:
@@ -59,6 +82,10 @@ def main() -> None:
     assert 10 < counted < 200
     assert counted < client.messages.count_tokens(model="ruled", messages=ASK, tools=[TOOL]).input_tokens
 
+    runs_tools(os.environ["RULED_URL"], KEY)
+    streams_tools(client)
+    assert in_session(runs_tools) == [None, 0], "the second turn goes on on the tokens of the first"
+
     for choice in ({"type": "any"}, {"type": "tool", "name": "get_weather"}):
         (use,) = client.messages.create(**common, messages=ASK, tools=[TOOL], tool_choice=choice).content
         assert (use.name, use.input) == ("get_weather", {"city": "Paris"})
@@ -67,7 +94,10 @@ def main() -> None:
     stranger = anthropic.Anthropic(base_url=os.environ["RULED_URL"], api_key="wrong")
     error = refused(anthropic.AuthenticationError, partial(stranger.messages.create, **common, messages=ASK))
     assert error.body["error"]["type"] == "authentication_error"
-    print(f"anthropic {anthropic.__version__}: Messages, streams, tools, stop sequences, counts, errors")
+    print(
+        f"anthropic {anthropic.__version__}: Messages, streams, tools, the SDK's tool runner (whole, streamed and in a "
+        "session), stop sequences, counts, errors"
+    )
 
 
 if __name__ == "__main__":
