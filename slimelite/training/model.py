@@ -404,10 +404,10 @@ class ForwardFlops:
     @classmethod
     def of(cls, model: LanguageModel) -> ForwardFlops | None:
         """The operations of a dense model. None for a mixture of experts, because a token uses only some of its
-        weights."""
-        if model_files.has_experts(model.hf):
-            return None
+        weights, and for BLT, whose parts have tokens and patches of their own."""
         config = model.hf.config.get_text_config()
+        if model_files.has_experts(model.hf) or not hasattr(config, "hidden_size"):
+            return None
         head = model.head.weight
         outer = {id(head), id(model.hf.get_input_embeddings().weight)}
         matrices = [p for p in model.parameters() if p.ndim == 2 and id(p) not in outer]
