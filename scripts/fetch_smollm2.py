@@ -15,6 +15,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slimelite.base.version import add_version
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -41,6 +43,7 @@ def save(model: PreTrainedModel, out: Path) -> None:
 def main() -> None:
     """Convert and save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_version(parser)
     parser.add_argument("out", type=Path, help="folder to write")
     out: Path = parser.parse_args().out
     if (out / "model.safetensors").is_file():

@@ -32,6 +32,8 @@ from arithmetic import all_questions, conversation_row, prompt_row
 from byte_ngram import END, ByteNgram
 from machine_texts import STANDARD, Document, Entry, Source, documents_of, sources
 
+from slimelite.base.version import add_version
+
 # SGLang is installed on some machines only
 LEFT_OUT = {"sglang", "sgl-kernel", "slimelite"}
 # a package with less text than so many bytes is not held out; and one gives at most so large a part of either side
@@ -242,6 +244,7 @@ def write(rows: list[Row], path: Path) -> None:
 def main() -> None:
     """The program of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_version(parser)
     add = parser.add_argument
     add("command", choices=("texts", "baselines", "questions"))
     add("--out", type=Path, required=True, help="folder to write")

@@ -27,6 +27,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from slimelite.base.version import add_version
 from slimelite.data.reader import read_rows
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "lib"))
@@ -229,6 +230,7 @@ def quickstart(out: Path, seed: int, held_out: int, sft_rows: int, worked_share:
 def main() -> None:
     """The program of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_version(parser)
     parser.add_argument("task", choices=[*TASKS, *MADE, "quickstart"])
     parser.add_argument("--source", default="hub", help="hub, or the folder of the original files (default: hub)")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")

@@ -7,8 +7,10 @@
 # --map /root=/data changes /root/... in the script's arguments to /data/....
 #
 # For that script alone, these commands are replaced. `pkill`, `killall` and `ray stop` end nothing. `ray start` starts
-# nothing, because train.py starts its own Ray or uses that of RAY_ADDRESS. `ray job submit -- python3 train.py ...` and
-# `python3 train.py ...` run train.py here. Every other `python3` is the real one. Each replacement is printed.
+# nothing, because train.py starts its own Ray or uses that of RAY_ADDRESS. `ssh`, `pdsh`, `srun`, `mpirun` and the like
+# run nothing, here or on another machine: you join the nodes by hand (docs/cluster.md). `sudo pkill` is `pkill`.
+# `ray job submit -- python3 train.py ...` and `python3 train.py ...` run train.py here. Every other `python3` is the
+# real one. Each replacement is printed.
 #
 # A Python launcher of miles (run_qwen3_4b.py, followed by its own options) starts no training. Instead, the
 # corresponding train.py command is printed.
@@ -37,7 +39,7 @@ shims=$(mktemp -d)
 trap 'rm -rf "$shims"' EXIT
 export SLIME_MAP SLIME_SHIMS="$shims" SLIME_ROOT="$here"
 printf '%s\0' "$@" >"$shims/flags"
-for name in ray pkill killall python python3; do
+for name in ray pkill killall sudo python python3 ssh pdsh pssh parallel-ssh clush srun mpirun mpiexec; do
     printf '#!/bin/sh\nexec "%s" "%s" %s "$@"\n' "$(command -v python)" "$here/scripts/lib/slime_shims.py" "$name" >"$shims/$name"
     chmod +x "$shims/$name"
 done

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slimelite.apps.runs import Run
+from slimelite.base.version import add_version
 from slimelite.samples.sample import Status
 from slimelite.samples.table import SampleTable
 
@@ -71,6 +72,7 @@ def formed(table: SampleTable, form: re.Pattern[str]) -> float:
 def main() -> int:
     """The program of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_version(parser)
     parser.add_argument("run", type=Path, help="the --run-dir of the stages")
     parser.add_argument("--data", type=Path, required=True, help="the folder of the texts")
     parser.add_argument("--only-print", action="store_true", help="end with status 0 even if an aim was missed")

@@ -21,6 +21,7 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from slimelite.base.version import add_version
 from slimelite.data.texts import read_texts
 from slimelite.data.tokenizer import load_tokenizer
 
@@ -152,6 +153,7 @@ def domains_of(words: Sequence[str]) -> dict[str, str]:
 def main() -> None:
     """The program of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_version(parser)
     add = parser.add_argument
     add("--data", nargs="+", required=True, metavar="[NAME=]TEXTS", help="texts, each with the name of its domain")
     add("--column", default="text", help="the column with the text (%(default)s)")

@@ -143,7 +143,8 @@ class Evaluations:
         places += [model_folder(template, "best")] if template else []
         kept = ", ".join(str(place) for place in places if place.is_dir())
         # a run that resumes may know of a better evaluation from a run with another --save, or without --save-best
-        return {"best": f"{self._best_text()}{f': {kept}' if kept else '; it is from before the resume, and not kept'}"}
+        where = f": {kept}" if kept else "; it was before the resume, and its model was not kept"
+        return {"best": f"{self._best_text()}{where}"}
 
     def _best_text(self) -> str:
         if self.best is None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
+import random
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -28,11 +30,51 @@ SHIMS = {
 REMEDIES = {"sglang": "bash scripts/install_sglang_cpu.sh", "vllm": "docs/install.md has the commands"}
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--shuffle", type=int, metavar="SEED", help="run the files, and the tests of each file, in random order"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With ``--shuffle``, the tests of a file stay together, because they share what it started."""
+    if (seed := config.getoption("--shuffle")) is None:
+        return
+    draw, files = random.Random(seed), dict[Path, list[pytest.Item]]()
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    for tests in files.values():
+        draw.shuffle(tests)
+    items[:] = [item for path in draw.sample(list(files), len(files)) for item in files[path]]
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """A skip could hide that nothing was tested."""
     for package, remedy in REMEDIES.items():
         if item.get_closest_marker(package) and find_spec(package) is None:
             pytest.fail(f"{package} is not installed: {remedy}; -m 'not sglang and not vllm' does without", False)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """Write what a test marked ``chaos(fault, what happens)`` saw into the file that ``SLIMELITE_FAULTS`` names.
+
+    `scripts/dev/fault_table.py` reads it.
+    """
+    report: pytest.TestReport = yield
+    file, mark = os.environ.get("SLIMELITE_FAULTS"), item.get_closest_marker("chaos")
+    if file and mark and mark.args and call.when == "call":
+        fault, happens = mark.args
+        row = {"fault": fault, "happens": happens, "passed": report.passed, "date": time.strftime("%Y-%m-%d")}
+        row |= {
+            "id": item.nodeid,
+            "test": item.nodeid.partition("::")[0],
+            "slow": item.get_closest_marker("slow") is not None,
+        }
+        row["seconds"] = dict(item.user_properties).get("seconds", "–")
+        with open(file, "a", encoding="utf-8") as lines:
+            lines.write(json.dumps(row, ensure_ascii=False) + "\n")
+    return report
 
 
 @pytest.fixture(autouse=True)

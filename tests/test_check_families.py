@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from slimelite.models.files import has_experts
 from slimelite.models.small import small_config
@@ -62,32 +63,30 @@ def test_the_script_writes_what_it_sees(script: ModuleType, tmp_path: Path, monk
         "gpt_oss": (script.PACKED, ""),
         "phi": (script.PACKED, ""),
         "bart": (script.ALONE, "in a pack its BartLearnedPositionalEmbedding depends on where a sequence begins"),
-        "zamba": (script.ALONE, "in a pack its ZambaMambaMixer sees the sequence before"),
         "bloom": (
             script.EAGER_ALONE,
             "its BloomAttention computes something different without mask tensors; in a pack its BloomAttention sees "
             "the sequence before",
         ),
         "gptj": (script.EAGER_PACKED, "it has its own attention code, which cannot be replaced"),
-        "recurrent_gemma": (script.REFUSED, "its RecurrentGemmaSdpaAttention computes something different here"),
-        "bert": (script.REFUSED, "its tokens attend to later tokens"),
-        "xmod": (
-            script.UNSEEN,
-            "Input language unknown. Please call XmodPreTrainedModel.set_default_language()",
+        "recurrent_gemma": (
+            script.EAGER_PACKED,
+            "its RecurrentGemmaSdpaAttention computes something different without mask tensors",
         ),
+        "bert": (script.REFUSED, "its tokens attend to later tokens"),
+        "openai-gpt": (script.ALONE, "in a pack its OpenAIGPTModel sees the sequence before"),
+        "moshi": (script.REFUSED, "its tokens attend to later tokens"),
+        "musicgen": (script.UNSEEN, script.AUDIO),
     }
     sampled = {
         "qwen2": (script.FAST, ""),
         "lfm2": (script.GENERIC, script.WHOLE_PREFIXES),
-        "zamba": (script.GENERIC, script.WHOLE_PREFIXES),
-        "recurrent_gemma": (script.GENERIC, "each step computes all tokens, because no cache gives the right result"),
+        "recurrent_gemma": (script.GENERIC, script.WHOLE_PREFIXES),
+        "openai-gpt": (script.GENERIC, script.NO_CACHE),
         "bart": (script.REFUSED, "it is an encoder–decoder"),
         "bert": (script.REFUSED, "its tokens attend to later tokens"),
-        "xmod": (
-            script.REFUSED,
-            "a small copy of it cannot be run (Input language unknown. Please call "
-            "XmodPreTrainedModel.set_default_language() )",
-        ),
+        "moshi": (script.REFUSED, "its tokens attend to later tokens"),
+        "musicgen": (script.REFUSED, script.AUDIO),
     }
     generic = {family: (*cells, *sampled.get(family, (script.GENERIC, ""))) for family, cells in expected.items()}
     page = tmp_path / "page.md"
@@ -100,6 +99,14 @@ def test_the_script_writes_what_it_sees(script: ModuleType, tmp_path: Path, monk
     assert page.read_text().endswith("after\n")
     committed = rows(ROOT / "docs" / "algorithms.md", script)
     assert {family: committed[family] for family in expected} == generic
+
+
+@pytest.mark.slow
+@pytest.mark.pinned
+@pytest.mark.parametrize("family", MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+def test_each_row_of_the_table_is_what_the_script_sees(script: ModuleType, family: str) -> None:
+    """How each family is trained and sampled, or why not. The trained ones are run in tests/e2e/test_families.py."""
+    assert script.row(family) == rows(ROOT / "docs" / "algorithms.md", script)[family]
 
 
 def test_every_family_with_experts_is_known_as_one(script: ModuleType) -> None:

@@ -1,5 +1,5 @@
-"""The form of the Dockerfiles, for where no Docker engine can build them: the shell parses, sources exist, and programs
-run as a user who is not root."""
+"""The form of the Dockerfiles: the shell parses, sources exist, and programs run as a user who is not root. The tests
+marked docker build them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
+
+from slimelite import __version__
 
 ROOT = Path(__file__).parents[1]
 FILES = ("Dockerfile", "docs/examples/docker/cpu.Dockerfile")
@@ -86,6 +88,22 @@ def test_a_planted_mistake_is_seen(part: str, instead: str, problem: str) -> Non
     text = (ROOT / FILES[1]).read_text()
     assert part in text
     assert any(each.startswith(problem) for each in problems(text.replace(part, instead)))
+
+
+@pytest.mark.docker
+@pytest.mark.parametrize("name", FILES)
+def test_a_dockerfile_builds_an_image_whose_programs_run_without_root(name: str) -> None:
+    """The first takes the CUDA image and SGLang: some 30 GB of disk."""
+    image = f"slimelite-test-{Path(name).stem.lower()}"
+    build = ["docker", "build", "-t", image, "--build-arg", "UID=1234", "-f", name, "."]
+    run = ["docker", "run", "--rm", image, "bash", "-c", "id -u && slimelite --version && ls -d data runs"]
+    try:
+        done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-2000:]
+        done = subprocess.run(run, capture_output=True, text=True)
+        assert done.stdout.split() == ["1234", "slimelite", __version__, "data", "runs"], done.stderr
+    finally:
+        subprocess.run(["docker", "image", "rm", "--force", image], capture_output=True)
 
 
 def test_what_is_large_or_private_stays_out_of_the_image() -> None:

@@ -92,7 +92,7 @@ def test_a_best_that_an_earlier_run_did_not_keep_is_not_said_to_be_there(tmp_pat
     evaluations([0.1, 0.7, 0.3], save=str(before), **flags).write()
     resumed = {"resume_directory": str(folder_of(before, 1)), "start_rollout_id": 2, **flags}
     found = evaluations([0.5], first=2, save=str(after), **resumed)
-    gone = "eval/sums 0.700 after rollout 0; it is from before the resume, and not kept"
+    gone = "eval/sums 0.700 after rollout 0; it was before the resume, and its model was not kept"
     assert found.facts() == {"best": gone}
     folder_of(after, 0).mkdir(parents=True)
     found.mark(0)

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -60,6 +61,47 @@ def test_no_script_finds_its_programs_in_another_way() -> None:
 def test_make_site_says_what_is_missing(checkout: Path) -> None:
     (checkout / "env" / "bin" / "mkdocs").unlink()
     assert "bash scripts/setup.sh --dev installs it" in said("make", "site", cwd=checkout, venv="env")
+
+
+@pytest.fixture
+def setup(tmp_path: Path) -> Callable[..., list[str]]:
+    """``setup(healthy)`` runs setup.sh on an environment whose Python only notes its calls, and returns these."""
+    root, calls = tmp_path / "checkout", tmp_path / "calls"
+    (root / "scripts").mkdir(parents=True)
+    shutil.copy(ROOT / "scripts" / "setup.sh", root / "scripts")
+    for name in ("constraints.txt", "pyproject.toml"):
+        shutil.copy(ROOT / name, root)
+    python = root / "env" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    (root / "env" / "lib" / "python3.11" / "site-packages").mkdir(parents=True)
+
+    def run(*, healthy: bool = True) -> list[str]:
+        answer = f"echo a package is wrong; exit {int(not healthy)}"
+        python.write_text(f'#!/bin/sh\necho "$*" >> {calls}\ncase "$*" in *doctor*) {answer};; esac\n')
+        python.chmod(0o755)
+        calls.write_text("")
+        printed = said("bash", "scripts/setup.sh", cwd=root, venv="env")
+        lines = calls.read_text().splitlines()
+        assert ("the packages of env have changed: installing again" in printed) == (not healthy), printed
+        assert ("a package is wrong" in printed) == (not healthy)
+        return lines
+
+    return run
+
+
+def test_setup_asks_the_doctor_when_packages_have_changed(setup: Callable[..., list[str]], tmp_path: Path) -> None:
+    assert any("pip" in call and "install" in call for call in setup())
+    assert setup() == []  # a finished environment is not changed
+    (changed,) = tmp_path.glob("checkout/env/lib/*/site-packages")
+    later = time.time() + 5
+    for name in ("one-1.dist-info", "two-1.dist-info"):
+        (changed / name).mkdir()
+        os.utime(changed / name, (later, later))
+        calls = setup(healthy=name.startswith("one"))
+        assert calls[0] == "-m slimelite.apps.command doctor --versions"
+        assert any("install" in call for call in calls) == name.startswith("two")
+        os.utime(changed / name, (0, 0))
+        assert setup() == []
 
 
 LAUNCHER = """

@@ -107,6 +107,7 @@ def test_arguments_know_records_and_no_room() -> None:
         "slimelite.algorithms.losses",
         "slimelite.base.guard",
         "slimelite.base.registry",
+        "slimelite.base.version",
         "slimelite.engines.registry",
         "slimelite.engines.params",
         "slimelite.environments.registry",

@@ -16,6 +16,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from slimelite.base.version import add_version
+
 Key = tuple[str, str]
 
 
@@ -48,6 +50,7 @@ def compare(old: dict[str, Any], new: dict[str, Any], least: float = 0.05) -> tu
 def main() -> int:
     """Compare two files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_version(parser)
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)
     parser.add_argument("--least", type=float, default=0.05, help="changes below this share are noise (default: 0.05)")

@@ -27,6 +27,7 @@ from trainer_side import cpu_seconds, make_table
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from slimelite.arguments import Args
+from slimelite.base.version import add_version
 from slimelite.training import loading
 from slimelite.training.packing import Packing
 from slimelite.training.trainer import Trainer
@@ -45,6 +46,7 @@ SIZES: dict[str, Any] = {
     "bos_token_id": None,
     "tie_word_embeddings": True,
 }
+MAMBA_2: dict[str, Any] = {"mamba_n_heads": 16, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 32}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"head_dim": 32, "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128},
     "qwen3_5_text": {
@@ -57,13 +59,45 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 64},
     "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
     "mamba2": {"state_size": 32, "num_heads": 16, "head_dim": 32, "n_groups": 1, "chunk_size": 64},
+    "bamba": MAMBA_2 | {"attn_layer_indices": [1, 3]},
+    "jamba": {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "num_experts": 2,
+        "mamba_d_state": 8,
+        "use_mamba_kernels": False,
+    },
+    "deepseek_v3": {
+        "num_key_value_heads": 8,
+        "q_lora_rank": 64,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 128,
+        "first_k_dense_replace": 1,
+    },
+    "olmoe": {"num_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 128},
+    "recurrent_gemma": {
+        "num_hidden_layers": 6,
+        "lru_width": 256,
+        "head_dim": 32,
+        "attention_window_size": 64,
+        "num_key_value_heads": 1,
+    },
+    "xlstm": {"num_heads": 4},
+    "openai-gpt": {"n_embd": 256, "n_layer": 4, "n_head": 8, "n_positions": 2048},
 }
 
 
 def save(family: str, folder: Path) -> None:
     """A random model."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **SIZES, **FAMILIES[family])
+    config = AutoConfig.for_model(family, **(SIZES | FAMILIES[family]))
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
 
 
@@ -104,6 +138,7 @@ def summary(ratios: list[float]) -> str:
 def main() -> None:
     """The program of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_version(parser)
     parser.add_argument("side", choices=["engine", "trainer"])
     parser.add_argument("family", nargs="+", choices=FAMILIES)
     parser.add_argument("--rounds", type=int, default=3)

@@ -13,6 +13,7 @@ import json
 import statistics
 import time
 
+from slimelite.base.version import add_version
 from slimelite.data.tokenizer import load_tokenizer
 from slimelite.engines.embedded.engine import EmbeddedEngine
 from slimelite.engines.params import SamplingParams
@@ -31,6 +32,7 @@ SCHEMA = json.dumps({"type": "array", "items": PERSON, "minItems": 200})
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_version(parser)
     parser.add_argument("model")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=96, help="of each response")

@@ -21,6 +21,7 @@ import torch.multiprocessing as mp
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from slimelite.arguments import Args
+from slimelite.base.version import add_version
 from slimelite.models.checkpoints import part_file
 from slimelite.training.loading import build_policy
 from slimelite.training.parallel import local
@@ -75,6 +76,7 @@ def work(rank: int, ranks: int, folder: str, tiny: str) -> None:
 def main() -> None:
     """Make the models and start the ranks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_version(parser)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=12)

@@ -14,6 +14,8 @@ import random
 from pathlib import Path
 from typing import Any
 
+from slimelite.base.version import add_version
+
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "user", "assistant", "system"]
 TEMPLATE = (
     "{% for m in messages %}<|im_start|> {{ m['role'] }} {{ m['content'] }} <|im_end|> {% endfor %}"
@@ -99,6 +101,7 @@ def rows(path: Path, count: int, prompt: tuple[int, int], reply: tuple[int, int]
 def main() -> None:
     """Write models and prompts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_version(parser)
     parser.add_argument("folder", type=Path)
     folder: Path = parser.parse_args().folder
     for shape, config in SHAPES.items():

@@ -29,6 +29,7 @@ from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordLevel
 
 from slimelite.arguments import Args
+from slimelite.base.version import add_version
 from slimelite.samples.sample import Sample
 from slimelite.samples.table import SampleTable
 from slimelite.tracking.metrics_file import MetricsFile
@@ -141,6 +142,7 @@ def processor_seconds() -> float:
 def main() -> None:
     """Make the run folder, build the page and open it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_version(parser)
     parser.add_argument("--rollouts", type=int, default=80)
     parser.add_argument("--samples", type=int, default=256, help="of a rollout")
     parser.add_argument(

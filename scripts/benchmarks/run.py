@@ -26,6 +26,8 @@ from harness import ROOT, Report, SideFailed, answer, commit, in_turn, table, ve
 from questions import QUESTIONS  # noqa: E402
 from sides import Setting  # noqa: E402
 
+from slimelite.base.version import add_version  # noqa: E402
+
 
 def say(line: str) -> None:
     """Print progress at once."""
@@ -60,6 +62,7 @@ def ask(name: str, setting: Setting) -> dict[str, Any]:
 def main() -> int:
     """The program of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_version(parser)
     parser.add_argument("questions", nargs="*", help="names from --list (default: all questions)")
     parser.add_argument("--list", action="store_true", help="print the questions and end")
     parser.add_argument(

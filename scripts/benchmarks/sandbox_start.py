@@ -19,6 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from slimelite.base.version import add_version
 from slimelite.sandbox.registry import SandboxSettings, open_sandbox
 
 NOTHING = ["true"]
@@ -50,6 +51,7 @@ def cost(name: str) -> tuple[float, float]:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_version(parser)
     parser.add_argument("sandboxes", nargs="*", default=["process", "bwrap"])
     parser.add_argument("--episodes", type=int, default=100)
     args = parser.parse_args()

@@ -8,6 +8,7 @@ for some families.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import re
 import signal
 import sys
@@ -20,13 +21,15 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, PretrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as FAMILIES
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from slimelite.base.version import answer_version
 from slimelite.engines.embedded.gated_delta import is_fast_hybrid
 from slimelite.engines.embedded.model import not_fast
+from slimelite.engines.embedded.passes import CACHES
 from slimelite.engines.embedded.ways import NotComputed, Rows, ways_of
 from slimelite.training.attention import ATTENTION
 from slimelite.training.packing import NoSmallModel, NotTrainable, may_pack, why_alone
@@ -49,7 +52,22 @@ FIELDS: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "nemotron": {"num_key_value_heads": 8},
+    "reformer": {"is_decoder": True, "axial_pos_embds": False},
+    "xmod": {"default_language": "en_XX"},
     "zamba": {"use_mamba_kernels": False},
+}
+# families that fail with an error of a layer or a config, and the property that is behind it
+AUDIO = "it makes audio codes, and several of them at a time"
+DRAFTS = "it drafts tokens from the hidden states of another model"
+PROPERTIES = {
+    "dbrx": "transformers 5.12 computes it only if its experts are as wide as its hidden states",
+    "gemma3n": "its image encoder needs the package timm; gemma3n_text, which is its language model, needs no package",
+    "gemma4_assistant": DRAFTS,
+    "gemma4_unified_assistant": DRAFTS,
+    "musicgen": AUDIO,
+    "musicgen_melody": AUDIO,
+    "prophetnet": "it is an encoder–decoder, and its logits come from hidden states that predict n-grams",
+    "reformer": "its attention draws other hashes in each forward pass",
 }
 
 
@@ -64,10 +82,9 @@ def config_of(family: str) -> PretrainedConfig:
 
 FAST, GENERIC = "fast", "generic"
 # what a family's cache does not allow
-LIMITS = {
-    Rows.WHOLE: "each step computes all tokens, because no cache gives the right result",
-    Rows.ALIKE: "only rows of equal length share a step",
-}
+NO_CACHE = "each step computes all tokens, because it has no cache; so does generate()"
+WRONG_CACHE = "each step computes all tokens, because its cache fails or gives wrong results, in generate() too"
+ALIKE = "only rows of equal length share a step"
 WHOLE_PREFIXES = "at most one token may follow a known prefix"
 
 
@@ -81,10 +98,13 @@ def engine(family: str) -> tuple[str, str]:
         if is_fast_hybrid(config, torch.device("cpu"), torch.float32):
             return FAST, ""
     except NotComputed as error:
-        return REFUSED, error.reason
+        return REFUSED, PROPERTIES.get(family, error.reason)
     except Exception as error:  # a config that its own defaults do not make
-        return REFUSED, str(error)
-    return GENERIC, LIMITS.get(ways.rows, "" if ways.extends else WHOLE_PREFIXES)
+        return REFUSED, PROPERTIES.get(family, str(error))
+    if ways.rows is Rows.WHOLE:
+        takes = inspect.signature(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].forward).parameters
+        return GENERIC, WRONG_CACHE if any(name in takes for name in CACHES) else NO_CACHE
+    return GENERIC, ALIKE if ways.rows is Rows.ALIKE else "" if ways.extends else WHOLE_PREFIXES
 
 
 def verdict(family: str) -> tuple[str, str]:
@@ -95,14 +115,14 @@ def verdict(family: str) -> tuple[str, str]:
     except NotTrainable as error:
         reason = error.reason.partition(": its log-probs differ by")[0]  # by how much is rounding's affair
         if not error.eager:
-            return REFUSED, reason
+            return REFUSED, PROPERTIES.get(family, reason)
         if may_pack(config, "eager"):
             return EAGER_PACKED, reason
         return EAGER_ALONE, f"{reason}; {why_alone(config, 'eager')}"
     except NoSmallModel as error:
-        return UNSEEN, str(error.__cause__)
+        return UNSEEN, PROPERTIES.get(family, str(error.__cause__))
     except Exception as error:  # a config that its own defaults do not make
-        return UNSEEN, str(error)
+        return UNSEEN, PROPERTIES.get(family, str(error))
 
 
 @contextlib.contextmanager
@@ -126,13 +146,19 @@ def main(names: list[str]) -> None:
     transformers.utils.logging.set_verbosity_error()
     results: dict[str, tuple[str, str, str, str]] = {}
     for family in names or FAMILIES:
-        cells = [*looked_at(verdict, family, UNSEEN), *looked_at(engine, family, REFUSED)]
-        # a table's cell: one line of a few words
-        why, limit = (textwrap.shorten(re.sub(r"[|<>`*\[\]]", " ", cell), 220) for cell in cells[1::2])
-        results[family] = cells[0], why, cells[2], limit
+        results[family] = row(family)
         print(f"{family}: {': '.join(filter(None, results[family]))}")
     if not names:
         write(results)
+
+
+def row(family: str) -> tuple[str, str, str, str]:
+    """The cells of ``family``: how it is trained, and why; how the engine computes it, and why."""
+    trained, why = looked_at(verdict, family, UNSEEN)
+    sampled, limit = looked_at(engine, family, REFUSED)
+    # a table's cell: one line of a few words
+    why, limit = (textwrap.shorten(re.sub(r"[|<>`*\[\]]", " ", cell), 220) for cell in (why, limit))
+    return trained, why, sampled, limit
 
 
 def looked_at(look: Callable[[str], tuple[str, str]], family: str, otherwise: str) -> tuple[str, str]:
@@ -158,10 +184,12 @@ def write(results: Mapping[str, tuple[str, str, str, str]]) -> None:
     head = "| family | trained | why | embedded engine | why |\n|---|---|---|---|---|\n"
     total = "; ".join(f"{trained[which]} {which}" for which in VERDICTS)
     total += ". The embedded engine: " + "; ".join(f"{sampled[which]} {which}" for which in (FAST, GENERIC, REFUSED))
-    table = f"transformers {transformers.__version__}: {total}.\n\n{head}{''.join(rows)}"
+    summary = textwrap.fill(f"transformers {transformers.__version__}: {total}.", 120)
+    table = f"{summary}\n\n{head}{''.join(rows)}"
     text = PAGE.read_text()
     PAGE.write_text(re.sub(f"{BEGIN}.*{END}", lambda _: f"{BEGIN}{table}{END}", text, flags=re.DOTALL))
 
 
 if __name__ == "__main__":
+    answer_version()
     main(sys.argv[1:])

@@ -15,6 +15,7 @@ from slimelite.arguments.flags import all_flags, group_flags, group_title, group
 from slimelite.arguments.help import description, meaning, shared_needs, shown_default, usage
 from slimelite.arguments.sources import known_flags, known_tables
 from slimelite.base.registry import Registry
+from slimelite.base.version import answer_version
 
 PATH = Path(__file__).resolve().parents[2] / "docs" / "arguments.md"
 
@@ -184,4 +185,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    answer_version()
     sys.exit(main())

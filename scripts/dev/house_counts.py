@@ -21,6 +21,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from slimelite.base.version import add_version
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "slimelite"
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -157,6 +159,7 @@ def rooms(root: Path) -> dict[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_version(parser)
     parser.add_argument("--before", metavar="COMMIT", help="a commit to compare with")
     parser.add_argument("--rooms", action="store_true", help="count each package separately")
     options = parser.parse_args()

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
+from slimelite.base.version import answer_version
+
 ROOT = Path(__file__).resolve().parents[2]
 # what measures the machine: functions of `time` and `os`, fields of `getrusage` and of psutil's answers
 MEASURES = (
@@ -86,6 +88,7 @@ def bounds(path: Path) -> Iterator[str]:
 
 
 if __name__ == "__main__":
+    answer_version()
     for file in sorted((ROOT / "tests").rglob("test_*.py")):
         for line in bounds(file):
             print(line)

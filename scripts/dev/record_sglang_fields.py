@@ -17,6 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from slimelite.base.version import answer_version
 from slimelite.engines.sglang.server import installed_options
 
 PATH = Path(__file__).resolve().parents[2] / "slimelite" / "arguments" / "sglang_fields.txt"
@@ -68,4 +69,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    answer_version()
     main()

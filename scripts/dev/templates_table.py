@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import transformers
 
+from slimelite.base.version import answer_version
 from slimelite.data.conversations import MARKS, ChatReader
 from slimelite.engines.protocol import GenerateRequest, GenerateResult, OnTokens
 from slimelite.serving.format import ChatFormat
@@ -94,6 +95,7 @@ def page() -> str:
 
 
 if __name__ == "__main__":
+    answer_version()
     if "--check" not in sys.argv:
         PATH.write_text(page())
     elif PATH.read_text() != page():

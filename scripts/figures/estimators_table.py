@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from slimelite.apps.plot import main as plot
+from slimelite.base.version import answer_version
 from slimelite.tracking.metrics_file import read_metrics
 
 GOOD = 0.90  # greedy accuracy that counts as having learnt the task
@@ -36,4 +37,5 @@ def main(folder: Path, curves: Path) -> None:
 
 
 if __name__ == "__main__":
+    answer_version()
     main(*map(Path, sys.argv[1:3]))

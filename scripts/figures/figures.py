@@ -12,6 +12,7 @@ import os
 import sys
 from pathlib import Path
 
+from slimelite.base.version import answer_version
 from slimelite.tracking.metrics_file import Record, eval_metrics, read_metrics
 
 MEASURED = ("rollout/raw_reward", "rollout/response_len/mean", "train/loss", "perf/cpu_seconds")
@@ -46,4 +47,5 @@ def main(runs: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    answer_version()
     main(sys.argv[1:])

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from slimelite.apps.runs import Run
 from slimelite.base.files import whole
+from slimelite.base.version import answer_version
 from slimelite.samples.table import SampleTable
 
 if TYPE_CHECKING:
@@ -147,4 +148,5 @@ def main(folder: str, out: str) -> None:
 
 
 if __name__ == "__main__":
+    answer_version()
     main(*sys.argv[1:])

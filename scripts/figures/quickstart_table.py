@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import median
 
 from slimelite.apps.plot import main as plot
+from slimelite.base.version import answer_version
 from slimelite.tracking.metrics_file import read_metrics
 
 RUN = 40  # rollouts of the quickstart; the seeds run twice that
@@ -52,4 +53,5 @@ def main(folder: Path, curves: Path) -> None:
 
 
 if __name__ == "__main__":
+    answer_version()
     main(*map(Path, sys.argv[1:3]))

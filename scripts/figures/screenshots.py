@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from slimelite.apps.view import main as view  # noqa: E402
+from slimelite.base.version import answer_version  # noqa: E402
 
 OUT = ROOT / "docs"
 SIZE: ViewportSize = {"width": 1280, "height": 760}
@@ -131,4 +132,5 @@ def photograph_chat(chromium: Browser, model: str) -> None:
 
 
 if __name__ == "__main__":
+    answer_version()
     main(*sys.argv[1:])

@@ -14,6 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from slimelite.base.version import add_version
+
 # group of checks -> seconds it may take
 GROUPS = {"kernels": 80, "trainer": 110, "grpo": 220, "engine": 80, "loop": 130, "sglang": 140, "speed": 100}
 GROUPS |= {"machine": 120, "table": 560}
@@ -49,6 +51,7 @@ def main() -> int:
     """Run every group. Print a line for each check and a table, and write results.json. The exit status is 1 if
     anything failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_version(parser)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="use tiny shapes, to try the checks themselves")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu_check"), help="folder for results.json and the logs")

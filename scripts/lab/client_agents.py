@@ -27,6 +27,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "lib")]
 
 from scripted_engine import END, REPLIES, TASK  # noqa: E402
 
+from slimelite.base.version import add_version  # noqa: E402
 from slimelite.samples.sample import Sample  # noqa: E402
 from slimelite.samples.table import SampleTable  # noqa: E402
 
@@ -157,6 +158,7 @@ def said_in(sample: Sample, tokenizer: Any) -> str:
 def main() -> None:
     """Train each agent, and print a row for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_version(parser)
     parser.add_argument("model", help="Hugging Face folder of the real model")
     parser.add_argument("out", type=Path, help="folder to write")
     parser.add_argument("agents", nargs="+", metavar="claude=PATH, codex=PATH")

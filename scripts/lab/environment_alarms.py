@@ -26,6 +26,8 @@ from typing import Any
 
 import psutil
 
+from slimelite.base.version import add_version
+
 ROOT = Path(__file__).parents[2]
 PLANTED = ROOT / "tests" / "apps" / "planted" / "faulty_environments.py"
 # for all of one environment; its processes are then killed [s]
@@ -132,6 +134,7 @@ def table(lines: list[tuple[str, dict[str, Any]]]) -> Iterator[str]:
 def main() -> None:
     """Check what is not in the file yet, and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    add_version(parser)
     parser.add_argument("results", type=Path)
     parser.add_argument("--only", choices=("reasoning-gym", "textarena", "own", "planted"))
     options = parser.parse_args()

@@ -22,6 +22,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "lib")]
 
 from arithmetic import build_tokenizer, model_config, write_model_folder  # noqa: E402
 
+from slimelite.base.version import add_version  # noqa: E402
 from slimelite.tracking.metrics_file import read_metrics  # noqa: E402
 
 RUNS, DATA = ROOT / "runs" / "families", ROOT / "data" / "quickstart"
@@ -106,6 +107,7 @@ def table(families: list[str]) -> None:
 def main() -> None:
     """The program of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_version(parser)
     parser.add_argument("family", nargs="*", choices=[[], *FAMILIES], help="default: all")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--table", action="store_true", help="run nothing")

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from slimelite.base.registry import function
+from slimelite.base.version import answer_version
 from slimelite.rewards import math, text
 from slimelite.rewards.rules import RULES, Answer
 
@@ -204,6 +205,7 @@ def compare_rule(cases: list[Case]) -> None:
 
 
 if __name__ == "__main__":
+    answer_version()
     if len(sys.argv) != 2:
         sys.exit(__doc__)
     sys.exit(main(sys.argv[1]))

@@ -17,12 +17,14 @@ import numpy as np
 
 from slimelite.arguments import Args
 from slimelite.base.files import FORMAT
+from slimelite.base.version import add_version
 from slimelite.data import documents, shards
 from slimelite.data.documents import Documents
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_version(parser)
     parser.add_argument("--tokens", type=int, default=50_000_000, help="tokens of the documents")
     parser.add_argument("--mean", type=float, default=800.0, help="mean tokens of a document (log-normal, sigma 1)")
     parser.add_argument("--seq-length", type=int, default=2048)

@@ -14,6 +14,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from slimelite.base.version import answer_version
+
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = {"full": [], "lora": ["--lora-rank", "16", "--lora-alpha", "32"]}
 COLUMNS = ("eval/heldout", "CPU-s", "peak GB", "bytes of a sync")
@@ -56,4 +58,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    answer_version()
     main()

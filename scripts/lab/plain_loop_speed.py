@@ -23,6 +23,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from slimelite.arguments import Args
+from slimelite.base.version import add_version
 from slimelite.data.documents import Documents
 from slimelite.samples.table import SampleTable
 from slimelite.training.trainer import Trainer
@@ -30,6 +31,7 @@ from slimelite.training.trainer import Trainer
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_version(parser)
     add = parser.add_argument
     add("--texts", required=True, help="jsonl with a column text")
     add("--tokenizer", required=True)

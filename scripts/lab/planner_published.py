@@ -18,6 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from slimelite.arguments import make_args
+from slimelite.base.version import answer_version
 from slimelite.plan.devices import this_machine
 from slimelite.plan.run import Plan
 
@@ -58,4 +59,5 @@ def table() -> Iterator[str]:
 
 
 if __name__ == "__main__":
+    answer_version()
     print("\n".join(table()))

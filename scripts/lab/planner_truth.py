@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "gpu_sim"
 import fake_cuda
 
 from slimelite.arguments import Args
+from slimelite.base.version import answer_version
 from slimelite.plan.memory import Load, Shapes, total
 from slimelite.plan.time import Work, measured_cpu, train
 from slimelite.samples.sample import Sample
@@ -154,4 +155,5 @@ def row(model: str, setting: str, *pairs: float) -> None:
 
 
 if __name__ == "__main__":
+    answer_version()
     {"memory": memory, "host": host, "one": one}[sys.argv[1]](*sys.argv[2:])

@@ -16,6 +16,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
+from slimelite.base.version import add_version
 from slimelite.tracking.alarms import EQUAL, METRICS, Alarm, replay
 from slimelite.tracking.metrics_file import Record, eval_metrics, read_metrics
 
@@ -55,6 +56,7 @@ def facts(run: str, records: list[Record]) -> list[dict[str, float | str]]:
 def main() -> int:
     """Print the table. Returns the exit status."""
     parser = argparse.ArgumentParser()
+    add_version(parser)
     parser.add_argument("faults", type=Path)
     parser.add_argument("healthy", type=Path, nargs="?")
     parser.add_argument("--csv", type=Path)

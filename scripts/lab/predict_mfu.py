@@ -23,6 +23,7 @@ from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
+from slimelite.base.version import add_version
 from slimelite.training.model import _chunk_gradient, _chunk_scores
 
 # an H100 SXM: dense bf16 by its data sheet; what matrix products, flash attention and memory reach
@@ -176,6 +177,7 @@ def at(tokens: float, few: Cost, more: Cost) -> Cost:
 def main() -> None:
     """Print the prediction, plain and compiled."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_version(parser)
     for flag, default in (("--tokens", 9216), ("--length", 1024), ("--prompt", 128)):
         parser.add_argument(flag, type=int, default=default)
     options = parser.parse_args()

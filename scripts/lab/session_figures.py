@@ -15,6 +15,7 @@ from itertools import pairwise
 import numpy as np
 
 from slimelite.arguments import Args
+from slimelite.base.version import add_version
 from slimelite.data.tokenizer import load_tokenizer, stop_token_ids
 from slimelite.engines.embedded.engine import EmbeddedEngine
 from slimelite.engines.protocol import SamplingParams
@@ -102,6 +103,7 @@ async def measure(args: argparse.Namespace) -> None:
 def main() -> None:
     """Read the options and measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_version(parser)
     parser.add_argument("model", help="Hugging Face folder")
     parser.add_argument("--conversations", type=int, default=8, help="of ten turns")
     parser.add_argument("--sessions", type=int, default=256, help="sessions with tools that sleep")

@@ -44,6 +44,7 @@ from safetensors.torch import load_file
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from slimelite.base.version import add_version  # noqa: E402
 from slimelite.models.checkpoints import MARKER  # noqa: E402
 from slimelite.samples.table import SampleTable  # noqa: E402
 from slimelite.tracking.metrics_file import read_metrics  # noqa: E402
@@ -331,6 +332,7 @@ def report(rollouts: int, more: list[str], undisturbed: Run, disturbed: Run) -> 
 def main() -> int:
     """The command line; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_version(parser)
     parser.add_argument("--rollouts", type=int, default=1000)
     parser.add_argument("--every", type=float, default=60.0, help="seconds of work between two faults")
     parser.add_argument("--async-rollout", action="store_true", help="sample a rollout ahead")

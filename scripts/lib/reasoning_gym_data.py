@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from slimelite.base.version import add_version
 from slimelite.contrib.reasoning_gym import rows
 
 HEADERS = ("system\n", "user\n", "assistant\n")
@@ -57,6 +58,7 @@ def _begin(texts: list[str]) -> str:
 def main() -> None:
     """The program of the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    add_version(parser)
     parser.add_argument("spec", help="the text after reasoning-gym: in --environment, with prompt=none")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--right", type=float, default=0.35)

@@ -1,10 +1,12 @@
-"""Replaces `ray`, `pkill` and `python3` for a script under scripts/run_slime_script.sh. Each call of this program is
-one call of one of them."""
+"""Replaces `ray`, `pkill`, `ssh`, `python3` and others for a script under scripts/run_slime_script.sh. Each call of this
+program is one call of one of them."""
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
+import shutil
 import sys
 from pathlib import Path
 
@@ -12,6 +14,8 @@ ROOT = Path(os.environ["SLIME_ROOT"])
 SHIMS = os.environ["SLIME_SHIMS"]
 # slime's entry points, and what train.py is told for each
 ENTRIES = {"train.py": [], "train_async.py": ["--async-rollout"]}
+# commands that run others on other machines
+REMOTE = ("ssh", "pdsh", "pssh", "parallel-ssh", "clush", "srun", "mpirun", "mpiexec")
 CONVERSIONS = ("convert_hf_to_torch_dist.py", "convert_torch_dist_to_hf.py")
 
 
@@ -77,15 +81,41 @@ def _environment(options: list[str]) -> dict[str, object]:
     return {}
 
 
-def main() -> None:
-    """Act as the command that the first argument names."""
-    name, words = sys.argv[1], sys.argv[2:]
+def remote(name: str, words: list[str]) -> None:
+    """Say what does not run on another machine. Its standard input is not read, so a loop over a host file goes on."""
+    command = " ".join(shlex.join([name, *words]).split())
+    command = command if len(command) <= 200 else f"{command[:200]}…"
+    say(f"left out: {command} (nothing runs on another machine; join the nodes by hand, see docs/cluster.md)")
+
+
+def sudo(words: list[str]) -> None:
+    """The replacement of a command that is replaced, because sudo would find the real one; else the real sudo."""
+    for i, word in enumerate(words):
+        if (Path(SHIMS) / Path(word).name).is_file():
+            return act(Path(word).name, words[i + 1 :])
+    folders = [folder for folder in os.environ["PATH"].split(os.pathsep) if folder != SHIMS]
+    if (real := shutil.which("sudo", path=os.pathsep.join(folders))) is None:
+        raise SystemExit("sudo: command not found")
+    os.execv(real, [real, *words])
+
+
+def act(name: str, words: list[str]) -> None:
+    """Act as the command ``name``."""
     if name in ("pkill", "killall"):
         say(f"{name} {' '.join(words)} ends nothing")
+    elif name in REMOTE:
+        remote(name, words)
+    elif name == "sudo":
+        sudo(words)
     elif name == "ray":
         ray(words)
     else:
         python(words)
+
+
+def main() -> None:
+    """Act as the command that the first argument names."""
+    act(sys.argv[1], sys.argv[2:])
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ def group_advantages(
     Groups may have any size. (If sizes differ, slime uses one group for the whole batch.) Rows of one rollout id
     (fan-out siblings) count once, with the mean of their rewards, and share one advantage. A group of one rollout gets
     exactly 0, and so does a group of equal rewards. The metrics ``groups_of_one`` and ``zero_variance_groups`` are
-    their shares of all groups. Without rows there are no metrics.
+    the shares of these two kinds of groups among all groups. Without rows there are no metrics.
 
     Args:
         rewards: [N], one for each row.

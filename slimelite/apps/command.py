@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import NamedTuple
 
-from slimelite import __version__
+from slimelite.base.version import answer_version
 
 
 class Command(NamedTuple):
@@ -119,9 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name in ("-h", "--help"):
         print(_help())
         return 0
-    if "--version" in (name, *rest[:1]):
-        print(f"slimelite {__version__}")
-        return 0
+    answer_version([name, *rest])
     if name not in COMMANDS:
         near = get_close_matches(name, COMMANDS, 1)
         meant = f"; did you mean {near[0]}?" if near else ""

@@ -136,7 +136,8 @@ def _parser() -> argparse.ArgumentParser:
         "models",
         nargs="+",
         metavar="MODEL",
-        help="Hugging Face folder, hub id, adapter, checkpoint of --save or run folder; tests are against the first",
+        help="Hugging Face folder, hub id, adapter, checkpoint of --save or run folder; the tests compare each model "
+        "with the first one",
     )
     add("--base", metavar="MODEL", help="the base model of adapters and checkpoints that do not name it")
     add("--tasks", required=True, metavar="A,B", help="names or files of tasks")

@@ -35,8 +35,9 @@ MADE_OF = "merged_from.json"
 
 
 class Source(NamedTuple):
-    """What a command runs. Without ``base``, ``path`` is a Hugging Face folder or hub id. With ``base``, which is one,
-    the folder ``path`` has an adapter or a checkpoint of ``--save``, which changes the weights of ``base``.
+    """What a command runs. Without ``base``, ``path`` is a Hugging Face folder or hub id. With ``base``,
+    ``base`` is such a folder or id, and the folder ``path`` has an adapter or a checkpoint of ``--save``. The adapter
+    or checkpoint changes the weights of ``base``.
     """
 
     path: str
@@ -140,7 +141,7 @@ def runnable(source: Source, dtype: str) -> Iterator[str]:
 def merged(source: Source, folder: Path, dtype: str) -> str:
     """Write the model that an adapter or a checkpoint makes of its base to ``folder``, unless it is there already.
 
-    ``dtype``: of its weights, "float32" or "bfloat16". Returns the folder.
+    ``dtype``: the type of the written weights, "float32" or "bfloat16". Returns the folder.
 
     Raises:
         ValueError: the base is not a model, the two do not belong together, or ``folder`` has the model of another

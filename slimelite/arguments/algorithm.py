@@ -231,7 +231,7 @@ class PreferenceArgs(AlgorithmArgs):
     )
     dpo_label_smoothing: float = flag(
         0.0,
-        "this fraction of the pairs is assumed to have chosen and rejected swapped",
+        "the loss assumes that the chosen and the rejected reply are swapped in this fraction of the pairs",
         TRAINING & DPO & chosen(DPO_KINDS, lambda kind: "dpo_label_smoothing" in kind.reads),
         at_least=0,
         below=0.5,

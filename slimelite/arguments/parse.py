@@ -15,7 +15,6 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from slimelite import __version__
 from slimelite.arguments.args import Args, Derivation
 from slimelite.arguments.derive import derive
 from slimelite.arguments.flags import ArgumentError, all_flags
@@ -30,6 +29,7 @@ from slimelite.arguments.sources import (
     read_config,
     read_presets,
 )
+from slimelite.base.version import answer_version
 from slimelite.plan.devices import Machine, this_machine
 
 GROUP, FILE = "--args-group", "--import-file"
@@ -208,9 +208,7 @@ def parse_args(
     """
     own_process = argv is None
     argv = sys.argv[1:] if argv is None else argv
-    if "--version" in argv:
-        print(f"slimelite {__version__}")
-        raise SystemExit(0)
+    answer_version(argv)
     try:
         if is_asked(argv):
             text = help_text(args_type(argv, groups), argv)

@@ -141,7 +141,10 @@ def _modes(args: Args) -> Iterator[str]:
 def _workers(args: RolloutArgs) -> Iterator[str]:
     for name, text in args.train_env_vars.items():
         if not name or "=" in name or isinstance(text, bool) or not isinstance(text, str | int | float):
-            yield f"--train-env-vars: {name!r}: {text!r} is no variable: a name without = and a text or number"
+            yield (
+                f"--train-env-vars: {name!r}: {text!r} is not a variable: the name must have no =, and the value "
+                "must be a text or a number"
+            )
     if args.async_rollout and args.colocate:
         yield (
             "--async-rollout with --colocate: engines that share the trainer's devices cannot generate while it "
@@ -363,10 +366,7 @@ def _loss(args: Args) -> Iterator[str]:
         what = "replies" if args.loss.judged else "pairs"
         yield f"--loss-type {args.loss_type} is a mean over {what}: leave {how} out"
     if args.loss.judged and args.label_key is None and not args.job.saved:
-        yield (
-            f"--loss-type {args.loss_type} reads from the column --label-key which replies are desirable: give "
-            "--label-key"
-        )
+        yield f"--loss-type {args.loss_type} needs --label-key: the column that says which replies are desirable"
     replies, size = (args.rollout_batch_size or 0) * args.n_samples_per_prompt, args.global_batch_size
     if args.loss.judged and size and (size == 1 or replies % size == 1):
         yield (

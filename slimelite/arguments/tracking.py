@@ -96,9 +96,9 @@ class TrackingArgs(DataArgs, CheckpointArgs):
     )
     token_stats: Literal["computed", "all", "none"] = flag(
         "computed",
-        "which samples get the trainer's log-prob and entropy of each response token, in token_stats/ of the run "
-        "folder: those for which a forward pass computes them anyway (computed), all, at the cost of one more pass "
-        "over the rest (all), or none",
+        "the subfolder token_stats/ of the run folder gets the trainer's log-prob and entropy of each response token: "
+        "only of the samples for which a forward pass computes them anyway (computed), of all samples, "
+        "which costs one more pass over the others (all), or of no samples (none)",
         TRAINING,
     )
     log_multi_turn: bool = flag(False, "metrics of multi-turn responses are logged", POLICY)

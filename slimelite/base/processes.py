@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,8 +15,11 @@ from pathlib import Path
 
 # a process that was told to show its stack has this long to do so [s]
 STACK_S = 3.0
-# a process that computes less than this share of a time, and loads fewer pages than that a second, stands still
-IDLE_SHARE, IDLE_FAULTS = 0.02, 1.0
+# a process stands still if it computes less than this share of a time, and loads fewer pages and reads fewer bytes than
+# this a second
+IDLE_SHARE, IDLE_FAULTS, IDLE_BYTES = 0.02, 1.0, 1000.0
+# a worker that dies within this time after a kill of the kernel's was probably the one [s]
+RECENT_S = 30.0
 TICKS = os.sysconf("SC_CLK_TCK")
 SHOW_STACK = signal.SIGUSR2
 FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$')
@@ -64,6 +68,7 @@ class _Window:
     since: float
     cpu: float
     faults: int
+    read: int
 
 
 @dataclass(slots=True)
@@ -113,14 +118,16 @@ class Machine:
 
     def _still(self, log: str, family: Sequence[Process], now: float) -> float:
         cpu, faults = sum(each.cpu for each in family), sum(each.faults for each in family)
+        read = sum(bytes_read(each.pid) for each in family)
         key = log, family[0].pid
-        window = self._windows.setdefault(key, _Window(now, cpu, faults))
+        window = self._windows.setdefault(key, _Window(now, cpu, faults, read))
         # a child that ended takes its seconds along: that is a movement too
         moved = not 0 <= cpu - window.cpu <= IDLE_SHARE * self.limit
         moved = moved or not 0 <= faults - window.faults <= IDLE_FAULTS * self.limit
+        moved = moved or not 0 <= read - window.read <= IDLE_BYTES * self.limit
         states = set() if moved or now - window.since < self.limit else _states(family)
         if moved or "D" in states:  # in the kernel, for a disk or a file server: it is slow there, not stuck
-            self._windows[key] = window = _Window(now, cpu, faults)
+            self._windows[key] = window = _Window(now, cpu, faults, read)
         return 0.0 if "R" in states else now - window.since  # R: it would go on if the machine had a core for it
 
     def _find_stopped(
@@ -152,6 +159,42 @@ def snapshot() -> Iterator[Process]:
                 fields = Path(f"/proc/{name}/stat").read_bytes().rpartition(b")")[2].split()
                 cpu = (int(fields[11]) + int(fields[12])) / TICKS
                 yield Process(int(name), int(fields[1]), fields[0].decode(), int(fields[19]), cpu, int(fields[9]))
+
+
+class MemoryKills:
+    """Counts the processes that the kernel has killed on this machine because the machine, or a control group, had no
+    memory left."""
+
+    def __init__(self) -> None:
+        self._noted = deque[tuple[float, int]]()
+        self.look()
+
+    def look(self) -> None:
+        """Note the kernel's count. This is called more often than every `RECENT_S`."""
+        if (count := _memory_kills()) is not None:
+            self._noted.append((time.monotonic(), count))
+        while len(self._noted) > 1 and self._noted[1][0] < time.monotonic() - RECENT_S:
+            self._noted.popleft()
+
+    def recent(self) -> int | None:
+        """The kills of the last `RECENT_S`; None if this kernel does not count them."""
+        count = _memory_kills()
+        return None if count is None or not self._noted else count - self._noted[0][1]
+
+
+def _memory_kills() -> int | None:
+    with suppress(OSError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return None
+
+
+def bytes_read(pid: int) -> int:
+    """Bytes that a process has read from files and pipes; 0 if the kernel does not report it."""
+    with suppress(OSError, IndexError, ValueError):
+        return int(Path(f"/proc/{pid}/io").read_bytes().split(maxsplit=2)[1])
+    return 0
 
 
 def is_stopped(pid: int) -> bool:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from slimelite.base.processes import Machine, Sight, Stopped
+from slimelite.base.processes import Machine, MemoryKills, Sight, Stopped
 
 logger = logging.getLogger(__name__)
 # shares of --hang-timeout: between two looks, and until somebody is ended, so that all of it fits
@@ -117,6 +117,8 @@ class Monitor:
         timeout: a worker that is stopped or stands still is ended within this time [s]; 0: never.
         workers: the workers of the run; more may be added later.
         places: the machines of hosts other than this one.
+
+    ``memory_kills``: what the kernel of this machine has killed for its memory.
     """
 
     def __init__(
@@ -125,6 +127,7 @@ class Monitor:
         self._pause, self._limit = LOOK * timeout, END * timeout
         self._workers, self._places = workers, places
         self._here: Place = Machine(self._limit)
+        self.memory_kills = MemoryKills()
         self._ended = -self._limit  # when a process was ended: others may have waited for it, and have a limit's time
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._work, name="hangs", daemon=True)
@@ -145,6 +148,7 @@ class Monitor:
                 logger.info("checking the workers failed", exc_info=True)
 
     def _look(self) -> None:
+        self.memory_kills.look()
         hosts: dict[str, list[Worker]] = {"": []}
         for worker in list(self._workers):
             hosts.setdefault(worker.host if worker.host in self._places else "", []).append(worker)
@@ -190,6 +194,8 @@ class Monitor:
         if busy or not ranks or (sends and not self._engines_still(seen)):
             return
         stacks = {each: each.stack() for each in ranks}
+        if not all(each.worker.calls.open for each in ranks):  # one was answered, or has died, meanwhile
+            return
         culprits = [each for each in ranks if not COLLECTIVES.search(stacks[each].partition(" in ")[0])]
         if culprits:
             for each in culprits:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
 import ray
 from ray._private.state import available_resources_per_node
-from ray.exceptions import RayActorError, RayError, RayTaskError, UnserializableException
+from ray.exceptions import RayError, RayTaskError, UnserializableException
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -31,14 +31,14 @@ from slimelite.arguments.secret import public_part
 from slimelite.base import trace
 from slimelite.base.heap import loading, set_heap
 from slimelite.base.lifecycle import ATTEMPT
-from slimelite.base.processes import Machine, Sight, show_stacks
+from slimelite.base.processes import Machine, MemoryKills, Sight, show_stacks
 from slimelite.base.reading import last_reading
 from slimelite.base.registry import function
 from slimelite.cluster.batches import EngineDesk
 from slimelite.cluster.hangs import END, Calls, Monitor
 from slimelite.cluster.placement import beside_ranks, nodes_of_bundles
 from slimelite.cluster.ray_session import connected, explained, last_line
-from slimelite.cluster.remote import Closing, ClusterError, Progress, Remote
+from slimelite.cluster.remote import Closing, ClusterError, Progress, Remote, not_there
 from slimelite.cluster.workers import LOCAL_HOST, EngineFactory, Target, Workers
 from slimelite.engines.protocol import Engine, ServerProcess
 from slimelite.rollout.manager import RolloutManager
@@ -164,13 +164,14 @@ class AsyncHost(Host):
 class RayRemote(Remote[T]):
     """An object in a `Host`. Its errors are raised here unchanged. ``host``: the address of its machine.
 
-    ``calls``: the calls that have no answer yet. ``verdict``: why the `Monitor` ended it.
+    ``calls``: the calls that have no answer yet. ``verdict``: why the `Monitor` ended it. ``kills``: what the kernel of
+    its machine has killed; None if that is another machine.
     """
 
     verdict: str | None
 
-    def __init__(self, handle: Any, name: str, log: Path, host: str) -> None:
-        self.handle, self.name, self.log, self.host = handle, name, log, host
+    def __init__(self, handle: Any, name: str, log: Path, host: str, kills: MemoryKills | None = None) -> None:
+        self.handle, self.name, self.log, self.host, self.kills = handle, name, log, host, kills
         self.calls, self.verdict = Calls(), None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -232,9 +233,10 @@ class RayRemote(Remote[T]):
                 cause.add_note(f"in {self.name}, whose log is {self.log}:\n{error}")
                 return cause
             error = cause
-        if self.verdict is not None and isinstance(error, RayActorError):
-            return ClusterError(f"{self.verdict}; its log is {self.log}")
-        return explained(error, self.name, self.log) if isinstance(error, RayError) else error
+        if not isinstance(error, RayError):
+            return error
+        kills = self.kills.recent() if self.kills else None
+        return explained(error, self.name, self.log, kills, self.verdict, self.host)
 
 
 @contextmanager
@@ -250,11 +252,13 @@ class Actors:
     """The actors of a run on its placement group.
 
     Colocated engines share the trainers' devices. Other engines get the devices after those. ``started``: all actors
-    are added to this list.
+    are added to this list. ``kills``: see `Monitor`.
     """
 
-    def __init__(self, args: Args, group: PlacementGroup, world: int, started: list[RayRemote[object]]) -> None:
-        self.args, self.group, self.world = args, group, world
+    def __init__(
+        self, args: Args, group: PlacementGroup, world: int, started: list[RayRemote[object]], kills: MemoryKills
+    ) -> None:
+        self.args, self.group, self.world, self.kills = args, group, world, kills
         self.factory = EngineFactory(args)
         self.started = started
         self._nodes = placement_group_table(group)["bundles_to_node_id"]
@@ -342,7 +346,8 @@ class Actors:
         # `ps` shows the name of the class: ray::trainer
         actor = ray.remote(type(name.rstrip("_0123456789"), (kind,), {})).options(**options)
         handle = actor.remote(os.getcwd(), str(log), name, trace_file, env, *make)
-        self.started.append(RayRemote(handle, name, log, str(self._hosts[node])))
+        kills = self.kills if node == self._here else None
+        self.started.append(RayRemote(handle, name, log, str(self._hosts[node]), kills))
         return self.started[-1]
 
     def _place(self, bundle: int, share: float) -> dict[str, object]:
@@ -411,11 +416,11 @@ def ray_workers(args: Args, progress: Progress) -> Iterator[Workers]:
     started, machines = list[RayRemote[object]](), dict[str, RemoteMachine]()
     with (
         _one_message(),
-        Monitor(args.hang_timeout, started, machines),  # until Ray has ended, which takes its daemons
+        Monitor(args.hang_timeout, started, machines) as monitor,  # until Ray has ended, which takes its daemons
         connected(bundles, _patience(args)) as kept,
         _reserved(args, world, widths, progress, kept) as group,
     ):
-        actors = Actors(args, group, world, started)
+        actors = Actors(args, group, world, started, monitor.memory_kills)
         machines.update(actors.machines())
         try:
             engines, trainers = actors.engines(count), actors.trainers()
@@ -502,15 +507,16 @@ def _reserved(
         time.sleep(WAIT_POLL_S)
     if plan(alive) is None:
         has = ", ".join(map(str, sorted(alive.values(), reverse=True)))
-        raise ClusterError(
+        problem = (
             f"the job needs {bundles} {device}s ({args.actor_num_nodes} nodes x {args.actor_num_gpus_per_node} ranks, "
             f"and {args.num_engines} engines on {args.rollout_num_gpus}, colocate={args.colocate}; an engine stays "
             f"within a node) but Ray has {has} on {len(alive)} node(s): "
             "lower --actor-num-nodes, --actor-num-gpus-per-node or --rollout-num-gpus, add --colocate, or add nodes"
         )
+        raise not_there(problem, _patience(args))
     progress(0, 0, f"waiting for {bundles} {device}s from Ray")
     bundle = {"CPU": 1.0, "GPU": 1.0} if device == "GPU" else {"CPU": 1.0}
-    group = _granted(plan, device, [dict(bundle) for _ in range(bundles)], max(WAIT_LIMIT_S, _patience(args)))
+    group = _granted(plan, device, [dict(bundle) for _ in range(bundles)], _patience(args))
     try:
         yield group
     finally:
@@ -520,12 +526,12 @@ def _reserved(
 
 
 def _granted(
-    plan: Callable[[dict[str, int]], list[str] | None], device: str, bundles: list[dict[str, float]], limit: float
+    plan: Callable[[dict[str, int]], list[str] | None], device: str, bundles: list[dict[str, float]], patience: float
 ) -> PlacementGroup:
     """A placement group of ``bundles`` where ``plan`` puts them. If Ray loses one of these nodes, it plans again."""
     wanted = f"{len(bundles)} x {bundles[0]}"
     while True:
-        places = _wait_for(plan, device, wanted, limit)
+        places = _wait_for(plan, device, wanted, patience)
         several, end = len(_devices(device)) > 1, time.monotonic() + WAIT_LIMIT_S
         selector = [{NODE_LABEL: node} for node in places] if several else None
         group = placement_group(bundles, strategy="PACK", bundle_label_selector=selector)
@@ -551,7 +557,9 @@ def _devices(device: str) -> dict[str, int]:
     return {node["NodeID"]: int(node["Resources"].get(device, 0)) for node in ray.nodes() if node["Alive"]}
 
 
-def _wait_for(plan: Callable[[dict[str, int]], list[str] | None], device: str, wanted: str, limit: float) -> list[str]:
+def _wait_for(
+    plan: Callable[[dict[str, int]], list[str] | None], device: str, wanted: str, patience: float
+) -> list[str]:
     """Wait until all bundles have room, and return the node of each. Nodes may come and go meanwhile."""
     begin = noted = time.monotonic()
     while True:
@@ -561,10 +569,9 @@ def _wait_for(plan: Callable[[dict[str, int]], list[str] | None], device: str, w
             return places
         waited = time.monotonic() - begin
         state = f"{sum(free.values()):g} of {sum(alive.values())} {device}s are free"
-        if waited > limit:
-            raise ClusterError(
-                f"gave up after {waited:.0f} s waiting for {wanted}: {state}; another job holds the rest"
-            )
+        if waited > (patience or WAIT_LIMIT_S):
+            why = "another job holds the rest" if plan(alive) else "the rest is on machines that are gone"
+            raise not_there(f"gave up after {waited:.0f} s waiting for {wanted}: {state}; {why}", patience)
         if time.monotonic() - noted > WAIT_REPORT_S:
             logger.warning("waiting for %s from Ray, %.0f s so far: %s", wanted, waited, state)
             noted = time.monotonic()

@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import ray
 from ray._private import ray_constants, services
 from ray._private.node import Node
 from ray.exceptions import (
+    ActorUnavailableError,
     AuthenticationError,
     NodeDiedError,
     ObjectStoreFullError,
@@ -33,7 +34,8 @@ from ray.exceptions import (
 )
 
 from slimelite.base.lifecycle import Watchdog, end_session
-from slimelite.cluster.remote import ClusterError, MemoryShortage
+from slimelite.base.processes import RECENT_S
+from slimelite.cluster.remote import ClusterError, MemoryShortage, not_there
 
 logger = logging.getLogger(__name__)
 
@@ -115,10 +117,11 @@ def _join(address: str, patience: float) -> None:
             "the cluster's token as RAY_AUTH_TOKEN or in ~/.ray/auth_token (docs/install.md)"
         ) from error
     except (OSError, RuntimeError, ValueError) as error:
-        raise ClusterError(
+        problem = (
             f"no Ray cluster can be joined at RAY_ADDRESS={address} ({_first_line(error)}): name the head's address, "
             "such as 10.0.0.1:6379; unset RAY_ADDRESS to let the run start its own Ray"
-        ) from error
+        )
+        raise not_there(problem, patience) from error
 
 
 def _start(bundles: int) -> None:
@@ -217,10 +220,31 @@ def _first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def explained(error: RayError, worker: str, log: Path | None = None) -> ClusterError:
-    """``error`` as one message. Ray's own text is a note, which log.txt shows."""
+def explained(
+    error: RayError,
+    worker: str,
+    log: Path | None = None,
+    kills: int | None = None,
+    verdict: str | None = None,
+    host: str | None = None,
+) -> ClusterError:
+    """``error`` as one message. Ray's own text is a note, which log.txt shows.
+
+    ``host``: the address of the worker's machine, for errors of Ray that do not name it.
+    ``kills``: how many processes on the worker's machine the kernel has just killed because memory ran out;
+    None: unknown.
+    ``verdict``: why the `Monitor` ended the worker, if it did.
+    """
     last = last_line(error)
-    worker += _place(error)
+    worker += _place(error) or (f" on {_host_name(host)}" if host else "")
+    died = isinstance(error, RayActorError) and ENDED in last
+    shortage = isinstance(error, OutOfMemoryError) or (died and kills != 0)
+    if what := _lost_raylet(log):
+        one = ClusterError(what)
+        one.add_note(str(error))
+        return one
+    if verdict is not None and isinstance(error, RayActorError):
+        return ClusterError(f"{verdict}; its log is {log}")
     if isinstance(error, OutOfMemoryError):
         what = f"{worker} was ended by Ray because the machine's memory was nearly full: {NO_MEMORY}"
     elif isinstance(error, OutOfDiskError | ObjectStoreFullError):
@@ -229,25 +253,68 @@ def explained(error: RayError, worker: str, log: Path | None = None) -> ClusterE
         what = f"{worker} could not be given its environment (--train-env-vars): {last}"
     elif isinstance(error, NodeDiedError):
         what = f"{worker}: its machine died or lost its connection: {last}"
-    elif isinstance(error, RayActorError) and ENDED in last:
-        what = (
-            f"{worker} died without an error message: it crashed, or it was killed by SIGKILL (`dmesg` shows whether "
-            f"the machine ran out of memory; if so, {NO_MEMORY})"
-        )
+    elif died:
+        what = f"{worker} {_death(kills)}"
+    elif isinstance(error, ActorUnavailableError):
+        what = f"{worker} cannot be reached: its process or its machine died, or the network failed ({last})"
     elif isinstance(error, RayActorError):
         what = f"{worker} died: {last}"
     else:
         what = f"{worker}: Ray failed: {type(error).__name__}: {last}"
-    killed = isinstance(error, OutOfMemoryError) or (isinstance(error, RayActorError) and ENDED in last)
-    one = (MemoryShortage if killed else ClusterError)(what if log is None else f"{what}; its log is {log}")
+    one = (MemoryShortage if shortage else ClusterError)(what if log is None else f"{what}; its log is {log}")
     one.add_note(str(error))
     return one
+
+
+def _death(kills: int | None) -> str:
+    """How a worker died that said nothing, as far as the kernel's count of ``kills`` tells."""
+    if kills:
+        number = "a process" if kills == 1 else f"{kills} processes"
+        return (
+            f"was killed: in the last {RECENT_S:.0f} s the kernel has killed {number} of this machine because memory "
+            f"was full; {NO_MEMORY}"
+        )
+    if kills == 0:
+        return (
+            "died without an error message: it crashed, or somebody sent it SIGKILL. It was not for its memory: the "
+            f"kernel of this machine has killed no process for that in the last {RECENT_S:.0f} s"
+        )
+    return (
+        "died without an error message: it crashed, or it was killed by SIGKILL (`dmesg` shows whether the machine ran "
+        f"out of memory; if so, {NO_MEMORY})"
+    )
+
+
+def _lost_raylet(log: Path | None) -> str:
+    """If the raylet that this process has started is dead: how it ended. Its log goes to the folder of ``log``, because
+    Ray's own folder will be removed. Else empty."""
+    node = ray._private.worker._global_node
+    started = node.all_processes.get(ray_constants.PROCESS_TYPE_RAYLET, []) if node else []
+    for process in (each.process for each in started):
+        if (code := process.poll()) is not None:
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+            what = f"Ray's raylet (process {process.pid} on {socket.gethostname()}) {how}, and all workers need it"
+            if log is not None:
+                with suppress(OSError):
+                    kept = shutil.copy(_session() / "logs" / "raylet.out", log.parent)
+                    what += f"; its log is {kept}"
+            return what
+    return ""
 
 
 def _place(error: BaseException) -> str:
     """Process and host of a dead actor, as Ray's message names them; empty if the message does not."""
     pid, host = (re.search(rf"^\s*{name}: (\S+)$", str(error), re.M) for name in ("pid", "ip"))
-    return f" (process {pid[1]} on {host[1]})" if pid and host else ""
+    if not (pid and host):
+        return ""
+    return f" (process {pid[1]} on {_host_name(host[1])})"
+
+
+def _host_name(address: str) -> str:
+    """``address``, or the name of this machine."""
+    with suppress(ValueError):
+        return socket.gethostname() if ipaddress.ip_address(address).is_loopback else address
+    return address
 
 
 def last_line(error: BaseException) -> str:

@@ -51,6 +51,18 @@ class MemoryShortage(ClusterError):
     """A worker was killed, because its machine had no memory left or for an unknown reason."""
 
 
+class RestartWaitError(ClusterError):
+    """The machines of a run did not come back within ``--restart-wait``. The run is not started again after this."""
+
+
+def not_there(problem: str, patience: float) -> ClusterError:
+    """The error for a cluster or devices that are missing. ``patience``: how long a restart has waited for them [s]; it
+    is 0 at the first start."""
+    if not patience:
+        return ClusterError(problem)
+    return RestartWaitError(f"a restart has waited {patience:g} s for its machines (--restart-wait): {problem}")
+
+
 def with_memory(error: BaseException, args: Args) -> BaseException:
     """``error``, or one that explains it. After a shortage of memory it says what the run needed and what would have
     fitted. After a collective that failed it says that a rank did not answer."""

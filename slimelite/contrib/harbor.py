@@ -52,7 +52,7 @@ VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
 
 @dataclass(frozen=True)
 class Task:
-    """A task folder. ``problem``: which part of it is not supported here.
+    """A task folder. ``problem``: the part of the task that is not supported here, or "".
 
     ``files``: the files that the Dockerfile copies, from here to there. ``plain``: why bubblewrap cannot run it, "" if
     it can. ``lost``: why no box can run it without its image. ``variables``: environment variables with the image;
@@ -111,7 +111,7 @@ def read_task(folder: Path) -> Task:
 
 
 def _problem(folder: Path, config: Mapping[str, Any], box: Mapping[str, Any], tests: Mapping[str, Any]) -> str:
-    """Which part of a task is not supported; "" if everything is."""
+    """The part of a task that is not supported; "" if every part is."""
     separate = tests.get("environment_mode") == "separate" or tests.get("environment")
     checks = {
         "it has no tests/test.sh": not (folder / "tests" / "test.sh").is_file(),
@@ -130,7 +130,7 @@ def _problem(folder: Path, config: Mapping[str, Any], box: Mapping[str, Any], te
 
 
 def _outside(variables: Mapping[str, str]) -> str:
-    """A variable that would act on bubblewrap itself, which runs outside the box; "" if there is none."""
+    """A variable that would change bubblewrap itself, which runs outside the box; "" if there is none."""
     named = [name for name in variables if name in ("PATH", "HOME", "TMPDIR") or name.startswith(("LD_", "GCONV_"))]
     return f"it sets {named[0]}" if named else ""
 
@@ -453,7 +453,7 @@ class Harbor(ToolEnvironment):
 
 
 def _kept(settings: SandboxSettings) -> list[str]:
-    """The folders that the model can write to. Folders that a commit of its container has are left out."""
+    """The folders that the model can write to, without those that a commit of its container contains."""
     if is_container(settings.name):
         return ["/tmp", CONTAINER_HOME]
     return [*(folder for folder in settings.folders if folder not in ("/tests", "/logs")), "/tmp", HOME]

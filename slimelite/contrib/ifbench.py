@@ -3,7 +3,8 @@
 The row's metadata (or its label, as JSON) has ``instruction_id_list`` and ``kwargs``, one dict for each instruction, as
 in the data sets IFEval and IFBench. The checks are IFEval's 25 (`instructions`) and, in this file, IFBench's own 58
 (Pyatkin et al., arXiv:2507.02833). Any other instruction is a reward error. Verdicts equal those of IFBench's own
-checks, oddities included (docs/rewards.md lists differences), except where `instructions` approximates English.
+checks, also where these are odd, except where `instructions` approximates English (docs/rewards.md lists the
+differences).
 Positions count from 1, and spans of words from 0.
 """
 

@@ -6,7 +6,7 @@ also asks langdetect whether the text is English.
 
 Sentences, tokens, syllables, stop words, pronouns, verbs and emoji are short approximations of NLTK's Punkt and
 Treebank tokenisers, its stop words and tagger, syllapy's dictionary and the emoji package, without their data.
-docs/rewards.md says which checks may differ for that reason. All run times are linear in the length of the text.
+docs/rewards.md lists the checks that may differ for that reason. All run times are linear in the length of the text.
 """
 
 from __future__ import annotations
@@ -76,7 +76,9 @@ def word_tokens(text: str) -> list[str]:
 
 
 def syllables(word: str) -> int:
-    """The number of runs of vowels without the silent e; 0 for a word with a digit. ``word`` is in lower case."""
+    """The number of syllables. Runs of vowels count, and a silent e does not. A word with a digit has 0. ``word`` is
+    in lower case.
+    """
     if not word or re.search(r"\d", word):
         return 0
     runs = len(re.findall("[aeiouy]+", word))

@@ -164,7 +164,7 @@ def _reward(result: Mapping[str, Any]) -> float | None:
 
 
 def _text(observation: Any) -> str:
-    """What the model sees of an observation: its text if it has nothing else, otherwise JSON."""
+    """An observation as the model sees it: its text if it has nothing else, otherwise JSON."""
     if isinstance(observation, dict) and "tool_name" in observation:  # of a call: what the tool returned
         error, result = observation.get("error"), observation.get("result")
         if error:

@@ -19,7 +19,8 @@ GAMES = 1000
 
 @contextmanager
 def _global_chance(keeper: Game | None = None) -> Iterator[None]:
-    """Inside this block, Python's global random numbers are the game's. Afterwards they continue as before."""
+    """In this block, Python's global random numbers come from the game's own sequence. Afterwards they continue as
+    before."""
     before = random.getstate()
     if keeper is not None:
         random.setstate(keeper.chance)
@@ -34,8 +35,8 @@ def _global_chance(keeper: Game | None = None) -> Iterator[None]:
 class Game:
     """One game. Players take turns. The game's reward for a player belongs to the player's last reply.
 
-    The library's games draw from Python's global random numbers. Here each game has its own sequence. So a seed gives
-    the same game, whatever else runs.
+    The library's games draw from Python's global random numbers. Here each game has its own sequence. So a seed always
+    gives the same game, also if other games run.
     """
 
     def __init__(self, name: str, players: int) -> None:
@@ -67,7 +68,7 @@ class Game:
         return Step(reward=float(rewards.get(mover, 0.0)), done=True, rewards=others, metrics={"invalid_moves": wrong})
 
     def _seen(self) -> tuple[int, list[Message]]:
-        """Whose turn it is, and the messages that this player has not seen yet. The player's own words are left out."""
+        """The player whose turn it is, and the new messages for this player, without the player's own words."""
         inner = self._game
         while hasattr(inner, "env"):  # the library's wrappers tell a player everything again each turn
             inner = inner.env

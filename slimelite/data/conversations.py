@@ -31,6 +31,11 @@ if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 MARKS = re.compile(r"\{%-?\+?\s*generation\s*-?\+?%\}")
+# where a prompt and a reply are wanted
+TEXT_PROMPT = (
+    "SFT reads whole conversations, but the prompt is text: name the column of the messages with --input-key, and "
+    "leave --apply-chat-template out"
+)
 # label and reward of the two samples of a pair, in this order
 SIDES = (("chosen", 1.0), ("rejected", 0.0))
 # label of a reply -> its reward
@@ -129,10 +134,7 @@ class ChatReader:
             ValueError: the prompt is not a list of messages, or `tokens` raises.
         """
         if isinstance(sample.prompt, str):
-            raise ValueError(
-                "SFT reads whole conversations, but the prompt is text: name the column of the messages with "
-                "--input-key, and leave --apply-chat-template out"
-            )
+            raise ValueError(TEXT_PROMPT)
         messages = [self._without_end(m) if m.get("role") == "assistant" else m for m in sample.prompt]
         try:
             ids, mask = self.tokens(messages, sample.metadata.get("tools"))

@@ -136,8 +136,8 @@ class _Watch:
         self._thread: threading.Thread | None = None
 
     def begin(self, seconds: float) -> None:
-        """Note that the calling thread begins a rendering. After ``seconds`` of its CPU time `_Stop` is raised in
-        it."""
+        """Note that the calling thread begins a rendering. When this thread has used ``seconds`` more of CPU
+        time, `_Stop` is raised in it."""
         ident = threading.get_ident()
         clock = time.pthread_getcpuclockid(ident)
         with self._lock:

@@ -15,8 +15,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from slimelite.arguments import Args, DataArgs
+from slimelite.data.conversion import Wanted, advice
 from slimelite.data.messages import A_TOOL, BadCell, Messages, Tools, TooSlow, parsed, read_messages, render, sound
-from slimelite.data.reader import ENVIRONMENT, BadRows, Row, column_names, read_rows, split_path
+from slimelite.data.reader import ENVIRONMENT, BadRows, Row, column_names, first_row, read_rows, split_path
 from slimelite.data.shapes import shape_of
 from slimelite.data.tokenizer import encode_text, load_tokenizer
 from slimelite.samples.sample import Sample, label_text, plain
@@ -95,7 +96,7 @@ def load_prompts(
     whole = bool(files) and (whole or all(split_path(path)[0].endswith(".parquet") for path in files))
     unseen = {k: name for k, usual in DEFAULT_COLUMNS.items() if (name := getattr(columns, k)) != usual and whole}
     for path in paths:
-        bad = BadRows(skip_bad_rows, left_out.append)
+        bad, named = BadRows(skip_bad_rows, left_out.append), columns
         try:
             named, rows = _open(columns, path, replies, bad, left_out)
             for place, row in rows:
@@ -109,7 +110,7 @@ def load_prompts(
                 except TooSlow as error:
                     raise ValueError(f"{path}: {place}: {error}") from error
         except ValueError as error:
-            problems.append(str(error))
+            problems.append(f"{error}{_advice(named, path, replies)}")
     problems += [f"no row has a column {name!r} (--{key.replace('_', '-')})" for key, name in unseen.items()]
     if problems:
         raise ValueError("; ".join(dict.fromkeys(problems)))
@@ -158,6 +159,33 @@ def _open(
     if shape is None:
         return columns, rows
     return columns, ((place, {**row, columns.input_key: shape.read(row)}) for place, row in rows)
+
+
+def _advice(columns: Columns, path: str, replies: tuple[str, str] | None) -> str:
+    """How the file can be read after all, if its first row has not the columns that are named."""
+    if path.startswith(ENVIRONMENT) or getattr(columns, "task", None) is not None:
+        return ""
+    try:
+        row = first_row(path)
+        if {*row} >= {name for name in (columns.input_key, columns.label_key, *(replies or ())) if name is not None}:
+            content = row[columns.input_key]
+            if not isinstance(content, list):
+                return ""
+            read_messages(content, columns.input_key)
+    except BadCell:
+        pass  # its messages have other names
+    except ValueError:
+        return ""
+    return f"; {how_to_convert(columns, path, replies)}" if row else ""
+
+
+def how_to_convert(columns: Columns, path: str, replies: tuple[str, str] | None = None) -> str:
+    """The flags or the line of Python with which the run can read the rows of ``path``."""
+    job, loss = getattr(columns, "job", None), getattr(columns, "loss", None)
+    prefix = "--eval-" if job is None else "--"
+    family = "policy" if job is None else job.loss
+    wanted = Wanted(columns.input_key, columns.label_key, family, bool(loss and loss.judged), replies, prefix)
+    return advice(path, first_row(path), wanted)
 
 
 def _measured(prompt: Sample, row: Row, columns: Columns, tokenizer: PreTrainedTokenizerBase | None) -> str:

@@ -151,8 +151,17 @@ def column_names(spec: str) -> list[str]:
             return list(pq.read_schema(name).names)
         except (pa.ArrowInvalid, OSError) as error:
             raise ValueError(f"{name} is not a readable parquet file: {error}") from error
-    rows = (row for _, row in _reader(name)(name, slice(None), [], None) if isinstance(row, dict))
-    return list(next(rows, {}))
+    return list(first_row(spec))
+
+
+def first_row(spec: str) -> Row:
+    """The first readable row of a file; empty if there is none.
+
+    Raises:
+        ValueError: the same errors of the file as `read_rows` raises.
+    """
+    name, _ = split_path(spec)
+    return next((row for _, row in _reader(name)(name, slice(None), [], None) if isinstance(row, dict)), {})
 
 
 def _environment_rows(path: str, part: slice, *_: object) -> Iterator[Found]:

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from slimelite.base.guard import defined_at, raised_at
 from slimelite.base.http_client import Client, HttpError, shown
 from slimelite.base.lifecycle import start_module
+from slimelite.base.processes import is_stopped
 from slimelite.base.registry import function
 from slimelite.base.threads import call
 from slimelite.data.messages import A_TOOL, read_messages, sound
@@ -224,6 +225,8 @@ class Live:
         lost = isinstance(self._environment, _InWorker) and self._environment.lost
         if not done:
             what = f"{method.__name__} took longer than {limit:.3g} s ({flag})"
+            if type(self._environment) is _Remote:  # a server of the user's, which may be stopped or gone
+                what = f"{shown(self._environment.url)}: {what}"
             raise EnvironmentFailure("timeout", what, lost=lost)
         if isinstance(error, EnvironmentFailure):
             raise error
@@ -340,7 +343,11 @@ class _InWorker(_Remote):
         await super().close()
 
     async def suspect(self) -> None:
-        """End the worker if it does not answer at all. Its other episodes fail then, and new ones get a new process."""
+        """End the worker if it is stopped or does not answer. Its other episodes fail then, and new ones get a new
+        process."""
+        if self._worker.stopped:  # it might answer now for a moment, and be ended then by whoever found it stopped
+            self._worker.kill()
+            return
         try:
             await asyncio.wait_for(self._client.get(f"{self.url}/health"), PING_SECONDS)
         except (HttpError, TimeoutError):
@@ -363,6 +370,11 @@ class _Worker:
     def alive(self) -> bool:
         """Whether the process is running."""
         return self._process is not None and self._process.poll() is None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the process is stopped (SIGSTOP)."""
+        return self._process is not None and is_stopped(self._process.pid)
 
     async def started(self) -> None:
         """Wait until the process serves; start it if there is none, or if it has ended."""

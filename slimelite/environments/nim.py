@@ -38,7 +38,7 @@ class Nim:
         return Start(self._shown(), role=PLAYERS[0])
 
     def step(self, reply: Mapping[str, Any]) -> Step:
-        """Make the move. If the opponent is not the model, make its move too."""
+        """Make the move. If the opponent is not the model, make the opponent's move too."""
         match = re.fullmatch(r"\s*(\d{1,9})\s*", reply.get("content") or "")
         move = int(match[1]) if match else 0
         other = PLAYERS[1 - self._player]

@@ -33,6 +33,7 @@ from slimelite.base.http_body import Shape, read_body
 from slimelite.base.http_server import Handler, RequestError, Server, is_loopback, with_key
 from slimelite.base.processes import show_stacks
 from slimelite.base.threads import call
+from slimelite.base.version import add_version
 from slimelite.environments.hosts import load
 from slimelite.environments.protocol import Environment, Row
 from slimelite.sandbox.registry import SandboxSettings
@@ -130,6 +131,7 @@ async def serve(
 def main() -> None:
     """The program of the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    add_version(parser)
     parser.add_argument("environment", help="an environment, written as for --environment of train.py")
     parser.add_argument(
         "--host", default="127.0.0.1", help=f"the address; any other than the default needs a key in {KEY_VARIABLE}"

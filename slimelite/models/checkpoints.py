@@ -168,10 +168,10 @@ def part_file(directory: Path, rank: int) -> Path:
 
 
 def model_folder(template: str, rollout_id: int | Literal["best"]) -> Path:
-    """The folder of the model after rollout ``rollout_id`` or of the best evaluation. ``template`` is ``--save-hf``.
+    """The folder of the model after rollout ``rollout_id``, or of the model with the best evaluation.
 
-    For the best evaluation, ``{rollout_id}`` becomes ``best``. A template without ``{rollout_id}`` gets ``-best`` at
-    its end.
+    ``template`` is ``--save-hf``. For the best evaluation, ``{rollout_id}`` becomes ``best``. A template
+    without ``{rollout_id}`` gets ``-best`` at its end.
     """
     if rollout_id == "best":
         named = re.sub(r"\{rollout_id[^{}]*\}", "best", template)

@@ -36,6 +36,10 @@ UNKNOWN_BYTES = 150 * 10**9
 REMEDY = "copy or save the model again"
 # config attribute that transforms the logits after hidden·weightᵀ -> the value that has no effect
 LOGIT_TRANSFORMS: dict[str, float | None] = {"final_logit_softcapping": None, "logit_scale": 1, "logits_scaling": 1}
+# methods of quantized checkpoints that transformers reads as ordinary weights, on CPUs too
+RESTORED = ("fp8", "mxfp4")
+# config attributes with the cap of the logits, a name for each family that has one
+CAPS = ("final_logit_softcapping", "output_logit_soft_cap", "logits_soft_cap")
 # activations of gated MLPs in transformers, besides rare ones
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2")
 # `from_pretrained` with ``output_loading_info``: (model, info)
@@ -48,7 +52,7 @@ def logit_transform(config: PretrainedConfig) -> tuple[float, float | None]:
     scale, divisor, multiplier = (
         getattr(text, name, None) or 1.0 for name in ("logit_scale", "logits_scaling", "lm_head_multiplier")
     )
-    caps = (getattr(text, name, None) for name in ("final_logit_softcapping", "output_logit_soft_cap"))
+    caps = (getattr(text, name, None) for name in CAPS)
     return multiplier * scale / divisor, next(filter(None, caps), None)
 
 
@@ -72,6 +76,18 @@ def load_config(path: str) -> PretrainedConfig:
     return config
 
 
+def restore_weights(config: PretrainedConfig) -> str:
+    """Let transformers turn the weights of a quantized checkpoint into ordinary ones when it reads them. Returns the
+    method if it cannot, else ""."""
+    quantized = getattr(config, "quantization_config", None)
+    if quantized is None:
+        return ""
+    if not isinstance(quantized, dict) or quantized.get("quant_method") not in RESTORED:
+        return str(quantized.get("quant_method") if isinstance(quantized, dict) else quantized.quant_method)
+    quantized["dequantize"] = True
+    return ""
+
+
 def has_weights(path: str | Path) -> bool:
     """Whether ``path``, a folder or hub id, has weights. A folder with only a config makes a new model."""
     folder = Path(path)
@@ -86,6 +102,24 @@ def weight_bytes(path: str) -> int:
     if not folder.is_dir():
         return UNKNOWN_BYTES
     return sum(file.stat().st_size for part in PARTS for file in folder.glob(part))
+
+
+def hub_folder(name: str) -> str | None:
+    """The folder of the hub's cache with the safetensors files of the model ``name``. What is missing is downloaded.
+
+    None: the model has no such files, or the hub cannot be reached.
+    """
+    from transformers.utils import cached_file
+    from transformers.utils.hub import get_checkpoint_shard_files
+
+    try:
+        entry = cached_file(name, WHOLE, _raise_exceptions_for_missing_entries=False)
+        if entry is None:
+            entry = cached_file(name, INDEX)
+            get_checkpoint_shard_files(name, entry)
+    except (OSError, ValueError):
+        return None
+    return str(Path(entry).parent)
 
 
 def write_weights(weights: Mapping[str, Tensor], file: Path) -> None:
@@ -172,7 +206,7 @@ def _header(file: Path) -> dict[str, tuple[int, ...]]:
             return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
     except SafetensorError as error:
         size = file.stat().st_size
-        what = f"with {size:,} bytes is cut short or no safetensors file ({error})" if size else "is empty"
+        what = f"with {size:,} bytes is cut short or not a safetensors file ({error})" if size else "is empty"
         raise ValueError(f"{file} {what}: {REMEDY}") from error
 
 
@@ -196,7 +230,7 @@ def weight_sources(path: str, empty: PreTrainedModel, *, unread: Iterable[str] =
     """Where the weights and saved buffers of the model ``empty`` are in the files at ``path``, by name.
 
     Weights of ``unread`` may be missing. None: the weights cannot be read in parts. The files have another format, the
-    model is quantized, or ``path`` is a hub id.
+    model is quantized, or ``path`` is no folder.
 
     Raises:
         ValueError: see `check_weights`.
@@ -230,7 +264,7 @@ def _match(path: str, empty: PreTrainedModel, tensors: Mapping[str, Tensor], unr
 
 
 def load_weights(
-    kind: type[Any], path: str, config: PretrainedConfig, *, unread: Iterable[str] = (), **options: object
+    kind: type[Any], path: str, config: PretrainedConfig, *, unread: Iterable[str] = (), **options: Any
 ) -> PreTrainedModel:
     """``from_pretrained`` of ``kind``, an auto class of transformers. It raises an error instead of leaving a weight
     random.
@@ -245,7 +279,11 @@ def load_weights(
     if Path(path).is_dir():
         weight_shapes(Path(path))  # raises an error that names a damaged file
     load = partial(kind.from_pretrained, path, config=config, trust_remote_code=False, **options)
-    return _load(path, unread, load, bar=True)
+    model = _load(path, unread, load, bar=True)
+    if getattr(config, "quantization_config", None) is not None and "dtype" in options:
+        for parameter in model.parameters():  # MXFP4 is restored as bf16, whatever dtype is asked for
+            parameter.data = parameter.data.to(options["dtype"])
+    return model
 
 
 def _load(path: str, unread: Iterable[str], load: Loader, *, bar: bool) -> PreTrainedModel:

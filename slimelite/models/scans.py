@@ -109,20 +109,66 @@ def selective_scan(
     """h ← e^(dt·a)·h + dt·x·b; y = h·c: Mamba-1 (arXiv:2312.00752, algorithm 2).
 
     Args:
-        x, dt: [n, L, D]; a: [D, N] negative; b, c: [n, L, N].
-        state: [n, D, N] before the first token; None: zero.
+        x, dt: [n, L, D]; a: [D, N] negative; b, c: [n, L, N]. With heads: [n, L, heads, D], [heads, D, N] and
+            [n, L, heads, N].
+        state: [n, D, N] or [n, heads, D, N] before the first token; None: zero.
+
+    Returns:
+        like ``x`` in the dtype of ``x``, and the state after the last token, at least fp32.
+    """
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    steps, values, b_, c_ = (z.to(dtype).transpose(0, 1) for z in (dt, dt * x, b, c))
+    if state is None:
+        state = steps.new_zeros(*steps.shape[1:], a.shape[-1])
+    decays = (steps[..., None] * a.to(dtype)).exp()
+    states = _Recurrence.apply(decays, values[..., None] * b_[..., None, :], state.to(dtype))
+    out = (states @ c_[..., None])[..., 0]
+    return out.transpose(0, 1).to(x.dtype), states[-1]
+
+
+def forgetting_average(x: Tensor, forgotten: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """h ← (1 - f)·h + x; y = h: the recurrence of RG-LRU (arXiv:2402.19427, equation 4).
+
+    Args:
+        x: [n, L, D]; forgotten: [n, L, D] between 0 and 1.
+        state: [n, D] before the first token; None: zero.
 
     Returns:
         [n, L, D] in the dtype of ``x``, and the state after the last token, at least fp32.
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
-    steps, values, b_, c_ = (z.to(dtype).transpose(0, 1) for z in (dt, dt * x, b, c))
-    if state is None:
-        state = steps.new_zeros(*steps.shape[1:], a.shape[1])
-    decays = (steps[..., None] * a.to(dtype)).exp()
-    states = _Recurrence.apply(decays, values[..., None] * b_[:, :, None], state.to(dtype))
-    out = (states @ c_[..., None])[..., 0]
-    return out.transpose(0, 1).to(x.dtype), states[-1]
+    added, decays = x.to(dtype).transpose(0, 1), (1 - forgotten.to(dtype)).transpose(0, 1)
+    first = torch.zeros_like(added[0]) if state is None else state.to(dtype)
+    states = _Recurrence.apply(decays, added, first)
+    return states.transpose(0, 1).to(x.dtype), states[-1]
+
+
+def matrix_memory(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, weight: Tensor, state: Tensor | None = None, *, eps: float
+) -> tuple[Tensor, Tensor]:
+    """C ← e^g·C + w k vᵀ; n ← e^g·n + w k; o = Cᵀq / (max(|nᵀq|, 1) + ε·max w): mLSTM (arXiv:2405.04517, section 2.3).
+
+    ``max w`` is the largest weight so far, which decays as well and starts at 1.
+
+    Args:
+        query, key: [n, L, heads, K]; value: [n, L, heads, V].
+        g: [n, L, heads] log of the decay, at most 0; weight: [n, L, heads] of the input.
+        state: [n, heads, K + 1, V + 1] before the first token: C, in the last column n, in the last row log max w.
+
+    Returns:
+        [n, L, heads, V] in the dtype of ``query``, and the state after the last token, at least fp32.
+    """
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    q, k, v, g, w = (x.to(dtype) for x in (query, key, value, g, weight))
+    memory = None if state is None else state[:, :, :-1]
+    inputs = torch.cat([v, torch.ones_like(v[..., :1])], -1) * w[..., None]
+    read, memory = _linear_attention(q * q.shape[-1] ** -0.5, k, inputs, g, memory, None)
+    with torch.no_grad():  # only ε depends on it
+        decay, first = g.cumsum(1), q.new_zeros(len(q), q.shape[2]) if state is None else state[:, :, -1, 0].to(dtype)
+        largest = decay + torch.cat([first[:, None], w.log() - decay], 1).cummax(1).values[:, 1:]
+    out = read[..., :-1] / (read[..., -1:].abs().clamp(min=1) + eps * largest.exp()[..., None])
+    last = largest[:, -1, :, None, None].expand(-1, -1, 1, memory.shape[-1])
+    return out.to(query.dtype), torch.cat([memory, last], 2)
 
 
 class _Context(FunctionCtx):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 from transformers import PretrainedConfig
 
@@ -15,8 +16,8 @@ HEAD = 16
 # small value -> fields that get it unless they are 0 or None; they fit: 4 heads of 16 make 64, 8 Mamba heads 2 · 64
 # chunks of a scan are longer than every row: transformers 5.12.1 computes later ones of Nemotron-H wrong on a CPU
 _SMALL: dict[int, str] = {
-    HIDDEN: "hidden_size d_model n_embd embedding_size embedding_dim emb_dim lru_width word_embed_proj_dim "
-    "input_embedding_size output_embedding_size hidden_size_per_layer_input",
+    HIDDEN: "hidden_size hidden_size_global d_model n_embd embedding_size embedding_dim emb_dim lru_width "
+    "word_embed_proj_dim input_embedding_size output_embedding_size hidden_size_per_layer_input",
     48: "intermediate_size moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size ffn_dim "
     "decoder_ffn_dim encoder_ffn_dim n_inner ffn_hidden_size expert_ffn_hidden_size intermediate_size_mlp "
     "moe_shared_expert_intermediate_size dense_intermediate_size dff dim_ff feed_forward_size d_inner",
@@ -26,13 +27,15 @@ _SMALL: dict[int, str] = {
     # with few index_n_heads many tokens score 0 exactly, and which of them are chosen depends on the row's length
     2 * HEAD: "attention_head_dim qk_head_dim mamba_chunk_size chunk_size linear_chunk_size index_n_heads",
     8: "mamba_n_heads mamba_num_heads",
-    4: "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads attention_heads "
+    # else a row of Reformer is one chunk, which it computes without hashes
+    4: "lsh_attn_chunk_length local_attn_chunk_length "
+    "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads attention_heads "
     "num_experts num_local_experts n_routed_experts moe_num_experts linear_num_value_heads zero_expert_num",
     2: "num_experts_per_tok moe_topk moe_k top_k_experts linear_num_key_heads n_mamba_heads",
     1: "n_group topk_group n_groups mamba_n_groups mamba_ngroups num_codebooks",
     WINDOW: "sliding_window attention_window_size attention_chunk_size index_topk",
     CONTEXT: "floor_scale",
-    VOCABULARY: "vocab_size vocab_size_per_layer_input",
+    VOCABULARY: "vocab_size encoder_hash_byte_group_vocab vocab_size_per_layer_input",
 }
 SMALL = {name: value for value, names in _SMALL.items() for name in names.split()}
 # fields that are multiples of the hidden size where they are given
@@ -51,6 +54,9 @@ def small_config(config: PretrainedConfig) -> PretrainedConfig:
         if isinstance(part, PretrainedConfig):
             _shrink(part)
     _shrink(config)
+    whole: Any = getattr(config, "global_config", None)
+    if hasattr(whole, "encoder_cross_output_size"):  # BLT
+        whole.encoder_cross_output_size = config.encoder_config.hidden_size * config.cross_attn_k
     return config
 
 
@@ -76,6 +82,11 @@ def _shrink(config: PretrainedConfig) -> None:
     for name, value in fields.items():
         if name.endswith("token_id") and isinstance(value, int):
             setattr(config, name, 0)
+    if fields.get("qk_dim_factor") and hidden and not hidden * fields["qk_dim_factor"] % HIDDEN:
+        # xLSTM's cache has room for multiples of 64 alone
+        config.hidden_size = config.embedding_dim = 2 * HIDDEN
+    if isinstance(rates := fields.get("compress_rates"), dict):  # DeepSeek-V4: so that each kind compresses a row
+        config.compress_rates = {kind: min(rate, WINDOW) for kind, rate in rates.items()}
     _shrink_rope(config)
 
 

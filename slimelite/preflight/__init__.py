@@ -55,7 +55,7 @@ def preflight(args: Args) -> int:
 
 
 def problems(args: Args) -> list[str]:
-    """More problems of ``args``, which have problems already, from the checks that need no torch."""
+    """The problems that the checks without torch find in ``args``, in which others have been found already."""
     try:
         machine = this_machine(args.plan_gpu)
     except ValueError:  # of --plan-gpu, which the parser has said already
@@ -100,8 +100,8 @@ def inspect(args: Args, machine: Machine, *, files_only: bool = False) -> Findin
             return findings
         check_torch(args, machine, findings)
         checks.load()
-        if args.dry_run and args.job.loss == "policy":
-            _try_estimator(args, findings)
+        if args.dry_run and args.job.trains:
+            _try_own(args, findings)
         if args.push_to_hub and not findings.problems:
             with findings.blaming("--push-to-hub"):
                 make_room(args.push_to_hub, private=args.hub_private, create=not args.dry_run)
@@ -127,13 +127,19 @@ def _older_checkpoints(args: Args) -> Iterator[str]:
         )
 
 
-def _try_estimator(args: Args, findings: Findings) -> None:
-    from slimelite.preflight.learning import try_estimator  # it needs numpy
+def _try_own(args: Args, findings: Findings) -> None:
+    """Try the user's estimator and loss. A loss may fail only because made-up rows lack something: it is a warning."""
+    from slimelite.preflight.learning import try_estimator, try_loss  # they need numpy
 
     try:
-        findings.facts += filter(None, [try_estimator(args)])
+        if args.job.loss == "policy":
+            findings.facts += filter(None, [try_estimator(args)])
     except ValueError as error:
         findings.problems.append(one_line(error))
+    try:
+        findings.facts += filter(None, [try_loss(args)])
+    except ValueError as error:
+        findings.warnings.append(one_line(error))
 
 
 def _check_packages(args: Args, findings: Findings) -> None:
@@ -165,8 +171,8 @@ def _check_packages(args: Args, findings: Findings) -> None:
 
 
 def _output_problems(args: Args) -> Iterator[str]:
-    """A message for a run folder with another run, and for each place that cannot be written to. A test folder is made
-    and removed again.
+    """A message for a run folder with another run, and for each place that cannot be written to. The check makes
+    a test folder and removes it.
     """
     from slimelite.tracking.metrics_file import FILE_NAME
 
@@ -270,7 +276,8 @@ def check_devices(args: Args, machine: Machine, findings: Findings) -> None:
 
 
 def check_torch(args: Args, machine: Machine, findings: Findings) -> None:
-    """Check that torch can use the GPUs. If this machine joins a Ray, the GPUs are elsewhere and are not checked."""
+    """Check that torch can use the GPUs. If this machine joins a Ray cluster, the GPUs may be elsewhere, and
+    nothing is checked."""
     if not args.job.gpus or args.dry_run or _elsewhere(args):
         return
     import torch
@@ -297,7 +304,7 @@ def check_torch(args: Args, machine: Machine, findings: Findings) -> None:
 
 
 def _elsewhere(args: ClusterArgs) -> bool:
-    """Whether Ray counts the GPUs, on all nodes."""
+    """Whether Ray, and not this check, counts the GPUs of all nodes."""
     return args.actor_num_nodes > 1 or "RAY_ADDRESS" in os.environ
 
 

@@ -15,7 +15,7 @@ from slimelite.arguments.secret import masked
 @dataclass
 class Findings:
     """The findings. ``problems`` stop the run; ``warnings`` and ``facts`` are shown. ``complete``: whether all checks
-    ran. ``longest_prompt``: of training [tokens], if only a response follows it.
+    ran. ``longest_prompt``: the longest prompt of training [tokens], or 0 if more than a response follows it.
     """
 
     problems: list[str] = field(default_factory=list)
@@ -77,7 +77,7 @@ def format_report(args: Args, findings: Findings, plan: list[str]) -> str:
 
 
 def _set_flags(args: Args) -> Iterator[tuple[str, list[str]]]:
-    """(group, its values that are neither defaults nor derived)."""
+    """Each group of flags, with its values that are neither defaults nor derived."""
     derived = {d.name for d in args.derivations}
     for group in groups_of(type(args)):
         flags = [f for f in group_flags(group) if f.name not in derived and getattr(args, f.name) != f.default]

@@ -24,7 +24,7 @@ from slimelite.arguments.rollout import EPISODE
 from slimelite.arguments.secret import masked
 from slimelite.base.files import in_units
 from slimelite.data.messages import render, try_template
-from slimelite.data.prompts import PAIR, Curriculum, deal, load_prompts
+from slimelite.data.prompts import PAIR, Curriculum, deal, how_to_convert, load_prompts
 from slimelite.data.shards import TextCoder, check_documents
 from slimelite.data.tokenizer import TOKENIZER, check_files, check_same, load_tokenizer, stop_token_ids
 from slimelite.engines.params import SamplingParams
@@ -55,10 +55,9 @@ ROWS_AT_START = 64
 
 
 class Rows(NamedTuple):
-    """Prompt files of training or of one evaluation ``dataset``; ``name``: how messages refer to them; ``rollout`` and
-    ``generate``: the plugins that make their responses; ``paired``: they are preference pairs; ``any_form``: what reads
-    the prompts is the user's code, or a trainer without an engine.
-    """
+    """Prompt files of training or of one evaluation ``dataset``. ``name``: their name in messages. ``rollout`` and
+    ``generate``: the plugins that make their responses. ``paired``: they are preference pairs. ``any_form``: the
+    user's code, or a trainer without an engine, reads the prompts."""
 
     name: str
     paths: list[str]
@@ -160,7 +159,7 @@ class InputChecks:
                 findings.warnings.append(f"--ref-load {reference} holds no weights: the reference is random")
 
     def _read_model(self, option: str, path: str) -> dict[str, object]:
-        """The config of the model at ``path``, which ``option`` names. If its files make no model, {} and a problem."""
+        """The config of the model at ``path``, which ``option`` names. If they make no model: {}, and a problem."""
         with self.findings.blaming(f"{option} {path}"):
             config = read_config(path)
             if problems := list(shape_problems(config)):
@@ -225,7 +224,7 @@ class InputChecks:
         return rows
 
     def load_rows(self, rows: Rows, warn: Callable[[str], None], *, trial: bool = False) -> list[Sample]:
-        """The prompts of the first rows; in a dry run, of all rows. If they cannot be read, none and a problem.
+        """The prompts of the first rows; in a dry run, of all rows. If they cannot be read: none, and a problem.
 
         ``warn``: called with a message about rows that are left out. ``trial``: only the first rows, even in a dry run.
         """
@@ -261,8 +260,8 @@ class InputChecks:
     def check_reward(self, rows: Rows, prompt: Sample, *, rendered: bool) -> None:
         """Score the first row, with a right answer as the response if the rule can make one from the label.
 
-        Rules of ours see no prompt; only what sees it, such as a function of the user's, is called with a ``rendered``
-        one, and then they are not.
+        The check runs twice for the same rows: before the prompts are ``rendered``, it calls only rules that do not
+        read the prompt; afterwards it calls only the others, such as a user's function.
         """
         args, dataset = self.args, rows.dataset
         settings, group_size = args, args.n_samples_per_prompt
@@ -449,7 +448,7 @@ class InputChecks:
         ours = str(args.rollout_function_path).startswith(("slime.", "miles.", "slimelite."))
         if self.tokenizer is None or not (ours or args.job.loss == "paired"):
             return
-        from slimelite.data.conversations import ChatReader
+        from slimelite.data.conversations import TEXT_PROMPT, ChatReader
 
         settings = (args.loss_mask_type, args.apply_chat_template_kwargs, args.rollout_max_context_len)
         chat = ChatReader(self.tokenizer, *settings)
@@ -465,6 +464,8 @@ class InputChecks:
                 findings.facts.append(f"{name}: the first pair: {', '.join(shown)}")
                 self._warn_of_hidden(chat, name, prompts)
                 return
+            if isinstance(prompts[0].prompt, str):
+                raise ValueError(f"{TEXT_PROMPT}; {how_to_convert(args, rows.paths[0])}")
             samples = [deal(prompt, i, i) for i, prompt in enumerate(prompts[:ROWS_AT_START])]
             for sample in samples:
                 (chat.judge if args.loss.judged else chat.fill)(sample)

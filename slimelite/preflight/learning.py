@@ -1,5 +1,5 @@
-"""Finds runs that would start but not learn. It shows what the model sees, and tries a user's estimator on made-up
-rows."""
+"""Finds runs that would start but not learn. It shows what the model sees, and tries a user's estimator and loss on
+made-up rows."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ import numpy as np
 from slimelite.algorithms.estimators import ESTIMATORS, Estimator
 from slimelite.algorithms.groups import group_advantages
 from slimelite.base.registry import function
+from slimelite.preflight.findings import one_line
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
     from slimelite.arguments import AlgorithmArgs, Args
     from slimelite.samples.sample import Sample
+    from slimelite.training.batch import MicroBatch
 
 # tokens at each end of the first prompt, and characters of it, that a dry run prints
 EDGE, CHARACTERS = 4, 600
 
 
 def first_prompt(prompt: Sample, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The first prompt as the model sees it, with the tokens at both ends, where templates go wrong."""
+    """The first prompt as the model sees it, with the tokens at both ends. Faults of templates show there."""
     text = str(prompt.prompt)
     if len(text) > CHARACTERS:
         text = f"{text[: CHARACTERS // 2]} [... {len(text) - CHARACTERS} characters ...] {text[-CHARACTERS // 2 :]}"
@@ -86,8 +88,8 @@ def try_estimator(args: Args) -> str | None:
     for name, values in (("advantages", of_tokens), ("losses", losses)):
         if not bool(values.isfinite().all()):
             raise ValueError(
-                f"--advantage-estimator {record.name} makes {name} that are not finite of rewards {rewards.tolist()}, "
-                "the last four of one prompt: divide by something that is never 0"
+                f"--advantage-estimator {record.name}: {name} are not finite for rewards {rewards.tolist()}, of which "
+                "the last four belong to one prompt: divide by something that is never 0"
             )
     spread = ", ".join(f"{value:.3g}" for value in of_rows[:4])
     return (
@@ -95,8 +97,70 @@ def try_estimator(args: Args) -> str | None:
     )
 
 
+def try_loss(args: Args) -> str | None:
+    """Call a user's loss on eight made-up responses of three tokens, each with a masked token.
+
+    Returns:
+        What was tried, for the dry run's report. None if the loss is ours, or if it is a loss of pairs.
+
+    Raises:
+        ValueError: the loss fails, has a wrong shape or no gradient, or is not finite.
+    """
+    own = args.custom_loss_function_path if args.loss_type == "custom_loss" else args.loss.function
+    if args.job.loss == "paired" or not (args.loss_type == "custom_loss" or _is_own(own)):
+        return None
+    import torch
+
+    from slimelite.training.loss import micro_batch_loss
+
+    name = f"--custom-loss-function-path {own}" if args.loss_type == "custom_loss" else f"--loss-type {args.loss_type}"
+    batch = _made_up_batch(args)
+    new = (batch.old + torch.linspace(-0.3, 0.3, len(batch.old))).requires_grad_()
+    entropy = torch.ones_like(new, requires_grad=True)
+    try:
+        total = micro_batch_loss(args, batch, new, entropy).total
+        total.backward()
+    except Exception as error:  # of a user's code: anything
+        raise ValueError(
+            f"{name}, tried on eight made-up responses: {one_line(error).removeprefix(f'{name} ')}; if it only lacks "
+            "what your rows have, such as metadata, ignore this"
+        ) from error
+    gradients = torch.stack([torch.zeros_like(each) if each.grad is None else each.grad for each in (new, entropy)])
+    if not bool(total.isfinite()) or not bool(gradients.isfinite().all()):
+        raise ValueError(f"{name}: the loss or its gradient is not finite for eight made-up responses")
+    if not bool(gradients.any()):
+        raise ValueError(f"{name}: the gradient is 0 for eight made-up responses, so nothing will be learned")
+    return f"{name}: eight made-up responses give a loss of {total.item():.3g}, with a finite gradient"
+
+
+def _made_up_batch(args: Args) -> MicroBatch:
+    """Two groups of four responses with rewards from 0 to 1, advantages, and log-probs of -1."""
+    import torch
+
+    from slimelite.samples.sample import Sample, Status
+    from slimelite.samples.table import SampleTable
+    from slimelite.training.batch import MicroBatch
+    from slimelite.training.columns import TokenColumns
+
+    rewards, groups = (0.0, 1.0, 0.5, 1.0, 0.0, 0.0, 0.0, 0.0), [list[Sample](), list[Sample]()]
+    for index, reward in enumerate(rewards):
+        group = index // 4
+        sample = Sample(group_index=group, index=index, prompt="?", label="1", tokens=[1, 2], reward=reward)
+        sample.append_response_tokens([1, 2, 3], log_probs=[-1.0, -1.0, -1.0])
+        sample.response, sample.loss_mask, sample.status = "made up", [1, 1, 0], Status.COMPLETED
+        groups[group].append(sample)
+    table = SampleTable.from_samples(groups)
+    table.advantage = np.array([reward - 0.625 for reward in rewards[:4]] + [0.0] * 4)
+    columns = TokenColumns.from_table(table)
+    columns.set_weights(args)
+    columns.advantages = torch.tensor(table.advantage, dtype=torch.float32)[columns.segments]
+    for passed in ("old", "entropy", "ref", "teacher", "values"):
+        setattr(columns, passed, torch.full((len(columns.mask),), 1.0 if passed == "entropy" else -1.0))
+    return MicroBatch(columns, np.arange(len(table))).fetch()
+
+
 def _losses(record: Estimator, args: AlgorithmArgs, advantages: Any) -> Any:
-    """[T] losses of the estimator for a policy that has changed a little."""
+    """The estimator's loss of each token [T], for a policy that has changed a little."""
     import torch
 
     old = torch.full_like(advantages, -1.0)

@@ -269,7 +269,7 @@ class ChatFormat:
             call = {"role": "assistant", "content": "", "tool_calls": [_called(PROBE, arguments)]}
             text = self._apply([*messages, call], tools, kwargs)
             if self.tools is None or PROBE not in text or not text.startswith(rendered):
-                raise ValueError("tool_choice: the chat template shows no call that goes on from the prompt: use auto")
+                raise ValueError("tool_choice: the chat template cannot continue the prompt with a call: use auto")
             text = text[len(rendered) :]
             for name in names:
                 for parameter in schemas(tools).get(name) or ("x",):
@@ -294,7 +294,7 @@ class ChatFormat:
             raise ValueError("continue_final_message: the last message must have text and no tool calls")
         text, mark, _ = self._apply([*messages, {**reply, "content": content + PROBE}], tools, kwargs).partition(PROBE)
         if not mark or not text.startswith(rendered):
-            raise ValueError("continue_final_message: the chat template shows no reply that goes on from the prompt")
+            raise ValueError("continue_final_message: the chat template cannot continue the prompt with a reply")
         return self.encode(text[len(rendered) :])
 
     def effort_kwargs(self, effort: str | None) -> dict[str, object]:

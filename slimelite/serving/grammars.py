@@ -83,7 +83,7 @@ class HeldBody(SampledBody):
 
 
 def named_schema(form: ResponseFormat, place: str) -> str | None:
-    """The schema of the form at ``place`` in a body."""
+    """The schema of ``form``, the response format that a body has at ``place``."""
     try:
         return form.schema_text()
     except ValueError as error:

@@ -178,7 +178,8 @@ PACKAGES = ("torch", "transformers", "ray", "sglang", "numpy", "pyarrow", "safet
 
 
 def versions(device: str) -> dict[str, object]:
-    """Versions of slimelite, Python and ``PACKAGES`` (None: not installed), commit, command line, and this machine.
+    """The versions of slimelite, Python and ``PACKAGES`` (None: not installed). Also the commit of slimelite, the
+    command line, and facts about this machine.
 
     ``device``: GPUs are listed only if this is ``cuda``.
     """

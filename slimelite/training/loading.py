@@ -26,8 +26,10 @@ from slimelite.models.checkpoints import STATE_FILE
 from slimelite.models.files import (
     check_weights,
     has_weights,
+    hub_folder,
     load_config,
     load_weights,
+    restore_weights,
     saved_buffers,
     weight_bytes,
     weight_sources,
@@ -51,8 +53,6 @@ from slimelite.training.recurrent import stateless_kernel
 logger = logging.getLogger(__name__)
 
 LM_HEAD = ("lm_head.weight",)
-# quantized checkpoints that transformers reads as ordinary weights, on CPUs too
-DEQUANTIZED = ("fp8", "mxfp4")
 # bytes that a slow disk gives in a second
 SLOW_DISK = 50e6
 # of a reward model, which begins as a language model without it
@@ -104,7 +104,7 @@ def build_model(
         config = scoring_config(config)
     load = partial(load_model, str(path), config, seed=args.seed, attention=attention, scores=args.loss.scores)
     hf = load(empty=world.ranks > 1, new_head=new_head)
-    if world.ranks > 1 and not _has_sources(hf, str(path), new_head=new_head) and world.rank == 0:
+    if world.ranks > 1 and not _has_sources(hf, _folder(str(path), world), new_head=new_head) and world.rank == 0:
         hf = load(empty=False, new_head=new_head)
     if not trainable:
         hf.requires_grad_(False)
@@ -134,6 +134,15 @@ def build_model(
     if world.device.type == "cpu":  # it was built in twice the memory that it keeps
         return_freed_memory(above=0)
     return model
+
+
+def _folder(path: str, world: World) -> str:
+    """``path``; for a name on the hub it is the folder of its files, if every rank has one."""
+    if Path(path).is_dir():
+        return path
+    folder = hub_folder(path)
+    missing = world.all_reduce(torch.tensor([float(folder is None)]))
+    return path if missing.item() or folder is None else folder
 
 
 @torch.no_grad()
@@ -184,14 +193,11 @@ def read_config(path: str | None) -> PretrainedConfig:
                 f"{path} needs Python files of its own (auto_map in its config.json), which slimelite never runs"
             ) from error
         raise
-    quantized = getattr(config, "quantization_config", None)
-    if isinstance(quantized, dict):
-        if (method := quantized.get("quant_method")) not in DEQUANTIZED:
-            raise ValueError(
-                f"{path} is quantized by {method}, and transformers cannot restore its weights for training; use the "
-                "unquantized model (--lora-rank with --load-in-4bit saves as much memory)"
-            )
-        quantized["dequantize"] = True
+    if method := restore_weights(config):
+        raise ValueError(
+            f"{path} is quantized by {method}, and transformers cannot restore its weights for training; use the "
+            "unquantized model (--lora-rank with --load-in-4bit saves as much memory)"
+        )
     return config
 
 

@@ -302,7 +302,12 @@ class LanguageModel(nn.Module):
             decoder = self.hf.model
         with laid_out(rows.sequences):
             states = decoder(input_ids=rows.input_ids, position_ids=rows.position_ids, use_cache=False)
-        return states.last_hidden_state.flatten(0, 1).index_select(0, rows.response_index)
+        hidden: Tensor = states.last_hidden_state.flatten(0, 1).index_select(0, rows.response_index)
+        # ModernBERT's decoder has a layer and a norm before the head
+        before = getattr(self.hf, "lm_head", None)
+        if before is None or any(part is self.head for part in before.modules()):
+            return hidden
+        return before(hidden)
 
     def named_weights(self) -> Iterator[tuple[str, Weight]]:
         """(Hugging Face name, weight) of the model as the engines have it. Tied weights appear once.

@@ -52,6 +52,7 @@ class NotTrainable(ValueError):
 
 AHEAD = "its tokens attend to later tokens"
 FAILS = "its forward pass fails here"
+OWN_CODE = "it has its own attention code, which cannot be replaced"
 MASKED = "its layers read a mask tensor, and packed rows have none"
 
 
@@ -88,9 +89,11 @@ def _may_pack(pickled: bytes, attention: str, pairs: bool) -> Packing:
     packed, problem = small.compare("sdpa" if attention.startswith("flash") else attention, pairs)
     if not problem:
         return packed
-    eager = attention != "eager" and not small.compare("eager", pairs)[1]
-    if eager:  # which differs by its masks alone
+    other = problem if attention == "eager" else small.compare("eager", pairs)[1]
+    if eager := not other:  # which differs by its masks alone
         problem = MASKED if problem.startswith(FAILS) else problem.replace(" here", " without mask tensors")
+    elif problem == OWN_CODE:
+        problem = other
     raise NotTrainable(config.model_type, problem, eager)
 
 
@@ -153,7 +156,7 @@ class SmallModel:
             why = self._why_other(policy) if apart >= TOLERANCE else ""
         except Exception as error:  # models may raise anything when they are called in an unsupported way
             if isinstance(error, KeyError) and attention in str(error):
-                return Packing.ALONE, "it has its own attention code, which cannot be replaced"
+                return Packing.ALONE, OWN_CODE
             return Packing.ALONE, f"{FAILS}: {one_line(error)}"
         problem = why and f"{why}: its log-probs differ by {apart:.1e} from transformers' own"
         return max(right, default=Packing.ALONE), problem

@@ -26,7 +26,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from slimelite.models.scans import decayed_attention, gated_delta_rule, selective_scan, state_space_duality
+from slimelite.models.scans import (
+    decayed_attention,
+    forgetting_average,
+    gated_delta_rule,
+    matrix_memory,
+    selective_scan,
+    state_space_duality,
+)
 from slimelite.training.batch import sequences_of_pass
 
 # (inputs [n, L, ...] and a state [n, ...] or None) -> result [n, L, ...] and the last state
@@ -192,6 +199,68 @@ def _mamba_1_forward(
     return result
 
 
+def _mamba_1_of_heads(mixer: Any) -> None:
+    """Zamba."""
+    mixer.forward = partial(_mamba_1_of_heads_forward, mixer, mixer.forward)
+
+
+def _mamba_1_of_heads_forward(
+    mixer: Any, own: Callable[..., Tensor], hidden_states: Tensor, *args: object, **kwargs: object
+) -> Tensor:
+    """[rows, L, d] from [rows, L, d]."""
+    if hidden_states.is_cuda and stateless_kernel(mixer):
+        return own(hidden_states, *args, **kwargs)
+    x, gate = mixer.in_proj(hidden_states).unflatten(-1, (-1, 2)).unbind(-1)
+    x = mixer.act(causal_convolution(mixer.conv1d, x.mT)).mT
+    x, gate = (z.unflatten(-1, (mixer.n_mamba_heads, -1)) for z in (x, gate))
+    sizes = [mixer.time_step_rank, mixer.ssm_state_size, mixer.ssm_state_size]
+    steps, b, c = torch.einsum("rlhd,hpd->rlhp", x, mixer.x_proj_weight).split(sizes, -1)
+    steps = F.softplus(torch.einsum("rlht,hdt->rlhd", steps, mixer.dt_proj_weight) + mixer.dt_proj_bias)
+    a = -_exact(mixer.A_log).exp()
+    y = over_tree(lambda x, dt, b, c, state: selective_scan(x, dt, a, b, c, state), x, steps, b, c)
+    result: Tensor = mixer.out_proj(((y + mixer.D * x) * mixer.act(gate)).flatten(2))
+    return result
+
+
+def _real_gated_unit(block: Any) -> None:
+    """RecurrentGemma."""
+    block.conv_1d.forward = partial(causal_convolution, block.conv_1d)
+    block.rg_lru._rnn_scan = _real_gated_scan
+
+
+def _real_gated_scan(hidden_states: Tensor, recurrent_gate: Tensor, reset: Tensor, **_: object) -> tuple[Tensor, None]:
+    return over_tree(forgetting_average, hidden_states, 1 - recurrent_gate * ~reset), None
+
+
+def _matrix_memory(backend: Any) -> None:
+    """xLSTM."""
+    backend.forward = partial(_matrix_memory_forward, backend.config.eps)
+
+
+def _matrix_memory_forward(
+    eps: float,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    igate: Tensor,
+    fgate: Tensor,
+    c_initial: Tensor | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """[rows, heads, L, V] from queries, keys and values [rows, heads, L, K or V] and gates [rows, heads, L]."""
+    if c_initial is not None:
+        raise ValueError(
+            "xlstm computes more tokens than max_inference_chunksize of its config.json without gradients; "
+            "lower --max-tokens-per-gpu"
+        )
+    parts = (query, key, value, F.logsigmoid(_exact(fgate)), _exact(igate).exp())
+    return over_tree(partial(_read_memory, eps), *(x.transpose(1, 2) for x in parts)).transpose(1, 2), None
+
+
+def _read_memory(eps: float, *inputs: Any) -> tuple[Tensor, Tensor]:
+    return matrix_memory(*inputs, eps=eps)
+
+
 def _short_convolution(mixer: Any) -> None:
     """LFM2."""
     mixer.forward = partial(_short_convolution_forward, mixer)
@@ -220,8 +289,8 @@ def _lightning_attention_forward(mixer: Any, hidden_states: Tensor, *_: object, 
 
 def stateless_kernel(module: nn.Module) -> str:
     """The kernel that computes this module on a GPU, if it cannot start a sequence from a state; else ""."""
-    one = all(hasattr(module, name) for name in MAMBA_1) and _kernel_of(module, "selective_scan_fn") is not None
-    return "selective_scan_fn of mamba-ssm" if one else ""
+    one = any(all(hasattr(module, name) for name in names) for names in (MAMBA_1, MAMBA_1_OF_HEADS))
+    return "selective_scan_fn of mamba-ssm" if one and _kernel_of(module, "selective_scan_fn") is not None else ""
 
 
 def _kernel_of(module: nn.Module, name: str) -> Kernel | None:
@@ -258,11 +327,15 @@ class Kind:
 
 
 CHUNKED_RULE = "torch_chunk_gated_delta_rule"
+MAMBA_1_OF_HEADS = ("in_proj", "conv1d", "x_proj_weight", "dt_proj_weight", "A_log", "D")
 MAMBA_1 = ("in_proj", "conv1d", "x_proj", "dt_proj", "A_log", "D")
 KINDS = (
     Kind("gated delta rule", ("chunk_gated_delta_rule",), _gated_delta),
     Kind("gated delta rule", ("conv1d", "dt_bias", "A_log"), _gated_delta_of_file, CHUNKED_RULE),
     Kind("Mamba-1", MAMBA_1, _mamba_1),
+    Kind("Mamba-1", MAMBA_1_OF_HEADS, _mamba_1_of_heads),
+    Kind("RG-LRU", ("conv_1d", "rg_lru"), _real_gated_unit),
+    Kind("mLSTM", ("chunkwise_kernel_fn", "sequence_kernel_fn", "step_kernel_fn"), _matrix_memory),
     Kind("Mamba-2", ("in_proj", "conv1d", "dt_bias", "A_log", "D"), _mamba_2),
     Kind("short convolution", ("in_proj", "conv", "L_cache"), _short_convolution),
     Kind("short convolution", ("in_proj", "conv", "conv_kernel_size"), _short_convolution),  # transformers 5.23

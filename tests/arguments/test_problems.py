@@ -217,10 +217,10 @@ RULES = [
     (f"--tokenizer {'d/' * 3000}", "... cannot be used: File name too long", "--tokenizer o/m"),
     (
         '--train-env-vars {"A=B":"1"}',
-        "'A=B': '1' is no variable: a name without = and a text",
+        "'A=B': '1' is not a variable: the name must have no =, and the value must be a text",
         '--train-env-vars {"A":1}',
     ),
-    ('--train-env-vars {"A":[1]}', "'A': [1] is no variable", '--train-env-vars {"A":"1"}'),
+    ('--train-env-vars {"A":[1]}', "'A': [1] is not a variable", '--train-env-vars {"A":"1"}'),
     ("--run-dir=", "--run-dir is empty: is it a shell variable that is not set?", "--run-dir out"),
     ("--launcher local --actor-num-gpus-per-node 2", "2 training ranks need --launcher ray", "--launcher ray"),
     ("--launcher local --rollout-num-gpus 2", "2 engines need --launcher ray", "--launcher ray"),

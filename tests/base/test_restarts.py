@@ -57,6 +57,7 @@ def keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Keep:
     return run
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize(
     "end",
     [
@@ -76,20 +77,23 @@ def test_a_run_that_was_ended_from_outside_goes_on_from_its_checkpoint(
     assert capfd.readouterr().err == "train.py: start 2 of 5 in 0.01 s\n"
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize(
     ("end", "code"),
     [
         ({"status": "failed", "message": "ValueError: no such column", "code": 1}, 1),
+        ({"status": "failed", "message": "RestartWaitError: a restart has waited 600 s", "code": 1}, 1),
         ({"code": 2}, 2),  # before it began
         ({"status": "interrupted", "message": "SIGTERM", "code": 143}, 143),
     ],
-    ids=["mistake", "arguments", "stopped"],
+    ids=["mistake", "waited", "arguments", "stopped"],
 )
 def test_a_mistake_or_a_signal_is_not_followed_by_a_start(keep: Keep, end: dict[str, object], code: int) -> None:
     found, starts = keep(end, FINISHED)
     assert (found, len(starts)) == (code, 1)
 
 
+@pytest.mark.chaos
 def test_the_same_rollout_three_times_is_enough(keep: Keep, capfd: pytest.CaptureFixture[str]) -> None:
     code, starts = keep({**LOST, "rollouts_done": 3}, LOST, LOST, LOST, FINISHED)
     assert (code, len(starts)) == (1, 4)
@@ -97,12 +101,14 @@ def test_the_same_rollout_three_times_is_enough(keep: Keep, capfd: pytest.Captur
     assert capfd.readouterr().err.splitlines()[-1] == f"train.py: {last}"
 
 
+@pytest.mark.chaos
 def test_starts_are_counted(keep: Keep, capfd: pytest.CaptureFixture[str]) -> None:
     code, starts = keep(*({**LOST, "rollouts_done": done} for done in range(9)))
     assert (code, len(starts)) == (1, 5)
     assert "was started again 4 times (--max-restarts): ClusterError: " in capfd.readouterr().err
 
 
+@pytest.mark.chaos
 def test_sigterm_ends_the_run_or_the_pause(keep: Keep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def end_when(true: Callable[[], bool]) -> None:
         while not true():
@@ -123,6 +129,7 @@ def test_sigterm_ends_the_run_or_the_pause(keep: Keep, tmp_path: Path, monkeypat
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+@pytest.mark.chaos
 def test_a_restart_has_the_words_that_fit_the_machines_that_are_left(
     keep: Keep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

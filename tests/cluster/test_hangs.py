@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import psutil
@@ -26,6 +26,13 @@ ACTS = {
     "sleeps": "import time\ndef lost():\n    time.sleep(60)\nlost()",
     # one call of C that holds Python's lock
     "computes": "def long():\n    sum(range(10**12))\nlong()",
+    # a pipe that gives 4 kB now and then, as a slow file server does
+    "trickles": "import os, threading, time\nends = os.pipe()\ndef feed():\n    while True:\n        time.sleep(0.1)\n"
+    "        os.write(ends[1], bytes(4096))\nthreading.Thread(target=feed, daemon=True).start()\n"
+    "while True:\n    os.read(ends[0], 4096)",
+    # the kernel waits for a child that waits for a file: uninterruptible, as in a read of a disk that does not answer
+    "uninterrupted": "import os\nos.mkfifo('never')\n"
+    "os.posix_spawn('/bin/true', ['true'], {}, file_actions=[(os.POSIX_SPAWN_OPEN, 0, 'never', os.O_RDONLY, 0)])",
     # a server's owner
     "serves": "import subprocess, time\nprint(subprocess.Popen(['sleep', '60']).pid, flush=True)\ntime.sleep(60)",
 }
@@ -45,7 +52,9 @@ class Rank:
             f"runpy.run_path({str(where / f'{act}.py')!r})"
         )
         with self.log.open("w") as log:
-            self.process = subprocess.Popen([sys.executable, "-c", code], stderr=log, stdout=subprocess.PIPE)
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", code], stderr=log, stdout=subprocess.PIPE, cwd=folder
+            )
         self.calls = Calls()
         self.answer: Future[None] = Future()
         self.calls.begin("train", self.answer)
@@ -64,6 +73,9 @@ def ranks(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[list[Rank]
         yield [rank.begun() for rank in made]
     finally:
         for rank in made:
+            with suppress(psutil.NoSuchProcess):
+                for child in psutil.Process(rank.process.pid).children():
+                    child.kill()
             rank.process.kill()
             rank.process.communicate()
 
@@ -76,6 +88,7 @@ def watch(ranks: list[Rank], seconds: float) -> None:
             time.sleep(0.02)
 
 
+@pytest.mark.chaos("two idle ranks, one outside a collective", "that rank is named and ended")
 @pytest.mark.parametrize("ranks", ["waits sleeps"], indirect=True)
 def test_of_idle_ranks_the_one_outside_a_collective_is_ended_and_named(ranks: list[Rank]) -> None:
     watch(ranks, 20)
@@ -88,6 +101,7 @@ def test_of_idle_ranks_the_one_outside_a_collective_is_ended_and_named(ranks: li
     assert "sleeps.py:3 in lost < " in str(second.verdict)
 
 
+@pytest.mark.chaos("a call that holds Python's lock for four times the limit", "nothing, until it is stopped")
 @pytest.mark.parametrize("ranks", ["waits computes"], indirect=True)
 def test_a_step_that_is_long_is_no_hang_and_a_stopped_one_is(ranks: list[Rank]) -> None:
     watch(ranks, 4 * LIMIT)
@@ -99,6 +113,15 @@ def test_a_step_that_is_long_is_no_hang_and_a_stopped_one_is(ranks: list[Rank]) 
     assert ranks[0].verdict is None
 
 
+@pytest.mark.chaos("a rank reads slowly, without using a core", "nothing")
+@pytest.mark.parametrize("ranks", ["waits trickles", "waits uninterrupted"], indirect=True)
+def test_a_rank_that_reads_slowly_is_left_alone(ranks: list[Rank]) -> None:
+    """It uses no processor and no page of it comes from a disk."""
+    watch(ranks, 4 * LIMIT)
+    assert [rank.verdict for rank in ranks] == [None, None]
+
+
+@pytest.mark.chaos("two ranks that wait for each other", "both places are named, and one is ended")
 @pytest.mark.parametrize("ranks", ["waits waits"], indirect=True)
 def test_ranks_that_wait_for_each_other_and_ranks_without_work(ranks: list[Rank]) -> None:
     for rank in ranks:
@@ -112,6 +135,7 @@ def test_ranks_that_wait_for_each_other_and_ranks_without_work(ranks: list[Rank]
     assert str(ranks[0].verdict).count("waits.py:3 in gather") == 2
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize("ranks", ["sleeps serves"], indirect=True)
 def test_who_waits_for_a_stopped_server_has_time_when_that_is_ended(
     ranks: list[Rank], caplog: pytest.LogCaptureFixture
@@ -132,6 +156,7 @@ def test_who_waits_for_a_stopped_server_has_time_when_that_is_ended(
     assert f"engine_0 had started it, whose log is {engine.log}" in caplog.text
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize("ranks", ["sleeps"], indirect=True)
 def test_time_in_which_nobody_looked_does_not_count(ranks: list[Rank]) -> None:
     """This process was stopped too, or the whole machine."""
@@ -141,6 +166,9 @@ def test_time_in_which_nobody_looked_does_not_count(ranks: list[Rank]) -> None:
     assert machine.look([log]).still[log] < 0.1
 
 
+@pytest.mark.chaos(
+    "a process that a worker has started stopped; a worker stopped before it has opened its log", "ended"
+)
 def test_a_stopped_child_of_the_runs_is_ended() -> None:
     """Such as the process of an environment: whoever started it starts it again."""
     with ExitStack() as stack:

@@ -19,7 +19,7 @@ from ray.exceptions import (
 from slimelite.arguments import Args
 from slimelite.cluster.ray_cluster import RayRemote
 from slimelite.cluster.ray_session import connected, explained
-from slimelite.cluster.remote import ClusterError, with_memory
+from slimelite.cluster.remote import ClusterError, MemoryShortage, RestartWaitError, with_memory
 
 
 def why_not(monkeypatch: pytest.MonkeyPatch, **variables: str) -> str:
@@ -66,10 +66,14 @@ def test_a_cluster_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         closed.bind(("127.0.0.1", 0))  # and not listening
         address = f"127.0.0.1:{closed.getsockname()[1]}"
         assert f"RAY_ADDRESS={address} ([Errno 111] Connection refused)" in why_not(monkeypatch, RAY_ADDRESS=address)
+        with pytest.raises(RestartWaitError) as caught, connected(1, 0.1):
+            pytest.fail("Ray started")
+        assert str(caught.value).startswith("a restart has waited 0.1 s for its machines (--restart-wait): no Ray ")
     message = why_not(monkeypatch, RAY_ADDRESS="http://127.0.0.1:8265")
     assert "such as 10.0.0.1:6379" in message
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize(
     ("error", "says"),
     [
@@ -80,16 +84,32 @@ def test_a_cluster_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
             "died: ValueError: no such model; its log",
         ),
         (OutOfDiskError("full"), "export RAY_TMPDIR="),
-        (ActorUnavailableError("gone", None), "trainer_1 died: The actor None is unavailable: gone"),
+        (ActorUnavailableError("gone", None), "10.0.0.2 cannot be reached: its process or its machine died, or the "),
     ],
 )
 def test_a_lost_worker_is_one_line(error: RayError, says: str) -> None:
-    one = explained(error, "trainer_1", Path("logs/trainer_1.log"))
+    one = explained(error, "trainer_1", Path("logs/trainer_1.log"), host="10.0.0.2")
     assert "\n" not in str(one)
     assert str(one).startswith("trainer_1 ") or str(one).startswith("trainer_1: ")
     assert says in str(one)
     assert str(one).endswith("; its log is logs/trainer_1.log")
     assert one.__notes__ == [str(error)], "Ray's own words are for log.txt"
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize(
+    ("kills", "says", "kind"),
+    [
+        (1, "was killed: in the last 30 s the kernel has killed a process of this machine because", MemoryShortage),
+        (2, "was killed: in the last 30 s the kernel has killed 2 processes of this machine because", MemoryShortage),
+        (0, "crashed, or somebody sent it SIGKILL. It was not for its memory: ", ClusterError),
+    ],
+)
+def test_whether_the_kernel_killed_it_for_its_memory(kills: int, says: str, kind: type) -> None:
+    error = RayActorError(error_msg="The actor died.\nWorker unexpectedly exits with code 2")
+    one = explained(error, "trainer_1", Path("logs/trainer_1.log"), kills)
+    assert says in str(one)
+    assert type(one) is kind, "what the run needed is said only if memory may have been the reason"
 
 
 class TwoThings(Exception):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,12 @@ QUESTION = {"role": "user", "content": "What is 2+3?"}
 ANSWER = {"role": "assistant", "content": "5"}
 
 
-def load(file: Path, flags: str, warnings: list[str]) -> Sample:
+def load(file: Path, flags: str | list[str], warnings: list[str]) -> Sample:
+    words = flags.split() if isinstance(flags, str) else flags
+    flags = " ".join(words)
     paired, supervised = "dpo" in flags, "loss-type" in flags
     base = BASE.format(n=1 if supervised else 4) + (" --ref-load m" if "dpo" in flags or "kto" in flags else "")
-    args = make_args([*base.split(), "--prompt-data", str(file), *flags.split()])
+    args = make_args([*base.split(), "--prompt-data", str(file), *words])
     return load_prompts(
         args,
         byte_tokenizer() if args.apply_chat_template else None,
@@ -64,6 +67,81 @@ def test_each_row_of_the_page_is_read_with_its_flags(flags: str, row: str, tmp_p
 
 def test_the_page_has_every_shape() -> None:
     assert len(ROWS) == 10
+
+
+QUIZ = {"q": "What is 2+3?", "options": ["4", "5"], "right": 1}
+PLAIN = {"question": "What is 2+3?", "answer": "5"}
+JUDGED = {"question": "What is 2+3?", "reply": "5", "liked": True}
+LISTED = "What is 2+3?\nA. 4\nB. 5"
+
+
+@pytest.mark.parametrize(
+    ("flags", "row", "expected"),
+    [
+        ("--rm-type math", QUIZ, (LISTED, "B")),
+        ("--rm-type math --label-key label", {**QUIZ, "right": "B"}, (LISTED, "B")),
+        ("--rm-type math --label-key right", {**QUIZ, "right": "5"}, (LISTED, "B")),
+        ("--rm-type math", {**QUIZ, "right": "2"}, (LISTED, "B")),  # it can only be counted from 1
+        ("--rm-type math", PLAIN, ("What is 2+3?", "5")),
+        ("--rm-type math --input-key question --label-key anwser", PLAIN, ("What is 2+3?", "5")),
+        ("--rm-type math", {"frage": "What is 2+3?"}, ("What is 2+3?", None)),
+        ("--rm-type math", {"it's": "What is 2+3?", "antwort": 5}, ("What is 2+3?", None)),
+        ("--loss-type sft_loss", QUIZ, ([{**QUESTION, "content": LISTED}, ANSWER], None)),
+        ("--loss-type sft_loss", PLAIN, ([QUESTION, ANSWER], None)),
+        ("--loss-type sft_loss", {"Frage": "What is 2+3?", "Antwort": 5}, ([QUESTION, ANSWER], None)),
+        ("--loss-type sft_loss", {"turns": ["What is 2+3?", "5"]}, ([QUESTION, ANSWER], None)),
+        (
+            "--loss-type sft_loss",
+            {"dialog": [{"speaker": "Ann", "text": "What is 2+3?"}, {"speaker": "Bob", "text": "5"}]},
+            ([QUESTION, ANSWER], None),
+        ),
+        ("--loss-type sft_loss", {"dialog": [QUESTION, ANSWER]}, ([QUESTION, ANSWER], None)),
+        ("--loss-type sft_loss --input-key q", {"turns": ["What is 2+3?", "5"]}, ([QUESTION, ANSWER], None)),
+        ("--loss-type kto_loss --label-key label", JUDGED, ([QUESTION, ANSWER], True)),
+        ("--loss-type dpo_loss", QUIZ, (QUIZ["q"], None)),
+        ("--loss-type dpo_loss", {"question": QUIZ["q"], "good": "5", "bad": "4"}, (QUIZ["q"], None)),
+    ],
+)
+def test_other_rows_get_the_flags_or_the_line_that_converts_them(
+    flags: str, row: dict[str, Any], expected: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    with pytest.raises(ValueError, match=r"see docs/data_formats\.md") as error:
+        load(file, flags, [])
+    text = str(error.value).rpartition("; if ")[2]
+    assert repr(next(iter(row))) in text
+    convert, _, code = text.partition(" (see docs/data_formats.md): ")
+    if code:
+        exec(shlex.split(code)[2])
+        name, *advice = shlex.split(convert.partition("then give --prompt-data ")[2])
+        file = tmp_path / name
+        assert ("leave out --input-key, " in convert) == ("--input-key" in flags)
+        flags = flags.partition(" --input-key")[0]
+    else:
+        advice = shlex.split(text.partition("add ")[2].removesuffix(": see docs/data_formats.md"))
+    sample = load(file, [*flags.split(), *advice], [])
+    pair = sample.metadata.get(PAIR)
+    assert pair in (None, ["5", "4"])
+    assert (pair is not None) == ("dpo" in flags)
+    assert (sample.metadata.get("messages", sample.prompt), sample.label) == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "row", "advice"),
+    [
+        ("--loss-type dpo_loss", PLAIN, "a pair needs two replies to one prompt"),
+        ("--loss-type sft_loss", {"text": "Once"}, "train on it with --loss-type pretrain_loss --text-key text"),
+        ("--loss-type kto_loss --label-key label", PLAIN, "needs a prompt, a reply and a label"),
+        ("--rm-type math", {"n": 1}, "name the prompt's column with --input-key"),
+    ],
+)
+def test_rows_that_lack_a_part_are_told_which(flags: str, row: dict[str, Any], advice: str, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    with pytest.raises(ValueError, match=advice):
+        load(file, flags, [])
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:

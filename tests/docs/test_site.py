@@ -27,6 +27,7 @@ OTHER_COMMANDS = {
     "--address",
     "--nodes",
     "--follow",
+    "--shuffle",
     "--help",
 }
 

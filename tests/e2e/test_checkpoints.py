@@ -121,6 +121,10 @@ def small_files() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+@pytest.mark.chaos(
+    "a disk too full for a checkpoint",
+    "one message that says how much disk space is needed; no partial checkpoint is left",
+)
 def test_a_checkpoint_that_does_not_fit_leaves_nothing_and_says_so(run: Run, small: Path, small_files: None) -> None:
     status, said = run("--run-dir", "run2", "--save", "saved", "--save-interval", "2")
     assert status == 1
@@ -143,6 +147,7 @@ def test_a_saved_model_that_does_not_fit_leaves_nothing_and_says_so(run: Run, sm
     assert f"{small}/hf: the model cannot be written ([Errno 28] No space left on device" in said.splitlines()[-1]
 
 
+@pytest.mark.chaos("a disk full from the start", "one message with the remedy, exit 1")
 def test_a_disk_that_is_full_from_the_start(run: Run, small: Path) -> None:
     """/dev/full takes nothing."""
     (small / "run2").mkdir()

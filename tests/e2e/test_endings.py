@@ -257,6 +257,7 @@ def test_ray_is_closed_to_others_and_sigterm_for_all_in_training_leaves_nothing(
     assert not (tmp_path / "home" / ".ray").exists()
 
 
+@pytest.mark.chaos
 def test_sigkill_while_ray_starts_leaves_nothing(args: list[str], tmp_path: Path) -> None:
     """Of Ray's processes two outlive a driver that is killed."""
     run = tmp_path / "run"

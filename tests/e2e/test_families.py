@@ -32,8 +32,8 @@ FIELDS: dict[str, dict[str, Any]] = {
     "zamba2": {},
     **{name: {"text_config": {"num_hidden_layers": LAYERS}} for name in ("gemma3", "qwen3_5", "qwen3_5_moe")},
 }
-# transformers' cache has the wrong shape for a small one, or gives other tokens than whole passes
-NO_CACHE = {"xlstm", "git"}
+# transformers' cache fails, or gives other tokens than whole passes
+NO_CACHE = {"blt", "git"}
 # what is saved names their part that is a language model, which nothing loads
 WHOLE_CONFIG = {"emu3", "mllama"}
 # a kind of each: windows in a model that also reads images, experts, linear attention, convolutions

@@ -155,6 +155,10 @@ def server_process(process: subprocess.Popen[str], what: str) -> psutil.Process:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
+@pytest.mark.chaos(
+    "the only SGLang server: its front and its scheduler killed and stopped",
+    "named if stopped; it comes back with the current weights, and the run finishes",
+)
 @pytest.mark.parametrize("ahead", [[], ["--async-rollout"]], ids=["synchronous", "ahead"])
 def test_the_only_server_killed_and_stopped_comes_back_alone(
     grpo_args: list[str], sglang_environment: dict[str, str], tmp_path: Path, ahead: list[str]

@@ -139,6 +139,33 @@ def test_it_runs_as_it_is_and_ends_nothing_of_others(grpo_args: list[str], task:
         assert f"run_slime_script: {said}" in done.stderr, said
 
 
+def test_nothing_runs_on_another_machine(tmp_path: Path) -> None:
+    reached, stubs, script = tmp_path / "reached", tmp_path / "stubs", tmp_path / "run.sh"
+    stubs.mkdir()
+    others = ("ssh", "pdsh", "pssh", "parallel-ssh", "clush", "srun", "mpirun", "mpiexec", "sudo", "pkill", "ray")
+    for name in others:
+        (stubs / name).write_text(f'#!/bin/sh\necho {name} "$@" >> "{reached}"\n')
+        (stubs / name).chmod(0o755)
+    (tmp_path / "hostfile").write_text("node-a\nnode-b\n")
+    script.write_text(
+        "set -e\n"
+        f"for WORKER in $(awk '{{print $1}}' {tmp_path}/hostfile); do\n"
+        '  ssh root@"${WORKER}" "pkill -9 sglang ; ray stop --force ; ray start --address=1.2.3.4:6379" &\n'
+        "done\nwait\n"
+        f'while read -r host; do ssh "$host" nvidia-smi; done < {tmp_path}/hostfile\n'
+        "pdsh -w node-[a-b] uptime\npssh -i x\nparallel-ssh x\nclush -a x\nsrun hostname\nmpirun -n 2 hostname\n"
+        "mpiexec hostname\nsudo -n pkill -9 python\nsudo id\necho the end\n"
+    )
+    env = {"PATH": f"{stubs}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = run_process("bash", str(ROOT / "scripts" / "run_slime_script.sh"), str(script), "--dry-run", env=env)
+    assert (done.returncode, done.stdout.strip()) == (0, "the end"), done.stderr
+    assert reached.read_text() == "sudo id\n", "only what is not replaced is the real command"
+    assert "run_slime_script: left out: ssh root@node-b 'pkill -9 sglang" in done.stderr
+    assert "pkill -9 python ends nothing" in done.stderr
+    lines = [line for line in done.stderr.splitlines() if "nothing runs on another machine; join" in line]
+    assert len(lines) == 11 and len([line for line in lines if "nvidia-smi" in line]) == 2, lines
+
+
 def test_flags_win_and_a_dry_run_starts_nothing(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text("set -e\npython3 -c 'print(6 * 7)'\npython3 tools/convert_hf_to_torch_dist.py --save x\n")

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from slimelite.engines.embedded import EmbeddedEngine
 from slimelite.engines.embedded.passes import Passes
+from slimelite.engines.embedded.ways import Rows, ways_of
 from slimelite.engines.protocol import GenerateRequest, SamplingParams
 from slimelite.models.small import small_config
 from tests.engines.test_embedded_engine import EmbeddedContract, check, group, run, serve
@@ -44,6 +45,14 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "mamba": {"state_size": 8},
+    "bamba": {
+        "attn_layer_indices": [1],
+        "mamba_n_heads": 8,
+        "mamba_d_head": 8,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 8,
+        "mamba_chunk_size": 64,
+    },
     "openai-gpt": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512},
 }
 
@@ -60,6 +69,30 @@ class TestStates(EmbeddedContract):
 
     family = "lfm2"
     shape: ClassVar[dict[str, Any]] = SHAPES["lfm2"]
+
+
+@pytest.mark.slow
+class TestLatentAttention(EmbeddedContract):
+    """Keys and values of all heads from one small vector, and experts."""
+
+    family = "deepseek_v3"
+    shape: ClassVar[dict[str, Any]] = SHAPES["deepseek_v3"]
+
+
+@pytest.mark.slow
+class TestStatesAlone(EmbeddedContract):
+    """No attention: there is nothing of a row but its states."""
+
+    family = "mamba"
+    shape: ClassVar[dict[str, Any]] = SHAPES["mamba"]
+
+
+@pytest.mark.slow
+class TestWholePasses(EmbeddedContract):
+    """No cache."""
+
+    family = "openai-gpt"
+    shape: ClassVar[dict[str, Any]] = SHAPES["openai-gpt"]
 
 
 @pytest.mark.newest
@@ -79,11 +112,11 @@ def test_rows_of_all_lengths_come_and_go_and_have_the_models_log_probs(tmp_path:
         assert result.output_ids == greedy(model, request.input_ids, 12)
 
 
-def small(family: str, layers: int) -> PreTrainedModel:
+def small(family: str, layers: int, **fields: Any) -> PreTrainedModel:
     """A small copy with random weights, as the engine tries a family."""
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(1)
-        config = small_config(AutoConfig.for_model(family, num_hidden_layers=layers))
+        config = small_config(AutoConfig.for_model(family, num_hidden_layers=layers, **fields))
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
         for weight in model.parameters():
             weight.add_(torch.randn_like(weight) * 0.1)
@@ -91,7 +124,7 @@ def small(family: str, layers: int) -> PreTrainedModel:
 
 
 def test_a_family_whose_own_cache_fails_is_sampled(tmp_path: Path) -> None:
-    model = small("xlstm", 2)
+    model = small("xlstm", 2, hidden_size=96)
     with pytest.raises(ValueError, match="matC_old has wrong shape"):
         model(torch.tensor([[5, 6, 7]]), use_cache=True)
     model.save_pretrained(tmp_path)
@@ -101,6 +134,22 @@ def test_a_family_whose_own_cache_fails_is_sampled(tmp_path: Path) -> None:
     with torch.no_grad():
         right = model(ids, use_cache=False).logits.log_softmax(-1)[0, 3:-1].gather(1, ids[0, 4:, None])[:, 0]
     assert result.log_probs == pytest.approx(right.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "layers", "rows"),
+    [
+        ("deepseek_v4", 3, Rows.ALIKE),  # returns only a cache that it was given
+        ("recurrent_gemma", 3, Rows.PADDED),  # keeps states in its modules
+        ("xlstm", 2, Rows.PADDED),
+        ("minimax", 2, Rows.PADDED),  # makes its own
+        ("bamba", 2, Rows.PADDED),  # counts positions from 0 unless they are given
+        ("openai-gpt", 2, Rows.WHOLE),  # has no cache
+    ],
+)
+def test_each_kind_of_cache_is_used(family: str, layers: int, rows: Rows) -> None:
+    fields = {"attn_layer_indices": [1]} if family == "bamba" else {}
+    assert ways_of(AutoConfig.for_model(family, num_hidden_layers=layers, **fields)).rows is rows
 
 
 @pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])

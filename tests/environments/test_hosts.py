@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -237,6 +238,7 @@ def test_all_calls_of_an_episode_have_a_limit_together() -> None:
     played(ECHO, play)
 
 
+@pytest.mark.chaos
 def test_a_worker_that_dies_is_replaced() -> None:
     async def play(host: Host) -> None:
         live = await host.open()
@@ -245,6 +247,37 @@ def test_a_worker_that_dies_is_replaced() -> None:
             await live.step({"content": "die"})
         assert raised.value.kind == "crash"
         await check_echo(host)
+
+    played(ECHO, play, processes=1)
+
+
+@pytest.mark.chaos(
+    "a server of environments behind an address stopped",
+    "its sample is an error that names the address, after `--environment-call-timeout`",
+)
+def test_a_server_that_is_stopped_is_named_in_time() -> None:
+    """One behind an address. A process of the run's own is replaced, even if it answers again for a moment: whoever
+    looks for hangs lets it go on until it has written its stack, and then ends it."""
+
+    async def play(host: Host) -> None:
+        own = await host.open()
+        await own.reset(ROW)
+        server = host._workers[0]  # its address could be that of another machine's
+        assert server._process is not None
+        far = Host(server.url, call_seconds=0.5, seconds=30.0)
+        live = await far.open()
+        await live.reset(ROW)
+        server._process.send_signal(signal.SIGSTOP)
+        address = server.url.rpartition("@")[2]
+        with pytest.raises(EnvironmentFailure, match=rf"^http://\S*{address}: step took longer than 0.5 s") as raised:
+            await live.step({"content": "end"})
+        assert raised.value.kind == "timeout"
+        assert server.url not in str(raised.value), "it has the key"
+        await far.close()
+        asyncio.get_running_loop().call_later(host.call_seconds + 0.3, server._process.send_signal, signal.SIGCONT)
+        with pytest.raises(EnvironmentFailure, match=r"^step took longer than 2 s") as raised:
+            await own.step({"content": "end"})
+        assert raised.value.lost, "so the episode is played once more"
 
     played(ECHO, play, processes=1)
 

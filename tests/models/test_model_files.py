@@ -97,10 +97,10 @@ def cut(file: Path, size: int) -> None:
     ("damage", "answer"),
     [
         (lambda f: cut(f / "model.safetensors", 0), "model.safetensors is empty"),
-        (lambda f: cut(f / "model.safetensors", 5), "with 5 bytes is cut short or no safetensors file"),
-        (lambda f: cut(f / "model.safetensors", 300), "with 300 bytes is cut short or no safetensors file"),
+        (lambda f: cut(f / "model.safetensors", 5), "with 5 bytes is cut short or not a safetensors file"),
+        (lambda f: cut(f / "model.safetensors", 300), "with 300 bytes is cut short or not a safetensors file"),
         (lambda f: cut(f / "model.safetensors", 9000), "model.safetensors with 9,000 bytes is cut short"),
-        (lambda f: (f / "model.safetensors").write_bytes(b"junk " * 999), "is cut short or no safetensors file"),
+        (lambda f: (f / "model.safetensors").write_bytes(b"junk " * 999), "is cut short or not a safetensors file"),
         (lambda f: (f / "model.safetensors").rename(f / "weights.safetensors"), "weights.safetensors, and neither"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from transformers import Qwen2Config
 
 from slimelite.arguments import Args, ArgumentError, make_args
 from slimelite.cluster.workers import EngineFactory
@@ -49,16 +51,40 @@ def plan(model: str, words: str) -> Plan:
     return found
 
 
-@pytest.mark.parametrize(("model", "gib", "rank"), [("qwen2.5-7B", 12, 16), ("qwen3-32B", 24, 8)])
-def test_qlora_fits_small_cards_and_an_engine_counts_its_copy(model: str, gib: int, rank: int) -> None:
-    room, beside = gib * 2**30 * USABLE, plan(model, "--colocate --plan-gpu rtx4090:1 --rollout-backend sglang")
-    words = f"--plan-gpu rtx4090:1 --debug-train-only --loss-type sft_loss --lora-rank {rank} --gradient-checkpointing "
-    loads = [plan(model, words + more).load for more in ("--load-in-4bit", "")]
+# (card in GB, LoRA rank, config): layers, hidden size, width of the MLP, heads, heads of keys
+SMALL_CARDS = {"Qwen2.5-7B": (12, 16, (28, 3584, 18944, 28, 4)), "Qwen2.5-32B": (24, 8, (64, 5120, 27648, 40, 8))}
+SHAPE = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+
+
+@pytest.mark.parametrize("loss", ["sft_loss", "dpo_loss"])
+@pytest.mark.parametrize("model", SMALL_CARDS)
+def test_qlora_fits_small_cards_and_an_engine_counts_its_copy(tmp_path: Path, model: str, loss: str) -> None:
+    gib, rank, shape = SMALL_CARDS[model]
+    config = Qwen2Config(vocab_size=152064, tie_word_embeddings=False, **dict(zip(SHAPE, shape, strict=True)))
+    config.save_pretrained(tmp_path)
+
+    def planned_load(words: str) -> Load:
+        args = make_args(f"--hf-checkpoint {tmp_path} --plan-gpu rtx4090:1 {RUN}{words}".split())
+        found = Plan.of(args, this_machine(args.plan_gpu))
+        assert isinstance(found, Plan)
+        weights = found.phases().get("generate", {}).get("weights", 0)
+        # an engine has them in bf16, whatever the trainer has
+        assert weights > 0.95 * 2 * found.load.shapes.parameters or "--debug-train-only" in words
+        return found.load
+
+    planned_load("--colocate --rollout-backend sglang")
+    room = gib * 2**30 * USABLE
+    words = f"--debug-train-only --loss-type {loss} --lora-rank {rank} --gradient-checkpointing "
+    words += f"--ref-load {tmp_path} " * (loss == "dpo_loss")
+    loads = [planned_load(words + more) for more in ("--load-in-4bit", "")]
     needs = [peak(replace(load, tokens=512)) for load in loads]
     assert needs[0] < room < needs[1]
-    assert largest(loads[0], room) > 800
-    weights = beside.phases()["generate"]["weights"]  # an engine has them in bf16, whatever the trainer has
-    assert weights > 0.95 * 2 * beside.load.shapes.parameters
+    row = re.search(
+        rf"{model}, rank {rank} .*SFT and DPO on a card of {gib} GB: micro-batches of ([\d,]+) tokens",
+        (MODELS.parent / "docs" / "lora.md").read_text(),
+    )
+    assert row is not None
+    assert largest(loads[0], room) == int(row[1].replace(",", ""))
 
 
 def test_the_verdict_comes_first_and_the_tables_fit_a_terminal() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from slimelite.algorithms.estimators import ESTIMATORS
+from slimelite.algorithms.losses import LOSSES
 from slimelite.arguments import make_args
 from slimelite.plan.devices import Machine
 from slimelite.preflight import preflight
@@ -90,3 +91,42 @@ def test_an_estimator_of_ones_own_is_tried(report: Report, name: str, parts: dic
         ESTIMATORS.pop(f"own-{name}", None)
     assert expected in shown
     assert shown.endswith("ready to start\n" if not parts else "1 problem(s) found\n")
+
+
+LOSS = """
+from slimelite.algorithms.losses import LOSSES, LossType
+
+def loss(args, batch, log_probs, entropy):
+    {body}
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("return -batch.advantages * log_probs, {}", "eight made-up responses give a loss of"),
+        ("return -batch.nothing * log_probs, {}", "AttributeError: 'MicroBatch' object has no attribute 'nothing'"),
+        ("return -log_probs[1:], {}", "must return a loss for each of the 24 tokens"),
+        ("return -log_probs.detach(), {}", "without a gradient"),
+        ("return log_probs / batch.advantages, {}", "is not finite"),
+        ("return 0 * log_probs, {}", "the gradient is 0 for eight made-up responses"),
+    ],
+)
+def test_a_loss_of_ones_own_is_tried(report: Report, body: str, expected: str) -> None:
+    shown = report(
+        "--rm-type math --loss-type custom_loss --custom-loss-function-path OWN:loss", LOSS.format(body=body)
+    )
+    (line,) = [line for line in shown.splitlines() if expected in line]
+    assert "own.py:loss" in line
+    assert (line in shown.partition("\nwarnings")[2]) == ("give a loss" not in expected)
+    assert shown.endswith("ready to start\n")
+
+
+def test_a_registered_loss_of_ones_own_is_tried(report: Report) -> None:
+    own = LOSS.format(body="return log_probs.nothing, {}")
+    own += 'LOSSES.add(LossType("own-loss", "mine", loss, policy=True))'
+    try:
+        shown = report("--rm-type math --import-file OWN --loss-type own-loss", own)
+    finally:
+        LOSSES.pop("own-loss", None)
+    assert "--loss-type own-loss, tried on eight made-up responses: raised AttributeError" in shown

@@ -376,6 +376,7 @@ def test_conversations_are_checked_and_some_are_made(model: Path, tmp_path: Path
     for row, says in (
         ({"input": [asked, reply]}, None),
         ({"input": "1+1="}, "SFT reads whole conversations, but the prompt is text"),
+        ({"input": "1+1=", "answer": "2"}, "; if 'input' is the prompt and 'answer' the reply, convert the file"),
         ({"input": [asked]}, "2 of the first 2 conversations have no token of an assistant to train on; --input-key"),
         ({"input": [asked, {**reply, "content": 2}]}, "conversation 0 ('1+1='): the chat template refuses"),
         ({"input": [asked, reply], "tools": [1]}, "row 0 (line 1): column 'tools': tool 0 is an object"),

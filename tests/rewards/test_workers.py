@@ -45,6 +45,7 @@ def test_results_keep_the_order_of_the_tasks(pool: WorkerPool, capfd: pytest.Cap
     assert capfd.readouterr() == ("", "")  # the library warns of what we ask it for
 
 
+@pytest.mark.chaos
 def test_a_hung_worker_is_replaced_and_its_neighbours_are_graded(pool: WorkerPool) -> None:
     asyncio.run(pool.run(tasks(RIGHT)))
     process = pool._workers[0]._process
@@ -55,6 +56,7 @@ def test_a_hung_worker_is_replaced_and_its_neighbours_are_graded(pool: WorkerPoo
     assert pool._workers[0]._process is not process
 
 
+@pytest.mark.chaos
 def test_a_worker_that_dies_twice_costs_one_answer(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
     pool._workers[0]._timeout = 60.0
     begin, begun = pool._workers[0]._start, []
@@ -81,6 +83,9 @@ def test_a_worker_that_dies_twice_costs_one_answer(pool: WorkerPool, monkeypatch
     assert kinds(asyncio.run(kill_while_grading())) == [1.0, "crash", 1.0]
 
 
+@pytest.mark.chaos(
+    "a grader stopped or killed", "replaced, and its answer is graded again; if it is stopped, after `--reward-timeout`"
+)
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_worker_that_is_stopped_or_killed_once_costs_nothing(pool: WorkerPool, number: int) -> None:
     asyncio.run(pool.run(tasks(RIGHT)))
@@ -98,6 +103,7 @@ def test_a_worker_that_is_stopped_or_killed_once_costs_nothing(pool: WorkerPool,
     assert process.returncode == -signal.SIGKILL
 
 
+@pytest.mark.chaos
 def test_a_worker_that_died_in_its_sleep_costs_nothing(pool: WorkerPool) -> None:
     asyncio.run(pool.run(tasks(RIGHT)))
     process = pool._workers[0]._process
@@ -137,6 +143,7 @@ def test_a_worker_needs_neither_torch_nor_the_main_program() -> None:
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
+@pytest.mark.chaos
 def test_workers_end_with_their_parent() -> None:
     script = (
         "import asyncio, os\nfrom slimelite.rewards.workers import WorkerPool\n"

@@ -220,6 +220,7 @@ def test_a_failing_environment_ends_its_own_episode(play: Play, said: str, kind:
     assert output.metrics[f"rollout/reward_errors/{kind}"] == 1
 
 
+@pytest.mark.chaos("the only environment process stopped", "replaced, and its episodes are played again")
 def test_an_episode_whose_worker_freezes_is_played_once_more(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its single process is stopped (SIGSTOP) while all of the rollout's episodes are there."""
     monkeypatch.setattr("slimelite.environments.hosts.PING_SECONDS", 0.5)

@@ -64,6 +64,7 @@ async def soon(condition: object) -> None:
     raise AssertionError("it did not happen")
 
 
+@pytest.mark.chaos
 def test_what_waits_on_a_dead_engine_fails_and_goes_elsewhere() -> None:
     async def scenario() -> None:
         engines = [Mortal(hang=1), Mortal()]
@@ -84,6 +85,7 @@ def test_what_waits_on_a_dead_engine_fails_and_goes_elsewhere() -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.chaos
 def test_a_restarted_engine_serves_only_after_a_sync(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         engines = [Mortal(), Mortal()]
@@ -108,6 +110,7 @@ def test_a_restarted_engine_serves_only_after_a_sync(caplog: pytest.LogCaptureFi
     assert "engine 0 has weights 3" in caplog.text
 
 
+@pytest.mark.chaos
 def test_an_engine_with_weights_is_back_for_the_very_next_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_module, "POLL_S", 1000.0)
 
@@ -129,6 +132,7 @@ def test_an_engine_with_weights_is_back_for_the_very_next_rollout(monkeypatch: p
     asyncio.run(scenario())
 
 
+@pytest.mark.chaos
 def test_a_restart_that_fails_once_is_tried_again() -> None:
     class Shaky(Mortal):
         async def restart(self) -> None:
@@ -150,6 +154,7 @@ def test_a_restart_that_fails_once_is_tried_again() -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.chaos
 def test_the_last_engine_is_waited_for_and_asks_for_weights() -> None:
     async def scenario() -> None:
         engines = [Mortal()]
@@ -173,6 +178,7 @@ def test_the_last_engine_is_waited_for_and_asks_for_weights() -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.chaos
 def test_an_engine_whose_process_is_a_new_one_is_found_by_its_weights() -> None:
     """Ray has started it again before anybody missed it."""
 
@@ -191,6 +197,7 @@ def test_an_engine_whose_process_is_a_new_one_is_found_by_its_weights() -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.chaos
 def test_without_restarts_a_death_is_an_error_and_too_many_are_too() -> None:
     async def scenario() -> None:
         engines = [Mortal()]
@@ -214,6 +221,7 @@ def test_without_restarts_a_death_is_an_error_and_too_many_are_too() -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.chaos
 def test_the_watch_finds_an_engine_that_nobody_asks() -> None:
     async def scenario() -> None:
         engines = [Mortal(), Mortal()]

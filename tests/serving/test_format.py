@@ -273,7 +273,7 @@ def test_a_full_context_and_a_template_without_tools_are_said() -> None:
     bare.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     with pytest.raises(ValueError, match="shows the model no tools"):
         ChatFormat(bare).prompt([ASK], [TOOL])
-    with pytest.raises(ValueError, match="shows no call that goes on from the prompt"):
+    with pytest.raises(ValueError, match="cannot continue the prompt with a call"):
         ChatFormat(bare).opening([ASK], "abc?", ["search"])
     whole = tokenizer()
     whole.add_tokens(["@search", "@find"])

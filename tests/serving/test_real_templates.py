@@ -121,7 +121,7 @@ def test_several_calls_and_what_is_said_with_them_are_read_back(name: str) -> No
 def test_a_call_that_is_asked_for_begins_as_the_template_writes_one(name: str) -> None:
     chat_format, prompt = FORMATS[name], FORMATS[name].render([ASK], [TOOL])
     if name.startswith("nemotron"):  # its prompts open a thought
-        with pytest.raises(ValueError, match="no call that goes on from the prompt"):
+        with pytest.raises(ValueError, match="cannot continue the prompt with a call"):
             chat_format.opening([ASK], prompt, ["search"], [TOOL])
         return
     given = chat_format.decode(chat_format.opening([ASK], prompt, ["search"], [TOOL]))

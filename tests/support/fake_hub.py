@@ -1,4 +1,5 @@
-"""A small Hugging Face hub on loopback: it takes what huggingface_hub uploads, and keeps it."""
+"""A small Hugging Face hub on loopback: it keeps what huggingface_hub uploads, and offers its repositories, which may
+be datasets."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 from huggingface_hub import close_session, constants
@@ -53,7 +55,7 @@ class Hub:
         yield
         close_session()
 
-    def answer(self, method: str, path: str, body: bytes, token: str | None) -> tuple[int, dict[str, Any]]:
+    def answer(self, method: str, path: str, body: bytes, token: str | None) -> tuple[int, Any]:
         """The status and the JSON of one request."""
         if method == "PUT":
             self.large[path.rsplit("/", 1)[-1]] = body
@@ -88,12 +90,29 @@ class Hub:
             return 200, {
                 "files": [f | {"uploadMode": k, "shouldIgnore": False} for f, k in zip(files, kinds, strict=True)]
             }
+        if verb in ("tree", "paths-info"):
+            return 200, self._listed(self.repos[repo]["main"], [*parts[6:]], body)
         if verb == "branch":
             self.repos[repo][branch] = {}
             return 200, {}
         if verb == "commit":
             return 200, self._commit(repo, branch, [json.loads(line) for line in body.splitlines()])
-        return 200, {"id": repo, "sha": "0" * 40, "siblings": []}
+        siblings = [{"rfilename": name} for name in self.repos[repo]["main"]]
+        return 200, {"id": repo, "sha": "0" * 40, "siblings": siblings}
+
+    @staticmethod
+    def _listed(files: dict[str, bytes], folder: list[str], body: bytes) -> list[dict[str, Any]]:
+        """The files and folders of a folder, or those that ``body`` names."""
+        wanted, below = parse_qs(body.decode()).get("paths"), "".join(f"{part}/" for part in folder)
+        paths = {*files} | {name.rpartition("/")[0] for name in files if "/" in name}
+        if wanted is None:
+            paths = {path for path in paths if path.startswith(below)}
+        return [
+            {"type": "file", "path": path, "size": len(files[path]), "oid": "0" * 40}
+            if path in files
+            else {"type": "directory", "path": path, "oid": "0" * 40}
+            for path in sorted(paths if wanted is None else paths & {*wanted})
+        ]
 
     def _commit(self, repo: str, branch: str, lines: list[dict[str, Any]]) -> dict[str, Any]:
         for line in lines:
@@ -118,10 +137,17 @@ def fake_hub() -> Iterator[Hub]:
     class Handler(BaseHTTPRequestHandler):
         def download(self) -> None:
             """A file of a repository, with the headers that huggingface_hub's cache needs."""
-            repo, _, file = self.path.strip("/").partition("/resolve/main/")
-            content = hub.repos[repo]["main"][file]
+            repo, _, file = self.path.removeprefix("/datasets").strip("/").partition("/resolve/")
+            content = hub.repos.get(repo, {"main": {}})["main"].get(file.partition("/")[2])
+            if content is None:
+                self.send_response(404)
+                self.send_header("X-Error-Code", "EntryNotFound")
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+                return
             self.send_response(200)
-            for name, value in {"ETag": '"1"', "X-Repo-Commit": "0" * 40, "Content-Length": str(len(content))}.items():
+            tag = f'"{hashlib.sha256(content).hexdigest()}"'  # two files with one tag are one file in the cache
+            for name, value in {"ETag": tag, "X-Repo-Commit": "0" * 40, "Content-Length": str(len(content))}.items():
                 self.send_header(name, value)
             self.end_headers()
             self.wfile.write(content if self.command == "GET" else b"")
@@ -131,7 +157,8 @@ def fake_hub() -> Iterator[Hub]:
                 self.download()
                 return
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            status, content = hub.answer(self.command, self.path, body, self.headers.get("Authorization"))
+            path = urlsplit(self.path).path
+            status, content = hub.answer(self.command, path, body, self.headers.get("Authorization"))
             text = json.dumps(content).encode()
             self.send_response(status)
             self.send_header("Content-Type", "application/json")

@@ -11,6 +11,7 @@ them is missing, tests fail with the reason; ``SLIMELITE_NO_NAMESPACES=1`` skips
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -35,6 +36,7 @@ REMEDY = (
 READY = "ready"
 FAR_LINK = Path(__file__).with_name("far_link.py")
 START_S = 180
+OF_A_RUN = re.compile(r"train\.py|-m slimelite|slimelite/\w+/\w+\.py|ray::(?!IDLE|\w*Agent)")
 
 
 @dataclass
@@ -85,6 +87,17 @@ class Machine:
             out, err = process.communicate()
             pytest.fail(f"{command[:4]} on {self.name} took longer than {timeout} s:\n{out[-2000:]}\n{err[-2000:]}")
         return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+    def left(self, seconds: float = 20.0) -> list[str]:
+        """Command lines of the processes of a run that still live so many seconds after its end. Ray's own daemons and
+        its idle workers are not of the run."""
+        deadline = time.monotonic() + seconds
+        while True:
+            lines = self.run("ps", "-axww", "-o", "pid=,args=").stdout.splitlines()
+            lines = [line.strip() for line in lines if OF_A_RUN.search(line)]
+            if not lines or time.monotonic() > deadline:
+                return lines
+            time.sleep(0.2)
 
     def kill(self) -> None:
         """Switch the machine off: all of its processes end at once, and its address is gone."""

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import struct
 import subprocess
@@ -73,19 +74,29 @@ def test_ctrl_c_with_wandb_is_no_traceback(tmp_path: Path) -> None:
     assert [r.exit.exit_code for r in wandb_records(tmp_path) if r.HasField("exit")] == [1]
 
 
-KILLED = """
-import os, sys
+# its process is stopped after the first step, which the thread that looks for hangs sees, and killed after the second
+TROUBLED = """
+import logging, os, signal, sys, time
 for name in [name for name in os.environ if name.startswith("WANDB_")]:
     del os.environ[name]  # an earlier test's process of wandb would be used
 import psutil
 from fake_run import make_args
+from slimelite.cluster.hangs import Monitor
 from slimelite.tracking.writers import open_writers
+logging.basicConfig()
 writers = open_writers(make_args(sys.argv[1], use_wandb=True, wandb_mode="offline"), {})
+(core,) = [each for each in psutil.Process().children(recursive=True) if "wandb-core" in each.name()]
 for step in range(5):
     for writer in writers:
         writer.write("rollout", {"rollout/step": step, "rollout/raw_reward": 0.5})
+    if step == 0:
+        with Monitor(0.5):
+            core.send_signal(signal.SIGSTOP)
+            deadline = time.monotonic() + 20
+            time.sleep(0.1)
+            while core.status() == psutil.STATUS_STOPPED and time.monotonic() < deadline:
+                time.sleep(0.02)
     if step == 1:
-        (core,) = [each for each in psutil.Process().children(recursive=True) if "wandb-core" in each.name()]
         core.kill()
         psutil.wait_procs([core], 10)
 for writer in writers:
@@ -93,10 +104,14 @@ for writer in writers:
 """
 
 
-def test_a_run_goes_on_without_wandb_if_its_process_dies(tmp_path: Path) -> None:
+@pytest.mark.chaos(
+    "wandb's process stopped, then killed",
+    "continued with a warning, then the run goes on without wandb, with one message",
+)
+def test_a_run_continues_wandb_if_it_is_stopped_and_goes_on_without_it_if_it_dies(tmp_path: Path) -> None:
     search = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])])
     done = subprocess.run(
-        [sys.executable, "-c", KILLED, str(tmp_path)],
+        [sys.executable, "-c", TROUBLED, str(tmp_path)],
         env={**os.environ, "PYTHONPATH": search},
         capture_output=True,
         text=True,
@@ -104,6 +119,9 @@ def test_a_run_goes_on_without_wandb_if_its_process_dies(tmp_path: Path) -> None
     )
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
+    assert re.search(
+        r"process \d+ on \S+ \(.*wandb-core.*\) was stopped for \d+ s \(SIGSTOP\) and runs again", done.stderr
+    )
     assert done.stderr.count("wandb failed (ConnectionResetError: ") == 1
     steps = [record["rollout/step"] for record in read_metrics(tmp_path) if "rollout/raw_reward" in record]
     assert steps == [0, 1, 2, 3, 4]

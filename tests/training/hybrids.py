@@ -76,6 +76,16 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "num_mem_blocks": 1,
         "use_mem_rope": True,
     },
+    "zamba": {
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 3,
+        "layers_block_type": ["mamba", "hybrid", "hybrid"],
+        "n_mamba_heads": 2,
+        "mamba_d_state": 4,
+        "mamba_dt_rank": 3,
+        "use_mamba_kernels": False,
+    },
+    "xlstm": {"hidden_size": 128, "num_heads": 4, "gate_soft_cap": 3.0, "output_logit_soft_cap": 3.0},
     "minimax": {
         "layer_types": ["linear_attention", "full_attention"],
         "head_dim": 8,
@@ -106,6 +116,7 @@ ODD: dict[str, dict[str, Any]] = {
     "cohere2": WINDOWED | {"logit_scale": 0.3},
     "cohere2_moe": WINDOWED | EXPERTS | {"logit_scale": 0.3},
     "granite": {"logits_scaling": 3.0},
+    "modernbert-decoder": {"local_attention": 12, "layer_types": ["sliding_attention", "full_attention"]},
     "phi": {"num_key_value_heads": 4},
     "gpt_oss": WINDOWED | {"num_local_experts": 4, "num_experts_per_tok": 2},
 }

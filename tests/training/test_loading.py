@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -12,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -95,8 +97,11 @@ def test_files_that_cannot_be_read_in_parts(tmp_path: Path) -> None:
 
 def tensors_of(trainer: Trainer, folders: dict[str, Path]) -> list[dict[str, torch.Tensor]]:
     """Parameters and buffers of models that are loaded in many ways."""
-    # the probes of families take long
-    with mock.patch.object(loading, "may_pack", return_value=Packing.SHARED):
+    with (
+        mock.patch.object(loading, "may_pack", return_value=Packing.SHARED),  # the probes of families take long
+        mock.patch.object(constants, "HF_HUB_CACHE", str(folders["qwen2"].parent / "hub")),
+        mock.patch.object(constants, "HF_HUB_OFFLINE", True),
+    ):
         return _tensors_of(trainer, folders)
 
 
@@ -141,8 +146,24 @@ def read_in_parts(trainer: Trainer, folders: dict[str, Path]) -> tuple[list[dict
         return tensors_of(trainer, folders), counts
 
 
+def save_in_cache(model: Path, cache: Path, name: str) -> Path:
+    """Put ``model`` where the hub's library keeps downloads, under ``name``: links to files with other names. Returns
+    their folder."""
+    repo = cache / f"models--{name.replace('/', '--')}"
+    snapshot, blobs = repo / "snapshots" / "0a1b", repo / "blobs"
+    for folder in (snapshot, blobs, repo / "refs"):
+        folder.mkdir(parents=True)
+    (repo / "refs" / "main").write_text(snapshot.name)
+    for number, file in enumerate(sorted(model.iterdir())):
+        shutil.copy(file, blobs / str(number))
+        (snapshot / file.name).symlink_to(Path("../../blobs") / str(number))
+    return snapshot
+
+
 def test_two_ranks_hold_what_one_does_to_the_bit_and_each_reads_its_half(tmp_path: Path) -> None:
     folders = {family: save_family(tmp_path / family, family) for family in FAMILIES}
+    snapshot = save_in_cache(folders["llama"], tmp_path / "hub", "who/llama")
+    folders["hub"] = Path("who/llama")
     args = tiny_args(save_tiny_model(tmp_path / "trained"))
     with one_rank(args) as trainer:
         alone = tensors_of(trainer, folders)
@@ -152,6 +173,7 @@ def test_two_ranks_hold_what_one_does_to_the_bit_and_each_reads_its_half(tmp_pat
         for name, tensor in theirs.items():
             assert mine[name].dtype == tensor.dtype
             assert torch.equal(mine[name], tensor), name
+    folders["hub"] = snapshot
     for folder, count in zip(folders.values(), counts, strict=False):
         size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
         assert 0.4 * size < count < 0.55 * size, folder

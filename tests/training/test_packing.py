@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,17 @@ LONG_ROPE = {
     "long_factor": [4.0] * 48,
     "original_max_position_embeddings": 4096,
 }
-# it makes masks of its own for attention of its own
-REFUSED: dict[str, Any] = {"lru_width": 32, "attention_window_size": 5, "block_types": ["recurrent", "attention"]}
+# its logits come from hidden states that predict n-grams, and not from its last ones
+REFUSED: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "num_encoder_layers": 1,
+    "num_decoder_layers": 2,
+    "num_encoder_attention_heads": 4,
+    "num_decoder_attention_heads": 4,
+}
 
 
 @pytest.fixture
@@ -155,30 +165,54 @@ def test_pairs_that_padding_mixes_are_refused() -> None:
 
 
 def test_what_is_not_right_even_alone_is_refused(tmp_path: Path) -> None:
-    folder = build("recurrent_gemma", REFUSED, tmp_path)
-    said = "recurrent_gemma cannot be trained: its .*: its log-p"  # of its attention; transformers 5.23: of its logits
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("prophetnet", **REFUSED)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder := tmp_path)
+    said = "prophetnet cannot be trained: its logits are not the output of its LM head: its log-p"
     with pytest.raises(ValueError, match=said), one_rank(tiny_args(folder)):
         pass
     with pytest.raises(ValueError, match=said):  # the pre-flight check, before anything starts
         inspect_model(tiny_args(folder), str(folder))
 
 
-BLOOM = {"vocab_size": VOCAB, "hidden_size": 32, "n_head": 4, "n_layer": 2, "initializer_range": 0.2}
+MASKED: dict[str, dict[str, Any]] = {
+    "bloom": {"vocab_size": VOCAB, "hidden_size": 32, "n_head": 4, "n_layer": 2, "initializer_range": 0.2},
+    "recurrent_gemma": {
+        **SIZES,
+        "lru_width": 32,
+        "attention_window_size": 5,
+        "block_types": ["recurrent", "attention"],
+        "logits_soft_cap": 0.5,
+        "w_init_variance_scale": 1.0,
+    },
+}
 
 
+@pytest.mark.parametrize("family", MASKED)
 def test_what_only_transformers_attention_computes_right_is_trained_with_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Bloom adds its distances to the mask; nobody has to ask for the attention that has one."""
+    """Bloom adds its distances to the mask, and RecurrentGemma needs one; nobody has to ask for the attention that has
+    one. RecurrentGemma caps its logits as well."""
     torch.manual_seed(0)
-    own = AutoModelForCausalLM.from_config(AutoConfig.for_model("bloom", **BLOOM), attn_implementation="eager").eval()
+    config = AutoConfig.for_model(family, **MASKED[family])
+    own = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     own.save_pretrained(tmp_path)
     table = random_table(groups=1)
     with caplog.at_level(logging.WARNING), one_rank(tiny_args(tmp_path)) as trainer:
         assert trainer.model.hf.config._attn_implementation == "eager"
+        assert trainer.model.packed == (family != "bloom")
         found = torch.from_numpy(trainer.log_probs(table))
-    torch.testing.assert_close(found, transformers_own(own, table).detach(), rtol=1e-4, atol=1e-5)
-    assert "bloom is trained with --attn-implementation eager: its BloomAttention" in caplog.text
+        right = transformers_own(own, table)
+        if trainer.model.packed:
+            probe = torch.randn_like(right)
+            (right * probe).sum().backward()
+            batch = MicroBatch(TokenColumns.from_table(table), np.arange(len(table)), torch.device("cpu"))
+            (trainer.model(batch, 1.0)[0] * probe).sum().backward()
+            for (name, mine), theirs in zip(trainer.model.named_parameters(), own.parameters(), strict=True):
+                torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-4, msg=name)
+    torch.testing.assert_close(found, right.detach(), rtol=1e-4, atol=1e-5)
+    assert re.search(f"{family} is trained with --attn-implementation eager: its \\w+Attention", caplog.text)
 
 
 def test_what_cannot_be_seen_is_not_packed(

@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
-from slimelite.engines.embedded.caches import COLUMNS, tensors
+from slimelite.engines.embedded.caches import COLUMNS, LayerCache, tensors
 
 # names of the cache among the arguments and results of models; the first one since transformers 5.24
 CACHES = ("cache", "past_key_values", "cache_params")
+# attributes of modules that keep a state of the last pass there, and not in a cache: RecurrentGemma
+KEPT = ("conv1d_state", "recurrent_states")
 
 
 class Passes:
@@ -23,6 +25,10 @@ class Passes:
         self._device = model.device
         self._takes = inspect.signature(model.forward).parameters
         self._cache = next((name for name in CACHES if name in self._takes), "")
+        modules = model.modules()
+        self._keepers = [(module, name) for module in modules for name in KEPT if name in vars(module)]
+        # DeepSeek-V4 returns only a cache that it is given, and MiniMax takes only its own
+        self._gives_cache = bool(self._keepers)
 
     def whole(self, ids: Tensor, last: int = 0) -> Tensor:
         """[n, tokens, vocab] logits of ``ids`` [n, tokens]. ``last``: only of this many last tokens; 0 for all."""
@@ -51,15 +57,42 @@ class Passes:
         return self._pass(ids, cache, lengths, width)
 
     def _pass(self, ids: Tensor, cache: Any, lengths: Tensor | None, width: int) -> tuple[Tensor, Any]:
+        count = ids.shape[1]
+        # given, because Bamba counts from 0 after cached tokens, too
+        positions = torch.arange(width, width + count).expand(len(ids), -1)
         options: dict[str, Any] = {"use_cache": True, "logits_to_keep": 1}
+        if lengths is not None:
+            options["attention_mask"] = (
+                (torch.arange(width + count) >= width - lengths[:, None]).long().to(self._device)
+            )
+            positions = lengths[:, None]
+        options["position_ids"] = positions.to(self._device)
+        if cache is None and self._gives_cache:
+            cache = DynamicCache(config=self.model.config)
+        if self._keepers:
+            cache = self._given_back(cache)
         if cache is not None:
             options[self._cache] = cache
-        if lengths is not None:
-            columns = torch.arange(width + ids.shape[1])
-            options["attention_mask"] = (columns >= width - lengths[:, None]).long().to(self._device)
-            options["position_ids"] = lengths[:, None].to(self._device)
         options = {name: value for name, value in options.items() if name in self._takes}
         output = self.model(input_ids=ids, **options)
-        return output.logits[:, -1].float(), next(
-            (output[name] for name in CACHES if output.get(name) is not None), None
-        )
+        result = next((output[name] for name in CACHES if output.get(name) is not None), None)
+        if result is None and self._cache == "past_key_values" and not self._gives_cache:
+            self._gives_cache = True
+            return self._pass(ids, cache, lengths, width)
+        if self._keepers:
+            result = _Kept(cache, [getattr(module, name) for module, name in self._keepers])
+        return output.logits[:, -1].float(), result
+
+    def _given_back(self, cache: Any) -> Any:
+        """Put the states of a `_Kept` into the modules, or none if ``cache`` is new. Returns the cache of the model."""
+        states = cache.states if isinstance(cache, _Kept) else [None] * len(self._keepers)
+        for (module, name), state in zip(self._keepers, states, strict=True):
+            setattr(module, name, state)
+        return cache.cache if isinstance(cache, _Kept) else cache
+
+
+class _Kept(LayerCache):
+    """The cache of a model whose modules keep states themselves, and these states."""
+
+    def __init__(self, cache: Any, states: list[Tensor]) -> None:
+        self.cache, self.states = cache, states

@@ -21,6 +21,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from slimelite.engines.embedded.caches import joined, with_rows
 from slimelite.engines.embedded.model import not_fast
 from slimelite.engines.embedded.passes import Passes
+from slimelite.models.files import CAPS as LOGIT_CAPS
+from slimelite.models.files import restore_weights
 from slimelite.models.small import VOCABULARY, small_config
 
 # largest difference of log-probs that is rounding's: 1.2e-3 was seen with 48 layers, an error's was 4e-2 [nats]
@@ -30,7 +32,7 @@ SPREAD = 0.1
 # tokens of the sequences that are computed: longer than the small model's window and context, and two alike
 LENGTHS = (19, 14, 14)
 # fields of configs with a cap of attention scores or logits, and what they are here
-CAPS = ("attn_logit_softcapping", "final_logit_softcapping", "output_logit_soft_cap", "gate_soft_cap")
+CAPS = ("attn_logit_softcapping", *LOGIT_CAPS, "gate_soft_cap")
 LOW_CAP = 1.0
 ELSEWHERE = "use --rollout-backend sglang"
 
@@ -65,8 +67,8 @@ class NotComputed(ValueError):
 
 def check_config(config: PretrainedConfig) -> None:
     """Raise ValueError for a model that the embedded engine does not compute; see `ways_of`."""
-    if getattr(config, "quantization_config", None) is not None:
-        raise NotComputed(config.model_type, "its weights are quantized")
+    if method := restore_weights(config):
+        raise NotComputed(config.model_type, f"its weights are quantized by {method}, which cannot be undone here")
     if not_fast(config):
         ways_of(config)
 

@@ -155,7 +155,8 @@ class SglangServer:
     server binds it half a minute later, and again after a restart.
 
     ``command``: makes the command line from (host, port). ``log``: the server's output is appended to this file.
-    ``environment``: the server's; None: ours, with ``CUDA_VISIBLE_DEVICES``.
+    ``environment``: the environment variables of the server; None: those of this process, which include
+    ``CUDA_VISIBLE_DEVICES``.
     """
 
     def __init__(

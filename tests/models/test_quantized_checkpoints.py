@@ -1,0 +1,122 @@
+"""Quantized checkpoints: the trainer and the embedded engine read the same weights, or refuse the method by name."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from slimelite.engines.embedded import EmbeddedEngine
+from slimelite.engines.protocol import GenerateRequest, SamplingParams
+from slimelite.models.files import load_config
+from slimelite.training.loading import load_model, read_config
+from tests.engines.tiny_models import greedy, log_probs
+
+BLOCK = 128
+# a fast family, and one that transformers' own modules compute
+FAMILIES = ("qwen3", "olmo2", "gpt_oss")
+
+
+def fp8_checkpoint(folder: Path, family: str) -> dict[str, torch.Tensor]:
+    """A small checkpoint as DeepSeek-V3 and Qwen3 publish theirs: fp8 matrices with a scale for each 128 x 128 block.
+    Returns the weights that it stands for, in fp32."""
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=96,
+        hidden_size=BLOCK,
+        intermediate_size=2 * BLOCK,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=32,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    files: dict[str, torch.Tensor] = {}
+    meant: dict[str, torch.Tensor] = {}
+    for name, weight in load_file(folder / "model.safetensors").items():
+        files[name], meant[name] = weight, weight.float()
+        if name.endswith("_proj.weight"):
+            blocks = (20 * weight.float()).unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
+            scales = blocks.abs().amax((1, 3), keepdim=True) / 448
+            files[name] = (blocks / scales).reshape(weight.shape).to(torch.float8_e4m3fn)
+            files[f"{name}_scale_inv"] = scales[:, 0, :, 0].contiguous()
+            parts = files[name].float().reshape(blocks.shape)
+            meant[name] = (parts * scales).reshape(weight.shape)
+    save_file(files, folder / "model.safetensors", metadata={"format": "pt"})
+    quantized = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic"}
+    add_to_config(folder, quantized)
+    return meant
+
+
+def mxfp4_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
+    """A small checkpoint as gpt-oss publishes its own: the experts' matrices have 4 bits, and 32 numbers share an
+    exponent. Returns the weights that it stands for, in fp32."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 2}
+    config = AutoConfig.for_model("gpt_oss", vocab_size=96, eos_token_id=1, pad_token_id=0, **sizes, **heads)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    numbers = torch.cat([numbers, -numbers])
+    files: dict[str, torch.Tensor] = {}
+    meant: dict[str, torch.Tensor] = {}
+    for name, weight in load_file(folder / "model.safetensors").items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            files[name], meant[name] = weight, weight.float()
+            continue
+        experts, inputs, outputs = weight.shape
+        blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+        exponents = torch.randint(118, 124, blocks.shape[:-1], dtype=torch.uint8)
+        files[f"{name}_blocks"], files[f"{name}_scales"] = blocks, exponents
+        pairs = torch.stack([numbers[(blocks & 15).long()], numbers[(blocks >> 4).long()]], -1).flatten(-2)
+        meant[name] = (pairs * 2.0 ** (exponents.float() - 127)[..., None]).flatten(2).transpose(1, 2)
+    save_file(files, folder / "model.safetensors", metadata={"format": "pt"})
+    others = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    add_to_config(folder, {"quant_method": "mxfp4", "modules_to_not_convert": others})
+    return meant
+
+
+def add_to_config(folder: Path, quantized: dict[str, object]) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": quantized}))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_trainer_and_the_engine_read_the_same_weights(tmp_path: Path, family: str) -> None:
+    meant = mxfp4_checkpoint(tmp_path) if family == "gpt_oss" else fp8_checkpoint(tmp_path, family)
+    model = load_model(str(tmp_path), read_config(str(tmp_path)), seed=0, attention="eager", empty=False).eval()
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(weight.detach(), meant[name], rtol=1e-6, atol=0)
+    prompt = (5, 6, 7, 8)
+    request = GenerateRequest("0", prompt, SamplingParams(8, temperature=0.0, ignore_eos=True))
+
+    async def answer() -> tuple[list[int], list[float]]:
+        engine = EmbeddedEngine(str(tmp_path), max_context_len=64)
+        (result,) = await engine.generate([request])
+        await engine.close()
+        return result.output_ids, result.log_probs
+
+    tokens, found = asyncio.run(answer())
+    assert tokens == greedy(model, prompt, 8)
+    torch.testing.assert_close(torch.tensor(found), log_probs(model, prompt, tokens).float(), rtol=0, atol=1e-5)
+    # what is saved after training is an ordinary model
+    model.save_pretrained(tmp_path / "saved")
+    assert getattr(load_config(str(tmp_path / "saved")), "quantization_config", None) is None
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors"])
+def test_other_methods_are_refused_by_name(tmp_path: Path, method: str) -> None:
+    fp8_checkpoint(tmp_path, "qwen3")
+    add_to_config(tmp_path, {"quant_method": method})
+    with pytest.raises(ValueError, match=f"is quantized by {method}"):
+        read_config(str(tmp_path))
+    with pytest.raises(ValueError, match=f"its weights are quantized by {method}"):
+        EmbeddedEngine(str(tmp_path), max_context_len=64)
