@@ -28,7 +28,7 @@ def table() -> str:
     for one in sorted(map(recording, RECORDED), key=lambda one: one["client"].lower()):
         works = f"but not: {one['not']}" if "not" in one else "yes"
         rows += (
-            f"| {one['client']} | {one['version']} | {one['does']} | {works} | {one['embedded']} | {one['date']} |\n"
+            f"| {one['client']} | {one['version']} | {one['does']} | {works} | {one.get('embedded', 'not run')} | {one['date']} |\n"
         )
     return rows
 
