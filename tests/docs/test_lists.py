@@ -34,7 +34,7 @@ def test_the_families_of_the_embedded_engines_fast_path_are_named() -> None:
 
 
 def test_the_fields_of_a_sample_have_their_types() -> None:
-    section = (DOCS / "extending.md").read_text().partition("## A sample\n")[2].partition("\n## ")[0]
+    section = (DOCS / "extending.md").read_text().partition("### The fields of a sample\n")[2].partition("\n## ")[0]
     named = dict(re.findall(r"^\| `(\w+)` \| (`.+?) \| ", section, re.MULTILINE))
     types = {f.name: re.sub(r"^Listed\[(.+)\]$", r"\1", str(f.type)).lstrip("_") for f in fields(Sample)}
     assert len(named) >= 10
