@@ -229,13 +229,13 @@ class InputChecks:
         ``warn``: called with a message about rows that are left out. ``trial``: only the first rows, even in a dry run.
         """
         args = self.args
-        every = args.dry_run and not trial
-        paths = [path if every or "@[" in path else f"{path}@[:{ROWS_AT_START}]" for path in rows.paths]
+        every = not trial and (args.dry_run or all("@[" in path for path in rows.paths))
         with self.findings.blaming(rows.name):
             load = partial(
                 load_prompts,
                 rows.dataset or args,
                 self.tokenizer,
+                rows.paths,
                 replies=(args.chosen_key, args.rejected_key) if rows.paired else None,
                 max_prompt_len=rows.max_prompt_len,
                 skip_bad_rows=args.skip_bad_rows,
@@ -243,7 +243,7 @@ class InputChecks:
                 warn=lambda text: warn(f"{rows.name}: {text}"),
             )
             # where none of the first rows is kept, others decide
-            return load(paths, whole=paths == rows.paths and not trial) or load(rows.paths)
+            return load(first=None if every else ROWS_AT_START) or load()
         return []
 
     def are_text(self, rows: Rows, prompts: list[Sample]) -> bool:
