@@ -38,6 +38,7 @@ fi
 ruff check .
 ruff format --check .
 mypy
-# two processes, each with a file at a time, in the order of the names; -n 0 runs all tests in one
-python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "$left_out" "$@"
+# three processes, each with a file at a time, in the order of the names: on two cores a third one computes while the
+# others wait for programs. -n 0 runs all tests in one
+python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m "$left_out" "$@"
 if [[ $# -eq 0 ]]; then bash scripts/test_newest.sh; fi

@@ -1,5 +1,5 @@
-"""Replaces `ray`, `pkill`, `ssh`, `python3` and others for a script under scripts/run_slime_script.sh. Each call of this
-program is one call of one of them."""
+"""Replaces `ray`, `pkill`, `ssh`, `python3` and others for a script under scripts/run_slime_script.sh. Each call of
+this program is one call of one of them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ SHIMS = os.environ["SLIME_SHIMS"]
 ENTRIES = {"train.py": [], "train_async.py": ["--async-rollout"]}
 # commands that run others on other machines
 REMOTE = ("ssh", "pdsh", "pssh", "parallel-ssh", "clush", "srun", "mpirun", "mpiexec")
+# sudo's options with a value
+SUDO_VALUES = ("-u", "-g", "-h", "-p", "-C", "-D", "-R", "-T", "-U", "-r", "-t")
 CONVERSIONS = ("convert_hf_to_torch_dist.py", "convert_torch_dist_to_hf.py")
 
 
@@ -90,9 +92,14 @@ def remote(name: str, words: list[str]) -> None:
 
 def sudo(words: list[str]) -> None:
     """The replacement of a command that is replaced, because sudo would find the real one; else the real sudo."""
-    for i, word in enumerate(words):
-        if (Path(SHIMS) / Path(word).name).is_file():
-            return act(Path(word).name, words[i + 1 :])
+    rest = list(words)
+    while rest and (rest[0].startswith("-") or "=" in rest[0]):
+        option = rest.pop(0)
+        if option in SUDO_VALUES and rest:
+            rest.pop(0)
+    if rest and (Path(SHIMS) / Path(rest[0]).name).is_file():
+        act(Path(rest[0]).name, rest[1:])
+        return
     folders = [folder for folder in os.environ["PATH"].split(os.pathsep) if folder != SHIMS]
     if (real := shutil.which("sudo", path=os.pathsep.join(folders))) is None:
         raise SystemExit("sudo: command not found")

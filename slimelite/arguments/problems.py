@@ -78,6 +78,11 @@ def _modes(args: Args) -> Iterator[str]:
             "--max-restarts resumes from the newest checkpoint in --save, which --finetune and --ckpt-step would "
             "ignore: give the model as --hf-checkpoint, or start once without --max-restarts"
         )
+    if args.max_restarts and args.no_save_optim and not args.no_load_optim:
+        yield (
+            "--max-restarts cannot resume the optimizer, which --no-save-optim leaves out of each checkpoint: remove "
+            "--no-save-optim, or add --no-load-optim, so that each restart begins with a fresh optimizer"
+        )
     job = args.job
     if not (job.trains or job.engines):
         other = "--load-debug-rollout-data" if job.saved else "--debug-train-only"

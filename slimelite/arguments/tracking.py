@@ -178,9 +178,9 @@ class DebugArgs(OfJob):
     plan_gpu: str | None = flag(
         None,
         "--dry-run plans for these GPUs of one node instead of this machine's: h100:8, l40s:1 or rtx4090:1 "
-        "(docs/planner.md lists the names)",
+        "(docs/planner.md lists the names). The plan has --actor-num-nodes such nodes; h100:8x3 has 3",
         DRY_RUN.strictly(),
-        metavar="NAME:COUNT",
+        metavar="NAME:COUNT[xNODES]",
     )
     import_file: list[str] = flag(
         [],

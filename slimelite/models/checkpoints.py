@@ -31,6 +31,8 @@ ROLLOUT_SEED = "rollout_seed"
 STATE_FILE = "trainer.json"
 # its entry with the model that training began from, a folder or hub id
 BASE = "base"
+# file with the names and places of the tensors
+METADATA = ".metadata"
 # in a checkpoint: {"files": {"__0_0.distcp": {"bytes": 4096, "crc32": "89abcdef"}, ...}}; written last
 CHECKSUMS = "checksums.json"
 BLOCK = 1 << 24
@@ -40,6 +42,11 @@ Checksums = dict[str, "Checksum"]
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 OWN_CHECKPOINT = "is a checkpoint of --save"
 REMEDY = "resume from an earlier checkpoint with --ckpt-step"
+
+
+def without_moments(folder: Path) -> str:
+    """The message about a checkpoint that does not contain the optimizer that a run wants to resume."""
+    return f"{folder} was saved with --no-save-optim; resume it with --no-load-optim"
 
 
 def may_be_hub_id(path: str) -> bool:

@@ -92,27 +92,30 @@ def gpus() -> dict[str, Device]:
     }
 
 
-def planned(text: str) -> tuple[Device, int]:
-    """The GPU of ``--plan-gpu``, and how many a node has.
+def planned(text: str) -> tuple[Device, int, int | None]:
+    """The GPU of ``--plan-gpu``, how many a node has, and how many nodes there are (None: the text does not say it).
 
     Raises:
-        ValueError: the GPU is unknown, or the number is not a positive integer.
+        ValueError: the GPU is unknown, or a number is not a positive integer.
     """
-    name, colon, count = text.lower().partition(":")
+    name, colon, counts = text.lower().partition(":")
+    count, times, nodes = counts.partition("x")
     if name not in gpus():
         # a name such as a100 is the beginning of several
         near = [each for each in gpus() if each.startswith(f"{name}-")] or get_close_matches(name, gpus(), n=1)
         hint = (
-            f"did you mean {' or '.join(f'{each}{colon}{count}' for each in near)}?"
+            f"did you mean {' or '.join(f'{each}{colon}{counts}' for each in near)}?"
             if near
             else f"known are {', '.join(gpus())}"
         )
         raise ValueError(f"there is no such GPU in the planner's list; {hint}")
-    if count and not (count.isdecimal() and int(count)):
-        raise ValueError(f"{count} is not a number of GPUs; write {name}:8")
+    if counts and not (count.isdecimal() and int(count)):
+        raise ValueError(f"{counts} is not a number of GPUs; write {name}:8")
     if int(count or 1) > MOST_GPUS:
         raise ValueError(f"no machine has {count} GPUs; write {name}:8, and --actor-num-nodes for more machines")
-    return gpus()[name], int(count or 1)
+    if times and not (nodes.isdecimal() and int(nodes)):
+        raise ValueError(f"{nodes or 'nothing'} is not a number of nodes; write {name}:{count}x2")
+    return gpus()[name], int(count or 1), int(nodes) if times else None
 
 
 def recognized(title: str) -> Device | None:
@@ -141,7 +144,8 @@ def _lines(file: str) -> list[str]:
 @dataclass(frozen=True)
 class Machine:
     """How many GPUs this process may use, and whether SGLang is installed. Memory and kind of the smallest GPU, if
-    known; the lowest compute ``capability``, and the version of the ``driver``.
+    known; the lowest compute ``capability``, and the version of the ``driver``. ``nodes``: how many such machines
+    ``--plan-gpu`` names.
     """
 
     gpus: int
@@ -150,6 +154,7 @@ class Machine:
     device: Device | None = None
     capability: tuple[int, int] | None = None
     driver: str | None = None
+    nodes: int | None = None
 
 
 def this_machine(plan_gpu: str | None = None) -> Machine:
@@ -161,8 +166,8 @@ def this_machine(plan_gpu: str | None = None) -> Machine:
     """
     sglang = importlib.util.find_spec("sglang") is not None
     if plan_gpu:
-        device, count = planned(plan_gpu)
-        return Machine(count, True, device.bytes, device, device.capability)
+        device, count, nodes = planned(plan_gpu)
+        return Machine(count, True, device.bytes, device, device.capability, nodes=nodes)
     gpus = _count_gpus()
     return replace(_nvidia_smi(), gpus=gpus, sglang=sglang) if gpus else Machine(0, sglang)
 

@@ -1,8 +1,8 @@
 """Checks before anything expensive starts: files, columns, labels, one reward, lengths, devices.
 
-A real start and ``--dry-run`` run the same checks. The dry run reads all rows, and reports too few GPUs only as a
-warning. Checks that need neither torch nor transformers run first. If they find a problem, the other checks are left
-out, because the imports alone would delay the answer by seconds.
+A real start and ``--dry-run`` run the same checks. The dry run reads all rows. It reports too few GPUs of this machine
+only as a warning, because the run may start elsewhere. Checks that need neither torch nor transformers run first. If
+they find a problem, the other checks are left out, because the imports alone would delay the answer by seconds.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +24,7 @@ from slimelite.base.heap import loading
 from slimelite.base.registry import function
 from slimelite.engines.registry import ENGINES
 from slimelite.loop import read_evaluations
-from slimelite.models.checkpoints import MARKER, model_folder
+from slimelite.models.checkpoints import MARKER, METADATA, STATE_FILE, model_folder, read_state, without_moments
 from slimelite.models.hub import make_room, refusal
 from slimelite.plan.devices import Machine, generation, this_machine
 from slimelite.preflight.findings import Findings, fill, format_report, one_line
@@ -87,6 +88,7 @@ def inspect(args: Args, machine: Machine, *, files_only: bool = False) -> Findin
         _check_packages(args, findings)
         findings.problems += _output_problems(args)
         findings.warnings += _older_checkpoints(args)
+        findings.problems += _without_moments(args)
         if args.use_prometheus:
             findings.problems += _port_problems(args)
         try:
@@ -125,6 +127,21 @@ def _older_checkpoints(args: Args) -> Iterator[str]:
             f"replaces checkpoints of the same number. To continue that run, add --load {args.save}; else name another "
             "folder"
         )
+
+
+def _without_moments(args: Args) -> Iterator[str]:
+    """A message if the run resumes an optimizer that the checkpoint does not contain. Whether the optimizer is the same
+    is checked when the checkpoint is read."""
+    if args.resume_directory is None or not args.job.trains or args.no_load_optim or args.finetune:
+        return
+    folder = Path(args.resume_directory)
+    for part in (folder, *([folder / "critic"] if args.use_critic else [])):
+        if not ((part / METADATA).is_file() and (part / STATE_FILE).is_file()):
+            continue  # reading the checkpoint says what is wrong
+        # the names of all tensors are plain text in the file, and torch, which reads it, would take seconds to import
+        with suppress(ValueError):  # a damaged file: reading the checkpoint says it
+            if read_state(part).get("steps") and b"optimizer." not in (part / METADATA).read_bytes():
+                yield f"--load: {without_moments(part)}"
 
 
 def _try_own(args: Args, findings: Findings) -> None:
@@ -268,11 +285,34 @@ def check_devices(args: Args, machine: Machine, findings: Findings) -> None:
         return
     if machine.capability and (args.plan_gpu or not _elsewhere(args)):
         _check_generation(args, machine.capability, findings)
-    if needed > machine.gpus and not _elsewhere(args):
+    if args.plan_gpu:
+        findings.problems += _planned_devices(args, machine, needed, ranks, engines)
+    elif needed > machine.gpus and not _elsewhere(args):
         what = f"{needed} GPUs are needed ({ranks} for training, {engines} for engines, colocate={args.colocate})"
         remedy = "lower --actor-num-gpus-per-node or --rollout-num-gpus" if machine.gpus else "take --device cpu"
         message = f"{what}, and this machine has {machine.gpus or 'none'}: {remedy}"
         (findings.warnings if args.dry_run else findings.problems).append(message)
+
+
+def _planned_devices(args: Args, machine: Machine, needed: int, ranks: int, engines: int) -> Iterator[str]:
+    """A message if the run needs more GPUs than the nodes of ``--plan-gpu`` have."""
+    each, nodes = machine.gpus, machine.nodes or args.actor_num_nodes
+    if ranks and args.actor_num_gpus_per_node > each:
+        yield (
+            f"--actor-num-gpus-per-node {args.actor_num_gpus_per_node}: a node of --plan-gpu {args.plan_gpu} has "
+            f"{each} GPU(s): give at most that many, or name more"
+        )
+    elif ranks and args.actor_num_nodes > nodes:
+        yield f"--actor-num-nodes {args.actor_num_nodes}: --plan-gpu {args.plan_gpu} has {nodes} node(s)"
+    elif needed > each * nodes:
+        colocate = "" if args.colocate or not (ranks and engines) else "give --colocate, or "
+        name = str(args.plan_gpu).partition(":")[0]
+        yield (
+            f"{needed} GPUs are needed ({ranks} for training, {engines} for engines, "
+            f"{'with' if args.colocate else 'without'} --colocate), and the {nodes} node(s) of --plan-gpu "
+            f"{args.plan_gpu} have {each * nodes}: {colocate}lower --rollout-num-gpus or the GPUs of training, or name "
+            f"more nodes: --plan-gpu {name}:{each}x{-(-needed // each)}"
+        )
 
 
 def check_torch(args: Args, machine: Machine, findings: Findings) -> None:

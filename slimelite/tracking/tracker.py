@@ -25,7 +25,8 @@ from slimelite.base import trace
 from slimelite.base.files import write_text
 from slimelite.base.guard import nearest
 from slimelite.base.lifecycle import WITHOUT_A_WORD, RolloutError, Stopped, read_status, start_module, this_process
-from slimelite.models.checkpoints import read_json
+from slimelite.base.restarts import OUTSIDE
+from slimelite.models.checkpoints import MARKER, read_json
 from slimelite.samples.table import SampleTable, TokenStats
 from slimelite.tracking.alarms import Alarm, Alarms
 from slimelite.tracking.console import (
@@ -398,11 +399,25 @@ class Tracker:
     def _explain(self, error: BaseException) -> None:
         logging.getLogger("slimelite.console").info("traceback", exc_info=error)
         status = _status_of(error)
-        done = progress(None if self._finished is None else self._finished + 1, self.args.num_rollout)
+        finished = None if self._finished is None else self._finished + 1
+        done = progress(finished, self.args.num_rollout, self.args.start_rollout_id or 0)
         took = duration(time.time() - self._began)
         where = f"log.txt and stderr.txt of {self.args.run_dir}"
         apart = "" if status == "interrupted" else "\n"
         self.console.line(f"{apart}{status} {done}, {took} after the start; more in {where}", "bold red")
+        if hint := self._way_on(error):
+            self.console.line(hint)
+
+    def _way_on(self, error: BaseException) -> str | None:
+        """How to go on after a machine, Ray or a worker was lost; None if there is no checkpoint."""
+        save = self.args.save
+        lost = f"{type(error).__name__}:" in OUTSIDE
+        if not (lost and save and (Path(save) / MARKER).is_file()) or self.args.max_restarts:
+            return None
+        return (
+            f"to go on from the newest checkpoint, give the same command with --run-dir {self.args.run_dir} "
+            f"--load {save}; with --max-restarts 10 the command does this by itself"
+        )
 
     def _summarize(self) -> None:
         self._save_status("finished", self._early)

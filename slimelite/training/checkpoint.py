@@ -23,12 +23,14 @@ from slimelite.arguments import LoraArgs
 from slimelite.base.files import write_text
 from slimelite.models.checkpoints import (
     BASE,
+    METADATA,
     REMEDY,
     STATE_FILE,
     Checksums,
     checksums,
     part_file,
     read_state,
+    without_moments,
     write_state,
 )
 from slimelite.training.learner import Learner, Progress
@@ -274,7 +276,7 @@ def _check_optimizer(directory: Path, saved: Collection[str], name: str, *, begu
     """
     kept = {path.rpartition(".")[2] for path in saved if path.startswith("optimizer.")}
     if begun and not kept:
-        raise ValueError(f"{directory} was saved with --no-save-optim; resume it with --no-load-optim")
+        raise ValueError(without_moments(directory))
     before = "muon" if "momentum" in kept else "adam"
     if kept and (before == "muon") != (name == "muon"):
         raise ValueError(
@@ -319,7 +321,6 @@ def _restore_optimizers(learner: Learner[LanguageModel], state: Mapping[str, Ten
         owners[weights[name]].state[weights[name]][key] = value
 
 
-METADATA = ".metadata"
 DO_NOT = "do not load it, and ask where it came from"
 # every class that torch's writer puts into .metadata, by module; creating an instance of one has no side effect
 ALLOWED = {

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from slimelite.arguments import Args, parse_args
+from slimelite.arguments import Args, ArgumentError, make_args, parse_args
 from slimelite.arguments.flags import all_flags
 from slimelite.arguments.help import meaning
 from slimelite.arguments.sources import Settings, Vocabulary, known_flags, known_tables, recorded
+from slimelite.plan.devices import Machine
 from tests.arguments.conftest import COMPLETE, Make, Problems
 
 ROOT = Path(__file__).parents[2]
@@ -203,3 +204,19 @@ def test_an_installed_package_has_the_tables() -> None:
     tables = [path.relative_to(package) for path in package.rglob("*") if path.suffix in (".toml", ".txt", ".json")]
     assert len(tables) >= 3
     assert [table for table in tables if not any(table.match(pattern) for pattern in patterns)] == []
+
+
+def test_flags_of_megatron_that_scripts_have_are_known() -> None:
+    """slime accepts all of Megatron's flags, not only those that it reads."""
+    words = (
+        "--log-throughput --log-interval 1 --timing-log-level 2 --tensorboard-log-interval 5 --ckpt-format torch_dist "
+        "--ckpt-fully-parallel-save --dist-ckpt-strictness log_all --dist-ckpt-optim-fully-reshardable --manual-gc "
+        "--manual-gc-interval 10 --exit-duration-in-mins 230 --cross-entropy-loss-fusion --use-tp-pp-dp-mapping "
+        "--tp-comm-overlap --ddp-bucket-size 40000000 --apply-query-key-layer-scaling"
+    )
+    named = dict(make_args([*COMPLETE.split(), *words.split()], machine=Machine(0)).no_effect)
+    assert {word for word in words.split() if word.startswith("--")} <= set(named)
+    with pytest.raises(ArgumentError) as error:
+        make_args(f"{COMPLETE} --rampup-batch-size 16 16 1000 --decoupled-lr 1e-4".split(), machine=Machine(0))
+    assert "every optimizer step has the same batch size" in str(error.value.problems)
+    assert "all weights have one learning rate: --lr" in str(error.value.problems)

@@ -36,6 +36,11 @@ RULES = [
         "--train-constrained needs the token ids that --allow-truncated-sampling does not record",
         "--no-train-constrained",
     ),
+    (
+        "--save s --save-interval 1 --no-save-optim --max-restarts 2",
+        "--max-restarts cannot resume the optimizer, which --no-save-optim leaves out",
+        "--no-load-optim",
+    ),
     ("--lora-rank 4 --load-in-4bit --compile", "--load-in-4bit with --compile", "--debug-rollout-only"),
     (
         "--loss-type kto_loss --label-key y --ref-load r --n-samples-per-prompt 1 --rollout-batch-size 3 "

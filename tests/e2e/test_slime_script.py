@@ -154,16 +154,17 @@ def test_nothing_runs_on_another_machine(tmp_path: Path) -> None:
         "done\nwait\n"
         f'while read -r host; do ssh "$host" nvidia-smi; done < {tmp_path}/hostfile\n'
         "pdsh -w node-[a-b] uptime\npssh -i x\nparallel-ssh x\nclush -a x\nsrun hostname\nmpirun -n 2 hostname\n"
-        "mpiexec hostname\nsudo -n pkill -9 python\nsudo id\necho the end\n"
+        "mpiexec hostname\nsudo -n -u root pkill -9 python\nsudo apt-get install python3\necho the end\n"
     )
     env = {"PATH": f"{stubs}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
     done = run_process("bash", str(ROOT / "scripts" / "run_slime_script.sh"), str(script), "--dry-run", env=env)
     assert (done.returncode, done.stdout.strip()) == (0, "the end"), done.stderr
-    assert reached.read_text() == "sudo id\n", "only what is not replaced is the real command"
+    assert reached.read_text() == "sudo apt-get install python3\n", "only what is not replaced is the real command"
     assert "run_slime_script: left out: ssh root@node-b 'pkill -9 sglang" in done.stderr
     assert "pkill -9 python ends nothing" in done.stderr
     lines = [line for line in done.stderr.splitlines() if "nothing runs on another machine; join" in line]
-    assert len(lines) == 11 and len([line for line in lines if "nvidia-smi" in line]) == 2, lines
+    assert len(lines) == 11, lines
+    assert len([line for line in lines if "nvidia-smi" in line]) == 2, "the first ssh did not read the host file"
 
 
 def test_flags_win_and_a_dry_run_starts_nothing(tmp_path: Path) -> None:

@@ -437,6 +437,10 @@ def test_an_engine_that_keeps_its_memory_is_what_the_remedy_names() -> None:
 
 def test_a_gpu_is_named_in_any_case_and_the_suggestion_keeps_the_number() -> None:
     assert planned("H100:8") == planned("h100:8")
+    assert planned("h100:8x3")[1:] == (8, 3)
+    assert planned("h100:8")[1:] == (8, None)
+    with pytest.raises(ValueError, match="is not a number of nodes; write h100:8x2"):
+        planned("h100:8x")
     with pytest.raises(ValueError, match=r"did you mean h100:8\?"):
         planned("h10:8")
     with pytest.raises(ValueError, match=r"did you mean h100\?"):

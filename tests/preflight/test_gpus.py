@@ -10,7 +10,7 @@ import torch
 from arguments.conftest import COMPLETE
 
 from slimelite.arguments import make_args
-from slimelite.plan.devices import GENERATIONS, Machine, generation, gpus
+from slimelite.plan.devices import GENERATIONS, Machine, generation, gpus, this_machine
 from slimelite.preflight import check_devices, check_torch
 from slimelite.preflight.findings import Findings
 
@@ -85,6 +85,36 @@ def test_planned_gpus_are_refused_as_those_that_are_here() -> None:
         findings = Findings()
         check_devices(make_args([*COMPLETE.split(), *words.split()], machine=machine), machine, findings)
         assert bool(findings.problems) is (name in ("t4", "v100")), name
+
+
+TWO = "--actor-num-nodes 2 --actor-num-gpus-per-node 8"
+SHORT = (
+    "the 2 node(s) of --plan-gpu h100:8 have 16: give --colocate, or lower --rollout-num-gpus or the GPUs of training"
+)
+
+
+@pytest.mark.parametrize(
+    ("plan", "words", "says"),
+    [
+        ("h100:4", f"--colocate {TWO}", "--actor-num-gpus-per-node 8: a node of --plan-gpu h100:4 has 4 GPU(s)"),
+        ("h100:4", "--colocate --actor-num-gpus-per-node 8", "a node of --plan-gpu h100:4 has 4 GPU(s)"),
+        ("h100:8", f"{TWO} --rollout-num-gpus 8", SHORT),
+        ("h100:8", f"{TWO} --rollout-num-gpus 8", "or name more nodes: --plan-gpu h100:8x3"),
+        ("h100:8x1", f"--colocate {TWO}", "--actor-num-nodes 2: --plan-gpu h100:8x1 has 1 node(s)"),
+        ("h100:8", "--actor-num-gpus-per-node 4 --rollout-num-gpus 8", "12 GPUs are needed (4 for training, 8 for"),
+        ("h100:8x3", f"{TWO} --rollout-num-gpus 8", None),
+        ("h100:8", f"--colocate {TWO}", None),
+        ("h100:8", "--actor-num-gpus-per-node 4 --rollout-num-gpus 4", None),
+    ],
+)
+def test_a_plan_for_gpus_that_its_nodes_do_not_have_is_refused(plan: str, words: str, says: str | None) -> None:
+    machine, findings = this_machine(plan), Findings()
+    words = f"--dry-run --plan-gpu {plan} {words}"
+    check_devices(make_args([*COMPLETE.split(), *words.split()], machine=machine), machine, findings)
+    assert [(says or "") in problem for problem in findings.problems] == ([] if says is None else [True]), (
+        findings.problems
+    )
+    assert not findings.warnings
 
 
 def test_an_old_driver_is_told_apart_from_a_build_for_cpus(said: Said) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from fake_run import make_args, make_table, make_tracker, play
 
+from slimelite.models.checkpoints import MARKER
 from slimelite.samples.table import SampleTable
 from slimelite.tracking.metrics_file import read_metrics, series
 from slimelite.tracking.tracker import Tracker
@@ -125,6 +126,28 @@ def test_how_a_run_ended(tmp_path: Path, error: BaseException, expected: str) ->
     with pytest.raises(type(error)), Tracker(make_args(tmp_path)):
         raise error
     assert status(tmp_path)["status"] == expected
+
+
+class EngineLostError(Exception):
+    """A stand-in with the name that `restarts.OUTSIDE` has; the real one belongs to a package above this one."""
+
+
+def test_a_run_that_lost_its_machine_says_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save, advice = tmp_path / "ckpt", "to go on from the newest checkpoint, give the same command with --run-dir "
+    args = make_args(tmp_path / "run", save=str(save), start_rollout_id=3)
+    for error, checkpoint, said in (
+        (EngineLostError("gone"), False, False),
+        (EngineLostError("gone"), True, True),
+        (ValueError("a mistake"), True, False),
+    ):
+        if checkpoint:
+            save.mkdir(exist_ok=True)
+            (save / MARKER).write_text("2\n")
+        with pytest.raises(type(error)), Tracker(args):
+            raise error
+        out = " ".join(capsys.readouterr().out.split())
+        assert "failed before the end of rollout 3, the first after its checkpoint, " in out
+        assert (advice in out) is said
 
 
 def test_a_start_that_fails_leaves_nothing_redirected(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

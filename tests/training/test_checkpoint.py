@@ -9,6 +9,7 @@ import shutil
 import signal
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from tiny import one_rank, random_table, save_tiny_model, tiny_args, weights_of
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from slimelite.base.lifecycle import Stopped
+from slimelite.plan.devices import Machine
+from slimelite.preflight import inspect
 from slimelite.training.checkpoint import _optimizer_slots
 from slimelite.training.parallel import whole
 
@@ -56,6 +59,15 @@ def test_resuming_goes_on_bit_for_bit(model: Path, tmp_path: Path, optimizer: st
     assert torch.equal(drawn, drawn_again)
 
 
+# what the parser would have derived
+DEVICES = {
+    "actor_num_gpus_per_node": 1,
+    "rollout_num_gpus": 1,
+    "rollout_num_gpus_per_engine": 1,
+    "rollout_backend": "embedded",
+}
+
+
 def test_parts_can_be_left_out(model: Path, tmp_path: Path) -> None:
     with one_rank(tiny_args(model, no_save_optim=True)) as trainer:
         trainer.train(0, random_table())
@@ -63,6 +75,15 @@ def test_parts_can_be_left_out(model: Path, tmp_path: Path) -> None:
         saved = weights_of(trainer)
     with one_rank(tiny_args(model)) as trainer, pytest.raises(ValueError, match="--no-load-optim"):
         trainer.load(str(tmp_path))
+    args = replace(tiny_args(model), resume_directory=str(tmp_path), run_dir=str(tmp_path / "run"), **DEVICES)
+    said = f"--load: {tmp_path} was saved with --no-save-optim; resume it with --no-load-optim"
+    assert said in inspect(args, Machine(0), files_only=True).problems, "a start says it, not a trainer minutes later"
+    assert said not in inspect(replace(args, no_load_optim=True), Machine(0), files_only=True).problems
+    with one_rank(tiny_args(model)) as trainer:
+        trainer.train(0, random_table())
+        trainer.save(str(whole := tmp_path / "whole"), 0)
+    args = replace(args, resume_directory=str(whole))
+    assert not any("--no-save-optim" in line for line in inspect(args, Machine(0), files_only=True).problems)
     for given in ({"no_load_optim": True, "no_load_rng": True}, {"finetune": True}):
         with one_rank(tiny_args(model, **given)) as trainer:
             torch.manual_seed(5)
