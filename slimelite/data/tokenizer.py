@@ -225,6 +225,19 @@ def _agrees(tokenizer: PreTrainedTokenizerBase, truth: Tokenizer) -> bool:
     return True
 
 
+def end_texts(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """The texts of the tokens that end a response (`stop_token_ids`)."""
+    return tuple(str(tokenizer.decode([i], skip_special_tokens=False)) for i in stop_token_ids(path, tokenizer))
+
+
+def end_of_reply(path: str) -> str:
+    """The eos token that the tokenizer_config.json in the folder ``path`` names; empty if there is none."""
+    file = Path(path) / "tokenizer_config.json"
+    token = read_json(file).get("eos_token") if file.is_file() else None
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else ""
+
+
 def copy_tokenizer(path: str, folder: Path, *, chats: bool = True) -> None:
     """Copy the `COMPANIONS` of the folder or hub id ``path`` to ``folder``. ``chats``: also the chat template."""
     source = Path(path)
