@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from slimelite.arguments import Args, EvalDataset
+from slimelite.arguments import Args, DataArgs, EvalDataset
 from slimelite.arguments.parse import plugin_paths
 from slimelite.arguments.rollout import EPISODE
 from slimelite.arguments.secret import masked
@@ -65,6 +65,11 @@ class Rows(NamedTuple):
     paired: bool
     any_form: bool
     dataset: EvalDataset | None = None
+
+
+def _where(columns: Args | EvalDataset, what: str) -> str:
+    """The column of ``what``, if the user named it. Else it may have any of the usual names."""
+    return what if columns.input_key == DataArgs.input_key else f"column {columns.input_key!r}"
 
 
 class InputChecks:
@@ -249,11 +254,19 @@ class InputChecks:
         columns = rows.dataset or self.args
         if rows.any_form or columns.apply_chat_template or all(isinstance(p.prompt, str) for p in prompts):
             return True
+        flag = "--input-key" if rows.dataset is None else "--eval-input-key"
         self.findings.problems.append(
-            f"{rows.name}: column {columns.input_key!r} holds messages: add --apply-chat-template, which turns them "
-            "into text, or name a column of text with --input-key"
+            f"{rows.name}: {_where(columns, 'the prompt')} holds messages: {self._applies_template(rows)}, which turns "
+            f"them into text, or name a column of text with {flag}"
         )
         return False
+
+    def _applies_template(self, rows: Rows) -> str:
+        """What the user does so that the chat template is applied to ``rows``. In SFT the flag would also turn the
+        conversations to train on into text."""
+        if rows.dataset is not None and self.args.job.loss == "supervised":
+            return "set apply_chat_template: true in the file of --eval-config (docs/user_guide.md#sft)"
+        return "add --apply-chat-template"
 
     def check_reward(self, rows: Rows, prompt: Sample, *, rendered: bool) -> None:
         """Score the first row, with a right answer as the response if the rule can make one from the label.
@@ -417,10 +430,9 @@ class InputChecks:
             return
         ends = {prompt.metadata.get("messages", [{"role": "user"}])[-1]["role"] for prompt in prompts}
         if not rows.any_form and "assistant" in ends:
-            column = columns.input_key
             findings.warnings.append(
-                f"{name}: conversations in column {column!r} end with an answer of the assistant, so the model sees "
-                "that answer before it writes its own: remove it from the prompts"
+                f"{name}: {_where(columns, 'the prompt')} holds conversations that end with an answer of the assistant, so "
+                "the model sees that answer before it writes its own: remove it from the prompts"
             )
         if rows.dataset is None and self.args.curriculum_threshold is not None:
             with findings.blaming("--curriculum-threshold"):
@@ -438,7 +450,8 @@ class InputChecks:
         if self.tokenizer is not None and rows.generate is None and prompts[0].tokens:
             if self.args.dry_run:
                 findings.facts.append(f"{name}: {first_prompt(prompts[0], self.tokenizer)}")
-            warning = None if columns.apply_chat_template else without_template(prompts[0], self.tokenizer)
+            remedy = self._applies_template(rows)
+            warning = None if columns.apply_chat_template else without_template(prompts[0], self.tokenizer, remedy)
             if warning:
                 findings.warnings.append(f"{name}: {warning}")
         if rows.generate == EPISODE:
