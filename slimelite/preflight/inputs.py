@@ -431,8 +431,8 @@ class InputChecks:
         ends = {prompt.metadata.get("messages", [{"role": "user"}])[-1]["role"] for prompt in prompts}
         if not rows.any_form and "assistant" in ends:
             findings.warnings.append(
-                f"{name}: {_where(columns, 'the prompt')} holds conversations that end with an answer of the assistant, so "
-                "the model sees that answer before it writes its own: remove it from the prompts"
+                f"{name}: {_where(columns, 'the prompt')} holds conversations that end with an answer of the "
+                "assistant, so the model sees that answer before it writes its own: remove it from the prompts"
             )
         if rows.dataset is None and self.args.curriculum_threshold is not None:
             with findings.blaming("--curriculum-threshold"):
