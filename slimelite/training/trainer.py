@@ -392,7 +392,7 @@ class Trainer(Learner[PolicyModel]):
             Path(directory),
             self.model,
             self.world,
-            args.tokenizer,
+            args.tokenizer if args.model_config is None else args.hf_checkpoint,
             partial(write_card, args=args, rollout_id=self.progress.rollout_id),
             adapter,
             dtype=weights.saved_dtype(args, self.world),
