@@ -131,7 +131,7 @@ class CountBody(Body):
     thinking: ThinkingSwitch = ThinkingSwitch()
     output_config: OutputConfig = OutputConfig()
     context_management: ContextManagement = ContextManagement()
-    # who asks, what it may cost, and what Anthropic's servers keep between requests: nobody reads them
+    # fields that nobody reads: who asks, what it may cost, and what Anthropic's servers keep between requests
     metadata: dict[str, Any] | None = None
     cache_control: dict[str, Any] | None = None
     betas: TEXTS | None = None

@@ -153,7 +153,7 @@ async def held_params(model: Model, session: Session, body: HeldBody, forced: Se
     params = body.params(session.defaults)
     if params.guided and not (info := await model.engine.info()).schemas:
         raise RequestError(f"the {info.name} engine cannot enforce a schema or another grammar")
-    # a call that is asked for is no answer that has the form
+    # a forced call is not an answer, so the grammar of answers does not hold for it
     none: dict[str, Any] = dict.fromkeys(GRAMMARS)
     return replace(params, **none) if forced else params
 

@@ -239,7 +239,7 @@ class Session:
             new = [turn for turn in path if turn.number not in seen]
             seen.update(turn.number for turn in new)
             branch.response = self.format.decode(branch.tokens[branch.prompt_length :])
-            # one that was aborted by its own agent will not go on either
+            # a branch whose agent aborted its last turn counts as truncated, because nothing will continue it
             branch.status = Status.COMPLETED if path[-1].finish_reason == "stop" else Status.TRUNCATED
             branch.metadata["turns"] = len(new)
             if malformed := sum(len(turn.reply.malformed) for turn in new):
