@@ -194,7 +194,8 @@ def error_body(error: Exception, status: int) -> dict[str, object]:
 
 
 def _conversation(body: CountBody) -> tuple[list[Message], list[dict[str, Any]] | None, list[str]]:
-    """Messages and tools in OpenAI's form, and the names of the tools of which one must be called."""
+    """Messages and tools in OpenAI's form, and the names of the tools that the reply can choose from if it must call
+    one."""
     conversation: list[Message] = [{"role": "system", "content": _text(body.system)}] if body.system else []
     for index, message in enumerate(body.messages):
         conversation += checked_messages(_messages(message), f"messages[{index}]")

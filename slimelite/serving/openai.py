@@ -145,7 +145,7 @@ async def chat(model: Model, session: Session, body: ChatBody) -> Answer:
 
 
 async def held_params(model: Model, session: Session, body: HeldBody, forced: Sequence[str] = ()) -> SamplingParams:
-    """The sampling parameters of a body. ``forced``: the tools of which one must be called.
+    """The sampling parameters of a body. ``forced``: tools; the reply must call one of them.
 
     Raises:
         RequestError: the engine cannot enforce a grammar.
@@ -234,8 +234,8 @@ def checked_messages(messages: Sequence[Message], place: str = "") -> list[Messa
 
 
 def shown_tools(tools: list[dict[str, Any]], choice: object) -> tuple[list[dict[str, Any]] | None, list[str]]:
-    """The tools that the model sees (none if ``tool_choice`` is "none"), and the names of those of which it must call
-    one.
+    """The tools that the model sees (none if ``tool_choice`` is "none"). Also the names of the tools that it can choose
+    from if it must call one.
 
     Raises:
         RequestError: the choice is not one of OpenAI's, or names an unknown tool.

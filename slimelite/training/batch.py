@@ -480,8 +480,8 @@ def _buckets(queries: Stretches, keys: Stretches) -> list[Bucket]:
 
 
 def _groups(queries: np.ndarray, keys: np.ndarray, call: int = CALL) -> list[np.ndarray]:
-    """Group blocks of so many ``queries`` and ``keys`` by size. Each group is padded to its largest block, and is a
-    list of indices.
+    """Group blocks by size. A block has this many ``queries`` and ``keys``. Each group is padded to its largest block,
+    and is a list of indices.
 
     A group takes another block while its whole padding costs less than one more ``call``, or less than a tenth of its
     work.
