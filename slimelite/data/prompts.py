@@ -168,7 +168,7 @@ def _open(
 
 
 def _advice(columns: Columns, path: str, replies: tuple[str, str] | None) -> str:
-    """How the file can be read after all, if its first row has not the columns that are named."""
+    """How the file can be read after all, if its first row does not have the columns that the flags name."""
     if path.startswith(ENVIRONMENT) or getattr(columns, "task", None) is not None:
         return ""
     try:
@@ -222,9 +222,8 @@ def _encode(prompts: list[Sample], texts: list[str], tokenizer: PreTrainedTokeni
 
 
 def before_answers(messages: Messages) -> Messages:
-    """The messages of the prompt. They are all messages. But if the last one is from the ``assistant`` (as in SFT data,
-    whose rows have the answers too), only those before the first such message.
-    """
+    """The messages of the prompt: all ``messages``, unless the last one is from the ``assistant``. Then (SFT data,
+    where rows have the answers too) only those before the assistant's first message."""
     if messages[-1]["role"] != "assistant":
         return messages
     return messages[: next(i for i, m in enumerate(messages) if m["role"] == "assistant")]

@@ -398,7 +398,7 @@ class RolloutManager:
         return metrics
 
     def _compare_groups(self, table: SampleTable, samples: list[Sample]) -> dict[str, float]:
-        """Set the advantage of each row. `TokenColumns.spread_advantages` computes those of tokens from it."""
+        """Set the advantage of each row. `TokenColumns.spread_advantages` computes the tokens' advantages from it."""
         args = self.args
         if self._post_process is not None:
             raw, rewards = self._post_process(self._plugin_args(), samples)
