@@ -12,12 +12,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from slimelite.arguments.training import ADAPTER_CONFIG, LoraArgs, read_adapter
+from slimelite.data.tokenizer import COMPANIONS
 from slimelite.models.checkpoints import REMEDY, read_state
 from slimelite.models.files import has_weights
 from slimelite.training.checkpoint import ADAPTER, CheckpointReader
 from slimelite.training.loading import load_model, read_config
 from slimelite.training.lora import PARTS, adapters, add_adapters, gathered
-from slimelite.training.weights import COMPANIONS
 
 
 @torch.no_grad()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import sys
@@ -13,7 +12,6 @@ from pathlib import Path
 
 from slimelite.arguments import Args
 from slimelite.base import trace
-from slimelite.base.files import write_text
 from slimelite.base.heap import loading
 from slimelite.cluster.cluster import Cluster
 from slimelite.cluster.remote import ClusterError, Progress, with_memory
@@ -34,10 +32,11 @@ def launch(args: Args, progress: Progress = lambda _done, _total, _note: None) -
         ValueError: a worker refused its arguments when it was built.
     """
     if args.model_config is not None:
-        # workers find a model that the architecture flags define as a folder with a config and no weights
+        from slimelite.data.tokenizer import write_new_model
+
+        # workers find a model that the architecture flags define as a folder without weights
         folder = Path(args.run_dir).absolute() / "new_model"
-        folder.mkdir(parents=True, exist_ok=True)
-        write_text(folder / "config.json", json.dumps(args.model_config, indent=2))
+        write_new_model(folder, args.model_config, str(args.tokenizer))
         args = replace(args, hf_checkpoint=str(folder))
     if args.trace:
         trace.begin(Path(args.run_dir).absolute() / trace.FILE, driver=True)

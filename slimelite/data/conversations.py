@@ -34,7 +34,7 @@ MARKS = re.compile(r"\{%-?\+?\s*generation\s*-?\+?%\}")
 # where a prompt and a reply are wanted
 TEXT_PROMPT = (
     "SFT reads whole conversations, but the prompt is text: name the column of the messages with --input-key, and "
-    "leave --apply-chat-template out"
+    "leave --apply-chat-template out (an evaluation gets it from --eval-config)"
 )
 # label and reward of the two samples of a pair, in this order
 SIDES = (("chosen", 1.0), ("rejected", 0.0))

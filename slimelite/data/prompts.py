@@ -61,7 +61,7 @@ def load_prompts(
     skip_bad_rows: bool = False,
     keep_messages: bool = False,
     warn: Callable[[str], None] = logger.warning,
-    whole: bool = True,
+    first: int | None = None,
 ) -> list[Sample]:
     """The prompts of all ``paths``, in file order, as samples to be copied with `deal`.
 
@@ -78,11 +78,11 @@ def load_prompts(
             their first answer count.
         keep_messages: put messages into ``metadata["messages"]`` too, for a reward model with a chat template.
         warn: called with a message about rows and prompts that are left out.
-        whole: False if ``paths`` select only the first rows, so that a column missing in them may still appear later.
+        first: read only so many rows of each path that has no slice. A column missing in them may appear later.
 
     Raises:
         ValueError: files, columns or the chat template are missing, rows are malformed (unless ``skip_bad_rows``), or
-            no prompt is left although ``paths`` are ``whole``.
+            no prompt is left although all rows of ``paths`` are read.
     """
     if tokenizer is not None and columns.apply_chat_template and not tokenizer.chat_template:
         raise ValueError(
@@ -91,14 +91,15 @@ def load_prompts(
         )
     prompts, measured = list[Sample](), list[str]()
     problems, left_out = list[str](), list[str]()
-    files, part = [path for path in paths if not path.startswith(ENVIRONMENT)], not whole
+    files = [path for path in paths if not path.startswith(ENVIRONMENT)]
+    part = first is not None
     # rows of a parquet file all have the same columns
-    whole = bool(files) and (whole or all(split_path(path)[0].endswith(".parquet") for path in files))
+    whole = bool(files) and (not part or all(split_path(path)[0].endswith(".parquet") for path in files))
     unseen = {k: name for k, usual in DEFAULT_COLUMNS.items() if (name := getattr(columns, k)) != usual and whole}
     for path in paths:
         bad, named = BadRows(skip_bad_rows, left_out.append), columns
         try:
-            named, rows = _open(columns, path, replies, bad, left_out)
+            named, rows = _open(columns, path, replies, bad, left_out, first)
             for place, row in rows:
                 unseen = {key: name for key, name in unseen.items() if name not in row} if unseen else unseen
                 try:
@@ -131,7 +132,12 @@ def load_prompts(
 
 
 def _open(
-    columns: Columns, path: str, replies: tuple[str, str] | None, bad: BadRows, notes: list[str]
+    columns: Columns,
+    path: str,
+    replies: tuple[str, str] | None,
+    bad: BadRows,
+    notes: list[str],
+    first: int | None,
 ) -> tuple[Columns, Iterator[tuple[str, Row]]]:
     """The column names of a file, and its rows, or the rows that a task makes of them. ``notes`` gets the rows'
     shape."""
@@ -140,7 +146,7 @@ def _open(
 
         dataset = cast("EvalDataset", columns)
         task = TaskRows(spec, chat=dataset.apply_chat_template)
-        return columns, task.read(path, dataset.fewshot, dataset.examples, bad)
+        return columns, task.read(path, dataset.fewshot, dataset.examples, bad, first)
     shape = None
     if path.startswith(ENVIRONMENT):
         columns = replace(columns, input_key="input", label_key="label", **DEFAULT_COLUMNS)
@@ -155,14 +161,14 @@ def _open(
         optional, prompt = (*optional, *shape.optional), shape.columns
         columns = replace(columns, input_key=prompt[0])
     required = dict.fromkeys(name for name in (*prompt, columns.label_key, *(replies or ())) if name is not None)
-    rows = read_rows(path, [*required], optional, bad)
+    rows = read_rows(path, [*required], optional, bad, first)
     if shape is None:
         return columns, rows
     return columns, ((place, {**row, columns.input_key: shape.read(row)}) for place, row in rows)
 
 
 def _advice(columns: Columns, path: str, replies: tuple[str, str] | None) -> str:
-    """How the file can be read after all, if its first row has not the columns that are named."""
+    """How the file can be read after all, if its first row does not have the columns that the flags name."""
     if path.startswith(ENVIRONMENT) or getattr(columns, "task", None) is not None:
         return ""
     try:
@@ -216,9 +222,8 @@ def _encode(prompts: list[Sample], texts: list[str], tokenizer: PreTrainedTokeni
 
 
 def before_answers(messages: Messages) -> Messages:
-    """The messages of the prompt. They are all messages. But if the last one is from the ``assistant`` (as in SFT data,
-    whose rows have the answers too), only those before the first such message.
-    """
+    """The messages of the prompt: all ``messages``, unless the last one is from the ``assistant``. Then (SFT data,
+    where rows have the answers too) only those before the assistant's first message."""
     if messages[-1]["role"] != "assistant":
         return messages
     return messages[: next(i for i, m in enumerate(messages) if m["role"] == "assistant")]

@@ -56,19 +56,20 @@ class BadRows:
         if len(self.examples) < EXAMPLES:
             self.examples.setdefault(problem, place)
 
-    def close(self, name: str) -> None:
-        """Report the malformed rows at the end of the file.
+    def close(self, name: str, first: int | None = None) -> None:
+        """Report the malformed rows at the end of the file, or of its ``first`` rows.
 
         Raises:
             ValueError: there are malformed rows, and ``skip`` is not set.
         """
         if not self.count:
             return
-        what = f"{self.count} of {self.rows} rows {'are' if self.count > 1 else 'is'} malformed"
-        first = "; ".join(f"{place}: {problem}" for problem, place in self.examples.items())
+        rows = f"{'the first ' if first == self.rows else ''}{self.rows} rows"
+        what = f"{self.count} of {rows} {'are' if self.count > 1 else 'is'} malformed"
+        shown = "; ".join(f"{place}: {problem}" for problem, place in self.examples.items())
         if not self.skip:
-            raise ValueError(f"{name}: {what}: {first}; fix them, or leave such rows out with --skip-bad-rows")
-        self.warn(f"{name}: {what} and left out: {first}")
+            raise ValueError(f"{name}: {what}: {shown}; fix them, or leave such rows out with --skip-bad-rows")
+        self.warn(f"{name}: {what} and left out: {shown}")
 
 
 def split_path(spec: str) -> tuple[str, slice]:
@@ -90,14 +91,18 @@ def split_path(spec: str) -> tuple[str, slice]:
 
 
 def read_rows(
-    spec: str, required: Sequence[str] = (), optional: Sequence[str] | None = None, bad: BadRows | None = None
+    spec: str,
+    required: Sequence[str] = (),
+    optional: Sequence[str] | None = None,
+    bad: BadRows | None = None,
+    first: int | None = None,
 ) -> Iterator[tuple[str, Row]]:
     """(place, row) for each row of ``spec``, in order. Columns that are not named may be missing in a row.
 
     ``spec``: a .parquet, .jsonl, .jsonl.gz, .json (one list), .csv or .arrow file; a folder that ``datasets`` saved
     (`save_to_disk`); a hub dataset ``owner/name[:config][:split]`` (default split ``train``); or
     ``environment:name[:spec]``, the rows of an environment. Append ``@[a:b]`` to take a slice. ``optional`` None: keep
-    all columns.
+    all columns. ``first``: read so many rows at most; a slice in ``spec`` goes before it.
 
     Raises:
         ValueError: there is no such file, it has another kind, the slice is empty, or a required column is missing.
@@ -105,6 +110,9 @@ def read_rows(
     """
     bad = bad or BadRows()
     name, part = split_path(spec)
+    if part != slice(None):
+        first = None
+    part = part if first is None else slice(first)
     for place, row in _reader(name)(name, part, [*required], optional):
         bad.rows += 1
         if isinstance(row, str):
@@ -115,9 +123,9 @@ def read_rows(
         else:
             yield place, row
     if not bad.rows:
-        first = part.start is None and part.step is None and part.stop is not None and part.stop > 0
-        raise ValueError(f"{name} holds no rows" if first or part == slice(None) else f"{spec!r} selects no rows")
-    bad.close(spec)
+        head = part.start is None and part.step is None and part.stop is not None and part.stop > 0
+        raise ValueError(f"{name} holds no rows" if head or part == slice(None) else f"{spec!r} selects no rows")
+    bad.close(spec, first)
 
 
 def _reader(name: str) -> Reader:

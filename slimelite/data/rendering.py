@@ -42,8 +42,10 @@ class TaskRows:
         templates = {"label": task.label, "choices": task.choices, "shared": task.shared, **task.metadata}
         self._values = {name: self._expression(name, text) for name, text in templates.items() if text is not None}
 
-    def read(self, path: str, shots: int, examples: str | None, bad: BadRows) -> Iterator[tuple[str, Row]]:
-        """(place, row) for each row of the file or hub dataset ``path`` (see `read_rows`).
+    def read(
+        self, path: str, shots: int, examples: str | None, bad: BadRows, first: int | None = None
+    ) -> Iterator[tuple[str, Row]]:
+        """(place, row) for each row of the file or hub dataset ``path``, or of its ``first`` rows (see `read_rows`).
 
         ``shots`` examples come before each question. They are the first rows of ``examples``; without it, the first
         rows of ``path``, which are then not asked. For a task with ``same``, they are the first rows that are like the
@@ -55,7 +57,7 @@ class TaskRows:
         shown: dict[object, list[tuple[str, str]]] = {}
         for _, row in read_rows(examples) if examples else ():
             self._show(row, shots, shown)
-        for place, row in read_rows(path, bad=bad):
+        for place, row in read_rows(path, bad=bad, first=first):
             try:
                 if examples is None and self._show(row, shots, shown):
                     continue

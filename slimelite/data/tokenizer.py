@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer
 
+from slimelite.base.files import write_text
 from slimelite.models.checkpoints import may_be_hub_id, read_json
 from slimelite.models.families import text_config
 
@@ -36,12 +38,27 @@ PROBES = (
     "  def f(x):\n\treturn {'a': [x ** 2]}  # two  spaces\n\n",
     "émigré ½ 你好 😀 \\boxed{\\frac{1}{2}}",
 )
-# an accent as a character of its own, which NFC joins with its letter; checkpoints have the ids of the others
+# a separate accent character, which NFC joins with its letter; checkpoints have the ids of the texts above only
 JOINED_BY_NFC = "e\u0301"
 
 
 # files that hold a tokenizer, by the libraries that wrote them
 FILES = ("*token*", "vocab.*", "merges.txt", "*.model", "*.spm", "tekken.json")
+# files of a model folder beside config and weights, copied unchanged so that token ids stay the same
+GENERATION = "generation_config.json"
+COMPANIONS = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.tiktoken",
+    "*.model",
+    "*.spm",
+    "tekken.json",
+    "chat_template*",
+    GENERATION,
+)
 
 
 def check_files(path: str) -> None:
@@ -154,7 +171,8 @@ def _named_class(path: str) -> type[PreTrainedTokenizerBase] | None:
 def _import_fast_tokenizers() -> None:
     """Import transformers' fast tokenizers without torch. They need torch only for a function that reads GGUF files.
 
-    Meanwhile another module takes its place, whose function of that name imports the real one when it is called.
+    During the import, a stand-in takes the place of the module with that function. Its function of the same name
+    imports the real module when it is called.
     """
     if "torch" in sys.modules or FAST in sys.modules:
         return
@@ -208,6 +226,47 @@ def _agrees(tokenizer: PreTrainedTokenizerBase, truth: Tokenizer) -> bool:
     return True
 
 
+def end_texts(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """The texts of the tokens that end a response (`stop_token_ids`)."""
+    return tuple(str(tokenizer.decode([i], skip_special_tokens=False)) for i in stop_token_ids(path, tokenizer))
+
+
+def end_of_reply(path: str) -> str:
+    """The eos token that the tokenizer_config.json in the folder ``path`` names; empty if there is none."""
+    file = Path(path) / "tokenizer_config.json"
+    token = read_json(file).get("eos_token") if file.is_file() else None
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else ""
+
+
+def copy_tokenizer(path: str, folder: Path, *, chats: bool = True) -> None:
+    """Copy the `COMPANIONS` of the folder or hub id ``path`` to ``folder``. ``chats``: also the chat template."""
+    source = Path(path)
+    if not source.is_dir():
+        from huggingface_hub import snapshot_download
+
+        source = Path(snapshot_download(path, allow_patterns=list(COMPANIONS)))
+    for pattern in COMPANIONS:
+        for file in source.glob(pattern):
+            if chats or pattern != "chat_template*":
+                shutil.copy(file, folder / file.name)
+
+
+def write_new_model(folder: Path, config: Mapping[str, object], tokenizer: str) -> None:
+    """Write a model folder without weights: ``config`` with the tokens that begin, end and pad texts, and the files of
+    the ``tokenizer`` (a folder or hub id). Programs that open the trained model then stop at the end of a reply.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (Path(tokenizer).is_dir() and folder.samefile(tokenizer)):
+        copy_tokenizer(tokenizer, folder)
+    loaded = load_tokenizer(tokenizer)
+    ids = {f"{kind}_token_id": getattr(loaded, f"{kind}_token_id") for kind in ("bos", "eos", "pad")}
+    ids = {name: number for name, number in ids.items() if number is not None}
+    write_text(folder / "config.json", json.dumps({**config, **ids}, indent=2))
+    if not (folder / GENERATION).is_file():
+        write_text(folder / GENERATION, json.dumps(ids, indent=2))
+
+
 def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Ids that end a response, sorted: the ``eos_token_id`` of the generation config, the config and the tokenizer.
 
@@ -217,7 +276,7 @@ def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     from transformers.utils import cached_file
 
     eos_ids = {tokenizer.eos_token_id}
-    for name in ("generation_config.json", "config.json"):
+    for name in (GENERATION, "config.json"):
         file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
         if file is not None:
             config = read_json(Path(file))

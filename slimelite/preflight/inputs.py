@@ -5,10 +5,8 @@ their mistakes are reported at once. Then come the tokens of the rows, and model
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
-import shlex
 import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from slimelite.arguments import Args, EnvironmentArgs, EvalDataset
+from slimelite.arguments import Args, DataArgs, EvalDataset
 from slimelite.arguments.parse import plugin_paths
 from slimelite.arguments.rollout import EPISODE
 from slimelite.arguments.secret import masked
@@ -26,11 +24,12 @@ from slimelite.base.files import in_units
 from slimelite.data.messages import render, try_template
 from slimelite.data.prompts import PAIR, Curriculum, deal, how_to_convert, load_prompts
 from slimelite.data.shards import TextCoder, check_documents
-from slimelite.data.tokenizer import TOKENIZER, check_files, check_same, load_tokenizer, stop_token_ids
+from slimelite.data.tokenizer import TOKENIZER, check_files, check_same, end_of_reply, load_tokenizer, stop_token_ids
 from slimelite.engines.params import SamplingParams
 from slimelite.models.checkpoints import ROLLOUT_STATE, STATE_FILE, damage, read_config, read_json
 from slimelite.models.families import FAMILIES, text_config
 from slimelite.models.files import check_architecture, has_weights, looks_sound, shape_problems, weight_shapes
+from slimelite.preflight.agents import check_environment, check_program
 from slimelite.preflight.findings import Findings, fill, one_line
 from slimelite.preflight.learning import first_prompt, without_template
 from slimelite.rewards.grader import check_reward
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
     from slimelite.data.conversations import ChatReader
-    from slimelite.environments.protocol import Start
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +65,11 @@ class Rows(NamedTuple):
     paired: bool
     any_form: bool
     dataset: EvalDataset | None = None
+
+
+def _where(columns: Args | EvalDataset, what: str) -> str:
+    """The column of ``what``, if the user named it. Else it may have any of the usual names."""
+    return what if columns.input_key == DataArgs.input_key else f"column {columns.input_key!r}"
 
 
 class InputChecks:
@@ -229,13 +232,13 @@ class InputChecks:
         ``warn``: called with a message about rows that are left out. ``trial``: only the first rows, even in a dry run.
         """
         args = self.args
-        every = args.dry_run and not trial
-        paths = [path if every or "@[" in path else f"{path}@[:{ROWS_AT_START}]" for path in rows.paths]
+        every = not trial and (args.dry_run or all("@[" in path for path in rows.paths))
         with self.findings.blaming(rows.name):
             load = partial(
                 load_prompts,
                 rows.dataset or args,
                 self.tokenizer,
+                rows.paths,
                 replies=(args.chosen_key, args.rejected_key) if rows.paired else None,
                 max_prompt_len=rows.max_prompt_len,
                 skip_bad_rows=args.skip_bad_rows,
@@ -243,7 +246,7 @@ class InputChecks:
                 warn=lambda text: warn(f"{rows.name}: {text}"),
             )
             # where none of the first rows is kept, others decide
-            return load(paths, whole=paths == rows.paths and not trial) or load(rows.paths)
+            return load(first=None if every else ROWS_AT_START) or load()
         return []
 
     def are_text(self, rows: Rows, prompts: list[Sample]) -> bool:
@@ -251,11 +254,19 @@ class InputChecks:
         columns = rows.dataset or self.args
         if rows.any_form or columns.apply_chat_template or all(isinstance(p.prompt, str) for p in prompts):
             return True
+        flag = "--input-key" if rows.dataset is None else "--eval-input-key"
         self.findings.problems.append(
-            f"{rows.name}: column {columns.input_key!r} holds messages: add --apply-chat-template, which turns them "
-            "into text, or name a column of text with --input-key"
+            f"{rows.name}: {_where(columns, 'the prompt')} holds messages: {self._applies_template(rows)}, which turns "
+            f"them into text, or name a column of text with {flag}"
         )
         return False
+
+    def _applies_template(self, rows: Rows) -> str:
+        """What the user does so that the chat template is applied to ``rows``. In SFT the flag would also turn the
+        conversations to train on into text."""
+        if rows.dataset is not None and self.args.job.loss == "supervised":
+            return "set apply_chat_template: true in the file of --eval-config (docs/user_guide.md#sft)"
+        return "add --apply-chat-template"
 
     def check_reward(self, rows: Rows, prompt: Sample, *, rendered: bool) -> None:
         """Score the first row, with a right answer as the response if the rule can make one from the label.
@@ -283,7 +294,8 @@ class InputChecks:
             log.setLevel(logging.CRITICAL)
         try:
             with self.findings.blaming(rows.name):
-                reward, response = check_reward(settings, sample, group_size)
+                end = self._end_of_reply(rows)
+                reward, response = check_reward(settings, sample, group_size, end)
                 key, option = (args.reward_key, "--reward-key") if dataset is None else (None, "")
                 if dataset is not None and args.eval_reward_key != args.reward_key:
                     key, option = args.eval_reward_key, "--eval-reward-key"
@@ -293,16 +305,23 @@ class InputChecks:
                         "and not a dict, so the flag has no effect"
                     )
                 label = f"{prompt.label!r:.60}"
+                ending = f" followed by {end}, as in a run" if end else ""
                 if settings.custom_rm_path and response == "the bare label" and reward == 0:
                     self.findings.warnings.append(
-                        f"{rows.name}: the custom reward gives the label of the first row, as the response, 0 (label "
-                        f"{label}): if that is a right answer, nothing will be learned"
+                        f"{rows.name}: the custom reward gives the label of the first row{ending}, as the response, 0 "
+                        f"(label {label}): if that is a right answer, nothing will be learned"
                     )
                 self.findings.facts.append(
                     f"{rows.name}: {response} as the response to the first prompt gets {reward} (label {label})"
                 )
         finally:
             log.setLevel(logging.NOTSET)
+
+    def _end_of_reply(self, rows: Rows) -> str:
+        """The token that a response ends with in the text that rewards get; empty if they get none."""
+        settings = SamplingParams.of(*((rows.dataset, "dataset") if rows.dataset else (self.args, "rollout")))
+        tokenizer = self.args.tokenizer
+        return "" if settings.skip_special_tokens or rows.generate or tokenizer is None else end_of_reply(tokenizer)
 
     def load(self) -> None:
         """Check what `read_files` could not, as far as possible without the weights of a model."""
@@ -411,10 +430,9 @@ class InputChecks:
             return
         ends = {prompt.metadata.get("messages", [{"role": "user"}])[-1]["role"] for prompt in prompts}
         if not rows.any_form and "assistant" in ends:
-            column = columns.input_key
             findings.warnings.append(
-                f"{name}: conversations in column {column!r} end with an answer of the assistant, so the model sees "
-                "that answer before it writes its own: remove it from the prompts"
+                f"{name}: {_where(columns, 'the prompt')} holds conversations that end with an answer of the "
+                "assistant, so the model sees that answer before it writes its own: remove it from the prompts"
             )
         if rows.dataset is None and self.args.curriculum_threshold is not None:
             with findings.blaming("--curriculum-threshold"):
@@ -432,7 +450,8 @@ class InputChecks:
         if self.tokenizer is not None and rows.generate is None and prompts[0].tokens:
             if self.args.dry_run:
                 findings.facts.append(f"{name}: {first_prompt(prompts[0], self.tokenizer)}")
-            warning = None if columns.apply_chat_template else without_template(prompts[0], self.tokenizer)
+            remedy = self._applies_template(rows)
+            warning = None if columns.apply_chat_template else without_template(prompts[0], self.tokenizer, remedy)
             if warning:
                 findings.warnings.append(f"{name}: {warning}")
         if rows.generate == EPISODE:
@@ -539,62 +558,3 @@ class InputChecks:
                 f"{name}: a sample may have {whole} tokens, more than --max-tokens-per-gpu "
                 f"{args.max_tokens_per_gpu}; such a sample is trained in a separate pass"
             )
-
-
-def check_environment(
-    args: EnvironmentArgs, tokenizer: PreTrainedTokenizerBase | None, prompt: Sample
-) -> tuple[str, int]:
-    """The first text that an episode with ``prompt`` shows the model, and its tokens; 0 without a tokenizer.
-
-    Raises:
-        ValueError: the environment cannot be made, ``reset`` fails, or the chat template refuses messages, or cannot be
-            used with tools.
-    """
-    from slimelite.serving.format import ChatFormat
-
-    start = asyncio.run(_begin(args, prompt))
-    tools = [tool["function"]["name"] for tool in start.tools]
-    shown = f"its tools {', '.join(tools)}" if tools else "no tools"
-    if tokenizer is None:
-        return f"an episode begins with {len(start.messages)} message(s) and {shown}", 0
-    chat_format = ChatFormat(
-        tokenizer,
-        template_kwargs=args.apply_chat_template_kwargs,
-        tool_parser=args.tool_call_parser,
-        reasoning_parser=args.reasoning_parser,
-    )
-    length = len(chat_format.prompt(list(start.messages), list(start.tools) or None))
-    return f"an episode begins with {length} tokens, {shown}", length
-
-
-async def _begin(args: EnvironmentArgs, prompt: Sample) -> Start:
-    from slimelite.environments.episode import row_of
-    from slimelite.environments.hosts import EnvironmentFailure, Host
-
-    assert args.environment is not None
-    host = Host(args.environment, call_seconds=args.environment_call_timeout, seconds=args.environment_timeout)
-    try:
-        live = await host.open()
-        start = await live.reset(row_of(prompt, 0))
-        await live.close()
-        return start
-    except EnvironmentFailure as failure:
-        raise ValueError(f"an episode with the first prompt fails to start: {failure}") from failure
-    finally:
-        await host.close()
-
-
-def check_program(command: str, *, in_image: bool = False) -> None:
-    """Check that the program of ``--agent-command`` and the Python files that it names exist, unless ``in_image``.
-
-    Raises:
-        ValueError: the program or a file is missing.
-    """
-    try:
-        words = shlex.split(command)
-    except ValueError as error:
-        raise ValueError(f"{command!r} cannot be split into words: {error}") from error
-    if not words or (shutil.which(words[0]) is None and not in_image):
-        raise ValueError(f"there is no program {words[0] if words else ''!r}")
-    if not in_image and (missing := [word for word in words[1:] if word.endswith(".py") and not Path(word).is_file()]):
-        raise ValueError(f"there is no file {', '.join(missing)}")

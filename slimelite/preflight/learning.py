@@ -35,14 +35,14 @@ def first_prompt(prompt: Sample, tokenizer: PreTrainedTokenizerBase) -> str:
     return f"the first prompt as the model sees it: {text!r}; its {len(shown)} tokens: {ends}"
 
 
-def without_template(prompt: Sample, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """A warning if a chat model would see text without its chat template."""
+def without_template(prompt: Sample, tokenizer: PreTrainedTokenizerBase, remedy: str) -> str | None:
+    """A warning if a chat model would see text without its chat template. ``remedy``: what applies the template."""
     marks = [mark for mark in tokenizer.all_special_tokens if mark in str(prompt.prompt)]
     if not tokenizer.chat_template or marks:
         return None
     return (
-        "the prompts are text, and the model's chat template is not used: add --apply-chat-template if this is a chat "
-        "model; leave it out for a base model"
+        f"the prompts are text, and the model's chat template is not used: {remedy} if this is a chat model; leave it "
+        "out for a base model"
     )
 
 

@@ -86,8 +86,11 @@ class Grader:
     `metrics` is called. ``--reward-error`` decides what happens to the sample.
     """
 
-    def __init__(self, args: RewardArgs, *, workers: int | None = None, trial: bool = False) -> None:
-        """``workers``: the most grading processes; None: one for every two processors, from 1 to 8.
+    def __init__(
+        self, args: RewardArgs, *, workers: int | None = None, trial: bool = False, ends: Sequence[str] = ()
+    ) -> None:
+        """``workers``: the most grading processes; None: one for every two processors, from 1 to 8. ``ends``: texts of
+        the tokens that end a response, which rules that judge the whole text do not get.
 
         ``trial``: this grader scores the one row that is graded before a run starts. Its failures are not logged, and a
         server that does not answer is tried only twice.
@@ -101,7 +104,7 @@ class Grader:
         self.error_reports: list[ErrorReport] = []
         self._errors: Counter[str] = Counter()
         self._costly = 0
-        self._trial = trial
+        self._trial, self._ends = trial, tuple(ends)
         self._cautioned: set[str] = set()
         self._scorers: dict[str, Scorer] = {}
         self._functions: dict[str, Callable[..., Any]] = {}
@@ -234,6 +237,8 @@ class Grader:
     async def _ruled(self, rm_type: str, samples: list[Sample]) -> list[Reward | Failure | None]:
         rule = RULES[rm_type]
         texts = [(extract_boxed_answer(s.response) or "") if rule.boxed else s.response for s in samples]
+        if rule.whole:
+            texts = [without_end(text, self._ends) for text in texts]
         if rule.scorer is not None:
             outcomes = await self._scorers[rule.name].score(samples, texts)
             return [failure_of(o) if isinstance(o, BaseException) else o for o in outcomes]
@@ -324,6 +329,11 @@ def overlong_penalty(length: int, max_length: int, buffer: int, factor: float) -
     return -factor * min(max(over / buffer, 0.0), 1.0)
 
 
+def without_end(text: str, ends: Sequence[str]) -> str:
+    """``text`` without the one of ``ends`` that it ends with."""
+    return next((text.removesuffix(end) for end in ends if end and text.endswith(end)), text)
+
+
 def answer_of(sample: Sample, response: str, settings: Settings) -> Answer:
     """The part of ``sample`` that a rule sees."""
     return Answer(
@@ -378,8 +388,9 @@ class Trial(NamedTuple):
     response: str
 
 
-def check_reward(args: RewardArgs, sample: Sample, group_size: int = 1) -> Trial:
-    """Score one real row as the run will. ``sample`` itself is not changed.
+def check_reward(args: RewardArgs, sample: Sample, group_size: int = 1, end: str = "") -> Trial:
+    """Score one real row as the run will. ``sample`` itself is not changed. ``end``: the text of the token that ends a
+    response in the run, such as ``<|im_end|>``.
 
     A sample without a response gets the right answer to its label, so that a label which the rule cannot read is found
     too. A custom function or a server gets the label itself. With --group-rm the row is copied to ``group_size``
@@ -389,7 +400,7 @@ def check_reward(args: RewardArgs, sample: Sample, group_size: int = 1) -> Trial
         ValueError: the reward fails, or even the right answer does not get 1.
     """
     trial = replace(sample, metadata=dict(sample.metadata or {}))
-    grader = Grader(replace(args, reward_error="zero"), workers=1, trial=True)
+    grader = Grader(replace(args, reward_error="zero"), workers=1, trial=True, ends=(end,))
     try:
         route = route_of(trial, args.custom_rm_path, args.rm_type)
         example = None if route.custom or trial.label is None or trial.response else RULES[route.name].example
@@ -402,6 +413,8 @@ def check_reward(args: RewardArgs, sample: Sample, group_size: int = 1) -> Trial
         else:
             trial.response = label_text(trial.label)
             stood = "the bare label" if trial.response else "an empty response"
+        if trial.response != sample.response:
+            trial.response += end
         copies = range(1, group_size if args.group_rm else 1)
         siblings = [replace(trial, index=i, metadata=dict(trial.metadata)) for i in copies]
         asyncio.run(grader.grade([trial, *siblings]))
@@ -420,9 +433,10 @@ def check_reward(args: RewardArgs, sample: Sample, group_size: int = 1) -> Trial
             f"{report.response!r})"
         )
     if example is not None and trial.reward_value(args.reward_key) != 1.0:
+        remedy = f", or add --rollout-skip-special-tokens if the rule cannot read {end}" if end else ""
         raise ValueError(
             f"--rm-type {route.name} gives the right answer to the first row {trial.reward}, not 1: check --label-key "
-            f"and the labels (label {str(trial.label)[-200:]!r}, response {trial.response[-200:]!r})"
+            f"and the labels{remedy} (label {str(trial.label)[-200:]!r}, response {trial.response[-200:]!r})"
         )
     assert trial.reward is not None
     return Trial(trial.reward, stood)

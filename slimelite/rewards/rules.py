@@ -117,6 +117,8 @@ class Rule:
         bounded: ``slow`` gets one second of processor time. An answer that takes more is wrong (`TooCostly`).
         boxable: whether the rule can score just the content of the last ``\boxed{}``. If so, a second rule
             ``boxed_NAME`` does that (``boxed``). Other rules look for their own marker, which may be outside the box.
+        whole: the rule judges the whole text. The grader removes the token that ended the response, such as
+            ``<|im_end|>``, before it. Other rules get that token, as in slime.
         needs: a flag, with underscores, that the rule cannot work without. ``reads``: other flags of the rule.
         cautions: ``() -> texts``, which are logged once when a run uses the rule, after ``--rm-type NAME``.
     """
@@ -131,6 +133,7 @@ class Rule:
     bounded: bool = False
     boxable: bool = False
     boxed: bool = False
+    whole: bool = False
     needs: str | None = None
     reads: tuple[str, ...] = ()
     cautions: Function | None = None
@@ -197,7 +200,7 @@ RULES = Rules(
         Rule("last_number", _MATH + "last_number", example=_MATH + "gsm8k_example"),
         Rule("deepscaler", _MATH + "deepscaler", _MATH + "deepscaler_slow", _MATH + "deepscaler_example", bounded=True),
         Rule("dapo", _MATH + "dapo", example=_MATH + "dapo_example", zero={"score": 0.0, "acc": False, "pred": None}),
-        Rule("f1", _TEXT + "f1", example=_TEXT + "label", boxable=True),
+        Rule("f1", _TEXT + "f1", example=_TEXT + "label", boxable=True, whole=True),
         Rule("gpqa", _TEXT + "gpqa", example=_TEXT + "gpqa_example", needs_label=False, boxable=True),
         Rule("multiple_choice", _TEXT + "multiple_choice", example=_TEXT + "gpqa_example", needs_label=False),
         Rule(
@@ -208,13 +211,27 @@ RULES = Rules(
             reads=("code_timeout", "code_memory_mb"),
             cautions=_CODE + "cautions",
         ),
-        Rule("ifbench", _IFBENCH + "strict", needs_label=False),
-        Rule("ifbench_loose", _IFBENCH + "loose", needs_label=False),
-        Rule("format", _TEXT + "format_quick", _TEXT + "format_slow", needs_label=False, reads=("format_regex",)),
+        Rule("ifbench", _IFBENCH + "strict", needs_label=False, whole=True),
+        Rule("ifbench_loose", _IFBENCH + "loose", needs_label=False, whole=True),
+        Rule(
+            "format",
+            _TEXT + "format_quick",
+            _TEXT + "format_slow",
+            needs_label=False,
+            whole=True,
+            reads=("format_regex",),
+        ),
         Rule("random", _TEXT + "coin", needs_label=False, boxable=True),
         Rule("zero", _TEXT + "nothing", needs_label=False),
         Rule("remote_rm", scorer=_SCORERS + "RemoteReward", zero=None, needs_label=False, boxable=True, needs="rm_url"),
-        Rule("reward_model", scorer=_SCORERS + "ModelReward", zero=None, needs_label=False, needs="reward_model_path"),
+        Rule(
+            "reward_model",
+            scorer=_SCORERS + "ModelReward",
+            zero=None,
+            needs_label=False,
+            whole=True,
+            needs="reward_model_path",
+        ),
     ),
     instead=", or write a function of your own as --custom-rm-path",
 )

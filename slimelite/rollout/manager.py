@@ -19,7 +19,7 @@ from slimelite.algorithms.groups import group_advantages
 from slimelite.arguments import Args
 from slimelite.base.heap import return_freed_memory
 from slimelite.base.threads import LoopThread
-from slimelite.data.tokenizer import TOKENIZER, check_same, fingerprint
+from slimelite.data.tokenizer import TOKENIZER, check_same, end_texts, fingerprint
 from slimelite.engines.protocol import MEMORY_TAGS, Engine, GenerateRequest, SamplingParams
 from slimelite.rewards.grader import Grader
 from slimelite.rollout.context import (
@@ -100,7 +100,8 @@ class RolloutManager:
             timeout=args.rollout_health_check_timeout if args.job.servers and args.use_fault_tolerance else math.inf,
             syncs=args.job.trains,
         )
-        self._context = RolloutContext(args, tokenizer, pool, Grader(args), self._thread, self._note)
+        grader = Grader(args, ends=end_texts(str(args.tokenizer), tokenizer) if args.job.engines else ())
+        self._context = RolloutContext(args, tokenizer, pool, grader, self._thread, self._note)
         self._context.grader.plugin_args = self._plugin_args()
         if args.use_opd:
             from slimelite.rollout.teacher import Teacher
@@ -397,7 +398,7 @@ class RolloutManager:
         return metrics
 
     def _compare_groups(self, table: SampleTable, samples: list[Sample]) -> dict[str, float]:
-        """Set the advantage of each row. `TokenColumns.spread_advantages` computes those of tokens from it."""
+        """Set the advantage of each row. `TokenColumns.spread_advantages` computes the tokens' advantages from it."""
         args = self.args
         if self._post_process is not None:
             raw, rewards = self._post_process(self._plugin_args(), samples)

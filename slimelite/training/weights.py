@@ -6,7 +6,6 @@ import copy
 import json
 import math
 import os
-import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -14,12 +13,13 @@ from itertools import chain
 from pathlib import Path
 
 import torch
-from huggingface_hub import snapshot_download, split_torch_state_dict_into_shards
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError
 from torch import Tensor
 
 from slimelite.arguments import LoraArgs
 from slimelite.base.files import free_space
+from slimelite.data.tokenizer import copy_tokenizer
 from slimelite.engines.protocol import WeightBucket, WeightSink
 from slimelite.models.files import INDEX, load_config, write_weights
 from slimelite.training.lora import Adapter, Weight, frozen, gathered, parts, peft_weights, save_adapter
@@ -27,7 +27,7 @@ from slimelite.training.model import PolicyModel
 from slimelite.training.offload import HostMemory
 from slimelite.training.parallel import World
 
-# a whole weight -> that by the names of a model's files, such as `LanguageModel.as_filed`
+# (name, whole weight) -> the tensors under the names in a model's files, such as `LanguageModel.as_filed`
 Filed = Callable[[str, Tensor], Mapping[str, Tensor]]
 
 
@@ -70,8 +70,8 @@ def buckets(
 def shareable() -> Iterator[None]:
     """Memory that is allocated inside this block can be shared with another process through CUDA IPC.
 
-    Expandable segments (``PYTORCH_CUDA_ALLOC_CONF``) need a system call for this that containers forbid (pidfd_getfd).
-    torch 2.13 then also takes new addresses for every bucket (pytorch/pytorch#165685, #186213).
+    With expandable segments (``PYTORCH_CUDA_ALLOC_CONF``) this needs the system call pidfd_getfd, which containers
+    forbid. torch 2.13 then also takes new addresses for every bucket (pytorch/pytorch#165685, #186213).
     """
     settings = _allocator_settings()
     if "expandable_segments:True" not in settings.replace(" ", ""):
@@ -178,19 +178,6 @@ def push(
 
 SHARD_BYTES = 5 * 1000**3
 
-# files of a model folder beside config and weights, copied unchanged so that token ids stay the same
-COMPANIONS = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "*.tiktoken",
-    "spiece.model",
-    "chat_template*",
-    "generation_config.json",
-)
-
 
 def save_hf(
     directory: Path,
@@ -226,7 +213,8 @@ def save_hf(
             config.save_pretrained(directory)
         else:
             save_adapter(directory, {name: tensor.cpu().contiguous() for name, tensor in weights}, adapter)
-        _copy_tokenizer(tokenizer, directory, chats=chats)
+        if tokenizer is not None:
+            copy_tokenizer(tokenizer, directory, chats=chats)
         describe(directory)
     except (SafetensorError, OSError) as error:
         for left in directory.glob("*.partial"):
@@ -244,18 +232,6 @@ def saved_dtype(args: LoraArgs, world: World) -> torch.dtype:
         return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.save_hf_dtype]
     named = None if args.hf_checkpoint is None else load_config(args.hf_checkpoint).get_text_config().dtype
     return named if named in (torch.float32, torch.bfloat16, torch.float16) else world.compute_dtype
-
-
-def _copy_tokenizer(tokenizer: str | None, directory: Path, *, chats: bool) -> None:
-    if tokenizer is None:
-        return
-    source = Path(tokenizer)
-    if not source.is_dir():
-        source = Path(snapshot_download(tokenizer, allow_patterns=list(COMPANIONS)))
-    for pattern in COMPANIONS:
-        for file in source.glob(pattern):
-            if chats or pattern != "chat_template*":
-                shutil.copy(file, directory / file.name)
 
 
 def _write_weights(

@@ -206,12 +206,12 @@ def test_a_column_that_is_named_must_be_there(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no row has a column 'm' \(--metadata-key\); .* 't' \(--tool-key\)"):
         load_prompts(DataArgs(tool_key="t", metadata_key="m"), TOKENIZER, [none])
     # the first rows of a file do not tell
-    assert len(load_prompts(DataArgs(tool_key="t"), TOKENIZER, [f"{some}@[:1]"], whole=False)) == 1
+    assert len(load_prompts(DataArgs(tool_key="t"), TOKENIZER, [some], first=1)) == 1
     # except of a parquet file, whose rows all have the same columns
     parquet = tmp_path / "none.parquet"
     pq.write_table(pa.Table.from_pylist(rows[:1]), parquet)
     with pytest.raises(ValueError, match=r"no row has a column 't' \(--tool-key\)"):
-        load_prompts(DataArgs(tool_key="t"), TOKENIZER, [f"{parquet}@[:1]"], whole=False)
+        load_prompts(DataArgs(tool_key="t"), TOKENIZER, [str(parquet)], first=1)
 
 
 def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:

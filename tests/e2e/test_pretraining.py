@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from slimelite.apps.runs import Run
 from slimelite.arguments import Args
@@ -95,6 +95,12 @@ def test_a_plain_loop_gives_the_same_losses(pretrain: Pretrain, attention: str) 
     assert np.abs(np.array(found) - losses).max() < 1e-5
     assert found[-1] < 0.8 * found[0]
     saved = AutoModelForCausalLM.from_pretrained("model", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained("plain/new_model")
+    assert tokenizer.chat_template == byte_tokenizer().chat_template
+    for name in ("eos_token_id", "bos_token_id", "pad_token_id"):
+        assert getattr(saved.config, name) == getattr(saved.generation_config, name) == getattr(tokenizer, name), name
+    assert Path("model/generation_config.json").is_file()
+    assert tokenizer.eos_token_id is not None
     for (name, one), other in zip(model.named_parameters(), saved.parameters(), strict=True):
         assert (one - other).abs().max() < 1e-4, name
 

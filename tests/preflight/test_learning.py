@@ -52,10 +52,18 @@ def test_a_template_that_is_not_used_is_a_warning(report: Report) -> None:
 REWARD = "async def reward(args, sample, **kwargs):\n    return {}"
 
 
-@pytest.mark.parametrize(("value", "warns"), [("0", True), ("float(sample.response == sample.label)", False)])
+@pytest.mark.parametrize(
+    ("value", "warns"),
+    [
+        ("0", True),
+        ("float(sample.response == sample.label)", True),
+        ("float(sample.response.removesuffix('<|im_end|>') == sample.label)", False),
+    ],
+)
 def test_a_right_label_that_earns_nothing_is_a_warning(report: Report, value: str, warns: bool) -> None:
     shown = report("--custom-rm-path OWN:reward", REWARD.format(value))
     assert ("nothing will be learned" in shown) == warns
+    assert ("the label of the first row followed by <|im_end|>, as in a run, as the response, 0" in shown) == warns
 
 
 OWN = """

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import shutil
 import socket
 import tempfile
@@ -393,13 +394,56 @@ def test_conversations_are_checked_and_some_are_made(model: Path, tmp_path: Path
     assert any("leaves tool_calls out of 1 of the first 2 rows: the model cannot learn it" in line for line in warnings)
 
 
+def test_sft_with_an_evaluation_names_what_applies_the_template_to_it(model: Path, tmp_path: Path) -> None:
+    train, held, config = (tmp_path / name for name in ("train.jsonl", "held.jsonl", "eval.yaml"))
+    turns = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    train.write_text(json.dumps({"messages": turns}))
+    words = (
+        f"--hf-checkpoint {model} --prompt-data {train} --loss-type sft_loss --num-rollout 1 --rollout-batch-size 2 "
+        "--eval-interval 1 --rm-type f1 --eval-label-key label --eval-max-response-len 8"
+    )
+    remedy = "set apply_chat_template: true in the file of --eval-config (docs/user_guide.md#sft)"
+    held.write_text(json.dumps({"messages": turns[:1], "label": "2"}))
+    (problem,) = problems(f"{words} --eval-prompt-data held {held}")
+    assert problem.startswith(f"eval dataset held: the prompt holds messages: {remedy}, which turns them into text")
+    assert problem.endswith("or name a column of text with --eval-input-key")
+    config.write_text(f"datasets: [{{name: held, path: {held}, apply_chat_template: true}}]")
+    findings = inspect(parse(f"{words} --eval-config {config}"), CPU)
+    assert findings.problems == []
+    assert not any("apply" in line for line in findings.warnings)
+    held.write_text(json.dumps({"prompt": "1+1=", "label": "2"}))
+    findings = inspect(parse(f"{words} --eval-prompt-data held {held}"), CPU)
+    assert findings.problems == []
+    assert any(f"chat template is not used: {remedy} if this is a chat" in line for line in findings.warnings)
+
+
+@pytest.mark.parametrize(("part", "rows"), [("", 200), ("@[:100]", 100)])
+def test_the_line_that_converts_a_file_reads_all_its_rows(
+    part: str, rows: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not only those that a start looks at."""
+    monkeypatch.chdir(tmp_path)
+    Path("big.csv").write_text("question,answer\n" + "1+1=,2\n" * 200)
+    words = f"--hf-checkpoint {model} --loss-type sft_loss --num-rollout 1 --rollout-batch-size 2 --prompt-data"
+    (problem,) = problems(f"{words} big.csv{part}")
+    assert "--prompt-data: big.csv has no column 'input'" in problem
+    exec(shlex.split(problem.partition(" (see docs/data_formats.md): ")[2])[2])
+    assert Path("big.converted.jsonl").read_text().count("\n") == rows
+    findings = inspect(parse(f"{words} big.converted.jsonl"), CPU)
+    assert findings.problems == []
+    named = "big.converted.jsonl: read as prompt and completion: prompt/completion"
+    assert [each for each in findings.warnings if "read as" in each] == [f"--prompt-data: {named}"]
+
+
 def test_prompts_that_are_answered_already(run: str, tmp_path: Path) -> None:
     path = tmp_path / "sft.jsonl"
     turns = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
     path.write_text(json.dumps({"messages": turns, "label": "2"}))
     warnings = inspect(parse(f"{run} --prompt-data {path}"), CPU).warnings
-    assert any("--prompt-data: conversations in column 'messages' end with an answer" in line for line in warnings)
-    assert not any("eval dataset sums: conversations" in line for line in warnings)
+    assert any(
+        "--prompt-data: column 'messages' holds conversations that end with an answer" in line for line in warnings
+    )
+    assert not any("eval dataset sums: column" in line for line in warnings)
 
 
 def test_a_label_that_no_rule_reads_is_one_message(run: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -427,10 +471,7 @@ def test_pairs_are_checked_and_one_is_made(model: Path, tmp_path: Path) -> None:
     assert "column 'best'" in problem
     path.write_text(f'{asked}"rejected": "2"}}\n')
     (problem,) = problems(words)
-    assert (
-        "pairs.jsonl@[:64]: 1 of 1 rows is malformed: row 0 (line 1): column 'rejected': is the same as 'chosen'"
-        in problem
-    )
+    assert "pairs.jsonl: 1 of 1 rows is malformed: row 0 (line 1): column 'rejected': is the same" in problem
     path.write_text('{"messages": "1+1=", "chosen": [{"role": "assistant", "content": "2"}], "rejected": "3"}')
     settings = model / "tokenizer_config.json"
     settings.write_text(settings.read_text().replace("{% for", "{{ raise_exception('no pairs') }}{% for"))

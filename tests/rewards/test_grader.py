@@ -137,6 +137,23 @@ def test_rules_score_samples(graders: list[Grader]) -> None:
     assert graders[-1].metrics() == {"rollout/reward_errors": 0.0}
 
 
+def test_rules_that_judge_the_whole_text_do_not_get_the_token_that_ended_it(graders: list[Grader]) -> None:
+    ends = ("<|endoftext|>", "<|im_end|>")
+    for rule, right, inside in (
+        ("f1", "Die Werkstatt.", 0.5),
+        ("format", "<think>a</think><answer>b</answer>", 0.0),
+        ("ifbench", '"Quoted."', 0.0),
+    ):
+        metadata = {"instruction_id_list": ["startend:quotation"], "kwargs": [{}]}
+        texts = [f"{right}{end}" for end in ("", *ends, "<|im_end|><|im_end|>")]
+        given = samples(*texts, label="Die Werkstatt.", metadata=metadata)
+        grader = Grader(RewardArgs(rm_type=rule, reward_key="score"), workers=1, ends=ends)
+        graders.append(grader)
+        asyncio.run(grader.grade(given))
+        assert [s.reward_value("score") for s in given] == [1.0, 1.0, 1.0, inside], rule
+        assert [s.response for s in given] == texts
+
+
 def test_boxed_reads_what_is_in_the_box(graders: list[Grader]) -> None:
     given = samples("wrong words \\boxed{Paris}", "Paris", label="paris")
     assert rewards(graders, RewardArgs(rm_type="boxed_f1"), given) == [1.0, 0.0]

@@ -21,7 +21,7 @@ from slimelite.arguments.evaluation import EvalDataset
 from slimelite.arguments.rollout import PROGRAM
 from slimelite.engines.protocol import GenerateRequest, GenerateResult
 from slimelite.environments import program
-from slimelite.preflight.inputs import check_program
+from slimelite.preflight.agents import check_program
 from slimelite.rollout.manager import RolloutManager
 from slimelite.samples.sample import Sample
 from tests.rollout.conftest import PLUGINS, MakeArgs, MakeManager
