@@ -14,7 +14,12 @@ import json
 import sys
 from pathlib import Path
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from slimelite.base.version import answer_version  # noqa: E402
+
+PAGE = ROOT / "docs" / "reliability.md"
 BEGIN, END = "<!-- faults -->", "<!-- end of faults -->"
 HEAD = ["| fault | what happens | seconds | test | seen on |", "|---|---|---|---|---|"]
 
@@ -40,4 +45,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    answer_version()
     main()

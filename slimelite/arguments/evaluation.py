@@ -52,29 +52,34 @@ class Task:
         None, "the rows: a hub dataset `owner/name[:config][:split]`, or a file beside the task file", ALWAYS
     )
     files: list[str] = flag(
-        [], "patterns that find the file with the rows in a folder of data; the first match is used", ALWAYS
+        [], "patterns of file names; in a folder of data, the first file that matches has the rows", ALWAYS
     )
     examples: str | None = flag(None, "few-shot examples, as data; by default the first rows of the data", ALWAYS)
     example_files: list[str] = flag([], "few-shot examples, as files", ALWAYS)
-    same: str | None = flag(None, "expression whose value a question shares with its examples, such as subject", ALWAYS)
+    same: str | None = flag(
+        None,
+        "expression such as `subject`; a question gets only examples for which it has the same value",
+        ALWAYS,
+    )
     prompt: str = flag(None, "template of the question", ALWAYS)
     answer: str | None = flag(
         None, "template of the answer that an example shows; the default is the right answer", ALWAYS
     )
     delimiter: str = flag(" ", "text between question and answer if no chat template is applied", ALWAYS)
-    label: str | None = flag(None, "expression of the label; of several choices, the index of the right one", ALWAYS)
+    label: str | None = flag(
+        None, "expression of the label; for several choices it is the index of the right one", ALWAYS
+    )
     choices: str | None = flag(None, "expression of the list of choices, each a text", ALWAYS)
     shared: str | None = flag(
         None,
-        "expression of the text that follows every choice; the choice after which it is likeliest is the answer",
+        "expression of a text that follows every choice; the answer is the choice after which this text is likeliest",
         ALWAYS,
     )
     metadata: dict[str, Any] = flag({}, "expressions of other values that the scorer reads, by name", ALWAYS)
     scorer: str | None = flag(None, "a rule of --rm-type, or a function like that of --custom-rm-path", ALWAYS)
     metric: Literal["acc", "acc_norm", "acc_token"] = flag(
         "acc",
-        "acc: the likeliest choice counts; acc_norm: the likeliest for its number of characters; acc_token: for its "
-        "number of tokens, as in CORE",
+        "how likelihoods are compared. acc: as they are; acc_norm: per character; acc_token: per token, as in CORE",
         ALWAYS,
     )
     stop: list[str] = flag([], "these texts end a response if no chat template is applied", ALWAYS)

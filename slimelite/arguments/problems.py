@@ -75,8 +75,8 @@ def _flags(args: Args) -> Iterator[str]:
 def _modes(args: Args) -> Iterator[str]:
     if args.max_restarts and (args.finetune or args.ckpt_step is not None):
         yield (
-            "--max-restarts resumes from the newest checkpoint in --save, which --finetune and --ckpt-step would "
-            "ignore: give the model as --hf-checkpoint, or start once without --max-restarts"
+            "--max-restarts would resume from the newest checkpoint in --save, but --finetune and --ckpt-step ignore "
+            "it: give the model as --hf-checkpoint, or make the first start without --max-restarts"
         )
     if args.max_restarts and args.no_save_optim and not args.no_load_optim:
         yield (
@@ -432,7 +432,7 @@ def _correction(args: CorrectionArgs) -> Iterator[str]:
     if args.use_tis and chosen != "tis" and args.custom_tis_function_path is None:
         yield f"--use-tis is --correction tis, not {chosen}; choose one"
     if args.custom_tis_function_path is not None and chosen != "custom":
-        yield f"--custom-tis-function-path is a correction of its own, not --correction {chosen}; choose one"
+        yield f"--custom-tis-function-path replaces --correction {chosen}; choose one of them"
     weighs = chosen != "none" and (chosen != "mis" or args.mis_mode != "none")
     if args.use_rollout_logprobs and weighs:
         yield (

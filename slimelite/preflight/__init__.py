@@ -32,6 +32,7 @@ from slimelite.preflight.findings import Findings, fill, format_report, one_line
 if TYPE_CHECKING:
     from types import ModuleType
 
+PICKLE_END = b"."
 UNCHECKED = "checked once the problems are fixed: the tokenizer, the memory, and the prompts as the model sees them"
 
 
@@ -140,7 +141,9 @@ def _without_moments(args: Args) -> Iterator[str]:
             continue  # reading the checkpoint says what is wrong
         # the names of all tensors are plain text in the file, and torch, which reads it, would take seconds to import
         with suppress(ValueError):  # a damaged file: reading the checkpoint says it
-            if read_state(part).get("steps") and b"optimizer." not in (part / METADATA).read_bytes():
+            metadata = (part / METADATA).read_bytes()
+            whole = metadata.endswith(PICKLE_END)  # else the file is damaged
+            if whole and read_state(part).get("steps") and b"optimizer." not in metadata:
                 yield f"--load: {without_moments(part)}"
 
 

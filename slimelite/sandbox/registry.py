@@ -197,4 +197,4 @@ def cautions(settings: SandboxSettings, *, programs: bool) -> list[str]:
     sandbox = open_sandbox(settings)
     if sandbox is not None:
         return [f"{OPTION} {settings.name}: {what}" for what in sandbox.check()]
-    return [f"programs run as you do, with your files and network; {OPTION} process limits them"] if programs else []
+    return [f"programs run as your user, with your files and network; {OPTION} process limits them"] if programs else []

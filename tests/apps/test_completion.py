@@ -33,7 +33,7 @@ def offered(*words: str) -> list[str]:
     [
         (["slimelite", "co"], ["compare", "completion"]),
         (["slimelite", "plot", "runs/a", "--ba"], ["--band"]),
-        (["slimelite", "train", "--lr-decay-s"], ["--lr-decay-style"]),
+        (["slimelite", "train", "--lr-decay-st"], ["--lr-decay-style"]),
         (["python", "train.py", "--lr", "1", "--use-kl"], ["--use-kl-loss"]),
         (["python", "other.py", "--use-kl"], []),
         (["slimelite", "$(touch X)", "--use-kl"], []),
