@@ -5,9 +5,10 @@
         --beside Qwen/Qwen2.5-0.5B
 
 Texts come from parquet, jsonl, CSV or text files, folders, patterns, or a hub dataset (owner/name[:config][:split]).
-All but CSV files may be larger than memory. `AutoTokenizer` and --tokenizer of train.py open the folder with the same ids. There is
-one exception: next to the config.json of a Qwen2, transformers 5.12 splits texts as Qwen2 does, so use a Qwen3 or a
-Llama. bytes_per_token.md in the folder compares each domain's bytes per token, on texts that training did not see.
+All but CSV files may be larger than memory. `AutoTokenizer` and --tokenizer of train.py open the folder with the same
+ids. There is one exception: next to the config.json of a Qwen2, transformers 5.12 splits texts as Qwen2 does, so use a
+Qwen3 or a Llama. bytes_per_token.md in the folder compares each domain's bytes per token, on texts that training did
+not see.
 """
 
 from __future__ import annotations
