@@ -244,6 +244,7 @@ class InputChecks:
                 skip_bad_rows=args.skip_bad_rows,
                 keep_messages=True,
                 warn=lambda text: warn(f"{rows.name}: {text}"),
+                note=logger.debug if trial else lambda text: self.findings.notes.append(f"{rows.name}: {text}"),
             )
             # where none of the first rows is kept, others decide
             return load(first=None if every else ROWS_AT_START) or load()
