@@ -24,26 +24,29 @@ PATH = Path(__file__).resolve().parents[2] / "docs" / "templates.md"
 INTRODUCTION = """\
 # Chat templates
 
-`scripts/dev/templates_table.py` generates this page; do not edit it. The {count} chat templates belong to real models,
-and come with TRL {version}; tests read them there. A row holds for every model with the same template, whatever the
-model's name. The table is for transformers {transformers}. A newer version (seen with 5.23.0) also passes the thinking
-to a template as `thinking`: then `gptoss` and `lfm2_2_5` show thoughts, and the conversation branches after a thought.
+`scripts/dev/templates_table.py` generates this page; do not edit it. The {count} chat templates belong to real models.
+They come with TRL {version}, and tests read them there. A row is valid for every model with the same template, whatever
+the model's name. The table is for transformers {transformers}. A newer version (seen with 5.23.0) also gives the
+thinking to a template under the name `thinking`. Then `gptoss` and `lfm2_2_5` show thoughts, and the conversation
+branches after a thought.
 
-- **SFT**: who marked the tokens that tests compare with the masks of `--loss-mask-type auto`. The tests use
-  conversations of several turns with tools and thinking. For every template they also check that training covers no
-  text of a user, a system prompt or a tool, and covers everything that the model says.
+- **SFT**: this column says who marked the tokens that the model says. The tests compare these marks with the masks of
+  `--loss-mask-type auto`. The tests use conversations of several turns with tools and thinking. For every template they
+  also check that training does not cover text of a user, a system prompt or a tool, and that it covers everything that
+  the model says.
     - *TRL's*: TRL ships the template with `{{% generation %}}` marks, and the masks must be equal token for token.
-      There are two exceptions: tokens that the generation prompt gives the model, and `<|tool_response>`, with which
-      Gemma 4 ends a call and which TRL leaves out.
+      There are two exceptions. One is tokens that the generation prompt gives the model. The other is
+      `<|tool_response>`: Gemma 4 ends a call with it, and TRL leaves it out.
     - *own*: the template itself has marks.
-    - *tests alone*: nobody marked it.
+    - *tests alone*: nobody marked the template; there are only the other checks.
 - **tool calls**: the format in which the template writes calls. The tests read each call back as the same call. *none*:
-  the template shows the model no tools, so `--environment` with tools and requests with `tools` are refused.
-- **next question**, **after a thought**: whether the conversation continues from the sampled tokens when the user asks
-  again, after a plain reply and after a reply with thinking. The conversation branches instead if the template writes
-  the reply differently from the sampled tokens. *not shown*: the template has no place for thinking in its own field.
-  During tool calls the sampled thoughts stay, except with the templates that
-  `tests/serving/test_real_templates.py` names.
+  the template does not show tools to the model. slimelite then refuses `--environment` with tools, and requests with
+  `tools`.
+- **next question**, **after a thought**: these columns say whether the conversation continues from the sampled tokens
+  when the user asks again. The first column is for a plain reply, the second for a reply with thinking. If the template
+  writes the reply differently from the sampled tokens, the conversation branches instead. *not shown*: the template has
+  no place for thinking in a field of its own. During tool calls the sampled thoughts stay, except with the templates
+  that `tests/serving/test_real_templates.py` names.
 
 | template | SFT | tool calls | next question | after a thought |
 |---|---|---|---|---|

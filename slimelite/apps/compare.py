@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from slimelite.apps.permutations import EXACT_SIGNS, SIGN_DRAWS, paired_test
 from slimelite.apps.runs import LAST, Run, differing_flags, read_runs, same_notes
 from slimelite.apps.tables import Row, plain, plus_minus, print_table, score_text
 from slimelite.arguments.conditions import gpus_of
@@ -17,14 +18,9 @@ from slimelite.samples.table import SampleTable
 from slimelite.tracking.console import duration, one_line
 from slimelite.tracking.panels import LABELS
 
-# up to so many differences that are not 0, every pattern of signs is tried
-EXACT = 14
-DRAWS = 10_000
-DRAWS_AT_ONCE = 256
-
 TEST = (
-    f"two-sided sign-flip permutation test of the differences per prompt, exact for up to {EXACT} prompts that "
-    f"differ, and with {DRAWS:,} random sign patterns for more"
+    f"two-sided sign-flip permutation test of the differences per prompt, exact for up to {EXACT_SIGNS} prompts that "
+    f"differ, and with {SIGN_DRAWS:,} random sign patterns for more"
 )
 
 Facts = dict[str, Any]
@@ -154,54 +150,10 @@ def _cpu_hours(run: Run) -> float | None:
     return sum(seconds[-1] for seconds in spent if seconds) / 3600 if any(spent) else None
 
 
-class Paired(NamedTuple):
-    """How the scores of two runs on the same prompts differ.
-
-    ``standard_error``: of ``difference``; None for one prompt. ``p``: the two-sided sign-flip permutation test.
-    """
-
-    prompts: int
-    difference: float
-    standard_error: float | None
-    p: float
-
-
-def paired_test(differences: np.ndarray) -> Paired:
-    """Test whether the mean of ``differences``, [prompts] float64, is 0.
-
-    If the two runs were equally good, each prompt's difference could have the other sign just as well. ``p`` is the
-    share of all sign patterns whose mean is at least as far from 0 as the observed mean. With more than `EXACT`
-    differences other than 0, it is estimated from `DRAWS` random patterns. The observed pattern counts too, so ``p`` is
-    never 0. The same differences give the same ``p``.
-
-    Raises:
-        ValueError: there are no differences to test.
-    """
-    if not len(differences):
-        raise ValueError("no prompts to compare")
-    error = float(differences.std(ddof=1) / np.sqrt(len(differences))) if len(differences) > 1 else None
-    return Paired(len(differences), float(differences.mean()), error, _sign_flip(differences[differences != 0]))
-
-
-def _sign_flip(values: np.ndarray) -> float:
-    """The p-value; ``values``: differences that are not 0."""
-    # sums that differ by rounding alone are equal
-    observed = abs(values.sum()) - 1e-9 * np.abs(values).sum()
-    if len(values) <= EXACT:
-        patterns = np.arange(2 ** len(values))[:, None] >> np.arange(len(values)) & 1
-        return float((np.abs((2 * patterns - 1) @ values) >= observed).mean())
-    generator = np.random.default_rng(0)
-    extreme = 1
-    for first in range(0, DRAWS, DRAWS_AT_ONCE):
-        count = min(DRAWS_AT_ONCE, DRAWS - first)
-        signs = 2 * generator.integers(0, 2, (count, len(values)), np.int8) - 1
-        extreme += int((np.abs(signs @ values) >= observed).sum())
-    return extreme / (DRAWS + 1)
-
-
 EXAMPLES = """examples:
   slimelite compare runs/lr-1e-6 runs/lr-1e-5
   slimelite compare --group 1e-6 runs/lr-1e-6-seed-* --group 1e-5 runs/lr-1e-5-seed-*
+  slimelite compare --group a runs/a-* --group b runs/b-* --metric rollout/digits
 """
 
 
@@ -227,14 +179,23 @@ def main(argv: Sequence[str]) -> int:
         metavar=("NAME", "RUN"),
         help="runs of several seeds under one name; each group is tested against the first",
     )
+    parser.add_argument(
+        "--metric",
+        action="append",
+        default=[],
+        help=f"compare groups by this metric: its mean over the last {LAST} rollouts, or its value in the last "
+        "evaluation; may be given several times",
+    )
     parser.add_argument("--json", action="store_true", help="every number as JSON")
     args = parser.parse_args(argv)
     if bool(args.runs) == bool(args.group):
         parser.error("name run folders, or groups of runs with --group NAME RUN...")
+    if args.metric and not args.group:
+        parser.error("--metric goes with --group; `slimelite plot --metric` draws the metrics of single runs")
     if args.group:
         from slimelite.apps.groups import grouped, read_groups, show_groups
 
-        facts, shown = grouped(read_groups(args.group)), show_groups
+        facts, shown = grouped(read_groups(args.group), args.metric), show_groups
     else:
         facts, shown = comparison(read_runs(args.runs)), show
     if args.json:

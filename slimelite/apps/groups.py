@@ -5,21 +5,21 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from slimelite.apps.permutations import DRAWS, EXACT, SIGN_DRAWS, paired_test, unpaired_test
 from slimelite.apps.runs import LAST, Run, differing_flags, read_runs, same_notes, same_runs
-from slimelite.apps.tables import Row, plain, print_table, score_text
+from slimelite.apps.tables import Row, plain, print_table
+from slimelite.tracking.metrics_file import axis_of, unknown_metrics
 
-# up to so many ways to deal the runs to two groups, each is tried
-EXACT = 20_000
-DRAWS = 20_000
 SEEDS = ("--seed", "--rollout-seed")
 TEST = (
-    "two-sided permutation test of the difference of means, over all ways to divide the runs into the two groups, "
-    f"or {DRAWS:,} random ones if there are more than {EXACT:,}"
+    "unpaired two-sided permutation test of the difference of means, over all ways to divide the runs into the two "
+    f"groups, or {DRAWS:,} random ones if there are more than {EXACT:,}"
 )
+PAIRED_TEST = "two-sided sign-flip permutation test of the differences between runs with the same seed"
 
 Facts = dict[str, Any]
 Groups = Mapping[str, Sequence[Run]]
@@ -42,23 +42,34 @@ def read_groups(words: Sequence[Sequence[str]]) -> dict[str, list[Run]]:
     return {name: list(itertools.islice(runs, len(own))) for name, own in folders.items()}
 
 
-def grouped(groups: Groups) -> Facts:
+def grouped(groups: Groups, metrics: Sequence[str] = ()) -> Facts:
     """Everything that ``slimelite compare --group --json`` prints.
 
-    ``flags``: name -> its value in each group, for flags that differ between groups but not within one. ``test``: the
-    meaning of p. ``groups``: a dict for each group, with ``name``, ``runs``, ``seeds`` and ``measures``. A measure is
-    each run's last score of a dataset, or the mean ``reward`` or ``loss`` of its last rollouts. It has ``values``,
-    ``mean``, ``standard_error``, ``at`` and, from the second group on, ``against_first`` (see `Unpaired`) or
-    ``why_not``. ``same``: see `same_notes`.
+    ``flags``: name -> its value in each group, for flags that differ between groups but not within one. ``test``,
+    ``paired_test``: the meaning of p. ``groups``: a dict for each group, with ``name``, ``runs``, ``seeds`` and
+    ``measures``. A measure is each run's last score of a dataset, or the mean ``reward`` or ``loss`` of its last
+    rollouts; with ``metrics`` it is each of these instead: the last value of a metric of evaluations, or the mean of
+    its last rollouts. It has ``values``, ``mean``, ``standard_error``, ``at`` and, from the second group on,
+    ``against_first`` (see `Unpaired`, or ``why_not``), and ``paired`` if the seeds of both groups match: ``pairs``,
+    ``difference``, ``standard_error``, ``p`` and ``least_p``. ``same``: see `same_notes`. ``order``: a sentence about
+    groups whose runs saw the same prompts in the same order.
+
+    Raises:
+        ValueError: a run has none of the values of one of ``metrics``.
     """
     everything = [run for runs in groups.values() for run in runs]
     same = same_notes(everything)
+    for metric in metrics:
+        if not any(metric in run.series for run in everything):
+            raise ValueError(unknown_metrics([metric], [run.records for run in everything]))
+        if lacking := [run.name for run in everything if metric not in run.series]:
+            raise ValueError(f"--metric {metric}: these runs have no such values: {', '.join(lacking)}")
     summaries: list[Facts] = [
         {
             "name": name,
             "runs": [run.name for run in runs],
             "seeds": [run.config.get("seed") for run in runs],
-            "measures": _measures(runs),
+            "measures": _measures(runs, metrics),
         }
         for name, runs in groups.items()
     ]
@@ -67,8 +78,45 @@ def grouped(groups: Groups) -> Facts:
         repeated = bool(same_runs([*reference, *runs]))
         for name, measure in summary["measures"].items():
             if (first := summaries[0]["measures"].get(name)) is not None:
-                measure["against_first"] = _against(first["values"], measure["values"], repeated)
-    return {"flags": _flags(groups), "test": TEST, "groups": summaries, "same": same}
+                measure["against_first"] = test = _against(first["values"], measure["values"], repeated)
+                if "p" in test and (pairs := _pairs(reference, runs)):
+                    measure |= _paired(first["values"], measure["values"], pairs)
+    tests = {"test": TEST, "paired_test": PAIRED_TEST}
+    return {"flags": _flags(groups), **tests, "groups": summaries, "same": same, "order": _order(groups)}
+
+
+def _pairs(first: Sequence[Run], other: Sequence[Run]) -> list[tuple[int, int]]:
+    """Positions of the runs with the same seeds in both groups; empty if the seeds of the groups are not the same, or
+    if a group has a seed twice."""
+    seeds = [[(run.config.get("seed"), run.config.get("rollout_seed")) for run in runs] for runs in (first, other)]
+    known = all(None not in pair for of_group in seeds for pair in of_group)
+    matching = set(seeds[0]) == set(seeds[1]) and len(set(seeds[0])) == len(seeds[0]) == len(seeds[1])
+    return [(i, seeds[1].index(pair)) for i, pair in enumerate(seeds[0])] if known and matching else []
+
+
+def _paired(first: Sequence[float], other: Sequence[float], pairs: Sequence[tuple[int, int]]) -> Facts:
+    if not len(first) == len(other) == len(pairs):  # a run has no value
+        return {}
+    facts = paired_test(np.array([other[j] - first[i] for i, j in pairs]))._asdict()
+    least = max(2.0 ** (1 - len(pairs)), 1 / (SIGN_DRAWS + 1))
+    return {"paired": {"pairs": facts.pop("prompts"), **facts, "least_p": least}}
+
+
+def _order(groups: Groups) -> list[str]:
+    def alike(runs: Sequence[Run]) -> bool:
+        configs = [run.config for run in runs]
+        files = {str(config.get("prompt_data") or None) for config in configs}
+        unshuffled = all(config.get("rollout_shuffle") is False for config in configs)
+        own = any(config.get("data_source_path") for config in configs)
+        return len(runs) > 1 and len(files) == 1 and files != {"None"} and unshuffled and not own
+
+    names = [name for name, runs in groups.items() if alike(runs)]
+    if not names:
+        return []
+    return [
+        f"Within {' and '.join(names)}, all runs read the same prompts in the same order, because they have no "
+        "--rollout-shuffle: ± and p say nothing about the choice and the order of prompts."
+    ]
 
 
 def _flags(groups: Groups) -> dict[str, list[object]]:
@@ -82,22 +130,36 @@ def _flags(groups: Groups) -> dict[str, list[object]]:
     return differing
 
 
-def _measures(runs: Sequence[Run]) -> dict[str, Facts]:
+def _measures(runs: Sequence[Run], metrics: Sequence[str]) -> dict[str, Facts]:
     """Name -> the value of each run that has it, their mean, and its standard error, s / sqrt(n) with s² over n − 1."""
     names = dict.fromkeys(name for run in runs for name in run.scores)
-    named = {name.removeprefix("eval/"): (name, 1) for name in names}
+    named = {name.removeprefix("eval/"): name for name in names}
     rewarded = any("rollout/raw_reward" in run.series for run in runs)
-    named |= {"reward": ("rollout/raw_reward", LAST)} if rewarded else {"loss": ("train/loss", LAST)}
+    named |= {"reward": "rollout/raw_reward"} if rewarded else {"loss": "train/loss"}
     measures = {}
-    for title, (metric, count) in named.items():
-        having = [run.series[metric] for run in runs if metric in run.series]
-        values = [float(series[1][-count:].mean()) for series in having]
+    for title, metric in ({metric: metric for metric in metrics} or named).items():
+        having = [run for run in runs if metric in run.series]
+        values = [_last(run, metric) for run in having]
         if not values:
             continue
         error = float(np.std(values, ddof=1) / math.sqrt(len(values))) if len(values) > 1 else None
-        steps = sorted({int(series[0][-1]) for series in having})
+        steps = sorted({int(run.series[metric][0][-1]) for run in having})
         measures[title] = {"values": values, "mean": float(np.mean(values)), "standard_error": error, "at": steps}
     return measures
+
+
+def _last(run: Run, metric: str) -> float:
+    """The last value of a metric of evaluations, or the mean of the last rollouts that have the metric."""
+    x, values = run.series[metric]
+    if _of_evaluations(metric):
+        return float(values[-1])
+    steps = run.config.get("num_steps_per_rollout") if axis_of(metric) == "train/step" else None
+    rollouts = x // steps if isinstance(steps, int) else x
+    return float(values[np.isin(rollouts, np.unique(rollouts)[-LAST:])].mean())
+
+
+def _of_evaluations(metric: str) -> bool:
+    return axis_of(metric) == "eval/step"
 
 
 def _against(first: Sequence[float], other: Sequence[float], repeated: bool) -> Facts:
@@ -110,56 +172,12 @@ def _against(first: Sequence[float], other: Sequence[float], repeated: bool) -> 
     return unpaired_test(first, other)._asdict()
 
 
-class Unpaired(NamedTuple):
-    """The difference between the means of a second group and the first.
-
-    ``standard_error``: of ``difference``, sqrt(s₁²/n₁ + s₂²/n₂). ``p``: of the permutation test. ``least_p``: the
-    smallest p that so few runs can give.
-    """
-
-    difference: float
-    standard_error: float
-    p: float
-    least_p: float
-
-
-def unpaired_test(first: Sequence[float], other: Sequence[float]) -> Unpaired:
-    """Test whether two groups of runs have the same mean: Fisher's randomization test (Design of Experiments, 1935).
-
-    If the groups were alike, each run could be in the other group just as well. ``p`` is the share of all ways to split
-    the n₁ + n₂ values into groups of n₁ and n₂ whose means differ at least as much, in either direction, as the
-    observed means. The test needs no normal distribution. It needs at least seven runs, such as 3 + 4, to reach a p
-    below 0.05. If there are more than `EXACT` ways, `DRAWS` random ones are used, and the observed one counts too
-    (Phipson and Smyth, 2010, doi:10.2202/1544-6115.1585).
-    """
-    values, count = np.array([*first, *other], np.float64), len(other)
-    difference = values[-count:].mean() - values[:-count].mean()
-    error = math.sqrt(sum(np.var(group, ddof=1) / len(group) for group in (first, other)))
-    # sums that differ by rounding alone are equal
-    observed = abs(difference) * (1 - 1e-9) - 1e-12 * np.abs(values).max(initial=0.0)
-
-    def distances(chosen: np.ndarray) -> np.ndarray:
-        """|difference of means| of each row of ``chosen``, [ways, count] indices of the second group."""
-        sums = values[chosen].sum(axis=1)
-        means: np.ndarray = sums / count - (values.sum() - sums) / (len(values) - count)
-        return np.abs(means)
-
-    ways = math.comb(len(values), count)
-    if ways <= EXACT:
-        chosen = np.array(list(itertools.combinations(range(len(values)), count)))
-        p = float((distances(chosen) >= observed).mean())
-    else:
-        generator = np.random.default_rng(0)
-        chosen = generator.permuted(np.tile(np.arange(len(values)), (DRAWS, 1)), axis=1)[:, :count]
-        p = (1 + int((distances(chosen) >= observed).sum())) / (DRAWS + 1)
-    least = (2 if 2 * count == len(values) else 1) / ways
-    return Unpaired(float(difference), error, p, max(least, 1 / (DRAWS + 1)))
-
-
 def show_groups(facts: Facts) -> None:
     """Print the table of `grouped`."""
     groups = facts["groups"]
-    notes = [f"±: standard error over runs. p: {facts['test']}.", *facts["same"]]
+    paired = any("paired" in measure for group in groups for measure in group["measures"].values())
+    tests = f"p: {facts['test']}" + (f"; paired by seed: {facts['paired_test']}" if paired else "")
+    notes = [f"±: standard error over runs. {tests}.", *facts["same"], *facts["order"]]
     late = {len(measure["at"]) > 1 for group in groups for measure in group["measures"].values()}
     if True in late:
         notes.append("Some runs ended earlier than others; the last value of each run is compared.")
@@ -179,15 +197,33 @@ def _head(facts: Facts) -> list[Row]:
 def _rows(groups: Sequence[Facts]) -> Iterator[Row]:
     for title in dict.fromkeys(name for group in groups for name in group["measures"]):
         of_groups = [group["measures"].get(title) for group in groups]
-        shown = f"{title}, mean of the last {LAST}" if title in ("reward", "loss") else f"{title}, last"
-        yield shown, [score_text(m["mean"], m["standard_error"]) if m else "" for m in of_groups]
-        tests = [_test_text(m["against_first"]) if m and "against_first" in m else "" for m in of_groups]
-        if any(tests):
-            yield f"{title}, less {groups[0]['name']}", tests
+        over_rollouts = title in ("reward", "loss") or ("/" in title and not _of_evaluations(title))
+        shown = f"{title}, mean of the last {LAST}" if over_rollouts else f"{title}, last"
+        digits = _digits([m["mean"] for m in of_groups if m])
+        yield shown, [_plus_minus(m["mean"], m["standard_error"], digits) if m else "" for m in of_groups]
+        for key, words in (("against_first", ""), ("paired", ", paired by seed")):
+            tests = [_test_text(m[key], digits) if m and key in m else "" for m in of_groups]
+            if any(tests):
+                yield f"{title}, less {groups[0]['name']}{words}", tests
 
 
-def _test_text(test: Facts) -> str:
+def _digits(values: Sequence[float]) -> int:
+    """Decimals: three, or as many as four digits of the largest value need.
+
+    >>> _digits([0.61, 0.64]), _digits([0.00012, 0.0002])
+    (3, 7)
+    """
+    largest = max((abs(value) for value in values if math.isfinite(value)), default=0.0)
+    return 3 if largest >= 0.1 or largest == 0 else 3 - math.floor(math.log10(largest))
+
+
+def _plus_minus(value: float, error: float | None, digits: int, sign: str = "") -> str:
+    return f"{value:{sign}.{digits}f}" + ("" if error is None else f" ±{error:.{digits}f}")
+
+
+def _test_text(test: Facts, digits: int) -> str:
     if "why_not" in test:
         return f"unknown: {test['why_not']}"
-    least = f" (with so few runs, p cannot be below {test['least_p']:.2g})" if test["least_p"] > 0.05 else ""
-    return f"{test['difference']:+.3f} ±{test['standard_error']:.3f}, p {test['p']:.2g}{least}"
+    few = "pairs" if "pairs" in test else "runs"
+    least = f" (with so few {few}, p cannot be below {test['least_p']:.2g})" if test["least_p"] > 0.05 else ""
+    return f"{_plus_minus(test['difference'], test['standard_error'], digits, '+')}, p {test['p']:.2g}{least}"

@@ -94,10 +94,15 @@ class DataArgs(OfJob):
         NEW_ROLLOUTS & when("no --data-source-path", lambda a: a.data_source_path is None),
         auto="prompts of all levels",
     )
-    rollout_shuffle: bool = flag(False, "prompts are shuffled again in every epoch", NEW_ROLLOUTS)
+    rollout_shuffle: bool = flag(
+        False,
+        "prompts are shuffled again in every epoch; without this, every seed trains on the same prompts in the order "
+        "of the file",
+        NEW_ROLLOUTS,
+    )
     rollout_seed: int = flag(
         42,
-        "seed of shuffling and sampling; if --seed is given, this follows it",
+        "seed of sampling, and of the order of prompts with --rollout-shuffle; if --seed is given, this follows it",
         NEW_ROLLOUTS,
         at_least=0,
         at_most=SEEDS[-1],

@@ -94,9 +94,8 @@ def load_prompts(
     prompts, measured = list[Sample](), list[str]()
     problems, left_out, shapes = list[str](), list[str](), list[str]()
     files = [path for path in paths if not path.startswith(ENVIRONMENT)]
-    part = first is not None
     # rows of a parquet file all have the same columns
-    whole = bool(files) and (not part or all(split_path(path)[0].endswith(".parquet") for path in files))
+    whole = bool(files) and (first is None or all(split_path(path)[0].endswith(".parquet") for path in files))
     unseen = {k: name for k, usual in DEFAULT_COLUMNS.items() if (name := getattr(columns, k)) != usual and whole}
     for path in paths:
         bad, named = BadRows(skip_bad_rows, left_out.append), columns
@@ -124,14 +123,11 @@ def load_prompts(
             f"left out {dropped} of {len(prompts)} prompts longer than {max_prompt_len} tokens "
             "(--rollout-max-prompt-len, --eval-max-prompt-len)"
         )
-    if not kept and part:
-        return []
-    if not kept:
+    if not kept and first is None:
         raise ValueError(f"no prompts left of {list(paths)}: {'; '.join(left_out)}")
-    for what in shapes:
-        note(what)
-    for what in left_out:
-        warn(what)
+    for say, texts in ((note, shapes), (warn, left_out)):
+        for what in texts if kept else ():
+            say(what)
     return kept
 
 
@@ -174,7 +170,7 @@ def _open(
 
 
 def _advice(columns: Columns, path: str, replies: tuple[str, str] | None) -> str:
-    """How the file can be read after all, if its first row has not the columns that are named."""
+    """How the file can be read after all, if its first row does not have the columns that the flags name."""
     if path.startswith(ENVIRONMENT) or getattr(columns, "task", None) is not None:
         return ""
     try:
@@ -228,9 +224,8 @@ def _encode(prompts: list[Sample], texts: list[str], tokenizer: PreTrainedTokeni
 
 
 def before_answers(messages: Messages) -> Messages:
-    """The messages of the prompt. They are all messages. But if the last one is from the ``assistant`` (as in SFT data,
-    whose rows have the answers too), only those before the first such message.
-    """
+    """The messages of the prompt: all ``messages``, unless the last one is from the ``assistant``. Then (SFT data,
+    where rows have the answers too) only those before the assistant's first message."""
     if messages[-1]["role"] != "assistant":
         return messages
     return messages[: next(i for i, m in enumerate(messages) if m["role"] == "assistant")]

@@ -4,7 +4,8 @@ into memory.
 Worker processes make a shard once (``python -m slimelite.data.shards``). It is found again by its inputs: the content
 of its file, the column, and the tokenizer. In the cache folder it has three files: ``KEY.tokens`` (ids of all
 documents, each followed by the end of a text), ``KEY.ends.npy`` (where each document ends) and ``KEY.json``
-(`ShardFacts`). The last one is written last. So a shard that a kill cut short is made again, and the others are not.
+(`ShardFacts`). The last one is written last. So if a process is killed while it writes a shard,
+only this shard is made again.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ logger = logging.getLogger(__name__)
 CHARACTERS = 2**20
 # texts of fewer bytes are tokenised in the process that wants them: a worker takes a second to start
 FEW_BYTES = 2**24
-# a file of the cache that a process is writing has its id as an ending; after so many seconds without a change it ended
+# an unfinished file of the cache ends with the id of the process that writes it; after this many seconds without a
+# change, the process counts as dead
 ABANDONED = 3600
 PARTIAL = re.compile(r"[0-9a-f]{32}\.(json|tokens|ends\.npy)\.\d+")
 # documents of each file that a start reads before it loads anything

@@ -21,7 +21,7 @@ from slimelite.data.reader import READERS as ROWS
 
 # endings of files of documents
 ENDINGS = (".parquet", ".jsonl", ".jsonl.gz", ".txt")
-# endings of plain texts that a folder may have besides
+# further endings, of plain texts in a folder
 PLAIN = (".md", ".rst", ".text")
 # a plain text is cut at the first end of a line after so many bytes: a file is read in pieces
 PIECE = 1 << 16
@@ -40,7 +40,7 @@ class NoColumn(ValueError):
 def find_files(spec: str, *, plain: bool = False) -> list[Path | HubFile]:
     """The files of documents that ``spec`` names: a file, a folder (with its subfolders), a pattern, or a hub dataset.
 
-    ``plain``: a named file may have any ending, and files in folders those of `PLAIN`.
+    ``plain``: a file that is named may have any ending, and files in a folder may also have the endings in `PLAIN`.
 
     Raises:
         ValueError: there are no such files.

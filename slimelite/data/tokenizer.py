@@ -38,7 +38,7 @@ PROBES = (
     "  def f(x):\n\treturn {'a': [x ** 2]}  # two  spaces\n\n",
     "émigré ½ 你好 😀 \\boxed{\\frac{1}{2}}",
 )
-# an accent as a character of its own, which NFC joins with its letter; checkpoints have the ids of the others
+# a separate accent character, which NFC joins with its letter; checkpoints have the ids of the texts above only
 JOINED_BY_NFC = "e\u0301"
 
 
@@ -171,7 +171,8 @@ def _named_class(path: str) -> type[PreTrainedTokenizerBase] | None:
 def _import_fast_tokenizers() -> None:
     """Import transformers' fast tokenizers without torch. They need torch only for a function that reads GGUF files.
 
-    Meanwhile another module takes its place, whose function of that name imports the real one when it is called.
+    During the import, a stand-in takes the place of the module with that function. Its function of the same name
+    imports the real module when it is called.
     """
     if "torch" in sys.modules or FAST in sys.modules:
         return

@@ -36,7 +36,7 @@ from slimelite.engines.sampling import Generating, Sampler, engine_sampler, news
 from slimelite.samples.sample import CONSTRAINED
 
 TEXTS = Text | FirstError[list[Text]]
-# type of a parameter -> of its field in a body
+# type of a parameter -> type of its field in a body
 TYPES: dict[str, Any] = {
     "int": int,
     "int | None": int,
@@ -102,7 +102,7 @@ def sampled(*dialects: Place) -> Callable[[type[S]], type[S]]:
 BODY_BYTES_PER_TOKEN = 16
 BODY_BYTES = 1 << 20
 HEALTH_TIMEOUT = 20.0  # seconds
-# SGLang's defaults, where they are others than ours
+# SGLang's defaults, where they differ from ours
 DEFAULTS = SamplingParams(128, skip_special_tokens=True)
 
 

@@ -1,7 +1,7 @@
 """The sampling parameters, defined once.
 
-Flags, evaluation datasets, engines and the bodies of every HTTP dialect take them from here, under the names that
-`parameter` gives. To add a parameter, add a field to `SamplingParams`.
+Flags, evaluation datasets, engines and the request bodies of every HTTP dialect use these definitions. `parameter`
+gives the names that a parameter has in each of these places. To add a parameter, add a field to `SamplingParams`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
 from typing import Any, Literal
 
-# top-p and min-p alone keep at most so many tokens for one that is trained on: it carries at most 4 KiB of ids
+# most ids that top-p and min-p alone keep for a token that is trained on, so that a token has at most 4 KiB of ids
 MOST_KEPT = 1024
 # who takes sampling parameters under names of its own: --rollout-* and --eval-* flags, the settings of an evaluation
 # dataset, and the dialects; "sglang" is /generate and what slime's generate functions get
@@ -150,12 +150,12 @@ class SamplingParams:
     structural_tag: str | None = parameter(
         None, "JSON in SGLang's form: what follows each trigger fits the schema of a structure", "sglang"
     )
-    # as structural_tag, of tools that are strict: an engine that cannot go back and forth lets them be
+    # like structural_tag, for calls of strict tools; an engine that cannot change between free text and JSON ignores it
     calls: str | None = parameter(None)
     # the grammar holds after this text, such as the end of the thinking; and the text that a response begins with
     grammar_after: str = parameter("")
     begun: str = parameter("")
-    # the ids that each token was drawn from are told, where top-p, top-k, min-p or a grammar left others out: `telling`
+    # if top-p, top-k, min-p or a grammar excluded ids, the result has those that each token was drawn from: `telling`
     kept: bool = parameter(False)
 
     @classmethod

@@ -152,7 +152,9 @@ def _try_own(args: Args, findings: Findings) -> None:
 
     try:
         if args.job.loss == "policy":
-            findings.facts += filter(None, [try_estimator(args)])
+            fact, warning = try_estimator(args) or (None, None)
+            findings.facts += filter(None, [fact])
+            findings.warnings += filter(None, [warning])
     except ValueError as error:
         findings.problems.append(one_line(error))
     try:

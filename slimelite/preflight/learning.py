@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from slimelite.samples.sample import Sample
     from slimelite.training.batch import MicroBatch
 
+# a made-up advantage above this is a warning; GRPO's is at most the square root of the size of the group
+LARGE = 100.0
 # tokens at each end of the first prompt, and characters of it, that a dry run prints
 EDGE, CHARACTERS = 4, 600
 # a larger share of unknown tokens is a warning
@@ -74,11 +76,13 @@ def without_template(prompt: Sample, tokenizer: PreTrainedTokenizerBase, remedy:
     )
 
 
-def try_estimator(args: Args) -> str | None:
-    """Call the functions of a user's estimator, and its loss, on two groups of four made-up responses.
+def try_estimator(args: Args) -> tuple[str, str | None] | None:
+    """Call the functions of a user's estimator, and its loss, on made-up groups: two of four responses, of which one
+    has equal rewards, and two of eight responses with rewards of 0 and 1.
 
     Returns:
-        What was tried, for the dry run's report. None if the whole estimator is ours.
+        What was tried, for the dry run's report, and a warning of large advantages. None if the whole estimator is
+        ours.
 
     Raises:
         ValueError: a function fails, or does not return one finite number for each response or token.
@@ -86,23 +90,43 @@ def try_estimator(args: Args) -> str | None:
     record = ESTIMATORS[args.advantage_estimator]
     if not any(_is_own(each) for each in (record.group, record.token, record.loss)):
         return None
+    of_rows, _ = _tried(record, args, [0.0, 1.0, 0.5, 1.0, 0.0, 0.0, 0.0, 0.0], 4)
+    spread = ", ".join(f"{value:.3g}" for value in of_rows[:4])
+    # one right answer among wrong ones, and the reverse: a median, or a deviation from it, ignores the one
+    binary = [0.0] * 7 + [1.0] + [1.0] * 7 + [0.0]
+    _, of_tokens = _tried(record, args, binary, 8)
+    (largest, token) = of_tokens.abs().max(0)
+    group = int(token) // (3 * 8)
+    warning = (
+        f"--advantage-estimator {record.name}: rewards {', '.join(f'{r:g}' for r in binary[8 * group :][:8])} of one "
+        f"prompt give an advantage of {of_tokens[token].item():.3g}: one such response outweighs all others. Does the "
+        "scale that you divide by vanish when most rewards are equal? Use one that does not, or clamp the advantages"
+    )
+    fact = (
+        f"--advantage-estimator {record.name}: rewards 0, 1, 0.5, 1 of one prompt give {spread}; equal rewards are fine"
+    )
+    return fact, warning if largest > LARGE else None
+
+
+def _tried(record: Estimator, args: Args, made_up: list[float], size: int) -> tuple[np.ndarray, Any]:
+    """The advantages, [N] of responses and [3 N] of tokens, for groups of ``size`` responses of three tokens."""
     import torch
 
     from slimelite.algorithms.advantages import RolloutTokens, token_advantages
 
-    rewards, index = np.array([0.0, 1.0, 0.5, 1.0, 0.0, 0.0, 0.0, 0.0]), np.arange(8)
+    rewards, index = np.array(made_up), np.arange(len(made_up))
     try:
-        of_rows, _ = group_advantages(rewards, index // 4, index, record.name)
+        of_rows, _ = group_advantages(rewards, index // size, index, record.name)
         advantages = torch.from_numpy(of_rows).float()
-        mask = torch.ones(24, dtype=torch.bool)
         rows = torch.from_numpy(index)
+        segments = rows.repeat_interleave(3)
         tokens = RolloutTokens(
             advantages,
-            torch.zeros(24),
-            mask,
-            rows.repeat_interleave(3),
-            values=torch.zeros(24) if record.needs_critic else None,
-            groups=rows // 4,
+            torch.zeros(len(segments)),
+            torch.ones(len(segments), dtype=torch.bool),
+            segments,
+            values=torch.zeros(len(segments)) if record.needs_critic else None,
+            groups=rows // size,
             rollouts=rows,
             kl_coef=args.kl_coef,
             gamma=args.gamma,
@@ -112,19 +136,16 @@ def try_estimator(args: Args) -> str | None:
         losses = _losses(record, args, of_tokens)
     except Exception as error:  # of a user's code: anything
         raise ValueError(
-            f"--advantage-estimator {record.name} fails on two groups of four made-up responses with rewards "
+            f"--advantage-estimator {record.name} fails on groups of {size} made-up responses with rewards "
             f"{rewards.tolist()}: {type(error).__name__}: {error}"
         ) from error
     for name, values in (("advantages", of_tokens), ("losses", losses)):
         if not bool(values.isfinite().all()):
             raise ValueError(
                 f"--advantage-estimator {record.name}: {name} are not finite for rewards {rewards.tolist()}, of which "
-                "the last four belong to one prompt: divide by something that is never 0"
+                f"each {size} belong to one prompt: divide by something that is never 0"
             )
-    spread = ", ".join(f"{value:.3g}" for value in of_rows[:4])
-    return (
-        f"--advantage-estimator {record.name}: rewards 0, 1, 0.5, 1 of one prompt give {spread}; equal rewards are fine"
-    )
+    return of_rows, of_tokens
 
 
 def try_loss(args: Args) -> str | None:

@@ -216,7 +216,7 @@ class RolloutContext:
         args.keeps_ids = self.args.keeps_ids and not evaluation
         if engine is not None:
             address = urlsplit(await self.engines.url(engine))
-            # with the key that it may have, for plugins make an address of both again
+            # the address may contain a key, which is kept because plugins join the two parts to an address again
             args.sglang_router_ip, args.sglang_router_port = address.netloc.rpartition(":")[0], address.port
         return args
 

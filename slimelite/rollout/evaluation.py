@@ -135,7 +135,7 @@ async def choose(args: PluginArgs, sample: Sample, _params: dict[str, Any]) -> S
     answers = [_added(args, begin, text + end) for begin, text in zip(begins, starts, strict=True)]
     if not all(answer for _, answer in answers):
         raise ValueError(f"a choice of {choices!r:.200} adds no token to the prompt")
-    # what an evaluation task begins a text with stands before the tokens of the prompt alone
+    # the tokens that an evaluation task puts before the tokens of the prompt's own text
     opening = sample.tokens[: len(sample.tokens) - len(_added(args, str(sample.prompt), str(sample.prompt))[0])]
     engine = _engine_of(args, sample)
     prompts = [[*opening, *before] for before, _ in answers]

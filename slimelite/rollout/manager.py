@@ -398,12 +398,12 @@ class RolloutManager:
         return metrics
 
     def _compare_groups(self, table: SampleTable, samples: list[Sample]) -> dict[str, float]:
-        """Set the advantage of each row. `TokenColumns.spread_advantages` computes those of tokens from it."""
+        """Set the advantage of each row. `TokenColumns.spread_advantages` computes the tokens' advantages from it."""
         args = self.args
         if self._post_process is not None:
             raw, rewards = self._post_process(self._plugin_args(), samples)
             table.reward, table.advantage = np.asarray(raw, np.float64), np.asarray(rewards, np.float64)
-            return {}
+            return _largest(table)
         if not (args.job.sampled and args.compute_advantages_and_returns):
             return {}
         table.advantage, metrics = group_advantages(
@@ -413,7 +413,7 @@ class RolloutManager:
             std_normalization=args.grpo_std_normalization,
             normalize=args.rewards_normalization,
         )
-        return prefixed("rollout/", metrics)
+        return prefixed("rollout/", metrics) | _largest(table)
 
     def _warn_of_old_weights(self, table: SampleTable, version: int | None) -> None:
         """Warn once if tokens from older weights are trained on without a correction."""
@@ -454,6 +454,11 @@ class RolloutManager:
         # a path without {rollout_id} is one file for all rollouts, which evaluations must not overwrite
         if template is not None and ("{rollout_id" in template or isinstance(rollout_id, int)):
             table.to_parquet(template.format(rollout_id=rollout_id))
+
+
+def _largest(table: SampleTable) -> dict[str, float]:
+    """The largest |advantage| of a row: a scale that vanishes for some group shows there."""
+    return {"rollout/advantages_abs_max": float(np.abs(table.advantage).max())} if len(table) else {}
 
 
 async def probe(engines: Sequence[Engine], vocab_size: int, temperature: float) -> SampleTable:

@@ -22,7 +22,7 @@ REPETITION_TAIL = 10_000
 REPETITION_RATIO = 10
 
 
-# what is counted of episodes as totals, others as means
+# metrics of episodes that are totals; the others are means
 TOTALS = ("timeouts", "errors", "context_full")
 
 

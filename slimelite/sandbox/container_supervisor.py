@@ -61,12 +61,16 @@ class _Container:
         self._plan, self._parent = plan, os.getppid()
         self._engine, verb, *rest = plan["words"]
         self._name = plan["name"]
+        # a folder of its own, because podman's monitor leaves a file where it is when a container exceeds its memory
+        self._folder = os.path.join(os.environ.get("TMPDIR") or "/tmp", self._name)
+        os.mkdir(self._folder, 0o700)
         # a file that nobody else may read; the engine has read it when the container begins
-        self._file = os.path.join(os.environ.get("TMPDIR") or "/tmp", f"{self._name}.env")
+        self._file = os.path.join(self._folder, "variables")
         with open(os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.writelines(f"{name}={value}\n" for name, value in plan["variables"].items())
         self._client = subprocess.Popen(
             [self._engine, verb, "--name", self._name, "--env-file", self._file, *rest],
+            cwd=self._folder,
             stdin=subprocess.PIPE,
             start_new_session=True,
             preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS),
@@ -155,16 +159,17 @@ class _Container:
                 pipe.flush()
 
     def remove(self) -> None:
-        """Remove the container and its file. The command has its own session, so it continues if this process is
+        """Remove the container and its folder. The command has its own session, so it continues if this process is
         killed."""
-        with suppress(FileNotFoundError):
-            os.remove(self._file)
         if self._client.poll() is None:
             self._command("kill", self._name)
             self._client.kill()
             self._client.wait()
         if self._client.returncode:  # also a client that failed may leave its container
             self._command("rm", "--force", self._name)
+        for file in os.listdir(self._folder):
+            os.remove(os.path.join(self._folder, file))
+        os.rmdir(self._folder)
 
     def _command(self, *words: str) -> None:
         none = subprocess.DEVNULL

@@ -131,7 +131,7 @@ class CountBody(Body):
     thinking: ThinkingSwitch = ThinkingSwitch()
     output_config: OutputConfig = OutputConfig()
     context_management: ContextManagement = ContextManagement()
-    # who asks, what it may cost, and what Anthropic's servers keep between requests: nobody reads them
+    # fields that nobody reads: who asks, what it may cost, and what Anthropic's servers keep between requests
     metadata: dict[str, Any] | None = None
     cache_control: dict[str, Any] | None = None
     betas: TEXTS | None = None
@@ -194,7 +194,8 @@ def error_body(error: Exception, status: int) -> dict[str, object]:
 
 
 def _conversation(body: CountBody) -> tuple[list[Message], list[dict[str, Any]] | None, list[str]]:
-    """Messages and tools in OpenAI's form, and the names of the tools of which one must be called."""
+    """Messages and tools in OpenAI's form, and the names of the tools that the reply can choose from if it must call
+    one."""
     conversation: list[Message] = [{"role": "system", "content": _text(body.system)}] if body.system else []
     for index, message in enumerate(body.messages):
         conversation += checked_messages(_messages(message), f"messages[{index}]")

@@ -170,8 +170,8 @@ WORDS: dict[str, object] = {**PYTHON, "null": None, "true": True, "false": False
 QUOTE = '<|"|>'
 # names of functions and parameters; unlike Python's they may have a dash or a dot
 NAME = r"""[^\s(){}\[\],='"]+"""
-# after the quote that ends a parameter: the next one, the next call, or the end. LFM2.5's template does not mark the
-# quotes inside a text, so that another quote is one of these
+# what follows the quote that ends a parameter: the next parameter, the next call, or the end. Any other quote
+# is part of the text, because LFM2.5's template does not mark the quotes inside a text
 ENDS = re.compile(rf"\s*(?:,\s*{NAME}\s*=|,?\s*\)\s*(?:,\s*{NAME}\s*\(|,?\s*\]?\s*\Z))")
 ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(\n|[\\'\"abfnrtv]))")
 ESCAPED = {"a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v", "\n": ""}

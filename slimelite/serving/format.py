@@ -106,7 +106,7 @@ SWITCH_NAME = "enable_thinking"
 EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
 # what the answer of GPT-OSS and its kin begins with, after other channels
 FINAL = "<|channel|>final<|message|>"
-# what a template must be able to show of a call, and its format to read
+# arguments of a test call, which the template must show and the format must read back
 PROBED = {"text": 'say "it\'s"\nso', "count": 3, "list": ["a", 2]}
 
 
@@ -550,7 +550,7 @@ def structural_tag(functions: Sequence[Mapping[str, Any]], begin: str, end: str)
         }
         for function in functions
     ]
-    # what only white space follows begins the call: a model may write that otherwise
+    # the trigger is only the first mark of a call, because a model may write other white space after it
     mark = re.match(r"\S+?>|\S+", trigger)
     return json.dumps({"structures": structures, "triggers": [mark[0] if mark else trigger]})
 

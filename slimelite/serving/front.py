@@ -31,7 +31,7 @@ MOST_REQUESTS = 4096
 MOST_SESSIONS = 16384
 # a session that a client opened and did not use for so long is closed when another is opened [s]
 IDLE_S = 24 * 3600.0
-# characters of Markdown that a request may have rendered; twice as many that are made up may take seconds
+# most characters of Markdown in a request to render; a malicious text twice as long may take seconds
 MOST_RENDERED = 50_000
 # the endpoints that sample, with and without a session
 SAMPLING_ROUTES: dict[str, tuple[type[Body], Callable[[Model, Session, Any], Awaitable[Answer]]]] = {
@@ -127,7 +127,7 @@ class Front(GenerateServer):
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Like every server, but each answer is counted."""
         answer = await super()._guarded(request, handler)
-        # a path that is no route is anything at all
+        # a path without a route may be any text, so it is counted under ""
         resource = request.match_info.route.resource
         path = resource.canonical if resource is not None else ""
         self._counts.requests[request.method if path else "", path, answer.status] += 1

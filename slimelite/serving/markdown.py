@@ -25,10 +25,10 @@ from mdit_py_plugins.dollarmath import dollarmath_plugin
 
 # a longer formula is shown as it was written [characters]
 MOST_FORMULA = 4000
-# what a formula has over several lines -> the same without numbers, as the library calls it
+# environment of a formula with several lines -> the library's name for it without equation numbers
 LINES = {"align": "align*", "aligned": "align*", "split": "align*", "gather": "gather*", "gathered": "gather*"}
 ENVIRONMENT = re.compile(rf"(\\(?:begin|end)\{{)({'|'.join(LINES)})\}}")
-# what may stand in a page; MathML's names are those of MathML Core
+# the elements that a page may have; MathML's names are those of MathML Core
 TEXT = "a blockquote br code div em h1 h2 h3 h4 h5 h6 hr li ol p pre s span strong ul table thead tbody tr th td"
 MATH = (
     "math menclose mfrac mi mn mo mover mpadded mphantom mroot mrow ms mspace msqrt mstyle msub msubsup msup mtable "

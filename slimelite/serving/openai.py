@@ -145,7 +145,7 @@ async def chat(model: Model, session: Session, body: ChatBody) -> Answer:
 
 
 async def held_params(model: Model, session: Session, body: HeldBody, forced: Sequence[str] = ()) -> SamplingParams:
-    """The sampling parameters of a body. ``forced``: the tools of which one must be called.
+    """The sampling parameters of a body. ``forced``: tools; the reply must call one of them.
 
     Raises:
         RequestError: the engine cannot enforce a grammar.
@@ -153,7 +153,7 @@ async def held_params(model: Model, session: Session, body: HeldBody, forced: Se
     params = body.params(session.defaults)
     if params.guided and not (info := await model.engine.info()).schemas:
         raise RequestError(f"the {info.name} engine cannot enforce a schema or another grammar")
-    # a call that is asked for is no answer that has the form
+    # a forced call is not an answer, so the grammar of answers does not hold for it
     none: dict[str, Any] = dict.fromkeys(GRAMMARS)
     return replace(params, **none) if forced else params
 
@@ -234,8 +234,8 @@ def checked_messages(messages: Sequence[Message], place: str = "") -> list[Messa
 
 
 def shown_tools(tools: list[dict[str, Any]], choice: object) -> tuple[list[dict[str, Any]] | None, list[str]]:
-    """The tools that the model sees (none if ``tool_choice`` is "none"), and the names of those of which it must call
-    one.
+    """The tools that the model sees (none if ``tool_choice`` is "none"). Also the names of the tools that it can choose
+    from if it must call one.
 
     Raises:
         RequestError: the choice is not one of OpenAI's, or names an unknown tool.

@@ -30,7 +30,7 @@ from slimelite.serving.replies import Model, Part, PlannedTurn, parts
 from slimelite.serving.sessions import Session, Turn
 from slimelite.serving.stored import Record
 
-# how thinking begins that comes back as ``encrypted_content``: it is packed, and no secret
+# beginning of thinking in ``encrypted_content``, which clients send back; it is packed but not encrypted
 PACKED = "slimelite:"
 # the only parameter of a custom tool, which takes a text
 INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
@@ -190,7 +190,7 @@ class ResponsesBody(HeldBody):
     parallel_tool_calls: bool = True
     reasoning: Reasoning = Reasoning()
     text: TextConfig = TextConfig()
-    # what hosted tools found is never there
+    # results of hosted tools may be asked for, but there are none
     include: FirstError[
         list[
             Literal[

@@ -50,17 +50,17 @@ class ContextFullError(ValueError):
 class Turn:
     """One reply of a session, with its prompt.
 
-    ``before``: the turn that it continues; None: it begins a branch. ``messages``: the messages that it answers.
-    Replies of the session in them are as they were read from their tokens. Empty for raw tokens. ``added_text``,
-    ``added_ids``: the part of its prompt after the prompt and output of ``before``. If every turn had its whole prompt,
-    long sessions would be too large. ``given_ids``: the beginning of the reply, if the model did not choose it. The
-    prompt ends with it. ``ends``: texts that end the reply. Unlike a request's stop strings, they are shown as part of
-    the reply. ``tools``: the tools that the model sees. ``sent``: the `comparable` part of the messages that the client
-    sent. ``echoes``: that of the reply as a client may send it back, with and without its stop string. ``log_probs``,
-    ``weight_versions``: one for each of ``output_ids``. ``kept``, ``constrained``: see `GenerateResult`.
-    ``finish_reason``: "stop", "length" or "abort". ``reward``: set by the environment. ``began``, ``ended``: [s,
-    monotonic]. ``answered``: when the environment had answered the turn, 0 if none did. ``call_seconds``: how long each
-    of its calls took.
+    ``before``: the turn that it continues; None: it begins a branch. ``messages``: the messages that it answers, empty
+    for raw tokens. Replies of this session among them have the form in which they were read from their tokens.
+    ``added_text``, ``added_ids``: the part of its prompt after the prompt and output of ``before``. If every turn had
+    its whole prompt, long sessions would be too large. ``given_ids``: the beginning of the reply, if the model did not
+    choose it. The prompt ends with it. ``ends``: texts that end the reply. Unlike a request's stop strings, they are
+    shown as part of the reply. ``tools``: the tools that the model sees. ``sent``: the `comparable` part of the
+    messages that the client sent. ``echoes``: that of the reply as a client may send it back, with and without its stop
+    string. ``log_probs``, ``weight_versions``: one for each of ``output_ids``. ``kept``, ``constrained``: see
+    `GenerateResult`. ``finish_reason``: "stop", "length" or "abort". ``reward``: set by the environment. ``began``,
+    ``ended``: [s, monotonic]. ``answered``: when the environment had answered the turn, 0 if none did.
+    ``call_seconds``: how long each of its calls took.
     """
 
     number: int
@@ -239,7 +239,7 @@ class Session:
             new = [turn for turn in path if turn.number not in seen]
             seen.update(turn.number for turn in new)
             branch.response = self.format.decode(branch.tokens[branch.prompt_length :])
-            # one that was aborted by its own agent will not go on either
+            # a branch whose agent aborted its last turn counts as truncated, because nothing will continue it
             branch.status = Status.COMPLETED if path[-1].finish_reason == "stop" else Status.TRUNCATED
             branch.metadata["turns"] = len(new)
             if malformed := sum(len(turn.reply.malformed) for turn in new):

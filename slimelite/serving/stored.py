@@ -8,7 +8,7 @@ from typing import Any
 
 from slimelite.base.http_server import RequestError
 
-# those used longest ago are forgotten when all have more characters of JSON
+# if all answers together have more characters of JSON, those used longest ago are forgotten
 MOST_CHARACTERS = 1 << 26
 
 

@@ -57,8 +57,7 @@ def whole_response(tensor: Any, *_: Any) -> Any:
 def call_rollout_fn(
     function: Callable[..., Any], *args: Any, evaluation: bool, **named: Any
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """Call a rollout function. If it returns bare samples or data, as older ones do, they are put into an output
-    object."""
+    """Call a rollout function. Older functions return bare samples or data. These are put into an output object."""
     from slimelite.rollout.context import RolloutFnEvalOutput, RolloutFnTrainOutput
 
     output = function(*args, evaluation=evaluation, **named)

@@ -13,6 +13,7 @@ import json
 import math
 import time
 from collections.abc import Iterable, Mapping
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +26,8 @@ FILE_NAME = "metrics.jsonl"
 # prefix of a metric -> the metric that is its x-axis
 AXES = {"train/": "train/step", "eval/": "eval/step"}
 DEFAULT_AXIS = "rollout/step"
+# for a name that no run has, at most so many names are suggested, from this likeness on
+NEAREST, ALIKE = 3, 0.7
 
 
 def axis_of(metric: str) -> str:
@@ -113,6 +116,18 @@ def eval_metrics(records: Iterable[Mapping[str, object]]) -> list[str]:
     beside = ("eval/step", "eval/reward_errors")
     endings = ("-truncated_ratio", "-stderr", "-centred")
     return [n for n in names if n not in beside and "-pass@" not in n and not n.endswith(endings)]
+
+
+def unknown_metrics(wanted: Iterable[str], runs: Iterable[Iterable[Record]]) -> str:
+    """What to say about metrics that no run has: the nearest names of metrics that there are, then all others."""
+    known = sorted({name for records in runs for r in records for name in r if "/" in name and name != axis_of(name)})
+    near: dict[str, None] = {}
+    for name in (wanted := list(wanted)):
+        likeness = {other: SequenceMatcher(None, name, other).ratio() + (name in other) for other in known}
+        best = sorted(known, key=likeness.__getitem__, reverse=True)[:NEAREST]
+        near |= dict.fromkeys(other for other in best if likeness[other] >= ALIKE)
+    hint = f"did you mean {' or '.join(near)}? there are also" if near else "there are"
+    return f"no run has {', '.join(wanted)}; {hint}: {', '.join(name for name in known if name not in near)}"
 
 
 def _precedes(record: Record, start: float) -> bool:

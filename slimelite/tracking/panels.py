@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 
@@ -79,38 +80,45 @@ GROUPS: dict[str, tuple[Panel, ...]] = {
     ),
 }
 
-# end or part of a metric's name -> its unit, for panels of all other metrics; the first that fits counts
+# pattern of a metric's whole name -> its unit, for panels of all other metrics; the first that fits counts. A name that
+# a user chose, such as rollout/mixed_groups, says nothing about the unit
 UNITS = {
-    "-stderr": "standard error",
-    "_tok_per_s": "tokens/s",
-    "tokens_per_gpu_per_sec": "tokens/s",
-    "tokens_per_sec": "tokens/s",
-    "_tflops": "TFLOP/s",
-    "_bytes": "bytes",
-    "perf/memory_": "GB",
-    "cpu_seconds": "seconds",
-    "_time_ratio": "share",
-    "_time": "seconds",
-    "response_len": "tokens",
-    "log_probs": "nats",
-    "weight_staleness": "updates",
-    "pass@": "share of prompts",
-    "_ratio": "share",
-    "_frac": "share",
-    "clipfrac": "share",
-    "_groups": "groups",
-    "reward": "reward",
+    r".*-stderr": "standard error",
+    r"perf/.*(_tok_per_s|tokens_per_gpu_per_sec|tokens_per_sec)": "tokens/s",
+    r"perf/.*_tflops": "TFLOP/s",
+    r"perf/.*_bytes": "bytes",
+    r"perf/memory_.*": "GB",
+    r"perf/cpu_seconds": "seconds",
+    r"perf/.*_ratio": "share",
+    r"perf/.*_time(/.*)?": "seconds",
+    r"(rollout|eval/.*)/response_len/(mean|median|max|min)": "tokens",
+    r"rollout/(response|total)_lengths": "tokens",
+    r"rollout/(ref_|rollout_|teacher_)?log_probs": "nats",
+    r"(rollout|eval/.*)/weight_staleness/(mean|max)": "updates",
+    r"(passrate/|eval/.*-)pass@\d+": "share of prompts",
+    r"rollout/(truncated_ratio|truncated|repetition_frac|format_reward)": "share of samples",
+    r"eval/.*(-truncated_ratio|/repetition_frac)": "share of samples",
+    r"rollout/constrained_token_ratio": "share of tokens",
+    r"train/opsm_clipfrac": "share of responses",
+    r"train/.*_clipfrac": "share of tokens",
+    r"train/rewards/(chosen|rejected)": "nats",
+    r"rollout/groups_of_one": "share of groups",
+    r"rollout/(submitted|dropped|failed|reused|resumed|surplus|unfinished|stale)_groups": "groups",
+    r"rollout/(zero_std/count_|dynamic_filter/drop_).*": "groups",
+    r"(rollout|eval|eval/.*)/reward_errors(/.*)?": "samples",
+    r"(rollout|eval/.*)(/environment)?/reward/.*": "reward",
+    r"rollout/overlong_penalty": "reward",
 }
 
 
 def unit(metric: str) -> str:
-    """The unit of a metric, for the label of an axis; "value" if the name does not show it.
+    """The unit of a metric, for the label of an axis; "value" for a name that is not ours.
 
-    >>> unit("perf/ref_log_probs_time")
-    'seconds'
+    >>> unit("perf/ref_log_probs_time"), unit("rollout/stale_groups"), unit("rollout/mixed_groups")
+    ('seconds', 'groups', 'value')
     """
     known = (panel.unit for panels in GROUPS.values() for panel in panels if metric in panel.metrics)
-    return next(known, next((name for part, name in UNITS.items() if part in metric), "value"))
+    return next(known, next((name for each, name in UNITS.items() if re.fullmatch(each, metric)), "value"))
 
 
 def least(metric: str) -> float:

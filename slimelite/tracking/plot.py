@@ -15,7 +15,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from slimelite.base.files import whole
-from slimelite.tracking.metrics_file import Record, axis_of, eval_metrics, read_metrics, series
+from slimelite.tracking.metrics_file import Record, axis_of, eval_metrics, read_metrics, series, unknown_metrics
 from slimelite.tracking.panels import GROUPS, LABELS, least, unit
 
 if TYPE_CHECKING:
@@ -91,8 +91,7 @@ def draw_runs(runs: Runs, out: str | Path, metrics: Sequence[str] = (), kind: st
     wanted = {m: (m,) for m in metrics} if metrics else standard
     panels = [_panel(title, names, runs) for title, names in wanted.items()]
     if missing := [p.title for p in panels if not p.lines and (metrics or not any(q.lines for q in panels))]:
-        known = sorted({name for r in everything for name in r if "/" in name and name != axis_of(name)})
-        raise ValueError(f"no run has {', '.join(missing)}; there are: {', '.join(known)}")
+        raise ValueError(unknown_metrics(missing, [everything]))
     panels = [p for p in panels if p.lines]
     styles, apart = line_styles(runs), bool(metrics) and len(runs) > TOGETHER
     if apart:

@@ -386,7 +386,10 @@ class Tracker:
     def _show_samples(self, rollout_id: int) -> None:
         name, table = next(iter(self._now.answers.items()), (None, self._now.table))
         if table is not None and len(table):
-            title = f"answers to {name} after rollout {rollout_id}" if name else f"samples of rollout {rollout_id}"
+            # the row above counts from 1, and files count from 0
+            of = f" of {self.args.num_rollout}" if self.args.num_rollout else ""
+            at = f"{rollout_id + 1}{of} (rollout {rollout_id} in files)"
+            title = f"answers to {name} after {at}" if name else f"samples of {at}"
             self.console.block(samples_table(title, table, None if name else self.args.loss))
 
     def _save_status(self, status: str, message: str | None = None) -> None:

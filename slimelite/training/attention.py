@@ -4,18 +4,18 @@ A micro-batch is one row of T tokens (`slimelite.training.batch`): a tree of sha
 end. The attention function is registered with transformers under ``ATTENTION``. For such a name transformers builds no
 mask. The function finds the layout of the tokens in `slimelite.training.batch.sequences_of_pass`.
 
-A token attends causally to its own node, and to all of each node above. So attention takes a few calls without a mask:
-one for the nodes, and one for each level of shared nodes, with their descendants as queries. Each call also returns the
-log-sum-exp of its scores, and these merge the results. The keys and values of a prefix are read once, not once for each
-row. In the backward pass every call gets the *merged* result and log-sum-exp. With p = exp(s - lse) and delta = dO·O
-over all keys, the gradients of a call are exactly its part of the whole.
+A token attends causally to its own node, and to all tokens of each node above. So attention takes a few calls without a
+mask: one for the nodes, and one for each level of shared nodes, with their descendants as queries. Each call also
+returns the log-sum-exp of its scores, and these merge the results. The keys and values of a prefix are read once, not
+once for each row. In the backward pass every call gets the *merged* result and log-sum-exp. With p = exp(s - lse) and
+delta = dO·O over all keys, the gradients of a call are exactly its part of the whole.
 
 - CUDA, half precision: the kernel behind `torch.nn.attention.varlen.varlen_attn`.
 - CPU: the kernel behind `scaled_dot_product_attention`, on blocks of similar sizes that are padded to the same size.
 
 If a window of tokens is shorter than the rows, or with fp32 on a GPU, the keys of a node and of its path above are
-gathered instead, as many as the window reaches. They are also gathered for capped scores and attention sinks. No kernel
-computes these, so their scores are in memory.
+gathered instead, back to the start of the window. They are also gathered for capped scores and attention sinks. No
+kernel computes these, so their scores are in memory.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from slimelite.training.columns import TokenColumns, pairs_of
 from slimelite.training.planning import Prefixes, ranges, tokens_at
 from slimelite.training.replay import KeptIds
 
-# columns of a rollout that losses read
+# the columns of a rollout that a loss reads
 READ = ("mask", "rollout_log_probs", "weights", "pg_weights", "advantages", "old", "ref")
 # pairs of a query and a key that cost about as much as one more call of a CPU kernel
 CALL = 2000
@@ -152,8 +152,8 @@ class MicroBatch:
         return self.mask, self.segments, len(self.rows)
 
     def fetch(self) -> MicroBatch:
-        """Copy the data that losses read to the device now. After a GPU has begun the model's pass, a copy would wait
-        for the end of the pass."""
+        """Copy the columns ``READ``, which the loss needs, to the device now. After a GPU has begun the model's pass, a
+        copy would wait for the end of the pass."""
         for name in READ:
             setattr(self, name, self.take(getattr(self.columns, name)))
         if self.columns.pair_weights is not None:
@@ -379,8 +379,8 @@ class PackedSequences:
 
     def with_tokens_before(self, count: int) -> tuple[Tensor, Tensor]:
         """Each node together with the ``count`` tokens of its path before it, laid end to end. Returns their positions
-        (T where there are none), and [T] where in this order the ``count`` + 1 tokens that end with each token begin.
-        """
+        (T where there are none). Also returns [T]: for each token, the index in this order of the first of the
+        ``count`` + 1 tokens that end with it."""
         if count not in self._before:
             window, sizes = self.window(count + 1), self.sizes + count
             begins = np.cumsum(sizes) - sizes
@@ -480,8 +480,8 @@ def _buckets(queries: Stretches, keys: Stretches) -> list[Bucket]:
 
 
 def _groups(queries: np.ndarray, keys: np.ndarray, call: int = CALL) -> list[np.ndarray]:
-    """Group blocks of so many ``queries`` and ``keys`` by size. Each group is padded to its largest block, and is a
-    list of indices.
+    """Group blocks by size. A block has this many ``queries`` and ``keys``. Each group is padded to its largest block,
+    and is a list of indices.
 
     A group takes another block while its whole padding costs less than one more ``call``, or less than a tenth of its
     work.

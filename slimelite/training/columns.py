@@ -28,7 +28,7 @@ from slimelite.slime.plugins import load_function
 
 # rows, at most, that are computed in a step without a gradient: enough to measure its entropy and mismatch
 MEASURED_ROWS = 8
-# tokens whose means are computed at a time, since each step of it makes arrays as long
+# tokens whose means are computed at a time, because each step of the computation makes arrays of this length
 TOKENS_AT_ONCE = 2**18
 # passes over rows before the first optimizer step -> the columns that each fills
 PASSES = {

@@ -191,7 +191,7 @@ class AdapterReference:
 
     def __init__(self, policy: PolicyModel) -> None:
         self.model = policy
-        # between uses the reference's adapters, while `weights` is used the policy's
+        # the adapters that the model does not have: usually the reference's, but the policy's inside `weights`
         self._other = {name: parameter.detach().clone() for name, parameter in policy.trained().items()}
 
     @contextmanager

@@ -49,7 +49,7 @@ class Adapter(nn.Module):
     lora_B: nn.Parameter
     scaling: float
     dropout: float
-    # whether what it adds may be written into what the frozen weight gives, which selective recomputation keeps
+    # whether the adapter's part may be added in place to the frozen weight's result; selective recomputation keeps it
     in_place = True
     # what peft calls the two parts in a file
     peft_parts: tuple[str, str]
@@ -214,7 +214,7 @@ def check_quantizable(hf: PreTrainedModel) -> None:
 
 def _quantizable(hf: PreTrainedModel) -> list[tuple[str, nn.Linear]]:
     """(name, module) of the linear layers between embedding and LM head whose rows have an even length, because a byte
-    has two neighbours of a row."""
+    contains two neighbouring numbers of a row."""
     able, outer = _able(hf), _outer(hf)
     return [
         (name, module)
@@ -274,7 +274,7 @@ def _targets(hf: PreTrainedModel, args: LoraArgs) -> list[str]:
 def _able(hf: nn.Module) -> dict[str, nn.Module]:
     """The modules that can have an adapter, by name."""
     read = {kind: _read_weights(kind) for kind in {type(module) for module in hf.modules()}}
-    # a class of its own may compute something else, as Gemma's scaled embedding does
+    # a subclass may compute something else, as Gemma's scaled embedding does
     return {
         name: module
         for name, module in hf.named_modules()

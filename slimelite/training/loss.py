@@ -127,7 +127,7 @@ def judgements(args: PreferenceArgs, batch: MicroBatch, log_probs: Tensor, entro
         desirable_weight=args.kto_desirable_weight,
         undesirable_weight=args.kto_undesirable_weight,
     )
-    # the weights of a row's tokens add up to its own
+    # the weights of a row's tokens add up to the weight of the row
     total = weighted_sum(losses, segment_sum(batch.weights, batch.segments, len(batch.rows)))
     return Loss(total, {"loss": total, "kto_loss": total}, {"entropy_loss": _weighted_mean(entropy, batch), **metrics})
 

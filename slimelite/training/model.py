@@ -257,12 +257,12 @@ class LanguageModel(nn.Module):
         self._recurrent = take_over(hf)
         # whether sequences are laid end to end, see `packing.may_pack`; else each is a row of its own
         self.packed = True
-        # whether a prefix that rows of a micro-batch share is computed once, see there
+        # whether a prefix that rows of a micro-batch share is computed once, see `packing.may_pack`
         self.shares = False
         self.compiled = False
-        # of a forward pass; None: they are not counted
+        # the operations of a forward pass; None: they are not counted
         self.flops: ForwardFlops | None = None
-        # as engines run it: in train() a model may draw experts or drop layers, whose log-probs nobody sampled with
+        # eval(), as in engines: in train() a model may draw experts or drop layers, and its log-probs would differ
         self.eval()
 
     @property
@@ -297,7 +297,7 @@ class LanguageModel(nn.Module):
         """[R, d] the hidden states that predict the response tokens of ``batch``."""
         rows = batch if self.packed or len(batch.lengths) < 2 else batch.padded()
         decoder = self.hf.get_decoder()
-        # Llama 4 names a part that its text model has not, ModernBERT its head
+        # get_decoder() is wrong in two families: Llama 4 names a part that its text model lacks, ModernBERT its head
         if decoder is self.hf or not isinstance(decoder, PreTrainedModel):
             decoder = self.hf.model
         with laid_out(rows.sequences):

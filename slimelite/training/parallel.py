@@ -119,7 +119,7 @@ def shard_model(model: nn.Module, layers: Iterable[nn.Module], world: World, *, 
         for tensor in (*model.parameters(), *model.buffers()):  # mapped from a file, which others may write to
             tensor.data = tensor.data.clone()
         return
-    # a single rank's shard is a copy, beside which the original need not stay
+    # a single rank's shard is a copy, so its original need not be kept
     full = dict(model.named_parameters()) if world.ranks > 1 else {}
     kept = _kept_whole(model, world)
     on_gpu = world.device.type == "cuda"
@@ -138,7 +138,7 @@ def shard_model(model: nn.Module, layers: Iterable[nn.Module], world: World, *, 
 
 
 def _kept_whole(model: nn.Module, world: World) -> set[nn.Parameter]:
-    """Parameters that FSDP leaves alone. If a single rank has weights in 4 bits, they are the frozen ones, which have
+    """Parameters that FSDP leaves alone: the frozen ones, if a single rank has weights in 4 bits; else none. They have
     the dtype that the rank computes in. There is nothing to gather then, and copies of the embedding and head would
     cost what 4 bits save.
     """

@@ -23,10 +23,10 @@ Planning takes n log n steps for n rows.
 
 Shared prefixes are found by sorting rows by their token ids; the longest common prefix of two rows is then the smallest
 of the common prefixes of the neighbours between them. A prefix is shared up to a *branch*: a depth at which rows part.
-Branches are chosen for the whole table: two of one path are at least ``SHORTEST`` tokens apart, because a shorter node
-costs more calls than its tokens are worth (of eight answers three may begin with "The", and still part where the prompt
-ends). So what two rows share does not depend on the micro-batch that they meet in, whose tokens can be counted before
-it is made.
+Branches are chosen for the whole table. Two branches of one path are at least ``SHORTEST`` tokens apart, because the
+calls for a shorter node cost more than its tokens save. (If three of eight answers begin with "The", they still part
+where the prompt ends.) So the tokens that two rows share do not depend on their micro-batch, and the tokens of a
+micro-batch can be counted before it is made.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ import numpy as np
 from slimelite.base.best_fit import best_fit
 from slimelite.samples.table import SampleTable
 
-# tokens that a shared prefix has at least, and that it has more than the shared prefix before it
+# fewest tokens of a shared prefix, and fewest tokens between it and the shared prefix that it continues
 SHORTEST = 16
 
 # token ids compared at a time, over all rows that are still alike
@@ -311,7 +311,7 @@ class Prefixes:
         return order, shared
 
 
-# by table, and `shortest` or 0; every pass of a rollout asks
+# the prefixes by table, and by `shortest` or 0; they are kept because every pass of a rollout needs them
 _prefixes: WeakKeyDictionary[SampleTable, dict[int, Prefixes]] = WeakKeyDictionary()
 
 

@@ -63,7 +63,7 @@ class Profiler:
         """A context for a pass of that training, such as ``log_probs``. It is profiled if `--profile-target` selects
         it."""
         targets = self.args.profile_target
-        # a profiler records what runs within another one's time, so that it cannot run itself
+        # a profiler cannot start while another one runs, which also records this pass
         with self._recorded(name) if "train_overall" not in targets and TARGETS.get(name) in targets else nullcontext():
             yield
 

@@ -85,7 +85,7 @@ def _gated_delta(mixer: Any) -> None:
     mixer.causal_conv1d_fn = None
     parts: list[Any] = [part for part in mixer.children() if isinstance(part, nn.Conv1d)]
     for conv in parts:
-        # a class of its own has tokens before channels, an activation, and a state that nobody reads here
+        # a subclass takes [tokens, channels] instead, and has an activation and a state; nobody reads the state here
         own = type(conv) is not nn.Conv1d
         conv.forward = partial(_activated if own else causal_convolution, conv)
 
@@ -113,7 +113,7 @@ def _activated_convolution(
 def _gated_delta_kernel(
     kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, **_: object
 ) -> tuple[Tensor, None]:
-    # fla's takes a state for each sequence and gives its gradient; it has no fp32
+    # fla's kernel takes a state for each sequence and gives its gradient; it does not compute in fp32
     fused = query.is_cuda and query.dtype != torch.float32 and not kernel.__module__.startswith("transformers")
     return over_tree(partial(_by_kernel, kernel) if fused else gated_delta_rule, query, key, value, g, beta), None
 

@@ -217,7 +217,7 @@ class Trainer(Learner[PolicyModel]):
             columns.normalize_correction(self.args)
         with self.timed("actor_train", self.model, columns.table, chain(*(step.micro_batches for step in schedule))):
             for sums.step, step in enumerate(schedule):
-                # the weights of the first step are those before it: its own pass fills what no other has computed
+                # the weights do not change before the first step: its own pass fills what no other pass has computed
                 scores = Scores(len(columns.mask), self.world) if sums.step == 0 else None
                 then(self.gradient(columns, step, sums, scores, checked=checked and sums.step == 0))
                 if scores is not None:
@@ -280,10 +280,9 @@ class Trainer(Learner[PolicyModel]):
         return total
 
     def _mismatch_kl(self, columns: TokenColumns, rows: np.ndarray) -> float:
-        """In nats, the mean over a step's replies of their log-ratio to the reference, when each follows the next row's
-        prompt.
+        """The mean log-ratio to the reference [nats] of a step's replies, each after the prompt of the next row.
 
-        These are the replies with a trained token. The last one follows the first prompt (arXiv:2402.01306, 4.1). If
+        The replies are those with a trained token. The last one follows the first prompt (arXiv:2402.01306, 4.1). If
         only one reply is left, there is no other prompt. The result is then 0, with a warning.
         """
         rows = rows[columns.table.mask_sums[rows] > 0]

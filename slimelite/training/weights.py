@@ -27,7 +27,7 @@ from slimelite.training.model import PolicyModel
 from slimelite.training.offload import HostMemory
 from slimelite.training.parallel import World
 
-# a whole weight -> that by the names of a model's files, such as `LanguageModel.as_filed`
+# (name, whole weight) -> the tensors under the names in a model's files, such as `LanguageModel.as_filed`
 Filed = Callable[[str, Tensor], Mapping[str, Tensor]]
 
 
@@ -70,8 +70,8 @@ def buckets(
 def shareable() -> Iterator[None]:
     """Memory that is allocated inside this block can be shared with another process through CUDA IPC.
 
-    Expandable segments (``PYTORCH_CUDA_ALLOC_CONF``) need a system call for this that containers forbid (pidfd_getfd).
-    torch 2.13 then also takes new addresses for every bucket (pytorch/pytorch#165685, #186213).
+    With expandable segments (``PYTORCH_CUDA_ALLOC_CONF``) this needs the system call pidfd_getfd, which containers
+    forbid. torch 2.13 then also takes new addresses for every bucket (pytorch/pytorch#165685, #186213).
     """
     settings = _allocator_settings()
     if "expandable_segments:True" not in settings.replace(" ", ""):

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from slimelite.apps.command import main
-from slimelite.apps.compare import comparison, paired_test
+from slimelite.apps.compare import comparison
+from slimelite.apps.permutations import paired_test
 from slimelite.apps.runs import Run, read_runs
 from slimelite.arguments import Derivation
 from slimelite.samples.sample import Sample

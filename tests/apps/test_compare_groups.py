@@ -6,6 +6,7 @@ import itertools
 import json
 import statistics
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from slimelite.apps.command import main
 from slimelite.apps.compare import comparison
-from slimelite.apps.groups import DRAWS, unpaired_test
+from slimelite.apps.permutations import DRAWS, paired_test, unpaired_test
 from slimelite.apps.runs import Run, same_notes
 from slimelite.tracking.metrics_file import MetricsFile
 from slimelite.tracking.run_folder import RunFolder
@@ -23,14 +24,19 @@ from tests.tracking.fake_run import make_args
 QUARTERS = st.lists(st.integers(-8, 8).map(lambda n: n / 4), min_size=2, max_size=5)
 
 
-def write(folder: Path, score: float, *, reward: float | None = None, seed: int = 0, lr: float = 1e-3) -> str:
-    """A run with one evaluation of ``d``, and 12 rollouts with rewards that rise to ``reward``."""
-    RunFolder(folder).save_config(make_args(folder, seed=seed, rollout_seed=seed, lr=lr))
+def write(
+    folder: Path, score: float, *, reward: float | None = None, seed: int = 0, lr: float = 1e-3, shuffle: bool = False
+) -> str:
+    """A run with one evaluation of ``d``, and 12 rollouts with rewards that rise to ``reward``, each of two steps."""
+    flags = {"seed": seed, "rollout_seed": seed, "lr": lr, "rollout_shuffle": shuffle, "num_steps_per_rollout": 2}
+    RunFolder(folder).save_config(make_args(folder, **flags))
     file = MetricsFile(folder)
     file.write("start", {"rollout/step": 0, "eval/step": -1})
     for i in range(12):
         file.write("rollout", {"rollout/step": i, "rollout/raw_reward": (score if reward is None else reward) - 11 + i})
-    file.write("eval", {"eval/step": 11, "eval/d": score})
+        for step in range(2):
+            file.write("train", {"rollout/step": i, "train/step": 2 * i + step, "train/own": score * i / 10_000})
+    file.write("eval", {"eval/step": 11, "eval/d": score, "eval/d-pass@4": 1 - score})
     file.close(False)
     return str(folder)
 
@@ -97,6 +103,74 @@ def test_groups_stand_side_by_side_with_their_means_and_p(tmp_path: Path, capsys
     assert "+0.064 ±0.021, p 0.032" in shown
     assert "0, 1, 2, 3, 4" in shown
     assert "two-sided permutation test of the difference of means" in shown
+
+
+def metrics_of(capsys: pytest.CaptureFixture[str], words: list[str]) -> list[dict[str, dict[str, Any]]]:
+    """The measures of each group."""
+    assert main(["compare", *words, "--json"]) == 0
+    return [group["measures"] for group in json.loads(capsys.readouterr().out)["groups"]]
+
+
+def test_a_metric_of_ones_own_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    low = [write(tmp_path / f"low-{i}", s, seed=i) for i, s in enumerate([0.61, 0.64, 0.58, 0.66, 0.60])]
+    high = [write(tmp_path / f"high-{i}", s, seed=i) for i, s in enumerate([0.69, 0.63, 0.72, 0.70, 0.67])]
+    words = ["--group", "low", *low, "--group", "high", *high, "--metric", "train/own", "--metric", "eval/d-pass@4"]
+    first, second = metrics_of(capsys, words)
+    assert list(first) == ["train/own", "eval/d-pass@4"]
+    # rollouts 2 to 11, which are 20 optimizer steps
+    assert first["train/own"]["values"] == pytest.approx([s * 6.5e-4 for s in (0.61, 0.64, 0.58, 0.66, 0.60)])
+    assert second["train/own"]["against_first"]["p"] == pytest.approx(0.031746031746031744)
+    assert second["eval/d-pass@4"]["values"] == pytest.approx([0.31, 0.37, 0.28, 0.3, 0.33])
+    assert main(["compare", *words]) == 0
+    shown = capsys.readouterr().out
+    assert "train/own, mean of the last 10 0.0004017 ±0.0000093" in " ".join(shown.split())
+    assert "eval/d-pass@4, last" in shown
+    assert main(["compare", *words, "--metric", "train/ownn"]) == 1
+    assert "no run has train/ownn; did you mean train/own? there are also: eval/d, " in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["compare", *low, "--metric", "train/own"])
+    assert "--metric goes with --group" in capsys.readouterr().err
+
+
+@given(st.lists(st.integers(-8, 8).map(lambda n: n / 4), min_size=2, max_size=7))
+def test_the_paired_p_is_the_share_of_sign_patterns(differences: list[float]) -> None:
+    sums = [
+        abs(sum(s * d for s, d in zip(signs, differences, strict=True)))
+        for signs in itertools.product((-1, 1), repeat=len(differences))
+    ]
+    expected = sum(each >= abs(sum(differences)) - 1e-9 for each in sums) / len(sums)
+    assert paired_test(np.array(differences)).p == pytest.approx(expected, abs=1e-12)
+
+
+def test_runs_with_the_same_seeds_are_paired(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base, gains = [0.1, 0.5, 0.9, 0.3, 0.7], [0.02, 0.01, 0.03, 0.02, 0.01]
+    first = [write(tmp_path / f"a-{i}", s, seed=i) for i, s in enumerate(base)]
+    other = [write(tmp_path / f"b-{i}", base[i] + gains[i], seed=i) for i in (3, 1, 4, 0, 2)]
+    words = ["--group", "a", *first, "--group", "b", *other]
+    measure = metrics_of(capsys, words)[1]["d"]
+    assert measure["against_first"]["p"] > 0.8
+    paired = measure["paired"]
+    assert (paired["pairs"], paired["p"], paired["least_p"]) == (5, 2 / 32, 2 / 32), "all five signs agree"
+    assert paired["difference"] == pytest.approx(statistics.fmean(gains))
+    assert main(["compare", *words]) == 0
+    shown = capsys.readouterr().out
+    assert "d, less a, paired by seed" in shown
+    assert "+0.018 ±0.004, p 0.062 (with so few pairs, p cannot be below 0.062)" in shown
+    assert "p: unpaired two-sided permutation test" in shown
+    unlike = write(tmp_path / "c", 0.4, seed=9)
+    assert "paired" not in metrics_of(capsys, [*words[:-1], unlike])[1]["d"]
+
+
+def test_runs_with_the_same_prompts_in_the_same_order_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    same = [write(tmp_path / f"a-{i}", i / 4, seed=i) for i in range(2)]
+    shuffled = [write(tmp_path / f"b-{i}", i / 8, seed=i, shuffle=True) for i in range(2)]
+    assert main(["compare", "--group", "a", *same, "--group", "b", *shuffled]) == 0
+    shown = capsys.readouterr().out
+    assert "Within a, all runs read the same prompts in the same order, because they have no --rollout-shuffle" in shown
+    assert main(["compare", "--group", "b", *shuffled]) == 0
+    assert "the same order" not in capsys.readouterr().out
 
 
 def test_seeds_that_are_one_run_are_named_and_give_no_p(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

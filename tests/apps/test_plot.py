@@ -14,6 +14,7 @@ from matplotlib.image import imread
 
 from slimelite.apps.command import main
 from slimelite.tracking.metrics_file import MetricsFile, eval_metrics
+from slimelite.tracking.panels import unit
 from slimelite.tracking.plot import COLORS, PHASE_COLORS, axis_range, band, draw_run, draw_runs, line_styles
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -127,7 +128,7 @@ def test_runs_and_bands_over_one_another(tmp_path: Path) -> None:
 def test_what_cannot_be_drawn_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = str(write_run(tmp_path / "a", 1.0))
     assert main(["plot", run, "--metric", "eval/smus", "--out", str(tmp_path / "x.png")]) == 1
-    assert "no run has eval/smus; there are: eval/sums, " in capsys.readouterr().err
+    assert "no run has eval/smus; did you mean eval/sums? there are also: " in capsys.readouterr().err
     assert main(["plot", str(tmp_path / "missing")]) == 1
     assert "missing is not a run folder" in capsys.readouterr().err
     with pytest.raises(SystemExit):
@@ -219,3 +220,9 @@ def test_an_evaluation_takes_the_time_of_its_own_rollout_alone(tmp_path: Path) -
     assert bar.max() == pytest.approx(painted(out, PHASE_COLORS["train"], 0.85).sum(axis=1).max() / 5, rel=0.1)
     draw_run([perf(float(i), train=1.0) for i in range(5)], out)
     assert painted(out, PHASE_COLORS["train"], 0.85).sum() > 1000, "a phase keeps its colour when others are missing"
+
+
+def test_only_names_of_ours_have_a_unit() -> None:
+    metrics = ["rollout/stale_groups", "rollout/zero_variance_groups", "train/critic-value_clipfrac", "eval/d-pass@4"]
+    assert [unit(name) for name in metrics] == ["groups", "share of groups", "share of tokens", "share of prompts"]
+    assert {unit(name) for name in ("rollout/mixed_groups", "train/bad_ratio", "rollout/think_time")} == {"value"}

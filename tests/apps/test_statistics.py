@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slimelite.apps.compare import DRAWS, EXACT, paired_test
+from slimelite.apps.permutations import EXACT_SIGNS as EXACT
+from slimelite.apps.permutations import SIGN_DRAWS as DRAWS
+from slimelite.apps.permutations import paired_test
 
 # quarters have exact sums
 QUARTERS = st.integers(-8, 8).map(lambda n: n / 4)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from slimelite.apps.command import main
-from slimelite.apps.compare import paired_test
+from slimelite.apps.permutations import paired_test
 from slimelite.samples.table import SampleTable
 
 from .conftest import metrics

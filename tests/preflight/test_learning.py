@@ -98,7 +98,21 @@ def test_an_estimator_of_ones_own_is_tried(report: Report, name: str, parts: dic
     finally:
         ESTIMATORS.pop(f"own-{name}", None)
     assert expected in shown
+    assert "give an advantage of" not in shown
     assert shown.endswith("ready to start\n" if not parts else "1 problem(s) found\n")
+
+
+def test_a_scale_that_vanishes_for_binary_rewards_is_a_warning(report: Report) -> None:
+    mad = "d = rewards.rewards; g = rewards.group; m = torch.stack([d[g == i].median() for i in g.unique()]); "
+    mad += "s = torch.stack([(d - m[g])[g == i].abs().median() for i in g.unique()]); "
+    own = OWN.format(name="mad", group=mad + "return rewards.centered / (s[g] + 1e-6)", loss=RIGHT["loss"])
+    try:
+        shown = report("--rm-type math --import-file OWN --advantage-estimator own-mad", own)
+    finally:
+        ESTIMATORS.pop("own-mad", None)
+    warnings = shown.partition("\nwarnings")[2]
+    assert "rewards 0, 0, 0, 0, 0, 0, 0, 1 of one prompt give an advantage of 8.75e+05" in warnings
+    assert shown.endswith("ready to start\n")
 
 
 LOSS = """

@@ -75,6 +75,7 @@ def test_advantages_of_a_rollout(
     np.testing.assert_allclose(output.table.advantage, naive(estimator, std, normalize), rtol=1e-12, atol=1e-12)
     assert output.table.advantages is None
     assert output.metrics["rollout/groups_of_one"] == output.metrics["rollout/zero_variance_groups"] == 0.25
+    assert output.metrics["rollout/advantages_abs_max"] == np.abs(output.table.advantage).max() > 0
 
 
 @pytest.mark.parametrize("given", [{"compute_advantages_and_returns": False}, {"loss_type": "sft_loss"}])

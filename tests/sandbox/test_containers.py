@@ -145,10 +145,12 @@ def test_proxies_of_dockers_settings_stay_outside() -> None:
 
 
 def test_the_container_of_a_client_that_failed_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So is the file with the variables, which the client alone could read."""
+    """So is the file with the variables, which the client alone could read, and what podman's monitor leaves."""
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    script = 'echo "$@" >> "$TMPDIR/log"; [ "$1" = run ] || exit 0; cat "$5"; ls -l "$5" >> "$TMPDIR/log"; exit 125'
+    script = (
+        'echo "$@" >> "$TMPDIR/log"; [ "$1" = run ] || exit 0; cat "$5"; ls -l "$5" >> "$TMPDIR/log"; >oom; exit 125'
+    )
     (tmp_path / "docker").write_text(f"#!/bin/sh\n{script}\n")
     (tmp_path / "docker").chmod(0o755)
     launch = launched("docker", ["agent"], network="none")
@@ -159,7 +161,8 @@ def test_the_container_of_a_client_that_failed_is_removed(tmp_path: Path, monkey
     assert begun.startswith(f"run --name {launch.container} --env-file {tmp_path}")
     assert file.startswith("-rw-------")
     assert removed == f"rm --force {launch.container}"
-    assert not list(tmp_path.glob("*.env"))
+    assert {path.name for path in tmp_path.iterdir()} == {"docker", "log"}
+    assert not Path("oom").exists()
 
 
 @pytest.mark.podman

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slimelite.tracking.metrics_file import FILE_NAME, MetricsFile, axis_of, read_metrics, series
+from slimelite.tracking.metrics_file import FILE_NAME, MetricsFile, axis_of, read_metrics, series, unknown_metrics
 
 
 def test_a_line_is_strict_json_and_in_the_file_at_once(tmp_path: Path) -> None:
@@ -88,3 +88,14 @@ def test_a_broken_line_elsewhere_is_an_error_with_its_number(tmp_path: Path) -> 
         read_metrics(tmp_path)
     with pytest.raises(ValueError, match="not a run folder"):
         read_metrics(tmp_path / "nothing")
+
+
+def test_the_nearest_names_come_first_when_a_metric_is_unknown() -> None:
+    names = ["rollout/mixed_groups", "rollout/raw_reward", "train/loss", "rollout/tokens"]
+    records = [{"rollout/step": 0.0, **dict.fromkeys(names, 1.0)}]
+    for wanted in ("rollout/mixed", "mixed", "rollout/mixed_group"):
+        said = unknown_metrics([wanted], [records])
+        assert said.startswith(
+            f"no run has {wanted}; did you mean rollout/mixed_groups? there are also: rollout/raw"
+        ), said
+    assert unknown_metrics(["zzz"], [records]) == f"no run has zzz; there are: {', '.join(sorted(names))}"

@@ -49,7 +49,8 @@ def test_a_whole_run_leaves_everything_in_its_folder(tmp_path: Path, capsys: pyt
     rows = [line.split() for line in out.splitlines() if line.strip().startswith(("1 of 5", "2 of 5", "5 of 5"))]
     assert [row[3] for row in rows] == ["0.250", "0.375", "0.875"]
     assert rows[1][4] == "0.350", "the row of a rollout that ended with an evaluation shows it"
-    assert out.count("samples of rollout 0") == out.count("answers to sums after rollout 1") == 1
+    assert out.count("samples of 1 of 5 (rollout 0 in files)") == 1
+    assert out.count("answers to sums after 2 of 5 (rollout 1 in files)") == 1
     assert "  rollouts  5, numbered 0 to 4 in files\n" in out
     assert "eval/sums   first 0.100, best 0.650 after rollout 3, last 0.650" in out
     assert "What is 0 + 0?" in (tmp_path / "log.txt").read_text()
@@ -253,7 +254,7 @@ def test_supervised_training_has_no_reward_and_generates_nothing(
     assert header.split() == ["batch", "length", "loss", "eta", "time"]
     assert "  method   SFT, adam lr 1e-06\n" in out
     assert "  loss        first 2.500, last 2.500\n" in out
-    shown = out.split("samples of rollout 0")[1].split("\ndone in")[0]
+    shown = out.split("samples of 1 of ")[1].split("\ndone in")[0]
     assert "What is 0 + 0?" in shown
     assert "reward" not in shown
     assert "label" not in shown

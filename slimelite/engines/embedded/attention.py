@@ -66,9 +66,9 @@ class DecodePlan:
     """The plan of a decoding step. Each row of ``slabs``, in this order, has one token, at ``positions`` [T].
 
     ``bases`` [T]: how many tokens come before the row's first token in its slab. These tokens come from ``sharing``.
-    Each list there has at most one entry for a row, and every prefix is multiplied once with the queries of all its
-    rows. Each part has its own softmax, and the parts are weighted by their masses. This rounds differently from one
-    softmax (relative error about 1e-6 in fp32).
+    Each list in ``sharing`` has at most one entry for a row, and every prefix is multiplied once with the queries of
+    all its rows. Each part has its own softmax, and the parts are weighted by their masses. This rounds differently
+    from one softmax (relative error about 1e-6 in fp32).
     """
 
     def __init__(

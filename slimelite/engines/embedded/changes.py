@@ -25,7 +25,7 @@ def changed(rows: RowTable, logits: torch.Tensor) -> tuple[torch.Tensor, torch.T
     guided = [n for n, row in enumerate(changing) if (place := rows.sequences[row].guide) is not None and place.active]
     early = rows.state["length"][changing] < rows.state["min_length"][changing]
     if guided:
-        # [m, vocab] bits, of which the words of the last tokens may have some to spare
+        # [m, vocab] bits in words of 32; the last word may have unused bits
         allowed = np.zeros((len(guided), -(-logits.shape[1] // 32)), np.int32)
         for place, n in enumerate(guided):
             _allow(rows, int(changing[n]), allowed[place], early=bool(early[n]))

@@ -38,7 +38,7 @@ def is_fast_hybrid(config: PretrainedConfig, device: torch.device, dtype: torch.
 
 
 class Derived:
-    """What ``make`` makes of ``weight``; it is made again after a change of it."""
+    """The result of ``make`` for ``weight``. It is computed again after ``weight`` has changed."""
 
     def __init__(self, weight: Tensor, make: Callable[[Tensor], Tensor]) -> None:
         self._weight, self._make = weight, make
@@ -46,7 +46,7 @@ class Derived:
         self._version: int | None = None
 
     def __call__(self) -> Tensor:
-        """The present one."""
+        """The result for the current weight."""
         if self._version != self._weight._version:
             self._made, self._version = self._make(self._weight), self._weight._version
         return self._made

@@ -61,11 +61,11 @@ class GenericDecoder(Weights):
     def cache_tokens(self, free: int) -> tuple[int, int]:
         """(tokens that fit into ``free`` bytes, tokens whose memory equals the states of one row)."""
         if self.ways.rows is Rows.WHOLE:
-            # no cache is kept, and that of a family may not even work; each step has the logits of all tokens in memory
+            # no cache is kept (the family's may not even work), but each step has the logits of all tokens in memory
             return free // (4 * self.vocab_size), 1
         _, cache = self.passes.extend(torch.zeros(1, TRIAL, dtype=torch.long, device=self.model.device), None, 0)
         each, row = (0, 0) if cache is None else token_bytes(cache, TRIAL)
-        # where a token takes nothing, memory is counted in states
+        # if a token takes no memory, the unit of memory is the states of one row
         return (free // each, math.ceil(row / each)) if each else (free // max(row, 1), 1)
 
 

@@ -61,7 +61,7 @@ class Grammars:
             self.tokens: LLTokenizer = from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=self.end_ids)
         except Exception as error:  # a slow tokenizer, or one of another kind
             raise ValueError(f"grammars cannot be enforced with this tokenizer: {error!s:.200}") from error
-        # their texts are no text in a grammar, which names them by their ids
+        # special tokens: a grammar names them by their ids, not by their texts
         added = tokenizer.added_tokens_decoder
         self.special = {token.content: i for i, token in added.items() if self.tokens.is_special_token(i)}
         self._special_texts = {i: text.encode() for text, i in self.special.items()}
@@ -108,9 +108,11 @@ class Grammars:
         return spellings
 
     def spell(self, matcher: LLMatcher, allowed: np.ndarray) -> None:
-        """Allow the tokens that a text which must follow begins with, where ``allowed`` has a special token instead.
+        """If ``allowed`` has a special token that the matcher refuses, allow instead the tokens that begin the text
+        which must follow.
 
-        llguidance takes such a text apart as the tokenizer does, and then refuses the special token: it is no text.
+        llguidance splits such a text as the tokenizer does, which may give a special token. Then it refuses this token,
+        because a special token is not text.
         """
         special = allowed & (self._inner_marks if matcher.is_accepting() else self._marks)
         if not special.any() or all(matcher.validate_tokens([token]) for token in _set_bits(special)):

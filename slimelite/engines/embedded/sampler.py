@@ -24,8 +24,8 @@ BLOCK = 256
 # top-p and top-k first look among this many likeliest tokens; a wider nucleus sorts the whole vocabulary
 CANDIDATES = 1024
 BELOW_ONE = 1 - 2**-50
-# the sampling parameters that shape the distribution of a row, whether what these leave is told, and whether a grammar
-# leaves tokens out too
+# the sampling parameters that shape a row's distribution, whether the result has the ids that they keep, and whether a
+# grammar excludes tokens too
 SHAPE = np.dtype(
     [
         ("temperature", np.float64),
@@ -87,7 +87,7 @@ class SamplingBatch:
         """Build from `SHAPE` [n]; temperature 0 or top_k 1 means greedy, top_k below 1 means no limit."""
         temperature, top_p, top_k, min_p, kept, guided = (shapes[name] for name in SHAPE.names or ())
         greedy = (temperature == 0) | (top_k == 1)
-        # of a grammar alone nothing is told, unless `SamplingParams.telling` has set a limit to it
+        # if only a grammar excludes tokens, no ids are returned, unless `SamplingParams.telling` has set a limit
         limit = guided & kept & (top_k >= 1)
         scale = np.where(temperature == 0, 1, temperature)
         top_k = np.where(top_k < 1, vocab, top_k)

@@ -29,7 +29,7 @@ LONG_PROMPT = 4 * PREFILL_TOKENS
 ALIKE = 16
 # a shorter shared prefix is copied into its rows: products of a few queries with it cost more than reading copies
 REFERENCE = 128
-# shorter segments are not worth keeping when the row ends that has them
+# when a row ends, shorter segments of it are not worth keeping
 KEEP = 64
 
 

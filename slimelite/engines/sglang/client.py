@@ -317,7 +317,7 @@ class SglangEngine(Engine):
         return result.packed()
 
     async def _answers(self, body: dict[str, object], *, streams: bool) -> AsyncGenerator[dict[str, object]]:
-        """The answer to a request. If it ``streams``, the shorter answers that the server sends before come first.
+        """The answer to a request. If it ``streams``, the server's earlier, shorter answers come first.
 
         Raises: see `_ask`.
         """

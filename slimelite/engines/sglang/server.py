@@ -366,7 +366,7 @@ def server_fields(setup: EngineSetup, **placement: object) -> dict[str, object]:
     if setup.releases_memory and setup.device == "cuda":
         implied["cuda_graph_backend_prefill"] = "disabled"  # SGLang's default there cannot be released
     if setup.adapter is not None:
-        # two in a batch: the policy, and none, for requests of someone who looks at the frozen model
+        # two per batch: the policy's adapter, and no adapter, for somebody who sends requests to the frozen model
         implied |= {"enable_lora": True, "max_lora_rank": setup.adapter.rank, "max_loras_per_batch": 2}
         implied["lora_target_modules"] = list(setup.adapter.modules)
         implied |= {"lora_backend": "torch_native"} if setup.device == "cpu" else {}

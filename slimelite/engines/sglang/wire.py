@@ -14,8 +14,8 @@ from slimelite.samples.sample import CONSTRAINED, PerToken, kept_of, together
 
 # tokens of an event of a stream
 EVENT_TOKENS = 4
-# of a weight update: a draft model has weights of its own, and would take those of the same names. SGLang 0.5.23 reads
-# the first field, 0.5.20 the second, where it is needed
+# fields of a weight update that protect a draft model, which would take weights of the same names as its own. SGLang
+# 0.5.23 reads the first field; 0.5.20 reads the second, where it is needed
 TARGET = {"selector": "target", "disable_draft_model": True}
 
 
@@ -36,7 +36,7 @@ def request_body(
         "stop_token_ids": sorted({*params.stop_token_ids, *(() if params.ignore_eos else eos)}),
         "no_stop_trim": True,
         "spaces_between_special_tokens": False,
-        # an event of a stream repeats all tokens before it, so that one for each would be many
+        # each event of a stream repeats all tokens before it, so one event per token would send too much
         "stream_interval": EVENT_TOKENS,
     }
     if params.tells and params.temperature == 0:
