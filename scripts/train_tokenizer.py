@@ -4,10 +4,11 @@
     python scripts/train_tokenizer.py --data web=web.parquet code=code.jsonl notes=notes/ --out data/tokenizer \\
         --beside Qwen/Qwen2.5-0.5B
 
-Texts come from parquet, jsonl or text files, folders, patterns, or a hub dataset (owner/name[:config][:split]). All of
-them may be larger than memory. `AutoTokenizer` and --tokenizer of train.py open the folder with the same ids. There is
-one exception: next to the config.json of a Qwen2, transformers 5.12 splits texts as Qwen2 does, so use a Qwen3 or a
-Llama. bytes_per_token.md in the folder compares each domain's bytes per token, on texts that training did not see.
+Texts come from parquet, jsonl, CSV or text files, folders, patterns, or a hub dataset (owner/name[:config][:split]).
+All but CSV files may be larger than memory. `AutoTokenizer` and --tokenizer of train.py open the folder with the same
+ids. There is one exception: next to the config.json of a Qwen2, transformers 5.12 splits texts as Qwen2 does, so use a
+Qwen3 or a Llama. bytes_per_token.md in the folder compares each domain's bytes per token, on texts that training did
+not see.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ class Texts:
         """``domains``: name -> what `read_texts` reads. ``max_chars``: how many characters are trained on, in all."""
         self.held_out: dict[str, list[str]] = {name: [] for name in domains}
         self.chars = dict.fromkeys(domains, 0)
-        self._streams = {name: read_texts(spec, column, skip_bad=skip_bad) for name, spec in domains.items()}
+        self._streams = {
+            name: read_texts(spec, column, skip_bad=skip_bad, flag="--column") for name, spec in domains.items()
+        }
         self._max_chars = max_chars
 
     def __iter__(self) -> Iterator[str]:

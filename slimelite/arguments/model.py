@@ -303,7 +303,7 @@ class CheckpointArgs(OfJob):
     save_best: bool = flag(
         False,
         "the model with the best evaluation so far is kept: its checkpoint under --save, named in "
-        "best_checkpointed_iteration.txt, and its model in the folder best of --save-hf",
+        "best_checkpointed_iteration.txt, and its model in the folder of --save-hf with -best at its end",
         TRAINING.strictly()
         & SCORES.strictly()
         & when("--save or --save-hf", lambda a: a.save or a.save_hf, ": where to?").strictly(),

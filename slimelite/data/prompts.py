@@ -61,6 +61,7 @@ def load_prompts(
     skip_bad_rows: bool = False,
     keep_messages: bool = False,
     warn: Callable[[str], None] = logger.warning,
+    note: Callable[[str], None] = logger.info,
     first: int | None = None,
 ) -> list[Sample]:
     """The prompts of all ``paths``, in file order, as samples to be copied with `deal`.
@@ -77,7 +78,8 @@ def load_prompts(
         max_prompt_len: longer prompts are left out [tokens]. If the messages end with an answer, only those before
             their first answer count.
         keep_messages: put messages into ``metadata["messages"]`` too, for a reward model with a chat template.
-        warn: called with a message about rows and prompts that are left out.
+        warn: called with a message about rows and prompts that are left out. ``note``: with the shape of rows that were
+            recognised without a flag.
         first: read only so many rows of each path that has no slice. A column missing in them may appear later.
 
     Raises:
@@ -90,16 +92,15 @@ def load_prompts(
             "--hf-checkpoint folder, or leave the flag out when the prompts are plain text"
         )
     prompts, measured = list[Sample](), list[str]()
-    problems, left_out = list[str](), list[str]()
+    problems, left_out, shapes = list[str](), list[str](), list[str]()
     files = [path for path in paths if not path.startswith(ENVIRONMENT)]
-    part = first is not None
     # rows of a parquet file all have the same columns
-    whole = bool(files) and (not part or all(split_path(path)[0].endswith(".parquet") for path in files))
+    whole = bool(files) and (first is None or all(split_path(path)[0].endswith(".parquet") for path in files))
     unseen = {k: name for k, usual in DEFAULT_COLUMNS.items() if (name := getattr(columns, k)) != usual and whole}
     for path in paths:
         bad, named = BadRows(skip_bad_rows, left_out.append), columns
         try:
-            named, rows = _open(columns, path, replies, bad, left_out, first)
+            named, rows = _open(columns, path, replies, bad, shapes, first)
             for place, row in rows:
                 unseen = {key: name for key, name in unseen.items() if name not in row} if unseen else unseen
                 try:
@@ -122,12 +123,11 @@ def load_prompts(
             f"left out {dropped} of {len(prompts)} prompts longer than {max_prompt_len} tokens "
             "(--rollout-max-prompt-len, --eval-max-prompt-len)"
         )
-    if not kept and part:
-        return []
-    if not kept:
+    if not kept and first is None:
         raise ValueError(f"no prompts left of {list(paths)}: {'; '.join(left_out)}")
-    for what in left_out:
-        warn(what)
+    for say, texts in ((note, shapes), (warn, left_out)):
+        for what in texts if kept else ():
+            say(what)
     return kept
 
 
@@ -157,7 +157,9 @@ def _open(
     optional: tuple[str, ...] = (columns.metadata_key, columns.tool_key)
     prompt: tuple[str, ...] = (columns.input_key,)
     if shape is not None:
-        notes.append(f"{path}: read as {shape.name}")
+        pairs = () if replies is None or replies[0] in shape.columns else (*shape.columns, *replies)
+        name = f"pairs: {', '.join(pairs)}" if pairs else shape.name
+        notes.append(f"{path}: read as {name}")
         optional, prompt = (*optional, *shape.optional), shape.columns
         columns = replace(columns, input_key=prompt[0])
     required = dict.fromkeys(name for name in (*prompt, columns.label_key, *(replies or ())) if name is not None)

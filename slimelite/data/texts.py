@@ -4,6 +4,7 @@ datasets."""
 from __future__ import annotations
 
 import codecs
+import csv
 import gzip
 import json
 import tempfile
@@ -16,6 +17,7 @@ import pyarrow.parquet as pq
 
 from slimelite.data.hub import HubFile, hub_files
 from slimelite.data.reader import HUB_ID, BadRows
+from slimelite.data.reader import READERS as ROWS
 
 # endings of files of documents
 ENDINGS = (".parquet", ".jsonl", ".jsonl.gz", ".txt")
@@ -27,6 +29,12 @@ PIECE = 1 << 16
 EMPTY, NUL, ENCODING, MALFORMED, BROKEN = "empty", "with a NUL", "not UTF-8", "malformed", "cut short or unreadable"
 # the value of a row that lacks the column of texts
 ABSENT = object()
+# a table of texts, which the reader of rows reads
+CSV = ".csv"
+
+
+class NoColumn(ValueError):
+    """A file lacks the column of texts."""
 
 
 def find_files(spec: str, *, plain: bool = False) -> list[Path | HubFile]:
@@ -57,11 +65,12 @@ def find_files(spec: str, *, plain: bool = False) -> list[Path | HubFile]:
     return [*files]
 
 
-def read_texts(spec: str, column: str = "text", *, skip_bad: bool = False) -> Iterator[str]:
+def read_texts(spec: str, column: str = "text", *, skip_bad: bool = False, flag: str = "--text-key") -> Iterator[str]:
     """Each text of ``spec`` (see `find_files`), in order. Memory is needed for only one batch of rows, or one piece of
     a file.
 
-    ``column``: the column of the text, in files with columns. With ``skip_bad``, rows that cannot be trained on are
+    ``column``: the column of the text, in files with columns; the user names it with ``flag``. A file that is named
+    may be CSV, which is read whole. With ``skip_bad``, rows that cannot be trained on are
     left out. A warning names and counts them.
 
     Raises:
@@ -70,17 +79,21 @@ def read_texts(spec: str, column: str = "text", *, skip_bad: bool = False) -> It
     """
     for file in find_files(spec, plain=True):
         if isinstance(file, Path):
-            yield from _texts(str(file), str(file), column, skip_bad=skip_bad)
+            yield from _texts(str(file), str(file), column, flag, skip_bad=skip_bad)
             continue
         with tempfile.TemporaryDirectory() as folder, file.downloaded(Path(folder)) as copy:
-            yield from _texts(copy, f"{file.dataset}: {file.file}", column, skip_bad=skip_bad)
+            yield from _texts(copy, f"{file.dataset}: {file.file}", column, flag, skip_bad=skip_bad)
 
 
-def _texts(path: str, name: str, column: str, *, skip_bad: bool) -> Iterator[str]:
+def _texts(path: str, name: str, column: str, flag: str, *, skip_bad: bool) -> Iterator[str]:
     """The texts of one file, which messages call ``name``."""
     bad = BadRows(skip=skip_bad)
     rows = path.endswith(tuple(ending for ending in ENDINGS if READERS[ending] is not _text_document))
-    documents = read_documents(path, column) if rows else ((place, *_checked(v, column)) for place, v in _pieces(path))
+    if rows:
+        documents = read_documents(path, column, flag)
+    else:
+        pieces = _csv_documents(path, column, flag) if path.endswith(CSV) else _pieces(path)
+        documents = ((place, *_checked(value, column, flag)) for place, value in pieces)
     for place, text, kind in documents:
         if kind == BROKEN:
             raise ValueError(f"{name} is {BROKEN}: {place}")
@@ -107,22 +120,25 @@ def _pieces(file: str) -> Iterator[tuple[str, object]]:
             start = content.tell()
 
 
-def read_documents(path: str, column: str) -> Iterator[tuple[str, str | None, str]]:
-    """(place, text, "") for each document of a file, or (place, None, kind) for one that cannot be trained on.
+def read_documents(path: str, column: str, flag: str = "--text-key") -> Iterator[tuple[str, str | None, str]]:
+    """(place, text, "") for each document of a file, or (place, None, kind) for one that cannot be trained on. ``flag``
+    names the column.
 
     It needs memory for only a part of the file. A ``.txt`` file is one document.
     """
     read = next(reader for ending, reader in READERS.items() if path.endswith(ending))
     try:
         for place, value in read(path, column):
-            yield (place, *_checked(value, column))
+            yield (place, *_checked(value, column, flag))
+    except NoColumn as error:
+        raise ValueError(f"{error} ({flag})") from error
     except (pa.ArrowInvalid, OSError, EOFError, zlib.error) as error:
         yield f"{error}", None, BROKEN
 
 
-def _checked(value: object, column: str) -> tuple[str | None, str]:
+def _checked(value: object, column: str, flag: str) -> tuple[str | None, str]:
     if value is ABSENT:
-        return None, f"without a column {column!r} (--text-key)"
+        return None, f"without a column {column!r} ({flag})"
     if isinstance(value, bytes):
         try:
             value = value.decode()
@@ -144,7 +160,7 @@ def _checked(value: object, column: str) -> tuple[str | None, str]:
 def _parquet_documents(path: str, column: str) -> Iterator[tuple[str, object]]:
     with pq.ParquetFile(path) as file:
         if column not in file.schema_arrow.names:
-            raise ValueError(f"{path} has no column {column!r}; its columns are {file.schema_arrow.names} (--text-key)")
+            raise NoColumn(f"{path} has no column {column!r}; its columns are {file.schema_arrow.names}")
         row = 0
         for batch in file.iter_batches(1024, columns=[column]):
             values = batch.column(0)
@@ -152,6 +168,15 @@ def _parquet_documents(path: str, column: str) -> Iterator[tuple[str, object]]:
             for value in (values.cast(pa.large_binary()) if texts else values).to_pylist():
                 yield f"row {row}", value
                 row += 1
+
+
+def _csv_documents(path: str, column: str, flag: str) -> Iterator[tuple[str, object]]:
+    with Path(path).open(encoding="utf-8-sig", newline="", errors="replace") as file:
+        names = next(csv.reader(file), [])
+    if column not in names:
+        raise ValueError(f"{path} has no column {column!r}; its columns are {names} ({flag})")
+    for place, row in ROWS[CSV](path, slice(None), [], None):
+        yield place, None if isinstance(row, str) else row.get(column, "")
 
 
 def _jsonl_documents(path: str, column: str) -> Iterator[tuple[str, object]]:

@@ -49,6 +49,8 @@ def preflight(args: Args) -> int:
             planned = replace(args, rollout_max_prompt_len=findings.longest_prompt)
         print(format_report(args, findings, plan_lines(planned, machine) if findings.complete else []))
     else:
+        for note in findings.notes:
+            print(f"train.py: {note}", file=sys.stderr)
         for warning in findings.warnings:
             print(f"train.py: warning: {warning}", file=sys.stderr)
         for problem in findings.problems:

@@ -14,12 +14,15 @@ from slimelite.arguments.secret import masked
 
 @dataclass
 class Findings:
-    """The findings. ``problems`` stop the run; ``warnings`` and ``facts`` are shown. ``complete``: whether all checks
-    ran. ``longest_prompt``: the longest prompt of training [tokens], or 0 if more than a response follows it.
+    """The findings. ``problems`` stop the run; ``warnings`` and ``notes`` are shown, and in a dry run ``facts``.
+
+    ``complete``: whether all checks ran. ``longest_prompt``: the longest prompt of training [tokens], or 0 if more than
+    a response follows it.
     """
 
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     facts: list[str] = field(default_factory=list)
     complete: bool = False
     longest_prompt: int = 0
@@ -68,7 +71,7 @@ def format_report(args: Args, findings: Findings, plan: list[str]) -> str:
     reasons = dict.fromkeys(why for _, why in args.no_effect)
     idle = {reason: ", ".join(option for option, why in args.no_effect if why == reason) for reason in reasons}
     lines += _section("no effect here", [f"{options}: {reason}" for reason, options in idle.items()])
-    lines += _section("checked", findings.facts)
+    lines += _section("checked", findings.notes + findings.facts)
     lines += _section("warnings", findings.warnings)
     lines += plan
     lines += _section("problems", findings.problems)

@@ -31,7 +31,7 @@ from slimelite.models.families import FAMILIES, text_config
 from slimelite.models.files import check_architecture, has_weights, looks_sound, shape_problems, weight_shapes
 from slimelite.preflight.agents import check_environment, check_program
 from slimelite.preflight.findings import Findings, fill, one_line
-from slimelite.preflight.learning import first_prompt, without_template
+from slimelite.preflight.learning import conversations_as_seen, first_prompt, unknown_tokens, without_template
 from slimelite.rewards.grader import check_reward
 from slimelite.rewards.rules import RULES
 from slimelite.samples.sample import Sample
@@ -244,6 +244,7 @@ class InputChecks:
                 skip_bad_rows=args.skip_bad_rows,
                 keep_messages=True,
                 warn=lambda text: warn(f"{rows.name}: {text}"),
+                note=logger.debug if trial else lambda text: self.findings.notes.append(f"{rows.name}: {text}"),
             )
             # where none of the first rows is kept, others decide
             return load(first=None if every else ROWS_AT_START) or load()
@@ -497,6 +498,9 @@ class InputChecks:
             elif empty:
                 findings.warnings.append(what)
             self._warn_of_hidden(chat, name, prompts)
+            if empty < len(samples):
+                findings.facts.append(f"{name}: {conversations_as_seen(samples, self.tokenizer)}")
+            findings.warnings += [f"{name}: {text}" for text in (unknown_tokens(samples, self.tokenizer),) if text]
 
     def _warn_of_hidden(self, chat: ChatReader, name: str, prompts: list[Sample]) -> None:
         """Warn if the chat template leaves out content of the first rows. The model would not learn that content."""

@@ -3,6 +3,8 @@ made-up rows."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,16 +25,44 @@ if TYPE_CHECKING:
 LARGE = 100.0
 # tokens at each end of the first prompt, and characters of it, that a dry run prints
 EDGE, CHARACTERS = 4, 600
+# a larger share of unknown tokens is a warning
+UNKNOWN = 0.05
 
 
 def first_prompt(prompt: Sample, tokenizer: PreTrainedTokenizerBase) -> str:
     """The first prompt as the model sees it, with the tokens at both ends. Faults of templates show there."""
-    text = str(prompt.prompt)
+    return f"the first prompt as the model sees it: {_as_seen(str(prompt.prompt), prompt.tokens, tokenizer)}"
+
+
+def conversations_as_seen(samples: list[Sample], tokenizer: PreTrainedTokenizerBase) -> str:
+    """The first of the conversations to train on, as `first_prompt` shows a prompt, and the tokens of all of them."""
+    seen = _as_seen(tokenizer.decode(samples[0].tokens), samples[0].tokens, tokenizer)
+    trained, lengths = sum(samples[0].loss_mask or ()), [len(sample.tokens) for sample in samples]
+    return (
+        f"the first conversation as the model sees it: {seen}; {trained} of them are trained on; the first "
+        f"{len(samples)} conversations have {min(lengths)} to {max(lengths)} tokens"
+    )
+
+
+def unknown_tokens(samples: list[Sample], tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """A warning if the tokenizer does not know much of the texts."""
+    counted = Counter(token for sample in samples for token in sample.tokens)
+    share = counted[tokenizer.unk_token_id] / max(1, counted.total())
+    if tokenizer.unk_token_id is None or share <= UNKNOWN:
+        return None
+    return (
+        f"{share:.0%} of the tokens of the first {len(samples)} conversations are {tokenizer.unk_token}: the tokenizer "
+        "does not know these texts, so the model cannot learn them: use another --tokenizer, or train one on your "
+        "texts with scripts/train_tokenizer.py"
+    )
+
+
+def _as_seen(text: str, tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
     if len(text) > CHARACTERS:
         text = f"{text[: CHARACTERS // 2]} [... {len(text) - CHARACTERS} characters ...] {text[-CHARACTERS // 2 :]}"
-    shown = [repr(tokenizer.decode([token])) for token in prompt.tokens]
+    shown = [repr(tokenizer.decode([token])) for token in tokens]
     ends = " ".join(shown) if len(shown) <= 2 * EDGE else f"{' '.join(shown[:EDGE])} ... {' '.join(shown[-EDGE:])}"
-    return f"the first prompt as the model sees it: {text!r}; its {len(shown)} tokens: {ends}"
+    return f"{text!r}; its {len(shown)} tokens: {ends}"
 
 
 def without_template(prompt: Sample, tokenizer: PreTrainedTokenizerBase, remedy: str) -> str | None:

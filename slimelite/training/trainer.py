@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -121,6 +122,7 @@ class Trainer(Learner[PolicyModel]):
 
     def set_num_rollout(self, num_rollout: int) -> None:
         """Set the number of rollouts of the run. Learning-rate schedules end there."""
+        self.args = replace(self.args, num_rollout=num_rollout)
         steps, waits = self.args.num_steps_per_rollout, 0
         if self.critic is not None:
             self.critic.run_steps = num_rollout * steps

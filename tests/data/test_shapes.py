@@ -40,7 +40,7 @@ def load(file: Path, flags: str | list[str], warnings: list[str]) -> Sample:
         [str(file)],
         replies=(args.chosen_key, args.rejected_key) if paired else None,
         keep_messages=True,
-        warn=warnings.append,
+        note=warnings.append,
     )[0]
 
 

@@ -388,6 +388,17 @@ def test_conversations_are_checked_and_some_are_made(model: Path, tmp_path: Path
         assert says is None or says in found[0]
     path.write_text(f"{json.dumps({'input': [asked, reply]})}\n{json.dumps({'input': [asked]})}\n")
     assert any("1 of the first 2 conversations" in warning for warning in inspect(parse(words), CPU).warnings)
+    path.write_text(f"{json.dumps({'prompt': '1+1=', 'completion': '2'})}\n" * 2)
+    findings = inspect(parse(words), CPU)
+    (shown,) = [fact for fact in findings.facts if "the first conversation as the model sees it: '<|im_start|>" in fact]
+    assert "1+1=<|im_end|>" in shown
+    assert "3 of them are trained on; the first 2 conversations have " in shown
+    assert not any("does not know" in line for line in findings.warnings)
+    settings = json.loads(template.read_text())
+    template.write_text(json.dumps(settings | {"unk_token": "1"}))
+    (warning,) = [line for line in inspect(parse(words), CPU).warnings if "does not know" in line]
+    assert re.search(r"\d+% of the tokens of the first 2 conversations are 1: the tokenizer", warning)
+    template.write_text(json.dumps(settings))
     called = {**reply, "tool_calls": [{"name": "add", "arguments": "{}"}]}
     path.write_text("".join(json.dumps({"input": [asked, answer]}) + "\n" for answer in (reply, called)))
     warnings = inspect(parse(words), CPU).warnings
@@ -432,7 +443,8 @@ def test_the_line_that_converts_a_file_reads_all_its_rows(
     findings = inspect(parse(f"{words} big.converted.jsonl"), CPU)
     assert findings.problems == []
     named = "big.converted.jsonl: read as prompt and completion: prompt/completion"
-    assert [each for each in findings.warnings if "read as" in each] == [f"--prompt-data: {named}"]
+    assert findings.notes == [f"--prompt-data: {named}"]
+    assert not any("read as" in line for line in findings.warnings)
 
 
 def test_prompts_that_are_answered_already(run: str, tmp_path: Path) -> None:

@@ -54,7 +54,9 @@ def saved_run(model: Path, folder: Path, **flags: Any) -> tuple[Path, np.ndarray
     """A folder with the adapter of a short run, and the run's log-probs of `random_table`."""
     with one_rank(tiny_args(model, **LORA | flags)) as trainer:
         trainer.train(0, random_table())
+        trainer.set_num_rollout(20)  # which a run with --num-epoch knows when it has read its rows
         trainer.save_hf(str(folder))
+        assert "| trained | 1 of 20 rollouts " in (folder / "README.md").read_text()
         return folder, trainer.log_probs(random_table())
 
 
