@@ -89,7 +89,7 @@ RULES = [
     ("--use-tis --preset seq-mis", "--use-tis is --correction tis, not mis", "--correction tis"),
     ("--use-tis --tis-clip 0", "--tis-clip 0.0: must be above 0", "--tis-clip 1"),
     ("--use-tis --correction none", "--use-tis is --correction tis, not none", "--correction tis"),
-    ("--correction tis --custom-tis-function-path my.fn", "a correction of its own", "--correction custom"),
+    ("--correction tis --custom-tis-function-path my.fn", "replaces --correction tis", "--correction custom"),
     ("--correction custom", "needs --custom-tis-function-path", "--custom-tis-function-path my.fn"),
     ("--use-tis --use-rollout-logprobs", "there is no mismatch to correct; choose one", "--no-use-tis"),
     (
