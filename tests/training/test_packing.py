@@ -200,7 +200,9 @@ def test_what_only_transformers_attention_computes_right_is_trained_with_it(
     own.save_pretrained(tmp_path)
     table = random_table(groups=1)
     with caplog.at_level(logging.WARNING), one_rank(tiny_args(tmp_path)) as trainer:
-        assert trainer.model.hf.config._attn_implementation == "eager"
+        eager = trainer.model.hf.config._attn_implementation == "eager"
+        # since transformers 5.24 RecurrentGemma's attention can be replaced, and then it needs no mask
+        assert eager or family == "recurrent_gemma"
         assert trainer.model.packed == (family != "bloom")
         found = torch.from_numpy(trainer.log_probs(table))
         right = transformers_own(own, table)
@@ -212,7 +214,8 @@ def test_what_only_transformers_attention_computes_right_is_trained_with_it(
             for (name, mine), theirs in zip(trainer.model.named_parameters(), own.parameters(), strict=True):
                 torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-4, msg=name)
     torch.testing.assert_close(found, right.detach(), rtol=1e-4, atol=1e-5)
-    assert re.search(f"{family} is trained with --attn-implementation eager: its \\w+Attention", caplog.text)
+    said = re.search(f"{family} is trained with --attn-implementation eager: its \\w+Attention", caplog.text)
+    assert bool(said) == eager
 
 
 def test_what_cannot_be_seen_is_not_packed(
