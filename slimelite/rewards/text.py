@@ -19,7 +19,7 @@ PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def f1(answer: Answer) -> float:
-    """F1 of the two bags of words."""
+    """How far the words of the response and of the label agree, in any order: the first number of `f1_score`."""
     return f1_score(answer.response, answer.label)[0]
 
 

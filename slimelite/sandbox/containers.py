@@ -134,7 +134,7 @@ class ContainerSandbox:
         return words
 
     def _placed(self, words: Sequence[str]) -> tuple[list[str], list[str]]:
-        """``words`` with the full paths of the files on this machine that they name, and the mounts of these files."""
+        """``words``, in which files of this machine have their full paths, and the options that mount these files."""
         placed, there = list[str](), list[str]()
         for word in words:
             named = (os.sep in word or os.path.isfile(word)) and not word.startswith("-") and os.path.exists(word)

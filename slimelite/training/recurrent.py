@@ -274,7 +274,7 @@ def _short_convolution_forward(mixer: Any, hidden_states: Tensor, *_: object, **
 
 
 def _lightning_attention(mixer: Any) -> None:
-    """MiniMax."""
+    """Give the lightning attention of MiniMax the forward pass that takes a state."""
     mixer.forward = partial(_lightning_attention_forward, mixer)
 
 
