@@ -23,12 +23,19 @@ from slimelite.models.files import as_filed, saved_buffers
 
 # tokens of the pass that tells how much memory a token takes
 TRIAL = 4
+# most prompt tokens in one pass, if more may come after cached ones or several prompts are alike in length
+PREFILL_TOKENS = 1024
+# the same, and tokens in a chunk, for layers of Mamba-2 on a CPU. transformers' scan makes tensors of chunk x chunk x
+# heads x width numbers for each chunk of each row. New memory costs more time than larger passes and chunks save: with
+# 16 rows of 64 tokens it was half of all seconds of Mamba-2, and 6/7 of Bamba's, whose chunks have 256 tokens
+SCAN_TOKENS, SCAN_CHUNK = 128, 64
 
 
 class GenericDecoder(Weights):
     """A model, its ``passes``, and how they may be made (``ways``).
 
     ``vocab_size``: rows of its embedding. ``context``: the most tokens of a sequence; None if the config has no limit.
+    ``prefill_tokens``: the most prompt tokens of several rows in one pass.
     """
 
     def __init__(
@@ -54,6 +61,7 @@ class GenericDecoder(Weights):
         names = {tensor.data_ptr(): name for name, tensor in own.items() if name in self._targets}
         tied = ((name, names.get(tensor.data_ptr())) for name, tensor in model.state_dict().items())
         self._complete({name: first for name, first in tied if first not in (None, name) and name not in own})
+        self.prefill_tokens = SCAN_TOKENS if device.type == "cpu" and _in_small_chunks(model) else PREFILL_TOKENS
         if device.type == "cpu" and dtype == torch.float32:
             _pack(model)
 
@@ -76,6 +84,14 @@ class _Views(TorchFunctionMode):
         self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         return args[0] if func is torch.Tensor.contiguous else func(*args, **(kwargs or {}))
+
+
+def _in_small_chunks(model: nn.Module) -> bool:
+    """Let Mamba-2's layers compute at most ``SCAN_CHUNK`` tokens at once. False if there are no such layers."""
+    mixers: list[Any] = [part for part in model.modules() if hasattr(part, "A_log") and hasattr(part, "chunk_size")]
+    for mixer in mixers:
+        mixer.chunk_size = min(mixer.chunk_size, SCAN_CHUNK)
+    return bool(mixers)
 
 
 def _pack(model: nn.Module) -> None:

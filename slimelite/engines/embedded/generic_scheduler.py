@@ -12,14 +12,12 @@ from torch import Tensor
 
 from slimelite.engines.embedded.batching import Batching
 from slimelite.engines.embedded.caches import begun, is_cut, joined, with_rows
-from slimelite.engines.embedded.generic import GenericDecoder
+from slimelite.engines.embedded.generic import PREFILL_TOKENS, GenericDecoder
 from slimelite.engines.embedded.rows import Running
 from slimelite.engines.embedded.sampler import Scoring
 from slimelite.engines.embedded.ways import Rows
 from slimelite.engines.protocol import Decode, OnTokens, Scores
 
-# most prompt tokens in one pass, if more may come after cached ones or several prompts are alike in length
-PREFILL_TOKENS = 1024
 # most prompt tokens that are prefilled before a decoding step, while there are rows that wait for it
 STEP_TOKENS = 2 * PREFILL_TOKENS
 # a shorter beginning that prompts share is computed for each
@@ -197,7 +195,7 @@ class GenericScheduler(Batching):
             return group
         begins = {first.tokens[:ALIKE].tobytes()}
         for prompt in others:
-            if (len(group) + 1) * len(first.tokens) > PREFILL_TOKENS:
+            if (len(group) + 1) * len(first.tokens) > self._decoder.prefill_tokens:
                 break
             if len(prompt.tokens) != len(first.tokens):
                 continue
