@@ -12,7 +12,7 @@ from slimelite.base.files import is_text
 from slimelite.engines.protocol import Decode, GenerateRequest, SamplingParams
 from slimelite.models.files import as_filed, load_config, saved_buffers
 
-# a lower temperature would overflow fp32 when logits are divided by it; 0 means greedy decoding
+# logits divided by a lower temperature would overflow fp32; temperature 0 means greedy decoding
 LOWEST_TEMPERATURE = 1e-6
 LARGEST = 1e30
 MOST_STOPS = 256
@@ -29,10 +29,10 @@ def check_request(request: GenerateRequest, vocab_size: int, max_context_len: in
     """
     params, name, ids = request.params, f"request {request.request_id}", request.input_ids
     if not isinstance(request.request_id, str) or not request.request_id:
-        raise ValueError(f"{name}: its id must be text")
+        raise ValueError(f"{name}: the request id must be text")
     check_tokens(ids, vocab_size, name)
     if not is_whole(request.position, 0, len(ids) - 1):
-        raise ValueError(f"{name}: position {request.position!r} leaves no prompt in {len(ids)} input_ids")
+        raise ValueError(f"{name}: position must be from 0 to {len(ids) - 1}, not {request.position!r}")
     for problem in _problems(params, vocab_size):
         raise ValueError(f"{name}: {problem}")
     if len(ids) + params.max_new_tokens > max_context_len:
@@ -43,17 +43,17 @@ def check_request(request: GenerateRequest, vocab_size: int, max_context_len: in
 
 
 def check_tokens(ids: Sequence[int], vocab_size: int, name: str) -> None:
-    """Refuse anything but one sequence of the model's tokens.
+    """Check that ``ids`` is one sequence of the model's tokens.
 
     Raises:
-        ValueError: ``ids`` is something else; the message begins with ``name``.
+        ValueError: ``ids`` is not such a sequence; the message begins with ``name``.
     """
     try:
         array = np.asarray(ids)
     except (ValueError, OverflowError):  # lists of different lengths, numbers of more than 64 bits
         array = np.zeros(0)
     if array.ndim != 1 or array.dtype.kind not in "iu" or array.min() < 0 or array.max() >= vocab_size:
-        raise ValueError(f"{name}: input_ids must be one or more of the model's tokens 0 to {vocab_size - 1}")
+        raise ValueError(f"{name}: input_ids must be one or more token ids from 0 to {vocab_size - 1}")
 
 
 def check_score(
@@ -67,8 +67,8 @@ def check_score(
     check_tokens(input_ids, vocab_size, "score")
     if not is_whole(start, 1, len(input_ids) - 1) or not is_temperature(temperature, greedy=False):
         raise ValueError(
-            f"score: needs a temperature of at least {LOWEST_TEMPERATURE:g} and 0 < start < {len(input_ids)} (the "
-            f"number of input_ids), got {temperature!r:.60} and {start!r:.60}"
+            f"score: temperature must be at least {LOWEST_TEMPERATURE:g}, and start above 0 and below {len(input_ids)} "
+            f"(the number of input_ids), not {temperature!r:.60} and {start!r:.60}"
         )
     if not is_whole(top, 0, vocab_size):
         raise ValueError(f"score: top must be from 0 to {vocab_size} tokens, not {top!r:.60}")
@@ -120,7 +120,7 @@ def _problems(params: SamplingParams, vocab_size: int) -> Iterator[str]:
             for token, value in bias.items()
         )
     ):
-        yield f"logit_bias must be from at most {MOST_BIASES} of the model's token ids to numbers from -100 to 100"
+        yield f"logit_bias must map at most {MOST_BIASES} of the model's token ids to numbers from -100 to 100"
     if params.seed is not None and not is_whole(params.seed, -(2**63), 2**64):
         yield f"the seed (sampling_seed) must be an integer, not {params.seed!r:.60}"
     for switch in ("ignore_eos", "skip_special_tokens"):
@@ -143,11 +143,12 @@ def check_ids(requests: Sequence[GenerateRequest], taken: Collection[str]) -> No
 
 def holds_stop(decode: Decode, response: Sequence[int] | np.ndarray, stops: Sequence[str]) -> bool:
     """Whether the last tokens of ``response`` contain one of ``stops``. If the response continues an earlier one, pass
-    both together.
+    the tokens of both.
 
     This runs after every token, so it decodes only as many tokens as the longest stop string can have.
     """
-    # a token is at least one byte; one more token in front avoids special decoding at the start of a text
+    # a token has at least one byte; one more token in front, because a decoder may treat the start of a text
+    # differently
     tail = max(len(stop.encode()) for stop in stops) + 1
     text = decode(np.asarray(response[-tail:]).tolist())
     return any(stop in text for stop in stops)
@@ -157,7 +158,7 @@ def model_shapes(model_path: str) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every tensor in the files of the model at ``model_path``. Buffers such as the biases of routers
     are included, and tied weights appear once.
     """
-    import torch  # the fronts check requests without it
+    import torch  # the HTTP fronts check requests without torch
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -195,7 +196,7 @@ class WeightUpdate:
 
     @contextmanager
     def taking(self, weights: Iterable[tuple[str, Sequence[int]]]) -> Iterator[None]:
-        """Check ``weights``, which are (name, shape) pairs, let the caller copy them, and then mark them as received.
+        """Check ``weights``, which are (name, shape) pairs. After the caller has copied them, mark them as received.
 
         Raises:
             ValueError: no update is under way, the model has no weight of that name, or its shape differs.
@@ -208,7 +209,7 @@ class WeightUpdate:
             if name not in self.shapes:
                 raise ValueError(f"{name} is not a weight of the model that the engine was started with")
             if tuple(shape) != self.shapes[name]:
-                raise ValueError(f"{name} was sent with shape {tuple(shape)}, but the model's has {self.shapes[name]}")
+                raise ValueError(f"{name} was sent with shape {tuple(shape)}, but the model needs {self.shapes[name]}")
             names.append(name)
         yield
         self.received.update(names)

@@ -159,7 +159,7 @@ def test_a_response_goes_on_in_the_middle_of_its_grammar(engine: EmbeddedEngine)
         (rest,) = asyncio.run(engine.generate([request]))
         assert rest.output_ids == whole.output_ids[done:]
     wrong = GenerateRequest("x", (*PROMPT, *PROMPT), params, position=len(PROMPT))
-    with pytest.raises(ValueError, match="does not go on in its grammar"):
+    with pytest.raises(ValueError, match="does not follow its grammar"):
         asyncio.run(engine.generate([wrong]))
 
 

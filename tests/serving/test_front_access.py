@@ -269,7 +269,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/chat/completions", {**CHAT, "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}},
      "one of the tools, which are search"),
     *(("/v1/chat/completions", {**CHAT, "stream": stream, "response_format": {
-        "type": "json_schema", "json_schema": {"schema": {"type": "objec"}}}}, "json_schema: no grammar: Invalid type")
+        "type": "json_schema", "json_schema": {"schema": {"type": "objec"}}}},
+       "json_schema: not a valid grammar: Invalid type")
       for stream in (False, True)),
     ("/v1/chat/completions", {**CHAT, "response_format": {"type": "json_object"}, "guided_regex": "a"},
      "regex and response_format: a response can follow only one grammar"),
