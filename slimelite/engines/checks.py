@@ -235,7 +235,7 @@ class WeightUpdate:
         return self.version
 
     def end(self) -> None:
-        """Finish the update. It raises the same errors as `whole`."""
+        """Finish the update. Raises the same errors as `whole`."""
         self.whole()
         self.complete = self.complete or len(self._awaited) == len(self.shapes)
         self.version = None

@@ -252,7 +252,7 @@ def test_a_malformed_or_oversized_grammar_is_refused_within_a_second(alone: Call
         with pytest.raises(ValueError) as refusal:  # noqa: PT011
             grammars.guide(SamplingParams(5, **grammar)).advance(WORDS("{")["input_ids"])
         assert alone() - start < 1.0, name
-    assert str(refusal.value).startswith("the grammar is too large: Current row has 2407 items; max is 2000. Allow")
+    assert str(refusal.value).startswith("the grammar is too large: Current row has 2407 items; max is 2000. Use")
 
 
 def test_a_grammar_that_becomes_too_complex_ends_its_own_request_alone(

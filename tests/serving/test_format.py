@@ -125,7 +125,7 @@ def test_a_reply_of_at_most_one_call_ends_with_it_and_goes_on(family: str) -> No
 def test_a_reply_of_at_most_one_call_needs_a_mark_where_calls_end() -> None:
     for family in ("mistral", "llama3"):
         session = scripted(family, "abc")[0].open()
-        with pytest.raises(ValueError, match=f"parallel_tool_calls: nothing closes a call of the {family} format"):
+        with pytest.raises(ValueError, match=f"parallel_tool_calls: a call in the {family} format has no closing"):
             session.turn([ASK], [TOOL], one_call=True)
         assert session.turn([ASK], one_call=True).ends == ()
 

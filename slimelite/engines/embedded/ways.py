@@ -121,7 +121,7 @@ class _Trial:
         self._right = [self._plain(ids) for ids in self._ids]
 
     def ways(self) -> Ways:
-        """Find the ways. It raises the same errors as `ways_of`."""
+        """Find the ways. Raises the same errors as `ways_of`."""
         if problem := self._problem():
             raise NotComputed(self._config.model_type, problem)
         attention = "sdpa" if self._holds(self._with_sdpa) else "eager"

@@ -85,7 +85,7 @@ class Server(ServerAddress):
         return ask("POST", self.url + path, {} if body is None else body, retry, timeout_s)
 
     def get(self, path: str) -> Any:
-        """The answer to a GET. It raises the same errors as `post`."""
+        """The answer to a GET. Raises the same errors as `post`."""
         return ask("GET", self.url + path, None, RETRY, TIMEOUT_S)
 
     def pause(self) -> None:
@@ -195,7 +195,7 @@ class SglangServer:
         return self.url
 
     def restart(self) -> None:
-        """End the old process group, if there is one, and start the server again. It raises the same errors as
+        """End the old process group, if there is one, and start the server again. Raises the same errors as
         `start`."""
         with self._lock:
             self._end()
