@@ -50,7 +50,7 @@ def check_tokens(ids: Sequence[int], vocab_size: int, name: str) -> None:
     """
     try:
         array = np.asarray(ids)
-    except (ValueError, OverflowError):  # lists of different lengths, numbers of more than 64 bits
+    except (ValueError, OverflowError):  # raised for lists of different lengths, and for numbers with more than 64 bits
         array = np.zeros(0)
     if array.ndim != 1 or array.dtype.kind not in "iu" or array.min() < 0 or array.max() >= vocab_size:
         raise ValueError(f"{name}: input_ids must be one or more token ids from 0 to {vocab_size - 1}")
@@ -145,10 +145,10 @@ def holds_stop(decode: Decode, response: Sequence[int] | np.ndarray, stops: Sequ
     """Whether the last tokens of ``response`` contain one of ``stops``. If the response continues an earlier one, pass
     the tokens of both.
 
-    This runs after every token, so it decodes only as many tokens as the longest stop string can have.
+    The check runs after every token, so it decodes no more tokens than the longest stop string can have.
     """
-    # a token has at least one byte; one more token in front, because a decoder may treat the start of a text
-    # differently
+    # a token has at least one byte, so no stop string has more tokens; one token is added in front, because a decoder
+    # may treat the start of a text differently
     tail = max(len(stop.encode()) for stop in stops) + 1
     text = decode(np.asarray(response[-tail:]).tolist())
     return any(stop in text for stop in stops)
@@ -168,12 +168,12 @@ def model_shapes(model_path: str) -> dict[str, tuple[int, ...]]:
 
 
 class WeightUpdate:
-    """Checks that the weights of an update have the model's names and shapes, and that none is missing at the end.
+    """Checks that the weights of an update have the model's names and shapes, and that no weight is missing at the end.
 
-    ``shapes`` has the shape of each weight by name. ``aliases`` maps the second name of a tied weight to its first,
-    such as ``lm_head.weight`` to ``model.embed_tokens.weight``. ``version`` is the version of the current update, or
-    None. ``received`` has the names that this update has brought so far. ``complete`` is true after an update has
-    brought every weight. A later update may then bring only the changed weights.
+    ``shapes`` has the shape of each weight by name. ``aliases`` maps the second name of a tied weight to its first
+    name, for example ``lm_head.weight`` to ``model.embed_tokens.weight``. ``version`` is the version of the current
+    update, or None. ``received`` has the names that this update has brought so far. ``complete`` is true after an
+    update has brought every weight. A later update may then bring only the changed weights.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], aliases: Mapping[str, str] | None = None) -> None:
@@ -196,7 +196,8 @@ class WeightUpdate:
 
     @contextmanager
     def taking(self, weights: Iterable[tuple[str, Sequence[int]]]) -> Iterator[None]:
-        """Check ``weights``, which are (name, shape) pairs. After the caller has copied them, mark them as received.
+        """Check ``weights``, which are (name, shape) pairs. After the caller has copied these weights, mark them as
+        received.
 
         Raises:
             ValueError: no update is under way, the model has no weight of that name, or its shape differs.
@@ -222,7 +223,7 @@ class WeightUpdate:
         """The version of the current update, if all its weights have arrived. Call `end` afterwards.
 
         Raises:
-            ValueError: no update is under way, or weights are missing. In the second case the update stays open.
+            ValueError: no update is under way, or weights are missing. If weights are missing, the update stays open.
         """
         if self.version is None:
             raise ValueError("no weight update is under way; call begin_weight_update first")

@@ -124,8 +124,8 @@ class GenerateBody(Shape):
     prompt.
 
     ``return_sampling_mask``: if the request has top_p, top_k or min_p, return the ids that each token was drawn from,
-    and log-probs over them. ``output_token_logprobs`` are then over these ids too; in SGLang they are over the whole
-    vocabulary.
+    and log-probs over these ids. ``output_token_logprobs`` are then over these ids too; in SGLang they are over the
+    whole vocabulary.
     """
 
     rid: Text = ""

@@ -67,8 +67,8 @@ class _Call:
 
 
 class HttpFront:
-    """A `GenerateServer` that starts on demand. It has its own thread and event loop, so it stays up when a caller's
-    loop ends."""
+    """A `GenerateServer` that starts on demand. The server has its own thread and event loop, so it continues when a
+    caller's loop ends."""
 
     def __init__(
         self,
@@ -114,7 +114,8 @@ class HttpFront:
 
 
 class InProcessEngine(Engine):
-    """One worker thread owns the model and the running requests. Between two steps it runs the jobs of callers.
+    """One worker thread owns the model and the running requests. Between two steps, the thread runs the jobs of
+    callers.
 
     During a weight update the worker makes no step, so running and new requests wait.
 
@@ -143,7 +144,7 @@ class InProcessEngine(Engine):
         self._worker = threading.Thread(target=self._work, name=f"{self.name} engine", daemon=True)
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
-        """See `Engine.generate`. Cancelling it aborts the requests."""
+        """See `Engine.generate`. Cancelling this call aborts the requests."""
         return await self._generate(requests)
 
     async def stream(self, request: GenerateRequest, on_tokens: OnTokens) -> GenerateResult:
@@ -277,7 +278,7 @@ class InProcessEngine(Engine):
 
     @abstractmethod
     def _load(self, bucket: WeightBucket) -> None:
-        """Copy the bucket into the model. `_update` has checked the names and shapes of its tensors."""
+        """Copy the bucket into the model. `_update` has checked the names and shapes of the bucket's tensors."""
 
     @abstractmethod
     def _end_update(self, version: int) -> None:

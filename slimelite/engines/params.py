@@ -23,7 +23,7 @@ GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag", "calls")
 
 def parameter(
     default: object = MISSING,
-    help: str = "",  # the same name as for flags; the builtin help() is not used here
+    help: str = "",  # flags use the same name; the builtin help() is not used here
     own: str = "",
     *,
     truncates: str = "",
@@ -33,12 +33,12 @@ def parameter(
     """A field of `SamplingParams`.
 
     Args:
-        default: the value if nobody gives one.
+        default: the value if a source gives no value.
         help: the text for flags and settings.
         own: the places where the parameter has its own name.
         truncates: the values that exclude likely tokens, in words.
         bounds: for flags and settings, as `slimelite.arguments.flags.flag` takes them.
-        names: place -> its names there, if they differ.
+        names: place -> the parameter's names at this place, if they differ from the field's name.
     """
     known = {**dict.fromkeys(own.split(), ()), **{place: tuple(text.split()) for place, text in names.items()}}
     metadata = {"help": help, "truncates": truncates, "bounds": bounds or {}, "names": known}
@@ -132,8 +132,8 @@ class SamplingParams:
     logit_bias: dict[str, float] | None = parameter(
         None, "token id -> number that is added to its logit", "openai responses sglang"
     )
-    # the next five parameters each give a grammar that the text must follow; at most one of them may be set, and only
-    # if the engine supports grammars (`EngineInfo.schemas`)
+    # the next five parameters each give a grammar that the text must follow. At most one of them may be set, and the
+    # engine must support grammars (`EngineInfo.schemas`)
     json_schema: str | None = parameter(None, "the response is JSON that fits this schema", "sglang")
     regex: str | None = parameter(
         None,
@@ -165,7 +165,7 @@ class SamplingParams:
 
     @classmethod
     def of(cls, source: object, place: Place) -> SamplingParams:
-        """The parameters that ``source`` has as attributes: the flags of a run, or the settings of a dataset."""
+        """Read the parameters from the attributes of ``source``: the flags of a run, or the settings of a dataset."""
         prefix = f"{place}_" if place in PREFIXED else ""
         values: dict[str, Any] = {}
         for name, names in names_at(place).items():
@@ -224,6 +224,6 @@ class SamplingParams:
 
 @cache
 def names_at(place: Place) -> dict[str, tuple[str, ...]]:
-    """Field of `SamplingParams` -> its names at ``place``. The first name is the usual one."""
+    """Field of `SamplingParams` -> its names at ``place``. The first name is the preferred name."""
     known = {f.name: f.metadata["names"] for f in fields(SamplingParams)}
     return {name: names[place] or (name,) for name, names in known.items() if place in names}

@@ -1,4 +1,4 @@
-"""The interface of an inference engine. It takes tokens, sampling parameters and weights, and returns tokens and
+"""The interface of an inference engine. An engine takes tokens, sampling parameters and weights, and returns tokens and
 log-probs.
 
 An engine knows nothing about rewards, groups or prompt text. Every method is a coroutine, so that an engine can
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
     from slimelite.engines.registry import ServerAddress
 
-# tokens to text, special tokens included
+# converts tokens to text, with special tokens
 Decode = Callable[[list[int]], str]
-# receives the next tokens of a response and their log-probs, on the event loop of whoever asked
+# callback for the next tokens of a response and their log-probs; it runs on the caller's event loop
 OnTokens = Callable[[Sequence[int], Sequence[float]], None]
 FinishReason = Literal["stop", "length", "abort"]
 # kinds of device memory that an engine can release and resume, under SGLang's names
@@ -42,9 +42,9 @@ class EngineSetup:
     ``kv_cache_tokens``: the most tokens in the KV cache. ``repeatable``: the same requests in the same order give the
     same bits, whatever requests came before. ``memory_share``: share of the GPU's memory for weights and KV cache.
     ``releases_memory``: whether the run calls `Engine.release_memory`. ``memory``: the content that remains in memory
-    after such a call. ``width``: number of GPUs. ``options``: the other ``--sglang-*`` options, by field name.
-    ``adapter``: the LoRA adapters that the run will send; None: the run sends weights. None in any other field leaves
-    the choice to the engine.
+    after `Engine.release_memory`. ``width``: number of GPUs. ``options``: the other ``--sglang-*`` options, by field
+    name. ``adapter``: the LoRA adapters that the run will send; None: the run sends weights. None in any other field
+    leaves the choice to the engine.
     """
 
     model_path: str
@@ -94,7 +94,8 @@ class AdapterFormat:
 
 @dataclass(frozen=True)
 class Codec:
-    """Converts tokens to text (with special tokens) and text to tokens. It also has the tokens that end a response.
+    """Converts tokens to text (with special tokens) and text to tokens. A codec also has the tokens that end a
+    response.
 
     ``tokenizer``: the tokenizer of transformers, for grammars.
     """
@@ -145,8 +146,8 @@ class GenerateRequest:
 
 @dataclass
 class GenerateResult:
-    """The tokens of one response. Its per-token lists may be passed as arrays, and are read as lists. `columns` returns
-    them in the stored form.
+    """The tokens of one response. The per-token fields may be set to arrays, but they are read as lists. `columns`
+    returns these fields in the stored form.
 
     ``log_probs``: one per token, under softmax(logits / temperature), before top-p, top-k or min-p renormalise. Greedy
     requests (temperature 0 or top_k 1) report the same quantity at temperature 1. ``kept``: for a request with
@@ -223,7 +224,7 @@ class Scores:
 class WeightBucket:
     """Several tensors of one dtype, flattened into one tensor.
 
-    ``flat``: 1-D, with the tensors' elements in the order of ``names``, which are Hugging Face's.
+    ``flat``: a 1-D tensor with the elements of all tensors, in the order of ``names``. These are Hugging Face's names.
     """
 
     names: list[str]
@@ -291,7 +292,7 @@ class Engine(Protocol):
     async def score(self, input_ids: Sequence[int], start: int, temperature: float = 1.0, top: int = 0) -> Scores:
         """Log-probs of ``input_ids[start:]``, each given all tokens before it, under softmax(logits / temperature).
 
-        Only engines whose `EngineInfo.scores` is true support this.
+        Only engines with a true `EngineInfo.scores` support this method.
 
         Args:
             top: how many of the likeliest tokens are reported for each position.
@@ -310,11 +311,11 @@ class Engine(Protocol):
     async def begin_weight_update(self, version: int, changed: Collection[str] | None = None) -> bool:
         """Stop decoding until `end_weight_update`, because the weights are a mix of two versions until then.
 
-        ``changed``: names of the only weights that differ from those of earlier updates; None: all may differ.
+        ``changed``: names of the weights that may differ from those of earlier updates; None: all weights may differ.
 
         Returns:
-            whether the update may leave the other weights out. It may do so only after an earlier update has brought
-            all weights.
+            whether the update may leave the other weights out. An update may do so only after an earlier update has
+            brought all weights.
         """
         ...
 
@@ -327,7 +328,7 @@ class Engine(Protocol):
         ...
 
     async def end_weight_update(self) -> None:
-        """All weights were sent: discard the cached keys and values, set the weight version and resume decoding.
+        """Finish the update: discard the cached keys and values, set the weight version and resume decoding.
 
         Raises:
             ValueError: a weight of the model was not sent. Decoding stays stopped.
@@ -369,7 +370,7 @@ class ServerProcess(Protocol):
         ...
 
     def restart(self) -> None:
-        """Start the server again and wait until it answers. It has the weights of its first start."""
+        """Start the server again and wait until it answers. The server then has the weights of its first start."""
         ...
 
     def close(self) -> None:
@@ -379,17 +380,18 @@ class ServerProcess(Protocol):
 
 @runtime_checkable
 class Restartable(Protocol):
-    """An engine whose process can be started again after it died."""
+    """An engine with a process that can be started again after it has died."""
 
     async def restart(self) -> None:
-        """Start the engine again and wait until it answers. It has the weights of its first start, and version -1."""
+        """Start the engine again and wait until it answers. The engine then has the weights of its first start, and
+        version -1."""
         ...
 
 
 @runtime_checkable
 class Streaming(Protocol):
-    """An engine that reports tokens while it decodes. An engine behind Ray does not, because its results arrive
-    complete."""
+    """An engine that reports tokens while it decodes. An engine behind Ray does not report them, because its results
+    arrive complete."""
 
     async def stream(self, request: GenerateRequest, on_tokens: OnTokens) -> GenerateResult:
         """Like `Engine.generate` for one request. ``on_tokens`` gets all tokens before the result is returned."""
@@ -399,7 +401,7 @@ class Streaming(Protocol):
 class WeightSink(Protocol):
     """Receives a weight update: call `begin`, then `send` for every bucket, then `end`.
 
-    ``every_rank``: whether every trainer rank has a sink and sends the same buckets to it. If not, only rank 0 sends.
+    ``every_rank``: whether every trainer rank has a sink and sends the same buckets to it. Otherwise only rank 0 sends.
     """
 
     every_rank: bool
@@ -413,12 +415,12 @@ class WeightSink(Protocol):
         ...
 
     def end(self) -> None:
-        """Finish the update: all weights were sent."""
+        """Finish the update after all weights were sent."""
         ...
 
 
 class Transport(WeightSink, Protocol):
-    """A `WeightSink` for engines that are servers. It keeps its connections between updates."""
+    """A `WeightSink` for engines that are servers. The transport keeps its connections between updates."""
 
     def to(self, servers: Sequence[ServerAddress]) -> WeightSink:
         """Send the next updates to ``servers``."""
@@ -434,7 +436,7 @@ class EngineLostError(ValueError):
 
 
 class WeightSyncError(RuntimeError):
-    """An engine did not receive a complete update. It stays paused until an update is complete."""
+    """An engine did not receive a complete update. The engine stays paused until an update is complete."""
 
 
 def stream_seed(*names: object) -> int:

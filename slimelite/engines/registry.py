@@ -1,7 +1,7 @@
 """The available inference engines, one record each.
 
 To add an engine, write its module and add a record here or in a file of ``--import-file``. The `EngineMemory` of a
-record lists the content that is lost after `Engine.release_memory` and `Engine.resume_memory`. It determines the
+record lists the content that is lost after `Engine.release_memory` and `Engine.resume_memory`. This list determines the
 options that a server is started with, the weights that a sync may leave out, and the host memory in the plan. The
 servers in the tests lose the same content as a real server, even if the record is wrong.
 """
@@ -42,9 +42,9 @@ class Content(Enum):
 class EngineMemory:
     """The content of an engine's memory that a release loses.
 
-    ``lost``: the content that is lost. All other content is available again after the memory is resumed. ``backups``:
-    lost content -> the ``--sglang-*`` option that keeps a copy of it in host memory during the release. ``unset``:
-    environment variables that must not be set for an engine that releases memory.
+    ``lost``: the content that a release loses. All other content is available again after the memory is resumed.
+    ``backups``: lost content -> the ``--sglang-*`` option that keeps a copy of it in host memory during the release.
+    ``unset``: environment variables that must not be set for an engine that releases memory.
     """
 
     lost: frozenset[Content] = frozenset()
@@ -52,8 +52,8 @@ class EngineMemory:
     unset: tuple[str, ...] = ()
 
     def needed(self, options: Mapping[str, object], *, adapter_alone: bool) -> dict[str, bool]:
-        """The options that an engine needs if it releases its memory. Without them it would lose content that no weight
-        sync restores.
+        """The options that an engine needs if it releases its memory. Without these options, the engine would lose
+        content that no weight sync restores.
 
         ``options``: the engine's other ``--sglang-*`` options. ``adapter_alone``: a sync sends the adapter and no
         weights.
@@ -67,8 +67,8 @@ class EngineMemory:
         return content not in self.lost or bool(options.get(self.backups.get(content, "")))
 
     def on_host(self, options: Mapping[str, object], *, adapter_alone: bool) -> frozenset[Content]:
-        """The content that is kept in host memory while an engine's memory is released. It has the same size as on the
-        device."""
+        """The content that is kept in host memory while an engine's memory is released. The content has the same size
+        in host memory as on the device."""
         chosen = {**options, **self.needed(options, adapter_alone=adapter_alone)}
         return frozenset(content for content in self.lost if self.survives(content, chosen))
 
@@ -78,7 +78,7 @@ KEEPS_ALL = EngineMemory()
 
 @dataclass(frozen=True)
 class ServerAddress:
-    """An engine that is a server. It answers at ``url`` (``http://host:port``) and has ``tp_size`` GPUs.
+    """An engine that is a server. The server answers at ``url`` (``http://host:port``) and has ``tp_size`` GPUs.
 
     ``first_gpu``: index of its first GPU among the GPUs of all engines; None: the GPU after the last GPU of the
     previous server.
@@ -112,13 +112,13 @@ class EngineKind:
     ``build``: (`EngineSetup`, `Codec`) -> `Engine` in the caller's process; None if ``server`` is given. ``server``:
     the functions of an engine that is a separate process and is reached over HTTP. ``repeats``: whether the same seeds
     give the same tokens, bit for bit, or the name of the ``--sglang-*`` option that turns this on. ``releases_memory``:
-    whether it can release its device memory while the trainer works. ``memory``: the content that remains after such a
-    release. ``wide``: whether one engine may use several GPUs. ``adapters``: whether it can sample from a LoRA adapter
-    on top of the model's weights. ``scores``: whether it gives log-probs of given tokens (`Engine.score`). ``kept``:
-    whether it returns the tokens that top-p, top-k and min-p kept (`SamplingParams.kept`). ``package``: the Python
-    package that it needs. ``check_config``: (Hugging Face config) -> None. It raises ValueError for a model that the
-    engine cannot compute. ``lacking``: () -> one sentence for each requirement of the engine on a GPU that this machine
-    does not meet.
+    whether the engine can release its device memory while the trainer works. ``memory``: the content that remains after
+    such a release. ``wide``: whether one engine may use several GPUs. ``adapters``: whether the engine can sample from
+    a LoRA adapter on top of the model's weights. ``scores``: whether the engine gives log-probs of given tokens
+    (`Engine.score`). ``kept``: whether the engine returns the tokens that top-p, top-k and min-p kept
+    (`SamplingParams.kept`). ``package``: the Python package that the engine needs. ``check_config``: (Hugging Face
+    config) -> None. The function raises ValueError for a model that the engine cannot compute. ``lacking``: () -> one
+    sentence for each requirement of the engine on a GPU that this machine does not meet.
     """
 
     name: str

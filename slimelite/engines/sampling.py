@@ -28,7 +28,7 @@ class Generating(Protocol):
 
 
 def engine_sampler(engine: Generating) -> Sampler:
-    """One engine as a sampler. It streams if the engine can."""
+    """One engine as a sampler. The sampler streams if the engine can stream."""
 
     async def sample(request: GenerateRequest, on_tokens: OnTokens | None) -> GenerateResult:
         if on_tokens is not None and isinstance(engine, Streaming):
@@ -50,7 +50,8 @@ class News(Generic[T]):
 
 
 async def news(calls: Sequence[Callable[[OnTokens | None], Awaitable[T]]], *, stream: bool) -> AsyncGenerator[News[T]]:
-    """Make ``calls`` at the same time. Yields their tokens if they ``stream``, and their results when they end.
+    """Make ``calls`` at the same time. Yields the tokens of the calls if they ``stream``, and the result of each call
+    when it ends.
 
     All calls are cancelled at the first error, and also when the generator is closed.
     """

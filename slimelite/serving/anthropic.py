@@ -284,7 +284,7 @@ def _blocks(part: Part) -> list[dict[str, Any]]:
 
 
 def _end(turn: Turn, params: SamplingParams) -> dict[str, object]:
-    """The reason why the turn ended. If it was a stop sequence, the fields include this sequence."""
+    """The reason why the turn ended. If a stop sequence ended it, the fields include this sequence."""
     if turn.finish_reason != "stop":
         return {"stop_reason": STOP_REASONS[turn.finish_reason], "stop_sequence": None}
     if turn.reply.tool_calls:

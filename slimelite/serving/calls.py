@@ -1,4 +1,4 @@
-"""Functions that read tool calls, for all model families. They convert a text to values.
+"""Functions that read tool calls, for all model families. The functions convert a text to values.
 
 The values of Gemma 4 and LFM2 are neither JSON nor plain text. They look like Python.
 """
@@ -45,7 +45,7 @@ class Piece(NamedTuple):
 
 
 class Unreadable(ValueError):
-    """A tool call cannot be read; the message says why."""
+    """A tool call cannot be read. The message gives the reason."""
 
 
 def json_call(value: object) -> tuple[str, str]:
@@ -59,8 +59,8 @@ def json_call(value: object) -> tuple[str, str]:
 
 
 def arguments_text(arguments: object) -> str:
-    """The JSON text of a call's arguments. Raises `Unreadable` if they are not an object, or if JSON cannot represent
-    them."""
+    """The JSON text of a call's arguments. Raises `Unreadable` if ``arguments`` is not an object, or if JSON cannot
+    represent it."""
     if not isinstance(arguments, dict):
         raise Unreadable("its arguments are not a JSON object")
     try:
@@ -151,7 +151,7 @@ def _typed(text: str, kinds: set[str]) -> object:
 
 
 def _kinds(schema: object, *, chosen: bool = False) -> set[str]:
-    """The types that a JSON schema allows. "any" stands for the types that it does not restrict.
+    """The types that a JSON schema allows. "any" stands for the types that the schema does not restrict.
 
     ``chosen``: whether the schema is one choice of another schema. Its own choices are then ignored.
     """

@@ -108,7 +108,7 @@ SWITCH_NAME = "enable_thinking"
 EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
 # the beginning of an answer of GPT-OSS and similar models, after other channels
 FINAL = "<|channel|>final<|message|>"
-# arguments of a test call, which the template must show and the format must read back
+# arguments of a test call; the template must show them, and the format must read them back
 PROBED = {"text": 'say "it\'s"\nso', "count": 3, "list": ["a", 2]}
 
 
@@ -193,8 +193,8 @@ class ChatFormat:
         return str(self.tokenizer.decode(list(ids), **settings))
 
     def reply(self, ids: Sequence[int], tools: Tools = None, *, opened: bool = False, salt: str = "") -> Reply:
-        """Read a reply from its tokens. The token that ends it is left out. The method accepts any tokens without an
-        error.
+        """Read a reply from its tokens. The end token of the reply is left out. The method accepts any tokens without
+        an error.
 
         ``opened``: whether the prompt ends inside the thinking, see `opens_thinking`. ``salt``: a part of the calls'
         ids.
@@ -224,11 +224,11 @@ class ChatFormat:
         /,
         **template_kwargs: object,
     ) -> list[int] | None:
-        """The tokens that follow the sampled reply ``messages[at]``. None: the template changes the text before them.
+        """The tokens that follow the sampled reply ``messages[at]``. None: the template changes earlier text.
 
         ``rendered``: the text of the prompt that ``output_ids`` answered. ``messages``: the whole conversation.
-        ``text``: the rendered text of the conversation. If the reply was cut off, the first token is its end mark,
-        because the model did not write this mark.
+        ``text``: the rendered text of the conversation. If the reply was cut off, the first token is the end mark of
+        the reply, because the model did not write this mark.
         """
         if not text.startswith(rendered):
             return None
@@ -260,13 +260,13 @@ class ChatFormat:
     ) -> list[int]:
         """The tokens that a call of one of the tools ``names`` begins with, after the prompt ``rendered``.
 
-        They are the common beginning of such calls, without arguments and with each of the tool's parameters first.
-        With one tool of Qwen, these are all tokens up to the arguments. With several tools, these are all tokens up to
-        the name.
+        These tokens are the common beginning of such calls, without arguments and with each of the tool's parameters
+        first. With one tool of Qwen, these are all tokens up to the arguments. With several tools, these are all tokens
+        up to the name.
 
         Raises:
-            ValueError: the format of the model's calls is unknown; or the prompt opens the thinking, but the template
-                shows calls without thinking; or the calls have no first token in common.
+            ValueError: the format of the model's calls is unknown. Or the prompt opens the thinking, but the template
+                shows calls without thinking. Or the calls have no first token in common.
         """
         calls = []
         for arguments in ({}, {PROBE * 2: ""}):
@@ -288,7 +288,7 @@ class ChatFormat:
     def begun(
         self, messages: Sequence[Message], reply: Message, rendered: str, tools: Tools = None, /, **kwargs: object
     ) -> list[int]:
-        """The tokens of a ``reply`` that the model will continue. They follow the prompt ``rendered`` of the
+        """The tokens of a ``reply`` that the model will continue. These tokens follow the prompt ``rendered`` of the
         ``messages``.
 
         Raises:
@@ -303,8 +303,8 @@ class ChatFormat:
         return self.encode(text[len(rendered) :])
 
     def effort_kwargs(self, effort: str | None) -> dict[str, object]:
-        """The template variables for a reasoning effort of OpenAI or Anthropic. They are empty if the chat template has
-        no efforts and no switch for thinking."""
+        """The template variables for a reasoning effort of OpenAI or Anthropic. The result is empty if the chat
+        template has no efforts and no switch for thinking."""
         template = str(self.tokenizer.chat_template or "")
         if effort is not None and "reasoning_effort" in template:
             return {"reasoning_effort": EFFORTS.get(effort, effort)}
@@ -441,7 +441,7 @@ class ChatFormat:
         try:
             shown = PROBE in self._apply(question, tools, {})
         except ValueError:
-            # the template refuses this test conversation; it may accept a real one, or gives its error then
+            # the template refuses this test conversation. It may still accept a real conversation
             return None
         if not shown:
             return "the chat template shows the model no tools; use a template that uses `tools`"

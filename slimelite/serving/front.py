@@ -1,4 +1,5 @@
-"""The HTTP front. It serves every dialect, with and without sessions. It uses one engine or all engines of a run.
+"""The HTTP front. The front serves every dialect, with and without sessions. It uses one engine or all engines of a
+run.
 
 ``POST /sessions`` opens a session, and returns its id and key. The endpoints that sample also exist under
 ``/sessions/<id>``. Replies under such a path are kept with their exact tokens until ``DELETE /sessions/<id>``; ``GET
@@ -150,8 +151,8 @@ class Front(GenerateServer):
         return [*super()._public(), self._page]
 
     def _opens(self, http: web.Request, key: str) -> bool:
-        """Whether ``key`` permits the request. Without a session, only the front's key does. With a session, the
-        session's key does too."""
+        """Whether ``key`` permits the request. A request without a session needs the front's key. A request with a
+        session needs the front's key or the session's key."""
         session = http.match_info.get("session")
         if self.key is not None and super()._opens(http, key):
             return True

@@ -55,7 +55,7 @@ class StructuredOutputs(Shape):
 
 
 class HeldBody(SampledBody):
-    """A body that may contain a grammar. It accepts more names for grammars than `SamplingParams`."""
+    """A body that may contain a grammar. Such a body accepts more names for grammars than `SamplingParams`."""
 
     guided_json: Text | dict[str, Any] | None = None
     guided_choice: Choices | None = None

@@ -108,7 +108,7 @@ def _block_in_brackets(state: StateBlock, begin: int, end: int, silent: bool) ->
 def _in_brackets(state: StateInline, silent: bool) -> bool:
     r"""Parse ``\(…\)`` and ``\[…\]`` within a paragraph, where Markdown alone would read escaped brackets."""
     close = {r"\(": r"\)", r"\[": r"\]"}.get(state.src[state.pos : state.pos + 2])
-    # (closing mark, text) that were searched before, so that they are not searched again
+    # (closing mark, text) pairs without a match; they need not be searched again
     unclosed = state.env.setdefault("unclosed", set())
     if close is None or (close, state.src) in unclosed:
         return False

@@ -1,10 +1,10 @@
 """OpenAI's dialect: ``/v1/chat/completions``, ``/v1/completions`` and ``/v1/models``.
 
 OpenAI's documentation does not define the temperature of log-probs. Here, the log-probs of sampled tokens and their
-alternatives belong to the distribution that was sampled from; for temperature 0, they are at temperature 1. Log-probs
-of a prompt (``echo``) are at temperature 1. Any model name is accepted. These parameters are additions to OpenAI's:
-``top_k``, ``min_tokens``, ``stop_token_ids``, ``ignore_eos``, ``repetition_penalty``, ``chat_template_kwargs``,
-``continue_final_message``, ``return_token_ids`` and the grammars of `HeldBody`.
+alternatives belong to the distribution that was sampled from. For temperature 0, these log-probs are at temperature 1.
+Log-probs of a prompt (``echo``) are at temperature 1. Any model name is accepted. These parameters are additions to
+OpenAI's: ``top_k``, ``min_tokens``, ``stop_token_ids``, ``ignore_eos``, ``repetition_penalty``,
+``chat_template_kwargs``, ``continue_final_message``, ``return_token_ids`` and the grammars of `HeldBody`.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ async def complete(model: Model, session: Session, body: CompletionBody) -> Answ
 async def models(model: Model) -> dict[str, Any]:
     """The answer to ``/v1/models``, with the one model that is served. ``max_model_len`` (vLLM's name) is the length of
     the model's context in tokens. slimelite adds two fields. ``chats``: whether the model has a chat template; without
-    one, it only continues texts. ``sampling``: the default sampling parameters of a request.
+    a template, the model only continues texts. ``sampling``: the default sampling parameters of a request.
     """
     info = await model.engine.info()
     own = {"id": model.name, "object": "model", "created": model.created, "owned_by": "slimelite"}
@@ -255,14 +255,14 @@ def shown_tools(tools: list[dict[str, Any]], choice: object) -> tuple[list[dict[
 
 
 def _seeded(params: SamplingParams, copy: int) -> SamplingParams:
-    """The parameters of response number ``copy``. If they have a seed, each response gets a different seed."""
+    """The parameters of response number ``copy``. If ``params`` has a seed, each response gets a different seed."""
     return params if params.seed is None else replace(params, seed=params.seed + copy)
 
 
 async def _answer(
     model: Model, session: Session, body: CommonBody, planned: Sequence[PlannedTurn], choices: Choices
 ) -> Answer:
-    """Sample the planned turns. The answer has one choice for each turn. It is complete or a stream."""
+    """Sample the planned turns. The answer has one choice for each turn. The answer is complete or a stream."""
     head = {"id": f"{choices.prefix}-{uuid.uuid4().hex}", "created": int(time.time())}
     head["model"] = body.model or model.name
     if body.stream:
@@ -295,9 +295,9 @@ Top = Sequence[tuple[int, float]]
 class Choices(ABC):
     """The choices of one request.
 
-    ``kind``, ``chunk``: the names of an answer and of a part of a stream. ``prefix``: the beginning of their ids.
-    ``alternatives``: the number of alternatives for each token; None: no log-probs are requested. ``ids``: whether
-    token ids are requested. ``echo``: whether the prompt is requested.
+    ``kind``, ``chunk``: the names of an answer and of a part of a stream. ``prefix``: the beginning of the ids of
+    answers. ``alternatives``: the number of alternatives for each token; None: no log-probs are requested. ``ids``:
+    whether token ids are requested. ``echo``: whether the prompt is requested.
     """
 
     kind: str

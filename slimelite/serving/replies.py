@@ -1,5 +1,5 @@
-"""Handles replies while they are generated. It samples several responses of a request at the same time. For streams, it
-finds the text of an unfinished reply that later tokens cannot change."""
+"""Handles replies while they are generated. The module samples several responses of a request at the same time. For
+streams, the module finds the text of an unfinished reply that later tokens cannot change."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Part:
 
     @property
     def calls(self) -> tuple[ToolCall, ...]:
-        """The tool calls. They are in the last part."""
+        """The tool calls, which are in the last part."""
         return self.turn.reply.tool_calls if self.ended else ()
 
 
@@ -85,7 +85,7 @@ class TextStream:
     A reply to raw tokens is shown unchanged, with special tokens.
 
     Args:
-        turn: the turn that is sampled. It has the prompt already.
+        turn: the turn that is sampled. The turn has the prompt already.
         stops: stop strings.
     """
 

@@ -190,7 +190,7 @@ class ResponsesBody(HeldBody):
     parallel_tool_calls: bool = True
     reasoning: Reasoning = Reasoning()
     text: TextConfig = TextConfig()
-    # a client may request results of hosted tools, but there are never any
+    # a client may request results of hosted tools, but this server has no such results
     include: FirstError[
         list[
             Literal[
@@ -495,7 +495,7 @@ def _message(item: Any, name: str) -> Message:
 
 
 def _thinking(item: ReasoningItem, name: str) -> str:
-    """The text of the thinking. If this server packed it, it is unpacked."""
+    """The text of the thinking. Thinking that this server packed is unpacked."""
     if item.encrypted_content.startswith(PACKED):
         with suppress(ValueError):
             return base64.b64decode(item.encrypted_content.removeprefix(PACKED), validate=True).decode()

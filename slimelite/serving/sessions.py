@@ -31,7 +31,8 @@ from slimelite.serving.format import ChatFormat, Message, Reply, Tools, before_s
 
 
 class ContextFullError(ValueError):
-    """The prompt leaves no room for a reply. The text and the ``code`` are OpenAI's, because clients look for them.
+    """The prompt leaves no room for a reply. The message and the ``code`` are the same as OpenAI's, because clients
+    look for them.
 
     ``tokens``: the length of the prompt, or an estimate if the prompt is far too long. ``most``: the length of the
     context.
@@ -96,7 +97,7 @@ class Turn:
 
     @property
     def path(self) -> list[Turn]:
-        """The turns from the one that begins the branch to this one."""
+        """The turns from the beginning of the branch to this turn."""
         path = [self]
         while (before := path[-1].before) is not None:
             path.append(before)
@@ -272,8 +273,8 @@ class Session:
         call. ``goes_on``: the reply continues the last message, which must be an assistant message.
 
         Raises:
-            ValueError: the chat template refuses the messages, or does not show calls, so a call cannot be forced; or
-                the end of the first call cannot be recognised.
+            ValueError: the chat template refuses the messages. Or the template does not show calls, so a call cannot be
+                forced. Or the end of the first call cannot be recognised.
         """
         template_kwargs = template_kwargs or {}
         if goes_on and messages[-1]["role"] != "assistant":
@@ -365,7 +366,8 @@ class Session:
     async def _whole(
         self, turn: Turn, prompt_ids: list[int], params: SamplingParams, on_tokens: OnTokens | None
     ) -> GenerateResult:
-        """The response to ``turn``. If a pause interrupts the request, it continues afterwards with the new weights."""
+        """The response to ``turn``. If a pause interrupts the request, the request continues afterwards with the new
+        weights."""
         whole = GenerateResult(f"{self.id}/{turn.number}")
         self._unfinished[turn.number] = whole
         for part in count():

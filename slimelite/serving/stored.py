@@ -48,7 +48,7 @@ class Stored:
             self._drop(next(iter(self._records)))
 
     def record(self, owner: str, name: str, status: int = 404) -> Record:
-        """The answer of this id.
+        """The answer with this id.
 
         Raises:
             RequestError: there is no such answer, or it has another owner. ``status``: the error's HTTP status.
@@ -69,7 +69,7 @@ class Stored:
         return [item for record in reversed(records) for item in (*record.sent, *record.output.values())]
 
     def item(self, owner: str, name: str) -> Any:
-        """The item of this id. Raises the same errors as `record`."""
+        """The item with this id. Raises the same errors as `record`."""
         if name not in self._answers:
             raise _lost(name, 400)
         return self.record(owner, self._answers[name], 400).output[name]

@@ -79,7 +79,7 @@ class Part(NamedTuple):
 
 
 def parts(text: str) -> Iterator[Part]:
-    """Yields the parts of a reply in order. Together they are the whole reply."""
+    """Yields the parts of a reply in order. Together, the parts are the whole reply."""
     at, head = 0, HEAD.search(text)
     while head is not None:
         if at < head.start():
@@ -135,7 +135,8 @@ def read_harmony(inside: str, _: Schemas) -> list[tuple[str, str]]:
 
 
 def read_muse(inside: str, schemas: Schemas) -> list[tuple[str, str]]:
-    """``to=name<|message|><atem:function_calls><atem:invoke name="name"><atem:parameter name="key">value…`` of Muse."""
+    """Read ``to=name<|message|><atem:function_calls><atem:invoke name="name"><atem:parameter name="key">value…`` of
+    Muse."""
     body = inside.partition(BODY)[2]
     block = re.fullmatch(r"\s*<atem:function_calls>(.*)</atem:function_calls>\s*", body, re.DOTALL)
     invoke = re.compile(r'<atem:invoke name="([^"\n]*)">(.*?)</atem:invoke>', re.DOTALL)
@@ -357,7 +358,8 @@ REASONING_FORMATS = Registry[ReasoningFormat](
 
 
 def tool_format(template: str, name: str | None = None) -> ToolFormat | None:
-    """The format called ``name``, or the one whose mark is in the chat template. None: the model calls no tools.
+    """The format with this ``name``. Without a name: the format with a mark in the chat template. None: the model calls
+    no tools.
 
     Raises:
         ValueError: there is no format of this name.
@@ -368,7 +370,8 @@ def tool_format(template: str, name: str | None = None) -> ToolFormat | None:
 
 
 def reasoning_format(template: str, name: str | None = None) -> ReasoningFormat | None:
-    """The format called ``name``, or the one whose mark is in the chat template. None: the model does not think.
+    """The format with this ``name``. Without a name: the format with a mark in the chat template. None: the model does
+    not think.
 
     Raises:
         ValueError: there is no format of this name.
@@ -381,7 +384,7 @@ def reasoning_format(template: str, name: str | None = None) -> ReasoningFormat 
 def read_reasoning(text: str, form: ReasoningFormat | None, *, opened: bool) -> tuple[str | None, str]:
     """(the thinking or None, the text after it). ``opened``: whether the prompt ends with the start of the thinking.
 
-    If the thinking does not end, it is the whole text.
+    If the thinking has no end mark, the whole text is thinking.
     """
     if form is None:
         return None, text

@@ -329,7 +329,7 @@ def test_a_session_is_opened_by_its_own_key_alone() -> None:
             sessions.get("mine", key)
     with pytest.raises(LookupError):
         sessions.get("nobody", mine.key)
-    with pytest.raises(ValueError, match="there is a session 'mine' already"):
+    with pytest.raises(ValueError, match="session 'mine' exists already"):
         sessions.open("mine")
     assert sessions.close("mine") is mine
     with pytest.raises(LookupError):

@@ -49,16 +49,16 @@ class SlabPart:
         stored.view(-1, stored.shape[-1]).index_copy_(0, self._slots, key_value.flatten(0, 1))
 
     def attend(self, layer: int, query: torch.Tensor, with_mass: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The attention output [rows, heads, head dim] of ``query``, which has the same shape. ``with_mass``: also the
-        log of the sum of the weights [rows, heads]."""
+        """The attention output [rows, heads, head dim] of ``query``, which has the same shape. ``with_mass``: also
+        return the log of the sum of the attention weights [rows, heads]."""
         rows, heads, head_dim = query.shape
         keys, values = self._slab.layers[layer][:, :rows, :, : self._length]
         # the query heads of one kv head are treated as several queries of this head, so the cache need not be copied
         if not self._exact:
             grouped = query.view(rows, keys.shape[1], -1, head_dim)
             return F.scaled_dot_product_attention(grouped, keys, values, self._mask).view(query.shape), None
-        # in fp32 on a CPU, this code is up to twice as fast at these sizes; in lower precisions it would round the
-        # scores
+        # in fp32 on a CPU, this code is up to twice as fast at these sizes; in lower precisions, this code would round
+        # the scores
         grouped = query.reshape(len(self._mask), -1, head_dim)
         scores = torch.baddbmm(self._mask, grouped, keys.flatten(0, 1).transpose(1, 2), alpha=head_dim**-0.5)
         mass = scores.logsumexp(-1).view(rows, heads) if with_mass else None
@@ -68,10 +68,10 @@ class SlabPart:
 class DecodePlan:
     """The plan of a decoding step. Each row of ``slabs``, in this order, has one token, at ``positions`` [T].
 
-    ``bases`` [T]: the number of tokens before the row's first token in its slab. Their keys and values are read through
-    ``sharing``. Each list in ``sharing`` has at most one entry for a row. Each prefix is multiplied once with the
-    queries of all its rows. Each part has its own softmax, and the results are weighted by the masses of the parts.
-    Compared with a single softmax, this causes a relative rounding error of about 1e-6 in fp32.
+    ``bases`` [T]: the number of tokens before the row's first token in its slab. The keys and values of these tokens
+    are read through ``sharing``. Each list in ``sharing`` has at most one entry for a row. Each prefix is multiplied
+    once with the queries of all its rows. Each part has its own softmax, and the results are weighted by the masses of
+    the parts. Compared with a single softmax, this causes a relative rounding error of about 1e-6 in fp32.
     """
 
     def __init__(

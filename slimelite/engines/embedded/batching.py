@@ -1,4 +1,5 @@
-"""The base class of both schedulers of the embedded engine. It accepts requests, samples tokens and ends responses."""
+"""The base class of both schedulers of the embedded engine. This class accepts requests, samples tokens and ends
+responses."""
 
 from __future__ import annotations
 
@@ -20,9 +21,9 @@ from slimelite.engines.protocol import Decode, FinishReason, OnTokens, Scores
 class Batching(ABC):
     """Runs sequences in submission order, at most ``max_rows`` at a time.
 
-    A sequence first waits. Then it fills: the model's results for its tokens are read from the cache, or computed by a
-    prefill. Then it becomes a row of the table and decodes. A subclass manages the memory of the sequences and computes
-    the logits.
+    A sequence first waits. Then the sequence fills: the model's results for its tokens are read from the cache, or
+    computed by a prefill. Finally the sequence becomes a row of the table and decodes. A subclass manages the memory of
+    the sequences and computes the logits.
     """
 
     def __init__(

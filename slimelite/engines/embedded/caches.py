@@ -20,7 +20,7 @@ from transformers import PretrainedConfig
 
 # name of a tensor with a column for each token -> the dimension of its columns, counted from the end
 COLUMNS = {"keys": 2, "values": 2, "indexer_keys": 2, "key_cache": 2, "value_cache": 2}
-# attributes of a layer that count the tokens it has processed
+# attributes of a layer that count the tokens that the layer has processed
 COUNTS = ("cumulative_length",)
 
 

@@ -48,9 +48,9 @@ GPU_CACHE_SHARE = 0.6
 class EmbeddedEngine(InProcessEngine):
     """Implements `slimelite.engines.protocol.Engine`: continuous batching over Hugging Face weights.
 
-    Requests that arrive during a weight update, or while memory is released, wait. If new weights arrive while a
-    request runs, the request continues with the new weights. Its keys and values are recomputed, so that each token is
-    sampled from the model of its weight version.
+    Requests wait if they arrive during a weight update, or while memory is released. If new weights arrive while a
+    request runs, the request continues with the new weights. The keys and values of the request are recomputed, so that
+    each token is sampled from the model of its weight version.
 
     The engine keeps the keys and values of prompts and of long responses for later requests that begin with the same
     tokens. The engine drops these keys and values when new weights arrive, or when other requests need the memory.
@@ -86,8 +86,8 @@ class EmbeddedEngine(InProcessEngine):
             max_context_len: limit for prompt and response together [tokens]; default: the smaller of the model's limit
                 and the cache.
             kv_cache_tokens: the most tokens that the cache holds, in all sequences and cached prefixes. Memory is
-                allocated when it is needed. Default: as many as 4 GiB hold on a CPU, or 60 % of the free memory on a
-                GPU.
+                allocated when it is needed. Default: the number of tokens that fit into 4 GiB on a CPU, or into 60 % of
+                the free memory on a GPU.
             repeatable: whether cached prefixes are dropped when requests reach an idle engine, see above.
             decode: a function from tokens to text with special tokens; stop strings and the HTTP front need it.
             encode: a function from text to tokens, for the HTTP front.
@@ -157,9 +157,9 @@ class EmbeddedEngine(InProcessEngine):
         )
 
     async def score(self, input_ids: Sequence[int], start: int, temperature: float = 1.0, top: int = 0) -> Scores:
-        """See `Engine.score`. If several calls in one turn of the event loop have the same tokens before ``start``, one
-        pass scores all these calls and computes the common tokens once. The scheduler makes one pass before each
-        decoding step.
+        """See `Engine.score`. Calls from one turn of the event loop share a pass if they have the same tokens before
+        ``start``. This pass computes the common tokens only once. The scheduler makes one pass before each decoding
+        step.
         """
         check_score(input_ids, start, temperature, top, self._vocab_size, self._max_context_len)
         scoring = Scoring(list(input_ids), start, float(temperature), top)

@@ -40,7 +40,7 @@ def is_fast_hybrid(config: PretrainedConfig, device: torch.device, dtype: torch.
 
 
 class Derived:
-    """The result of ``make`` for ``weight``. It is computed again after ``weight`` has changed."""
+    """The result of ``make`` for ``weight``. The result is computed again after ``weight`` has changed."""
 
     def __init__(self, weight: Tensor, make: Callable[[Tensor], Tensor]) -> None:
         self._weight, self._make = weight, make
@@ -141,7 +141,7 @@ class DeltaNet:
     def _decoded(
         self, qkv: Tensor, g: Tensor, beta: Tensor, step: Step, cached: States | None
     ) -> tuple[Tensor, States]:
-        """One token for each row: [rows, heads, V]."""
+        """The result for one token of each row: [rows, heads, V]."""
         assert cached is not None
         window = torch.cat((cached.conv, qkv[:, None]), 1)
         mixed = F.silu((window * self._taps()).sum(1))
@@ -164,7 +164,7 @@ class DeltaNet:
     def _prefilled(
         self, qkv: Tensor, g: Tensor, beta: Tensor, step: Step, cached: States | None
     ) -> tuple[Tensor, States]:
-        """Several tokens for each row: [rows · tokens, heads, V]."""
+        """The results for several tokens of each row: [rows · tokens, heads, V]."""
         n, length, heads, group = step.rows, step.tokens, self._heads, self._group
         taps = self._taps()
         before = qkv.new_zeros(n, len(taps) - 1, qkv.shape[-1]) if cached is None else cached.conv

@@ -1,5 +1,5 @@
-"""The generic decoder computes any causal LM of transformers with the modules and caches of transformers. It runs
-models that have no fast path."""
+"""The generic decoder computes any causal LM of transformers with the modules and caches of transformers. This decoder
+runs models that have no fast path."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ TRIAL = 4
 class GenericDecoder(Weights):
     """A model, its forward ``passes``, and ``ways``: how these passes may be computed.
 
-    ``vocab_size``: rows of its embedding. ``context``: the most tokens of a sequence; None if the config has no limit.
+    ``vocab_size``: the number of rows of the model's embedding. ``context``: the most tokens of a sequence; None if the
+    config has no limit.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class GenericDecoder(Weights):
         self.dtype = dtype
         model = load_model(model_path, config, dtype, seed, self.ways.attention)
         self.model = model.eval().requires_grad_(False).to(device)
-        # first, because this step merges some weights into larger weights
+        # the passes are made first, because this step merges some weights into larger weights
         self.passes = HybridPasses(model) if is_fast_hybrid(config, device, dtype) else Passes(model)
         text = config.get_text_config()
         self.vocab_size: int = text.vocab_size
@@ -59,7 +60,7 @@ class GenericDecoder(Weights):
 
     @torch.inference_mode()
     def cache_tokens(self, free: int) -> tuple[int, int]:
-        """(tokens that fit into ``free`` bytes, tokens whose memory equals the states of one row)."""
+        """(number of tokens that fit into ``free`` bytes, memory of the states of one row counted in tokens)."""
         if self.ways.rows is Rows.WHOLE:
             # no cache is kept, because the cache of this family may be wrong; but each step has the logits of all
             # tokens in memory

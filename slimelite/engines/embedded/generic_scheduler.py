@@ -31,8 +31,8 @@ KEEP = 64
 
 @dataclass(eq=False)
 class Batch:
-    """Rows that share a pass. ``cache``: their cache, in the order of ``members``. ``width``: the number of tokens of
-    the longest row."""
+    """Rows that share a pass. ``cache``: the cache of these rows, in the order of ``members``. ``width``: the number of
+    tokens of the longest row."""
 
     members: list[Running]
     cache: Any
@@ -135,7 +135,8 @@ class GenericScheduler(Batching):
         return torch.cat(parts)[torch.from_numpy(np.argsort(order)).to(self._device)]
 
     def _decode_batch(self, batch: Batch, rows: list[int]) -> Tensor:
-        """[members, vocab] logits after the last token of each member. ``rows``: their rows in the table."""
+        """[members, vocab] logits after the last token of each member. ``rows``: the rows of the members in the
+        table."""
         fed = torch.from_numpy(self.rows.last_tokens()[rows])[:, None].to(self._device)
         lengths = torch.from_numpy(self.rows.state["length"][rows] - 1)
         logits, batch.cache = self._passes.decode(fed, batch.cache, lengths, batch.width)
@@ -191,7 +192,7 @@ class GenericScheduler(Batching):
         return logits
 
     def _next(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """The first of ``prompts``, and others of the same length that one pass can compute together with it."""
+        """The first of ``prompts``, and other prompts of the same length that the same pass can compute."""
         first, *others = prompts
         self._find(first)
         group = [first]
@@ -205,7 +206,7 @@ class GenericScheduler(Batching):
                 continue
             begin = prompt.tokens[:ALIKE].tobytes()
             if begin in begins and self._ways.extends and len(prompt.tokens) > ALIKE:
-                continue  # it will continue from the results of this pass
+                continue  # this prompt will continue from the results of the pass
             self._find(prompt)
             if not prompt.start:
                 begins.add(begin)
@@ -213,7 +214,7 @@ class GenericScheduler(Batching):
         return group
 
     def _find(self, prompt: Prompt) -> None:
-        """Find the longest cached beginning of ``prompt`` that it can continue from."""
+        """Find the longest cached beginning from which ``prompt`` can continue."""
         wanted, best = prompt.tokens, None
         prompt.start = 0
         for known in self._known:
@@ -236,8 +237,8 @@ class GenericScheduler(Batching):
             prompt.known = best
 
     def _start(self, group: list[Prompt]) -> Tensor:
-        """Compute the tokens of ``group`` that are not cached, and make its members rows. Returns their logits [rows,
-        vocab]."""
+        """Compute the tokens of ``group`` that are not cached, and turn its members into rows. Returns the logits of
+        these rows [rows, vocab]."""
         first, cache, logits = group[0], None, None
         length, start = len(first.tokens), first.start
         if first.known is not None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # longest grammar [characters]; llguidance takes up to half a second to compile this length
 LONGEST = 1 << 16
-# compiled grammars that an engine keeps
+# the most compiled grammars that an engine keeps
 MOST_COMPILED = 64
 # white space between two tokens of JSON: long enough to indent, but limited, because a small model might never stop
 # writing white space
@@ -100,7 +100,7 @@ class Grammars:
 
     @cached_property
     def _spellings(self) -> dict[bytes, list[int]]:
-        """Text -> the tokens that have it, without special tokens."""
+        """Text -> the tokens with this text. Special tokens are left out."""
         spellings: dict[bytes, list[int]] = {}
         for token in range(self.tokens.vocab_size):
             if token not in self._special_texts:
@@ -281,14 +281,14 @@ def _written(kind: str, text: str) -> str:
 
 
 def _bits(tokens: Iterable[int], vocab_size: int) -> np.ndarray:
-    """A bit for each token, in words of 32 as `Held.fill` has them."""
+    """One bit for each token, in words of 32 bits as in `Held.fill`."""
     bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
     bits[list(tokens)] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 def _set_bits(words: np.ndarray) -> list[int]:
-    """The tokens whose bit is set."""
+    """The tokens with a set bit."""
     return [int(token) for token in np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))]
 
 

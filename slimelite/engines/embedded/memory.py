@@ -129,7 +129,7 @@ class KVMemory:
         return torch.zeros(size, device=self.device, dtype=self.dtype)
 
     def slab(self, length: int) -> Slab:
-        """The slab whose rows have this length."""
+        """The slab with rows of this length."""
         if length not in self.slabs:
             self.slabs[length] = Slab(self, length)
         return self.slabs[length]

@@ -43,7 +43,7 @@ def not_fast(config: PretrainedConfig) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MixtureShape:
-    """``layers`` have ``count`` experts of width ``size`` each. Each token goes through ``each`` of them.
+    """``layers`` have ``count`` experts of width ``size`` each. Each token uses ``each`` of these experts.
 
     ``norm``: whether the weights of a token's experts are divided by their sum.
     """
@@ -298,8 +298,8 @@ class DecoderWeights(Weights):
 
 
 class AttentionPlan(Protocol):
-    """The plan for a batch of packed tokens. It has the position of each token, and defines where its keys and values
-    are written and which tokens it attends to."""
+    """The plan for a batch of packed tokens. The plan gives the position of each token, the place of its keys and
+    values, and the tokens that it attends to."""
 
     positions: torch.Tensor
 

@@ -52,12 +52,12 @@ class Running:
     """A waiting, filling or decoding request.
 
     ``tokens``: prompt and generated tokens; only set while the request is not a row of the table. ``log_probs``: the
-    log-probs of the generated tokens, also only while the request is not a row. ``kept``: the ids that each generated
-    token was drawn from, if the request asks for them. ``versions``: (index of a generated token, weight version from
-    that token on). ``leaf``: the last node of the request's cached prefix. ``fill``: the request's prefill. ``behind``:
-    the prefill of another request that begins with the same tokens; this request waits for that prefill. ``place``:
-    where the keys and values of the tokens from ``place.base`` on are. The keys and values of earlier tokens are in
-    nodes of the prefix tree.
+    log-probs of the generated tokens, also only set while the request is not a row. ``kept``: the ids that each
+    generated token was drawn from, if the request asks for them. ``versions``: (index of a generated token, weight
+    version from that token on). ``leaf``: the last node of the request's cached prefix. ``fill``: the request's
+    prefill. ``behind``: the prefill of another request that begins with the same tokens; this request waits for that
+    prefill. ``place``: where the keys and values of the tokens from ``place.base`` on are. The keys and values of
+    earlier tokens are in nodes of the prefix tree.
     """
 
     request: GenerateRequest
@@ -83,7 +83,8 @@ class Running:
         return self.request.params.max_new_tokens - len(self.log_probs)
 
     def deliver(self, reason: FinishReason) -> None:
-        """Give the caller the result. This is the error, or the tokens, log-probs, versions and finish ``reason``."""
+        """Give the caller the result. The result is the error, or the tokens, log-probs, versions and finish
+        ``reason``."""
         if self.error is not None:
             self.future.set_exception(self.error)
             return
@@ -179,7 +180,7 @@ class RowTable:
         lengths += 1
 
     def sampling(self) -> SamplingBatch:
-        """The sampling parameters of all rows. They are recomputed only after a row is added or removed."""
+        """The sampling parameters of all rows. The result is recomputed only after a row is added or removed."""
         if self._sampling is None:
             self._sampling = SamplingBatch.build(self.state["shape"][: len(self)], self._vocab_size, self._device)
         return self._sampling

@@ -39,8 +39,8 @@ SHAPE = np.dtype(
 
 
 def stream_of(seed: int) -> int:
-    """The start of the random stream of ``seed``. It is one step of splitmix64, so that the streams of neighbouring
-    seeds are unrelated."""
+    """The start of the random stream of ``seed``. One step of splitmix64 computes it, so that the streams of
+    neighbouring seeds are unrelated."""
     return int(_mixed(np.array([(seed + GOLDEN) % 2**64], np.uint64))[0])
 
 
@@ -175,7 +175,7 @@ def _tell(
     if batch.greedy is not None:
         drawn = tokens[:, 0].cpu().numpy().astype(np.int32)
         greedy = torch.from_numpy(batch.tells).to(log_probs.device) & batch.greedy
-        log_probs[greedy] *= 0.0  # values that are not finite stay so
+        log_probs[greedy] *= 0.0  # values that are not finite stay not finite
         kept |= {row: drawn[row : row + 1] for row in greedy.nonzero()[:, 0].tolist()}
     return kept
 
@@ -214,9 +214,9 @@ def _truncated(weights: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tenso
     """The likeliest tokens, in descending order, and their masses, which are 0 for excluded tokens. Both are [m,
     width].
 
-    A token is kept if it is one of the top_k likeliest tokens, if it is in the smallest set with a mass of at least
-    top_p, and if its probability is at least min_p times the highest probability. All limits are applied to the full
-    distribution, as SGLang does.
+    A token is kept if three conditions are true. It is one of the top_k likeliest tokens. It is in the smallest set
+    with a mass of at least top_p. Its probability is at least min_p times the highest probability. All limits are
+    applied to the full distribution, as SGLang does.
     """
     assert batch.top_p is not None
     assert batch.top_k is not None
@@ -271,7 +271,7 @@ def together(scorings: Iterable[Scoring]) -> list[list[Scoring]]:
 
 
 def compute(group: Sequence[Scoring], decoder: Decoder) -> list[Scores]:
-    """Score a ``group`` that `together` returned in one pass. The pass computes the tokens before ``start`` only
+    """Score all calls of a ``group`` from `together` in one pass. The pass computes the tokens before ``start`` only
     once."""
     first, device = group[0], decoder.weights.embed.device
     head = decoder.logits, len(decoder.weights.head.weight)

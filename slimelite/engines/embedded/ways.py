@@ -1,4 +1,4 @@
-"""Tests on a small copy of a model how the generic decoder may compute the models of its family.
+"""Finds out how the generic decoder may compute the models of a family, by tests on a small copy of a model.
 
 Some caches of transformers give wrong results without an error: with rows of different lengths, or when several tokens
 follow the cached tokens. So a small random model computes a few sequences in each way. The log-probs are compared with

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 def load_model(
     model_path: str, config: PretrainedConfig, dtype: torch.dtype, seed: int, attention: str | None = None
 ) -> PreTrainedModel:
-    """Load the checkpoint at ``model_path``. If the folder has no weights, they are random, with seed ``seed``.
+    """Load the checkpoint at ``model_path``. If the folder has no weights, the weights are random, with seed ``seed``.
 
     ``attention``: transformers' name of the attention to use; None: its default.
     """

@@ -105,9 +105,9 @@ class SglangEngine(Engine):
                 tokens that the server finds end a response.
             owner: the object that can restart the server at the same address; None: slimelite did not start the server.
             wait_s: how long `restart` waits for the server to answer [s].
-            front_host: the address of this machine on which a front listens. It is set if the policy is an adapter of
-                the server, because requests must then name the adapter. Requests of other clients go through the front.
-                None: the policy is the server's model.
+            front_host: the address of this machine on which a front listens. This address is set if the policy is an
+                adapter of the server, because requests must then name the adapter. Requests of other clients go through
+                the front. None: the policy is the server's model.
         """
         self.url = server.url.rstrip("/")
         # callers use several event loops, but a connection belongs to one loop, so all requests run on this thread's
@@ -169,7 +169,7 @@ class SglangEngine(Engine):
                 del self._running[request_id]
 
     async def score(self, input_ids: Sequence[int], start: int, temperature: float = 1.0, top: int = 0) -> Scores:
-        """See `Engine.score`. It works only at temperature 1, and only when all memory is resumed."""
+        """See `Engine.score`. Scoring works only at temperature 1, and only when all memory is resumed."""
         info = self._known or await self.info()
         check_score(input_ids, start, temperature, top, self._vocab_size, info.max_context_len)
         if temperature != 1:
@@ -213,7 +213,7 @@ class SglangEngine(Engine):
         """See `Engine.release_memory`. Requests wait in this client until all memory is resumed."""
         check_memory_tags(tags)
         self._released.update(tags)
-        # a server that releases memory while it decodes dies, so all requests are ended first, including those of
+        # a server dies if it releases memory while it decodes, so all requests are ended first, including those of
         # plugins
         await self._ask("POST", "/abort_request", {"rid": "", "abort_all": True})
         await self._ask("POST", f"/flush_cache?timeout={IDLE_S:g}", {})
@@ -294,8 +294,8 @@ class SglangEngine(Engine):
                         "be resumed; send the request again"
                     )
                 result = GenerateResult(request.request_id)
-            # SGLang aborts every request whose id starts with the given one, so an id must not be a prefix of another
-            # id
+            # SGLang aborts every request with an id that starts with the given id, so an id must not be a prefix of
+            # another id
             running.rid = f"{request.request_id}.{uuid.uuid4().hex[:8]}"
             body = request_body(request, result, running.rid, self._eos, seeds) | (POLICY if self._front else {})
             before = result
@@ -402,7 +402,7 @@ def _rejections() -> Iterator[None]:
 
 
 def build_server(setup: EngineSetup) -> SglangServer:
-    """The server process on this machine, with a reserved port. It is not started yet."""
+    """The server process on this machine, with a reserved port. The server is not started yet."""
     config = AutoConfig.from_pretrained(setup.model_path).get_text_config()
     length = setup.max_context_len
     if length is not None:

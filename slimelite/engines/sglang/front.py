@@ -1,5 +1,5 @@
 """A front for a server that has the policy as an adapter. The front adds the adapter's name to requests of plugins that
-do not name an adapter. Without the name, they would sample from the frozen weights.
+do not name an adapter. Without this name, such requests would sample from the frozen weights.
 """
 
 from __future__ import annotations

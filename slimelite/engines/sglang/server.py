@@ -99,7 +99,7 @@ class Server(ServerAddress):
 
     def resume(self, version: int) -> None:
         """Flush the KV cache, set the weight version and resume decoding."""
-        # the timeout gives requests that were aborted just before time to end
+        # with this timeout, requests that were aborted just before can still end
         self.post("/flush_cache?timeout=30")
         self.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
         self.post("/continue_generation")
@@ -371,8 +371,8 @@ def server_fields(setup: EngineSetup, **placement: object) -> dict[str, object]:
     if setup.releases_memory and setup.device == "cuda":
         implied["cuda_graph_backend_prefill"] = "disabled"  # the graphs of SGLang's default backend cannot be released
     if setup.adapter is not None:
-        # 2, because a batch may have requests with the policy's adapter and requests to the frozen model without an
-        # adapter
+        # the value is 2, because a batch may have requests with the policy's adapter and requests to the frozen model
+        # without an adapter
         implied |= {"enable_lora": True, "max_lora_rank": setup.adapter.rank, "max_loras_per_batch": 2}
         implied["lora_target_modules"] = list(setup.adapter.modules)
         implied |= {"lora_backend": "torch_native"} if setup.device == "cpu" else {}
@@ -390,9 +390,9 @@ def server_fields(setup: EngineSetup, **placement: object) -> dict[str, object]:
 
 
 def server_environment(fields: Mapping[str, object], unset: Collection[str] = ()) -> dict[str, str]:
-    """The environment of a server with ``fields``. It is a copy of the environment of this process. If the server
-    releases its memory, the variables in ``unset`` are removed from the copy. The server's CUDA graphs are released
-    too, except graphs of the "breakable" kind, which cannot be released.
+    """The environment of a server with ``fields``. The result is a copy of the environment of this process. If the
+    server releases its memory, the variables in ``unset`` are removed from the copy. The server's CUDA graphs are
+    released too, except graphs of the "breakable" kind, which cannot be released.
     """
     environment = dict(os.environ)
     if not fields.get("enable_memory_saver"):

@@ -162,8 +162,8 @@ class ServerSink(ABC):
         self.update.complete = False
         for server, info in zip(self.servers, infos, strict=True):
             check_model(server.url, info, self.setup.model_path)
-            # a server that started without a warm-up request has not done this, and without it each cache flush takes a
-            # second
+            # a server that started without a warm-up request has not frozen its objects, and then each cache flush
+            # takes a second
             server.post("/freeze_gc")
         self.own = self._join(self.servers)
         self._known = self.servers
@@ -200,7 +200,7 @@ class ServerSink(ABC):
 
 
 class HttpSink(ServerSink):
-    """Sends tensors in the body of ``update_weights_from_tensor``. It needs only an HTTP connection."""
+    """Sends tensors in the body of ``update_weights_from_tensor``. This transport needs only an HTTP connection."""
 
     def _transfer(self, bucket: WeightBucket) -> None:
         blob = pickled(WeightBucket(bucket.names, bucket.shapes, bucket.flat.cpu()))
@@ -268,7 +268,7 @@ class GroupSink(ServerSink):
         host, backend = self.setup.host, "nccl" if self.setup.device.type == "cuda" else "gloo"
         widths = [server.tp_size for server in servers]
         world = 1 + sum(widths)
-        # rank 0 of the group hosts the store; the servers try to connect until it exists
+        # rank 0 of the group hosts the store; the servers try to connect until the store exists
         store = dist.TCPStore(host, 0, world, True, timedelta(seconds=JOIN_S), wait_for_workers=False)
         place = {"master_address": host, "master_port": store.port, "world_size": world, "backend": backend}
         joining = [
@@ -339,9 +339,9 @@ class GroupSink(ServerSink):
 class IpcSink(ServerSink):
     """Each trainer rank shares its copy of a bucket through CUDA IPC with the server rank on the same GPU (collective).
 
-    The first trainer rank on a server's GPUs sends the request for all of them. On a CPU, tensors are sent by value.
-    The servers use the trainer ranks' GPUs in order, from rank 0 on. There are gaps only if a ``first_gpu`` skips
-    ranks.
+    The first trainer rank on a server's GPUs sends the request for all ranks on these GPUs. On a CPU, tensors are sent
+    by value. The servers use the trainer ranks' GPUs in order, from rank 0 on. There are gaps only if a ``first_gpu``
+    skips ranks.
     """
 
     every_rank = True
@@ -358,7 +358,7 @@ class IpcSink(ServerSink):
         return [server for server, own in zip(servers, ranks, strict=True) if own[0] == self._rank]
 
     def _transfer(self, bucket: WeightBucket) -> None:
-        # ranks without a server send no handle, because memory behind a handle that is never opened is never freed
+        # ranks without a server do not send a handle: if a handle is never opened, its memory is never freed
         blobs = _from_all(pickled(bucket) if self._serves else b"")
         for server in self.own:
             request = update_request(blobs[self._rank : self._rank + server.tp_size])

@@ -20,8 +20,8 @@ TARGET = {"selector": "target", "disable_draft_model": True}
 
 
 def version_of(stamp: str) -> int:
-    """The weight version that a server reports as ``stamp``. It is -1 for SGLang's "default", the stamp before the
-    first update."""
+    """The weight version that a server reports as ``stamp``. The version is -1 for SGLang's "default", the stamp before
+    the first update."""
     return int(stamp) if stamp.isdecimal() else -1
 
 
@@ -46,7 +46,7 @@ def request_body(
         # if all running requests are greedy, SGLang reports log-probs without temperature. A top-p that keeps one token
         # is also greedy, but its log-probs always use the temperature
         sampling |= {"top_p": 1e-6, "top_k": -1}
-    # SGLang's random stream depends on the position in the sequence, so a continued response continues it
+    # SGLang's random stream depends on the position in the sequence, so a continued response also continues the stream
     if not seeds or params.seed is None:
         sampling.pop("sampling_seed", None)
     return {
