@@ -21,7 +21,8 @@ INT32 = 2**31
 
 
 def check_request(request: GenerateRequest, vocab_size: int, max_context_len: int) -> None:
-    """Refuse a request that can never be served. Inside a batch, its failure would end the other requests too.
+    """Refuse a request that can never be served. Inside a batch, the failure of such a request would end the other
+    requests too.
 
     Raises:
         ValueError: the request has tokens outside the vocabulary, no prompt, parameters of a wrong type or out of
@@ -53,7 +54,7 @@ def check_tokens(ids: Sequence[int], vocab_size: int, name: str) -> None:
     except (ValueError, OverflowError):  # raised for lists of different lengths, and for numbers with more than 64 bits
         array = np.zeros(0)
     if array.ndim != 1 or array.dtype.kind not in "iu" or array.min() < 0 or array.max() >= vocab_size:
-        raise ValueError(f"{name}: input_ids must be one or more token ids from 0 to {vocab_size - 1}")
+        raise ValueError(f"{name}: input_ids must be tokens of the model: one or more ids from 0 to {vocab_size - 1}")
 
 
 def check_score(
@@ -147,8 +148,8 @@ def holds_stop(decode: Decode, response: Sequence[int] | np.ndarray, stops: Sequ
 
     The check runs after every token, so it decodes no more tokens than the longest stop string can have.
     """
-    # a token has at least one byte, so no stop string has more tokens; one token is added in front, because a decoder
-    # may treat the start of a text differently
+    # a token has at least one byte, so a stop string has no more tokens than bytes. One more token is decoded in front,
+    # because a decoder may treat the start of a text differently
     tail = max(len(stop.encode()) for stop in stops) + 1
     text = decode(np.asarray(response[-tail:]).tolist())
     return any(stop in text for stop in stops)

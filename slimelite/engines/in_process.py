@@ -37,8 +37,8 @@ RUNNING_REQUESTS = {"cpu": 256, "cuda": 512}
 class _Call:
     """One call of `Engine.generate`. ``whole`` wakes the caller once, after the last result.
 
-    Each future that an event loop awaits wakes the loop's thread. One such wake-up takes as long as a step of a small
-    model.
+    Each future that an event loop awaits wakes the loop's thread. One such wake-up takes about the time of a step of a
+    small model.
     """
 
     def __init__(self, requests: Sequence[GenerateRequest], listener: OnTokens | None) -> None:

@@ -82,7 +82,7 @@ class SamplingParams:
     )
     min_p: float = parameter(
         0.0,
-        "tokens whose probability is below this fraction of the most likely token's are not sampled",
+        "a token is not sampled if its probability is below this fraction of the highest probability",
         "rollout eval dataset openai responses sglang",
         truncates="above 0",
         bounds={"at_least": 0, "at_most": 1},
@@ -112,25 +112,25 @@ class SamplingParams:
     # the next four parameters change the logits that a token is drawn from; the log-probs are still the model's
     repetition_penalty: float = parameter(
         1.0,
-        "positive logits of tokens that occur in prompt or response are divided by this, negative ones are "
-        "multiplied by it",
+        "for tokens in the prompt or the response, positive logits are divided by this number, and negative logits "
+        "are multiplied by it",
         "openai responses sglang",
         bounds={"above": 0, "at_most": 2},
     )
     presence_penalty: float = parameter(
         0.0,
-        "logits of tokens of the response are lowered by this",
+        "the logits of tokens in the response are lowered by this number",
         "openai responses sglang",
         bounds={"at_least": -2, "at_most": 2},
     )
     frequency_penalty: float = parameter(
         0.0,
-        "logits of tokens of the response are lowered by this for each occurrence",
+        "the logits of tokens in the response are lowered by this number for each occurrence",
         "openai responses sglang",
         bounds={"at_least": -2, "at_most": 2},
     )
     logit_bias: dict[str, float] | None = parameter(
-        None, "token id -> number that is added to its logit", "openai responses sglang"
+        None, "token id -> the number that is added to the logit of this token", "openai responses sglang"
     )
     # the next five parameters each give a grammar that the text must follow. At most one of them may be set, and the
     # engine must support grammars (`EngineInfo.schemas`)
@@ -150,7 +150,7 @@ class SamplingParams:
         responses="guided_grammar ebnf",
     )
     structural_tag: str | None = parameter(
-        None, "JSON in SGLang's form: what follows each trigger fits the schema of a structure", "sglang"
+        None, "JSON in SGLang's form: the text after each trigger fits the schema of a structure", "sglang"
     )
     # like structural_tag, but for calls of strict tools; an engine that cannot switch between free text and JSON
     # ignores this parameter

@@ -155,7 +155,7 @@ class GenerateResult:
     renormalised over these ids. A greedy request keeps only the token itself. ``constrained``: for a request with a
     grammar, penalties or biases, one value per token: whether they excluded ids when this token was drawn.
     ``weight_versions``: one per token, the version of the weights that produced it. ``cached_tokens``: number of prompt
-    tokens whose keys and values were cached already.
+    tokens with keys and values from the cache.
     """
 
     request_id: str
@@ -311,7 +311,7 @@ class Engine(Protocol):
     async def begin_weight_update(self, version: int, changed: Collection[str] | None = None) -> bool:
         """Stop decoding until `end_weight_update`, because the weights are a mix of two versions until then.
 
-        ``changed``: names of the weights that may differ from those of earlier updates; None: all weights may differ.
+        ``changed``: names of the weights that may differ from earlier updates; None: all weights may differ.
 
         Returns:
             whether the update may leave the other weights out. An update may do so only after an earlier update has

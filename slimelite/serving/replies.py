@@ -117,8 +117,8 @@ class TextStream:
         """The rest of the ended reply that was not shown yet."""
         reply = self._turn.reply
         thinking, content = reply.reasoning or "", reply.content
-        # if the thinking has no opening mark, it was shown as content before its end mark came. If the thinking is also
-        # empty, its end mark was shown
+        # if the thinking has no opening mark, it was shown as content before its end mark arrived. If the thinking is
+        # also empty, its end mark was shown
         other = bool(thinking) or not content.lstrip().startswith(self._content.lstrip())
         unopened = other and bool(self._content) and not self._reasoning and not self._channels
         if self._raw or unopened:

@@ -453,7 +453,7 @@ def _messages(instructions: str, before: Sequence[Any], sent: Sequence[Any]) -> 
     """
     system = [instructions] if instructions else []
     messages: list[Message] = []
-    own: Message = {}  # the last message, as long as the next item may extend it
+    own: Message = {}  # the last message, if the next item may extend it
     for place, item in enumerate((*before, *sent), -len(before)):
         new = _message(item, f"input[{place}]")
         if new["role"] in ("system", "developer") and not messages:

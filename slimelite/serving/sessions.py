@@ -494,8 +494,8 @@ class Sessions:
 
 
 def _begins(messages: Sequence[Message], sent: Sequence[tuple[object, ...]], turn: Turn) -> bool:
-    """Whether ``messages`` begin with the history of ``turn``, as far as clients preserve messages. ``sent``: the
-    `comparable` parts of the messages.
+    """Whether ``messages`` begin with the history of ``turn``, in the form in which clients send messages back.
+    ``sent``: the `comparable` parts of the messages.
 
     A client without support for thinking leaves the thinking out, which is allowed. If a client sends different
     thinking, it has rewritten the message.

@@ -1,4 +1,5 @@
-"""Plans for a batch of packed tokens: where their keys and values are written, and what each token attends to."""
+"""Plans for a batch of packed tokens. A plan defines where keys and values are written, and which tokens each token
+attends to."""
 
 from __future__ import annotations
 

@@ -53,7 +53,8 @@ class Layout:
 
 
 class Scheduler(Batching):
-    """Batching of the dense decoder. Rows are in slabs, as many as the memory allows, and prefixes are in a tree.
+    """Batching of the dense decoder. Rows are in slabs, and prefixes are in a tree. The memory limits the number of
+    rows.
 
     All tokens of a sequence except the last one are read from the prefix tree or prefilled. A row's last token is never
     in the cache, because it is the input of the next decoding step. So the same decoding step serves a new prompt, a

@@ -28,7 +28,7 @@ from slimelite.models.small import VOCABULARY, small_config
 # the largest difference of log-probs that counts as rounding [nats]: rounding gave 1.2e-3 with 48 layers, and an error
 # gave 4e-2
 TOLERANCE = 2e-3
-# std of the noise on the weights, so that the layers have effects as large as those of trained layers
+# std of the noise on the weights, so that the effects of the layers are similar to those of trained layers
 SPREAD = 0.1
 # lengths of the test sequences [tokens]: longer than the small model's window and context, and two are equal
 LENGTHS = (19, 14, 14)
@@ -69,7 +69,7 @@ class NotComputed(ValueError):
 def check_config(config: PretrainedConfig) -> None:
     """Raise ValueError for a model that the embedded engine cannot compute; see `ways_of`."""
     if method := restore_weights(config):
-        raise NotComputed(config.model_type, f"its weights are quantized by {method}, which cannot be undone here")
+        raise NotComputed(config.model_type, f"its weights are quantized by {method} and cannot be restored")
     if not_fast(config):
         ways_of(config)
 

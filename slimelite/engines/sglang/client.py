@@ -213,7 +213,7 @@ class SglangEngine(Engine):
         """See `Engine.release_memory`. Requests wait in this client until all memory is resumed."""
         check_memory_tags(tags)
         self._released.update(tags)
-        # a server dies if it releases memory while it decodes, so all requests are ended first, including those of
+        # a server dies if it releases memory while it decodes, so all requests are ended first, including requests of
         # plugins
         await self._ask("POST", "/abort_request", {"rid": "", "abort_all": True})
         await self._ask("POST", f"/flush_cache?timeout={IDLE_S:g}", {})
@@ -441,7 +441,7 @@ def external_servers(addresses: Sequence[str], model_path: str, transport: str) 
             width = int(server["tp_size"])
         except (HttpError, TypeError, LookupError, ValueError) as error:
             raise ValueError(
-                f"--rollout-external-engine-addrs {address}: no SGLang server answers there ({error})"
+                f"--rollout-external-engine-addrs {address}: no SGLang server answers at this address ({error})"
             ) from error
         check_model(url, model, model_path)
         if transport == "disk" and server.get(DRAFTS):

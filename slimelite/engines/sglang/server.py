@@ -236,16 +236,16 @@ class SglangServer:
             now = time.monotonic()
             if process.poll() is not None:
                 raise ValueError(
-                    f"the SGLang server of {self.url} ended with status {process.returncode}: {self._tail()}"
+                    f"the SGLang server at {self.url} ended with status {process.returncode}: {self._tail()}"
                 )
             if now - begin > self._start_s:
                 raise ValueError(
-                    f"the SGLang server of {self.url} is not healthy after {self._start_s:.0f} s: {self._tail()}"
+                    f"the SGLang server at {self.url} is not healthy after {self._start_s:.0f} s: {self._tail()}"
                 )
             if now - reported > REPORT_S:
                 reported = now
                 logger.warning(
-                    "waiting for the SGLang server of %s, %.0f s so far; its log is %s", self.url, now - begin, self.log
+                    "waiting for the SGLang server at %s, %.0f s so far; its log is %s", self.url, now - begin, self.log
                 )
             time.sleep(0.5)
         # without a warm-up, SGLang does not freeze its Python objects, and garbage collection scans them in each cache
@@ -281,7 +281,7 @@ class SglangServer:
             except ProcessLookupError:
                 return
             time.sleep(0.05)
-        logger.warning("some processes of the server of %s are still alive %.0f s after SIGKILL", self.url, END_S)
+        logger.warning("some processes of the server at %s are still alive %.0f s after SIGKILL", self.url, END_S)
 
 
 def reserve_port(host: str) -> socket.socket:
@@ -391,8 +391,8 @@ def server_fields(setup: EngineSetup, **placement: object) -> dict[str, object]:
 
 def server_environment(fields: Mapping[str, object], unset: Collection[str] = ()) -> dict[str, str]:
     """The environment of a server with ``fields``. The result is a copy of the environment of this process. If the
-    server releases its memory, the variables in ``unset`` are removed from the copy. The server's CUDA graphs are
-    released too, except graphs of the "breakable" kind, which cannot be released.
+    server releases its memory, the variables in ``unset`` are removed from the copy. The server's CUDA graphs are also
+    released. Only graphs of the "breakable" kind cannot be released.
     """
     environment = dict(os.environ)
     if not fields.get("enable_memory_saver"):

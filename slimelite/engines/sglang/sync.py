@@ -117,7 +117,7 @@ class ServerSink(ABC):
         try:
             self._meet_the_new()
         except HttpError as error:
-            failure = WeightSyncError(f"weights {version} reached no engine: {error}")
+            failure = WeightSyncError(f"weights {version} did not reach any engine: {error}")
         except ValueError as error:
             failure = error
         self._raise_first(failure)
@@ -193,9 +193,9 @@ class ServerSink(ABC):
 
     def _failed(self, why: str) -> WeightSyncError:
         return WeightSyncError(
-            f"weights {self.update.version} did not reach every engine: {why}. An engine that failed may have a "
-            "mixture of new and old weights, so it stays paused and nothing is sampled from it. Resume from the "
-            "last checkpoint with --load"
+            f"weights {self.update.version} did not reach every engine: {why}. A failed engine may have a mix "
+            "of new and old weights, so it stays paused and samples nothing. Resume the run from the last checkpoint "
+            "with --load"
         )
 
 
