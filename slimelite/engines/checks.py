@@ -128,7 +128,7 @@ def _problems(params: SamplingParams, vocab_size: int) -> Iterator[str]:
         if not isinstance(getattr(params, switch), bool):
             yield f"{switch} must be true or false, not {getattr(params, switch)!r:.60}"
     if not all(is_text(stop) and stop for stop in params.stop) or len(params.stop) > MOST_STOPS:
-        yield f"stop must be at most {MOST_STOPS} texts, none of them empty, not {params.stop!r:.60}"
+        yield f"stop must be at most {MOST_STOPS} texts that are not empty, got {params.stop!r:.60}"
     ids = params.stop_token_ids
     if not all(is_whole(token, -INT32, INT32) for token in ids) or len(ids) > MOST_STOPS:
         yield f"stop_token_ids must be at most {MOST_STOPS} token ids, not {ids!r:.60}"

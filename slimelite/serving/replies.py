@@ -1,5 +1,5 @@
 """Handles replies while they are generated. The module samples several responses of a request at the same time. For
-streams, the module finds the text of an unfinished reply that later tokens cannot change."""
+streams, the module finds the part of an unfinished reply that later tokens cannot change."""
 
 from __future__ import annotations
 

@@ -93,8 +93,7 @@ class EmbeddedEngine(InProcessEngine):
             encode: a function from text to tokens, for the HTTP front.
             eos_token_ids: the tokens that end a response; default: the ids of generation_config.json and config.json.
             seed: seeds random weights, and seeds requests that have no seed.
-            http_host: the address of this machine that `start_http` listens on. The URL of the HTTP front contains this
-                address.
+            http_host: the address of this machine that `start_http` listens on, and that its URL contains.
             tokenizer: the model's tokenizer, for grammars.
 
         Raises:

@@ -158,7 +158,7 @@ class GenericScheduler(Batching):
         return True
 
     def _admit(self) -> None:
-        """Let waiting sequences fill in the order of arrival, until no more rows or no more memory are free."""
+        """Let waiting sequences fill in the order of arrival, as long as rows and memory are free."""
         widest = max((batch.width for batch in self._batches), default=0) if self._ways.rows is Rows.PADDED else 0
         expected = self._row_tokens_used
         while self.waiting and len(self.rows) + len(self.filling) < self._max_rows:

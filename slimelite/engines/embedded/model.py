@@ -37,7 +37,8 @@ def not_fast(config: PretrainedConfig) -> str:
     if set(layers) != {"full_attention"} if layers else getattr(config, "sliding_window", None) is not None:
         return "sliding-window attention"
     if getattr(config, "num_experts", None) and (config.hidden_size % 8 or config.moe_intermediate_size % 8):
-        return "experts of an uneven width"  # in a grouped product, the size of a row must be a multiple of 16 bytes
+        # in a grouped product, the size of a row must be a multiple of 16 bytes
+        return "experts with a width that is not aligned"
     return ""
 
 

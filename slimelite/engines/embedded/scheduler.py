@@ -99,7 +99,7 @@ class Scheduler(Batching):
         return compute(group, self._decoder)
 
     def _admit(self) -> None:
-        """Admit waiting sequences in the order of their arrival, until no more rows or no more memory are free."""
+        """Admit waiting sequences in the order of their arrival, as long as rows and memory are free."""
         memory, previous = self._memory, self.filling[-1].request.input_ids if self.filling else ()
         expected = sum(class_length(len(s.tokens)) for s in self.filling)
         while self.waiting and len(self.rows) + len(self.filling) < self._max_rows:
@@ -162,7 +162,7 @@ class Scheduler(Batching):
         prompt = sequence.tokens[:-1]
         leaf = self.prefixes.match(prompt, sequence.leaf)
         if leaf.end < min(ALIKE, len(prompt)):
-            # prompts with no cached prefix are prefilled together, which saves more time than a short prefix would
+            # prompts with no cached prefix are prefilled together, which saves more time than the use of a short prefix
             leaf = self.prefixes.root
         if sequence.leaf is not None:
             self.prefixes.leave(sequence.leaf)

@@ -101,7 +101,7 @@ def _ways_of(pickled: bytes) -> Ways:
         except Exception as error:  # models raise errors of any type
             problem = error
     text = " ".join(str(problem).split())[:200]
-    raise NotComputed(config.model_type, f"a small copy of it cannot be run ({text})") from problem
+    raise NotComputed(config.model_type, f"a small copy of the model fails ({text})") from problem
 
 
 class _Trial:

@@ -101,8 +101,8 @@ class SglangEngine(Engine):
         Args:
             model_path: Hugging Face folder or name of the server's model. The model defines which weights an update
                 must bring.
-            codec: used to find stop strings and end tokens that the server misses. None: only the stop strings and end
-                tokens that the server finds end a response.
+            codec: used to find stop strings and end tokens that the server misses. None: a response ends only at stop
+                strings and end tokens that the server finds.
             owner: the object that can restart the server at the same address; None: slimelite did not start the server.
             wait_s: how long `restart` waits for the server to answer [s].
             front_host: the address of this machine on which a front listens. This address is set if the policy is an
@@ -426,7 +426,7 @@ def connect(setup: EngineSetup, codec: Codec, address: ServerAddress, owner: Res
 
 
 def external_servers(addresses: Sequence[str], model_path: str, transport: str) -> list[Server]:
-    """The servers of ``--rollout-external-engine-addrs``. Each has the ``tp_size`` that the server reports.
+    """The servers of ``--rollout-external-engine-addrs``. Each result has the ``tp_size`` that the server reports.
     ``transport``: the transport of weight updates to these servers.
 
     Raises:
