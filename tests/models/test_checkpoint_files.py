@@ -93,7 +93,7 @@ def test_nothing_whole_is_left(tmp_path: Path) -> None:
             "has format 2, and this slimelite reads format 1: use the slimelite",
         ),
         ("trainer.json", '{"format": true}', "has format True"),
-        ("rollout_state.json", "[]", "is damaged: holds no JSON object"),
+        ("rollout_state.json", "[]", "is damaged: it does not contain a JSON object"),
         ("rollout_state.json", "{}", "is damaged: it has no rollout_seed"),
     ],
 )

@@ -215,7 +215,7 @@ def test_a_start_looks_at_the_first_rows_only(run: str) -> None:
         ("--custom-generate-function-path slimelite.samples.sample.Sample", "is a class, not a function"),
         (f"--load-debug-rollout-data {__file__}", f"--load-debug-rollout-data: {__file__}: "),
         (f"--save-hf {__file__}", f"--save-hf: {__file__} is a file; name a folder"),
-        ("--hf-checkpoint owner/name", "no such folder, and as a name on the Hugging Face hub: "),
+        ("--hf-checkpoint owner/name", "the folder does not exist, and the Hugging Face hub answered: "),
     ],
 )
 def test_each_mistake_is_named(run: str, words: str, says: str) -> None:
@@ -295,7 +295,7 @@ def test_a_config_does_not_choose_what_computes(run: str, model: Path) -> None:
     [
         ("config.json", "{", "config.json: is damaged or cut short: not JSON (Expecting property"),
         ("config.json", "[" * 100_000, "config.json: is damaged or cut short: not JSON (maximum recursion"),
-        ("config.json", "[]", "config.json: is damaged: holds no JSON object"),
+        ("config.json", "[]", "config.json: is damaged: it does not contain a JSON object"),
         ("generation_config.json", "{", "generation_config.json: is damaged or cut short"),
         ("generation_config.json", '{"eos_token_id": "x"}', "eos_token_id 'x' is not a token id"),
         ("tokenizer.json", "[]", "--hf-checkpoint: no tokenizer at "),

@@ -204,7 +204,7 @@ def garble(path: Path) -> None:
         ("__0_0.distcp", Path.unlink, "is missing"),
         ("trainer.json", cut, "is damaged or cut short: not JSON"),
         ("trainer.json", lambda path: path.write_text("{}"), "is damaged (KeyError: 'schedule')"),
-        ("trainer.json", lambda path: path.write_text("[1]"), "is damaged: holds no JSON object"),
+        ("trainer.json", lambda path: path.write_text("[1]"), "is damaged: it does not contain a JSON object"),
     ],
 )
 def test_a_damaged_file_is_named(
