@@ -36,7 +36,7 @@ class LossType(Choice):
     paired: bool = False  # the loss compares the two replies of a pair
     compares: bool = False  # the loss compares the policy with a reference model
     judged: bool = False  # each row has the label desirable or not, and a step measures its KL before it trains
-    chosen: bool = False  # the loss is a mean over the tokens of all chosen replies of the step
+    chosen: bool = False  # the token weights give a mean over the tokens of all chosen replies of the step
     scores: bool = False  # the loss trains a reward model, which scores each conversation at its last token
     documents: bool = False  # the loss trains on packed documents instead of samples
     columns: tuple[str, ...] = ()  # columns of the sample table that must be filled in every row

@@ -191,7 +191,9 @@ def test_inconsistent_config(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3, "layer_types": None}))
     assert "missing: model.layers.2." in said_by_each(folder)
     (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 64}))
-    assert "with another shape: model.layers.0.mlp.down_proj.weight is [32, 48] and not [32, 64]" in said_by_each(folder)
+    assert "with another shape: model.layers.0.mlp.down_proj.weight is [32, 48] and not [32, 64]" in said_by_each(
+        folder
+    )
 
 
 def test_the_script_of_smollm2_saves_files_that_all_may_read(tmp_path: Path) -> None:
