@@ -68,7 +68,7 @@ def _plain(values: PerToken) -> Sequence[object]:
 @dataclass(frozen=True, slots=True, eq=False)
 class Kept:
     """Kept ids: for each token of a response, the token ids that top-p, top-k and min-p did not exclude when the engine
-    sampled it. A trainer renormalizes log-probs over these ids.
+    sampled it. A trainer renormalises log-probs over these ids.
 
     ``ids``: [sum of counts] int32, the kept ids of the first token, then those of the second, and so on. ``counts``:
     [tokens] int32, the number of kept ids of each token. A count of 0 means that the token was sampled from the whole

@@ -74,8 +74,8 @@ def micro_batch_loss(args: Args, batch: MicroBatch, log_probs: Tensor, entropy: 
             losses, metrics = made
     if losses.shape != log_probs.shape or not losses.requires_grad:
         raise ValueError(
-            f"{_named(args)} must compute a loss from log_probs for each of its {len(log_probs)} tokens; it returned "
-            f"shape {list(losses.shape)} {'with' if losses.requires_grad else 'without'} a gradient"
+            f"{_named(args)} must return a loss for each of the {len(log_probs)} tokens, computed from log_probs; it "
+            f"returned shape {list(losses.shape)} {'with' if losses.requires_grad else 'without'} a gradient"
         )
     total = weighted_sum(losses, batch.weights)
     return Loss(total, {"loss": total}, {"entropy_loss": _weighted_mean(entropy, batch), **metrics})
@@ -270,8 +270,8 @@ def correct_by_plugin(args: CorrectionArgs, batch: MicroBatch, losses: Tensor) -
     return torch.where(kept, losses, 0.0), metrics
 
 
-# largest allowed mean |trainer − engine log-prob| on the first step in fp32 [nats]. Before the first weight update, only
-# rounding may cause differences
+# largest allowed mean |trainer − engine log-prob| on the first step in fp32 [nats]. Before the first weight update,
+# only rounding may cause differences
 EXACT_AGREEMENT = 1e-3
 
 
@@ -310,7 +310,8 @@ def check_first_step(
 
 
 def check_values(world: World, values: Tensor, old: Tensor, mask: Tensor) -> None:
-    """Check one micro-batch of the critic's first optimizer step. All tensors are [R]. An earlier pass computed ``old``.
+    """Check one micro-batch of the critic's first optimizer step. All tensors are [R]. An earlier pass computed
+    ``old``.
 
     Raises:
         AssertionError: the difference between ``values`` and ``old`` is larger than rounding errors.

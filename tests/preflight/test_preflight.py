@@ -263,11 +263,11 @@ def test_how_a_family_is_trained_is_said_before_a_start(run: str, model: Path) -
         ({"vocab_size": "512"}, "Field 'vocab_size' expected int, got str"),
         ({"hidden_act": "nope"}, "(KeyError: 'nope'); compare it with the original"),
         ({"model_type": "nope"}, "model type `nope` but Transformers does not recognize"),
-        ({"model_type": "t5"}, "can build no causal language model from its config.json (Unrecognized"),
+        ({"model_type": "t5"}, "cannot build a causal language model from its config.json (Unrecognized"),
         ({"model_type": "x", "auto_map": {"AutoConfig": "x.X", "AutoModelForCausalLM": "x.Y"}}, "needs Python files"),
         ({"layer_types": ["full_attention"]}, "must be equal to the number of `layer_types` (1)"),
         ({"model_type": "bert"}, "its tokens attend to later tokens"),
-        ({"text_config": "x"}, "can build no causal language model"),
+        ({"text_config": "x"}, "cannot build a causal language model"),
         ({"eos_token_id": 9999}, "or the tokenizer [9999]: token ids are 0 to 511"),
     ],
 )

@@ -293,7 +293,7 @@ def test_bytes_instead_of_a_tensor_are_not_opened(model: Path, folder: Path, tmp
 def test_a_random_state_that_is_none(model: Path, folder: Path) -> None:
     state = torch.zeros_like(torch.get_rng_state())
     plant(folder, state, name="rng.cpu0")
-    assert "its random state is damaged (Invalid mt19937 state); --no-load-rng resumes without it" in refusal(
+    assert "the random state is damaged (Invalid mt19937 state); add --no-load-rng to resume without it" in refusal(
         model, folder
     )
     with one_rank(tiny_args(model, no_load_rng=True)) as trainer:
