@@ -437,7 +437,7 @@ def _load(hf: PreTrainedModel, folder: Path) -> None:
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise ValueError(
-                f"the adapter in {file} {problem} {min(names)}{more}, which does not fit this model and "
+                f"the adapter in {file} {problem} {min(names)}{more}, so it does not fit this model and its "
                 f"{ADAPTER_CONFIG}: it belongs to another model, or is damaged"
             )
     for name, parameter in mine.items():

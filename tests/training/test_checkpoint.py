@@ -107,7 +107,7 @@ def test_the_saved_schedule_wins_unless_overridden(
             trainer.load(str(tmp_path))
             assert trainer.train(1, random_table())["train/lr-pg_0"] == pytest.approx(expected)
 
-    assert "--lr 0.001 (not 0.005); --override-lr-scheduler" in caplog.text
+    assert "--lr 0.001 (not 0.005); add --override-lr-scheduler" in caplog.text
 
 
 def test_optimizer_state_is_read_to_the_device_of_its_weight(model: Path, tmp_path: Path) -> None:
