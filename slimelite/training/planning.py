@@ -53,8 +53,8 @@ CHUNK_ELEMENTS = 2**18
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One optimizer step. ``rows``: all its rows, which the divisor of the loss counts. ``micro_batches[rank]``: the rows
-    of each micro-batch of a rank."""
+    """One optimizer step. ``rows``: all its rows, which the divisor of the loss counts. ``micro_batches[rank]``: the
+    rows of each micro-batch of a rank."""
 
     rows: np.ndarray
     micro_batches: list[list[np.ndarray]]

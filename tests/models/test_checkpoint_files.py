@@ -52,7 +52,7 @@ DAMAGE = {
         "checksums.json: cannot be read",
     ),
     "no sums": (lambda f: (f / CHECKSUMS).unlink(), "checksums.json: is missing"),
-    "folder": (lambda f: f.rename(f.with_name("gone")), "iter_0000009: is not there"),
+    "folder": (lambda f: f.rename(f.with_name("gone")), "iter_0000009: does not exist"),
 }
 
 

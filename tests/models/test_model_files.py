@@ -101,7 +101,7 @@ def cut(file: Path, size: int) -> None:
         (lambda f: cut(f / "model.safetensors", 300), "with 300 bytes is cut short or not a safetensors file"),
         (lambda f: cut(f / "model.safetensors", 9000), "model.safetensors with 9,000 bytes is cut short"),
         (lambda f: (f / "model.safetensors").write_bytes(b"junk " * 999), "is cut short or not a safetensors file"),
-        (lambda f: (f / "model.safetensors").rename(f / "weights.safetensors"), "weights.safetensors, and neither"),
+        (lambda f: (f / "model.safetensors").rename(f / "weights.safetensors"), "weights.safetensors, but neither"),
     ],
 )
 def test_damaged_files(damage: Callable[[Path], Any], answer: str, tmp_path: Path) -> None:
