@@ -114,7 +114,7 @@ def last_tokens(mask: Tensor, segments: Tensor, num_segments: int) -> Tensor:
 def discounted_returns(rewards: Tensor, segments: Tensor, *, gamma: float) -> Tensor:
     """[T] A_t = Σ_k γ^k r_{t+k}, summed to the end of the row.
 
-    A masked token is a step of the discount too. ``rewards``: [T], see `token_rewards`; ``segments``: [T] int64.
+    Masked tokens are discounted like other tokens. ``rewards``: [T], see `token_rewards`; ``segments``: [T] int64.
     """
     return reverse_scan(upcast(rewards), gamma, segments)
 
@@ -199,8 +199,7 @@ def reverse_scan(values: Tensor, decay: float, segments: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """The K turns of all rows of a rollout, in order. Turn-level estimators use turns as steps, where other estimators
-    use tokens.
+    """The K turns of all rows of a rollout, in order. Turn-level estimators use turns as steps, instead of tokens.
 
     A turn ends at each token that has a number in `RolloutTokens.turn_rewards`, and at the row's last unmasked token.
     The environment's tokens before a reply belong to the turn of the reply, and are masked. A row without turn rewards

@@ -1,9 +1,8 @@
-"""Corrections of the train/inference mismatch: the engine that sampled a token and the trainer compute different
-log-probs of it.
+"""Corrections of the train/inference mismatch: engine and trainer compute different log-probs of the same token.
 
-ρ = exp(old − roll). ``old: [T]`` is the trainer's log-prob under the weights at the start of this rollout's training.
-``roll: [T]`` is the engine's log-prob when it generated the token, possibly under older weights. The policy loss of
-each token is multiplied by its weight. A token whose ``keep`` is False is dropped from the loss. Weights and ``keep``
+ρ = exp(old − roll). ``old: [T]`` is the trainer's log-prob with the weights at the start of this rollout's training.
+``roll: [T]`` is the engine's log-prob at the time of sampling, possibly with older weights. The policy loss of each
+token is multiplied by its weight. A token whose ``keep`` is False is dropped from the loss. Weights and ``keep``
 do not change the denominators of the reduction. These functions compute no gradients. Background: arXiv:2110.00641
 (decoupled policies); fengyao.notion.site/off-policy-rl.
 """

@@ -23,7 +23,7 @@ from slimelite.base.registry import Function, Registry
 
 @dataclass(frozen=True)
 class Estimator:
-    """An advantage estimator: functions that compute advantages, and facts about them.
+    """An advantage estimator: the functions that compute advantages, and the flags that these functions read.
 
     Args:
         name: the value of ``--advantage-estimator``.
@@ -32,7 +32,7 @@ class Estimator:
         group: ``fn(rewards: GroupedRewards) -> [M]`` float64. It compares the M rollouts within the group of each
             prompt, and returns their advantages; see `groups.GroupedRewards`. None: the advantage is the reward.
         token: ``fn(tokens: RolloutTokens) -> [T]``, the advantages of the T packed response tokens of a whole rollout.
-            They must be finite where the mask is True. The function may also return a pair: these advantages, and the
+            Advantages of unmasked tokens must be finite. The function may also return a pair: these advantages, and the
             returns [T] that a critic learns. See `advantages.RolloutTokens`. None: every token has its row's advantage.
         loss: ``fn(log_probs, log_ratio, advantages, *, eps_clip, eps_clip_high, eps_clip_c) -> losses [T], metrics``,
             all [T]; see `policy.policy_loss`.
@@ -96,7 +96,7 @@ ESTIMATORS = Registry(
         Estimator("rloo", "R − mean over the other responses to the prompt", "2402.14740", f"{_GROUPS}:leave_one_out"),
         Estimator(
             "reinforce_plus_plus",
-            "R minus the KL of the following tokens, as a discounted sum",
+            "the discounted sum of the reward minus the KL, over the following tokens",
             "2501.03262",
             token=f"{_ADVANTAGES}:reinforce_plus_plus",
             takes_kl=True,

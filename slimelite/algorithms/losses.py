@@ -35,7 +35,7 @@ class LossType(Choice):
     supervised: bool = False  # responses come from the data set, not from an engine, so there are no old log-probs
     paired: bool = False  # the loss compares the two replies of a pair
     compares: bool = False  # the loss compares the policy with a reference model
-    judged: bool = False  # each row has the label desirable or not, and a step measures its KL before it trains
+    judged: bool = False  # each row is labelled desirable or not, and each step first measures the KL
     chosen: bool = False  # the token weights give a mean over the tokens of all chosen replies of the step
     scores: bool = False  # the loss trains a reward model, which scores each conversation at its last token
     documents: bool = False  # the loss trains on packed documents instead of samples
@@ -190,10 +190,10 @@ DPO_KINDS = Registry(
     (
         Choice(
             "sigmoid",
-            "−log σ(β·Δ), Δ the difference of the replies' summed log-ratios",
+            "−log σ(β·Δ), where Δ is the difference of the replies' summed log-ratios",
             reads=("dpo_label_smoothing",),
         ),
-        Choice("ipo", "(Δ − 1/(2β))², Δ the difference of the replies' mean log-ratios"),
+        Choice("ipo", "(Δ − 1/(2β))², where Δ is the difference of the replies' mean log-ratios"),
     ),
     closed=True,
 )

@@ -61,10 +61,10 @@ def row_weights(mask_sums: Tensor, rollout_ids: Tensor, mode: str, *, max_respon
     """The weight of each unmasked token of a row, for all N rows of one optimizer step over all ranks.
 
     Args:
-        mask_sums: [N] unmasked tokens of each row.
+        mask_sums: [N] number of unmasked tokens of each row.
         rollout_ids: [N] int64, equal for the fan-out siblings of one rollout.
         mode: one of ``AGGREGATIONS``. It selects the divisor of each token's loss.
-        max_response_len: tokens, for ``constant``.
+        max_response_len: number of tokens, which the mode ``constant`` needs.
 
     Returns:
         [N] float64. A row has weight 0 if its divisor is 0, because then it has no unmasked token.

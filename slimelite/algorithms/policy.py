@@ -46,8 +46,8 @@ def policy_loss(
     response must not be split over micro-batches.
 
     Args:
-        log_probs: [T] under the weights that are trained. Only they have a gradient.
-        old: [T] under the weights at the start of this rollout's training.
+        log_probs: [T] of the weights that are trained. Only this tensor has a gradient.
+        old: [T] of the weights at the start of this rollout's training.
         advantages: [T].
         mask: [T] bool.
         segments: [T] int64 row of each token.

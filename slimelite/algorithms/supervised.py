@@ -35,7 +35,7 @@ def dpo_loss(
     h is the sum or the mean of log_probs − ref over the unmasked tokens of a response.
 
     Args:
-        log_probs: [T] of the policy at temperature 1. Only they have a gradient.
+        log_probs: [T] of the policy at temperature 1. Only this tensor has a gradient.
         ref: [T] of the reference.
         mask: [T] bool.
         segments: [T] int64 row of each token.
@@ -97,7 +97,7 @@ def kto_loss(
     h = β·Σ(log_probs − ref) over the unmasked tokens of the reply. z = β·max(0, kl).
 
     Args:
-        log_probs: [T] of the policy at temperature 1. Only they have a gradient.
+        log_probs: [T] of the policy at temperature 1. Only this tensor has a gradient.
         ref: [T] of the reference.
         mask: [T] bool.
         segments: [T] int64 row of each token.

@@ -140,7 +140,8 @@ def find_checkpoint(
     word = str(step) if step is not None else marker.read_text(errors="replace").strip()
     if not any(root.glob(f"iter_*/{ROLLOUT_STATE}")):
         raise ValueError(
-            f"{load}: {MARKER} names {word}, but iter_{word:0>7}/{ROLLOUT_STATE} is missing: a Megatron checkpoint?"
+            f"{load}: {MARKER} names {word}, but iter_{word:0>7}/{ROLLOUT_STATE} is missing: is it a Megatron "
+            "checkpoint?"
         )
     if not word.isdecimal():
         cut = f"{marker}: is damaged: it must contain the number of a rollout"
@@ -192,7 +193,7 @@ def model_folder(template: str, rollout_id: int | Literal["best"]) -> Path:
 
 
 def best_of(root: str | Path) -> int | None:
-    """The rollout whose checkpoint under ``root`` is marked as that of the best evaluation; None without a mark."""
+    """The rollout whose checkpoint under ``root`` is marked as that of the best evaluation, or None."""
     marker = Path(root) / BEST_MARKER
     word = marker.read_text(errors="replace").strip() if marker.is_file() else ""
     return int(word) if word.isdecimal() else None

@@ -21,7 +21,7 @@ from typing import Any
 
 from slimelite.base.registry import Function, Registry
 
-# config fields with the number of experts of a mixture-of-experts model, one for each naming scheme
+# config fields with the number of experts; the config of a mixture-of-experts model has one of them
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 

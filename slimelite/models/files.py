@@ -392,7 +392,7 @@ def looks_sound(config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]] | 
 
 
 def check_architecture(args: ArchitectureArgs, config: dict[str, Any]) -> list[str]:
-    """Every architecture flag that contradicts ``config`` (parsed config.json), with both values."""
+    """A message for each architecture flag that contradicts ``config`` (parsed config.json), with both values."""
     config = text_config(config)
     heads = config.get("num_attention_heads")
     rope = {**config, **(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}

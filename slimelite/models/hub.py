@@ -16,7 +16,7 @@ IGNORED = ["*.partial", "merged_from.json", ".*"]
 
 
 def refusal(repo: str) -> str | None:
-    """A message why uploads to ``repo`` are impossible; None if no problem was found. It does not use the network."""
+    """The reason why uploads to ``repo`` are impossible; None if no problem was found. The network is not used."""
     from huggingface_hub import constants, get_token
 
     if not HUB_ID.fullmatch(repo):

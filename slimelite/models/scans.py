@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-# tokens in a chunk, whose scores are computed at once; the same number as in fla and transformers
+# number of tokens in a chunk, the same as in fla and transformers. The scores of a chunk are computed at once
 CHUNK = 64
 
 

@@ -86,7 +86,7 @@ def _shrink(config: PretrainedConfig) -> None:
     if fields.get("qk_dim_factor") and hidden and not hidden * fields["qk_dim_factor"] % HIDDEN:
         # the cache of xLSTM only supports multiples of 64
         config.hidden_size = config.embedding_dim = 2 * HIDDEN
-    if isinstance(rates := fields.get("compress_rates"), dict):  # DeepSeek-V4: each kind must compress a short row
+    if isinstance(rates := fields.get("compress_rates"), dict):  # DeepSeek-V4: each kind must compress even a short row
         config.compress_rates = {kind: min(rate, WINDOW) for kind, rate in rates.items()}
     _shrink_rope(config)
 

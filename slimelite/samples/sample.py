@@ -1,4 +1,4 @@
-"""A sample during generation, and the columns of the table of samples, whose values come from the samples."""
+"""The class of a sample, which grows during generation, and the columns of the table of samples."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Kept:
 
     @property
     def offsets(self) -> np.ndarray:
-        """[tokens + 1] int64: the begin of each token's ids in ``ids``, and the end of the last token's ids."""
+        """[tokens + 1] int64: where each token's ids start in ``ids``, and where the last token's ids end."""
         return np.concatenate([[0], np.cumsum(self.counts, dtype=np.int64)])
 
     def rows(self) -> list[list[int]]:
@@ -108,7 +108,7 @@ class Kept:
 
 
 def together(before: Kept | None, tokens: int, added: Kept | None, more: int) -> Kept | None:
-    """The kept ids of ``tokens`` tokens, ``before``, followed by those of ``more`` tokens, ``added``. If both parts are
+    """Join kept ids: ``before`` of ``tokens`` tokens, and ``added`` of the ``more`` tokens after them. If both are
     None, the result is None."""
     if before is None and added is None:
         return None
@@ -126,9 +126,9 @@ class Status(StrEnum):
     FAILED = "failed"
 
 
-_Status = Status  # in the body of `Sample`, ``Status`` is its attribute
+_Status = Status  # an alias, because in the body of `Sample` the name ``Status`` is an attribute
 
-# weight version of a token before it is known; -1 is the version of the weights that an engine starts with
+# weight version of a token whose version is not known yet; -1 is the version of the weights at an engine's start
 UNSTAMPED = -2
 
 # finish reason of an engine -> status of the sample
@@ -165,9 +165,9 @@ class Sample:
     Plugins may set their own attributes, which are copied, saved and loaded with the sample.
 
     ``tokens`` has the prompt and the response. The per-token lists (``loss_mask``, ``rollout_log_probs``,
-    ``weight_versions``, ``teacher_log_probs`` if a teacher scored the response, and a user's own columns) cover the
-    response alone and have ``response_length`` entries. Only `append_response_tokens` writes the first three. A reader
-    of one of these attributes gets a list. Until the first read, the attribute stays the engine's array (`Listed`).
+    ``weight_versions``, ``teacher_log_probs`` if a teacher scored the response, and a user's own columns) cover
+    only the response and have ``response_length`` entries. Only `append_response_tokens` writes the first three. If one
+    of these attributes is read, the result is a list. Until then the attribute stays the engine's array (`Listed`).
     """
 
     Status: ClassVar[type[_Status]] = _Status
@@ -343,7 +343,7 @@ class Sample:
             self.update_from_meta_info(None, meta_info)
 
     def count_constrained(self, constrained: PerToken) -> None:
-        """Add the number of tokens that a grammar constrained to ``metadata``. A metric reads this number."""
+        """Count the tokens that a grammar constrained, and store their number in ``metadata`` for a metric."""
         count = self.metadata.get(CONSTRAINED_TOKENS, 0) + int(np.count_nonzero(constrained))
         self.metadata = {**self.metadata, CONSTRAINED_TOKENS: count}
 
@@ -437,7 +437,7 @@ class Column:
     # one value for each sample, prompt token, response token or kept id
     per: Literal["sample", "prompt", "token", "kept"] = "sample"
     of: Callable[[Sample], object] | None = None  # returns a sample's value; None: the attribute ``name`` is the value
-    absent: object = math.nan  # stands for a missing value; in a per-token column also for an empty list
+    absent: object = math.nan  # used for a missing value; in a per-token column also for an empty list
     required: bool = False  # whether every table and file has this column
 
     def read(self, sample: Sample) -> Any:
@@ -522,7 +522,7 @@ def kept_of(meta_info: dict[str, Any], count: int, log_probs: PerToken) -> tuple
     return Kept.of(masks), [now if mask else before for mask, now, before in each]
 
 
-# metadata key: the position in the data file of the row from which a task made the prompt, such as "row 3"
+# metadata key: the row of the data file from which a task made the prompt, such as "row 3"
 ROW = "row"
 
 

@@ -75,12 +75,12 @@ class SampleTable:
 
     @property
     def response_lengths(self) -> np.ndarray:
-        """[rows] response tokens."""
+        """[rows] number of response tokens."""
         return np.diff(self.response_offsets)
 
     @property
     def total_lengths(self) -> np.ndarray:
-        """[rows] prompt and response tokens."""
+        """[rows] number of prompt and response tokens."""
         return np.diff(self.prompt_offsets) + self.response_lengths
 
     @property
@@ -112,7 +112,7 @@ class SampleTable:
         return [column for column in COLUMNS.values() if getattr(self, column.name, None) is not None]
 
     def row_slice(self, name: str, row: int) -> np.ndarray:
-        """The part of ragged column ``name`` that belongs to ``row`` (a view)."""
+        """The part of the ragged column ``name`` that belongs to ``row`` (a view)."""
         offsets = getattr(self, OFFSETS[COLUMNS[name].per])
         values: np.ndarray = getattr(self, name)[offsets[row] : offsets[row + 1]]
         return values
@@ -191,7 +191,7 @@ class SampleTable:
         return values if column.name in PER_TOKEN else values.tolist()
 
     def select(self, rows: Sequence[int] | np.ndarray) -> SampleTable:
-        """The given rows, in the given order."""
+        """A table of the given rows, in the given order."""
         rows = np.asarray(rows, np.int64)
         there = {name: offsets for name in OFFSETS.values() if (offsets := getattr(self, name)) is not None}
         values: dict[str, object] = {name: _offsets(np.diff(offsets)[rows]) for name, offsets in there.items()}

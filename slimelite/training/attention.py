@@ -6,10 +6,10 @@ does not build a mask. `slimelite.training.batch.sequences_of_pass` gives the fu
 
 A token attends causally to its own node, and to all tokens of each node above. So attention takes a few calls without a
 mask. One call computes the attention inside the nodes. For each level of shared nodes, one call computes the attention
-of their descendants to them. Each call also returns the log-sum-exp (lse) of its scores s, which is needed to merge the
-results. The keys and values of a prefix are read once, not once for each row. In the backward pass, every call gets the
-*merged* result O and the merged lse. With p = exp(s - lse) and delta = dO·O over all keys, each call computes exactly
-its part of the gradients.
+of the descendants to these nodes. Each call also returns the log-sum-exp (lse) of its scores s, which is needed to
+merge the results. The keys and values of a prefix are read once, not once for each row. In the backward pass, every call
+gets the *merged* result O and the merged lse. With p = exp(s - lse) and delta = dO·O over all keys, each call computes
+exactly its part of the gradients.
 
 - CUDA, half precision: the kernel behind `torch.nn.attention.varlen.varlen_attn`.
 - CPU: the kernel behind `scaled_dot_product_attention`, on blocks of similar sizes that are padded to the same size.
@@ -37,7 +37,7 @@ from slimelite.training.batch import Blocks, Bucket, PackedSequences, sequences_
 
 ATTENTION = "slimelite_varlen"
 
-# torch 2.11 does not have enable_gqa. With it, key/value heads are repeated
+# torch 2.11 does not have enable_gqa, so with torch 2.11 the key/value heads are repeated
 VARLEN_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
@@ -68,7 +68,8 @@ def varlen_attention(
         scaling: factor of the scores; None: 1/sqrt(width).
         sliding_window: a token attends to itself and to the sliding_window - 1 tokens before it.
         softcap: scores s become softcap·tanh(s / softcap).
-        s_aux: [heads] the score of a key that every query sees, and whose value is zero.
+        s_aux: [heads], the score of an additional key (attention sink). Every query attends to this key, and its value
+            is zero.
 
     Returns:
         [rows, T, heads, width] and no attention weights.
@@ -77,7 +78,9 @@ def varlen_attention(
         ValueError: the model has attention dropout, which is not supported.
     """
     if dropout:
-        raise ValueError(f"{type(module).__name__} has attention dropout, which is not supported: set it to 0")
+        raise ValueError(
+            f"{type(module).__name__} has attention dropout, which is not supported: set it to 0 in config.json"
+        )
     assert attention_mask is None, "a packed row has no mask tensor"
     sequences = sequences_of_pass()
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
@@ -110,7 +113,7 @@ class _Context(FunctionCtx):
 
 
 class _MergedAttention(torch.autograd.Function):
-    """[T, heads, width] from q, k, v [T, (key/value) heads, width]."""
+    """Attention over a packed row: [T, heads, width] from q, k, v [T, (key/value) heads, width]."""
 
     @staticmethod
     def forward(ctx: _Context, q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences, scale: float) -> Tensor:
@@ -285,7 +288,8 @@ class _Varlen:
 
 
 def _gathered_varlen(q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences, scale: float, window: int) -> Tensor:
-    """[T, heads, width] from q, k, v [T, (key/value) heads, width] in half precision on a GPU.
+    """Attention with gathered keys in half precision on a GPU: [T, heads, width] from q, k, v [T, (key/value) heads,
+    width].
 
     The kernel's window ends at the last key. So the keys of a node are the keys of its path above that are in the
     window, followed by its own keys.
@@ -303,7 +307,8 @@ def _gathered_varlen(q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences
 def _gathered_buckets(
     q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences, scale: float, window: int | None
 ) -> Tensor:
-    """[T, heads, width] from q, k, v [T, (key/value) heads, width], with gathered keys, on CPUs and in fp32 on GPUs."""
+    """Attention with gathered keys, on CPUs and in fp32 on GPUs: [T, heads, width] from q, k, v [T, (key/value) heads,
+    width]."""
     outputs, layout = [], sequences.window(window)
     for bucket, seen in layout.buckets:
         parts = ((q, bucket.queries), (k, bucket.keys), (v, bucket.keys))
@@ -325,7 +330,7 @@ def _explicit(
     cap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """[T, heads, width] as in `_gathered_buckets`, for capped scores and sinks, which no kernel supports."""
+    """Attention with capped scores or sinks, which no kernel supports: [T, heads, width] as in `_gathered_buckets`."""
     outputs, layout, repeats = [], sequences.window(window), q.shape[1] // k.shape[1]
     for bucket, seen in layout.buckets:
         parts = ((q, bucket.queries), (k, bucket.keys), (v, bucket.keys))

@@ -267,7 +267,7 @@ class Blocks:
     """Blocks of queries and their keys, one block after the other, for one call of a GPU kernel.
 
     ``queries``, ``keys``: the positions of the queries and keys of all blocks. ``cu_queries``, ``cu_keys``: [blocks +
-    1] int32, the begin of each block, and the end of the last block. ``longest``: the largest number of queries and of
+    1] int32, the start of each block, and the end of the last block. ``longest``: the largest number of queries and of
     keys in a block.
     """
 
@@ -388,8 +388,8 @@ class PackedSequences:
         """The inputs and outputs of a convolution over a token and the ``count`` tokens before it on its path.
 
         Returns the positions of the inputs: node by node, the ``count`` tokens before the node and the tokens of the
-        node. If there are fewer tokens before it, the position is T. Also returns [T]: for each token, the index in
-        these inputs of the first of the ``count`` + 1 inputs that end with the token.
+        node. If there are fewer tokens before it, the position is T. Also returns [T]: for each token, the index
+        of the first of its ``count`` + 1 inputs. The token is the last of these inputs.
         """
         if count not in self._before:
             window, sizes = self.window(count + 1), self.sizes + count
@@ -413,7 +413,7 @@ class PackedSequences:
         return Blocks(rows, columns, self.offsets(queries[1]), self.offsets(keys[1]), longest)
 
     def offsets(self, sizes: np.ndarray) -> Tensor:
-        """[n + 1] int32: the begin of each of n parts with these ``sizes``, and the end of the last part."""
+        """[n + 1] int32: the start of each of n parts with these ``sizes``, and the end of the last part."""
         ends = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
         return torch.from_numpy(ends).to(self.device)
 

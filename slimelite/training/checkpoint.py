@@ -54,8 +54,8 @@ Reference = Mapping[str, Tensor] | None
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The content of a learner's checkpoint. ``tensors``: {"part": {"name": tensor}}. ``facts``: the state that is not
-    tensors."""
+    """The content of a learner's checkpoint. ``tensors``: {"part": {"name": tensor}}. ``facts``: the rest of
+    the state."""
 
     rank: int
     tensors: State

@@ -77,14 +77,14 @@ class Learner(Generic[Model]):
 
     @contextmanager
     def weights(self) -> Iterator[Model]:
-        """A context in which the weights are on the device. For a model in training they always are."""
+        """A context in which the weights are on the device. For a model in training, they always are there."""
         yield self.model
 
     def accumulate(self, columns: TokenColumns, step: Step, share: Callable[[MicroBatch], Tensor]) -> Tensor:
         """Compute the gradients of one optimizer step: sum them over micro-batches, and after the last micro-batch over
         ranks.
 
-        ``share``: a function that returns the loss of a micro-batch, its part of the step's loss: 0-d with a gradient.
+        ``share``: a function that returns a micro-batch's part of the step's loss, 0-d with a gradient.
 
         Returns:
             0-d: this rank's share of the step's loss.

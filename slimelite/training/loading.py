@@ -88,7 +88,8 @@ def build_model(
     trainable: bool,
     new_head: bool = False,
 ) -> Model:
-    """The causal LM at ``path``, on the device, sharded over the ranks. ``wrap``: makes a `LanguageModel` of it.
+    """The causal LM at ``path``, on the device, sharded over the ranks. ``wrap``: a function that makes a
+    `LanguageModel` of it.
 
     A trainable model has fp32 weights. With ``--gradient-checkpointing``, the backward pass recomputes its layers. With
     ``--recompute-granularity selective``, it does not recompute matrix products and attention. Frozen weights have the

@@ -93,7 +93,7 @@ def _with_gradient(args: AlgorithmArgs, loss: Loss) -> Loss:
 
 
 def reads_entropy(args: AlgorithmArgs) -> bool:
-    """Whether the entropies need a gradient, because the loss may depend on them. A user's own loss may."""
+    """Whether the entropies need a gradient: with ``--entropy-coef``, or for a user's own loss, which may read them."""
     return args.entropy_coef != 0 or args.loss.function is not None or args.loss_type == "custom_loss"
 
 

@@ -433,8 +433,9 @@ class ForwardFlops:
         )
 
     def total(self, lengths: np.ndarray, targets: np.ndarray, shared: np.ndarray) -> float:
-        """The operations for n rows with causal attention. ``lengths``: [n] tokens of each row. ``targets``: [n]
-        response tokens. ``shared``: [n] first tokens of each row that were computed for another row.
+        """The operations for n rows with causal attention. ``lengths``: [n], the number of tokens of each row.
+        ``targets``: [n], the number of response tokens. ``shared``: [n], the number of tokens at the start of the row
+        that were computed for another row.
         """
         ends, starts = lengths.astype(np.float64), shared.astype(np.float64)
         pairs = (ends * (ends + 1) - starts * (starts + 1)) / 2

@@ -75,7 +75,7 @@ class LrSchedule:
         ]
 
     def at(self, step: int, run_steps: int) -> float:
-        """The learning rate of optimizer step ``step`` (the first is 0) in a run of ``run_steps``.
+        """The learning rate of optimizer step ``step`` (the first is 0) in a run of ``run_steps`` steps.
 
         The last step of the warm-up has the peak. If warmup_init is 0, the first step has peak / warmup_iters. (In
         Megatron it has 0.)
@@ -164,7 +164,8 @@ class Optimizers:
         finite = bool(norm.isfinite()) and bool(loss.isfinite())
         if not finite and self.args.nonfinite_grad == "fail":
             raise FloatingPointError(
-                f"the step's loss is {loss}, and its gradient norm is {norm}; --nonfinite-grad skip skips such steps"
+                f"the step's loss is {loss}, and its gradient norm is {norm}; set --nonfinite-grad skip to skip such "
+                "steps"
             )
         self._set_lr(lr, peak)
         for optimizer in self.all:

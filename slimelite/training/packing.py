@@ -86,7 +86,7 @@ def may_pack(config: PretrainedConfig, attention: str, *, pairs: bool = False) -
 def _may_pack(pickled: bytes, attention: str, pairs: bool) -> Packing:
     config = pickle.loads(pickled)
     small = _small_model(config)
-    # flash attention needs a GPU. sdpa is tested instead, which finds packed sequences by the same position ids
+    # flash attention needs a GPU, so sdpa is tested instead. Both identify packed sequences by their position ids
     packed, problem = small.compare("sdpa" if attention.startswith("flash") else attention, pairs)
     if not problem:
         return packed

@@ -333,7 +333,8 @@ def _sorted(table: SampleTable) -> tuple[np.ndarray, np.ndarray]:
     rows = len(table)
     order, common = np.arange(rows), np.zeros(rows, np.int64)
     lengths = table.total_lengths
-    # positions in `order` of the rows that are equal to a neighbour so far, and the number of each row's run of equals
+    # positions in `order` of the rows that are equal to a neighbour so far. Equal rows form a run; `runs` has the
+    # number of each row's run
     places, runs = np.arange(rows), np.zeros(rows, np.int64)
     depth, size = 0, 16
     while len(places) > 1:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from bitsandbytes.functional import QuantState
 
-# BLOCK weights share a scale, and SCALES scales share a scale of second order
+# BLOCK weights share a scale. The scales are quantized too, and SCALES of them share a scale
 BLOCK, SCALES = 64, 256
 # buffers of a quantized layer, which rank 0 computes
 STATE = ("absmax", "scales", "offset")

@@ -80,8 +80,8 @@ def _and_zero(x: Tensor) -> Tensor:
 
 
 def _gated_delta(mixer: Any) -> None:
-    """Replace parts of a module of Qwen3-Next, Qwen3.5 or OLMo Hybrid: its kernel, an attribute, and its one or three
-    convolutions."""
+    """Replace parts of a module of Qwen3-Next, Qwen3.5 or OLMo Hybrid: the attribute with its kernel, and its one or
+    three convolutions."""
     mixer.chunk_gated_delta_rule = partial(_gated_delta_kernel, mixer.chunk_gated_delta_rule)
     mixer.causal_conv1d_fn = None
     parts: list[Any] = [part for part in mixer.children() if isinstance(part, nn.Conv1d)]
@@ -170,7 +170,7 @@ def _step_limits(mixer: Any, kernel: Kernel | None) -> tuple[float, float]:
 def _duality_by_kernel(
     kernel: Kernel, size: int, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """`state_space_duality`, computed by the kernel of mamba-ssm. The layout of its states differs."""
+    """`state_space_duality`, computed by the kernel of mamba-ssm. Its states have another layout."""
     result, last = kernel(x, dt, a, b, c, chunk_size=size, initial_states=state, return_final_states=True)
     return result, last
 
@@ -310,7 +310,7 @@ class Kind:
     """A kind of module with a state.
 
     Args:
-        name: a name for messages and tests.
+        name: the usual name of such layers.
         attributes: attributes that only modules of this kind have.
         take_over: a function that replaces the part of a module that goes from token to token.
         function: the name of a function that the module's forward method must also call; "": no such condition.

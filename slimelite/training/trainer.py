@@ -253,8 +253,8 @@ class Trainer(Learner[PolicyModel]):
     ) -> Tensor:
         """Compute the gradients of one optimizer step with `Learner.accumulate`, and return its result, the loss.
 
-        The metrics are added to ``sums``. ``scores``: for the rollout's first step, an object to which the log-probs
-        and entropies are added that no earlier pass has computed. ``checked``: run `check_first_step`, which may raise
+        The metrics are added to ``sums``. ``scores``: given only in the rollout's first step. It collects the log-probs
+        and entropies that no earlier pass has computed. ``checked``: run `check_first_step`, which may raise
         AssertionError, on each micro-batch.
         """
 

@@ -27,7 +27,7 @@ from slimelite.training.model import PolicyModel
 from slimelite.training.offload import HostMemory
 from slimelite.training.parallel import World
 
-# (name, whole weight) -> name in a model's files -> tensor; an example is `LanguageModel.as_filed`
+# a function (name, whole weight) -> {name in a model's files: tensor}, such as `LanguageModel.as_filed`
 Filed = Callable[[str, Tensor], Mapping[str, Tensor]]
 
 
@@ -70,9 +70,9 @@ def buckets(
 def shareable() -> Iterator[None]:
     """A context. GPU memory that is allocated in it can be shared with another process through CUDA IPC.
 
-    The context turns off expandable segments (``PYTORCH_CUDA_ALLOC_CONF``). To share them, a process needs the system
-    call pidfd_getfd, which containers forbid. With them, torch 2.13 also uses new addresses for every bucket
-    (pytorch/pytorch#165685, #186213).
+    The context turns off expandable segments (``PYTORCH_CUDA_ALLOC_CONF``). To share such segments, a process needs
+    the system call pidfd_getfd, which containers forbid. Besides, torch 2.13 takes new addresses of such segments for
+    every bucket (pytorch/pytorch#165685, #186213).
     """
     settings = _allocator_settings()
     if "expandable_segments:True" not in settings.replace(" ", ""):
@@ -130,7 +130,7 @@ def push(
     adapter_alone: bool = False,
 ) -> dict[str, float]:
     """Send all weights through ``sink``, in the dtype that the trainer computes in (collective). The buffers in the
-    model's files are sent too, in their own dtype, because they are parameters of the engines.
+    model's files are sent too, in their own dtype, because engines have them as parameters.
 
     Adapters are merged into the weights that they change, and the results are sent. The other weights are frozen, and
     are sent only until the engines have them. ``adapter_alone``: send only the adapters, in one bucket, in fp32, with
@@ -140,7 +140,7 @@ def push(
     a time.
 
     Returns:
-        ``perf/update_weights_bytes`` and ``perf/update_weights_buckets``.
+        the metrics ``perf/update_weights_bytes`` and ``perf/update_weights_buckets``.
     """
     if sink is not None and world.rank > 0 and not sink.every_rank:
         sink = None

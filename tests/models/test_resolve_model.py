@@ -78,7 +78,7 @@ def test_what_is_no_model_is_said_with_the_remedy(tmp_path: Path) -> None:
     adapter = write(tmp_path / "adapter" / "adapter_config.json", r=8)
     with pytest.raises(ValueError, match="does not name its model: give it with --base"):
         resolve_model(str(adapter))
-    with pytest.raises(ValueError, match=r"iter_0000003/rollout_state\.json is missing: a Megatron checkpoint"):
+    with pytest.raises(ValueError, match=r"iter_0000003/rollout_state\.json is missing: is it a Megatron checkpoint"):
         resolve_model(str(saved(tmp_path / "saved", 3, whole=False)))
     with pytest.raises(ValueError, match="does not name its model: give it with --base"):
         resolve_model(str(saved(tmp_path / "whole", 3)))
