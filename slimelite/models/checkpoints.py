@@ -101,14 +101,14 @@ def read_config(path: str) -> dict[str, Any]:
     if folder.exists():
         raise ValueError("is a file; name the folder that contains it")
     if not may_be_hub_id(path):
-        raise ValueError("the folder does not exist")
+        raise ValueError("no such folder")
     from transformers.utils import cached_file
 
     try:
         return read_json(Path(cached_file(path, "config.json")))
     except OSError as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"the folder does not exist, and the Hugging Face hub answered: {reason}") from error
+        raise ValueError(f"no such folder, and the Hugging Face hub answered: {reason}") from error
 
 
 def find_checkpoint(

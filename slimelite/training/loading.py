@@ -196,8 +196,8 @@ def read_config(path: str | None) -> PretrainedConfig:
     except ValueError as error:
         if "trust_remote_code" in str(error):
             raise ValueError(
-                f"{path} needs its own Python files (auto_map in its config.json), and slimelite never runs such "
-                "files: use another model"
+                f"{path} needs Python files of its own (auto_map in its config.json), and slimelite never runs such "
+                "files"
             ) from error
         raise
     if method := restore_weights(config):
@@ -279,7 +279,7 @@ def inspect_model(
     except Exception as error:  # transformers may raise anything for an inconsistent config
         raise ValueError(
             "the installed transformers cannot build a causal language model from its config.json "
-            f"({one_line(error)}); compare the file with the original, or use another model"
+            f"({one_line(error)}); compare it with the original, or use another model"
         ) from error
     check_weights(path, empty, unread=LM_HEAD if new_head else (SCORE,) if scores else ())
     if trained and (args.lora_rank or args.critic_lora_rank):

@@ -24,7 +24,7 @@ def test_a_model_and_a_hub_id_are_themselves(tmp_path: Path, monkeypatch: pytest
     model = write(tmp_path / "config.json", model_type="qwen2")
     assert resolve_model(str(model)) == Source(str(model))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ValueError, match="no/model: the folder does not exist, and the Hugging Face hub answered: "):
+    with pytest.raises(ValueError, match="no/model: no such folder, and the Hugging Face hub answered: "):
         resolve_model("no/model")
     downloaded = tmp_path / "models--no--model"
     write(downloaded / "snapshots" / "abc" / "config.json", model_type="qwen2")

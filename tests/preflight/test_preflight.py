@@ -180,7 +180,7 @@ def test_a_start_looks_at_the_first_rows_only(run: str) -> None:
         ("--rm-type dapo", "--reward-key"),
         ("--hf-checkpoint /no/such/model", "--hf-checkpoint /no/such/model: no such folder"),
         ("--tokenizer /no/such/folder", "--tokenizer: no tokenizer at '/no/such/folder', which must be a folder"),
-        ("--num-layers 3 --add-qkv-bias", "--num-layers is 3 but the model's config.json says 2"),
+        ("--num-layers 3 --add-qkv-bias", "--num-layers is 3 but the model's config.json has 2"),
         ("--custom-generate-function-path nowhere.py:f", "--custom-generate-function-path: no plugin file"),
         ("--dynamic-sampling-filter-path slimelite.rollout.filters.nothing", "--dynamic-sampling-filter-path: "),
         ("--rollout-sample-hook-path json.dumps --rollout-sample-hook-path nope.f", "--rollout-sample-hook-path: "),
@@ -215,7 +215,7 @@ def test_a_start_looks_at_the_first_rows_only(run: str) -> None:
         ("--custom-generate-function-path slimelite.samples.sample.Sample", "is a class, not a function"),
         (f"--load-debug-rollout-data {__file__}", f"--load-debug-rollout-data: {__file__}: "),
         (f"--save-hf {__file__}", f"--save-hf: {__file__} is a file; name a folder"),
-        ("--hf-checkpoint owner/name", "the folder does not exist, and the Hugging Face hub answered: "),
+        ("--hf-checkpoint owner/name", "no such folder, and the Hugging Face hub answered: "),
     ],
 )
 def test_each_mistake_is_named(run: str, words: str, says: str) -> None:
