@@ -1,1 +1,1 @@
-"""The mathematics: pure functions of torch tensors. docs/algorithms.md lists formulas, papers and flags."""
+"""The formulas of the algorithms, as pure functions of torch tensors. docs/algorithms.md lists them."""

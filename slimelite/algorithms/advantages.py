@@ -1,7 +1,7 @@
 """The second step from rewards to advantages: token-level and turn-level estimators, whitening, on-policy distillation.
 
-The first step, in `groups`, has already compared the rollouts of each prompt. These functions run on packed tokens (see
-`packed`). Nothing here has a gradient.
+The first step, in `groups`, has already compared the rollouts of each prompt. The functions of this file take packed
+tokens (see `packed`). They compute no gradients.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from slimelite.base.registry import function
 
 @dataclass(frozen=True, slots=True)
 class RolloutTokens:
-    """The T response tokens of the rows of a whole rollout, packed, on the CPU.
+    """The packed T response tokens of all rows of a rollout, on the CPU.
 
-    ``advantages``: [rows] fp32 of `groups.group_advantages`. ``kl``: [T] fp32 estimate of KL(old ‖ ref), 0 without
-    ``--kl-coef``. ``mask``: [T] bool. ``segments``: [T] int64, the row of each token. ``values``: [T], the critic's
-    value at the position that predicts the token; None without a critic. ``turn_rewards``: [T], a turn's reward at the
-    token where the reply ends, NaN elsewhere; None if no row has turn rewards, or if ``advantages`` are no longer
-    rewards. ``groups``, ``rollouts``: [rows] int64; rows of one group are compared, and rows of one rollout belong
-    together. ``kl_coef``, ``gamma``, ``lambd``: the flags.
+    ``advantages``: [rows] fp32, the result of `groups.group_advantages`. ``kl``: [T] fp32, an estimate of
+    KL(old ‖ ref), 0 without ``--kl-coef``. ``mask``: [T] bool. ``segments``: [T] int64, the row of each token.
+    ``values``: [T], the critic's value at the position that predicts the token; None without a critic.
+    ``turn_rewards``: [T], a turn's reward at the last token of its reply, and NaN at other tokens. It is None if no row
+    has turn rewards, or if ``advantages`` are not plain rewards. ``groups``, ``rollouts``: [rows] int64, the number of
+    each row's group and rollout; the rollouts of a group are compared. ``kl_coef``, ``gamma``, ``lambd``: the values of
+    the flags.
     """
 
     advantages: Tensor
@@ -41,8 +42,8 @@ class RolloutTokens:
     lambd: float = 1.0
 
     def rewards(self) -> Tensor:
-        """[T] rewards, see `token_rewards`. A turn's reward is at the end of the turn; the rest of the row's reward is
-        at the end of the row."""
+        """[T] rewards, see `token_rewards`. A turn's reward is at the end of the turn. The row's reward minus its turn
+        rewards is at the end of the row."""
         rows, of_rows = len(self.advantages), self.advantages
         turns = None if self.turn_rewards is None else self.turn_rewards.nan_to_num(0.0).to(of_rows.dtype)
         if turns is not None:
@@ -53,7 +54,7 @@ class RolloutTokens:
 
 @torch.no_grad()
 def token_advantages(estimator: str, tokens: RolloutTokens) -> tuple[Tensor, Tensor]:
-    """[T] advantages and [T] returns. They are equal unless the estimator's ``token`` function returns both."""
+    """[T] advantages and [T] returns. They differ only if the estimator's ``token`` function returns both."""
     make = ESTIMATORS[estimator].token
     if make is None:
         advantages = returns = tokens.advantages[tokens.segments]
@@ -65,7 +66,7 @@ def token_advantages(estimator: str, tokens: RolloutTokens) -> tuple[Tensor, Ten
 
 
 def reinforce_plus_plus(tokens: RolloutTokens) -> Tensor:
-    """[T] REINFORCE++ (arXiv:2501.03262) before whitening: `discounted_returns` of the reward and the KL."""
+    """[T] REINFORCE++ advantages (arXiv:2501.03262) before whitening: `discounted_returns` of the reward and the KL."""
     return discounted_returns(tokens.rewards(), tokens.segments, gamma=tokens.gamma)
 
 
@@ -76,8 +77,8 @@ def reinforce_plus_plus_baseline(tokens: RolloutTokens) -> Tensor:
 
 
 def ppo(tokens: RolloutTokens) -> tuple[Tensor, Tensor]:
-    """[T] advantages and [T] returns: `gae` of the reward, the KL and the critic's values."""
-    assert tokens.values is not None, "an estimator with a critic has its values"
+    """[T] advantages and [T] returns, computed with `gae` from the reward, the KL and the critic's values."""
+    assert tokens.values is not None, "the values of the critic are missing"
     return gae(tokens.rewards(), tokens.values, tokens.mask, tokens.segments, gamma=tokens.gamma, lambd=tokens.lambd)
 
 
@@ -87,7 +88,7 @@ def token_rewards(
 ) -> Tensor:
     """[T] r_t = −kl_coef·kl_t·m_t, plus the row's reward at its last unmasked token.
 
-    slime's ppo puts the reward on the last token, even if that token is masked. A fully masked row gets no reward.
+    A fully masked row gets no reward. (slime's ppo puts the reward on the last token, even if that token is masked.)
 
     Args:
         rewards: [num_segments], one for each row.
@@ -111,9 +112,9 @@ def last_tokens(mask: Tensor, segments: Tensor, num_segments: int) -> Tensor:
 
 @torch.no_grad()
 def discounted_returns(rewards: Tensor, segments: Tensor, *, gamma: float) -> Tensor:
-    """[T] A_t = Σ_k γ^k r_{t+k} to the end of the row.
+    """[T] A_t = Σ_k γ^k r_{t+k}, summed to the end of the row.
 
-    The discount runs through masked tokens. ``rewards``: [T], see `token_rewards`; ``segments``: [T] int64.
+    Masked tokens are discounted like other tokens. ``rewards``: [T], see `token_rewards`; ``segments``: [T] int64.
     """
     return reverse_scan(upcast(rewards), gamma, segments)
 
@@ -126,12 +127,12 @@ def gae(
 
     δ_t = r_t + γ·V_next − V_t,  A_t = δ_t + γλ·A_next,  return_t = A_t + V_t
 
-    where "next" is the next *unmasked* token of the row. After the last one, V and A are 0. Masked tokens (tools,
-    environments) are skipped; slime runs the recurrence through them.
+    "next" is the next *unmasked* token of the row. After the last unmasked token, V and A are 0. The recurrence skips
+    masked tokens (of tools and environments). slime's recurrence does not skip them.
 
     Args:
         rewards: [T], see `token_rewards`.
-        values: [T] V at the position that predicts token t.
+        values: [T], V_t is the value at the position that predicts token t.
         mask: [T] bool.
         segments: [T] int64 row of each token.
         gamma, lambd: ``--gamma``, ``--lambd``.
@@ -152,7 +153,7 @@ def gae(
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
     """[T] (x − mean)·rsqrt(var + 1e-8) over the unmasked tokens of the whole rollout, 0 where masked.
 
-    Two passes, unbiased variance, in float64.
+    The variance is unbiased, and is computed in float64 after the mean (two passes).
     """
     x, count = select(values.double(), mask), mask.sum().double()
     centered = select(x - x.sum() / count.clamp(min=1), mask)
@@ -164,9 +165,9 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
 def add_distillation(advantages: Tensor, old: Tensor, teacher: Tensor, mask: Tensor, *, opd_kl_coef: float) -> Tensor:
     """On-policy distillation: A_t − opd_kl_coef·(old_t − teacher_t), before whitening.
 
-    The term is the reverse KL to the teacher at the sampled token (arXiv:2306.13649;
-    thinkingmachines.ai/blog/on-policy-distillation). All are [T]. ``teacher`` is NaN where no teacher scored the token;
-    such a token gets no term.
+    old_t − teacher_t is the reverse KL to the teacher at the sampled token (arXiv:2306.13649;
+    thinkingmachines.ai/blog/on-policy-distillation). All tensors are [T]. If no teacher scored a token, ``teacher`` is
+    NaN there, and the advantage of the token stays unchanged.
     """
     scored = mask & ~teacher.isnan()
     reverse_kl = select(old, scored) - select(teacher, scored)
@@ -174,18 +175,17 @@ def add_distillation(advantages: Tensor, old: Tensor, teacher: Tensor, mask: Ten
 
 
 def _continues(segments: Tensor) -> Tensor:
-    """[T] bool: the next token belongs to the same row."""
+    """[T] bool: whether the next token belongs to the same row."""
     same = torch.zeros_like(segments, dtype=torch.bool)
     same[:-1] = segments[1:] == segments[:-1]
     return same
 
 
 def reverse_scan(values: Tensor, decay: float, segments: Tensor) -> Tensor:
-    """[T] y_t = x_t + decay·y_{t+1} within each row. It works by doubling: log2(T) passes instead of a loop over
-    tokens.
+    """[T] y_t = x_t + decay·y_{t+1} within each row, computed in log2(T) passes instead of a loop over tokens.
 
-    After k passes y_t is the discounted sum of the 2^k terms from t on. factor_t multiplies the sum of the terms after
-    these; it is 0 after the end of the row.
+    Each pass doubles the number of summed terms. After k passes, y_t is the discounted sum of the 2^k terms from t on.
+    factor_t is the discount of the terms after these, and 0 if they are after the end of the row.
     """
     y = values.clone()
     factor = decay * _continues(segments).to(values.dtype)
@@ -199,16 +199,16 @@ def reverse_scan(values: Tensor, decay: float, segments: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """The K turns of the rows of a rollout, in order. Estimators that compare replies instead of tokens use them as
-    steps.
+    """The K turns of all rows of a rollout, in order. Turn-level estimators use turns as steps, instead of tokens.
 
-    A turn of a row ends where `RolloutTokens.turn_rewards` has a number, and at the row's last unmasked token. The
-    environment's tokens before a reply belong to the reply's turn, and are masked. A row without such numbers is one
-    turn.
+    A turn ends at each token that has a number in `RolloutTokens.turn_rewards`, and at the row's last unmasked token.
+    The environment's tokens before a reply belong to the turn of the reply, and are masked. A row without turn rewards
+    is one turn.
 
-    ``of``: [T] int64, the turn of each token, K after the last end. ``rows``: [K] int64, the row of each turn.
-    ``number``: [K] int64, the turn's number in its row, from 0. ``rewards``: [K] float64, the sum of the rewards of its
-    tokens. ``begin``: [K] int64, the position of its first unmasked token, or of its end if all are masked.
+    ``of``: [T] int64, the turn of each token; K for tokens after the last turn. ``rows``: [K] int64, the row of each
+    turn. ``number``: [K] int64, the turn's number in its row, from 0. ``rewards``: [K] float64, the sum of the rewards
+    of the turn's tokens. ``begin``: [K] int64, the position of the turn's first unmasked token. If all its tokens are
+    masked, ``begin`` is the position of its last token.
     """
 
     of: Tensor
@@ -238,7 +238,7 @@ class Turns:
         return cls(of, rows, number, rewards[:count], begin[:count])
 
     def spread(self, values: Tensor, mask: Tensor) -> Tensor:
-        """[T] the value in ``values`` [K] of each token's turn; 0 where masked."""
+        """[T] for each token, the value of its turn in ``values`` [K]; 0 where masked."""
         return torch.where(mask, torch.cat([values, values.new_zeros(1)])[self.of], 0.0)
 
 
@@ -246,8 +246,9 @@ class Turns:
 def grpo_turns(tokens: RolloutTokens) -> Tensor:
     """[T] A_k = (G_k − mean) / (std + 1e-6) over the k-th turns of a group's rollouts (after arXiv:2505.11821).
 
-    G_k = r_k + γ·G_{k+1}. Branches of one rollout enter the comparison with their mean, but each has its own G_k. A
-    turn gets 0 if no other rollout of the group has it, or if all have the same G. Standard deviations are unbiased.
+    G_k = r_k + γ·G_{k+1}. Each branch of a rollout has its own G_k, but the mean and std count the rollout once, with
+    the mean G_k of its branches. A_k is 0 if no other rollout of the group has a k-th turn, or if all these turns have
+    the same G_k. Standard deviations are unbiased.
     """
     assert tokens.groups is not None
     assert tokens.rollouts is not None
@@ -255,13 +256,13 @@ def grpo_turns(tokens: RolloutTokens) -> Tensor:
     returns = reverse_scan(turns.rewards, tokens.gamma, turns.rows)
     _, place = torch.stack([tokens.groups[turns.rows], turns.number], 1).unique(dim=0, return_inverse=True)
     _, one = torch.stack([place, tokens.rollouts[turns.rows]], 1).unique(dim=0, return_inverse=True)
-    means = _mean(returns, one)  # of the branches of a rollout
+    means = _mean(returns, one)  # the mean over the branches of each rollout
     where = torch.zeros_like(means, dtype=torch.int64).index_copy(0, one, place)
     mean = _mean(means, where)
     size = torch.bincount(where, minlength=len(mean))
     squares = torch.zeros_like(mean).index_add(0, where, (means - mean[where]).square())
     std = (squares / (size - 1).clamp(min=1)).sqrt()
-    # rewards are fp32, so that equal returns may differ by their rounding
+    # rewards are fp32, so equal returns may differ by rounding
     compared = (size > 1) & (std > 1e-6 * (1 + mean.abs()))
     advantages = torch.where(compared[place], (returns - mean[place]) / (std[place] + 1e-6), 0.0)
     return turns.spread(advantages, tokens.mask).float()
@@ -269,12 +270,12 @@ def grpo_turns(tokens: RolloutTokens) -> Tensor:
 
 @torch.no_grad()
 def ppo_turns(tokens: RolloutTokens) -> tuple[Tensor, Tensor]:
-    """[T] advantages and [T] returns: generalized advantage estimation (arXiv:1506.02438) whose steps are turns.
+    """[T] advantages and [T] returns of generalized advantage estimation (arXiv:1506.02438) with turns as steps.
 
     δ_k = r_k + γ·V_{k+1} − V_k and A_k = δ_k + γλ·A_{k+1}. V_k is the value before the turn's first unmasked token. V
-    and A are 0 after the last turn. All tokens of a turn have its A_k and its return A_k + V_k.
+    and A are 0 after the last turn. All tokens of turn k have the advantage A_k and the return A_k + V_k.
     """
-    assert tokens.values is not None, "an estimator with a critic has its values"
+    assert tokens.values is not None, "the values of the critic are missing"
     turns = Turns.read(tokens)
     values, every = tokens.values.double()[turns.begin], torch.ones_like(turns.rows, dtype=torch.bool)
     by_turn = gae(turns.rewards, values, every, turns.rows, gamma=tokens.gamma, lambd=tokens.lambd)

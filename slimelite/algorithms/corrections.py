@@ -1,10 +1,10 @@
-"""Train/inference mismatch: corrections for the case that the engine which sampled and the trainer disagree on
-log-probs.
+"""Corrections of the train/inference mismatch: engine and trainer compute different log-probs of the same token.
 
-ρ = exp(old − roll). ``old: [T]`` is the trainer's log-prob under the weights at the start of this rollout's training.
-``roll: [T]`` is the engine's log-prob when it generated the token, possibly under older weights. Weights multiply the
-policy loss of a token; a ``keep`` of False drops it from the loss. Neither changes the denominators of the reduction.
-Nothing here has a gradient. Background: arXiv:2110.00641 (decoupled policies); fengyao.notion.site/off-policy-rl.
+ρ = exp(old − roll). ``old: [T]`` is the trainer's log-prob with the weights at the start of this rollout's training.
+``roll: [T]`` is the engine's log-prob at the time of sampling, possibly with older weights. The policy loss of each
+token is multiplied by its weight. A token whose ``keep`` is False is dropped from the loss. Weights and ``keep``
+do not change the denominators of the reduction. These functions compute no gradients. Background: arXiv:2110.00641
+(decoupled policies); fengyao.notion.site/off-policy-rl.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def mis_weights(
     upper: float,
     lower: float | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """Importance weights [T] of ρ at a level, bounded by a mode (slime's and verl's rollout correction).
+    """Importance weights [T]: ρ at ``level``, bounded according to ``mode`` (slime's and verl's rollout correction).
 
-    At the level ``token`` the mode ``clip`` is TIS, truncated importance sampling (fengyao.notion.site/off-policy-rl),
-    and ``mask`` is IcePop (arXiv:2510.18855). ``lower`` None means 1/upper.
+    At the level ``token``, the mode ``clip`` is TIS, truncated importance sampling (fengyao.notion.site/off-policy-rl).
+    At this level the mode ``mask`` is IcePop (arXiv:2510.18855). If ``lower`` is None, the lower bound is 1/upper.
 
     Raises:
         ValueError: an unknown level or mode.
@@ -48,7 +48,7 @@ def mis_weights(
         case "mask":
             weights = torch.where((ratio >= lower) & (ratio <= upper), ratio, 0.0)
         case _:
-            raise ValueError(f"--mis-mode {mode}: there is no weighting mode of this name")
+            raise ValueError(f"--mis-mode {mode}: there is no weighting mode with this name")
     return select(weights, mask), _weight_metrics(ratio, weights, mask)
 
 
@@ -64,11 +64,11 @@ def rejection_keep(
     upper: float,
     lower: float | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """Rejection sampling. Returns keep [T] bool: the tokens whose ρ at ``level`` is in [lower, upper] (default of
-    lower: 1/upper).
+    """Rejection sampling. Returns keep [T] bool, True for tokens whose ρ at ``level`` is in [lower, upper]. If
+    ``lower`` is None, the lower bound is 1/upper.
 
-    At the levels sequence and geometric a whole response is kept or dropped. Metric ``rs_reject_frac``: share of
-    unmasked tokens dropped.
+    At the levels ``sequence`` and ``geometric``, a response is kept or dropped as a whole. Metric ``rs_reject_frac``:
+    the share of unmasked tokens that are dropped.
 
     Raises:
         ValueError: an unknown level.
@@ -82,11 +82,10 @@ def rejection_keep(
 def veto_keep(
     old: Tensor, roll: Tensor, mask: Tensor, segments: Tensor, num_segments: int, *, threshold: float
 ) -> tuple[Tensor, Metrics]:
-    """Veto. Returns keep [T] bool, which is False for every token of a response that has a token with ρ < threshold
-    (about 1e-4).
+    """Veto: drop each response that has a token with ρ < ``threshold`` (about 1e-4). Returns keep [T] bool.
 
-    Metrics: ``veto_token_frac``, share of such tokens among unmasked ones, and ``veto_response_frac``, share of dropped
-    responses among those with an unmasked token.
+    Metrics: ``veto_token_frac``, the share of tokens with ρ < ``threshold`` among the unmasked tokens, and
+    ``veto_response_frac``, the share of dropped responses among the responses with an unmasked token.
     """
     bad = select(old, mask) - select(roll, mask) < math.log(threshold)
     dropped = _any_token(bad, segments, num_segments)
@@ -109,9 +108,10 @@ def opsm_keep(
 ) -> tuple[Tensor, Metrics]:
     """Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556; ``--use-opsm``). Returns keep [T] bool.
 
-    It drops a response whose advantage is negative and whose masked mean of old − log_probs exceeds ``delta``. If the
-    advantage [T] varies within the response, its masked mean decides for all tokens (slime decides token by token).
-    Metric ``opsm_clipfrac``: share of dropped responses among those with an unmasked token (slime: share of tokens).
+    A response is dropped if its advantage is negative and its mean of old − log_probs exceeds ``delta``. Means are over
+    the unmasked tokens. If the advantage [T] varies within the response, the mean advantage decides for all its tokens
+    (slime decides for each token). Metric ``opsm_clipfrac``: the share of dropped responses among the responses with an
+    unmasked token (slime: the share of tokens).
     """
     drift = segment_mean(select(old, mask) - select(log_probs, mask), mask, segments, num_segments)
     advantage = segment_mean(advantages, mask, segments, num_segments)
@@ -121,14 +121,15 @@ def opsm_keep(
 
 @torch.no_grad()
 def mismatch_metrics(old: Tensor, roll: Tensor, mask: Tensor, *, clip: float = 2.0, clip_low: float = 0.0) -> Metrics:
-    """How much engine and trainer differ, over unmasked tokens that have log-probs of both (no NaN).
+    """Metrics of the difference between engine and trainer, over the unmasked tokens that have log-probs of both (no
+    NaN).
 
     =================================  ============================================================================
     train_rollout_logprob_abs_diff     mean |old − roll|
     mismatch_k3                        mean ρ − 1 − log ρ, an estimate of KL(roll ‖ old)
     mismatch_ratio                     mean ρ
-    mismatch_ratio_sq                  mean ρ²; with the mean it gives `effective_sample_size`
-    mismatch_clipfrac                  share of ρ outside [clip_low, clip], which TIS clips or would clip
+    mismatch_ratio_sq                  mean ρ²; `effective_sample_size` needs it and mean ρ
+    mismatch_clipfrac                  share of tokens with ρ outside [clip_low, clip]; TIS would clip these ρ
     =================================  ============================================================================
     """
     mask = mask & ~roll.isnan() & ~old.isnan()
@@ -144,7 +145,8 @@ def mismatch_metrics(old: Tensor, roll: Tensor, mask: Tensor, *, clip: float = 2
 
 
 def effective_sample_size(mean_ratio: float, mean_ratio_sq: float) -> float:
-    """(Σρ)² / (N·Σρ²), the effective share of tokens under importance weighting, from the means of ρ and ρ².
+    """(Σρ)² / (N·Σρ²), computed from the means of ρ and ρ² over N tokens. It is the effective share of tokens under
+    importance weighting.
 
     It is the only mismatch metric that is not a mean. So it is computed last, from the means over all ranks.
     """
@@ -152,8 +154,10 @@ def effective_sample_size(mean_ratio: float, mean_ratio_sq: float) -> float:
 
 
 def level_ratio(old: Tensor, roll: Tensor, mask: Tensor, segments: Tensor, num_segments: int, level: str) -> Tensor:
-    """[T] ρ of the token or of its response. For a response it is the product of the tokens' ratios (sequence;
-    unbiased, but of high variance) or the geometric mean over unmasked tokens (geometric).
+    """[T] ρ at ``level``: the ratio of the token, or one ratio for its whole response.
+
+    ``sequence``: the product of the ratios of the unmasked tokens, which is unbiased but has a high variance.
+    ``geometric``: their geometric mean.
 
     Raises:
         ValueError: an unknown level.
@@ -172,12 +176,12 @@ def level_ratio(old: Tensor, roll: Tensor, mask: Tensor, segments: Tensor, num_s
 
 
 def _any_token(flags: Tensor, segments: Tensor, num_segments: int) -> Tensor:
-    """[num_segments] bool: some token of the row has its flag set."""
+    """[num_segments] bool: whether ``flags`` is True for at least one token of the row."""
     return segment_sum(flags.long(), segments, num_segments) > 0
 
 
 def _weight_metrics(ratio: Tensor, weights: Tensor, mask: Tensor) -> Metrics:
-    """Metrics of a correction under slime's names: mean ρ, mean |ρ − 1|, and the share that the bounds changed. Also
+    """Metrics of a correction under slime's names: mean ρ, mean |ρ − 1|, the share of ρ that the bounds changed, and
     the mean weight."""
     return {
         "tis": mean_metric(ratio, mask),

@@ -1,5 +1,5 @@
-"""Advantage estimators, one record for each. A record says how rewards become advantages, and which policy loss uses
-them.
+"""Advantage estimators, one record for each. A record has the functions that compute advantages from rewards, and the
+policy loss that uses the advantages.
 
 ::
 
@@ -23,28 +23,28 @@ from slimelite.base.registry import Function, Registry
 
 @dataclass(frozen=True)
 class Estimator:
-    """One way to compute advantages.
+    """An advantage estimator: the functions that compute advantages, and the flags that these functions read.
 
     Args:
-        name: what ``--advantage-estimator`` takes.
+        name: the value of ``--advantage-estimator``.
         summary: the advantage as a formula, for the help.
-        paper: its arXiv number.
+        paper: the arXiv number of its paper.
         group: ``fn(rewards: GroupedRewards) -> [M]`` float64. It compares the M rollouts within the group of each
-            prompt, and returns their advantages; see `groups.GroupedRewards`. None: the reward itself is the advantage.
+            prompt, and returns their advantages; see `groups.GroupedRewards`. None: the advantage is the reward.
         token: ``fn(tokens: RolloutTokens) -> [T]``, the advantages of the T packed response tokens of a whole rollout.
-            They must be finite where the mask is set. It may also return a pair: these advantages and the returns [T]
-            that a critic learns. See `advantages.RolloutTokens`. None: every token has its row's advantage.
+            Advantages of unmasked tokens must be finite. The function may also return a pair: these advantages, and the
+            returns [T] that a critic learns. See `advantages.RolloutTokens`. None: every token has its row's advantage.
         loss: ``fn(log_probs, log_ratio, advantages, *, eps_clip, eps_clip_high, eps_clip_c) -> losses [T], metrics``,
             all [T]; see `policy.policy_loss`.
-        sequence_ratio: the loss reads one ratio for each response, which is the geometric mean of its tokens' ratios.
+        sequence_ratio: the loss reads one ratio for each response: the geometric mean of the ratios of its tokens.
         divides_by_std: ``group`` reads ``--disable-grpo-std-normalization``.
-        takes_kl: ``token`` reads the KL of ``--kl-coef``.
+        takes_kl: ``token`` reads the KL that ``--kl-coef`` weights.
         discounts: ``token`` reads ``--gamma``.
         whitens: the paper defines the estimator with whitened advantages (``--normalize-advantages``).
         needs_critic: ``token`` reads the values of a critic, and ``--lambd``.
-        compares: ``token`` compares the rollouts of one prompt, so that a prompt needs several.
+        compares: ``token`` compares the rollouts of one prompt, so each prompt needs several rollouts.
         dual_clip: ``loss`` reads ``--eps-clip-c``.
-        open_below: its paper does not bound the ratio from below (``--eps-clip 1``).
+        open_below: the paper of the estimator does not bound the ratio from below (``--eps-clip 1``).
     """
 
     name: str
@@ -96,7 +96,7 @@ ESTIMATORS = Registry(
         Estimator("rloo", "R − mean over the other responses to the prompt", "2402.14740", f"{_GROUPS}:leave_one_out"),
         Estimator(
             "reinforce_plus_plus",
-            "R minus the KL of the following tokens, as a discounted sum",
+            "the discounted sum of the reward minus the KL, over the following tokens",
             "2501.03262",
             token=f"{_ADVANTAGES}:reinforce_plus_plus",
             takes_kl=True,

@@ -1,7 +1,7 @@
 """The first step from rewards to advantages: each rollout is compared with the other rollouts of its prompt.
 
-It runs once for the whole rollout, before rows are distributed to ranks. The process has no torch, so it uses numpy
-arrays.
+This step runs once for the whole rollout, before rows are distributed to ranks. It uses numpy arrays, because the
+process that runs it does not import torch.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ else:
 
 @dataclass(frozen=True, slots=True)
 class GroupedRewards(Generic[Array]):
-    """Rewards of the M rollouts of G groups; float64 except for the integers. The arrays are tensors for a user's
-    function, and numpy arrays for the functions of this file.
+    """Rewards of the M rollouts of G groups; float64 except for the integers. A user's function gets tensors. The
+    functions of this file get numpy arrays.
 
-    ``rewards``: [M]. ``group``: [M] int64, 0 … G − 1. ``size``: [G] int64, rollouts of each group. ``centered``: [M], R
-    − mean of the group. ``std``: [G], unbiased, 0 in a group of one. ``divide_by_std``: False is
-    ``--disable-grpo-std-normalization``.
+    ``rewards``: [M]. ``group``: [M] int64, 0 … G − 1. ``size``: [G] int64, rollouts of each group. ``centered``: [M],
+    reward − mean of the group. ``std``: [G], the unbiased standard deviation of the rewards, 0 in a group of one
+    rollout. ``divide_by_std``: False with ``--disable-grpo-std-normalization``.
     """
 
     rewards: Array
@@ -42,7 +42,7 @@ class GroupedRewards(Generic[Array]):
 
 
 def over_std(rewards: GroupedRewards[np.ndarray]) -> np.ndarray:
-    """[M] (R − mean) / (std + 1e-6) (arXiv:2402.03300); without ``divide_by_std`` R − mean (arXiv:2503.20783)."""
+    """[M] (R − mean) / (std + 1e-6) (arXiv:2402.03300); R − mean (arXiv:2503.20783) if ``divide_by_std`` is False."""
     return rewards.centered * (1 / (rewards.std + 1e-6))[rewards.group] if rewards.divide_by_std else rewards.centered
 
 
@@ -52,7 +52,7 @@ def minus_mean(rewards: GroupedRewards[np.ndarray]) -> np.ndarray:
 
 
 def leave_one_out(rewards: GroupedRewards[np.ndarray]) -> np.ndarray:
-    """[M] R − mean of the *other* rewards of the group, which is n / (n − 1)·(R − mean) (arXiv:2402.14740)."""
+    """[M] R − mean of the *other* rewards of the group of n rollouts = n / (n − 1)·(R − mean) (arXiv:2402.14740)."""
     scale = rewards.size / (rewards.size - 1).clip(min=1)
     return rewards.centered * scale[rewards.group]
 
@@ -69,17 +69,18 @@ def group_advantages(
     """The advantage of each row. The estimator's ``group`` function compares the rewards of a group's rollouts.
 
     Groups may have any size. (If sizes differ, slime uses one group for the whole batch.) Rows of one rollout id
-    (fan-out siblings) count once, with the mean of their rewards, and share one advantage. A group of one rollout gets
-    exactly 0, and so does a group of equal rewards. The metrics ``groups_of_one`` and ``zero_variance_groups`` are
-    the shares of these two kinds of groups among all groups. Without rows there are no metrics.
+    (fan-out siblings) count once, with the mean of their rewards, and share one advantage. In a group of one rollout
+    and in a group of equal rewards, the advantages are exactly 0. The metrics ``groups_of_one`` and
+    ``zero_variance_groups`` are the shares of these two kinds of groups among all groups. Without rows there are no
+    metrics.
 
     Args:
         rewards: [N], one for each row.
         group_ids: [N] int64.
         rollout_ids: [N] int64.
         estimator: one of ``ESTIMATORS``.
-        std_normalization: False is ``--disable-grpo-std-normalization``.
-        normalize: False is ``--disable-rewards-normalization``: the result is the rewards, unchanged.
+        std_normalization: False with ``--disable-grpo-std-normalization``.
+        normalize: False with ``--disable-rewards-normalization``; the function then returns the rewards unchanged.
 
     Returns:
         [N] float64 advantages, and metrics.
@@ -95,7 +96,7 @@ def group_advantages(
         raise ValueError(
             f"rewards of rows {bad[:8]} are not finite in fp32; use --reward-error zero or drop for such rewards"
         )
-    rewards = np.asarray(rewards, np.float64)  # in float64 squares of fp32 numbers do not overflow
+    rewards = np.asarray(rewards, np.float64)  # in float64, the squares of fp32 numbers do not overflow
     groups, row_group = np.unique(group_ids, return_inverse=True)
     rollouts, row_rollout = np.unique(rollout_ids, return_inverse=True)
     group = np.zeros(len(rollouts), np.int64)
@@ -120,7 +121,7 @@ def group_advantages(
 
 
 def _on_tensors(call: Callable[..., Any], rewards: GroupedRewards[np.ndarray], what: str) -> np.ndarray:
-    """[M] result of ``call``, a user's function that gets tensors."""
+    """[M] result of ``call``, a user's function. It gets tensors instead of numpy arrays."""
     import torch
 
     from slimelite.algorithms.packed import checked
@@ -133,8 +134,8 @@ def _on_tensors(call: Callable[..., Any], rewards: GroupedRewards[np.ndarray], w
 
 
 def _means(values: np.ndarray, index: np.ndarray, size: int) -> np.ndarray:
-    """[size] mean of the values of each index. It is computed relative to their minimum, so it is exact if all values
-    are equal."""
+    """[size] mean of the values of each index. The mean is computed relative to the minimum of these values, so it is
+    exact if all of them are equal."""
     low = np.full(size, np.inf)
     np.minimum.at(low, index, values)
     count: np.ndarray = np.bincount(index, minlength=size)

@@ -9,36 +9,36 @@ from slimelite.base.registry import Function, Registry
 
 @dataclass(frozen=True)
 class Choice:
-    """One value of an option. The code that reads the option has a branch for each value. Your own losses and
-    corrections have a ``function`` instead.
+    """One value of an option. The code that reads the option has a branch for each built-in value. A loss or a
+    correction of your own has a ``function`` instead.
     """
 
     name: str
     summary: str
     function: Function | None = None  # or "package.module:function"
-    reads: tuple[str, ...] = ()  # flags that have an effect with this value, but not with every other one
-    slime: str = ""  # slime's function that does the same
+    reads: tuple[str, ...] = ()  # flags that have an effect with this value, but not with all values
+    slime: str = ""  # the function of slime that does the same
 
 
 @dataclass(frozen=True)
 class LossType(Choice):
-    """A loss to minimise, see `slimelite.training.loss.micro_batch_loss`. A loss of your own is ``fn(args, batch,
-    log_probs, entropy) -> (losses, metrics)``.
+    """A loss that training minimises, see `slimelite.training.loss.micro_batch_loss`. The function of your own loss has
+    the signature ``fn(args, batch, log_probs, entropy) -> (losses, metrics)``.
 
     ``batch``: the R response tokens of a micro-batch, see `slimelite.training.batch.MicroBatch`. ``log_probs`` (with a
-    gradient) and ``entropy``: [R], of the policy. ``losses``: [R], reduced as ``--loss-aggregation`` says. ``metrics``:
-    (sum, weight) pairs by name.
+    gradient) and ``entropy``: [R], of the policy. ``losses``: [R]; ``--loss-aggregation`` selects how they are reduced
+    to one number. ``metrics``: (sum, weight) pairs by name.
     """
 
-    title: str = ""  # the method's own name, such as DPO
+    title: str = ""  # the name of the method, such as DPO
     policy: bool = False  # an estimator's policy loss: corrections apply, and an advantage of 0 gives no gradient
-    supervised: bool = False  # responses come from the data set: none was sampled, so there are no old log-probs
-    paired: bool = False  # it compares the two replies of a pair
-    compares: bool = False  # with a reference model
-    judged: bool = False  # a row's label says whether its reply is desirable; a step measures its KL beforehand
-    chosen: bool = False  # a token's weight is that of a mean over the tokens of the step's chosen replies
-    scores: bool = False  # it trains a reward model: the row of a conversation ends in one token, whose place is scored
-    documents: bool = False  # it learns from packed documents, which are no samples
+    supervised: bool = False  # responses come from the data set, not from an engine, so there are no old log-probs
+    paired: bool = False  # the loss compares the two replies of a pair
+    compares: bool = False  # the loss compares the policy with a reference model
+    judged: bool = False  # each row is labelled desirable or not, and each step first measures the KL
+    chosen: bool = False  # the token weights give a mean over the tokens of all chosen replies of the step
+    scores: bool = False  # the loss trains a reward model, which scores each conversation at its last token
+    documents: bool = False  # the loss trains on packed documents instead of samples
     columns: tuple[str, ...] = ()  # columns of the sample table that must be filled in every row
 
 
@@ -48,7 +48,7 @@ LOSSES = Registry(
     (
         LossType(
             "policy_loss",
-            "the policy loss that goes with --advantage-estimator",
+            "the policy loss of the estimator that --advantage-estimator selects",
             policy=True,
         ),
         LossType("sft_loss", "the negative log-likelihood of the data's responses", title="SFT", supervised=True),
@@ -61,7 +61,7 @@ LOSSES = Registry(
         ),
         LossType(
             "dpo_loss",
-            "the loss of preference pairs, as --dpo-loss chooses it",
+            "the loss of preference pairs that --dpo-loss selects",
             reads=("dpo_loss", "dpo_label_smoothing"),
             title="DPO",
             supervised=True,
@@ -102,9 +102,9 @@ LOSSES = Registry(
     ),
 )
 
-# see `slimelite.training.loss.corrected`. One of your own is fn(args, batch, losses, own) -> (losses, metrics): losses
-# [R] of the policy, 0 where a token is dropped; own [R] the log-probs of the trainer before the rollout's first step,
-# batch.rollout_log_probs [R] those of the engine
+# see `slimelite.training.loss.corrected`. The function of your own correction has the signature
+# fn(args, batch, losses, own) -> (losses, metrics). losses: [R] of the policy; the function returns 0 for a dropped
+# token. own: [R], the trainer's log-probs before the rollout's first step. batch.rollout_log_probs: [R], the engine's
 _CLIP = ("tis_clip", "tis_clip_low")
 _SLIME = "slime.backends.megatron_utils.loss"
 _MIS = "examples.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp"
@@ -135,8 +135,8 @@ LEVELS = Registry(
     "--mis-level",
     (
         Choice("token", "each token has a ratio"),
-        Choice("sequence", "a response has one ratio, the product of its tokens'"),
-        Choice("geometric", "a response has one ratio, the geometric mean of its tokens'"),
+        Choice("sequence", "a response has one ratio, the product of its tokens' ratios"),
+        Choice("geometric", "a response has one ratio, the geometric mean of its tokens' ratios"),
     ),
     closed=True,
 )
@@ -156,9 +156,9 @@ MODES = Registry(
 
 @dataclass(frozen=True)
 class KlKind(Choice):
-    """An estimate of the KL from d = log_probs − base, see `policy.kl_estimate`."""
+    """A formula that estimates the KL from d = log_probs − base, see `policy.kl_estimate`."""
 
-    pulls: bool = True  # the gradient is not zero on average, so that as a loss it pulls towards the reference
+    pulls: bool = True  # its expected gradient is not zero, so a loss with it pulls the policy towards the reference
 
 
 KL_KINDS = Registry(
@@ -190,10 +190,10 @@ DPO_KINDS = Registry(
     (
         Choice(
             "sigmoid",
-            "−log σ(β·Δ), Δ the difference of the replies' summed log-ratios",
+            "−log σ(β·Δ), where Δ is the difference of the replies' summed log-ratios",
             reads=("dpo_label_smoothing",),
         ),
-        Choice("ipo", "(Δ − 1/(2β))², Δ the difference of the replies' mean log-ratios"),
+        Choice("ipo", "(Δ − 1/(2β))², where Δ is the difference of the replies' mean log-ratios"),
     ),
     closed=True,
 )

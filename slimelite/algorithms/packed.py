@@ -1,12 +1,12 @@
 """Shared operations on packed tensors: safe selection, safe exponentials, sums over rows, the loss of a step.
 
-In this package ``[T]`` means the response tokens of some rows, laid end to end. ``mask: [T] bool`` says which of them
-are trained on. ``segments: [T] int64`` is the row (0 … num_segments − 1) of each token. A row's tokens are contiguous
-and in order, and a row may have none.
+In this package ``[T]`` is the shape of a tensor with the response tokens of some rows, one row after the other.
+``mask: [T] bool`` is True for each token that is trained on. ``segments: [T] int64`` is the row (0 … num_segments − 1)
+of each token. A row's tokens are contiguous and in order, and a row may have no tokens.
 
-The weight of every token is fixed from the *whole* optimizer step, before its first micro-batch runs. The loss of a
-micro-batch is then a plain weighted sum. The gradients of all micro-batches and ranks add up (no averaging) to the same
-gradient for every packing.
+The weight of every token is computed from the *whole* optimizer step, before the first micro-batch of the step runs.
+The loss of a micro-batch is then a weighted sum. The gradients of all micro-batches and ranks are added, not averaged.
+So the total gradient does not depend on the packing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# (sum, weight), both 0-d float64: means over micro-batches and ranks are sum of sums / sum of weights
+# (sum, weight), both 0-d float64. The mean over micro-batches and ranks is the sum of sums / the sum of weights
 Metric = tuple[Tensor, Tensor]
 Metrics = dict[str, Metric]
 
@@ -22,15 +22,15 @@ MAX_LOG_RATIO = 20.0
 
 
 def upcast(values: Tensor) -> Tensor:
-    """float64 stays float64, everything else becomes float32."""
+    """``values`` as float32, or unchanged if they are float64."""
     return values if values.dtype == torch.float64 else values.float()
 
 
 def select(values: Tensor, mask: Tensor) -> Tensor:
     """[T] ``values`` in at least fp32, 0 where ``mask`` is False.
 
-    Selecting the *inputs* of a formula keeps an inf or NaN under the mask out of its value and its gradient.
-    Multiplying by the mask does not, because 0·inf = NaN.
+    Apply it to the *inputs* of a formula. Then an inf or NaN at a masked token does not change the formula's value or
+    gradient. A multiplication by the mask does not have this effect, because 0·inf = NaN.
     """
     return torch.where(mask, upcast(values), 0.0)
 
@@ -46,7 +46,7 @@ def segment_sum(values: Tensor, segments: Tensor, num_segments: int) -> Tensor:
 
 
 def segment_mean(values: Tensor, mask: Tensor, segments: Tensor, num_segments: int) -> Tensor:
-    """[num_segments] mean of ``values`` [T] over the unmasked tokens of each row; 0 for a row without any."""
+    """[num_segments] mean of ``values`` [T] over the unmasked tokens of each row; 0 for a fully masked row."""
     total = segment_sum(select(values, mask), segments, num_segments)
     count = segment_sum(mask.to(total.dtype), segments, num_segments)
     return total / count.clamp(min=1)
@@ -61,13 +61,13 @@ def row_weights(mask_sums: Tensor, rollout_ids: Tensor, mode: str, *, max_respon
     """The weight of each unmasked token of a row, for all N rows of one optimizer step over all ranks.
 
     Args:
-        mask_sums: [N] unmasked tokens of each row.
+        mask_sums: [N] number of unmasked tokens of each row.
         rollout_ids: [N] int64, equal for the fan-out siblings of one rollout.
-        mode: one of ``AGGREGATIONS``. It says what the loss of a token is divided by.
-        max_response_len: tokens, for ``constant``.
+        mode: one of ``AGGREGATIONS``. It selects the divisor of each token's loss.
+        max_response_len: number of tokens, which the mode ``constant`` needs.
 
     Returns:
-        [N] float64; 0 for a row whose divisor is 0, because it has no unmasked token.
+        [N] float64. A row has weight 0 if its divisor is 0, because then it has no unmasked token.
 
     Raises:
         ValueError: an unknown mode, or ``constant`` without a positive max_response_len.
@@ -75,13 +75,15 @@ def row_weights(mask_sums: Tensor, rollout_ids: Tensor, mode: str, *, max_respon
     sums = mask_sums.double()
     rollouts, rollout = torch.unique(rollout_ids, return_inverse=True)
     match mode:
-        case "rollout":  # tokens of the rollout × rollouts of the step: the mean over rollouts of their token means.
-            # Fan-out siblings share one denominator; a fully masked rollout counts as 0, and is one of the rollouts
+        case "rollout":  # the divisor is: tokens of the rollout × rollouts of the step. So the loss is the mean over
+            # rollouts of their token means. Fan-out siblings share one divisor. A fully masked rollout counts as a
+            # rollout whose loss is 0
             divisor = segment_sum(sums, rollout, len(rollouts))[rollout] * len(rollouts)
-        case "token":  # tokens of the step (DAPO, arXiv:2503.14476). It is slime's ``--calculate-per-token-loss``,
-            # except that an empty response adds 0 tokens, not 1
+        case "token":  # the divisor is: tokens of the step (DAPO, arXiv:2503.14476). slime's
+            # ``--calculate-per-token-loss`` is equal, except that there an empty response adds 1 token
             divisor = sums.sum().expand_as(sums)
-        case "constant":  # rollouts of the step × max_response_len (Dr.GRPO, arXiv:2503.20783), however many rows each
+        case "constant":  # the divisor is: rollouts of the step × max_response_len (Dr.GRPO, arXiv:2503.20783). The
+            # number of rows of a rollout does not matter
             if not max_response_len:
                 raise ValueError("--loss-aggregation constant divides by --rollout-max-response-len; set it")
             divisor = torch.full_like(sums, float(len(rollouts) * max_response_len))
@@ -96,10 +98,11 @@ def weighted_sum(losses: Tensor, weights: Tensor) -> Tensor:
 
 
 def checked(values: object, length: int, what: str) -> Tensor:
-    """Return ``values`` if their shape is [length]. ``what`` returned them.
+    """Return ``values`` if their shape is [length]. ``what``: the name, for the message, of the function that
+    returned them.
 
     Raises:
-        ValueError: they have another shape, and would be broadcast or indexed to a wrong result.
+        ValueError: ``values`` have another shape. Broadcasting or indexing them would give a wrong result.
     """
     if not isinstance(values, Tensor) or values.shape != (length,):
         actual = f"shape {list(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"

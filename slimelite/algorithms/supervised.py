@@ -12,7 +12,8 @@ from slimelite.algorithms.packed import Metrics, mean_metric, segment_mean, segm
 def sft_loss(log_probs: Tensor, mask: Tensor) -> Tensor:
     """[T] negative log-likelihood −log_probs, 0 where masked.
 
-    ``log_probs``: [T] at temperature 1, whatever the rollout temperature is (slime divides by it). ``mask``: [T] bool.
+    ``log_probs``: [T] at temperature 1, even if ``--rollout-temperature`` has another value. (slime divides the logits
+    by the rollout temperature.) ``mask``: [T] bool.
     """
     return -select(log_probs, mask)
 
@@ -30,25 +31,25 @@ def dpo_loss(
     kind: str = "sigmoid",
     label_smoothing: float = 0.0,
 ) -> tuple[Tensor, Metrics]:
-    """The loss of each preference pair, of a kind in ``DPO_KINDS``. It is computed from Δ = h(chosen) − h(rejected). h
-    is the sum or the mean of log_probs − ref over the unmasked tokens of a response.
+    """The DPO loss of each preference pair. ``kind`` selects its formula, a function of Δ = h(chosen) − h(rejected).
+    h is the sum or the mean of log_probs − ref over the unmasked tokens of a response.
 
     Args:
-        log_probs: [T] of the policy at temperature 1. Only they have a gradient.
+        log_probs: [T] of the policy at temperature 1. Only this tensor has a gradient.
         ref: [T] of the reference.
         mask: [T] bool.
         segments: [T] int64 row of each token.
         num_segments: number of rows.
         chosen: [P] int64, row of each pair's preferred response.
-        rejected: [P] int64, row of its other response.
+        rejected: [P] int64, row of each pair's other response.
         beta: how strongly the policy is pulled to the reference.
         kind: one of ``DPO_KINDS``.
-        label_smoothing: ε, the probability that a label is wrong (sigmoid).
+        label_smoothing: ε, the probability that a label is wrong. Only the kind ``sigmoid`` reads it.
 
     Returns:
         [P] losses, to be averaged over the pairs of the step, and metrics over pairs: ``rewards/chosen`` and
         ``rewards/rejected`` (β·h), ``rewards/margins``, ``rewards/accuracies``, and ``logps/chosen`` and
-        ``logps/rejected``, the sums of log_probs.
+        ``logps/rejected`` (the sums of log_probs).
 
     Raises:
         ValueError: an unknown kind.
@@ -56,11 +57,11 @@ def dpo_loss(
     log_ratio = select(log_probs, mask) - select(ref, mask)
     match kind:
         case "sigmoid":
-            # −(1−ε)·log σ(βΔ) − ε·log σ(−βΔ) (arXiv:2305.18290; ε > 0 is conservative DPO, ericmitchell.ai/cdpo.pdf)
+            # −(1−ε)·log σ(βΔ) − ε·log σ(−βΔ) (arXiv:2305.18290; ε > 0: conservative DPO, ericmitchell.ai/cdpo.pdf)
             score = segment_sum(log_ratio, segments, num_segments)
             delta = score[chosen] - score[rejected]
             losses = -(1 - label_smoothing) * logsigmoid(beta * delta) - label_smoothing * logsigmoid(-beta * delta)
-        case "ipo":  # (Δ − 1/(2β))² (arXiv:2310.12036; its h is averaged over length, as its authors advise)
+        case "ipo":  # (Δ − 1/(2β))² (arXiv:2310.12036). h is a mean over the tokens, as the authors advise
             score = segment_mean(log_ratio, mask, segments, num_segments)
             delta = score[chosen] - score[rejected]
             losses = (delta - 1 / (2 * beta)).square()
@@ -91,19 +92,21 @@ def kto_loss(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> tuple[Tensor, Metrics]:
-    """KTO (arXiv:2402.01306, equation 7): w·(1 − σ(±(h − z))), h = β·Σ(log_probs − ref) over a reply's unmasked tokens.
+    """The KTO loss of each reply (arXiv:2402.01306, equation 7): w·(1 − σ(±(h − z))).
+
+    h = β·Σ(log_probs − ref) over the unmasked tokens of the reply. z = β·max(0, kl).
 
     Args:
-        log_probs: [T] of the policy at temperature 1. Only they have a gradient.
+        log_probs: [T] of the policy at temperature 1. Only this tensor has a gradient.
         ref: [T] of the reference.
         mask: [T] bool.
         segments: [T] int64 row of each token.
         num_segments: number of rows, n.
-        desirable: [n] bool. The sign is + for desirable replies.
-        kl: in nats, the mean over the optimizer step of Σ(log_probs − ref) for replies that are paired with other rows'
-            prompts; z = β·max(0, kl).
+        desirable: [n] bool. The sign ± is + for desirable replies, and − for the others.
+        kl: in nats, an estimate of the KL between policy and reference. It is the mean over the optimizer step of
+            Σ(log_probs − ref), computed for replies that are paired with the prompts of other rows.
         beta: how strongly the policy is pulled to the reference.
-        desirable_weight, undesirable_weight: w.
+        desirable_weight, undesirable_weight: w for desirable replies and for the others.
 
     Returns:
         [n] losses, to be averaged over the rows of the step, and metrics over rows: ``rewards/chosen`` and
@@ -112,7 +115,7 @@ def kto_loss(
     h = beta * segment_sum(select(log_probs, mask) - select(ref, mask), segments, num_segments)
     gap = h - beta * max(kl, 0.0)
     weight = torch.where(desirable, desirable_weight, undesirable_weight)
-    # 1 − σ(x) = σ(−x), which keeps its digits where x is large
+    # 1 − σ(x) = σ(−x); the right-hand side stays accurate if x is large
     losses = weight * torch.sigmoid(torch.where(desirable, -gap, gap))
     log_likelihood = segment_sum(select(log_probs.detach(), mask), segments, num_segments)
     return losses, {
@@ -131,8 +134,10 @@ def odds_ratio_loss(
     chosen: Tensor,
     rejected: Tensor,
 ) -> tuple[Tensor, Metrics]:
-    """The part of ORPO (arXiv:2403.07691, equations 4 and 7) that compares two replies: −log σ(o_w − o_l) of each pair.
-    o = m − log(1 − exp m) are the log-odds of a reply whose tokens have the mean log-prob m.
+    """The odds-ratio term of ORPO (arXiv:2403.07691, equations 4 and 7), for each pair: −log σ(o_w − o_l).
+
+    o = m − log(1 − exp m) are the log-odds of a reply, and m is the mean log-prob of its tokens. o_w belongs to the
+    chosen reply, and o_l to the rejected one.
 
     Args:
         log_probs: [T] of the policy at temperature 1.
@@ -140,13 +145,13 @@ def odds_ratio_loss(
         segments: [T] int64 row of each token.
         num_segments: number of rows.
         chosen: [P] int64, row of each pair's preferred response.
-        rejected: [P] int64, row of its other response.
+        rejected: [P] int64, row of each pair's other response.
 
     Returns:
         [P] losses, to be averaged over the pairs of the step, and metrics over pairs: ``rewards/margins`` (o_w − o_l),
         ``rewards/accuracies``, ``logps/chosen`` and ``logps/rejected`` (m).
     """
-    # a reply whose tokens are certain has infinite odds; its log-prob is kept below 0 by less than fp32 rounds
+    # if all tokens of a reply have probability 1, its odds are infinite. So the mean log-prob is at most -1e-7
     mean = segment_mean(log_probs, mask, segments, num_segments).clamp(max=-1e-7)
     odds = mean - torch.log(-torch.expm1(mean))
     delta = odds[chosen] - odds[rejected]
@@ -160,12 +165,14 @@ def odds_ratio_loss(
 
 
 def reward_model_loss(scores: Tensor, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Metrics]:
-    """Bradley–Terry: −log σ(s_w − s_l) of each pair (arXiv:2203.02155, equation 1).
+    """The Bradley–Terry loss of each pair: −log σ(s_w − s_l) (arXiv:2203.02155, equation 1).
+
+    s_w is the score of the preferred conversation, and s_l the score of the other one.
 
     Args:
-        scores: [n] of the conversations.
+        scores: [n], one for each conversation.
         chosen: [P] int64, row of each pair's preferred conversation.
-        rejected: [P] int64, row of its other conversation.
+        rejected: [P] int64, row of each pair's other conversation.
 
     Returns:
         [P] losses, to be averaged over the pairs of the step, and metrics over pairs: ``rewards/chosen`` and

@@ -1,1 +1,1 @@
-"""Models: families, files of a Hugging Face folder, checkpoints."""
+"""Model families, the files of a Hugging Face folder, and checkpoints."""

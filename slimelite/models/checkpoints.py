@@ -1,6 +1,7 @@
-"""Folders of checkpoints, without torch: find the one to resume from, verify its files, and write a new one.
+"""Folders of checkpoints: find the checkpoint to resume from, verify its files, and write a new checkpoint. This file
+does not import torch.
 
-File sizes and CRC-32 are saved with a checkpoint and compared before it is loaded.
+The sizes and CRC-32 checksums of the files are saved with a checkpoint, and are compared before it is loaded.
 """
 
 from __future__ import annotations
@@ -18,25 +19,26 @@ from typing import Any, Literal, TypedDict
 
 from slimelite.base.files import FORMAT, LOCK, check_format, free_space, in_units, write_text
 
-# file that names the newest complete checkpoint, written last (slime and Megatron use the same name)
+# file that names the newest complete checkpoint, and is written last (slime and Megatron use the same file name)
 MARKER = "latest_checkpointed_iteration.txt"
 # file that names the checkpoint of the best evaluation (--save-best)
 BEST_MARKER = "best_checkpointed_iteration.txt"
 # file beside the checkpoints with the values of --early-stop-metric: see `loop.Evaluations`
 EVALUATIONS = "evaluations.json"
 ROLLOUT_STATE = "rollout_state.json"
-# its entry with --rollout-seed
+# entry of ROLLOUT_STATE: the value of --rollout-seed
 ROLLOUT_SEED = "rollout_seed"
-# file with the trainer's state other than tensors
+# file with the trainer's state, except the tensors
 STATE_FILE = "trainer.json"
-# its entry with the model that training began from, a folder or hub id
+# entry of STATE_FILE: the model that training started from, a folder or a hub id
 BASE = "base"
-# file with the names and places of the tensors
+# file with the names of the tensors, and their positions in the other files
 METADATA = ".metadata"
-# in a checkpoint: {"files": {"__0_0.distcp": {"bytes": 4096, "crc32": "89abcdef"}, ...}}; written last
+# file with the checksums of a checkpoint, which is written after the other files of the checkpoint. Its content:
+# {"files": {"__0_0.distcp": {"bytes": 4096, "crc32": "89abcdef"}, ...}}
 CHECKSUMS = "checksums.json"
 BLOCK = 1 << 24
-# above this size, comparing checksums is announced [bytes]
+# if a checkpoint is larger, a message says that its checksums are being compared [bytes]
 SAID_ABOVE = 10**10
 Checksums = dict[str, "Checksum"]
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -45,18 +47,18 @@ REMEDY = "resume from an earlier checkpoint with --ckpt-step"
 
 
 def without_moments(folder: Path) -> str:
-    """The message about a checkpoint that does not contain the optimizer that a run wants to resume."""
+    """The message for a run that resumes with the optimizer, when the checkpoint does not contain the optimizer."""
     return f"{folder} was saved with --no-save-optim; resume it with --no-load-optim"
 
 
 def may_be_hub_id(path: str) -> bool:
-    """Whether ``path``, which is not a folder here, may name a model on the hub: ``owner/name``, or an old name such as
-    ``gpt2``."""
+    """Whether ``path`` may be the name of a model on the hub: ``owner/name``, or an old name such as ``gpt2``. ``path``
+    is not a local folder."""
     return not path.startswith((".", "/", "~")) and path.count("/") <= 1
 
 
 class DamagedCheckpoint(ValueError):
-    """A checkpoint cannot be used. ``wrong``: why. ``whole``: the newest undamaged checkpoint before it."""
+    """A checkpoint cannot be used. ``wrong``: the reason. ``whole``: the newest undamaged checkpoint before it."""
 
     def __init__(self, wrong: str, remedy: str, whole: Path | None = None) -> None:
         super().__init__(f"{wrong}; {remedy}")
@@ -71,18 +73,18 @@ class Checksum(TypedDict):
 
 
 def holds_model(folder: str | Path) -> bool:
-    """Whether ``folder`` has a Hugging Face model and is not a folder of checkpoints."""
+    """Whether ``folder`` contains a Hugging Face model and is not a folder of checkpoints."""
     return (Path(folder) / "config.json").is_file() and not (Path(folder) / MARKER).is_file()
 
 
 def why_no_model(folder: str | Path) -> str | None:
-    """Why the folder is not a Hugging Face model, as the predicate of a sentence; None if it is one."""
+    """The reason why the folder is not a Hugging Face model, as the predicate of a sentence; None if it is a model."""
     root = Path(folder)
     if (root / "config.json").is_file():
         return None
     if (root / STATE_FILE).is_file() or any(root.glob(f"iter_*/{STATE_FILE}")):
         return OWN_CHECKPOINT
-    return "is in Megatron format" if (root / MARKER).is_file() else "holds no config.json"
+    return "is in Megatron format" if (root / MARKER).is_file() else "does not contain config.json"
 
 
 def read_config(path: str) -> dict[str, Any]:
@@ -97,7 +99,7 @@ def read_config(path: str) -> dict[str, Any]:
             raise ValueError(f"{why}; name the model's Hugging Face folder")
         return read_json(folder / "config.json")
     if folder.exists():
-        raise ValueError("is a file; name the folder that holds it")
+        raise ValueError("is a file; name the folder that contains it")
     if not may_be_hub_id(path):
         raise ValueError("no such folder")
     from transformers.utils import cached_file
@@ -106,24 +108,26 @@ def read_config(path: str) -> dict[str, Any]:
         return read_json(Path(cached_file(path, "config.json")))
     except OSError as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"no such folder, and as a name on the Hugging Face hub: {reason}") from error
+        raise ValueError(f"no such folder, and the Hugging Face hub answered: {reason}") from error
 
 
 def find_checkpoint(
     load: str | Path, step: int | None = None, *, fallback: bool = False, own: bool = False
 ) -> tuple[Path | None, str]:
-    """The checkpoint under ``load`` to resume from: the one of rollout ``step``, or the newest. Its files are verified.
+    """Find the checkpoint under ``load`` to resume from, and verify its files.
 
-    ``fallback``: if it is damaged, take the newest undamaged checkpoint before it. ``own``: the run also saves to
-    ``load``, so other files there may be its own, from before its first checkpoint.
+    It is the checkpoint of rollout ``step``, or the newest one if ``step`` is None.
+
+    ``fallback``: if the checkpoint is damaged, take the newest undamaged checkpoint before it. ``own``: the run also
+    saves to ``load``. So the folder may contain other files that the run wrote before its first checkpoint.
 
     Returns:
-        its folder and a note for the user, which may be empty. The folder is None if ``load`` is absent or empty, as in
-        the first run of a script that resumes.
+        the checkpoint's folder, and a note for the user, which may be empty. The folder is None if ``load`` is absent
+        or empty, as in the first run of a script that resumes.
 
     Raises:
-        ValueError: ``load`` has other content, or the checkpoint is missing.
-        DamagedCheckpoint: the checkpoint is damaged, and ``fallback`` is off or finds no other one.
+        ValueError: ``load`` contains other files, or the checkpoint is missing.
+        DamagedCheckpoint: the checkpoint is damaged, and ``fallback`` is False or finds no earlier checkpoint.
     """
     root = Path(load)
     marker = root / MARKER
@@ -131,16 +135,17 @@ def find_checkpoint(
         if holds_model(root) or not own:
             _refuse_what_is_no_checkpoint(root)
         if step is not None:
-            raise ValueError(f"{load}: holds no complete checkpoint, so not that of rollout {step} (--ckpt-step)")
-        return None, "holds no checkpoint yet"
+            raise ValueError(f"{load}: does not contain the checkpoint of rollout {step} (--ckpt-step)")
+        return None, "does not contain a checkpoint yet"
     word = str(step) if step is not None else marker.read_text(errors="replace").strip()
     if not any(root.glob(f"iter_*/{ROLLOUT_STATE}")):
         raise ValueError(
-            f"{load}: {MARKER} says {word}, but there is no iter_{word:0>7}/{ROLLOUT_STATE}: a Megatron checkpoint?"
+            f"{load}: {MARKER} names {word}, but iter_{word:0>7}/{ROLLOUT_STATE} is missing: is it a Megatron "
+            "checkpoint?"
         )
     if not word.isdecimal():
         cut = f"{marker}: is damaged: it must contain the number of a rollout"
-        raise DamagedCheckpoint(cut, "give one with --ckpt-step")
+        raise DamagedCheckpoint(cut, "name the rollout with --ckpt-step")
     directory = _directory(root, word)
     wrong = whats_wrong(directory)
     if wrong is None:
@@ -170,7 +175,8 @@ def folder_of(save: str | Path, rollout_id: int) -> Path:
 
 
 def part_file(directory: Path, rank: int) -> Path:
-    """A file while ``--async-save`` writes a checkpoint. It has the checksums of a rank's part, or its error."""
+    """A file that exists while ``--async-save`` writes a checkpoint. It contains the checksums of a rank's part, or the
+    rank's error."""
     return directory / f"part-{rank}.json"
 
 
@@ -187,14 +193,14 @@ def model_folder(template: str, rollout_id: int | Literal["best"]) -> Path:
 
 
 def best_of(root: str | Path) -> int | None:
-    """The rollout whose checkpoint under ``root`` is marked as the best evaluation's; None if none is marked."""
+    """The rollout whose checkpoint under ``root`` is marked as that of the best evaluation, or None."""
     marker = Path(root) / BEST_MARKER
     word = marker.read_text(errors="replace").strip() if marker.is_file() else ""
     return int(word) if word.isdecimal() else None
 
 
 def mark_best(final: Path, interval: int | None, retain: int | None) -> None:
-    """Mark ``final`` (see `folder_of`) as the checkpoint of the best evaluation. No later save removes it.
+    """Mark ``final`` (see `folder_of`) as the checkpoint of the best evaluation. Later saves do not remove it.
 
     The checkpoint that was marked before is removed, unless ``--save-interval`` and ``--save-retain-interval`` keep it.
     """
@@ -208,22 +214,24 @@ def mark_best(final: Path, interval: int | None, retain: int | None) -> None:
 
 @contextmanager
 def writing(final: Path, size: int, retain: int | None) -> Iterator[tuple[Path, Checksums]]:
-    """Write a checkpoint in the block. After the block it is in ``final`` (see `folder_of`), and is the newest.
+    """A context in which a checkpoint is written. After it, the checkpoint is in ``final`` (see `folder_of`) and is
+    marked as the newest.
 
-    It gets the name ``final`` only when it is complete. Until then, a checkpoint that an earlier run left there stays
-    valid. ``size``: its approximate size [bytes]. ``retain``: see ``--save-retain-interval``.
+    The checkpoint's folder gets the name ``final`` only when it is complete. Until then, a checkpoint that an earlier
+    run wrote to ``final`` stays valid. ``size``: the approximate size of the checkpoint [bytes]. ``retain``: see
+    ``--save-retain-interval``.
 
     Yields:
-        the folder to write to, and an empty dict. The block may put checksums that it knows into the dict; the others
+        the folder to write to, and an empty dict for the checksums that the caller already knows. The other checksums
             are computed.
 
     Raises:
-        OSError: the checkpoint cannot be written. Its files are removed, and the message has the needed and the free
+        OSError: the checkpoint cannot be written. Its files are removed, and the message names the needed and the free
             space.
     """
     root, rollout_id = final.parent, int(final.name.removeprefix("iter_"))
     directory, replaced = (final.with_name(final.name + end) for end in (".partial", ".replaced"))
-    # an interrupted save leaves .partial, and if it was interrupted near its end also .replaced
+    # an interrupted save leaves a .partial folder. If it was interrupted near its end, .replaced may exist too
     if replaced.is_dir() and not final.is_dir():
         replaced.rename(final)
     for left in (*root.glob("iter_*.partial"), replaced):
@@ -244,7 +252,7 @@ def writing(final: Path, size: int, retain: int | None) -> Iterator[tuple[Path, 
         raise OSError(
             f"{final}: the checkpoint cannot be written ({error.strerror or error}); it takes about "
             f"{in_units(size)}, and {free_space(root)} are free there after the incomplete checkpoint was removed: "
-            "make room or choose another folder for --save, and resume from the last checkpoint with --load"
+            "free disk space or choose another folder for --save, and resume from the last checkpoint with --load"
         ) from error
     if final.is_dir():
         final.rename(replaced)
@@ -261,7 +269,7 @@ def writing(final: Path, size: int, retain: int | None) -> Iterator[tuple[Path, 
 def _directory(root: Path, word: str) -> Path:
     """The folder of the checkpoint of rollout ``word``.
 
-    If a save is interrupted while it replaces an earlier checkpoint, the earlier one is in ``.replaced``.
+    If a save was interrupted while it replaced an earlier checkpoint, the earlier checkpoint is in ``.replaced``.
     """
     directory = root.absolute() / f"iter_{word:0>7}"
     replaced = directory.with_name(directory.name + ".replaced")
@@ -269,9 +277,9 @@ def _directory(root: Path, word: str) -> Path:
 
 
 def whats_wrong(directory: Path) -> str | None:
-    """A message about the first missing or damaged file of a checkpoint; None if there is none. It needs no torch."""
+    """A message about the first missing or damaged file of a checkpoint; None if all files are undamaged."""
     if not directory.is_dir():
-        return f"{directory}: is not there"
+        return f"{directory}: does not exist"
     if not (directory / CHECKSUMS).is_file():
         return f"{directory / CHECKSUMS}: is missing"
     try:
@@ -280,14 +288,13 @@ def whats_wrong(directory: Path) -> str | None:
         if ROLLOUT_SEED not in read_json(directory / ROLLOUT_STATE):
             return f"{directory / ROLLOUT_STATE}: is damaged: it has no {ROLLOUT_SEED}"
         read_state(directory)
-    except (ValueError, OSError) as error:  # a broken disk, no permission
+    except (ValueError, OSError) as error:  # such as a disk error, or no permission to read
         return str(error)
     return None
 
 
 def _refuse_what_is_no_checkpoint(root: Path) -> None:
-    """Raise ValueError unless ``root`` is absent, empty, or has only the ``iter_*`` folders of an interrupted first
-    save."""
+    """Raise ValueError if ``root`` is a file, or a folder with content other than an interrupted first save."""
     if root.exists() and not root.is_dir():
         raise ValueError(f"{root}: is a file; --load takes the folder that --save wrote")
     if (
@@ -296,14 +303,14 @@ def _refuse_what_is_no_checkpoint(root: Path) -> None:
         or all(path.name in (LOCK, EVALUATIONS) for path in root.iterdir())
     ):
         return
-    kind = "a Hugging Face model, without rollouts to choose from" if holds_model(root) else "not a checkpoint"
-    raise ValueError(f"{root}: has no {MARKER}: it is {kind}")
+    kind = "a Hugging Face model, without checkpoints of rollouts" if holds_model(root) else "not a checkpoint"
+    raise ValueError(f"{root}: does not contain {MARKER}: it is {kind}")
 
 
 def checksums(folder: Path, files: Iterable[Path]) -> Checksums:
     """Size and CRC-32 of ``files``, by their paths relative to ``folder``.
 
-    Files are read in parallel, each at up to about 4 GB/s on a fast disk.
+    Files are read in parallel. On a fast disk, each file is read at up to about 4 GB/s.
     """
     paths = sorted(files)
     with ThreadPoolExecutor(8, "checksum") as threads:
@@ -312,10 +319,10 @@ def checksums(folder: Path, files: Iterable[Path]) -> Checksums:
 
 
 def damage(folder: Path) -> str | None:
-    """A message about the first damaged file of the checkpoint at ``folder``; None if there is none.
+    """A message about the first damaged file of the checkpoint at ``folder``; None if no file is damaged.
 
-    A part of a checkpoint, such as its critic, is compared with the checksums of the whole checkpoint. If the part was
-    copied without them, it counts as undamaged.
+    ``folder`` may be a part of a checkpoint, such as the critic. Then its files are compared with the checksums of the
+    whole checkpoint. If the part was copied without the file of checksums, it counts as undamaged.
     """
     root = next((place for place in (folder, folder.parent) if (place / CHECKSUMS).is_file()), None)
     if root is None:
@@ -343,7 +350,7 @@ def damage(folder: Path) -> str | None:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """The trainer's state, without tensors, of the checkpoint (or part of a checkpoint) in ``folder``.
+    """The trainer's state, without the tensors, in ``folder``, a checkpoint or a part of one.
 
     Raises:
         ValueError: the file is missing, damaged, or has another format.
@@ -372,7 +379,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: is damaged or cut short: not JSON ({error})") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path}: is damaged: holds no JSON object")
+        raise ValueError(f"{path}: is damaged: it does not contain a JSON object")
     return content
 
 

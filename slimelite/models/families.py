@@ -1,4 +1,4 @@
-"""Model families, which are facts about each Hugging Face ``model_type``, and the ways to find a loss mask.
+"""Records of model families (facts about each Hugging Face ``model_type``) and of loss masks.
 
 ::
 
@@ -6,10 +6,11 @@
 
     FAMILIES.add(Family("mistral", "MistralForCausalLM", embedded=True))
 
-in a file of ``--import-file`` gives Mistral models the fast decoder of the embedded engine. Flags of a model's shape
-are then checked against such models too. Training needs no record, and neither does the engine's generic decoder.
-`slimelite.training.packing` tests a small copy of each model: whether it can be trained, packed or only with eager
-attention. The loss mask of a conversation needs no record either, because ``auto`` fits every chat template.
+These lines, in a file of ``--import-file``, let the embedded engine use its fast decoder for Mistral models. The flags
+that describe a model's shape are then checked for such models too. Training and the engine's generic decoder do not
+need a record. `slimelite.training.packing` tests a small copy of each model: can it be trained, can its rows be packed,
+does it need eager attention? A loss mask does not need a record either, because the mask ``auto`` fits every chat
+template.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 
 from slimelite.base.registry import Function, Registry
 
-# config fields with the number of experts of a mixture-of-experts model
+# config fields with the number of experts; the config of a mixture-of-experts model has one of them
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -28,18 +29,20 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 class Family:
     """The models of one ``model_type``.
 
-    A bias is True or False for all models of the family, or the name of the config field that says whether it exists.
+    A field for a bias is True or False if all models of the family agree. Else it is the name of the config field that
+    tells whether the bias exists.
 
     Args:
         name: the ``model_type`` of config.json.
-        architecture: the class of transformers for a new model that flags alone define.
-        qkv_bias: of the projections to queries, keys and values. ``out_bias``: of the attention's output projection.
-            ``mlp_bias``: of the MLP's three projections.
+        architecture: the class of transformers for a new model that is defined only by flags.
+        qkv_bias: the bias of the projections to queries, keys and values. ``out_bias``: the bias of the attention's
+            output projection. ``mlp_bias``: the bias of the MLP's three projections.
         qk_norm: whether the queries and keys of each head are normalized.
-        embedded: whether the fast decoder of the embedded engine can run it. It needs norms before attention and MLP,
-            rotary positions, a gated MLP and Llama's weight names. If it has experts, their fields and weights have
-            Qwen3-MoE's names. Other models use the generic decoder.
-        gguf: llama.cpp's name of the architecture, for `slimelite gguf`; empty if that cannot write such models.
+        embedded: whether the fast decoder of the embedded engine can run the models. They must have norms before
+            attention and MLP, rotary positions, a gated MLP and Llama's weight names. The fields and weights of experts
+            must have Qwen3-MoE's names. Other models use the generic decoder.
+        gguf: llama.cpp's name of the architecture, for `slimelite gguf`; empty if `slimelite gguf` does not support the
+            family.
     """
 
     name: str
@@ -80,13 +83,13 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_true(fact: bool | str, config: Mapping[str, object]) -> bool:
-    """Whether ``fact``, a bias of a family, holds for a model with this ``config`` (parsed config.json)."""
+    """Whether a model with this ``config`` (parsed config.json) has the bias ``fact``, a field of `Family`."""
     return bool(config.get(fact)) if isinstance(fact, str) else fact
 
 
 def family_of(model_type: str) -> Family | None:
-    """The family called ``model_type``, or else the family whose name is its prefix: ``qwen2_moe`` has Qwen2's
-    attention."""
+    """The family with the name ``model_type``, or else the family whose name is a prefix of ``model_type``. Example:
+    ``qwen2_moe`` gives ``qwen2``, whose attention it has."""
     kin = [family for name, family in FAMILIES.items() if model_type == name or model_type.startswith(f"{name}_")]
     return max(kin, key=lambda family: len(family.name), default=None)
 
@@ -96,7 +99,7 @@ class LossMask:
     """Finds the assistant's tokens in a conversation.
 
     Args:
-        name: what ``--loss-mask-type`` takes.
+        name: the value of ``--loss-mask-type``.
         find: (chat reader, messages, tools) -> pieces of text, each with the spans that are trained on; see
             `slimelite.data.conversations.Piece`.
     """
@@ -105,7 +108,7 @@ class LossMask:
     find: Function
 
 
-# all but auto are slime's masks, each for the chat template of the model that it is named after
+# auto is slimelite's mask. The others are slime's masks, each for the chat template of the model in its name
 LOSS_MASKS = Registry(
     "loss mask",
     "--loss-mask-type",

@@ -1,6 +1,7 @@
-"""Checks of a Hugging Face folder: its config makes a model, and its weights are complete and fit the model.
+"""Checks of a Hugging Face folder: a model can be built from its config, and its weights are complete and fit the
+model.
 
-If a weight is missing, transformers only prints a warning and keeps random values.
+If a weight is missing, transformers only prints a warning and keeps random values. So slimelite checks first.
 """
 
 from __future__ import annotations
@@ -31,23 +32,23 @@ INDEX = "model.safetensors.index.json"
 ENTRIES = (WHOLE, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
 # other files that look like parts of a model
 PARTS = ("*.safetensors", "pytorch_model*.bin")
-# what a model on the hub is taken to have [bytes]
+# assumed size of a model on the hub [bytes]
 UNKNOWN_BYTES = 150 * 10**9
 REMEDY = "copy or save the model again"
 # config attribute that transforms the logits after hidden·weightᵀ -> the value that has no effect
 LOGIT_TRANSFORMS: dict[str, float | None] = {"final_logit_softcapping": None, "logit_scale": 1, "logits_scaling": 1}
-# methods of quantized checkpoints that transformers reads as ordinary weights, on CPUs too
+# quantization methods whose checkpoints transformers can convert to ordinary weights, on CPUs too
 RESTORED = ("fp8", "mxfp4")
-# config attributes with the cap of the logits, a name for each family that has one
+# config attributes with the cap of the logits; their names depend on the family
 CAPS = ("final_logit_softcapping", "output_logit_soft_cap", "logits_soft_cap")
-# activations of gated MLPs in transformers, besides rare ones
+# common activations of gated MLPs in transformers
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2")
-# `from_pretrained` with ``output_loading_info``: (model, info)
+# `from_pretrained` with ``output_loading_info``, which returns (model, info)
 Loader = Callable[..., "tuple[PreTrainedModel, Any]"]
 
 
 def logit_transform(config: PretrainedConfig) -> tuple[float, float | None]:
-    """The factor of hidden·weightᵀ, and the cap of the logits, cap·tanh(logits / cap); None: no cap."""
+    """(factor, cap): logits = cap·tanh(factor·hidden·weightᵀ / cap). If cap is None, the logits are not capped."""
     text = config.get_text_config()
     scale, divisor, multiplier = (
         getattr(text, name, None) or 1.0 for name in ("logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -57,15 +58,15 @@ def logit_transform(config: PretrainedConfig) -> tuple[float, float | None]:
 
 
 def load_config(path: str) -> PretrainedConfig:
-    """The config of the model at ``path`` as transformers reads it, but without its choice of attention and expert
-    code.
+    """The config of the model at ``path`` as transformers reads it, but without the implementations of attention and
+    experts that it names.
 
-    The run makes that choice itself. A file could name anything there, for example a kernel on the hub, and a kernel is
-    code.
+    slimelite selects these implementations itself. A config could name any implementation, even a kernel on the hub,
+    which is foreign code.
 
     Raises:
-        OSError: there is no model.
-        ValueError: the config needs its own code, or is damaged.
+        OSError: there is no model at ``path``.
+        ValueError: the config is damaged, or needs Python code from the model's folder.
     """
     from transformers import AutoConfig
 
@@ -77,8 +78,8 @@ def load_config(path: str) -> PretrainedConfig:
 
 
 def restore_weights(config: PretrainedConfig) -> str:
-    """Let transformers turn the weights of a quantized checkpoint into ordinary ones when it reads them. Returns the
-    method if it cannot, else ""."""
+    """Let transformers convert the weights of a quantized checkpoint to ordinary weights when it reads them. Returns
+    the name of the quantization method if transformers cannot do this, else ""."""
     quantized = getattr(config, "quantization_config", None)
     if quantized is None:
         return ""
@@ -89,7 +90,8 @@ def restore_weights(config: PretrainedConfig) -> str:
 
 
 def has_weights(path: str | Path) -> bool:
-    """Whether ``path``, a folder or hub id, has weights. A folder with only a config makes a new model."""
+    """Whether ``path``, a folder or hub id, has weights. A folder may have only a config, from which a new model is
+    made."""
     folder = Path(path)
     if not folder.is_dir():
         return True  # a hub id
@@ -97,7 +99,8 @@ def has_weights(path: str | Path) -> bool:
 
 
 def weight_bytes(path: str) -> int:
-    """The size of the weight files at ``path``; `UNKNOWN_BYTES` for a hub id, whose files may not be here yet."""
+    """The size of the weight files at ``path`` [bytes]. For a hub id, whose files may not be downloaded yet, it is
+    `UNKNOWN_BYTES`."""
     folder = Path(path)
     if not folder.is_dir():
         return UNKNOWN_BYTES
@@ -105,9 +108,9 @@ def weight_bytes(path: str) -> int:
 
 
 def hub_folder(name: str) -> str | None:
-    """The folder of the hub's cache with the safetensors files of the model ``name``. What is missing is downloaded.
+    """The folder of the hub's cache with the safetensors files of the model ``name``. Missing files are downloaded.
 
-    None: the model has no such files, or the hub cannot be reached.
+    None: the model has no safetensors files, or the hub cannot be reached.
     """
     from transformers.utils import cached_file
     from transformers.utils.hub import get_checkpoint_shard_files
@@ -123,8 +126,8 @@ def hub_folder(name: str) -> str | None:
 
 
 def write_weights(weights: Mapping[str, Tensor], file: Path) -> None:
-    """Write ``weights`` as a safetensors file with the usual file mode (umask). The library alone would make the file
-    private."""
+    """Write ``weights`` as a safetensors file with the usual file mode (umask). By default, the safetensors library
+    would make the file private."""
     from safetensors.torch import save_file
 
     file.unlink(missing_ok=True)
@@ -141,16 +144,17 @@ def has_experts(hf: PreTrainedModel) -> bool:
 
 
 def saved_buffers(hf: PreTrainedModel) -> dict[str, Tensor]:
-    """The buffers in a model's files, by transformers' names, such as the biases of routers. Parameters are not
-    included."""
+    """The buffers that a model's files contain, such as the biases of routers, by transformers' names. Parameters are
+    not included."""
     saved = hf.state_dict().keys()
     return {name: buffer for name, buffer in hf.named_buffers() if name in saved}
 
 
 def as_filed(hf: PreTrainedModel, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """All ``weights`` of ``hf`` under the names in a model's files, which engines read too. They are views if possible.
+    """All ``weights`` of ``hf`` with their names in a model's files. Engines use these names too. The results are views
+    if possible.
 
-    transformers keeps all experts of a layer as one weight; files have a matrix for each expert.
+    In transformers, all experts of a layer are one weight. Files have a matrix for each expert.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -158,8 +162,8 @@ def as_filed(hf: PreTrainedModel, weights: dict[str, Tensor]) -> dict[str, Tenso
 
 
 def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]] | None:
-    """Name -> shape of each weight, from the headers of the safetensors files; None if the weights are in
-    an older format.
+    """Name -> shape of each weight, from the headers of the safetensors files; None if the weights have an older
+    format.
 
     Raises:
         ValueError: a file is missing, empty, cut short or not a safetensors file. The message names it.
@@ -167,9 +171,7 @@ def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]] | None:
     entry = _entry(folder)
     if entry is None:
         names = sorted(file.name for part in PARTS for file in folder.glob(part))
-        raise ValueError(
-            f"{folder} holds {_some(names) or 'no weights'}, and neither {WHOLE} nor an index that names them: {REMEDY}"
-        )
+        raise ValueError(f"{folder} contains {_some(names) or 'no weights'}, but neither {WHOLE} nor {INDEX}: {REMEDY}")
     if entry not in (WHOLE, INDEX):
         return None
     return {name: shape for file in _safetensors(folder) for name, shape in _header(file).items()}
@@ -191,16 +193,17 @@ def _safetensors(folder: Path) -> list[Path]:
     try:
         files = dict(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"])
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{folder / INDEX} is no index of weights ({error!r:.100}): {REMEDY}") from error
+        raise ValueError(f"{folder / INDEX} is not an index of weights ({error!r:.100}): {REMEDY}") from error
     shards = sorted({str(file) for file in files.values()})
     if missing := [file for file in shards if not (folder / file).is_file()]:
-        raise ValueError(f"{folder / INDEX} names {_some(missing)}, not in this folder: {REMEDY}")
+        raise ValueError(f"{folder / INDEX} names {_some(missing)}, but this folder does not contain them: {REMEDY}")
     return [folder / file for file in shards]
 
 
 def _header(file: Path) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of the weights in a safetensors file. The library checks its header against the file's size."""
-    file.open("rb").close()  # the library says of a file that may not be read that it is not there
+    """Name -> shape of the weights in a safetensors file. The safetensors library compares the header with the file's
+    size."""
+    file.open("rb").close()  # raises PermissionError; the library's message would say that the file does not exist
     try:
         with safe_open(file, "np") as opened:
             return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
@@ -227,10 +230,10 @@ def check_weights(path: str, empty: PreTrainedModel, *, unread: Iterable[str] = 
 
 
 def weight_sources(path: str, empty: PreTrainedModel, *, unread: Iterable[str] = ()) -> dict[str, Source] | None:
-    """Where the weights and saved buffers of the model ``empty`` are in the files at ``path``, by name.
+    """The positions in the files at ``path`` of the weights and saved buffers of the model ``empty``, by name.
 
-    Weights of ``unread`` may be missing. None: the weights cannot be read in parts. The files have another format, the
-    model is quantized, or ``path`` is no folder.
+    The weights named in ``unread`` may be missing. The result is None if the weights cannot be read in parts: the files
+    have another format, the model is quantized, or ``path`` is not a folder.
 
     Raises:
         ValueError: see `check_weights`.
@@ -255,7 +258,8 @@ def weight_sources(path: str, empty: PreTrainedModel, *, unread: Iterable[str] =
 
 
 def _match(path: str, empty: PreTrainedModel, tensors: Mapping[str, Tensor], unread: Iterable[str]) -> PreTrainedModel:
-    """The model ``empty`` with ``tensors`` of a file, which have no data. transformers matches the names."""
+    """The model ``empty`` with ``tensors``, which have names from the files but no data. transformers matches these
+    names with the model's weights."""
     import torch
 
     options = {"config": copy.deepcopy(empty.config), "state_dict": tensors, "device_map": "meta"}
@@ -266,22 +270,22 @@ def _match(path: str, empty: PreTrainedModel, tensors: Mapping[str, Tensor], unr
 def load_weights(
     kind: type[Any], path: str, config: PretrainedConfig, *, unread: Iterable[str] = (), **options: Any
 ) -> PreTrainedModel:
-    """``from_pretrained`` of ``kind``, an auto class of transformers. It raises an error instead of leaving a weight
-    random.
+    """Call ``from_pretrained`` of ``kind``, an auto class of transformers. If a weight would keep random values, raise
+    an error.
 
     Args:
         path: a folder with weights, or a hub id.
         unread: weights that may be missing, because the caller replaces them.
 
     Raises:
-        ValueError: a weight is missing or of another shape, or a file cannot be read.
+        ValueError: a weight is missing or has another shape, or a file cannot be read.
     """
     if Path(path).is_dir():
         weight_shapes(Path(path))  # raises an error that names a damaged file
     load = partial(kind.from_pretrained, path, config=config, trust_remote_code=False, **options)
     model = _load(path, unread, load, bar=True)
     if getattr(config, "quantization_config", None) is not None and "dtype" in options:
-        for parameter in model.parameters():  # MXFP4 is restored as bf16, whatever dtype is asked for
+        for parameter in model.parameters():  # transformers converts MXFP4 to bf16 and ignores the option dtype
             parameter.data = parameter.data.to(options["dtype"])
     return model
 
@@ -290,7 +294,7 @@ def _load(path: str, unread: Iterable[str], load: Loader, *, bar: bool) -> PreTr
     try:
         with _quiet(bar=bar):
             model, info = load(output_loading_info=True, ignore_mismatched_sizes=True)
-    except Exception as error:  # pickles, conversions and readers of files raise anything
+    except Exception as error:  # unpickling, conversions and file readers raise errors of many types
         text = " ".join(str(error).split())[:300]
         raise ValueError(f"the weights in {path} cannot be read ({type(error).__name__}: {text}): {REMEDY}") from error
     missing = sorted(set(info["missing_keys"]) - set(unread))
@@ -299,16 +303,16 @@ def _load(path: str, unread: Iterable[str], load: Loader, *, bar: bool) -> PreTr
     ]
     if not missing and not shapes:
         return model
-    problems = [f"missing: {_some(missing)}"] * bool(missing) + [f"of another shape: {_some(shapes)}"] * bool(shapes)
+    problems = [f"missing: {_some(missing)}"] * bool(missing) + [f"with another shape: {_some(shapes)}"] * bool(shapes)
     if unknown := sorted(info["unexpected_keys"]):
-        problems.append(f"not of this model: {_some(unknown)}")
-    raise ValueError(f"the weights in {path} are not those of its config.json; {'; '.join(problems)}: {REMEDY}")
+        problems.append(f"unknown to this model: {_some(unknown)}")
+    raise ValueError(f"the weights in {path} do not fit its config.json; {'; '.join(problems)}: {REMEDY}")
 
 
 @contextmanager
 def _quiet(*, bar: bool) -> Iterator[None]:
-    """Silence transformers, because `_load` raises an error for weights that do not fit. ``bar``: a progress bar may be
-    shown."""
+    """Turn off the warnings of transformers, because `_load` raises an error for weights that do not fit. ``bar``: keep
+    the progress bar."""
     from transformers.utils import logging
 
     level, shown = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -329,7 +333,7 @@ def _some(names: list[str]) -> str:
 
 
 def shape_problems(config: dict[str, Any]) -> Iterator[str]:
-    """Problems of sizes in ``config`` with which a model can be built but not run."""
+    """Messages about sizes in ``config`` that do not fit together. A model with them can be built, but cannot run."""
     config = text_config(config)
     sizes = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
     counts = (*sizes, "head_dim", "max_position_embeddings")
@@ -354,12 +358,12 @@ def shape_problems(config: dict[str, Any]) -> Iterator[str]:
 def looks_sound(config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]] | None) -> bool:
     """Whether ``config`` (parsed config.json) and ``shapes`` (of `weight_shapes`) look like a usable model.
 
-    It takes milliseconds and does not import torch. Building the model would take seconds. It is a guess: transformers
-    may build a model for which this is False, and fail for one where it is True.
+    The check takes milliseconds and does not import torch. Building the model would take seconds. The result is only a
+    guess: transformers may build a model although the result is False, or fail although the result is True.
     """
     try:
-        from transformers.models.auto.auto_mappings import CONFIG_MAPPING_NAMES as types  # it needs no torch
-    except ImportError:  # another version of transformers keeps them elsewhere
+        from transformers.models.auto.auto_mappings import CONFIG_MAPPING_NAMES as types  # without torch
+    except ImportError:  # another version of transformers has the names in another module
         return False
     sizes = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
     numbers: list[Any] = [config.get(name) for name in sizes]
@@ -377,7 +381,7 @@ def looks_sound(config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]] | 
     for name, shape in shapes.items():
         if part := re.search(r"\.layers\.(\d+)\.(.+)", name):
             layers.setdefault(part[1], set()).add((part[2], shape))
-    # each layer has the same weights, of the sizes that the config names
+    # all layers must have the same weights, with the sizes from the config
     if len(layers) != count or len({frozenset(layer) for layer in layers.values()}) != 1:
         return False
     queries = heads * (config.get("head_dim") or width // heads)
@@ -388,7 +392,7 @@ def looks_sound(config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]] | 
 
 
 def check_architecture(args: ArchitectureArgs, config: dict[str, Any]) -> list[str]:
-    """Every architecture flag that contradicts ``config`` (parsed config.json), with both values."""
+    """A message for each architecture flag that contradicts ``config`` (parsed config.json), with both values."""
     config = text_config(config)
     heads = config.get("num_attention_heads")
     rope = {**config, **(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
@@ -415,13 +419,13 @@ def check_architecture(args: ArchitectureArgs, config: dict[str, Any]) -> list[s
     for name, has in (*truth.items(), *_switches(args, config, rope)):
         value = getattr(args, name)
         if has is not None and value is not None and value != has:
-            problems.append(f"--{name.replace('_', '-')} is {value} but the model's config.json says {has}")
+            problems.append(f"--{name.replace('_', '-')} is {value} but the model's config.json has {has}")
     return problems
 
 
 def _switches(args: ArchitectureArgs, config: dict[str, object], rope: dict[str, object]) -> list[tuple[str, bool]]:
-    """(switch, its value in the config) of the given switches. If flags describe a whole model, some other switches
-    too."""
+    """(switch, its value in the config) for each switch that the user set. If the flags describe a whole model, some
+    switches that are not set are included too."""
     family = family_of(str(config.get("model_type")))
     truth = {
         "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", True),

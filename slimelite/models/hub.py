@@ -1,6 +1,8 @@
-"""Uploads models to the Hugging Face hub with huggingface_hub, and tells before the work why an upload is impossible.
+"""Uploads models to the Hugging Face hub with huggingface_hub. If an upload is impossible, it reports the reason before
+other work starts.
 
-``HF_ENDPOINT`` and ``HF_TOKEN`` are read by huggingface_hub, which is imported only where it is used.
+huggingface_hub reads the environment variables ``HF_ENDPOINT`` and ``HF_TOKEN``. Only the functions that use
+huggingface_hub import it.
 """
 
 from __future__ import annotations
@@ -9,13 +11,12 @@ from pathlib import Path
 
 from slimelite.models.checkpoints import HUB_ID
 
-# what stays behind: notes of ours about how a folder was made
+# files that are not uploaded: incomplete files, slimelite's notes on a merged model, hidden files
 IGNORED = ["*.partial", "merged_from.json", ".*"]
 
 
 def refusal(repo: str) -> str | None:
-    """Why nothing can be uploaded to ``repo``, as far as this is known without the network; None if nothing is known
-    against it."""
+    """The reason why uploads to ``repo`` are impossible; None if no problem was found. The network is not used."""
     from huggingface_hub import constants, get_token
 
     if not HUB_ID.fullmatch(repo):
@@ -28,10 +29,11 @@ def refusal(repo: str) -> str | None:
 
 
 def make_room(repo: str, *, private: bool, create: bool = True) -> None:
-    """Create the repository of a model, unless it exists. Without ``create``, only ask who owns the token.
+    """Create the repository of a model, unless it exists. If ``create`` is False, only ask the hub whose token it is.
 
     Raises:
-        ValueError: see `refusal`; also if the hub does not answer, or the token may not write there.
+        ValueError: see `refusal`; also if the hub does not answer, or if the token has no permission to write to the
+            repository.
     """
     from huggingface_hub import HfApi
 
@@ -42,7 +44,7 @@ def make_room(repo: str, *, private: bool, create: bool = True) -> None:
             HfApi().create_repo(repo, private=private, exist_ok=True)
         else:
             HfApi().whoami()
-    except Exception as error:  # of the client, of requests, of sockets
+    except Exception as error:  # the client, requests and sockets raise errors of different types
         raise ValueError(_reason(repo, error)) from error
 
 
@@ -56,7 +58,7 @@ def push(path: Path, repo: str, *, private: bool = False, branch: str | None = N
     from huggingface_hub.utils import disable_progress_bars
 
     if not path.exists():
-        raise ValueError(f"{path} is not on this machine")
+        raise ValueError(f"{path} does not exist: name a folder or a file to upload")
     make_room(repo, private=private)
     disable_progress_bars()
     api = HfApi()
@@ -77,7 +79,7 @@ def push(path: Path, repo: str, *, private: bool = False, branch: str | None = N
 
 
 def _reason(repo: str, error: Exception) -> str:
-    """One line about an error of huggingface_hub: the server's words, or why the server was not reached."""
+    """One line about an error of huggingface_hub: the server's message, or why the server was not reached."""
     from huggingface_hub import constants
 
     status = getattr(getattr(error, "response", None), "status_code", None)

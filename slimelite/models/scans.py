@@ -1,7 +1,8 @@
-"""The recurrences of layers with a state, one function for each kind. Sequences start from given states.
+"""The recurrences of layers with a state, one function for each kind. Each function takes the state before the first
+token as an argument.
 
-Each function computes in at least fp32, and keeps float64. A step whose inputs are all zero gives zero and leaves the
-state unchanged, so sequences may be padded at their ends.
+Each function computes in fp32, or in float64 if the inputs are float64. If all inputs of a step are zero, the output of
+the step is zero and the state does not change. So sequences may be padded with zeros at their ends.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-# tokens whose scores are computed at once, as in fla and transformers
+# number of tokens in a chunk, the same as in fla and transformers. The scores of a chunk are computed at once
 CHUNK = 64
 
 
@@ -21,9 +22,9 @@ def gated_delta_rule(
     """S ← e^g·S; S ← S + k (β·(v - Sᵀk))ᵀ; o = Sᵀq (arXiv:2412.06464, equation 10), in chunks (section 3.3).
 
     Args:
-        query, key: [n, L, heads, K]. They are normalized here, and the query is divided by √K.
+        query, key: [n, L, heads, K]. This function normalizes both, and divides the query by √K.
         value: [n, L, heads, V]; g: [n, L, heads] log of the decay, at most 0; beta: [n, L, heads].
-        state: [n, heads, K, V] before the first token; None: zero.
+        state: [n, heads, K, V], the state before the first token; None: zero.
 
     Returns:
         [n, L, heads, V] in the dtype of ``query``, and the state after the last token, at least fp32.
@@ -39,8 +40,8 @@ def state_space_duality(
 
     Args:
         x: [n, L, heads, P]; dt: [n, L, heads] step sizes; a: [heads] negative.
-        b, c: [n, L, groups, N], each for heads / groups heads.
-        state: [n, heads, N, P] before the first token; None: zero.
+        b, c: [n, L, groups, N]; heads / groups heads share a group.
+        state: [n, heads, N, P], the state before the first token; None: zero.
 
     Returns:
         [n, L, heads, P] in the dtype of ``x``, and the state after the last token, at least fp32.
@@ -65,10 +66,10 @@ def _linear_attention(
     beta: Tensor | None,
     result: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Queries read values by their keys, and each value has decayed since its step. With ``beta`` a value replaces the
-    one before.
+    """Linear attention with decay: queries read values by their keys, and each value decays after its step.
 
-    ``query``, ``key``: [n, L, groups, K]. The other arguments are as in the functions above.
+    With ``beta``, a value replaces the older value of the same key (the delta rule). ``query``, ``key``: [n, L, groups,
+    K]. The other arguments are as in the functions above.
     """
     result = query.dtype if result is None else result
     dtype = torch.promote_types(query.dtype, torch.float32)
@@ -76,7 +77,7 @@ def _linear_attention(
     size = min(CHUNK, length)
 
     def chunks(x: Tensor) -> Tensor:
-        """[n, groups, heads / groups or 1, chunks, size, ...]"""
+        """``x`` with the shape [n, groups, heads / groups or 1, chunks, size, ...]."""
         x = F.pad(x.to(dtype), (*(0, 0) * (x.ndim - 2), 0, -length % size))
         return x.unflatten(1, (-1, size)).unflatten(3, (groups, -1)).movedim((3, 4), (1, 2))
 
@@ -85,7 +86,7 @@ def _linear_attention(
     between = (decay[..., :, None] - decay[..., None, :]).masked_fill(later, -torch.inf).exp()
     scores = (q @ k.mT) * between
     if beta is not None:
-        # what a token adds depends on what those before it in the chunk add: a triangular system
+        # each token's update depends on the updates of earlier tokens in the chunk: solve a triangular system
         own = chunks(beta)[..., None]
         right = torch.cat([v * own, k * own * decay.exp()[..., None]], -1)
         solved = torch.linalg.solve_triangular((k * own) @ k.mT * between, right, upper=False, unitriangular=True)
@@ -109,12 +110,12 @@ def selective_scan(
     """h ← e^(dt·a)·h + dt·x·b; y = h·c: Mamba-1 (arXiv:2312.00752, algorithm 2).
 
     Args:
-        x, dt: [n, L, D]; a: [D, N] negative; b, c: [n, L, N]. With heads: [n, L, heads, D], [heads, D, N] and
-            [n, L, heads, N].
-        state: [n, D, N] or [n, heads, D, N] before the first token; None: zero.
+        x, dt: [n, L, D]; a: [D, N] negative; b, c: [n, L, N]. With heads, the shapes are [n, L, heads, D],
+            [heads, D, N] and [n, L, heads, N].
+        state: [n, D, N] or [n, heads, D, N], the state before the first token; None: zero.
 
     Returns:
-        like ``x`` in the dtype of ``x``, and the state after the last token, at least fp32.
+        a tensor with the shape and the dtype of ``x``, and the state after the last token, at least fp32.
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
     steps, values, b_, c_ = (z.to(dtype).transpose(0, 1) for z in (dt, dt * x, b, c))
@@ -131,7 +132,7 @@ def forgetting_average(x: Tensor, forgotten: Tensor, state: Tensor | None = None
 
     Args:
         x: [n, L, D]; forgotten: [n, L, D] between 0 and 1.
-        state: [n, D] before the first token; None: zero.
+        state: [n, D], the state before the first token; None: zero.
 
     Returns:
         [n, L, D] in the dtype of ``x``, and the state after the last token, at least fp32.
@@ -148,12 +149,13 @@ def matrix_memory(
 ) -> tuple[Tensor, Tensor]:
     """C ← e^g·C + w k vᵀ; n ← e^g·n + w k; o = Cᵀq / (max(|nᵀq|, 1) + ε·max w): mLSTM (arXiv:2405.04517, section 2.3).
 
-    ``max w`` is the largest weight so far, which decays as well and starts at 1.
+    ``max w`` is the largest weight so far. It starts at 1, and decays at each step like the state.
 
     Args:
         query, key: [n, L, heads, K]; value: [n, L, heads, V].
-        g: [n, L, heads] log of the decay, at most 0; weight: [n, L, heads] of the input.
-        state: [n, heads, K + 1, V + 1] before the first token: C, in the last column n, in the last row log max w.
+        g: [n, L, heads] log of the decay, at most 0; weight: [n, L, heads], the weight w of each input.
+        state: [n, heads, K + 1, V + 1], the state before the first token: C, with n in the last column and log max w in
+            the last row.
 
     Returns:
         [n, L, heads, V] in the dtype of ``query``, and the state after the last token, at least fp32.
@@ -163,7 +165,7 @@ def matrix_memory(
     memory = None if state is None else state[:, :, :-1]
     inputs = torch.cat([v, torch.ones_like(v[..., :1])], -1) * w[..., None]
     read, memory = _linear_attention(q * q.shape[-1] ** -0.5, k, inputs, g, memory, None)
-    with torch.no_grad():  # only ε depends on it
+    with torch.no_grad():  # max w only scales ε, so it needs no gradient
         decay, first = g.cumsum(1), q.new_zeros(len(q), q.shape[2]) if state is None else state[:, :, -1, 0].to(dtype)
         largest = decay + torch.cat([first[:, None], w.log() - decay], 1).cummax(1).values[:, 1:]
     out = read[..., :-1] / (read[..., -1:].abs().clamp(min=1) + eps * largest.exp()[..., None])
@@ -178,7 +180,7 @@ class _Context(FunctionCtx):
 
 
 class _Recurrence(torch.autograd.Function):
-    """h[t] = a[t]·h[t-1] + u[t], from a and u [L, ...] and h[-1] [...]."""
+    """h[t] = a[t]·h[t-1] + u[t]. The inputs are a and u [L, ...], and h[-1] [...]."""
 
     @staticmethod
     def forward(ctx: _Context, a: Tensor, u: Tensor, first: Tensor) -> Tensor:

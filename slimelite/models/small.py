@@ -1,4 +1,4 @@
-"""Small copies of models: the config with all layers and tiny widths. They show in a second what a family computes."""
+"""Configs of small copies of models, with all layers and tiny widths. They allow tests of a family within a second."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ CONTEXT = 10
 
 HIDDEN = 64
 HEAD = 16
-# small value -> fields that get it unless they are 0 or None; they fit: 4 heads of 16 make 64, 8 Mamba heads 2 · 64
-# chunks of a scan are longer than every row: transformers 5.12.1 computes later ones of Nemotron-H wrong on a CPU
+# small value -> fields that get this value unless they are 0 or None. The values fit together: 4 heads of width 16 have
+# the hidden size 64, and 8 Mamba heads of width 16 have 2 · 64. The chunks of a scan are longer than every row, because
+# transformers 5.12.1 on a CPU computes wrong results for the second and later chunks of Nemotron-H
 _SMALL: dict[int, str] = {
     HIDDEN: "hidden_size hidden_size_global d_model n_embd embedding_size embedding_dim emb_dim lru_width "
     "word_embed_proj_dim input_embedding_size output_embedding_size hidden_size_per_layer_input",
@@ -24,10 +25,10 @@ _SMALL: dict[int, str] = {
     HEAD: "head_dim kv_channels dim_head d_head q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim "
     "global_head_dim linear_key_head_dim linear_value_head_dim mamba_d_state state_size ssm_state_size mamba_d_head "
     "mamba_head_dim attention_head_size rotary_dim index_head_dim",
-    # with few index_n_heads many tokens score 0 exactly, and which of them are chosen depends on the row's length
+    # if index_n_heads is small, many tokens have the score 0. Then the row's length decides which of them are selected
     2 * HEAD: "attention_head_dim qk_head_dim mamba_chunk_size chunk_size linear_chunk_size index_n_heads",
     8: "mamba_n_heads mamba_num_heads",
-    # else a row of Reformer is one chunk, which it computes without hashes
+    # chunks of Reformer: with one chunk for the whole row, it would not use hashes
     4: "lsh_attn_chunk_length local_attn_chunk_length "
     "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads attention_heads "
     "num_experts num_local_experts n_routed_experts moe_num_experts linear_num_value_heads zero_expert_num",
@@ -38,14 +39,14 @@ _SMALL: dict[int, str] = {
     VOCABULARY: "vocab_size encoder_hash_byte_group_vocab vocab_size_per_layer_input",
 }
 SMALL = {name: value for value, names in _SMALL.items() for name in names.split()}
-# fields that are multiples of the hidden size where they are given
+# fields that, if set, are multiples of the hidden size
 PROPORTIONAL = ("attention_hidden_size", "mamba_d_ssm")
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "num_global_key_value_heads")
 
 
 def small_config(config: PretrainedConfig) -> PretrainedConfig:
     """A copy of ``config`` with all its layers, 4 heads, tiny widths, `VOCABULARY` tokens and a window of `WINDOW`
-    tokens. If its rope changes with the length, it changes after `CONTEXT` tokens.
+    tokens. If the rotary embedding depends on the length of a row, it changes after `CONTEXT` tokens.
     """
     config = copy.deepcopy(config)
     if hasattr(config, "quantization_config"):
@@ -71,7 +72,7 @@ def _shrink(config: PretrainedConfig) -> None:
         if isinstance(fields[name], int) and hidden:
             setattr(config, name, fields[name] * config.hidden_size // hidden)
     if "head_dim" in fields:
-        config.head_dim = HEAD  # also where None means hidden size / heads
+        config.head_dim = HEAD  # also if head_dim is None, which means hidden size / heads
     if fields.get("expand") and fields.get("num_heads") and "head_dim" in fields:
         config.head_dim = fields["expand"] * config.hidden_size // config.num_heads  # Mamba 2
     if fields.get("mamba_expand") and fields.get("n_mamba_heads") and "mamba_headdim" in fields:
@@ -83,15 +84,16 @@ def _shrink(config: PretrainedConfig) -> None:
         if name.endswith("token_id") and isinstance(value, int):
             setattr(config, name, 0)
     if fields.get("qk_dim_factor") and hidden and not hidden * fields["qk_dim_factor"] % HIDDEN:
-        # xLSTM's cache has room for multiples of 64 alone
+        # the cache of xLSTM only supports multiples of 64
         config.hidden_size = config.embedding_dim = 2 * HIDDEN
-    if isinstance(rates := fields.get("compress_rates"), dict):  # DeepSeek-V4: so that each kind compresses a row
+    if isinstance(rates := fields.get("compress_rates"), dict):  # DeepSeek-V4: each kind must compress even a short row
         config.compress_rates = {kind: min(rate, WINDOW) for kind, rate in rates.items()}
     _shrink_rope(config)
 
 
 def _small(value: object, small: int) -> object:
-    """``small`` in place of an int other than 0, also inside a list. 1 and 2 replace only larger ints."""
+    """``small`` if ``value`` is an int other than 0, else ``value``. Lists are changed item by item. If ``small`` is 1
+    or 2, it replaces only larger ints."""
     if isinstance(value, list):
         return [_small(item, small) for item in value]
     if not isinstance(value, int) or isinstance(value, bool):

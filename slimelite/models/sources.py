@@ -1,7 +1,7 @@
-"""Where each weight of a model is in its safetensors files, so that a rank reads only its own rows.
+"""Finds where each weight of a model is in the safetensors files. So a rank reads only its own rows.
 
-transformers joins some weights of the files, such as the experts of a layer. So its own loader runs once on tensors
-without data, and its operations are recorded: rename, view, stack and concatenate.
+transformers joins some weights of the files, such as the experts of a layer. So the loader of transformers runs once on
+tensors without data, and its operations are recorded: rename, view, stack and concatenate.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# operators that put tensors together or copy them: what they give -> how
+# names of the recorded operators that join or copy tensors
 STACK, CAT, COPIES = "aten::stack", "aten::cat", ("aten::clone", "aten::contiguous", "aten::_to_copy")
-# of safetensors files; a file with another one is left to transformers
+# dtype in a safetensors file -> torch's. transformers reads files with other dtypes
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -43,7 +43,7 @@ class Source(Protocol):
         ...
 
     def rows(self, begin: int, end: int) -> Tensor:
-        """Rows ``begin`` to ``end`` in the dtype of the file. A tensor without dimensions is returned whole."""
+        """Rows ``begin`` to ``end`` in the dtype of the file. For a 0-d tensor it returns the whole tensor."""
         ...
 
 
@@ -67,14 +67,14 @@ class Stored:
             file.seek(self.begin + (begin * math.prod(self.shape[1:]) * part.element_size() if self.shape else 0))
             while buffer:
                 if not (count := file.readinto(buffer)):
-                    raise OSError(f"{self.file}: ends too early")
+                    raise OSError(f"{self.file}: is cut short")
                 buffer = buffer[count:]
         return part
 
 
 @dataclass(frozen=True)
 class Joined:
-    """Tensors that are stacked, or concatenated, along ``dim``."""
+    """Tensors stacked or concatenated along ``dim``. ``stacked``: whether they are stacked."""
 
     parts: Sequence[Source]
     shape: tuple[int, ...]
@@ -98,7 +98,7 @@ class Joined:
 
 @dataclass(frozen=True)
 class View:
-    """A view of ``base``, as torch describes it. ``laid``: the stride of ``base`` itself in its storage."""
+    """A view of ``base``. ``shape``, ``stride`` and ``offset`` are as in torch. ``laid``: the stride of ``base``."""
 
     base: Source
     shape: tuple[int, ...]
@@ -125,7 +125,7 @@ def everything(source: Source) -> Tensor:
 
 
 def _dense(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a tensor without gaps."""
+    """The strides of a contiguous tensor of this shape."""
     return tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
 
 
@@ -148,18 +148,18 @@ def stored(files: Sequence[Path]) -> dict[str, Stored]:
 
 
 class Recorder(TorchDispatchMode):
-    """While it is active, it records how tensors without data are made from the tensors of ``weights``."""
+    """A context that records how tensors without data are computed from the tensors of ``weights``."""
 
     def __init__(self, weights: Mapping[str, Stored]) -> None:
         super().__init__()
         self._weights = weights
         self._known: dict[int, tuple[Source, tuple[int, ...]]] = {}  # storage -> its tensor's source and stride
-        # tensors whose storages are known: none of these may be freed, since another one would get its address
+        # keeps the tensors of known storages alive. If one were freed, a new storage could get the same address
         self._kept: list[Tensor] = []
 
     def tensors(self) -> dict[str, Tensor]:
-        """A tensor without data for each of the weights. Floating-point tensors have fp32, so that nobody casts
-        them."""
+        """A tensor without data for each weight. Floating-point tensors are fp32, the dtype that `files._match` asks
+        for. So transformers does not cast them."""
         empty = dict[str, Tensor]()
         for name, weight in self._weights.items():
             dtype = torch.float32 if weight.dtype.is_floating_point else weight.dtype
@@ -168,7 +168,7 @@ class Recorder(TorchDispatchMode):
         return empty
 
     def source(self, tensor: Tensor) -> Source | None:
-        """What ``tensor`` is made from; None if it is not made from the weights alone."""
+        """The source of ``tensor``; None if ``tensor`` does not come only from the weights."""
         if (known := self._known.get(_storage(tensor))) is None:
             return None
         base, laid = known
@@ -179,7 +179,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run an operator, and note what its result is made from."""
+        """Run an operator, and record the source of its result."""
         result, name = func(*args, **(kwargs or {})), func._schema.name
         if name in (STACK, CAT):
             parts = [self.source(part) for part in args[0]]
@@ -190,7 +190,7 @@ class Recorder(TorchDispatchMode):
         elif name in COPIES and _storage(result) != _storage(args[0]) and (source := self.source(args[0])) is not None:
             self._note(result, source)
         elif func._schema.is_mutable and args and isinstance(args[0], Tensor):
-            self._known.pop(_storage(args[0]), None)  # such as a new weight that is drawn at random
+            self._known.pop(_storage(args[0]), None)  # such as a new weight that gets random values
         return result
 
     def _note(self, tensor: Tensor, source: Source) -> None:

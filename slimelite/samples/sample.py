@@ -1,4 +1,4 @@
-"""One sample while it is being generated, and the columns that the table of samples takes from it."""
+"""The class of a sample, which grows during generation, and the columns of the table of samples."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ import numpy as np
 
 from slimelite.base.registry import Registry
 
-# what is read: list[int], list[float], or one of these or None
+# type of an attribute when it is read: list[int] or list[float], with or without None
 L = TypeVar("L")
-# what an attribute holds: an engine gives arrays, and plugins and JSON give lists
+# type of a stored attribute: engines set arrays, plugins and JSON set lists
 PerToken = Sequence[Any] | np.ndarray
 
 
 class Listed(Generic[L]):
-    """An attribute that keeps an array until it is first read. Then it turns the array into a list and keeps the list.
+    """An attribute that stores an array or a list. When it is read, it converts an array to a list and stores the list.
 
-    So ``sample.tokens += [5]`` and ``sample.loss_mask[0] = 0`` work as on any list. A response whose tokens nobody
-    reads never becomes Python objects, which take at least 32 bytes for each token. ``vars(sample)`` has the array or
-    list as it is kept. ``default``: the default value of the dataclass field.
+    So ``sample.tokens += [5]`` and ``sample.loss_mask[0] = 0`` work as with any list. An array that is never read never
+    becomes Python objects, which take at least 32 bytes for each token. ``vars(sample)`` has the array or list as it is
+    stored. ``default``: the default value of the dataclass field.
     """
 
     def __init__(self, default: tuple[()] | None = None) -> None:
@@ -54,8 +54,8 @@ class Listed(Generic[L]):
 
 
 def joined(before: PerToken | None, added: PerToken) -> PerToken:
-    """``before`` followed by ``added``. The result is an array if ``added`` is one and ``before`` is an array or empty;
-    else it is a new list."""
+    """``before`` followed by ``added``. If ``added`` is an array and ``before`` is an array or empty, the result is an
+    array. Else it is a new list."""
     if isinstance(added, np.ndarray) and (isinstance(before, np.ndarray) or not before):
         return np.concatenate([before, added]) if isinstance(before, np.ndarray) else added.copy()
     return [*_plain([] if before is None else before), *_plain(added)]
@@ -67,11 +67,12 @@ def _plain(values: PerToken) -> Sequence[object]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kept:
-    """The token ids that top-p, top-k and min-p kept when an engine drew each token of a response. A trainer
-    renormalises log-probs over these ids.
+    """Kept ids: for each token of a response, the token ids that top-p, top-k and min-p did not exclude when the engine
+    sampled it. A trainer renormalises log-probs over these ids.
 
-    ``ids``: [sum of counts] int32, the ids of the first token, then those of the second, and so on. ``counts``:
-    [tokens] int32. 0: the token was drawn from the whole vocabulary, or was not drawn at all, such as a tool's token.
+    ``ids``: [sum of counts] int32, the kept ids of the first token, then those of the second, and so on. ``counts``:
+    [tokens] int32, the number of kept ids of each token. A count of 0 means that the token was sampled from the whole
+    vocabulary, or was not sampled (a tool's token).
     """
 
     ids: np.ndarray
@@ -79,36 +80,36 @@ class Kept:
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[int] | np.ndarray]) -> Kept:
-        """Make it from the ids of each token."""
+        """Build a `Kept` from the kept ids of each token."""
         counts = np.array([len(row) for row in rows], np.int32)
         ids = np.concatenate([np.asarray(row, np.int32) for row in rows]) if len(rows) else np.zeros(0, np.int32)
         return cls(ids, counts)
 
     @classmethod
     def nothing(cls, tokens: int) -> Kept:
-        """``tokens`` tokens without ids."""
+        """A `Kept` for ``tokens`` tokens without kept ids."""
         return cls(np.zeros(0, np.int32), np.zeros(tokens, np.int32))
 
     @property
     def offsets(self) -> np.ndarray:
-        """[tokens + 1] int64, where the ids of each token begin, and the end."""
+        """[tokens + 1] int64: where each token's ids start in ``ids``, and where the last token's ids end."""
         return np.concatenate([[0], np.cumsum(self.counts, dtype=np.int64)])
 
     def rows(self) -> list[list[int]]:
-        """The ids of each token."""
+        """The kept ids of each token."""
         ends = self.offsets.tolist()
         ids = self.ids.tolist()
         return [ids[begin:end] for begin, end in pairwise(ends)]
 
     def first(self, tokens: int) -> Kept:
-        """The ids of the first ``tokens`` tokens."""
+        """The kept ids of the first ``tokens`` tokens."""
         counts = self.counts[:tokens]
         return Kept(self.ids[: int(counts.sum())], counts)
 
 
 def together(before: Kept | None, tokens: int, added: Kept | None, more: int) -> Kept | None:
-    """The ids of ``tokens`` tokens and of ``more`` tokens after them. Either part may have none; the result is None if
-    both have none."""
+    """Join kept ids: ``before`` of ``tokens`` tokens, and ``added`` of the ``more`` tokens after them. If both are
+    None, the result is None."""
     if before is None and added is None:
         return None
     first, second = before or Kept.nothing(tokens), added or Kept.nothing(more)
@@ -125,16 +126,16 @@ class Status(StrEnum):
     FAILED = "failed"
 
 
-_Status = Status  # in the body of `Sample`, ``Status`` is its attribute
+_Status = Status  # an alias, because in the body of `Sample` the name ``Status`` is an attribute
 
-# weight version of a token before it is known; -1 is the version of the weights that an engine starts with
+# weight version of a token whose version is not known yet; -1 is the version of the weights at an engine's start
 UNSTAMPED = -2
 
 # finish reason of an engine -> status of the sample
 FINISH_STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 
-# key of an answer's meta_info: for each token 1 if a grammar left others out, else 0; key of a sample's metadata: the
-# number of such tokens
+# CONSTRAINED is a key of an answer's meta_info: for each token, 1 if a grammar excluded other tokens, else 0.
+# CONSTRAINED_TOKENS is a key of a sample's metadata: the number of such tokens
 CONSTRAINED, CONSTRAINED_TOKENS = "output_token_constrained", "constrained_tokens"
 
 # fields of slime's Sample that are not supported -> their contents; None and empty values are accepted
@@ -142,15 +143,15 @@ NOT_HERE = {
     "multimodal_inputs": "images, video or audio",
     "multimodal_train_inputs": "images, video or audio",
     "multimodal_train_input_id": "images, video or audio",
-    "apply_chat_template_kwargs": "chat template settings of one sample alone",
+    "apply_chat_template_kwargs": "chat template settings of a single sample",
     "rollout_routed_experts": "routing replay",
     "mopd_teacher_log_probs": "several teachers",
 }
 
 
 class Generated(NamedTuple):
-    """What a rollout added to one response: the number of ``tokens``, the number that the loss sees (``effective``),
-    and the seconds spent on tools (``waited``)."""
+    """The growth of a response in a rollout. ``tokens``: the number of added tokens. ``effective``: the number of added
+    tokens that are trained on. ``waited``: the seconds spent on tools."""
 
     tokens: int
     effective: int
@@ -164,31 +165,31 @@ class Sample:
     Plugins may set their own attributes, which are copied, saved and loaded with the sample.
 
     ``tokens`` has the prompt and the response. The per-token lists (``loss_mask``, ``rollout_log_probs``,
-    ``weight_versions``, ``teacher_log_probs`` if a teacher scored the response, and a user's own columns) cover the
-    response alone and have ``response_length`` entries. Only `append_response_tokens` writes the first three. Whoever
-    reads one of them gets a list. Until then it stays the array that an engine gave (`Listed`).
+    ``weight_versions``, ``teacher_log_probs`` if a teacher scored the response, and a user's own columns) cover
+    only the response and have ``response_length`` entries. Only `append_response_tokens` writes the first three. If one
+    of these attributes is read, the result is a list. Until then the attribute stays the engine's array (`Listed`).
     """
 
     Status: ClassVar[type[_Status]] = _Status
 
     group_index: int | None = None
     index: int | None = None
-    # shared by the samples of one fan-out; None: the sample is a rollout of its own
+    # equal for all samples of one fan-out; None: the sample is a rollout of its own
     rollout_id: int | None = None
-    # shared by samples that must be trained together (the two of a preference pair); None: no others
+    # equal for samples that must be trained together, such as a preference pair; None: the sample is not in such a unit
     unit_id: int | None = None
     prompt: str | list[dict[str, Any]] = ""
     tokens: Listed[list[int]] = Listed(())
     response: str = ""
     response_length: int = 0
-    # the right answer from the data: any JSON value
+    # the correct answer, from the data: any JSON value
     label: Any = None
     reward: float | dict[str, Any] | None = None
     loss_mask: Listed[list[int] | None] = Listed()
     rollout_log_probs: Listed[list[float] | None] = Listed()
     weight_versions: Listed[list[int]] = Listed(())
     teacher_log_probs: Listed[list[float] | None] = Listed()
-    # masked out of the loss, still counted in its group's statistics
+    # True: the sample is masked out of the loss, but is still counted in its group's statistics
     remove_sample: bool = False
     status: _Status = _Status.PENDING
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -198,7 +199,7 @@ class Sample:
     session_id: str | None = None
     # seconds spent waiting for tools and environments
     non_generation_time: float = 0.0
-    # slime's names for `kept`: all ids one after the other, and where those of each response token begin (and the end)
+    # slime's names for `kept.ids` and `kept.offsets`
     rollout_top_p_token_ids: Listed[list[int] | None] = Listed()
     rollout_top_p_token_offsets: Listed[list[int] | None] = Listed()
 
@@ -225,19 +226,19 @@ class Sample:
 
     @property
     def prompt_ids(self) -> PerToken:
-        """The tokens of the prompt, as an array or a list, whichever the sample keeps."""
+        """The tokens of the prompt, as an array or a list. The type is that of the stored tokens."""
         ids: PerToken = vars(self)["tokens"]
         return ids[: self.prompt_length]
 
     @property
     def response_ids(self) -> PerToken:
-        """The tokens of the response, as an array or a list, whichever the sample keeps."""
+        """The tokens of the response, as an array or a list. The type is that of the stored tokens."""
         ids: PerToken = vars(self)["tokens"]
         return ids[self.prompt_length :]
 
     @property
     def effective_response_length(self) -> int:
-        """Number of response tokens that the loss sees."""
+        """Number of response tokens that are trained on."""
         mask = vars(self)["loss_mask"]
         if mask is None:
             return self.response_length
@@ -245,7 +246,7 @@ class Sample:
 
     @property
     def kept(self) -> Kept | None:
-        """The token ids that each response token was drawn from; None unless top-p, top-k or min-p excluded some."""
+        """The kept ids of the response tokens; None if top-p, top-k and min-p did not exclude any ids."""
         ids, offsets = (vars(self)[f"rollout_top_p_token_{part}"] for part in ("ids", "offsets"))
         if ids is None or offsets is None:
             return None
@@ -257,8 +258,7 @@ class Sample:
         self.rollout_top_p_token_offsets = None if kept is None else kept.offsets
 
     def generated_since(self, before: Sample | None = None) -> Generated:
-        """What the response has gained since ``before``, an earlier state of this sample; None means since the
-        prompt."""
+        """The growth of the response since ``before``, an earlier state of this sample. None: since the prompt."""
         if before is None:
             return Generated(self.response_length, self.effective_response_length, self.non_generation_time)
         return Generated(
@@ -286,13 +286,13 @@ class Sample:
 
         Call it as ``(tokens, log_probs)``, or as slime does: ``(args, tokens=…, log_probs=…, meta_info=…)``.
 
-        ``log_probs``: the engine's, one for each token. Tokens of a tool or environment (``trainable=False``) get mask
-        0 and log-prob 0. ``weight_version``: the version of the weights that sampled the tokens. ``weight_versions``:
-        one version for each token. Without either, the tokens get the version that the engine had when the generate
-        function was called. ``kept``: the ids that each token was drawn from. ``log_probs`` are then over these ids.
-        ``constrained``: for each token, whether a grammar excluded other tokens. Such a token gets mask 0 and is
-        counted in ``metadata``. ``meta_info``: from the engine's answer. It has the weight versions and the finish
-        reason, which sets the status unless ``update_terminal_info`` is False. If the request set
+        ``log_probs``: the engine's log-probs, one for each token. Tokens of a tool or environment (``trainable=False``)
+        get mask 0 and log-prob 0. ``weight_version``: the version of the weights that sampled the tokens.
+        ``weight_versions``: one version for each token. If both are None, the tokens get the version that the engine
+        had when the generate function was called. ``kept``: the kept ids of each token; ``log_probs`` must then be over
+        these ids. ``constrained``: for each token, whether a grammar excluded other tokens. Such a token gets mask 0
+        and is counted in ``metadata``. ``meta_info``: from the engine's answer. It has the weight versions and the
+        finish reason, which sets the status unless ``update_terminal_info`` is False. If the request set
         ``return_sampling_mask``, the answer also has the kept ids, and the log-probs over these ids. These log-probs
         replace ``log_probs``.
 
@@ -318,7 +318,7 @@ class Sample:
         every |= {} if constrained is None else {"constrained": constrained}
         for name, values in every.items():
             if len(values) != count:
-                raise ValueError(f"{count} response tokens but {len(values)} {name}; they must be one to one")
+                raise ValueError(f"{count} response tokens but {len(values)} {name}; each token needs one")
         now, packed = vars(self), isinstance(added, np.ndarray)
         before, mask = now["tokens"], now["loss_mask"]
         if mask is None:
@@ -332,7 +332,7 @@ class Sample:
             self.count_constrained(constrained)
         if isinstance(mask, np.ndarray):
             self.loss_mask = joined(mask, trained)
-        else:  # in place, as in slime: its retool example keeps a reference to the list and assigns it again at the end
+        else:  # in place, as in slime: slime's retool example keeps a reference to the list, and assigns it at the end
             mask.extend(trained.tolist())
         self.rollout_log_probs = joined(now["rollout_log_probs"], log_probs)
         self.weight_versions = joined(now["weight_versions"], versions)
@@ -343,7 +343,7 @@ class Sample:
             self.update_from_meta_info(None, meta_info)
 
     def count_constrained(self, constrained: PerToken) -> None:
-        """Count the tokens that a grammar constrained, in ``metadata``, where a metric finds them."""
+        """Count the tokens that a grammar constrained, and store their number in ``metadata`` for a metric."""
         count = self.metadata.get(CONSTRAINED_TOKENS, 0) + int(np.count_nonzero(constrained))
         self.metadata = {**self.metadata, CONSTRAINED_TOKENS: count}
 
@@ -353,13 +353,13 @@ class Sample:
 
     @property
     def trained_versions(self) -> np.ndarray:
-        """Weight versions of the response tokens that the loss sees. Tokens of a tool have none, because no weights
-        sampled them."""
+        """Weight versions of the response tokens that are trained on. Tokens of a tool are not included, because an
+        engine did not sample them."""
         versions, mask = np.asarray(vars(self)["weight_versions"], np.int64), vars(self)["loss_mask"]
         return versions if mask is None else versions[: len(mask)][np.asarray(mask[: len(versions)], bool)]
 
     def check_aligned(self) -> None:
-        """Raise ValueError if a per-token list does not fit the response, or if an unsupported field is set."""
+        """Raise ValueError if the length of a per-token list does not fit, or if an unsupported field is set."""
         if not NOT_HERE.keys().isdisjoint(vars(self)):
             _refuse({name: getattr(self, name) for name in NOT_HERE})
         if self.response_length > self.total_length:
@@ -373,7 +373,7 @@ class Sample:
         for column in _token_columns(len(COLUMNS)):
             values = column.read(self)
             count = None if values is None else len(values)
-            # an empty mask is an error, since its meaning is unclear; other lists may be empty, which means absent
+            # an empty mask is an error, because its meaning is unclear. Other empty lists mean that there are no values
             if count != self.response_length and (count or (count == 0 and column.name == "loss_mask")):
                 raise ValueError(
                     f"sample {self.index}: {column.name} has {count} entries but the response has "
@@ -402,7 +402,7 @@ class Sample:
         return self.reward_value(args.reward_key)
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields as copied plain values, and the attributes that plugins have set, which are not copied."""
+        """All fields as copied plain values, and the attributes that plugins have set, without a copy."""
         return {**vars(self), **asdict(self)}
 
     @classmethod
@@ -421,27 +421,27 @@ PER_TOKEN = tuple(name for name, value in vars(Sample).items() if isinstance(val
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the table of samples. Saved rollouts contain it, and a loss can read it.
+    """A column of the table of samples. Saved rollouts contain the column, and a loss can read it.
 
     ::
 
         COLUMNS.add(Column("difficulty", "float32", per="token"))
 
-    in a file of ``--import-file`` adds a column. A generate function sets ``sample.difficulty`` to a list with a value
-    for each response token, and a loss reads ``batch.column("difficulty")``. If no sample has a value, the table does
-    not have the column.
+    This line, in a file of ``--import-file``, adds a column. A generate function sets ``sample.difficulty`` to a list
+    with a value for each response token. A loss reads ``batch.column("difficulty")``. If no sample has a value, the
+    table does not have the column.
     """
 
     name: str
-    dtype: str  # numpy's, or "str"
+    dtype: str  # the name of a numpy dtype, or "str"
     # one value for each sample, prompt token, response token or kept id
     per: Literal["sample", "prompt", "token", "kept"] = "sample"
-    of: Callable[[Sample], object] | None = None  # reads it from a sample; None: the attribute ``name``
-    absent: object = math.nan  # value for a sample without it; per-token: also for an empty list
-    required: bool = False  # every table and file has this column
+    of: Callable[[Sample], object] | None = None  # returns a sample's value; None: the attribute ``name`` is the value
+    absent: object = math.nan  # used for a missing value; in a per-token column also for an empty list
+    required: bool = False  # whether every table and file has this column
 
     def read(self, sample: Sample) -> Any:
-        """The value or values of ``sample``, or None if it has none."""
+        """The value or values of ``sample``; None if they are missing."""
         if self.of is not None:
             return self.of(sample)
         values = vars(sample)
@@ -454,14 +454,14 @@ COLUMNS = Registry(
     "column",
     (
         _every("sample_id", "int64", of=attrgetter("index")),
-        # shared by the samples of one fan-out
+        # equal for all samples of one fan-out
         _every("rollout_id", "int64", of=lambda s: s.index if s.rollout_id is None else s.rollout_id),
-        _every("group_id", "int64", of=attrgetter("group_index")),  # samples of one prompt
-        # rows that must never be split over micro-batches or ranks (a DPO pair)
+        _every("group_id", "int64", of=attrgetter("group_index")),  # equal for all samples of one prompt
+        # equal for rows that must be in the same micro-batch on the same rank, such as a DPO pair
         _every("unit_id", "int64", of=lambda s: s.index if s.unit_id is None else s.unit_id),
         _every("reward", "float64"),
-        _every("advantage", "float64", of=lambda _: 0.0),  # of the group, computed before samples are dealt to ranks
-        # masked out of the loss, counted in the group's statistics
+        _every("advantage", "float64", of=lambda _: 0.0),  # from groups.py, before rows are distributed to ranks
+        # True: the row is masked out of the loss, but is still counted in its group's statistics
         _every("removed", "bool", of=attrgetter("remove_sample")),
         _every("prompt_tokens", "int32", "prompt", attrgetter("prompt_ids")),
         _every("response_tokens", "int32", "token", attrgetter("response_ids")),
@@ -469,25 +469,25 @@ COLUMNS = Registry(
         _every("rollout_log_probs", "float32", "token"),
         _every("weight_versions", "int32", "token", absent=0),
         _every("teacher_log_probs", "float32", "token"),  # NaN where no teacher scored the token
-        # where a reply of an episode ends its reward, elsewhere NaN
+        # at the last token of each reply of an episode: the reward of the reply. NaN at other tokens
         Column("turn_rewards", "float32", "token"),
-        # number of the player, in an episode of several; each is compared with those of its own role
+        # number of the player in an episode with several players. Rows are compared only with rows of the same role
         Column("role", "int32", absent=0),
         _every("status", "str", of=lambda s: str(s.status)),
         _every("label", "str", of=lambda s: plain(s.label)),  # any JSON value
         _every("prompt", "str", of=lambda s: s.prompt if isinstance(s.prompt, str) else json.dumps(s.prompt)),
         _every("response", "str"),
         _every("metadata", "str", of=lambda s: json.dumps(plain(s.metadata)) if s.metadata else "{}"),
-        # JSON of a dict reward; column ``reward`` has one of its entries
+        # JSON of a reward that is a dict; the column ``reward`` has one of its entries
         Column(
             "reward_components", "str", of=lambda s: json.dumps(plain(s.reward)) if isinstance(s.reward, dict) else "{}"
         ),
-        # the token ids that each token was drawn from, where top-p, top-k or min-p left others out, and their number
+        # the number of kept ids of each token, and these ids (see `Kept`)
         Column("kept_counts", "int32", "token", lambda s: None if s.kept is None else s.kept.counts, absent=0),
         Column("kept_ids", "int32", "kept", lambda s: None if s.kept is None else s.kept.ids),
-        # the trained advantages if they were per token; ``advantage`` is then not used
+        # the trained advantages, if they differ between the tokens of a row; then ``advantage`` is not used
         Column("advantages", "float32", "token", of=lambda _: None),
-        # the weight of each token in the policy loss if flags made it other than the aggregation's; NaN: not computed
+        # each token's weight in the policy loss, if flags such as --correction changed it; NaN: not computed
         Column("loss_weights", "float32", "token", of=lambda _: None),
     ),
 )
@@ -495,7 +495,8 @@ COLUMNS = Registry(
 
 @cache
 def _token_columns(_known: int) -> list[Column]:
-    """The per-token columns whose length a plugin can get wrong. ``_known``: the number of columns now."""
+    """The per-token columns whose length a plugin can get wrong. ``_known``: the current number of columns, the key of
+    the cache."""
     return [column for column in COLUMNS.values() if column.per == "token" and column.name != "response_tokens"]
 
 
@@ -505,15 +506,15 @@ def versions_of(meta_info: dict[str, Any], count: int) -> list[int]:
     ends = [*(span["start"] for span in spans[1:]), count]
     versions: list[int] = []
     for span, end in zip(spans, ends, strict=True):
-        # SGLang says "default" until the first update
+        # until the first update, the version of SGLang is "default"
         version = int(span["version"]) if str(span["version"]).isdecimal() else UNSTAMPED
         versions += [version] * (end - span["start"])
     return versions[:count]  # a plugin may have shortened the response
 
 
 def kept_of(meta_info: dict[str, Any], count: int, log_probs: PerToken) -> tuple[Kept, PerToken]:
-    """The kept ids of the first ``count`` tokens of the answer with this ``meta_info``, and log-probs over them. A
-    token that was drawn from the whole vocabulary keeps its log-prob of ``log_probs``.
+    """The kept ids of the first ``count`` tokens of the answer with this ``meta_info``, and the log-probs over these
+    ids. A token that was sampled from the whole vocabulary keeps its log-prob from ``log_probs``.
     """
     masks = [mask or () for mask in meta_info["output_token_sampling_mask"][:count]]
     over = meta_info["output_token_sampling_logprobs"][:count]
@@ -521,12 +522,12 @@ def kept_of(meta_info: dict[str, Any], count: int, log_probs: PerToken) -> tuple
     return Kept.of(masks), [now if mask else before for mask, now, before in each]
 
 
-# metadata key of the place in its file of the row that a task made a prompt of, such as "row 3"
+# metadata key: the row of the data file from which a task made the prompt, such as "row 3"
 ROW = "row"
 
 
 def label_text(label: object) -> str:
-    """A label as text for reward rules: numbers as written, lists and dicts as JSON, "" for no label."""
+    """A label as text for reward rules: numbers as written, lists and dicts as JSON, None as ""."""
     if isinstance(label, list | dict):
         return json.dumps(plain(label), ensure_ascii=False)
     return "" if label is None else str(label)

@@ -1,8 +1,8 @@
 """A rollout as a table of samples, with one row for each sample. All parts of a run use this one format.
 
-The rollout side sends it to the trainers. Debug dumps and the run folder contain it. Offline training (SFT, offline RL,
-preference pairs) reads it. Each ragged column is one flat array, split into rows by ``prompt_offsets`` or
-``response_offsets``; per-token data is never a Python list. `sample.COLUMNS` lists the columns.
+The rollout side sends the table to the trainers. Debug dumps and the run folder contain it. Offline training (SFT,
+offline RL, preference pairs) reads it. Each ragged column is one flat array, which offsets such as ``response_offsets``
+split into rows. Per-token data is never a Python list. `sample.COLUMNS` lists the columns.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from slimelite.base.files import FORMAT, check_format, whole
 from slimelite.samples.sample import COLUMNS, PER_TOKEN, Column, Kept, Sample, Status, label_text
 
-# entry of the metadata of a saved table: its format
+# key in the metadata of a saved table; its value is the format number
 SAVED_FORMAT = b"slimelite.samples"
 
 # the offsets that split a ragged column into rows
@@ -28,13 +28,13 @@ OFFSETS = {"prompt": "prompt_offsets", "token": "response_offsets", "kept": "kep
 
 
 class SampleTable:
-    """A rollout. It has an attribute for each of ``COLUMNS`` (None if the rollout lacks the column) and for each of
-    ``OFFSETS``.
+    """The samples of a rollout. The table has an attribute for each of ``COLUMNS`` and for each of ``OFFSETS``. The
+    attribute is None if the rollout does not have the column.
 
     Numbers are arrays of the column's dtype: [rows], or [prompt tokens], [response tokens] or [kept ids] of all rows
     together. Texts are lists. ``*_offsets``: [rows + 1], int64. If labels are not text, a file has a column
-    ``label_value`` (JSON) in addition to ``label``. A file with per-token ``advantages`` has no ``advantage``, which is
-    read as NaN.
+    ``label_value`` (JSON) in addition to ``label``. A file with per-token ``advantages`` does not have the column
+    ``advantage``. When such a file is read, ``advantage`` is NaN.
     """
 
     sample_id: np.ndarray
@@ -75,17 +75,17 @@ class SampleTable:
 
     @property
     def response_lengths(self) -> np.ndarray:
-        """[rows] response tokens."""
+        """[rows] number of response tokens."""
         return np.diff(self.response_offsets)
 
     @property
     def total_lengths(self) -> np.ndarray:
-        """[rows] prompt and response tokens."""
+        """[rows] number of prompt and response tokens."""
         return np.diff(self.prompt_offsets) + self.response_lengths
 
     @property
     def mask_sums(self) -> np.ndarray:
-        """[rows] number of response tokens that the loss sees; 0 for removed samples."""
+        """[rows] number of response tokens that are trained on; 0 for removed samples."""
         sums, some = np.zeros(len(self), np.int64), self.response_lengths > 0
         if some.any():
             sums[some] = np.add.reduceat(self.loss_mask, self.response_offsets[:-1][some], dtype=np.int64)
@@ -95,7 +95,7 @@ class SampleTable:
         """Two [rows] int64 arrays: the number of each row's group, and the number of its rollout. The rollouts of a
         group are compared with each other.
 
-        Each role of an episode has groups and rollouts of its own.
+        In an episode with several roles, each role has its own groups and rollouts.
         """
         roles = np.zeros(len(self), np.int64) if self.role is None else self.role.astype(np.int64)
         of_group, of_rollout = (np.stack([ids, roles], 1) for ids in (self.group_id, self.rollout_id))
@@ -103,7 +103,7 @@ class SampleTable:
         return groups.reshape(-1), rollouts.reshape(-1)
 
     def numeric_components(self) -> list[dict[str, float]]:
-        """[rows] the numbers of each row's reward components; True counts as 1."""
+        """[rows] for each row, the reward components that are numbers, by name; True counts as 1."""
         rows = [json.loads(row) if row and row != "{}" else {} for row in self.reward_components or []]
         return [{k: float(v) for k, v in row.items() if isinstance(v, bool | int | float)} for row in rows]
 
@@ -112,7 +112,7 @@ class SampleTable:
         return [column for column in COLUMNS.values() if getattr(self, column.name, None) is not None]
 
     def row_slice(self, name: str, row: int) -> np.ndarray:
-        """The part of ragged column ``name`` that belongs to ``row`` (a view)."""
+        """The part of the ragged column ``name`` that belongs to ``row`` (a view)."""
         offsets = getattr(self, OFFSETS[COLUMNS[name].per])
         values: np.ndarray = getattr(self, name)[offsets[row] : offsets[row + 1]]
         return values
@@ -122,13 +122,13 @@ class SampleTable:
         """Build a table from groups of finished samples. Samples without a rollout id become rollouts of their own.
 
         Raises:
-            ValueError: a sample without reward, index or group index, or with misaligned per-token lists.
+            ValueError: a sample has no reward, no index or no group index, or has per-token lists of the wrong length.
         """
         samples = [s for group in groups for s in group]
         for s in samples:
             s.check_aligned()
             if s.index is None or s.group_index is None:
-                raise ValueError("a sample without index or group_index reached training; the data source sets both")
+                raise ValueError("a sample has no index or no group_index; the data source must set both")
         lengths = {
             "prompt": np.array([s.prompt_length for s in samples], np.int64),
             "token": np.array([s.response_length for s in samples], np.int64),
@@ -180,7 +180,7 @@ class SampleTable:
         return list(groups.values())
 
     def _value(self, column: Column, row: int) -> object:
-        """The value of ``column`` for the sample of ``row``; None if it is NaN for any token."""
+        """The value of ``column`` in ``row``; None for a per-token column that is NaN at any token of the row."""
         if column.per == "sample":
             value = getattr(self, column.name)[row]
             return value if column.dtype == "str" else value.item()
@@ -191,7 +191,7 @@ class SampleTable:
         return values if column.name in PER_TOKEN else values.tolist()
 
     def select(self, rows: Sequence[int] | np.ndarray) -> SampleTable:
-        """The given rows, in the given order."""
+        """A table of the given rows, in the given order."""
         rows = np.asarray(rows, np.int64)
         there = {name: offsets for name in OFFSETS.values() if (offsets := getattr(self, name)) is not None}
         values: dict[str, object] = {name: _offsets(np.diff(offsets)[rows]) for name, offsets in there.items()}
@@ -209,17 +209,17 @@ class SampleTable:
         return SampleTable(**{**vars(self), **blank})
 
     def without_kept(self) -> SampleTable:
-        """The same rows without the token ids that each token was drawn from."""
+        """The same rows without the columns of kept token ids (see `sample.Kept`)."""
         return SampleTable(**{**vars(self), "kept_offsets": None, "kept_counts": None, "kept_ids": None})
 
     def to_arrow(self) -> pa.Table:
-        """An Arrow table with list columns, readable by any parquet tool."""
+        """An Arrow table with list columns. Any parquet tool can read it."""
         arrays: dict[str, pa.Array] = {}
         for column in self.columns():
             values = getattr(self, column.name)
             if column.dtype == "str":
                 texts = values if column.name != "label" else [None if v is None else label_text(v) for v in values]
-                # a plugin's text may have half of a character, which UTF-8 cannot hold: it is written as \ud800
+                # a plugin's text may contain half of a surrogate pair, which is not valid UTF-8; it becomes \ud800
                 readable = [None if v is None else v.encode("utf-8", "backslashreplace") for v in texts]
                 arrays[column.name] = pa.array(readable, pa.binary()).cast(pa.string())
             elif column.per == "sample":
@@ -268,7 +268,7 @@ class SampleTable:
         return cls(**values)
 
     def to_parquet(self, path: str | Path) -> None:
-        """Write the table. The file appears complete or not at all."""
+        """Write the table. The file gets its name only when it is complete."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole(path) as partial:
@@ -279,7 +279,7 @@ class SampleTable:
         """Read what `to_parquet` wrote.
 
         Raises:
-            ValueError: the file is not there, of another format, or no table of samples.
+            ValueError: the file does not exist, has another format, or is not a table of samples.
         """
         if not Path(path).is_file():
             raise ValueError(f"no saved rollout at {path}")
@@ -297,10 +297,11 @@ class SampleTable:
 
 @dataclass(frozen=True, slots=True)
 class TokenStats:
-    """Log-probs and entropies of a rollout of n samples under the trainer's weights before its first optimizer step.
+    """Log-probs and entropies of a rollout's n samples. The trainer computes them before its first optimizer step on
+    the rollout.
 
-    ``sample_id``: [n] int64; ``offsets``: [n + 1] int64, where the tokens of each sample begin and end; ``log_probs``,
-    ``entropy``: [response tokens] float32, in nats, all NaN in a row that the trainer did not compute.
+    ``sample_id``: [n] int64. ``offsets``: [n + 1] int64, where the tokens of each sample begin and end. ``log_probs``,
+    ``entropy``: [response tokens] float32, in nats; NaN for a row that the trainer did not compute.
     """
 
     sample_id: np.ndarray
@@ -309,8 +310,8 @@ class TokenStats:
     entropy: np.ndarray
 
     def to_parquet(self, path: Path) -> None:
-        """Write a row for each sample; rows that the trainer did not compute get null lists. The file appears complete
-        or not at all.
+        """Write a row for each sample. Rows that the trainer did not compute get null lists. The file gets its name
+        only when it is complete.
         """
         lengths = np.diff(self.offsets)
         seen = np.bincount(np.repeat(np.arange(len(lengths)), lengths), ~np.isnan(self.log_probs), len(lengths))

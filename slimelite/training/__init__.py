@@ -1,1 +1,1 @@
-"""FSDP2 training of Hugging Face models on tables of samples. `trainer.Trainer` is the entry point."""
+"""Trains Hugging Face models on tables of samples with FSDP2. `trainer.Trainer` is the entry point."""

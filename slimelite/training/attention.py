@@ -1,21 +1,22 @@
 """Causal attention over a packed row of shared prefixes, without a mask tensor.
 
-A micro-batch is one row of T tokens (`slimelite.training.batch`): a tree of shared prefixes, or sequences laid end to
-end. The attention function is registered with transformers under ``ATTENTION``. For such a name transformers builds no
-mask. The function finds the layout of the tokens in `slimelite.training.batch.sequences_of_pass`.
+A micro-batch is one row of T tokens (`slimelite.training.batch`): a tree of shared prefixes, or sequences one after the
+other. The attention function is registered with transformers under the name ``ATTENTION``. For this name, transformers
+does not build a mask. `slimelite.training.batch.sequences_of_pass` gives the function the layout of the tokens.
 
 A token attends causally to its own node, and to all tokens of each node above. So attention takes a few calls without a
-mask: one for the nodes, and one for each level of shared nodes, with their descendants as queries. Each call also
-returns the log-sum-exp of its scores, and these merge the results. The keys and values of a prefix are read once, not
-once for each row. In the backward pass every call gets the *merged* result and log-sum-exp. With p = exp(s - lse) and
-delta = dO·O over all keys, the gradients of a call are exactly its part of the whole.
+mask. One call computes the attention inside the nodes. For each level of shared nodes, one call computes the attention
+of the descendants to these nodes. Each call also returns the log-sum-exp (lse) of its scores s, which is needed to
+merge the results. The keys and values of a prefix are read once, not once for each row. In the backward pass, every
+call gets the *merged* result O and the merged lse. With p = exp(s - lse) and delta = dO·O over all keys, each call
+computes exactly its part of the gradients.
 
 - CUDA, half precision: the kernel behind `torch.nn.attention.varlen.varlen_attn`.
 - CPU: the kernel behind `scaled_dot_product_attention`, on blocks of similar sizes that are padded to the same size.
 
-If a window of tokens is shorter than the rows, or with fp32 on a GPU, the keys of a node and of its path above are
-gathered instead, back to the start of the window. They are also gathered for capped scores and attention sinks. No
-kernel computes these, so their scores are in memory.
+In some cases, the keys of a node and of its path above are gathered instead, back to the start of the attention window.
+These cases are: a window that is shorter than the rows, fp32 on a GPU, capped scores, and attention sinks. No kernel
+supports capped scores and sinks, so there the whole score matrices are in memory.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ from slimelite.training.batch import Blocks, Bucket, PackedSequences, sequences_
 
 ATTENTION = "slimelite_varlen"
 
-# torch 2.11 has no enable_gqa; there key/value heads are repeated
+# torch 2.11 does not have enable_gqa, so with torch 2.11 the key/value heads are repeated
 VARLEN_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def register_attention() -> None:
-    """Make ``attn_implementation=ATTENTION`` known to transformers."""
+    """Register the attention function with transformers, as ``attn_implementation=ATTENTION``."""
     AttentionInterface.register(ATTENTION, varlen_attention)
 
 
@@ -59,23 +60,27 @@ def varlen_attention(
     s_aux: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """The attention of one layer, as transformers calls it. `sequences_of_pass` has the layout of the rows · T tokens.
+    """The attention of one layer, with transformers' signature. `sequences_of_pass` has the layout of all rows · T
+    tokens.
 
     Args:
         query: [rows, heads, T, width]; ``key`` and ``value``: [rows, key/value heads, T, width].
         scaling: factor of the scores; None: 1/sqrt(width).
         sliding_window: a token attends to itself and to the sliding_window - 1 tokens before it.
         softcap: scores s become softcap·tanh(s / softcap).
-        s_aux: [heads] the score of a key that every query sees, and whose value is zero.
+        s_aux: [heads], the score of an additional key (attention sink). Every query attends to this key, and its value
+            is zero.
 
     Returns:
         [rows, T, heads, width] and no attention weights.
 
     Raises:
-        ValueError: the model asks for dropout, which is not supported.
+        ValueError: the model has attention dropout, which is not supported.
     """
     if dropout:
-        raise ValueError(f"{type(module).__name__} uses attention dropout, which training here does not support")
+        raise ValueError(
+            f"{type(module).__name__} has attention dropout, which is not supported: set it to 0 in config.json"
+        )
     assert attention_mask is None, "a packed row has no mask tensor"
     sequences = sequences_of_pass()
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
@@ -86,7 +91,7 @@ def varlen_attention(
     if sliding_window is not None and sliding_window >= sequences.longest_row:
         sliding_window = None
     width = v.shape[-1]
-    if width != q.shape[-1]:  # kernels want one width; zeros change neither scores nor results
+    if width != q.shape[-1]:  # kernels need equal widths; added zeros do not change the scores and results
         widest = max(width, q.shape[-1])
         q, k, v = (pad(x, (0, widest - x.shape[-1])) for x in (q, k, v))
     if softcap is not None or s_aux is not None:
@@ -108,7 +113,7 @@ class _Context(FunctionCtx):
 
 
 class _MergedAttention(torch.autograd.Function):
-    """[T, heads, width] from q, k, v [T, (key/value) heads, width]."""
+    """Attention over a packed row: [T, heads, width] from q, k, v [T, (key/value) heads, width]."""
 
     @staticmethod
     def forward(ctx: _Context, q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences, scale: float) -> Tensor:
@@ -119,7 +124,7 @@ class _MergedAttention(torch.autograd.Function):
             before = lse.index_select(0, rows)
             after = torch.logaddexp(before, part_lse)
             kept = out.index_select(0, rows) * (before - after).exp_()[..., None]
-            # the sum is at least in fp32, as the log-sum-exp is
+            # the sum is computed in at least fp32, the dtype of the log-sum-exp
             out.index_copy_(0, rows, kept.addcmul_(part, (part_lse - after).exp_()[..., None]).to(out.dtype))
             lse.index_copy_(0, rows, after)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -136,14 +141,14 @@ class _MergedAttention(torch.autograd.Function):
 
 
 class _Padded:
-    """The kernel for CPUs, which works on `Bucket`."""
+    """The kernel for CPUs. Its units of work are `Bucket` objects."""
 
     def __init__(self, sequences: PackedSequences, scale: float) -> None:
         self._own, self._scale = sequences.own_buckets, scale
         self.calls: list[Any] = sequences.shared_buckets
 
     def own(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The attention of each token to its own node: [T, heads, width], and log-sum-exp [T, heads]."""
+        """The attention of each token to its own node: the result [T, heads, width], and the log-sum-exp [T, heads]."""
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
         for bucket in self._own:
@@ -153,8 +158,8 @@ class _Padded:
         return out, lse
 
     def own_gradients(self, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v from the results of `own`. ``inputs``: the gradient of the result, q, k, v, the
-        result, and the log-sum-exp."""
+        """The gradients of q, k and v through `own`. ``inputs``: the gradient of the result, q, k, v, the result, and
+        the log-sum-exp."""
         gradients = torch.zeros_like(inputs[1]), torch.zeros_like(inputs[2]), torch.zeros_like(inputs[3])
         for bucket in self._own:
             self.add_gradients(bucket, gradients, *inputs, causal=True)
@@ -190,10 +195,10 @@ class _Padded:
         *,
         causal: bool = False,
     ) -> None:
-        """Add the gradients of q, k and v from the results of `shared`; see `own_gradients`."""
+        """Add the gradients of q, k and v through `shared` to ``gradients``; see `own_gradients`."""
         q_, k_, v_ = self._blocks(bucket, q, k, v)
         grad_, out_, lse_ = (x.index_select(0, bucket.queries) for x in (grad, out, lse))
-        if len(bucket.rows) < len(grad_):  # padding has no gradient
+        if len(bucket.rows) < len(grad_):  # the gradient of padding is 0
             grad_ = torch.zeros_like(grad_).index_copy_(0, bucket.real, grad.index_select(0, bucket.rows))
         grad_, out_, lse_ = (x.unflatten(0, (bucket.count, -1)) for x in (grad_, out_, lse_))
         dq = torch.empty_like(q_)
@@ -218,21 +223,21 @@ class _Padded:
         return q_, k_.transpose(1, 2), v_.transpose(1, 2)
 
     def _heads(self, q: Tensor, k: Tensor) -> list[slice]:
-        """Slices of the query heads; each slice has one query head for each key head. So no key or value is copied for
-        a head."""
+        """Slices of the query heads. Each slice has one query head for each key head, so keys and values need not be
+        repeated."""
         repeats = q.shape[1] // k.shape[1]
         return [slice(i, None, repeats) for i in range(repeats)]
 
 
 def _mask(bucket: Bucket, like: Tensor) -> Tensor | None:
-    """An additive mask [blocks, 1, 1, keys] that hides padding; None without padding."""
+    """An additive mask [blocks, 1, 1, keys] that hides padding; None if there is no padding."""
     if bucket.hidden is None:
         return None
     return torch.zeros(bucket.hidden.shape, dtype=like.dtype).masked_fill_(bucket.hidden, -math.inf)
 
 
 class _Varlen:
-    """The kernel for GPUs, which works on `Blocks`. Its methods are those of `_Padded`."""
+    """The kernel for GPUs. Its units of work are `Blocks` objects. It has the same methods as `_Padded`."""
 
     def __init__(self, sequences: PackedSequences, scale: float) -> None:
         self._nodes, self._scale = sequences.own_blocks, scale
@@ -241,7 +246,7 @@ class _Varlen:
     def own(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """See `_Padded.own`."""
         out, lse = self._attend(q, k, v, self._nodes, causal=True)
-        # what the kernel returned may be kept for recomputation and must not change
+        # a clone, because `forward` changes it, and the kernel's result may be kept for recomputation
         return out.clone() if self.calls else out, lse
 
     def shared(self, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -283,10 +288,11 @@ class _Varlen:
 
 
 def _gathered_varlen(q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences, scale: float, window: int) -> Tensor:
-    """[T, heads, width] from q, k, v [T, (key/value) heads, width] in half precision on a GPU.
+    """Attention with gathered keys in half precision on a GPU: [T, heads, width] from q, k, v [T, (key/value) heads,
+    width].
 
-    A window ends at the last key. So each node's keys are the keys of its path that the window reaches, and its own
-    keys.
+    The kernel's window ends at the last key. So the keys of a node are the keys of its path above that are in the
+    window, followed by its own keys.
     """
     blocks = sequences.window(window).blocks
     attend = partial(varlen_attn, scale=scale, window_size=(window - 1, 0))
@@ -301,7 +307,8 @@ def _gathered_varlen(q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences
 def _gathered_buckets(
     q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences, scale: float, window: int | None
 ) -> Tensor:
-    """[T, heads, width] from q, k, v [T, (key/value) heads, width]."""
+    """Attention with gathered keys, on CPUs and in fp32 on GPUs: [T, heads, width] from q, k, v [T, (key/value) heads,
+    width]."""
     outputs, layout = [], sequences.window(window)
     for bucket, seen in layout.buckets:
         parts = ((q, bucket.queries), (k, bucket.keys), (v, bucket.keys))
@@ -323,7 +330,7 @@ def _explicit(
     cap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """[T, heads, width] like `_gathered_buckets`, for the cases that no kernel computes; see `varlen_attention`."""
+    """Attention with capped scores or sinks, which no kernel supports: [T, heads, width] as in `_gathered_buckets`."""
     outputs, layout, repeats = [], sequences.window(window), q.shape[1] // k.shape[1]
     for bucket, seen in layout.buckets:
         parts = ((q, bucket.queries), (k, bucket.keys), (v, bucket.keys))

@@ -1,14 +1,14 @@
 """A micro-batch: rows of a rollout packed into one row, with the data that a model and a loss need.
 
-Its tokens are a tree of shared prefixes, or sequences laid end to end. Rows are in the order of their sorted token ids,
-and each row adds only the tokens that it does not share with the row before it. That is the tree's depth-first order. A
-*node* is a stretch of tokens that the same rows share. The tokens after it, up to its ``until``, belong to its
-descendants. For a prompt of 5 tokens with answers of 3 and 2::
+The tokens of a micro-batch are a tree of shared prefixes, or sequences one after the other. In a tree, the rows are
+sorted by their token ids. Each row adds only the tokens that it does not share with the row before it. So the tokens
+are in depth-first order. A *node* is a range of tokens that the same rows share. The tokens after a node, up to its
+position ``until``, belong to its descendants. An example is a prompt of 5 tokens with answers of 3 and 2 tokens::
 
     position   0 1 2 3 4 | 5 6 7 | 8 9      nodes [0, 5) until 10, [5, 8) until 8, [8, 10) until 10
     depth      0 1 2 3 4 | 5 6 7 | 5 6
 
-Rows that share nothing are nodes without descendants, which are sequences end to end.
+Rows that share nothing are nodes without descendants: sequences one after the other.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from slimelite.training.replay import KeptIds
 
 # the columns of a rollout that a loss reads
 READ = ("mask", "rollout_log_probs", "weights", "pg_weights", "advantages", "old", "ref")
-# pairs of a query and a key that cost about as much as one more call of a CPU kernel
+# number of (query, key) pairs that take about as long as one more call of a CPU kernel
 CALL = 2000
-# tokens of padding that cost about as much as one more call of a scan
+# number of padding tokens that take about as long as one more call of a scan
 SCAN_CALL = 256
 
 
 class MicroBatch:
-    """R response tokens of some rows, the T tokens that predict them, and the data of the R tokens in ``columns``, on
-    the device.
+    """A micro-batch on the device: R response tokens of some rows, the T tokens from which a model predicts them, and
+    the data of the R tokens.
 
     A prefix that rows share is included once (see above). So one position may predict several response tokens, for
-    example the first tokens of a prompt's answers. Their gradients add up there.
+    example the first tokens of a prompt's answers. The gradients of these tokens are added at this position.
 
-    ``columns``: the columns of the whole rollout. ``rows``: [n] int64, rows of its table. ``lengths``: prompt and
-    response tokens of each row. ``input_ids``, ``position_ids``: [1, T]; one dummy token if there are no rows.
-    ``response_index``: [R], the position whose hidden state predicts each response token. ``targets``: [R], the
-    response tokens. ``segments``: [R] index into ``rows``. ``token_index``: [R] int64 on the CPU, the position in the
-    table's response columns. ``kept``: the ids that the log-probs are over; None if that is the whole vocabulary for
-    all tokens. After `fetch`, it also has the ``READ`` columns at its tokens, [R] each, see `TokenColumns`. In a
-    rollout's first step, ``old`` becomes the current log-probs where no pass has computed them.
+    ``columns``: the columns of the whole rollout. ``rows``: [n] int64, rows of its table. ``lengths``: the number of
+    prompt and response tokens of each row. ``input_ids``, ``position_ids``: [1, T]; one dummy token if there are no
+    rows. ``response_index``: [R], the position whose hidden state predicts each response token. ``targets``: [R], the
+    response tokens. ``segments``: [R], the index of each token's row in ``rows``. ``token_index``: [R] int64 on the
+    CPU, the position of each token in the table's response columns. ``kept``: the kept ids of the tokens; None if all
+    log-probs are over the whole vocabulary. After `fetch`, there are also the ``READ`` columns of the tokens, [R] each,
+    see `TokenColumns`. In a rollout's first step, the current log-probs replace the missing values of ``old``.
 
-    This is not a dataclass, because FSDP looks into dataclasses that a forward pass gets, and would cast the columns to
-    bf16 each time.
+    This is not a dataclass, because FSDP would find the columns in a dataclass that a forward pass gets, and would cast
+    them to bf16 each time.
     """
 
     mask: Tensor
@@ -70,8 +70,8 @@ class MicroBatch:
         """Pack ``rows`` of a rollout. Without rows the micro-batch is empty.
 
         Args:
-            shares: whether a prefix that rows share is included once. Otherwise the rows are laid end to end in their
-                order.
+            shares: whether a prefix that rows share is included once. If it is False, the rows follow each other in
+                their order.
 
         Raises:
             ValueError: a row has no prompt, so no position predicts its first response token.
@@ -90,9 +90,9 @@ class MicroBatch:
         ids = tokens_at(table, np.repeat(rows[order], own), positions)
         if not len(rows):
             ids = positions = np.zeros(1, np.int64)
-        one = np.ones(1, np.int64)  # the dummy token's
+        one = np.ones(1, np.int64)  # length of the dummy token
         nodes, leaves = Nodes.of_rows(lengths[order], shared) if len(rows) else Nodes.of_rows(one, 0 * one)
-        depths = ranges(prompts, responses)  # of the response tokens
+        depths = ranges(prompts, responses)  # depths of the response tokens
         leaf = np.empty_like(rows)
         leaf[order] = leaves[: len(rows)]
         token_index = ranges(table.response_offsets[rows], responses)
@@ -115,8 +115,9 @@ class MicroBatch:
     def padded(self) -> MicroBatch:
         """The same micro-batch, with each of its n sequences in its own row, padded on the right to the longest.
 
-        Causal layers never see the padding. The sequences share nothing. ``input_ids`` and ``position_ids`` are [n,
-        longest]. ``response_index`` points into them, flattened row by row.
+        The sequences must not share prefixes. In causal layers, the padding does not change other tokens.
+        ``input_ids`` and ``position_ids`` are [n, longest]. ``response_index`` has indices into the flattened [n ·
+        longest] positions.
         """
         longest, device = max(self.lengths), self.input_ids.device
         lengths = torch.tensor(self.lengths, device=device)
@@ -130,13 +131,13 @@ class MicroBatch:
         return padded
 
     def take(self, column: Tensor) -> Tensor:
-        """[R] values of a column [N] of the rollout, on this micro-batch's device."""
+        """[R] the values of ``column`` [N], a column of the rollout, on this micro-batch's device."""
         return column[self.token_index].to(self.targets.device)
 
     @cached_property
     def pairs(self) -> tuple[Tensor, Tensor, Tensor] | None:
-        """The P pairs for a loss that compares two replies, else None. Two [P] int64 indices, of the chosen and of the
-        rejected row, and the weight of each pair [P] float64.
+        """The P pairs for a loss that compares two replies; None for other losses. The result is the indices of the
+        chosen rows [P] int64 and of the rejected rows [P] int64, and the weights of the pairs [P] float64.
         """
         if self.columns.pair_weights is None:
             return None
@@ -148,12 +149,12 @@ class MicroBatch:
 
     @property
     def where(self) -> tuple[Tensor, Tensor, int]:
-        """Mask, segments and number of rows, which most functions of `slimelite.algorithms` take in this order."""
+        """(mask, segments, number of rows). Most functions of `slimelite.algorithms` take them in this order."""
         return self.mask, self.segments, len(self.rows)
 
     def fetch(self) -> MicroBatch:
-        """Copy the columns ``READ``, which the loss needs, to the device now. After a GPU has begun the model's pass, a
-        copy would wait for the end of the pass."""
+        """Copy the columns ``READ``, which the loss needs, to the device. Call this method before the model's pass. On
+        a GPU, a later copy would wait for the end of the pass."""
         for name in READ:
             setattr(self, name, self.take(getattr(self.columns, name)))
         if self.columns.pair_weights is not None:
@@ -161,15 +162,15 @@ class MicroBatch:
         return self
 
     def column(self, name: str) -> Tensor:
-        """A numeric column of the table, for example one of your own (see `sample.COLUMNS`). It is [R], or [n] if a
-        sample has one value.
+        """A numeric column of the table, for example one of your own (see `sample.COLUMNS`). It is [R] if the column
+        has a value for each token, or [n] if it has a value for each sample.
 
         Raises:
             ValueError: the table does not have the column.
         """
         column, values = COLUMNS[name], getattr(self.columns.table, name)
         if values is None:
-            raise ValueError(f"no sample of this rollout has {name}: fill sample.{name} where samples are made")
+            raise ValueError(f"the samples have no {name}: set sample.{name} in the function that creates the samples")
         if column.per == "token":
             return self.take(torch.from_numpy(values))
         return torch.from_numpy(values[self.rows]).to(self.targets.device)
@@ -179,9 +180,9 @@ class MicroBatch:
 class Nodes:
     """The N nodes of a tree, in the order of their tokens. Each field is [N] int64.
 
-    ``starts``, ``ends``: the first position of the node, and the position after its last. ``until``: the position after
-    its last descendant. ``depths``: the depth of its first token in its row. ``levels``: the number of nodes above it.
-    ``parents``: the index of the node directly above, -1 for a root.
+    ``starts``, ``ends``: the node's first position, and the position after its last token. ``until``: the position
+    after its last descendant. ``depths``: the depth of its first token in its row. ``levels``: the number of nodes
+    above it. ``parents``: the index of the node directly above it, -1 for a root.
     """
 
     starts: np.ndarray
@@ -193,12 +194,13 @@ class Nodes:
 
     @classmethod
     def of_rows(cls, lengths: np.ndarray, shared: np.ndarray) -> tuple[Nodes, np.ndarray]:
-        """The nodes of sorted rows, and the last node of each row [n]. The rows have ``lengths`` [n] tokens, and share
-        ``shared`` [n] tokens with the row before.
+        """The nodes of sorted rows, and the last node of each row [n]. ``lengths``: [n] tokens of each row. ``shared``:
+        [n] tokens that each row shares with the row before it.
         """
         begins = np.concatenate([[0], np.cumsum(lengths - shared)])
         padded = np.append(shared, 0)
-        # the runs of rows that are together so far: first row, row after the last, and the depth up to which they are
+        # runs of rows that are equal so far: the first row, the row after the last one, the depth up to which they are
+        # equal
         first, last, depth = np.zeros(1, np.int64), np.full(1, len(lengths)), np.zeros(1, np.int64)
         parent, leaf = np.full(1, -1), np.full(len(lengths), -1)
         nodes: list[np.ndarray] = []
@@ -222,13 +224,14 @@ class Nodes:
             last = first + np.diff(np.append(parts, len(rows)))
         columns = np.concatenate(nodes, axis=1)
         order = np.argsort(columns[0], kind="stable")
-        place = np.append(np.argsort(order), -1)  # of -1 too
+        place = np.append(np.argsort(order), -1)  # the last entry maps -1 to -1
         columns = columns[:, order]
         columns[5] = place[columns[5]]
         return cls(*columns), place[leaf]
 
     def positions(self, leaves: np.ndarray, depths: np.ndarray) -> np.ndarray:
-        """[m] the position of the token at depth ``depths`` [m] in the row whose last node is ``leaves`` [m]."""
+        """[m] the positions of tokens. A token is at depth ``depths`` [m] of the row with the last node ``leaves``
+        [m]."""
         nodes, above = leaves.copy(), np.flatnonzero(depths < self.depths[leaves])
         while len(above):
             nodes[above] = self.parents[nodes[above]]
@@ -236,18 +239,19 @@ class Nodes:
         return self.starts[nodes] + depths - self.depths[nodes]
 
 
-# first positions of stretches of tokens, and their lengths
+# ranges of tokens: (first positions, lengths)
 Stretches = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Blocks of queries and their keys. The blocks have similar sizes and are padded to the largest, for one call of a
-    CPU kernel.
+    """Blocks of queries and their keys, for one call of a CPU kernel. The blocks have similar sizes, and are padded to
+    the largest block.
 
-    There are ``count`` blocks. ``queries``: [count · longest] positions of the queries; padding repeats one of them.
-    ``real``: [m], the entries that are not padding. ``rows``: [m], the positions of these. ``keys``: [count · longest]
-    positions of the keys, likewise. ``hidden``: [count, 1, 1, longest] bool, which keys are padding; None if none are.
+    ``count``: the number of blocks. ``queries``: [count · longest], the positions of the queries; padding repeats one
+    of them. ``real``: [m], the indices of the m entries of ``queries`` that are not padding. ``rows``: [m], the
+    positions in these entries. ``keys``: [count · longest], the positions of the keys, padded in the same way.
+    ``hidden``: [count, 1, 1, longest] bool, True for keys that are padding; None if there is no padding.
     """
 
     count: int
@@ -260,10 +264,11 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Blocks of queries and their keys, laid end to end for one call of a GPU kernel.
+    """Blocks of queries and their keys, one block after the other, for one call of a GPU kernel.
 
-    ``queries``, ``keys``: positions of the queries and keys of all blocks. ``cu_queries``, ``cu_keys``: [blocks + 1]
-    int32, where each block begins. ``longest``: the most queries and the most keys of a block.
+    ``queries``, ``keys``: the positions of the queries and keys of all blocks. ``cu_queries``, ``cu_keys``: [blocks +
+    1] int32, the start of each block, and the end of the last block. ``longest``: the largest number of queries and of
+    keys in a block.
     """
 
     queries: Tensor
@@ -275,11 +280,13 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class LevelPart:
-    """Nodes of one level with similar lengths, padded at their ends to the longest, for one call of a scan.
+    """Nodes of one level, for one call of a scan. The nodes have similar lengths, and are padded at their ends to the
+    longest node.
 
-    There are ``count`` nodes. ``positions``: [count · longest] positions of their tokens, T for padding. ``real``: [m],
-    the entries that are not padding, None if all are real. ``parents``: [count], the index of each node's parent among
-    the nodes of the level above, in the order of that level's parts; None in the first level.
+    ``count``: the number of nodes. ``positions``: [count · longest], the positions of their tokens, T for padding.
+    ``real``: [m], the indices of the m entries of ``positions`` that are not padding; None if there is no padding.
+    ``parents``: [count], the index of each node's parent in the level above, counted over all its parts; None in the
+    first level.
     """
 
     count: int
@@ -289,11 +296,11 @@ class LevelPart:
 
 
 class PackedSequences:
-    """Where the rows of a micro-batch of T tokens are, and which tokens attend to which.
+    """The layout of the T tokens of a micro-batch. It determines which tokens each token attends to.
 
-    ``cu_seqlens``: [nodes + 1] int32, the first position of each node, then T. ``max_length``: tokens of the longest
-    node. ``longest_row``: tokens of the longest row. The data that a kernel needs is made when a layer first asks for
-    it.
+    ``cu_seqlens``: [nodes + 1] int32, the first position of each node, then T. ``max_length``: the number of tokens of
+    the longest node. ``longest_row``: the number of tokens of the longest row. The data for a kernel is created when a
+    layer first reads it.
     """
 
     def __init__(self, nodes: Nodes, device: torch.device | str = "cpu") -> None:
@@ -308,27 +315,27 @@ class PackedSequences:
 
     @classmethod
     def from_lengths(cls, lengths: list[int] | np.ndarray, device: torch.device | str = "cpu") -> PackedSequences:
-        """Sequences of these lengths (each at least 1), end to end."""
+        """The layout of sequences of these lengths (each at least 1), one after the other."""
         sizes = np.asarray(lengths, np.int64)
-        assert (sizes > 0).all(), f"every packed sequence has tokens, not {sizes.tolist()}"
+        assert (sizes > 0).all(), f"every packed sequence needs tokens; the lengths are {sizes.tolist()}"
         return cls(Nodes.of_rows(sizes, np.zeros_like(sizes))[0], device)
 
     @cached_property
     def shared(self) -> list[np.ndarray]:
-        """The shared nodes of each level, as indices [m] into ``nodes``. The tokens below such a node attend to all of
-        it."""
+        """For each level, its shared nodes as indices [m] into ``nodes``. The tokens below a shared node attend to all
+        tokens of the node."""
         inner = self.nodes.until > self.nodes.ends
         return [np.flatnonzero(inner & (self.nodes.levels == level)) for level in np.unique(self.nodes.levels[inner])]
 
     @cached_property
     def own_buckets(self) -> list[Bucket]:
-        """Each node. A token attends to itself and to the earlier tokens of its node."""
+        """Buckets of all nodes, for the attention of each token to itself and to the earlier tokens of its node."""
         stretches = self.nodes.starts, self.sizes
         return _buckets(stretches, stretches)
 
     @cached_property
     def shared_buckets(self) -> list[Bucket]:
-        """Level by level, the descendants of each shared node. They attend to all of its tokens."""
+        """Buckets of all shared nodes, level by level: the queries are a node's descendants, the keys its tokens."""
         buckets = []
         for nodes in self.shared:
             buckets += _buckets(*self._below(nodes))
@@ -336,26 +343,26 @@ class PackedSequences:
 
     @cached_property
     def own_blocks(self) -> Blocks:
-        """All nodes in the order of their tokens. Nothing needs to be gathered."""
+        """Blocks of all nodes, in the order of their tokens. ``queries`` and ``keys`` are empty, because all tokens are
+        used in their order."""
         none, longest = self.cu_seqlens[:0], (self.max_length, self.max_length)
         return Blocks(none, none, self.cu_seqlens, self.cu_seqlens, longest)
 
     @cached_property
     def shared_blocks(self) -> list[Blocks]:
-        """Level by level, the descendants of each shared node. They attend to all of its tokens."""
+        """Blocks of all shared nodes, for each level: the queries are a node's descendants, the keys its tokens."""
         return [self._blocks(*self._below(nodes)) for nodes in self.shared]
 
     def window(self, size: int | None) -> Window:
-        """Each node with the keys of its path that a window of ``size`` tokens reaches; None: with all keys of its
-        path."""
+        """The `Window` for an attention window of ``size`` tokens; None: a window that includes whole rows."""
         if size not in self._windows:
             self._windows[size] = Window(self, size)
         return self._windows[size]
 
     @cached_property
     def levels(self) -> list[list[LevelPart]]:
-        """The nodes by level, for layers that carry a state from token to token. A node starts from its parent's last
-        state."""
+        """The nodes by level, for layers with a state that goes from token to token. A node starts from the last state
+        of its parent."""
         levels: list[list[LevelPart]] = []
         places = np.full(len(self.sizes), -1)
         for level in range(int(self.nodes.levels.max()) + 1):
@@ -373,14 +380,17 @@ class PackedSequences:
 
     @cached_property
     def from_levels(self) -> Tensor:
-        """[T] the index of each token when the tokens of all levels are laid end to end without padding."""
+        """[T] the index of each token in the order of `levels`: level by level, part by part, without padding."""
         parts = [part for level in self.levels for part in level]
         return torch.cat([x.positions if x.real is None else x.positions[x.real] for x in parts]).argsort()
 
     def with_tokens_before(self, count: int) -> tuple[Tensor, Tensor]:
-        """Each node together with the ``count`` tokens of its path before it, laid end to end. Returns their positions
-        (T where there are none). Also returns [T]: for each token, the index in this order of the first of the
-        ``count`` + 1 tokens that end with it."""
+        """The inputs and outputs of a convolution over a token and the ``count`` tokens before it on its path.
+
+        Returns the positions of the inputs: node by node, the ``count`` tokens before the node and the tokens of the
+        node. If there are fewer tokens before it, the position is T. Also returns [T]: for each token, the index
+        of the first of its ``count`` + 1 inputs. The token is the last of these inputs.
+        """
         if count not in self._before:
             window, sizes = self.window(count + 1), self.sizes + count
             begins = np.cumsum(sizes) - sizes
@@ -393,7 +403,7 @@ class PackedSequences:
         return torch.from_numpy(values).to(self.device)
 
     def _below(self, nodes: np.ndarray) -> tuple[Stretches, Stretches]:
-        """The stretches of the descendants of ``nodes``, and of the nodes themselves."""
+        """The ranges of the descendants of each of ``nodes``, and the ranges of the nodes themselves."""
         below = self.nodes.ends[nodes], (self.nodes.until - self.nodes.ends)[nodes]
         return below, (self.nodes.starts[nodes], self.sizes[nodes])
 
@@ -403,23 +413,24 @@ class PackedSequences:
         return Blocks(rows, columns, self.offsets(queries[1]), self.offsets(keys[1]), longest)
 
     def offsets(self, sizes: np.ndarray) -> Tensor:
-        """[n + 1] int32: where each of n parts of these sizes begins, and the end of the last one."""
+        """[n + 1] int32: the start of each of n parts with these ``sizes``, and the end of the last part."""
         ends = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
         return torch.from_numpy(ends).to(self.device)
 
 
 class Window:
-    """The nodes of a layout as queries, with the keys of their paths that a window of ``size`` tokens reaches.
+    """The queries and keys of attention with a window of ``size`` tokens. The queries are the nodes. The keys of a node
+    are the tokens of its path that are in the window of its first token, and its own tokens.
 
-    ``reach``: [nodes], how many earlier tokens each node's window has. ``keys``: the positions of those tokens and of
-    the node's own, node by node.
+    ``reach``: [nodes], the number of keys of each node that are before the node. ``keys``: the positions of all keys,
+    node by node.
     """
 
     def __init__(self, sequences: PackedSequences, size: int | None) -> None:
         self._sequences, self._size = sequences, size
         nodes, sizes = sequences.nodes, sequences.sizes
         self.reach = nodes.depths if size is None else np.minimum(nodes.depths, size - 1)
-        # the nodes themselves, then the ends of the nodes above, and of those above them, while there is more in reach
+        # the nodes themselves, then the ends of their parents, then of the parents' parents, as far as the window goes
         each, left, above = np.arange(len(sizes)), self.reach, nodes.parents
         pieces = [(each, nodes.starts, sizes)]
         while (left > 0).any():
@@ -433,7 +444,7 @@ class Window:
 
     @cached_property
     def blocks(self) -> Blocks:
-        """All nodes in the order of their tokens."""
+        """The blocks of all nodes, in the order of their tokens."""
         cu_queries, count = self._sequences.cu_seqlens, self.reach + self._sequences.sizes
         longest = self._sequences.max_length, int(count.max())
         keys = torch.from_numpy(self.keys).to(self._sequences.device)
@@ -441,8 +452,8 @@ class Window:
 
     @cached_property
     def buckets(self) -> list[tuple[Bucket, Tensor | None]]:
-        """The nodes by size. Each bucket comes with a mask of what its queries see: [count, 1, queries, keys] bool, or
-        None for causal attention.
+        """The nodes, grouped by size, as (bucket, mask). The mask is [count, 1, queries, keys] bool, True if the query
+        attends to the key. It is None for causal attention.
         """
         nodes, sizes, device = self._sequences.nodes, self._sequences.sizes, self._sequences.device
         count, depths, buckets = self.reach + sizes, ranges(nodes.depths, sizes), []
@@ -463,12 +474,12 @@ class Window:
 
     @cached_property
     def inverse(self) -> Tensor:
-        """[T] the index of each token among the rows of the buckets."""
+        """[T] the index of each token in the concatenated ``rows`` of the buckets."""
         return torch.cat([bucket.rows for bucket, _ in self.buckets]).argsort()
 
 
 def _buckets(queries: Stretches, keys: Stretches) -> list[Bucket]:
-    """The blocks of these queries and keys, grouped by size."""
+    """The blocks with these queries and keys, grouped by size into buckets."""
     buckets = []
     for group in _groups(queries[1], keys[1]):
         rows, real = _padded(queries[0][group], queries[1][group])
@@ -480,11 +491,11 @@ def _buckets(queries: Stretches, keys: Stretches) -> list[Bucket]:
 
 
 def _groups(queries: np.ndarray, keys: np.ndarray, call: int = CALL) -> list[np.ndarray]:
-    """Group blocks by size. A block has this many ``queries`` and ``keys``. Each group is padded to its largest block,
-    and is a list of indices.
+    """Group blocks by size. Returns the indices of the blocks of each group.
 
-    A group takes another block while its whole padding costs less than one more ``call``, or less than a tenth of its
-    work.
+    ``queries``, ``keys``: the number of queries and of keys of each block. All blocks of a group will be padded to the
+    size of its largest block. A block is added to a group if the padding of the whole group then takes less time than
+    one more ``call`` plus a tenth of the group's work.
     """
     groups: list[list[int]] = []
     longest = widest = work = 0
@@ -501,8 +512,8 @@ def _groups(queries: np.ndarray, keys: np.ndarray, call: int = CALL) -> list[np.
 
 
 def _padded(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[n, longest] the positions of stretches of tokens, padded with the first position, and a mask of the entries that
-    are not padding."""
+    """[n, longest] the positions of n ranges of tokens, padded with the first position of each range. Also [n, longest]
+    bool, False for padding."""
     position = np.arange(lengths.max())[None]
     real = position < lengths[:, None]
     return starts[:, None] + np.where(real, position, 0), real
@@ -513,9 +524,11 @@ _PASS: ContextVar[PackedSequences] = ContextVar("sequences of the forward pass")
 
 @contextmanager
 def laid_out(sequences: PackedSequences) -> Iterator[None]:
-    """Inside this block, layers of a forward pass find the layout of their tokens in `sequences_of_pass`.
+    """A context for a forward pass with the layout ``sequences``. In it, the layers get the layout from
+    `sequences_of_pass`.
 
-    A keyword argument would not reach them, because some models of transformers do not pass theirs on.
+    A keyword argument would not reach all layers, because some models of transformers do not pass their keyword
+    arguments on.
     """
     token = _PASS.set(sequences)
     try:
@@ -525,5 +538,5 @@ def laid_out(sequences: PackedSequences) -> Iterator[None]:
 
 
 def sequences_of_pass() -> PackedSequences:
-    """The layout of the tokens of the forward pass that is running, see `laid_out`."""
+    """The layout of the tokens in the current forward pass, see `laid_out`."""
     return _PASS.get()

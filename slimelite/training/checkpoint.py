@@ -1,4 +1,4 @@
-"""Saves and loads trainer state with torch.distributed.checkpoint; the number of ranks may change in between."""
+"""Saves and loads trainer state with torch.distributed.checkpoint. Another number of ranks may load it."""
 
 from __future__ import annotations
 
@@ -41,50 +41,52 @@ from slimelite.training.parallel import World, reshard
 
 logger = logging.getLogger(__name__)
 
-# bytes that torch writes around each tensor
+# bytes that torch writes in addition to each tensor's data
 OVERHEAD = 1900
-# key of the state file: see `_adapter`
+# key of the state file; its value is the result of `_adapter`
 ADAPTER = "lora"
 
 
 State = dict[str, dict[str, Tensor]]
-# weights of the reference model by name, if training updates it (--ref-update-interval)
+# weights of the reference model by name; None if training does not update it (--ref-update-interval)
 Reference = Mapping[str, Tensor] | None
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The content of a learner's checkpoint. ``tensors``: {"part": {"name": tensor}}. ``facts``: its other state."""
+    """The content of a learner's checkpoint. ``tensors``: {"part": {"name": tensor}}. ``facts``: the rest of
+    the state."""
 
     rank: int
     tensors: State
     facts: dict[str, object]
 
     def staged(self, stager: DefaultStager) -> Snapshot:
-        """A copy in host memory, which training does not change."""
+        """A copy in host memory. Training does not change the copy."""
         tensors = stager.stage(self.tensors)
         assert isinstance(tensors, dict)
         return replace(self, tensors=tensors)
 
 
 def snapshot(learner: Learner[LanguageModel], reference: Reference = None) -> Snapshot:
-    """Weights, optimizer state (unless ``--no-save-optim``), random states and progress. The tensors are not copied."""
+    """The weights, optimizer state (not with ``--no-save-optim``), random states and progress of ``learner``. The
+    tensors are not copied."""
     facts = {**asdict(learner.progress), BASE: learner.args.hf_checkpoint, ADAPTER: _adapter(learner.args)}
     return Snapshot(learner.world.rank, _state(learner, reference), facts)
 
 
 def save(directory: Path, saved: Snapshot, group: dist.ProcessGroup | None = None) -> Checksums:
-    """Write ``saved``. This is collective over ``group``; None: over all ranks.
+    """Write ``saved`` to ``directory`` (collective over ``group``; None: over all ranks).
 
     Returns:
-        checksums of the files that this rank wrote.
+        the checksums of the files that this rank wrote.
 
     Raises:
         OSError: the files cannot be written.
     """
     try:
         dcp.save(saved.tensors, checkpoint_id=directory, process_group=group)
-    except CheckpointException as error:  # not an Exception, and its text is several tracebacks
+    except CheckpointException as error:  # it is not an Exception, and its text has several tracebacks
         cause = failure(error)
         raise (cause if isinstance(cause, OSError) else OSError(f"{type(cause).__name__}: {cause}")) from error
     files = list(directory.glob(f"__{saved.rank}_*.distcp"))
@@ -95,7 +97,7 @@ def save(directory: Path, saved: Snapshot, group: dist.ProcessGroup | None = Non
 
 
 def save_parts(directory: Path, parts: Mapping[str, Snapshot], group: dist.ProcessGroup | None = None) -> Checksums:
-    """Write the parts of a checkpoint into their folders; see `save`."""
+    """Write each part of a checkpoint into its folder; see `save`."""
     written = Checksums()
     for folder, part in parts.items():
         sums = save(directory / folder, part, group)
@@ -104,15 +106,16 @@ def save_parts(directory: Path, parts: Mapping[str, Snapshot], group: dist.Proce
 
 
 def save_and_tell(directory: Path, parts: Mapping[str, Snapshot], group: dist.ProcessGroup) -> None:
-    """Call `save_parts`. A file then says when and how it ended, for `cluster.saving.Saving`."""
+    """Call `save_parts`, then write its checksums or its error to a file. `cluster.saving.Saving` waits for this
+    file."""
     file = part_file(directory, dist.get_rank())
     try:
         result: dict[str, object] = {"checksums": save_parts(directory, parts, group)}
-    except Exception as error:  # of a full disk, or of anything else: the driver raises it
+    except Exception as error:  # for example of a full disk; the driver raises it
         result = {"error": f"{type(error).__name__}: {error}", "errno": getattr(error, "errno", None)}
         for part in directory.rglob(f"__{dist.get_rank()}_*.distcp"):
-            part.unlink()  # a full disk has room for the message then
-    while directory.is_dir():  # else the driver has given up
+            part.unlink()  # so a full disk has space for the message
+    while directory.is_dir():  # if the folder is gone, the driver no longer waits
         try:
             write_text(file, json.dumps(result))
             break
@@ -122,7 +125,7 @@ def save_and_tell(directory: Path, parts: Mapping[str, Snapshot], group: dist.Pr
 
 
 def size(learner: Learner[LanguageModel], reference: Reference = None) -> int:
-    """About how many bytes `save` writes on all ranks together."""
+    """The approximate number of bytes that `save` writes on all ranks together."""
     tensors = [tensor for part in _state(learner, reference).values() for tensor in part.values()]
     return sum(tensor.numel() * tensor.element_size() + OVERHEAD for tensor in tensors)
 
@@ -134,18 +137,19 @@ def load(
     *,
     weights_only: bool = False,
 ) -> None:
-    """Read what `save` wrote into ``learner`` (collective).
+    """Load a checkpoint of `save` into ``learner`` (collective).
 
-    ``--no-load-optim`` and ``--no-load-rng`` leave parts out. ``--finetune`` means ``weights_only``, which leaves out
-    both and starts a new learning-rate schedule. Otherwise the saved schedule continues, and a warning names this run's
-    flags that differ. With ``--override-lr-scheduler`` this run's schedule applies.
+    With ``--no-load-optim``, the optimizer state is not loaded. With ``--no-load-rng``, the random states are not
+    loaded. With ``weights_only`` or ``--finetune``, both are not loaded, and a new learning-rate schedule starts.
+    Otherwise the saved schedule continues, and a warning names the flags of this run that differ from it. With
+    ``--override-lr-scheduler``, this run's schedule is used.
 
     Raises:
-        ValueError: the checkpoint is missing or damaged, belongs to another model or optimizer, or lacks optimizer
-            state.
+        ValueError: the checkpoint is missing or damaged, belongs to another model or optimizer, or does not contain
+            optimizer state.
     """
     if not (directory / STATE_FILE).is_file():
-        raise ValueError(f"no trainer state in {directory}; --load needs a checkpoint that --save wrote")
+        raise ValueError(f"{directory} has no trainer state; --load needs a checkpoint that --save wrote")
     args, world = learner.args, learner.world
     weights_only = weights_only or args.finetune
     progress, own = _read_progress(directory), learner.progress.schedule
@@ -166,7 +170,7 @@ def load(
             (torch.cuda if name.startswith("cuda") else torch).set_rng_state(random_state)
     except RuntimeError as error:
         raise ValueError(
-            f"{directory}: its random state is damaged ({error}); --no-load-rng resumes without it"
+            f"{directory}: the random state is damaged ({error}); add --no-load-rng to resume without it"
         ) from error
     if weights_only:
         progress.steps = 0
@@ -174,15 +178,15 @@ def load(
         progress.schedule = own
     elif world.rank == 0 and (differences := progress.schedule.differences(own, learner.lr_flags)):
         logger.warning(
-            "the checkpoint's learning-rate schedule is used, not this run's: %s; --override-lr-scheduler selects "
-            "this run's",
+            "the learning-rate schedule of the checkpoint is used, not that of this run: %s; add "
+            "--override-lr-scheduler to use that of this run",
             ", ".join(differences),
         )
     learner.progress = progress
 
 
 def _state(learner: Learner[LanguageModel], reference: Reference) -> State:
-    """{"part": {"name": tensor}} of a checkpoint."""
+    """The tensors of a checkpoint: {"part": {"name": tensor}}."""
     state = {**_weights(learner, reference), "rng": _random_states(learner.world)}
     return state if learner.args.no_save_optim else {**state, "optimizer": _optimizer_tensors(learner)}
 
@@ -200,7 +204,8 @@ def _adapter(args: LoraArgs) -> dict[str, object] | None:
 
 
 def _check_adapter(directory: Path, args: LoraArgs) -> None:
-    """Refuse adapters with another scaling, and weights instead of adapters. Warn if the base model differs."""
+    """Raise ValueError if the checkpoint's adapters have other settings, or if only the checkpoint or only the run has
+    adapters. Log a warning if the base model differs."""
     state, own = read_state(directory), _adapter(args)
     saved = state.get(ADAPTER)
     if saved is None and own is None:
@@ -208,24 +213,25 @@ def _check_adapter(directory: Path, args: LoraArgs) -> None:
     if saved is None or own is None:
         lora = f"--lora-rank {(saved or own or {}).get('rank')}"
         raise ValueError(
-            f"{directory} was saved {'without' if saved is None else 'with'} {lora}; resume it the same way"
+            f"{directory} was saved {'without' if saved is None else 'with'} {lora}; resume it with the same setting"
         )
     if (bits := saved.get("bits")) != own.get("bits"):
         raise ValueError(
-            f"{directory} was saved {'with' if bits else 'without'} --load-in-4bit; resume it the same way"
+            f"{directory} was saved {'with' if bits else 'without'} --load-in-4bit; resume it with the same setting"
         )
     if saved != own:
         raise ValueError(
-            f"{directory} was saved with adapters of rank {saved['rank']} scaled by {saved['scaling']}, and this run's "
-            f"have rank {own['rank']} and {own['scaling']}; give the same --lora-rank, --lora-alpha and --lora-type"
+            f"{directory} was saved with adapters of rank {saved['rank']} and scaling {saved['scaling']}, but this "
+            f"run has rank {own['rank']} and scaling {own['scaling']}; set the same --lora-rank, --lora-alpha and "
+            "--lora-type"
         )
     if (base := state.get(BASE)) != args.hf_checkpoint:
-        warning = "the adapters in %s were trained on %s, and this run's model is %s"
+        warning = "the adapters in %s were trained on the model %s, but the model of this run is %s"
         logger.warning(warning, directory, base, args.hf_checkpoint)
 
 
 def _random_states(world: World) -> dict[str, Tensor]:
-    """States of this rank's random generators, under names that no other rank uses."""
+    """The states of this rank's random generators. Their names contain the rank, so all ranks use different names."""
     states = {f"cpu{world.rank}": torch.get_rng_state()}
     if world.device.type == "cuda":
         states[f"cuda{world.rank}"] = torch.cuda.get_rng_state()
@@ -245,7 +251,7 @@ def _read_progress(directory: Path) -> Progress:
 
 
 def _check_weights(directory: Path, saved: Collection[str], state: State) -> None:
-    """Refuse saved weights that do not belong to the models in ``state``."""
+    """Raise ValueError if the saved weights do not belong to the models in ``state``."""
     wanted = [f"{part}.{name}" for part, names in state.items() for name in names]
     if missing := [path for path in wanted if path not in saved]:
         if missing[0].startswith("reference."):
@@ -255,24 +261,22 @@ def _check_weights(directory: Path, saved: Collection[str], state: State) -> Non
             )
         raise ValueError(f"{directory} {_kind(missing[0])}: it has no {missing[0]}")
     if more := sorted(path for path in set(saved) - set(wanted) if path.startswith("model.")):
-        raise ValueError(f"{directory} {_kind(more[0])}: it has {more[0]}, which this one does not")
+        raise ValueError(f"{directory} {_kind(more[0])}: it has {more[0]}, which this run's model does not have")
 
 
 def _kind(name: str) -> str:
-    """Why a checkpoint and this run differ in the weight ``name``, for a message."""
+    """A part of a message: why a checkpoint and this run differ in the weight ``name``."""
     if name.rpartition(".")[2] in PARTS:
-        return (
-            "was saved with adapters on other modules; give the same --lora-target-modules and --lora-exclude-modules"
-        )
+        return "was saved with adapters on other modules; set the same --lora-target-modules and --lora-exclude-modules"
     return "is a checkpoint of another model"
 
 
 def _check_optimizer(directory: Path, saved: Collection[str], name: str, *, begun: bool) -> None:
-    """Raise ValueError if optimizer state is missing or belongs to another optimizer. Only Muon's state has a
+    """Raise ValueError if the optimizer state is missing or belongs to another optimizer. Only the state of Muon has a
     ``momentum``.
 
-    ``begun``: whether a step was taken. Before the first step (of a policy that waits for its critic) there is no
-    state.
+    ``begun``: whether an optimizer step was done. Before the first step, for example while only the critic is trained,
+    there is no state.
     """
     kept = {path.rpartition(".")[2] for path in saved if path.startswith("optimizer.")}
     if begun and not kept:
@@ -281,12 +285,12 @@ def _check_optimizer(directory: Path, saved: Collection[str], name: str, *, begu
     if kept and (before == "muon") != (name == "muon"):
         raise ValueError(
             f"{directory} was saved with --optimizer {before}, not {name}; resume with --optimizer {before}, or add "
-            f"--no-load-optim, so that {name} starts with fresh moments"
+            f"--no-load-optim to start {name} with new moments"
         )
 
 
 def _optimizer_tensors(learner: Learner[LanguageModel]) -> dict[str, Tensor]:
-    """{"<weight>.<moment>": tensor} of all optimizers."""
+    """The state of all optimizers: {"<weight>.<moment>": tensor}."""
     return {
         f"{name}.{key}": value
         for name, parameter in learner.model.trained().items()
@@ -304,11 +308,11 @@ def _optimizer_slots(saved: Mapping[str, TensorStorageMetadata], weights: Mappin
         if part != "optimizer":
             continue
         if name not in weights:
-            raise ValueError(f"a checkpoint of another model: it has {path}, which this one does not")
+            raise ValueError(f"a checkpoint of another model: it has {path}, which this run's model does not have")
         like = weights[name]
         if entry.size == like.shape:
             slots[slot] = torch.empty_like(like)
-        else:  # a fused AdamW wants its step count on the device of the weight
+        else:  # a fused AdamW needs its step count on the weight's device
             slots[slot] = torch.empty(entry.size, dtype=entry.properties.dtype, device=like.device)
     return slots
 
@@ -321,8 +325,8 @@ def _restore_optimizers(learner: Learner[LanguageModel], state: Mapping[str, Ten
         owners[weights[name]].state[weights[name]][key] = value
 
 
-DO_NOT = "do not load it, and ask where it came from"
-# every class that torch's writer puts into .metadata, by module; creating an instance of one has no side effect
+DO_NOT = "do not load it, and find out where it came from"
+# module -> the classes that torch's writer puts into .metadata. Creating an instance of these has no side effect
 ALLOWED = {
     "torch.distributed.checkpoint.metadata": {
         *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata"),
@@ -343,16 +347,16 @@ class _ForeignClass(Exception):
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> object:
         if name not in ALLOWED.get(module, ()):
-            raise _ForeignClass(f"asks for {module}.{name}")
+            raise _ForeignClass(f"it names {module}.{name}")
         return super().find_class(module, name)
 
 
 class CheckpointReader(dcp.FileSystemReader):
-    """Torch's reader, but ``.metadata`` is read once, and only with allowed classes. Torch itself would unpickle any
-    class.
+    """Torch's reader with a safe way to read ``.metadata``: it is read once, and may only contain allowed classes.
+    Torch itself would unpickle any class.
 
     Raises:
-        ValueError: ``.metadata`` is missing or damaged, or has content that torch's writer does not write.
+        ValueError: ``.metadata`` is missing or damaged, or contains things that torch's writer does not write.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -376,12 +380,13 @@ class CheckpointReader(dcp.FileSystemReader):
             raise _damaged(file, "is missing") from None
         except _ForeignClass as error:
             raise ValueError(
-                f"{file}: {error}, which never happens in a checkpoint of slimelite and could run a program: {DO_NOT}"
+                f"{file}: {error}, which a checkpoint of slimelite never contains, and which could run a program: "
+                f"{DO_NOT}"
             ) from error
         except Exception as error:  # unpickling a truncated file may raise anything
             raise _damaged(file, f"is damaged or cut short ({type(error).__name__}: {error})") from error
         if others or odd:
-            what = f"{min(others)} is bytes instead of a tensor" if others else "it is of another kind"
+            what = f"{min(others)} is bytes instead of a tensor" if others else "it has another type of content"
             raise ValueError(
                 f"{file}: {what}. A checkpoint of slimelite never contains this, and bytes could run a program: "
                 f"{DO_NOT}"
@@ -389,7 +394,7 @@ class CheckpointReader(dcp.FileSystemReader):
         self.metadata = content
 
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:  # noqa: ARG002
-        """The metadata that the constructor read."""
+        """The metadata that the constructor has read."""
         self.metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return self.metadata
 
@@ -415,10 +420,10 @@ class CheckpointReader(dcp.FileSystemReader):
                 here, there = (" x ".join(map(str, shape)) or "one number" for shape in (tensor.shape, entry.size))
                 raise ValueError(
                     f"{self.directory} is a checkpoint of another model: {path} is {there} in it but {here} in this "
-                    "run's model; give the checkpoint's model as --hf-checkpoint"
+                    "run's model; set --hf-checkpoint to the checkpoint's model"
                 )
             if sum(chunk.sizes.numel() for chunk in entry.chunks) != entry.size.numel():
-                raise _damaged(self.directory / METADATA, f"is damaged: parts of {path} are not in it")
+                raise _damaged(self.directory / METADATA, f"is damaged: parts of {path} are missing")
             for name, end in self._ends[path].items():
                 file = self.directory / name
                 if file.parent != self.directory:
@@ -433,7 +438,7 @@ def failure(error: CheckpointException) -> BaseException:
     """The first exception that a rank raised.
 
     Raises:
-        KeyboardInterrupt: the run is being stopped (Ctrl-C, SIGTERM). Torch reports that like any other failure.
+        KeyboardInterrupt: the user stops the run (Ctrl-C, SIGTERM). Torch reports this like any other failure.
     """
     causes = [cause for cause, _ in error.failures.values()]
     for cause in causes:

@@ -1,7 +1,7 @@
 """Data that the loss needs for each response token of a rollout: masks, log-probs, advantages, weights.
 
 Every rank has the columns of the whole rollout (a few bytes for each token). So all ranks compute the same whitened
-advantages and the same rows without a gradient, before rows are distributed to ranks.
+advantages, and find the same rows without a gradient. This happens before rows are distributed to ranks.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from slimelite.samples.sample import COLUMNS
 from slimelite.samples.table import SampleTable, TokenStats
 from slimelite.slime.plugins import load_function
 
-# rows, at most, that are computed in a step without a gradient: enough to measure its entropy and mismatch
+# in a step without a gradient, about this many rows are computed, to measure the entropy and the mismatch
 MEASURED_ROWS = 8
-# tokens whose means are computed at a time, because each step of the computation makes arrays of this length
+# number of tokens whose means are computed at a time, to limit the memory of temporary arrays
 TOKENS_AT_ONCE = 2**18
-# passes over rows before the first optimizer step -> the columns that each fills
+# passes over rows before the first optimizer step -> the columns that the pass fills
 PASSES = {
     "ref_log_probs": ("ref",),
     "teacher_log_probs": ("teacher",),
@@ -44,17 +44,18 @@ PASSES = {
 class TokenColumns:
     """The data of the N response tokens of a table with n rows, on the CPU. Columns are [N].
 
-    ``steps``: rows of each optimizer step. ``mask``: bool, the trained tokens. ``segments``: int64, row of each token.
-    ``rollout_log_probs``: the engine's, NaN where it gave none. ``weights``: weight of each token in its optimizer
-    step, and ``pg_weights``: in the policy loss. ``pair_weights``: [n], see `pair_weights`, for a loss of pairs.
-    ``of_tokens``: whether a token's advantage may differ from its row's in the table. ``returns``: of the estimator,
-    before distillation and whitening; a critic learns them. ``loss_weights``: see `sample.COLUMNS`. ``mismatch_kl``: of
-    the current optimizer step, see `supervised.kto_loss`.
+    ``steps``: the rows of each optimizer step. ``mask``: bool, True for trained tokens. ``segments``: int64, the row of
+    each token. ``rollout_log_probs``: the engine's log-probs; NaN for tokens without them. ``weights``: the weight of
+    each token in the loss of its optimizer step. ``pg_weights``: its weight in the policy loss. ``pair_weights``: [n],
+    for a loss of pairs, see `pair_weights`. ``of_tokens``: whether a token's advantage may differ from its row's
+    advantage in the table. ``returns``: the estimator's returns before distillation and whitening, which a critic
+    learns. ``loss_weights``: see `sample.COLUMNS`. ``mismatch_kl``: the KL for the current optimizer step, see
+    `supervised.kto_loss`.
 
-    Forward passes fill the other columns, under the weights before the rollout's first step. They are NaN where nothing
-    was computed. ``old`` and ``entropy``: log-probs and entropies of the policy. ``ref``, ``teacher``: log-probs of
-    these models. ``values``: of the critic. ``other_log_probs``, ``other_entropy``: the policy's, in rows that only
-    `token_stats` reads.
+    Forward passes fill the other columns, with the weights before the rollout's first step. These columns are NaN for
+    tokens that were not computed. ``old``, ``entropy``: log-probs and entropies of the policy. ``ref``, ``teacher``:
+    log-probs of these models. ``values``: the critic's values. ``other_log_probs``, ``other_entropy``: log-probs and
+    entropies of the policy, in rows that only `token_stats` reads.
     """
 
     table: SampleTable
@@ -80,7 +81,7 @@ class TokenColumns:
 
     @classmethod
     def from_table(cls, table: SampleTable, steps: list[np.ndarray] | None = None) -> TokenColumns:
-        """The columns that need no model. ``steps`` None: all rows are one optimizer step."""
+        """Build the columns that do not need a model. If ``steps`` is None, all rows are one optimizer step."""
         rows = np.repeat(np.arange(len(table)), table.response_lengths)
         mask = table.loss_mask & ~table.removed[rows] if table.removed.any() else table.loss_mask.copy()
         columns = cls(
@@ -93,17 +94,18 @@ class TokenColumns:
             pg_weights=torch.zeros(len(rows), dtype=torch.float64),
             advantages=torch.zeros(len(rows)),
         )
-        for name in chain(*PASSES.values()):  # one number in memory, however long the column is
+        for name in chain(*PASSES.values()):  # expand: only one number is in memory
             setattr(columns, name, torch.tensor(torch.nan).expand(len(rows)))
         return columns
 
     def fill(self, name: str, outputs: Iterable[Tensor]) -> None:
-        """Keep the results of the pass ``name``: [N] for each of its columns, NaN where nothing was computed."""
-        for column, values in zip(PASSES[name], outputs, strict=False):  # nobody reads the entropy of a reference
+        """Store the results of the pass ``name``: [N] for each of its columns; NaN for tokens that were not
+        computed."""
+        for column, values in zip(PASSES[name], outputs, strict=False):  # the entropy of a reference is not used
             setattr(self, column, torch.where(values.isnan(), getattr(self, column), values))
 
     def set_weights(self, args: Args) -> None:
-        """Set the weight of every token and every pair. It depends on all rows of the optimizer step."""
+        """Set the weights of all tokens and pairs. A weight depends on all rows of the optimizer step."""
         table, per_row = self.table, torch.zeros(len(self.table), dtype=torch.float64)
         counts, mode = table.mask_sums, args.loss_aggregation
         if args.loss.chosen:
@@ -116,7 +118,7 @@ class TokenColumns:
                 mode,
                 max_response_len=args.rollout_max_response_len,
             ) * torch.from_numpy(counts[rows] > 0)
-        # by numpy and in place: a long rollout has gigabytes of such a column
+        # numpy and in place, to save memory: in a long rollout, such a column has gigabytes
         weights = np.repeat(per_row.numpy(), table.response_lengths)
         weights *= self.mask.numpy()
         self.weights = self.pg_weights = torch.from_numpy(weights)
@@ -127,9 +129,10 @@ class TokenColumns:
     def normalize_correction(self, args: CorrectionArgs) -> None:
         """``--mis-batch-normalize``: divide policy-loss weights by the mean correction weight of their optimizer step.
 
-        The mean is slime's. A token that the mode mask drops counts with its ratio, and a token that a rejection or a
-        veto drops counts with its weight. At the levels sequence and geometric each response counts once, if it has a
-        trained token. It needs ``old`` of every trained row.
+        The mean is computed as in slime. If the mode ``mask`` gives a token the weight 0, the token's ratio is used in
+        its place. If a rejection or a veto drops a token, its weight is still used. At the levels ``sequence`` and
+        ``geometric``, each response with a trained token counts once. The column ``old`` must be filled for every
+        trained row.
         """
         tokens = (self.old, self.rollout_log_probs, self.mask, self.segments, len(self.table))
         level, upper, lower = args.mis_level, args.mis_upper_bound, args.mis_lower_bound
@@ -144,15 +147,17 @@ class TokenColumns:
         for rows in self.steps:
             of_step = counts * torch.isin(self.segments, torch.from_numpy(rows))
             mean = (weights * of_step).sum() / of_step.sum().clamp(min=1e-8)
-            # a step whose weights are all 0 has no gradient either way
+            # if all weights of a step are 0, the step has no gradient with any factor
             factors[rows] = 1 / mean if mean > 1e-8 else 1.0
         self.pg_weights = self.pg_weights * factors[self.segments]
 
     def spread_advantages(self, args: DistillationArgs) -> None:
-        """Set the advantage of every token. `RolloutManager` has compared the groups and given each row an advantage.
-        ``--advantage-estimator`` (docs/algorithms.md) makes token advantages of it. Alternatively the plugin of
-        ``--custom-advantage-function-path``, ``fn(args, table, columns)``, sets ``columns.advantages`` and, with a
-        critic, ``columns.returns``.
+        """Set the advantage of every token.
+
+        `RolloutManager` has compared the rollouts of each group, and has set an advantage for each row. The estimator
+        of ``--advantage-estimator`` (docs/algorithms.md) computes token advantages from it. If
+        ``--custom-advantage-function-path`` is set, its function ``fn(args, table, columns)`` sets
+        ``columns.advantages`` instead. With a critic it also sets ``columns.returns``.
 
         Raises:
             ValueError: an advantage or return of a trained token is not finite.
@@ -164,7 +169,8 @@ class TokenColumns:
         else:
             per_row = torch.tensor(self.table.advantage, dtype=torch.float32)
             if not per_row.isfinite().all():
-                self._check_finite(args, advantages=per_row[self.segments])  # a recurrence would spread it
+                # before a recurrence copies such numbers to other tokens
+                self._check_finite(args, advantages=per_row[self.segments])
             kl = torch.zeros(len(self.mask))
             if args.kl_coef:
                 kl = kl_estimate(self.old, self.ref, self.mask, args.kl_reward_type)
@@ -194,9 +200,9 @@ class TokenColumns:
     def _check_finite(self, args: DistillationArgs, **columns: Tensor | None) -> None:
         source = "rewards and log-probs"
         if args.custom_advantage_function_path:
-            source = f"what --custom-advantage-function-path {args.custom_advantage_function_path} sets"
+            source = f"the columns that --custom-advantage-function-path {args.custom_advantage_function_path} sets"
         elif args.custom_reward_post_process_path:
-            source = f"what --custom-reward-post-process-path {args.custom_reward_post_process_path} returns"
+            source = f"the result of --custom-reward-post-process-path {args.custom_reward_post_process_path}"
         for name, column in columns.items():
             if column is not None:
                 self._refuse(~column.isfinite(), f"{name} that are not finite; check {source}")
@@ -204,8 +210,9 @@ class TokenColumns:
     def rows_to_compute(self, args: CorrectionArgs, *, checked: bool) -> np.ndarray:
         """[n] bool: the rows that need a forward pass, because they can have a gradient.
 
-        If no row of a step can have a gradient, a few trained rows are computed anyway, to measure the entropy and the
-        mismatch with the engine. ``checked``: --ci-test checks this rollout, so every trained row is computed.
+        If a step has no row with a gradient, a few trained rows are computed anyway, to measure the entropy and the
+        mismatch with the engine. ``checked``: whether --ci-test checks this rollout. Then every trained row is
+        computed.
         """
         trained = self.table.mask_sums > 0
         if checked or normalizes(args):
@@ -218,13 +225,13 @@ class TokenColumns:
         return computed
 
     def known_rows(self) -> np.ndarray:
-        """[n] bool: rows with log-probs in ``old``."""
+        """[n] bool: the rows whose log-probs in ``old`` are known."""
         return self._rows_with(~self.old.isnan())
 
     def rows_with_gradient(self, args: AlgorithmArgs) -> np.ndarray:
-        """[n] bool: rows whose loss can have a gradient. Other rows need no forward pass.
+        """[n] bool: the rows whose loss can have a gradient. Other rows do not need a forward pass.
 
-        A fully masked row has no gradient. Under a policy loss without KL and entropy terms, a row whose advantages are
+        A fully masked row has no gradient. With a policy loss without KL and entropy terms, a row whose advantages are
         all 0 has no gradient either.
         """
         counts = self.mask
@@ -234,24 +241,24 @@ class TokenColumns:
         return self._rows_with(counts)
 
     def check(self, args: Args, vocab_size: int) -> None:
-        """Refuse a table that the loss cannot use.
+        """Check that the loss can use the table.
 
         Raises:
-            ValueError: a token is outside the model's vocabulary, or a trained token lacks a value in a column that the
-                loss reads, such as the log-probs of the engine or a teacher.
+            ValueError: a token is outside the model's vocabulary, or a trained token has no value in a column that the
+                loss reads, such as the log-probs of the engine or of a teacher.
         """
         table = self.table
         largest = max(table.prompt_tokens.max(initial=0), table.response_tokens.max(initial=0))
         if largest >= vocab_size:
             raise ValueError(
-                f"token {largest} is outside the model's vocabulary of {vocab_size}; --tokenizer belongs to another "
-                "model"
+                f"token {largest} is outside the model's vocabulary of {vocab_size} tokens; --tokenizer belongs to "
+                "another model: name the tokenizer of this model"
             )
         if args.use_opd and args.opd_type == "sglang":
             self._refuse(
                 self.teacher.isnan(),
-                "no teacher log-probs, which --opd-type sglang needs: give the teacher's address as --rm-url, or "
-                "fill sample.teacher_log_probs where samples are made",
+                "no teacher log-probs, which --opd-type sglang needs: set --rm-url to the teacher's address, or set "
+                "sample.teacher_log_probs in the function that creates the samples",
             )
         self._check_kept(args, vocab_size)
         for name in args.loss.columns:
@@ -261,19 +268,20 @@ class TokenColumns:
                 absent = absent[self.segments.numpy()]
             self._refuse(
                 torch.from_numpy(absent),
-                f"no {name}, which --loss-type {args.loss_type} reads: fill sample.{name} where samples are made",
+                f"no {name}, which --loss-type {args.loss_type} reads: set sample.{name} in the function that creates "
+                "the samples",
             )
         if args.job.loss == "policy" and (args.use_rollout_logprobs or args.correction != "none"):
             self._refuse(
                 self.rollout_log_probs.isnan(),
-                "no engine log-probs, which --use-rollout-logprobs and --correction need; leave these out, or generate "
-                "the samples with log-probs",
+                "no engine log-probs, which --use-rollout-logprobs and --correction need; leave out these flags, or "
+                "generate the samples with log-probs",
             )
 
     def _check_kept(self, args: Args, vocab_size: int) -> None:
-        """Check the token ids that log-probs are renormalised over. A sampled token must be among its own ids."""
+        """Check the kept ids, over which log-probs are renormalised. A sampled token must be one of its kept ids."""
         table, truncated = self.table, SamplingParams.of(args, "rollout").truncation()
-        if truncated.get("top_k", 0) >= vocab_size:  # no limit
+        if truncated.get("top_k", 0) >= vocab_size:  # then top_k does not exclude tokens
             del truncated["top_k"]
         counts = np.zeros(len(self.mask), np.int32) if table.kept_counts is None else table.kept_counts
         if truncated and args.job.loss == "policy" and not args.allow_truncated_sampling:
@@ -282,8 +290,8 @@ class TokenColumns:
                 torch.from_numpy(counts == 0),
                 f"tokens without the ids that {flags} kept, which are needed to renormalise log-probs: a generate "
                 "function must set return_sampling_mask in the body of /generate, and pass the answer's meta_info "
-                "to sample.append_response_tokens; or accept log-probs of the whole vocabulary with "
-                "--allow-truncated-sampling",
+                "to sample.append_response_tokens; or add --allow-truncated-sampling, to accept log-probs over the "
+                "whole vocabulary",
             )
         if table.kept_ids is None or not len(table.kept_ids):
             return
@@ -292,12 +300,14 @@ class TokenColumns:
         some, known = counts > 0, counts == 0
         starts = (np.cumsum(counts, dtype=np.int64) - counts)[some]
         known[some] = np.logical_or.reduceat(among, starts) & ~np.logical_or.reduceat(outside, starts)
-        what = "tokens that are not among the ids from which, according to the engine, they were sampled"
+        what = "sampled tokens that are not among their kept ids (output_token_sampling_mask of the engine)"
         self._refuse(torch.from_numpy(~known), what)
 
     def means(self, args: DistillationArgs, computed: np.ndarray) -> dict[str, float]:
-        """``rollout/*``: for each column, the mean over trained rows of the row's mean over trained tokens. NaN rows
-        are left out. The policy's log-probs are left out if those of a row in ``computed`` [n] bool are unknown.
+        """The metrics ``rollout/*``, one for each column. First the column's mean over the trained tokens of each row
+        is computed, then the mean over all trained rows whose mean is not NaN.
+
+        If the policy's log-probs of any row in ``computed`` [n] bool are unknown, their metrics are left out.
         """
         columns = {
             "returns": self.returns,
@@ -323,28 +333,28 @@ class TokenColumns:
         return means
 
     def trained(self) -> dict[str, np.ndarray]:
-        """The columns that training has set anew, by name; each [N] float32."""
+        """The columns that training has computed for the table, by name; each [N] float32."""
         columns = {"advantages": self.advantages.float().numpy()} if self.of_tokens else {}
         if self.loss_weights is not None:
             columns["loss_weights"] = self.loss_weights.float().numpy()
         return columns
 
     def token_stats(self) -> TokenStats:
-        """Log-probs and entropies under the weights before the first step, where passes have computed them."""
+        """The log-probs and entropies with the weights before the first step; NaN for rows that were not computed."""
         log_probs = torch.where(self.old.isnan(), self.other_log_probs, self.old).float()
         entropy = torch.where(self.entropy.isnan(), self.other_entropy, self.entropy).float()
         return TokenStats(self.table.sample_id, self.table.response_offsets, log_probs.numpy(), entropy.numpy())
 
     def _refuse(self, tokens: Tensor, what: str) -> None:
-        """Raise ValueError if a trained token is in ``tokens`` [N] bool. ``what``: the problem of its sample, for the
-        message."""
+        """Raise ValueError if ``tokens`` [N] bool is True for a trained token. ``what``: the part of the message after
+        "samples … have"."""
         rows = self.segments[self.mask & tokens].unique().numpy()
         if len(rows):
             raise ValueError(f"samples {self.table.sample_id[rows].tolist()[:8]} have {what}")
 
     def _row_means(self, column: Tensor, counts: Tensor) -> Tensor:
-        """[n] the mean of ``column`` [N] over the ``counts`` trained tokens of each row. It works on some rows at a
-        time."""
+        """[n] the mean of ``column`` [N] over the trained tokens of each row. ``counts``: [n], their number. The rows
+        are processed in parts."""
         ends = self.table.response_offsets
         parts, begin = [], 0
         while begin < len(self.table):
@@ -357,7 +367,7 @@ class TokenColumns:
         return torch.cat([*parts, column[:0]]) / counts
 
     def _rows_with(self, tokens: Tensor) -> np.ndarray:
-        """[n] bool: rows with a token in ``tokens`` [N] bool."""
+        """[n] bool: the rows for which ``tokens`` [N] bool is True for at least one token."""
         has_one, some = np.zeros(len(self.table), bool), self.table.response_lengths > 0
         if some.any():
             has_one[some] = np.logical_or.reduceat(tokens.numpy(), self.table.response_offsets[:-1][some])
@@ -367,12 +377,12 @@ class TokenColumns:
 def passes(
     args: Args, columns: TokenColumns, computed: np.ndarray | None = None, *, checked: bool = False
 ) -> dict[str, np.ndarray]:
-    """The rows that need a separate forward pass before the first optimizer step, by a name of ``PASSES``.
+    """The rows that need a separate forward pass before the first optimizer step, by the pass's name in ``PASSES``.
 
     Args:
-        computed: [n] bool, the rows that the steps will compute. None while there are no advantages, which decide this;
-            then the result is the passes that advantages and reference terms need.
-        checked: --ci-test checks this rollout, and needs the log-probs of such a pass.
+        computed: [n] bool, the rows that the steps will compute. It is None before the advantages are known, because
+            they determine these rows. Then the result has the passes that advantages and reference terms need.
+        checked: whether --ci-test checks this rollout, which needs the log-probs of a separate pass.
     """
     table = columns.table
     if computed is None:
@@ -398,11 +408,13 @@ def passes(
 
 
 def pass_begins(args: CorrectionArgs, num_steps: int, checked: bool) -> int | None:
-    """The first step whose rows need a separate pass for the log-probs before the first step; None: no row does.
+    """The first step whose rows need a separate pass for the old log-probs; None: no step needs such a pass.
 
-    In the first step the weights have not changed yet, so its own pass computes these log-probs. They differ from those
-    of a separate pass only by the rounding of other micro-batches, and ratios are exactly 1. With
-    --use-rollout-logprobs and no correction, later steps need none, because only the first step measures the mismatch.
+    Old log-probs are computed with the weights before the first step. In the first step the weights have not changed
+    yet, so the training pass computes the old log-probs. They differ from those of a separate pass only by rounding,
+    because the micro-batches differ. The ratios are then exactly 1.
+    With --use-rollout-logprobs and without a correction, later steps do not need old log-probs either, because only the
+    first step measures the mismatch.
     """
     if not args.job.sampled:
         return None
@@ -413,7 +425,7 @@ def pass_begins(args: CorrectionArgs, num_steps: int, checked: bool) -> int | No
 
 
 def normalizes(args: CorrectionArgs) -> bool:
-    """Whether the correction divides by a mean over all trained rows."""
+    """Whether the correction divides by a mean over all trained rows (``--mis-batch-normalize``)."""
     return args.correction == "mis" and args.mis_batch_normalize
 
 
@@ -423,15 +435,16 @@ FLAG = "--custom-pg-loss-reducer-function-path"
 def reducer_weights(args: AlgorithmArgs, columns: TokenColumns) -> Tensor:
     """[N] float64: the weight of every token of the table in the policy loss of its optimizer step.
 
-    The plugin has slime's signature, with lists that have one entry for each response. It returns the function that
-    reduces::
+    The plugin has slime's signature. Its lists have one entry for each response. It returns the *reducer*, a function
+    of the token losses::
 
         fn(total_lengths, response_lengths, loss_masks, calculate_per_token_loss) -> (losses [tokens] -> 0-d tensor)
 
-    slime calls it for each micro-batch, adds up the results of the reducers, and divides by the rollouts of the step
-    (with ``--calculate-per-token-loss`` by its trained tokens). Here it is called once with all responses of the step,
-    so it may divide by totals of the whole step. Its result is divided by the same number as in slime. The reducer must
-    be a weighted sum. Its derivative is the weight of each token.
+    slime calls the plugin for each micro-batch, and adds the results of the reducers. Then it divides by the number of
+    rollouts of the step, or with ``--calculate-per-token-loss`` by the number of trained tokens. slimelite calls the
+    plugin once with all responses of the step, so the reducer may divide by totals of the whole step. The result is
+    divided by the same number as in slime. The reducer must compute a weighted sum of the losses. Its derivative is
+    the weight of each token.
 
     Raises:
         ValueError: the reducer's result is not a finite weighted sum of the losses.
@@ -460,35 +473,35 @@ def _derivative(reduce: Callable[[Tensor], Tensor], size: int, path: str) -> Ten
         (weights,) = torch.autograd.grad(total, losses)
     if not torch.isclose(total.double(), (weights * losses).sum(), rtol=1e-6, atol=1e-9):
         raise ValueError(
-            f"{FLAG} {path}: what it returns must reduce losses to a finite weighted "
-            f"sum of them; clamp divisors that can be 0 (got {total.item():g} for random losses, and their weighted "
-            f"sum is {(weights * losses).sum().item():g})"
+            f"{FLAG} {path}: the function that it returns must compute a finite weighted sum of the losses; clamp "
+            f"divisors that can be 0 (for random losses it returned {total.item():g}, but their weighted sum is "
+            f"{(weights * losses).sum().item():g})"
         )
     return weights
 
 
 def pair_weights(table: SampleTable, steps: list[np.ndarray], loss: str) -> np.ndarray:
-    """[n] the weight of each row's pair: 1 / number of pairs in its optimizer step. Pairs that are not trained on count
-    too.
+    """[n] the weight of each row's pair: 1 / number of pairs in its optimizer step. Pairs that are not trained on are
+    counted too.
 
-    A pair is the two rows of a unit. The row with the higher reward is the chosen one.
+    A pair is the two rows of a unit. The row with the higher reward is the chosen row.
 
     Raises:
-        ValueError: a unit does not have two rows of different rewards, or only one of them has tokens to train on.
+        ValueError: a unit does not have two rows with different rewards, or only one row of a unit has trained tokens.
     """
     units, sizes = np.unique(table.unit_id, return_counts=True)
     if (sizes != 2).any():
         raise ValueError(
-            f"--loss-type {loss} trains on pairs: units {units[sizes != 2].tolist()[:8]} do not have two rows; a "
-            "rollout function gives the two samples of a pair one unit_id"
+            f"--loss-type {loss} trains on pairs: units {units[sizes != 2].tolist()[:8]} do not have two rows; the "
+            "rollout function must set the same unit_id for the two samples of a pair"
         )
     chosen, rejected = pairs_of(table, np.arange(len(table)))
     trained = table.mask_sums > 0
     wrong = ~(table.reward[chosen] > table.reward[rejected]) | (trained[chosen] != trained[rejected])
     if wrong.any():
         raise ValueError(
-            f"--loss-type {loss} trains on pairs: in units {units[wrong].tolist()[:8]} no row has the higher "
-            "reward, or one row alone has tokens to train on; mark both with remove_sample"
+            f"--loss-type {loss} trains on pairs: in units {units[wrong].tolist()[:8]} the two rewards are "
+            "equal, or only one row has trained tokens; set remove_sample for both samples"
         )
     weights = np.zeros(len(table))
     for rows in steps:
@@ -497,8 +510,8 @@ def pair_weights(table: SampleTable, steps: list[np.ndarray], loss: str) -> np.n
 
 
 def pairs_of(table: SampleTable, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The indices into ``rows`` of the chosen and the rejected row of each of P pairs: two arrays [P] int64, in the
-    order of the pairs' ``unit_id``. The row with the higher reward is the chosen one.
+    """The indices into ``rows`` of the chosen row and the rejected row of each of P pairs: two arrays [P] int64, in the
+    order of the pairs' ``unit_id``. The row with the higher reward is the chosen row.
     """
     order = np.lexsort((-table.reward[rows], table.unit_id[rows]))
     return order[0::2], order[1::2]

@@ -1,4 +1,4 @@
-"""Models in addition to the trained policy: the critic of ppo, and frozen policies."""
+"""The models beside the trained policy: the critic of ppo, and frozen policies such as the reference model."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ FOLDER = "critic"  # subfolder of a checkpoint
 
 
 class ValueModel(LanguageModel):
-    """A causal LM whose LM head is replaced by one output with a bias, both initialized to 0.
+    """A causal LM with a value head: a linear layer with one output and a bias, instead of the LM head.
 
-    So a new critic predicts 0 instead of noise, and the first advantages are those without a baseline. The head learns
-    before the layers below it, because a head of zeros passes no gradient down.
+    The head's weight and bias start at 0. So a new critic predicts 0 instead of noise, and the first advantages are
+    those without a baseline. In the first step only the head learns, because with a weight of 0 the layers below it
+    get no gradient.
     """
 
     def __init__(self, hf: PreTrainedModel) -> None:
@@ -46,13 +47,14 @@ class ValueModel(LanguageModel):
         hf.set_output_embeddings(head)
 
     def forward(self, batch: MicroBatch) -> Tensor:
-        """[R] V at the positions that predict the response tokens of ``batch``, at least fp32."""
+        """[R] the values at the positions that predict the response tokens of ``batch``, at least fp32."""
         head = self.hf.get_output_embeddings()
         return upcast(self.hidden(batch)) @ upcast(head.weight)[0] + upcast(head.bias)
 
 
 class Critic(Learner[ValueModel]):
-    """The value model, trained with AdamW at ``--critic-lr``. Methods are collective, like those of `Trainer`.
+    """The value model and its AdamW optimizer, with the learning rate ``--critic-lr``. Its methods are collective, like
+    those of `Trainer`.
 
     Raises:
         ValueError: there is no model at ``--critic-load``.
@@ -63,7 +65,7 @@ class Critic(Learner[ValueModel]):
         path = args.hf_checkpoint if own else args.critic_load or args.hf_checkpoint
         args = replace(args, lora_rank=args.critic_lora_rank, lora_adapter_path=None)
         model = build_model(args, world, path, ValueModel, trainable=True, new_head=True)
-        # the optimizer's flags, with the critic's values
+        # the optimizer reads these flags, so they get the critic's values
         args = replace(
             args,
             lr=args.critic_lr,
@@ -76,18 +78,18 @@ class Critic(Learner[ValueModel]):
             checkpoint.load(Path(str(args.critic_load)), self, weights_only=True)
 
     def train(self, columns: TokenColumns, schedule: list[Step], sums: MetricSums) -> None:
-        """Fit the values to ``columns.returns``, with one optimizer step for each `Step` of ``schedule``.
+        """Train the values to predict ``columns.returns``, with one optimizer step for each `Step` of ``schedule``.
 
         Metrics ``critic-*`` are added to ``sums``.
 
         Raises:
-            ValueError: a plugin set the advantages but no returns.
+            ValueError: a plugin set the advantages but not the returns.
             FloatingPointError: see `Optimizers.step`.
         """
         if columns.returns is None:
             raise ValueError(
-                "--custom-advantage-function-path left columns.returns None; with --advantage-estimator ppo it must "
-                "set them, because the critic is trained on them"
+                "the function of --custom-advantage-function-path did not set columns.returns; with "
+                "--advantage-estimator ppo it must set them, because the critic is trained on them"
             )
         if self.args.reset_optimizer_states:
             self.optimizers.reset()
@@ -98,9 +100,10 @@ class Critic(Learner[ValueModel]):
             self._fresh = self._fresh and not columns.table.mask_sums[step.rows].any()
 
     def gradient(self, columns: TokenColumns, step: Step, sums: MetricSums, *, checked: bool = False) -> Tensor:
-        """Gradients of one optimizer step, weighted like the policy's; see `Learner.accumulate`.
+        """Compute the gradients of one optimizer step, with the same token weights as for the policy; see
+        `Learner.accumulate`.
 
-        ``checked``: raise AssertionError if values differ from ``columns.values``, which were computed just before.
+        ``checked``: raise AssertionError if the values differ from ``columns.values``, which the same weights computed.
         """
         old, returns = columns.values, columns.returns
         assert returns is not None
@@ -130,14 +133,14 @@ class Critic(Learner[ValueModel]):
         folder = Path(directory) / FOLDER
         if not (folder / STATE_FILE).is_file():
             raise ValueError(
-                f"{directory} was saved without a critic; to train its policy with a critic, write the model with "
-                "--save-hf and start from that folder with --hf-checkpoint"
+                f"{directory} was saved without a critic; to train its policy with a critic, write the policy with "
+                "--save-hf, and start a new run from that folder with --hf-checkpoint"
             )
         checkpoint.load(folder, self)
 
 
 def build_reference(args: Args, world: World, policy: PolicyModel) -> FrozenPolicy | AdapterReference:
-    """The reference model of ``policy``: the model that the policy started from, or the one of ``--ref-load``."""
+    """The reference model of ``policy``: the model in ``--ref-load``, else the model that the policy started from."""
     path = args.ref_load or args.hf_checkpoint
     if args.lora_rank and path == args.hf_checkpoint:
         return AdapterReference(policy)
@@ -147,7 +150,7 @@ def build_reference(args: Args, world: World, policy: PolicyModel) -> FrozenPoli
 class FrozenPolicy:
     """The policy at ``path``, sharded like the trained policy. Only `copy_from` changes its weights.
 
-    On a GPU, its shards wait in host memory between uses.
+    With a GPU, its shards are in host memory while they are not used.
     """
 
     def __init__(self, args: Args, world: World, path: str | None) -> None:
@@ -158,8 +161,8 @@ class FrozenPolicy:
 
     @contextmanager
     def weights(self, *, unchanged: bool = True) -> Iterator[PolicyModel]:
-        """Inside this block, the policy's weights are on the device. ``unchanged``: the caller does not write to
-        them."""
+        """A context in which the policy's weights are on the device. ``unchanged``: the caller does not change the
+        weights."""
         if self._memory is not None:
             self._memory.onload()
         try:
@@ -171,7 +174,7 @@ class FrozenPolicy:
 
     @contextmanager
     def state(self) -> Iterator[dict[str, nn.Parameter]]:
-        """Inside this block: the weights by name, as in a checkpoint. The caller may write to them."""
+        """A context with the weights by their names in a checkpoint. The caller may change the weights."""
         with self.weights(unchanged=False) as model:
             yield {name.removeprefix("hf."): parameter for name, parameter in model.named_parameters()}
 
@@ -184,19 +187,21 @@ class FrozenPolicy:
 
 
 class AdapterReference:
-    """The policy as it started: its frozen weights and a frozen copy of its adapters. No second model is in memory.
+    """The policy before training: its frozen weights, and a frozen copy of its initial adapters. It shares the weights
+    with the trained policy, so no second model is in memory.
 
-    A new adapter changes nothing. So without ``--lora-adapter-path`` this is the model of ``--hf-checkpoint``.
+    A new adapter does not change the model's outputs. So without ``--lora-adapter-path``, the reference is the model of
+    ``--hf-checkpoint``.
     """
 
     def __init__(self, policy: PolicyModel) -> None:
         self.model = policy
-        # the adapters that the model does not have: usually the reference's, but the policy's inside `weights`
+        # the adapters that are not in the model: the policy's inside the context `weights`, else the reference's
         self._other = {name: parameter.detach().clone() for name, parameter in policy.trained().items()}
 
     @contextmanager
     def weights(self) -> Iterator[PolicyModel]:
-        """Inside this block, the policy's model has the reference's adapters."""
+        """A context in which the policy's model has the reference's adapters."""
         self._swap()
         try:
             yield self.model
@@ -206,7 +211,7 @@ class AdapterReference:
 
     @contextmanager
     def state(self) -> Iterator[dict[str, Tensor]]:
-        """Inside this block: the reference's adapters by name, as in a checkpoint. The caller may write to them."""
+        """A context with the reference's adapters by their names in a checkpoint. The caller may change them."""
         yield self._other
 
     @torch.no_grad()

@@ -1,5 +1,5 @@
-"""A model in training: its passes, gradients over micro-batches, optimizer steps and progress. Also the metrics over
-all ranks' micro-batches.
+"""A model in training: its passes, its gradients over micro-batches, its optimizer steps and its progress. This file
+also sums metrics over the micro-batches of all ranks.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ from slimelite.training.parallel import World, reshard
 from slimelite.training.planning import Step, tokens_shared
 
 Sums = dict[str, tuple[float, float]]
-StepSums = dict[tuple[int, str], tuple[float, float]]  # by optimizer step and name
+StepSums = dict[tuple[int, str], tuple[float, float]]  # (optimizer step, name) -> (sum, weight)
 
 
 @dataclass(slots=True)
 class Progress:
-    """How far training is. ``rollout_id``: the last rollout that was trained on. ``steps``: optimizer steps taken.
-    ``weight_version``: the last one that was sent. ``schedule``: of the learning rate.
+    """The progress of training. ``rollout_id``: the last rollout that was trained on. ``steps``: the number of finished
+    optimizer steps. ``weight_version``: the version of the weights that were sent last. ``schedule``: the learning-rate
+    schedule.
     """
 
     rollout_id: int
@@ -51,16 +52,16 @@ Model = TypeVar("Model", bound=LanguageModel, covariant=True)
 
 
 class Learner(Generic[Model]):
-    """A model, its optimizers and its progress. It is the common part of the policy and the critic.
+    """A model, its optimizers and its progress. It is the base class of the policy's trainer and the critic.
 
     Args:
         args: the flags, with the values that apply to this model.
-        world: this rank among the others.
+        world: this rank, and facts about all ranks.
         model: the model to train, already sharded.
-        prefix: the prefix of the names of its metrics.
-        lr_flags: fields of its learning-rate schedule -> flags, see `LrSchedule.differences`.
+        prefix: the prefix of the metrics' names.
+        lr_flags: fields of the learning-rate schedule -> flags, see `LrSchedule.differences`.
 
-    ``run_steps``: the optimizer steps of the run; the schedule ends there.
+    ``run_steps``: the number of optimizer steps of the run, after which the schedule ends.
     """
 
     def __init__(
@@ -76,13 +77,14 @@ class Learner(Generic[Model]):
 
     @contextmanager
     def weights(self) -> Iterator[Model]:
-        """Inside this block the weights are on the device, where training keeps them anyway."""
+        """A context in which the weights are on the device. For a model in training, they always are there."""
         yield self.model
 
     def accumulate(self, columns: TokenColumns, step: Step, share: Callable[[MicroBatch], Tensor]) -> Tensor:
-        """Gradients of one optimizer step, summed over micro-batches and, after the last one, over ranks.
+        """Compute the gradients of one optimizer step: sum them over micro-batches, and after the last micro-batch over
+        ranks.
 
-        ``share``: returns the part of the step's loss that a micro-batch adds, 0-d with a gradient.
+        ``share``: a function that returns a micro-batch's part of the step's loss, 0-d with a gradient.
 
         Returns:
             0-d: this rank's share of the step's loss.
@@ -91,14 +93,14 @@ class Learner(Generic[Model]):
         batches = step.micro_batches[self.world.dp_rank]
         for i, rows in enumerate(batches):
             if isinstance(self.model, FSDPModule):
-                # reduce once a step: ranks sum gradients after the last micro-batch and hold unsharded ones until then;
-                # otherwise they sum after each micro-batch, so that a rank keeps only its shard
+                # reduce_once_a_step: ranks sum their gradients after the last micro-batch, and keep unsharded gradients
+                # until then. Otherwise they sum after each micro-batch, and each rank keeps only its shard
                 reduces = i + 1 == len(batches) or not self.args.reduce_once_a_step
                 self.model.set_requires_gradient_sync(reduces)
-                # FSDP then frees its send buffers too: for embedding and head together these are 4 GB in a 7B model
+                # FSDP also frees its send buffers then. For the embedding and head of a 7B model, these have 4 GB
                 self.model.set_is_last_backward(reduces)
             loss = share(MicroBatch(columns, rows, self.world.device, shares=self.model.shares).fetch())
-            # FSDP averages over ranks; the weights already divide by the whole step
+            # undo FSDP's average over ranks, because the token weights already divide by the whole step
             (loss * self.world.dp_size).backward()
             total = total + loss.detach()
         return total
@@ -119,7 +121,7 @@ class Learner(Generic[Model]):
             sums.note(f"{self.prefix}lr-pg_{i}", rate)
 
     def tensors(self) -> Iterator[Tensor]:
-        """The tensors that stay on the device after an optimizer step: weights and the optimizers' state."""
+        """The tensors that stay on the device after an optimizer step: the weights and the optimizers' state."""
         reshard(self.model)
         yield from self.model.parameters()
         for optimizer in self.optimizers.all:
@@ -128,10 +130,10 @@ class Learner(Generic[Model]):
 
 
 class MetricSums:
-    """Named (sum, weight) pairs of optimizer steps. They stay on their device until `means`, so adding never waits for
-    a GPU.
+    """Named (sum, weight) pairs of optimizer steps. The pairs stay on their device until `means` is called, so adding
+    a pair never waits for a GPU.
 
-    ``step``: the optimizer step that pairs are added to.
+    ``step``: the optimizer step to which pairs are added.
     """
 
     def __init__(self, world: World) -> None:
@@ -147,23 +149,23 @@ class MetricSums:
         self._pairs.setdefault((self.step, name), []).append((total, weight))
 
     def add_share(self, name: str, share: Tensor) -> None:
-        """Add a micro-batch's part of a number that is a sum over the step and all ranks, such as the loss."""
+        """Add a micro-batch's part of a metric that is a sum over the whole step and all ranks, such as the loss."""
         first = (self.step, name) not in self._pairs
         self.add(name, share, 1 / self._world.dp_size if first else 0.0)
 
     def add_all(self, metrics: Metrics) -> None:
-        """Add a pair to each name."""
+        """Add each pair of ``metrics`` under its name."""
         for name, pair in metrics.items():
             self.add(name, *pair)
 
     def note(self, name: str, value: float) -> None:
-        """Record a number of the step that is equal on all ranks. `means` takes the last step's number instead of a
-        mean."""
+        """Record a number of the step that is equal on all ranks. For all steps together, `means` returns the number of
+        the last step instead of a mean."""
         self._notes[self.step][name] = value
 
     def means(self) -> tuple[dict[str, float], list[dict[str, float]]]:
-        """Metrics over all steps, and metrics of each step: sum of sums / sum of weights over all ranks (collective).
-        Names with weight 0 are left out, and notes are added.
+        """The metrics over all steps, and the metrics of each step (collective). A metric is the sum of sums / the sum
+        of weights over all ranks. Names with weight 0 are left out. The numbers of `note` are included.
         """
         steps: list[Sums] = [{} for _ in range(self.step + 1)]
         whole: Sums = {}
@@ -190,8 +192,8 @@ class MetricSums:
 
 
 def _means(sums: Sums) -> dict[str, float]:
-    """The mean of each name with a weight. The mean squared ratio is replaced by the effective sample size, which is
-    not a mean."""
+    """The mean of each name whose weight is not 0. The effective sample size, which is not a mean, replaces the mean
+    squared ratio."""
     means = {name: total / weight for name, (total, weight) in sums.items() if weight}
     square = means.pop("mismatch_ratio_sq", None)
     if square is not None:
@@ -200,10 +202,11 @@ def _means(sums: Sums) -> dict[str, float]:
 
 
 class Scores:
-    """Collects a model's results for each response token of a table (log-prob and entropy, or value), first from
-    micro-batches, then from ranks.
+    """Collects a model's results for each response token of a table: log-prob and entropy, or value. It collects them
+    first from micro-batches, then from all ranks.
 
-    They stay on their device until `gather`, so adding never waits for a GPU. ``parts``: the results that were added.
+    The results stay on their device until `gather` is called, so adding results never waits for a GPU. ``parts``: the
+    results that were added.
     """
 
     def __init__(self, tokens: int, world: World) -> None:
@@ -211,13 +214,13 @@ class Scores:
         self.parts: list[tuple[Tensor, Tensor]] = []
 
     def add(self, batch: MicroBatch, *values: Tensor) -> None:
-        """Add the model's outputs for one micro-batch; each [R]."""
+        """Add the model's outputs, each [R], for one micro-batch."""
         self.parts.append((batch.token_index, torch.stack(values).detach()))
 
     def gather(self) -> tuple[Tensor, ...]:
-        """[tokens] of each output on the CPU, the same on every rank (collective). Tokens that were never added are
-        NaN."""
-        assert self.parts, "every rank has a micro-batch, if only an empty one"
+        """Each output as a [tokens] tensor on the CPU, equal on every rank (collective). It is NaN for tokens that were
+        not added."""
+        assert self.parts, "every rank must have a micro-batch, which may be empty"
         first = self.parts[0][1]
         sums = torch.zeros(len(first) + 1, self._tokens, dtype=first.dtype)
         for index, values in self.parts:
@@ -231,10 +234,10 @@ class Scores:
 def table_scores(
     model: LanguageModel, columns: TokenColumns, dealt: list[list[np.ndarray]], world: World, *options: float
 ) -> tuple[Tensor, ...]:
-    """A model's outputs from a pass over ``dealt``, which has the rows of each rank's micro-batches; see
-    `Scores.gather`.
+    """Run a model on the micro-batches ``dealt``, and return its outputs as `Scores.gather` does.
 
-    ``options``: more arguments of its ``forward``, such as a policy's temperature.
+    ``dealt``: for each rank, the rows of each of its micro-batches. ``options``: more arguments of the model's
+    ``forward``, such as a policy's temperature.
     """
     scores = Scores(len(columns.mask), world)
     for rows in dealt[world.dp_rank]:
@@ -246,9 +249,10 @@ def table_scores(
 
 
 class PassTimer:
-    """The seconds and floating-point operations of the passes of a rollout, by name.
+    """Measures the seconds and the floating-point operations of the passes of a rollout, by name.
 
-    ``worker``: its name in the trace. ``around``: returns a context for each pass, from the pass's name.
+    ``worker``: the name of this worker in the trace. ``around``: a function that returns a context for the pass with
+    this name.
     """
 
     def __init__(self, worker: str) -> None:
@@ -257,10 +261,10 @@ class PassTimer:
         self.restart()
 
     def restart(self) -> None:
-        """Forget all measurements."""
+        """Delete all measurements."""
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._flops: defaultdict[str, float] = defaultdict(float)
-        # of training: the tokens that are computed on all ranks, and those of the rows
+        # in training: the number of computed tokens on all ranks, and the number of tokens of all rows
         self._computed = self._of_rows = 0
 
     @contextmanager
@@ -271,8 +275,8 @@ class PassTimer:
         table: SampleTable | None = None,
         dealt: Iterable[list[np.ndarray]] = (),
     ) -> Iterator[None]:
-        """Time a pass. With ``model`` and ``table``, also count its tokens and operations over the micro-batches
-        ``dealt`` to each rank.
+        """A context that measures a pass. With ``model`` and ``table``, it also counts the tokens and operations of the
+        micro-batches ``dealt`` to each rank.
         """
         if model is not None and table is not None:
             rows, shared = tokens_shared(table, chain(*dealt), shares=model.shares)
@@ -289,9 +293,12 @@ class PassTimer:
             self._seconds[name] += perf_counter() - began
 
     def metrics(self, ranks: int, rate: float | None = None) -> dict[str, float]:
-        """``perf/{name}_time``. If operations were counted, also ``perf/{name}_tflops`` of one rank, and with the
-        ``rate`` of its device [1/s] ``perf/{name}_mfu``. For training also the operations of all ranks, and the share
-        of the rows' tokens that were computed.
+        """The metrics of all passes. Every pass has ``perf/{name}_time``.
+
+        If operations were counted, there is also ``perf/{name}_tflops`` of one rank. If ``rate``, the peak operations
+        per second of the rank's device, is given, there is ``perf/{name}_mfu``. For training there are also
+        ``perf/actor_train_flops``, the operations of all ranks, and ``perf/computed_tokens_ratio``, the computed tokens
+        divided by the tokens of all rows.
         """
         metrics = {}
         for name, seconds in self._seconds.items():

@@ -1,6 +1,7 @@
-"""Models from Hugging Face folders: they are read, checked before a run starts, and sharded.
+"""Reads models from Hugging Face folders, checks them before a run starts, and shards them.
 
-A run on Ray checks them in its first trainer's process, which needs torch anyway; train.py's own process does not.
+A run on Ray checks the models in the process of its first trainer, which needs torch anyway. The process of train.py
+does not need torch.
 """
 
 from __future__ import annotations
@@ -53,9 +54,9 @@ from slimelite.training.recurrent import stateless_kernel
 logger = logging.getLogger(__name__)
 
 LM_HEAD = ("lm_head.weight",)
-# bytes that a slow disk gives in a second
+# reading speed of a slow disk [bytes/s]
 SLOW_DISK = 50e6
-# of a reward model, which begins as a language model without it
+# weight of a reward model's head; a language model does not have this weight
 SCORE = "score.weight"
 # operators whose results selective recomputation keeps
 KEPT = {
@@ -74,7 +75,7 @@ def build_policy(args: Args, world: World, path: str | None, *, trainable: bool)
 
 
 def build_scorer(args: Args, world: World, path: str | None, *, trainable: bool) -> ScoringModel:
-    """The reward model at ``path``, or a new reward model on top of the language model there; see `build_model`."""
+    """The reward model at ``path``. If a language model is there, it gets a new score head; see `build_model`."""
     return build_model(args, world, path, ScoringModel, trainable=trainable)
 
 
@@ -87,12 +88,13 @@ def build_model(
     trainable: bool,
     new_head: bool = False,
 ) -> Model:
-    """The causal LM at ``path``, wrapped by ``wrap``, sharded over the ranks, on the device.
+    """The causal LM at ``path``, on the device, sharded over the ranks. ``wrap``: a function that makes a
+    `LanguageModel` of it.
 
-    A trainable model has fp32 weights. With ``--gradient-checkpointing`` the backward pass recomputes its layers; with
-    ``--recompute-granularity selective`` it does not recompute matrix products and attention. A frozen model has the
-    dtype that it computes in, or 4 bits with ``--load-in-4bit``. The same holds for the weights that adapters leave
-    frozen (``--lora-rank``).
+    A trainable model has fp32 weights. With ``--gradient-checkpointing``, the backward pass recomputes its layers. With
+    ``--recompute-granularity selective``, it does not recompute matrix products and attention. Frozen weights have the
+    dtype that the model computes in. With adapters (``--lora-rank``), most weights of a trainable model are frozen.
+    With ``--load-in-4bit``, its frozen linear layers have 4 bits.
 
     Raises:
         ValueError: see `read_config`, `may_pack`, `load_model` and `add_adapters`.
@@ -117,11 +119,11 @@ def build_model(
     model = wrap(hf)
     model.flops = ForwardFlops.of(model)
     if world.device.type == "cuda" and (kernel := next(filter(None, map(stateless_kernel, hf.modules())), "")):
-        logger.warning("%s: one sequence per forward pass, because %s takes no state", config.model_type, kernel)
+        logger.warning("%s: one sequence per forward pass, because %s does not take a state", config.model_type, kernel)
         packing = Packing.ALONE
     model.packed = packing >= Packing.PACKED
     model.shares = args.share_prefixes and packing is Packing.SHARED
-    # not the buffers: rotary frequencies rounded to bf16 give angles that are radians off at position 1,000
+    # buffers are not cast: with rotary frequencies in bf16, the angles at position 1,000 would be wrong by radians
     for parameter in model.parameters():
         if not parameter.requires_grad and parameter.is_floating_point():  # others have 4 bits
             parameter.data = parameter.data.to(world.compute_dtype)
@@ -131,13 +133,13 @@ def build_model(
     if trainable and args.gradient_checkpointing:
         kept = (partial(create_selective_checkpoint_contexts, _keeps),) if args.recomputes_selectively else ()
         model.recompute_layers(*kept)
-    if world.device.type == "cpu":  # it was built in twice the memory that it keeps
+    if world.device.type == "cpu":  # building the model needed twice its memory
         return_freed_memory(above=0)
     return model
 
 
 def _folder(path: str, world: World) -> str:
-    """``path``; for a name on the hub it is the folder of its files, if every rank has one."""
+    """``path``, or for a name on the hub, the folder of its files if every rank has them."""
     if Path(path).is_dir():
         return path
     folder = hub_folder(path)
@@ -147,9 +149,11 @@ def _folder(path: str, world: World) -> str:
 
 @torch.no_grad()
 def _has_sources(hf: PreTrainedModel, path: str, *, new_head: bool) -> bool:
-    """Note at each parameter of the empty model ``hf`` where its data is in the files at ``path``, for `shard_model`.
-    Also read its buffers. False: the files cannot be read in parts, or a new head must be random. Rank 0 then reads
-    everything and sends the other ranks their parts. ``new_head``: see `build_model`.
+    """Set the attribute ``SOURCE`` of each parameter of the empty model ``hf``: the position of its data in the files
+    at ``path``. `shard_model` reads it. Also read the buffers.
+
+    The result is False if the files cannot be read in parts, or if a new head needs random values. Then rank 0 reads
+    all files, and sends the other ranks their parts. ``new_head``: see `build_model`.
     """
     sources = weight_sources(path, hf, unread=(*LM_HEAD * new_head, SCORE))
     if sources is None or (hasattr(hf, "score") and SCORE not in sources):
@@ -162,7 +166,8 @@ def _has_sources(hf: PreTrainedModel, path: str, *, new_head: bool) -> bool:
 
 
 def loading_minutes(args: Args) -> float:
-    """How long a rank waits for other ranks while models load [min]: the time that the files take on a slow disk."""
+    """The timeout for other ranks while models are loaded [min]. It includes the time to read the files from a slow
+    disk."""
     paths = [path for _, path in _models(args)]
     if args.use_reference and args.hf_checkpoint is not None:
         paths.append(args.hf_checkpoint)
@@ -170,7 +175,8 @@ def loading_minutes(args: Args) -> float:
 
 
 def _keeps(_: SelectiveCheckpointContext, operator: OpOverload, *__: object, **___: object) -> CheckpointPolicy:
-    """Tells what ``--recompute-granularity selective`` keeps of a layer: the results that are slow to compute again."""
+    """Select the results of a layer that ``--recompute-granularity selective`` keeps: those that are slow to compute
+    again."""
     kept = operator.name().split(".")[0] in KEPT
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -179,10 +185,10 @@ def read_config(path: str | None) -> PretrainedConfig:
     """The config of the causal LM at ``path``, a Hugging Face folder or hub id.
 
     Raises:
-        ValueError: there is no model, or it needs its own code.
+        ValueError: there is no model at ``path``, or the model needs Python code from its folder.
     """
     if path is None:
-        raise ValueError("no model to train; give --hf-checkpoint")
+        raise ValueError("there is no model to train; set --hf-checkpoint")
     try:
         config = load_config(path)
     except OSError as error:
@@ -190,21 +196,24 @@ def read_config(path: str | None) -> PretrainedConfig:
     except ValueError as error:
         if "trust_remote_code" in str(error):
             raise ValueError(
-                f"{path} needs Python files of its own (auto_map in its config.json), which slimelite never runs"
+                f"{path} needs Python files of its own (auto_map in its config.json), and slimelite never runs such "
+                "files"
             ) from error
         raise
     if method := restore_weights(config):
         raise ValueError(
-            f"{path} is quantized by {method}, and transformers cannot restore its weights for training; use the "
+            f"{path} is quantized with {method}, and transformers cannot restore its weights for training; use the "
             "unquantized model (--lora-rank with --load-in-4bit saves as much memory)"
         )
     return config
 
 
 def scoring_config(config: PretrainedConfig) -> PretrainedConfig:
-    """``config`` turned into that of a reward model, which has one output, at the last token that is not padding.
+    """The config of a reward model, made from ``config``. The model has one output, the score, at the last token that
+    is not padding.
 
-    A padding token that also ends replies is removed, because transformers would look for the score before it.
+    If the padding token is also an end-of-sequence token, it is removed from the config. Otherwise transformers would
+    take the score from the token before it.
     """
     config = copy.deepcopy(config)
     config.num_labels = 1
@@ -225,15 +234,15 @@ def load_model(
     new_head: bool = False,
     scores: bool = False,
 ) -> PreTrainedModel:
-    """The causal LM at ``path`` in fp32 on the CPU. A folder with a config and no weights makes a new model.
+    """The causal LM at ``path`` in fp32 on the CPU. If a folder has a config but no weights, the model is new.
 
     Args:
         path, config: see `read_config`.
-        seed: of a new model's weights.
-        attention: a transformers attention name.
-        empty: leave the parameters on the meta device, because the weights come from another rank.
-        new_head: the LM head will be replaced, so it may be missing.
-        scores: load it as a reward model, whose head may be new.
+        seed: the seed of a new model's weights.
+        attention: the name of an attention implementation of transformers.
+        empty: whether the parameters stay on the meta device, because they are filled later.
+        new_head: whether the caller replaces the LM head, so the files need not contain it.
+        scores: whether to load a reward model. If the files do not contain its head, the head is new.
 
     Raises:
         ValueError: see `load_weights`.
@@ -244,7 +253,7 @@ def load_model(
     if empty:
         with init_empty_weights(include_buffers=False):
             hf = kind.from_config(config, **options)
-        hf.tie_weights()  # init_empty_weights gave two tied weights a parameter each
+        hf.tie_weights()  # init_empty_weights has made two parameters of two tied weights
         return hf
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -258,10 +267,10 @@ def inspect_model(
 ) -> tuple[PretrainedConfig, bool]:
     """Build the model at ``path`` without its weights, to find the errors of `build_model` before a run starts.
 
-    Returns its config, and whether its sequences are packed.
+    Returns the model's config, and whether its sequences are packed.
 
     Raises:
-        ValueError: transformers cannot build the model, or see `build_model`.
+        ValueError: transformers cannot build the model; also the errors of `build_model`.
     """
     try:
         config = read_config(path)
@@ -269,7 +278,7 @@ def inspect_model(
         empty = load_model(path, config, seed=0, attention="eager", empty=True, scores=scores)
     except Exception as error:  # transformers may raise anything for an inconsistent config
         raise ValueError(
-            "the installed transformers can build no causal language model from its config.json "
+            "the installed transformers cannot build a causal language model from its config.json "
             f"({one_line(error)}); compare it with the original, or use another model"
         ) from error
     check_weights(path, empty, unread=LM_HEAD if new_head else (SCORE,) if scores else ())
@@ -284,17 +293,17 @@ def inspect_model(
         odd = {name.rpartition(".")[2] for name, _ in adapters(empty)} - {*args.lora_modules}
         if args.sends_adapter and odd:
             raise ValueError(
-                f"--lora-sync adapter: the servers start with room for {', '.join(args.lora_modules)}, and "
-                f"{', '.join(sorted(odd))} has an adapter too; use merged"
+                f"--lora-sync adapter: the servers only support adapters of {', '.join(args.lora_modules)}, but "
+                f"{', '.join(sorted(odd))} has an adapter too; use --lora-sync merged"
             )
     try:
         return config, bool(may_pack(config, _attention(args, config), pairs=args.job.loss == "paired"))
-    except NoSmallModel:  # the trainer warns of it
+    except NoSmallModel:  # the trainer logs a warning
         return config, False
 
 
 def _may_pack(args: ModelArgs, config: PretrainedConfig, world: World) -> Packing:
-    """`may_pack` over all ranks: the least that any rank returns, or `Packing.ALONE` if a rank cannot test it."""
+    """The lowest `Packing` that `may_pack` returns on any rank; `Packing.ALONE` if a rank cannot test the model."""
     try:
         packing = may_pack(config, _attention(args, config), pairs=args.job.loss == "paired")
     except NoSmallModel as error:
@@ -305,8 +314,8 @@ def _may_pack(args: ModelArgs, config: PretrainedConfig, world: World) -> Packin
 
 
 def _attention(args: ModelArgs, config: PretrainedConfig) -> str:
-    """The attention to train with. If only transformers' own is right, it is that one, with masks of every pair of
-    tokens."""
+    """The attention implementation for training. It is "eager" if only transformers' eager attention, which needs mask
+    tensors, gives correct results."""
     if args.attn_implementation != "auto":
         return args.attn_implementation
     try:
@@ -323,8 +332,8 @@ def _attention(args: ModelArgs, config: PretrainedConfig) -> str:
 def inspect_models(args: Args, broken: Collection[str] = ()) -> tuple[list[str], list[str]]:
     """Build the policy, critic, reference and teacher without their weights.
 
-    ``broken``: flags whose models are left out, because they have a problem already. Returns problems and facts, one
-    line each.
+    ``broken``: flags whose models are skipped, because a problem with them is already known. Returns two lists of
+    messages: problems, and facts about the models.
     """
     problems, facts = list[str](), list[str]()
     check_config = args.engine_kind.check_config

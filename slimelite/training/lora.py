@@ -1,4 +1,4 @@
-"""LoRA (arXiv:2106.09685): low-rank changes of frozen weight matrices, and their files in peft's format."""
+"""LoRA adapters (arXiv:2106.09685): low-rank changes of frozen weight matrices, and their files in peft's format."""
 
 from __future__ import annotations
 
@@ -30,18 +30,19 @@ from slimelite.models.files import has_experts, write_weights
 from slimelite.training.parallel import whole
 from slimelite.training.quantized import FrozenLinear
 
-# parameters of an adapter, as peft names those of a linear layer
+# names of an adapter's parameters, the same as in peft for a linear layer
 PARTS = ("lora_A", "lora_B")
 PEFT_PREFIX = "base_model.model."
-# Linear layers of a mixture (dense layers, shared experts, a router) that peft 0.19 to 0.21.2 takes for experts, which
-# had these names in transformers 4: as target_modules it would drop their adapters and begin others on the experts
-# (huggingface/peft#3711). As target_parameters they stay what they are.
+# Linear layers of a mixture-of-experts model that are not experts: dense layers, shared experts, routers. In
+# transformers 4 the experts had these names. So peft 0.19 to 0.21.2 confuses these layers with experts: if they are
+# listed as target_modules, peft drops their adapters and creates new adapters on the experts (huggingface/peft#3711).
+# If they are listed as target_parameters, peft loads their adapters.
 TAKEN_FOR_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj")
 
 
 class Adapter(nn.Module):
-    """The common part of the two kinds of adapted modules. The frozen weight keeps its name. ``lora_A`` and ``lora_B``
-    are additional fp32 parameters, which start as in peft: the product B·A is 0.
+    """The base class of the two kinds of adapted modules. The frozen weight keeps its name. ``lora_A`` and ``lora_B``
+    are additional fp32 parameters. As in peft, the product B·A is 0 at the start.
     """
 
     weight: Tensor
@@ -49,30 +50,33 @@ class Adapter(nn.Module):
     lora_B: nn.Parameter
     scaling: float
     dropout: float
-    # whether the adapter's part may be added in place to the frozen weight's result; selective recomputation keeps it
+    # whether the adapter's output may be added in place to the frozen weight's output. With selective recomputation it
+    # may not, because the frozen weight's output is kept for the backward pass
     in_place = True
-    # what peft calls the two parts in a file
+    # peft's names of the two parts in a file
     peft_parts: tuple[str, str]
 
     def adapt(self, rows: int, columns: int, args: LoraArgs, device: str | None) -> None:
-        """Add the trainable parameters ``lora_A`` [rank, ``columns``] and ``lora_B`` [``rows``, rank] to the module, on
-        ``device`` (None: the weight's device)."""
+        """Add the trainable parameters ``lora_A`` [rank, ``columns``] and ``lora_B`` [``rows``, rank] to the module.
+
+        ``device``: the device of these parameters; None: the weight's device.
+        """
         self.scaling, self.dropout = args.lora_scaling, args.lora_dropout
         device = device or str(self.weight.device)
         self.lora_A = nn.Parameter(torch.empty(args.lora_rank, columns, device=device))
         self.lora_B = nn.Parameter(torch.zeros(rows, args.lora_rank, device=device))
 
     def parts(self) -> list[Tensor]:
-        """The frozen weight, A and B. They may be sharded."""
+        """The frozen weight, A and B. These tensors may be sharded."""
         return [self.weight, self.lora_A, self.lora_B]
 
     @abstractmethod
     def merged(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """The weight that is equivalent to ``weight`` and the adapter together, in fp32 or float64."""
+        """The sum of ``weight`` and the adapter's change of it, in fp32 or float64. ``a``, ``b``: the whole A and B."""
 
 
 class LoraLinear(Adapter, FrozenLinear):
-    """Computes W x + scaling · B A dropout(x). It replaces ``base`` and takes over its weight and bias."""
+    """Computes W x + scaling · B A dropout(x). It replaces the layer ``base``, and has the same weight and bias."""
 
     peft_parts = ("lora_A.weight", "lora_B.weight")
 
@@ -83,22 +87,22 @@ class LoraLinear(Adapter, FrozenLinear):
         nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., out] from [..., in]."""
-        # passes without gradient (old log-probs, the reference) see the policy that the engines have
+        """[..., out] the layer's output for ``x`` [..., in]."""
+        # there is no dropout in passes without gradient (such as old log-probs), because engines have no dropout either
         kept = F.dropout(x, self.dropout) if self.dropout and torch.is_grad_enabled() else x
         low_rank = F.linear(F.linear(kept, self.lora_A), self.lora_B)
         out = self.product(x)
-        in_place = self.in_place and not self.is_quantized  # of which bitsandbytes gives a view
+        in_place = self.in_place and not self.is_quantized  # bitsandbytes returns a view
         return (out.add_ if in_place else out.add)(low_rank, alpha=self.scaling)
 
     def merged(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """[out, in]."""
+        """[out, in] the merged weight; see `Adapter.merged`."""
         return torch.add(weight, b @ a, alpha=self.scaling)
 
 
 class LoraEmbedding(Adapter, nn.Embedding):
-    """Computes E[i] + scaling · B A[:, i]. It replaces ``base`` and takes over its weight. As in peft there is no
-    dropout, and A starts at 0.
+    """Computes E[i] + scaling · B A[:, i]. It replaces the layer ``base``, and has the same weight. As in peft there is
+    no dropout, and A starts at 0.
     """
 
     peft_parts = ("lora_embedding_A", "lora_embedding_B")
@@ -111,23 +115,23 @@ class LoraEmbedding(Adapter, nn.Embedding):
         nn.init.normal_(self.lora_B)
 
     def forward(self, input: Tensor) -> Tensor:
-        """[..., d] from token ids [...]."""
+        """[..., d] the embeddings of the token ids ``input`` [...]."""
         low_rank = F.embedding(input, self.lora_A.T) @ self.lora_B.T
         return super().forward(input).add(low_rank, alpha=self.scaling)
 
     def merged(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """[V, d]."""
+        """[V, d] the merged weight; see `Adapter.merged`."""
         return torch.add(weight, (b @ a).T, alpha=self.scaling)
 
 
-# a weight of the Hugging Face model: a parameter, sharded or not, or the module that computes it: from an adapter, from
-# 4 bits or from both
+# a weight of the Hugging Face model. It is a parameter (sharded or not), or the module that computes the weight from an
+# adapter, from 4 bits, or from both
 Weight = Tensor | Adapter | FrozenLinear
 
 
 def frozen(weight: Weight) -> Tensor:
-    """The model's own parameter, without the adapter. It has the weight's shape, dtype and device. For a weight in 4
-    bits it has only the shape.
+    """The parameter of the model, without the adapter. It has the weight's shape, dtype and device. For a weight in 4
+    bits, the result only has the weight's shape.
     """
     if isinstance(weight, FrozenLinear) and weight.is_quantized:
         return weight.outline
@@ -135,7 +139,7 @@ def frozen(weight: Weight) -> Tensor:
 
 
 def parts(weight: Weight) -> list[Tensor]:
-    """The parameters that a weight is computed from. They may be sharded."""
+    """The parameters from which a weight is computed. They may be sharded."""
     if isinstance(weight, Tensor):
         return [weight]
     return weight.parts() if isinstance(weight, Adapter) else [weight.weight]
@@ -143,11 +147,12 @@ def parts(weight: Weight) -> list[Tensor]:
 
 @torch.no_grad()
 def gathered(weight: Weight, dtype: torch.dtype, device: torch.device | None) -> Tensor:
-    """The whole weight in ``dtype`` on ``device`` (None: where it is), with an adapter merged into it (collective).
+    """The whole weight in ``dtype``, with the adapter merged into it (collective). ``device``: the device of the
+    result; None: the weight's device.
 
-    It may share memory with the parameter. Shards are cast before they are gathered, because bf16 halves the traffic
-    between ranks. A merged weight is always computed from the frozen one in fp32, and rounded once. So errors of
-    several updates do not add up.
+    The result may share memory with the parameter. Shards are cast before they are gathered, because bf16 halves the
+    traffic between ranks. A merged weight is always computed in fp32 from the frozen weight, and is rounded once. So
+    the rounding errors of several updates do not add up.
     """
     if isinstance(weight, Tensor):
         return whole(weight.detach().to(device=device, dtype=dtype))
@@ -158,7 +163,7 @@ def gathered(weight: Weight, dtype: torch.dtype, device: torch.device | None) ->
 
 
 def head_weight(head: nn.Module) -> Tensor:
-    """The [V, d] weight of an LM head. If it has an adapter, the adapter is merged into it, with its gradient."""
+    """The weight [V, d] of an LM head. If the head has an adapter, the result includes it and keeps its gradient."""
     if not isinstance(head, Adapter):
         assert isinstance(head.weight, Tensor)
         return head.weight
@@ -166,12 +171,14 @@ def head_weight(head: nn.Module) -> Tensor:
 
 
 def add_adapters(hf: PreTrainedModel, args: LoraArgs, seed: int, device: str | None = None) -> None:
-    """Freeze ``hf``, and add an adapter to the modules that ``args`` name. It is the one of ``--lora-adapter-path``, or
-    a new one from ``seed``. Adapters are on ``device`` (None: the device of the weights).
+    """Freeze ``hf``, and add adapters to the modules that ``args`` name. The adapters are read from
+    ``--lora-adapter-path``. Without this flag, they are new, with random values from ``seed``.
+
+    ``device``: the device of the adapters; None: the device of the weights.
 
     Raises:
-        ValueError: a name fits no module, a module cannot have an adapter, or the saved adapter belongs to another
-            model.
+        ValueError: a module with a given name does not exist or cannot have an adapter, or the saved adapter belongs to
+            another model.
     """
     hf.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
@@ -196,25 +203,26 @@ def quantize_frozen(hf: PreTrainedModel) -> None:
 
 
 def check_quantizable(hf: PreTrainedModel) -> None:
-    """Raise ValueError if ``--load-in-4bit`` would leave most of ``hf`` unchanged, or cannot compute."""
+    """Raise ValueError if ``--load-in-4bit`` would not change most of ``hf``, or if bitsandbytes is not installed."""
     if find_spec("bitsandbytes") is None:
         raise ValueError("--load-in-4bit needs the package bitsandbytes: pip install -e '.[qlora]'")
     kind, layers = hf.config.model_type, sum(module.weight.numel() for _, module in _quantizable(hf))
     if has_experts(hf):
         raise ValueError(
-            f"--load-in-4bit: the experts of {kind} are fused weights, which are not quantized here, so little "
-            "memory would be saved; leave the flag out"
+            f"--load-in-4bit: the experts of {kind} are fused weights, which cannot be quantized, so the flag would "
+            "save little memory; leave the flag out"
         )
     outer = {id(_weight(module)): _weight(module).numel() for module in _outer(hf)}
     if layers < (sum(parameter.numel() for parameter in hf.parameters()) - sum(outer.values())) / 2:
         raise ValueError(
-            f"--load-in-4bit: most layers of {kind} are not torch.nn.Linear, the only kind that can be quantized"
+            f"--load-in-4bit: most layers of {kind} are not torch.nn.Linear, the only class that can be quantized; "
+            "leave the flag out"
         )
 
 
 def _quantizable(hf: PreTrainedModel) -> list[tuple[str, nn.Linear]]:
-    """(name, module) of the linear layers between embedding and LM head whose rows have an even length, because a byte
-    contains two neighbouring numbers of a row."""
+    """(name, module) of the linear layers that can be quantized. They are between embedding and LM head, and their rows
+    have an even length, because a byte contains two neighbouring numbers of a row."""
     able, outer = _able(hf), _outer(hf)
     return [
         (name, module)
@@ -227,12 +235,12 @@ def _quantizable(hf: PreTrainedModel) -> list[tuple[str, nn.Linear]]:
 
 
 def _outer(hf: PreTrainedModel) -> list[nn.Module]:
-    """Embedding and LM head."""
+    """The embedding and the LM head."""
     return [hf.get_input_embeddings(), hf.get_output_embeddings()]
 
 
 def check_ranks(hf: PreTrainedModel, args: LoraArgs) -> None:
-    """Raise ValueError if an adapter's rank is higher than every matrix that it adapts."""
+    """Raise ValueError if the rank of the adapters exceeds the rank of every matrix that gets an adapter."""
     highest = max(min(_weight(hf.get_submodule(name)).shape) for name in _targets(hf, args))
     for option, rank in (("--lora-rank", args.lora_rank), ("--critic-lora-rank", args.critic_lora_rank)):
         if rank > highest:
@@ -243,7 +251,7 @@ def check_ranks(hf: PreTrainedModel, args: LoraArgs) -> None:
 
 
 def _targets(hf: PreTrainedModel, args: LoraArgs) -> list[str]:
-    """Names of the modules that get an adapter."""
+    """The names of the modules that get an adapter."""
     head = hf.get_output_embeddings()
     able = _able(hf)
     linear = [name for name, module in able.items() if isinstance(module, nn.Linear) and module is not head]
@@ -264,17 +272,17 @@ def _targets(hf: PreTrainedModel, args: LoraArgs) -> list[str]:
     if outer and head.weight is hf.get_input_embeddings().weight:
         raise ValueError(
             f"--lora-target-modules {outer[0].rpartition('.')[2]}: embedding and LM head of this model share one "
-            "weight, and an adapter on one of them would make them differ; leave it out"
+            "weight, and an adapter on one of them would make them differ; leave this module out"
         )
     if not chosen:
-        raise ValueError("--lora-exclude-modules leaves no module with an adapter")
+        raise ValueError("--lora-exclude-modules excludes all modules that would get an adapter; exclude fewer")
     return [name for name in able if name in chosen]
 
 
 def _able(hf: nn.Module) -> dict[str, nn.Module]:
     """The modules that can have an adapter, by name."""
     read = {kind: _read_weights(kind) for kind in {type(module) for module in hf.modules()}}
-    # a subclass may compute something else, as Gemma's scaled embedding does
+    # not subclasses, because they may compute something else. An example is Gemma's scaled embedding
     return {
         name: module
         for name, module in hf.named_modules()
@@ -287,8 +295,8 @@ LOOKS = ("dtype", "device", "shape")
 
 
 def _read_weights(kind: type[nn.Module]) -> frozenset[str]:
-    """Names of modules whose weight ``kind`` passes to a function instead of calling the module, as Mamba does for its
-    kernels. An adapter of such a module would have no effect, without any error.
+    """The names of modules whose weights a class ``kind`` reads without calling the modules. Mamba does this: it passes
+    weights to its kernels. An adapter on such a module would have no effect, and there would be no error.
     """
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
@@ -296,7 +304,8 @@ def _read_weights(kind: type[nn.Module]) -> frozenset[str]:
         return frozenset()
     names = set()
     for node in ast.walk(tree):
-        # not a look at its dtype; and no slices, which Bloom takes to round as the program that trained it did
+        # reads of the dtype, device or shape do not count. Slices do not count either: Bloom takes them only to imitate
+        # the rounding of the program that trained it
         if isinstance(node, ast.Subscript) or (isinstance(node, ast.Attribute) and node.attr in LOOKS):
             continue
         for part in ast.iter_child_nodes(node):
@@ -307,17 +316,17 @@ def _read_weights(kind: type[nn.Module]) -> frozenset[str]:
 
 
 def _is_called(name: str, word: str) -> bool:
-    """Whether ``word`` refers to the module ``name``. It is the last part of its name, or the whole name."""
+    """Whether ``word`` refers to the module ``name``: it is the last part of the name, or the whole name."""
     return name == word or name.endswith(f".{word}")
 
 
 def _why_not(hf: PreTrainedModel, word: str, able: Mapping[str, nn.Module]) -> str:
-    """Why no module that ``word`` refers to can have an adapter."""
+    """A message why the modules that ``word`` names cannot have an adapter."""
     kind = hf.config.model_type
     if has_experts(hf) and any(word in name.split(".") for name, p in hf.named_parameters() if p.ndim > 2):
         return (
-            f"the experts of {kind} are one fused weight, which has no adapter here; {ALL_LINEAR} leaves them frozen "
-            "and adapts the other layers"
+            f"the experts of {kind} are one fused weight, which cannot have an adapter; {ALL_LINEAR} leaves the "
+            "experts frozen and adapts the other layers"
         )
     for name, module in hf.named_modules():
         if name in able or getattr(module, "weight", None) is None or _weight(module).ndim < 2:
@@ -346,34 +355,35 @@ def adapters(model: nn.Module) -> Iterator[tuple[str, Adapter]]:
 
 
 def last_name(module: str) -> str:
-    """``q_proj`` of ``model.layers.0.self_attn.q_proj``."""
+    """The last part of a module's name: ``q_proj`` for ``model.layers.0.self_attn.q_proj``."""
     return module.rpartition(".")[2]
 
 
 def peft_weights(hf: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters A and B of every adapter, under the names that peft uses in an adapter's file."""
+    """The parameters A and B of every adapter, with their names in peft's files."""
     for name, module in adapters(hf):
         for part, suffix in zip(PARTS, module.peft_parts, strict=True):
             yield f"{PEFT_PREFIX}{name}.{suffix}", getattr(module, part)
 
 
 def check_readable(hf: PreTrainedModel) -> None:
-    """Raise ValueError if peft would not find the adapters of ``hf`` in their file. peft renames the names in the file,
-    just as transformers renames weights of an earlier layout.
+    """Raise ValueError if peft would not find the adapters of ``hf`` in their file. When peft reads a file, it changes
+    the names, just as transformers changes the names of weights in an older format.
     """
     renamings = [change for change in get_model_conversion_mapping(hf) if isinstance(change, WeightRenaming)]
     for name, _ in adapters(hf):
         if rename_source_key(f"{name}.weight", renamings, [])[0] != f"{name}.weight":
             raise ValueError(
-                f"peft would not find the adapter of {name} in the file of --save-hf, because transformers renames it "
-                f"in files of {hf.config.model_type}; add --lora-merge, or leave it out of --lora-target-modules"
+                f"peft would not find the adapter of {name} in the file of --save-hf, because transformers renames "
+                f"this module in files of {hf.config.model_type}; add --lora-merge, or leave the module out of "
+                "--lora-target-modules"
             )
 
 
 def peft_config(hf: nn.Module, args: LoraArgs, base: str | None) -> dict[str, object]:
-    """The content of peft's ``adapter_config.json`` for the adapters of ``hf``. Modules are listed by the last part of
-    their names. If another module with the same last part has no adapter, they are listed by their whole names; see
-    `TAKEN_FOR_EXPERTS`.
+    """The content of peft's ``adapter_config.json`` for the adapters of ``hf``. A module is listed by the last part of
+    its name. If a module without an adapter has the same last part, it is listed by its whole name. The modules of
+    `TAKEN_FOR_EXPERTS` are an exception.
     """
     adapted = {name for name, _ in adapters(hf)}
     ambiguous = {last_name(name) for name, _ in hf.named_modules() if name not in adapted}
@@ -383,7 +393,7 @@ def peft_config(hf: nn.Module, args: LoraArgs, base: str | None) -> dict[str, ob
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        # absolute, so that peft finds it from any folder; a name on the hub is no folder here
+        # the absolute path of a local folder, so peft finds it from any folder; a name on the hub is not changed
         "base_model_name_or_path": str(Path(base).resolve()) if base and Path(base).is_dir() else base,
         "r": args.lora_rank,
         "lora_alpha": args.lora_alpha,
@@ -397,8 +407,8 @@ def peft_config(hf: nn.Module, args: LoraArgs, base: str | None) -> dict[str, ob
 
 
 def adapter_format(hf: nn.Module, args: LoraArgs, base: str | None) -> AdapterFormat:
-    """The description of the adapters of ``hf`` for engines. Engines scale by alpha / rank, so this alpha accounts for
-    ``--lora-type rslora``. They know modules by the last part of their names.
+    """The description of the adapters of ``hf`` for engines. Engines scale by alpha / rank, so ``lora_alpha`` includes
+    the scaling of ``--lora-type rslora``. Engines identify modules by the last part of their names.
     """
     scaled = {"lora_alpha": args.lora_scaling * args.lora_rank, "use_rslora": False}
     modules = sorted({last_name(name) for name, _ in adapters(hf)})
@@ -407,7 +417,7 @@ def adapter_format(hf: nn.Module, args: LoraArgs, base: str | None) -> AdapterFo
 
 
 def save_adapter(directory: Path, weights: Mapping[str, Tensor], config: Mapping[str, object]) -> None:
-    """Write an adapter that peft can open. ``weights``: by peft's names, see `peft_weights`."""
+    """Write an adapter that peft can load. ``weights``: by their names in peft, see `peft_weights`."""
     with written_whole(directory / ADAPTER_WEIGHTS) as partial:
         write_weights(weights, partial)
     write_text(directory / ADAPTER_CONFIG, json.dumps(config, indent=2) + "\n")
@@ -421,13 +431,13 @@ def _load(hf: PreTrainedModel, folder: Path) -> None:
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{file} cannot be read ({error})") from error
     if broken := [name for name, value in saved.items() if not value.isfinite().all()]:
-        raise ValueError(f"{min(broken)} in {file} holds NaN or infinity; use an earlier adapter")
+        raise ValueError(f"{min(broken)} in {file} contains NaN or infinity; use an earlier adapter")
     mine = dict(peft_weights(hf))
     for problem, names in (("lacks", mine.keys() - saved.keys()), ("has", saved.keys() - mine.keys())):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise ValueError(
-                f"the adapter in {file} {problem} {min(names)}{more}, unlike one of this model by its "
+                f"the adapter in {file} {problem} {min(names)}{more}, so it does not fit this model and its "
                 f"{ADAPTER_CONFIG}: it belongs to another model, or is damaged"
             )
     for name, parameter in mine.items():

@@ -29,9 +29,9 @@ from slimelite.training.parallel import World
 class Loss:
     """The loss of a micro-batch.
 
-    ``total``: 0-d, its part of the optimizer step's loss. ``shares``: name -> 0-d, its part of a metric that is a sum
-    over the step, such as ``pg_loss``. ``metrics``: name -> the (sum, weight) pair of a mean. ``weights``: [R], the
-    tokens' weights in the policy loss, if the aggregation alone does not define them.
+    ``total``: 0-d, the micro-batch's part of the optimizer step's loss. ``shares``: name -> 0-d, the micro-batch's part
+    of a metric that is a sum over the step, such as ``pg_loss``. ``metrics``: name -> the (sum, weight) pair of a mean.
+    ``weights``: [R], the tokens' weights in the policy loss; None if only ``--loss-aggregation`` determines them.
     """
 
     total: Tensor
@@ -41,10 +41,10 @@ class Loss:
 
 
 def micro_batch_loss(args: Args, batch: MicroBatch, log_probs: Tensor, entropy: Tensor) -> Loss:
-    """The loss of ``--loss-type``. ``log_probs`` and ``entropy`` are [R].
+    """The loss that ``--loss-type`` selects. ``log_probs`` and ``entropy`` are [R].
 
     Raises:
-        ValueError: the losses of tokens are not [R], or a loss has no gradient.
+        ValueError: the token losses are not [R], or a loss has no gradient.
     """
     metrics: Metrics
     match args.loss_type:
@@ -74,8 +74,8 @@ def micro_batch_loss(args: Args, batch: MicroBatch, log_probs: Tensor, entropy: 
             losses, metrics = made
     if losses.shape != log_probs.shape or not losses.requires_grad:
         raise ValueError(
-            f"{_named(args)} must return a loss for each of the {len(log_probs)} tokens of log_probs, computed from "
-            f"them, not {list(losses.shape)} {'with' if losses.requires_grad else 'without'} a gradient"
+            f"{_named(args)} must return a loss for each of the {len(log_probs)} tokens, computed from log_probs; it "
+            f"returned shape {list(losses.shape)} {'with' if losses.requires_grad else 'without'} a gradient"
         )
     total = weighted_sum(losses, batch.weights)
     return Loss(total, {"loss": total}, {"entropy_loss": _weighted_mean(entropy, batch), **metrics})
@@ -93,12 +93,12 @@ def _with_gradient(args: AlgorithmArgs, loss: Loss) -> Loss:
 
 
 def reads_entropy(args: AlgorithmArgs) -> bool:
-    """Whether the loss may depend on the entropies, so that they need a gradient. A loss of the user's own may."""
+    """Whether the entropies need a gradient: with ``--entropy-coef``, or for a user's own loss, which may read them."""
     return args.entropy_coef != 0 or args.loss.function is not None or args.loss_type == "custom_loss"
 
 
 def preferences(args: PreferenceArgs, batch: MicroBatch, log_probs: Tensor, entropy: Tensor) -> Loss:
-    """``--loss-type dpo_loss``."""
+    """The loss of ``--loss-type dpo_loss``."""
     assert batch.pairs is not None
     chosen, rejected, weights = batch.pairs
     losses, metrics = dpo_loss(
@@ -116,7 +116,7 @@ def preferences(args: PreferenceArgs, batch: MicroBatch, log_probs: Tensor, entr
 
 
 def judgements(args: PreferenceArgs, batch: MicroBatch, log_probs: Tensor, entropy: Tensor) -> Loss:
-    """``--loss-type kto_loss``."""
+    """The loss of ``--loss-type kto_loss``."""
     losses, metrics = kto_loss(
         log_probs,
         batch.ref,
@@ -127,13 +127,13 @@ def judgements(args: PreferenceArgs, batch: MicroBatch, log_probs: Tensor, entro
         desirable_weight=args.kto_desirable_weight,
         undesirable_weight=args.kto_undesirable_weight,
     )
-    # the weights of a row's tokens add up to the weight of the row
+    # the weight of a row is the sum of the weights of its tokens
     total = weighted_sum(losses, segment_sum(batch.weights, batch.segments, len(batch.rows)))
     return Loss(total, {"loss": total, "kto_loss": total}, {"entropy_loss": _weighted_mean(entropy, batch), **metrics})
 
 
 def odds_ratios(args: PreferenceArgs, batch: MicroBatch, log_probs: Tensor, entropy: Tensor) -> Loss:
-    """``--loss-type orpo_loss``. The weights of tokens make a mean over the chosen replies' tokens."""
+    """The loss of ``--loss-type orpo_loss``. Its likelihood term is a mean over the tokens of the chosen replies."""
     assert batch.pairs is not None
     chosen, rejected, weights = batch.pairs
     losses, metrics = odds_ratio_loss(log_probs, *batch.where, chosen, rejected)
@@ -144,7 +144,8 @@ def odds_ratios(args: PreferenceArgs, batch: MicroBatch, log_probs: Tensor, entr
 
 
 def scored_pairs(batch: MicroBatch, scores: Tensor) -> Loss:
-    """``--loss-type reward_model_loss``. A row has one token, so ``scores`` [R] are the scores of the rows."""
+    """The loss of ``--loss-type reward_model_loss``. ``scores``: [R], one score for each row, because a row has one
+    response token."""
     assert batch.pairs is not None
     chosen, rejected, weights = batch.pairs
     losses, metrics = reward_model_loss(scores, chosen, rejected)
@@ -153,7 +154,7 @@ def scored_pairs(batch: MicroBatch, scores: Tensor) -> Loss:
 
 
 def policy_gradient(args: CorrectionArgs, batch: MicroBatch, log_probs: Tensor, entropy: Tensor) -> Loss:
-    """``--loss-type policy_loss``: the estimator's policy loss with correction, entropy and KL terms."""
+    """The loss of ``--loss-type policy_loss``: the estimator's policy loss with correction, entropy and KL terms."""
     old = batch.rollout_log_probs if args.use_rollout_logprobs else batch.old
     losses, metrics = policy_loss(
         log_probs,
@@ -175,7 +176,7 @@ def policy_gradient(args: CorrectionArgs, batch: MicroBatch, log_probs: Tensor, 
     pg_loss = weighted_sum(losses, batch.pg_weights)
     weights = None
     if args.use_opsm or args.custom_pg_loss_reducer_function_path or args.correction != "none":
-        # corrections multiply the loss of a token: their factor is its derivative, also where that loss is 0
+        # a correction multiplies each token's loss by a factor. The derivative is this factor, even if the loss is 0
         (factors,) = torch.autograd.grad(losses.sum(), uncorrected, retain_graph=True, materialize_grads=True)
         weights = factors * batch.pg_weights
     metrics |= mismatch_metrics(
@@ -195,12 +196,12 @@ def policy_gradient(args: CorrectionArgs, batch: MicroBatch, log_probs: Tensor, 
 
 
 def _weighted_mean(values: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """The mean over the computed tokens, with the weights of the loss, as a (sum, weight) pair."""
+    """The weighted mean of ``values`` [R] as a (sum, weight) pair. The weights are the token weights of the loss."""
     return weighted_sum(values.detach(), batch.weights), batch.weights.sum()
 
 
 def corrected(args: CorrectionArgs, batch: MicroBatch, losses: Tensor) -> tuple[Tensor, Metrics]:
-    """``losses`` [R] after ``--correction`` has weighted and dropped tokens, and its metrics."""
+    """``losses`` [R] after ``--correction`` has weighted and dropped tokens, and the metrics of the correction."""
     common = (batch.old, batch.rollout_log_probs, *batch.where)
     match args.correction:
         case "tis" | "icepop" as name:
@@ -221,7 +222,7 @@ def corrected(args: CorrectionArgs, batch: MicroBatch, losses: Tensor) -> tuple[
 
 
 def weigh_and_reject(args: CorrectionArgs, batch: MicroBatch, losses: Tensor) -> tuple[Tensor, Metrics]:
-    """``--correction mis``."""
+    """The correction ``--correction mis``: weight tokens, then drop tokens and responses."""
     common = (batch.old, batch.rollout_log_probs, *batch.where)
     metrics: Metrics = {}
     upper = args.mis_upper_bound
@@ -243,8 +244,8 @@ def weigh_and_reject(args: CorrectionArgs, batch: MicroBatch, losses: Tensor) ->
 
 
 def correct_by_plugin(args: CorrectionArgs, batch: MicroBatch, losses: Tensor) -> tuple[Tensor, Metrics]:
-    """``--custom-tis-function-path`` with slime's signature. Lists have one entry for each response, and ``pg_loss`` is
-    [R] ::
+    """Correct ``losses`` with the function of ``--custom-tis-function-path``, which has slime's signature. Lists have
+    one entry for each response, and ``pg_loss`` is [R] ::
 
         fn(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths, **kwargs)
             -> pg_loss [R], a mask of each response (0: dropped), {metric: [R]}
@@ -269,20 +270,22 @@ def correct_by_plugin(args: CorrectionArgs, batch: MicroBatch, losses: Tensor) -
     return torch.where(kept, losses, 0.0), metrics
 
 
-# largest mean |trainer − engine log-prob| on the first step in fp32 [nats]: no weight update explains more yet
+# largest allowed mean |trainer − engine log-prob| on the first step in fp32 [nats]. Before the first weight update,
+# only rounding may cause differences
 EXACT_AGREEMENT = 1e-3
 
 
 def check_first_step(
     args: Args, world: World, batch: MicroBatch, log_probs: Tensor, loss: Loss, *, initial: bool
 ) -> None:
-    """Check one micro-batch of the first optimizer step (``--ci-test``). ``batch.old`` came from a separate pass.
+    """Check one micro-batch of the first optimizer step (``--ci-test``). An earlier pass computed ``batch.old``.
 
-    ``initial``: the policy has its initial weights, so its KL to a reference with the same checkpoint is 0.
+    ``initial``: the policy has its initial weights, so its KL to a reference from the same checkpoint is 0.
 
     Raises:
-        AssertionError: log-probs differ from ``batch.old``, a token was clipped, log-probs or KL differ from those of
-            an equal reference, or engine and trainer disagree by more than `engine_threshold`.
+        AssertionError: log-probs differ from ``batch.old``, a token was clipped, the log-probs of a reference from the
+            same checkpoint differ, its KL is not 0, or the log-probs of engine and trainer differ by more than
+            `engine_threshold`.
     """
     exact = world.compute_dtype == torch.float32
     same = args.ref_load in (None, args.hf_checkpoint)
@@ -307,10 +310,11 @@ def check_first_step(
 
 
 def check_values(world: World, values: Tensor, old: Tensor, mask: Tensor) -> None:
-    """Check one micro-batch of the critic's first optimizer step. All are [R]; ``old`` came from a separate pass.
+    """Check one micro-batch of the critic's first optimizer step. All tensors are [R]. An earlier pass computed
+    ``old``.
 
     Raises:
-        AssertionError: ``values`` differ from ``old`` by more than rounding.
+        AssertionError: the difference between ``values`` and ``old`` is larger than rounding errors.
     """
     drift = _mean(mean_metric((values - old).abs(), mask))
     limit = (1e-5 if world.compute_dtype == torch.float32 else 0.02) * (1 + _mean(mean_metric(old.abs(), mask)))
@@ -318,9 +322,11 @@ def check_values(world: World, values: Tensor, old: Tensor, mask: Tensor) -> Non
 
 
 def engine_threshold(args: DebugArgs, *, exact: bool) -> float:
-    """The largest allowed mean |trainer − engine log-prob|, in nats: the flag's value. If ``exact`` (fp32, where only
-    rounding differs), it is at most ``EXACT_AGREEMENT``. This does not hold for saved rollouts, because their engine
-    may not have used fp32.
+    """The largest allowed mean |trainer − engine log-prob|, in nats: the value of
+    ``--ci-train-rollout-logprob-abs-diff-threshold``.
+
+    If ``exact`` is True (fp32, where only rounding differs), it is at most ``EXACT_AGREEMENT``. Saved rollouts do not
+    have this second limit, because their engine may not have used fp32.
     """
     threshold = args.ci_train_rollout_logprob_abs_diff_threshold
     return min(threshold, EXACT_AGREEMENT) if exact and args.job.engines else threshold

@@ -1,4 +1,4 @@
-"""Hugging Face causal LMs as policies: tokens in, log-probs of the response out."""
+"""Hugging Face causal LMs as policies: the input is tokens, and the output is log-probs of the response tokens."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from slimelite.training.quantized import FrozenLinear
 from slimelite.training.recurrent import take_over
 from slimelite.training.replay import KeptIds
 
-# logits held at a time: 64 MiB in fp32 on a CPU, 512 MiB on a GPU
+# largest number of logits in memory at a time: 64 MiB in fp32 on a CPU, 512 MiB on a GPU
 CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**27}
 
 
 @dataclass(frozen=True, slots=True)
 class Logits:
-    """How logits are computed from z = hidden·weightᵀ + bias: ``cap``·tanh(``scale``·z / ``cap``) / ``temperature``.
-    With cap None there is no tanh.
+    """The formula of logits: ``cap``·tanh(``scale``·z / ``cap``) / ``temperature`` with z = hidden·weightᵀ + bias. If
+    ``cap`` is None, it is ``scale``·z / ``temperature``.
     """
 
     temperature: float = 1.0
@@ -48,7 +48,7 @@ class Logits:
         return logits if divisor == 1.0 else logits.div_(divisor)
 
     def slope(self, logits: Tensor) -> Tensor | float:
-        """d logits / dz at these logits: [rows, V], or one number if all are equal."""
+        """The derivative d logits / dz at these logits: [rows, V], or one number if all derivatives are equal."""
         if self.cap is None:
             return self.scale / self.temperature
         return (logits * (self.temperature / self.cap)).square_().neg_().add_(1).mul_(self.scale / self.temperature)
@@ -70,17 +70,19 @@ def chunked_log_probs(
 ) -> tuple[Tensor, Tensor]:
     """log softmax(hidden·weightᵀ / temperature) at the targets, and the entropy of each distribution.
 
-    Only one chunk of rows has logits at a time, and the backward pass recomputes them. Logits are in fp32 even if
-    ``hidden`` and ``weight`` are in bf16, which would round a logit of 20 by up to 0.06. float64 stays float64.
+    Only the logits of one chunk of rows are in memory at a time, and the backward pass recomputes them. Logits are fp32
+    even if ``hidden`` and ``weight`` are bf16, because bf16 would round a logit of 20 by up to 0.06. float64 inputs
+    give float64 logits.
 
     Args:
         hidden: [T, d]; ``weight``: [V, d], same dtype; ``targets``: [T] int64.
-        temperature: logits are divided by it.
-        bias: [V] of the head; ``scale``, ``cap``: see `Logits`.
-        entropy_grad: whether the entropy carries a gradient (it costs a little more memory and time).
-        chunk_size: rows at a time; -1: chosen by vocabulary size and device.
+        temperature: the divisor of the logits.
+        bias: [V], the bias of the head; ``scale``, ``cap``: see `Logits`.
+        entropy_grad: whether the entropy has a gradient, which needs a little more memory and time.
+        chunk_size: number of rows of a chunk; -1: a size that fits the vocabulary and the device.
         compiled: whether torch.compile fuses the operations before and after the matrix products of a chunk.
-        kept: log-probs of tokens with kept ids are over these ids. Entropies are always over the whole vocabulary.
+        kept: the kept ids. If a token has kept ids, its log-prob is over these ids. Entropies are always over the whole
+            vocabulary.
 
     Returns:
         log-probs [T] and entropies [T] in nats, at least fp32.
@@ -133,7 +135,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         ctx.compiled, ctx.kept = compiled, kept
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy)
-        ctx.set_materialize_grads(False)  # a loss that reads one of the two does not pay for the other
+        ctx.set_materialize_grads(False)  # an output that the loss does not read then needs no gradient
         return log_probs, entropy
 
     @staticmethod
@@ -147,7 +149,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
             grad_log_probs = torch.zeros_like(log_z)
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         gradient = _compiled(_chunk_gradient) if ctx.compiled else _chunk_gradient
-        # the chunks' contributions add up in fp32
+        # the contributions of the chunks are added in fp32
         grad_weight = torch.zeros_like(weight, dtype=log_z.dtype) if ctx.needs_input_grad[1] else None
         grad_bias = log_z.new_zeros(len(weight)) if ctx.needs_input_grad[2] else None
         for start in range(0, len(hidden), ctx.chunk_size):
@@ -156,7 +158,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
             slope = ctx.form.slope(logits)
             of_entropy = None if grad_entropy is None else (entropy[rows], grad_entropy[rows])
             whole, left = grad_log_probs[rows], None if ctx.kept is None else ctx.kept.chunk(rows)
-            if left is not None:  # the others' logits have no part in the log-probs of such tokens
+            if left is not None:  # only the logits of kept ids change the log-probs of such tokens
                 added, whole = left.gradient(logits, whole.where(left.some, 0.0)), whole.where(~left.some, 0.0)
             grad = gradient(logits, log_z[rows], targets[rows], whole, of_entropy)
             if left is not None:
@@ -171,7 +173,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
             if grad_weight is not None and grad_weight.dtype == grad.dtype:
                 grad_weight.addmm_(grad.T, hidden[rows])
             elif grad_weight is not None:
-                # the product is as large as grad_weight, so it is computed for a part of the vocabulary at a time
+                # the whole product would be as large as grad_weight, so it is computed for parts of the vocabulary
                 size = max(1, CHUNK_ELEMENTS[weight.device.type] // weight.shape[1])
                 for total, part in zip(grad_weight.split(size), grad.split(size, dim=1), strict=True):
                     total += _product(part.T, hidden[rows])
@@ -180,7 +182,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
 
 
 def _chunk_scores(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs of ``targets`` [rows], entropies and log-partitions [rows] of ``logits`` [rows, V]."""
+    """Log-probs of ``targets`` [rows], entropies [rows], and log-sum-exps [rows] of ``logits`` [rows, V]."""
     top = logits.amax(-1, keepdim=True)
     exps = (logits - top).exp_()
     z = exps.sum(-1)
@@ -192,13 +194,12 @@ def _chunk_scores(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tens
 def _chunk_gradient(
     logits: Tensor, log_z: Tensor, targets: Tensor, grad: Tensor, of_entropy: tuple[Tensor, Tensor] | None
 ) -> Tensor:
-    """[rows, V] the gradient of ``logits``, from the gradient of log-probs [rows]. The memory of ``logits`` may be
-    overwritten.
+    """[rows, V] the gradient of ``logits``. The function may overwrite the memory of ``logits``.
 
-    ``of_entropy``: entropies and their gradients, each [rows].
+    ``grad``: [rows], the gradient of the log-probs. ``of_entropy``: the entropies and their gradients, each [rows].
     """
     g = grad[:, None]
-    # compiled code would have to write the changed input back to memory
+    # not in place if compiled, because compiled code would have to write the changed input back to memory
     log_p = logits - log_z[:, None] if torch.compiler.is_compiling() else logits.sub_(log_z[:, None])
     p = log_p.exp()
     # d log p_y / d logit_j = [j = y] - p_j;  dH / d logit_j = -p_j (log p_j + H)
@@ -210,27 +211,27 @@ def _chunk_gradient(
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` compiled for any number of rows."""
+    """``function``, compiled for any number of rows."""
     return torch.compile(function, dynamic=True)
 
 
 @cache
 def _never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, which torch.compile leaves out. All models share one wrapper, because otherwise each would compile
-    its layers again."""
+    """A wrapper of ``function`` that torch.compile does not compile. All models share one wrapper. With a wrapper of
+    its own, each model would compile its layers again."""
     return torch.compiler.disable(function)
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """``left`` @ ``right`` in at least fp32. The fp32 sums of the tensor cores are not rounded back to bf16."""
+    """``left`` @ ``right`` in at least fp32. Tensor cores sum in fp32, and their sums are not rounded to bf16."""
     dtype = torch.promote_types(left.dtype, torch.float32)
     if left.is_cuda and left.dtype != dtype:
         return torch.mm(left, right, out_dtype=dtype)
-    return left.to(dtype) @ right.to(dtype)  # no other device has `out_dtype`
+    return left.to(dtype) @ right.to(dtype)  # `out_dtype` only works on GPUs
 
 
 def _recomputed(forward: Callable[..., Any], context_fn: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-    """The result of ``forward``. The backward pass computes it again, with the layout that tokens have now."""
+    """The result of ``forward``. The backward pass computes it again, with the layout of the current forward pass."""
     again = partial(_in_pass, sequences_of_pass(), forward)
     return checkpoint(again, *args, use_reentrant=False, context_fn=context_fn, **kwargs)
 
@@ -241,41 +242,42 @@ def _in_pass(sequences: PackedSequences, forward: Callable[..., Any], *args: Any
 
 
 class LanguageModel(nn.Module):
-    """A causal LM of transformers with its own forward method.
+    """A causal LM of transformers, with another forward method.
 
-    Heads are applied inside `forward`, so FSDP's hooks on this module cover their weights, tied or not.
+    `forward` applies the head. So FSDP's hooks on this module also handle the head's weight, tied or not.
     """
 
     def __init__(self, hf: PreTrainedModel) -> None:
         super().__init__()
         self.hf = hf
-        # the decoder layers, each sharded as one unit; FSDP will give them classes of other names
+        # the decoder layers; each layer is sharded as one unit. They must be found before FSDP changes their classes
         names = set(hf._no_split_modules or ())
         blocks = [m for m in hf.modules() if type(m).__name__ in names or isinstance(m, GradientCheckpointingLayer)]
         inner = {id(part) for module in blocks for part in module.modules() if part is not module}
         self.layers = [module for module in blocks if id(module) not in inner]
         self._recurrent = take_over(hf)
-        # whether sequences are laid end to end, see `packing.may_pack`; else each is a row of its own
+        # whether sequences are packed into one row, see `packing.may_pack`; else each sequence has its own row
         self.packed = True
         # whether a prefix that rows of a micro-batch share is computed once, see `packing.may_pack`
         self.shares = False
         self.compiled = False
-        # the operations of a forward pass; None: they are not counted
+        # the floating-point operations of a forward pass; None: they are not counted
         self.flops: ForwardFlops | None = None
-        # eval(), as in engines: in train() a model may draw experts or drop layers, and its log-probs would differ
+        # eval(), as in engines: in train() a model may select random experts or drop layers, which changes log-probs
         self.eval()
 
     @property
     def head(self) -> nn.Linear:
-        """The last layer. It turns hidden states into logits or scores."""
+        """The last layer. It computes logits or scores from hidden states."""
         head: nn.Linear = self.hf.get_output_embeddings()
         return head
 
     def compile_layers(self) -> None:
         """Let torch.compile fuse the operations between the layers' matrix products and attention (``--compile``).
 
-        Attention stays uncompiled, because its buckets would be compiled again for every micro-batch. Only ``forward``
-        is compiled, so FSDP's hooks still run around it. Call this after FSDP, which gives a layer another class.
+        Attention is not compiled, because its buckets would be compiled again for every micro-batch. Only ``forward``
+        is compiled, so FSDP's hooks still run before and after it. Call this method after FSDP, because FSDP changes
+        the class of a layer.
         """
         AttentionInterface.register(ATTENTION, _never_compiled(varlen_attention))
         for module in self._recurrent:
@@ -287,8 +289,9 @@ class LanguageModel(nn.Module):
     def recompute_layers(self, context_fn: Callable[[], Any] = noop_context_fn) -> None:
         """Let the backward pass recompute each layer from its input (``--gradient-checkpointing``).
 
-        The version of transformers does this only in train(). Call it last, so that FSDP's hooks are outside and
-        compiled code is inside. ``context_fn``: see `torch.utils.checkpoint.checkpoint`.
+        transformers' own recomputation works only in train(). Call this method after FSDP and `compile_layers`. Then
+        the recomputation includes the compiled code, but not FSDP's hooks. ``context_fn``: see
+        `torch.utils.checkpoint.checkpoint`.
         """
         for layer in self.layers:
             layer.forward = partial(_recomputed, layer.forward, context_fn)
@@ -297,7 +300,8 @@ class LanguageModel(nn.Module):
         """[R, d] the hidden states that predict the response tokens of ``batch``."""
         rows = batch if self.packed or len(batch.lengths) < 2 else batch.padded()
         decoder = self.hf.get_decoder()
-        # get_decoder() is wrong in two families: Llama 4 names a part that its text model lacks, ModernBERT its head
+        # get_decoder() is wrong in two families. In Llama 4 it names a part that the text model does not have. In
+        # ModernBERT it returns the head
         if decoder is self.hf or not isinstance(decoder, PreTrainedModel):
             decoder = self.hf.model
         with laid_out(rows.sequences):
@@ -310,9 +314,9 @@ class LanguageModel(nn.Module):
         return before(hidden)
 
     def named_weights(self) -> Iterator[tuple[str, Weight]]:
-        """(Hugging Face name, weight) of the model as the engines have it. Tied weights appear once.
+        """(Hugging Face name, weight) of each weight that the engines have. Tied weights appear once.
 
-        A weight is a parameter (sharded or not), or a module that computes one, see `lora.gathered`.
+        A weight is a parameter (sharded or not), or a module that computes the weight, see `lora.gathered`.
         """
         merged: dict[int, Weight] = {id(module.weight): module for _, module in adapters(self)}
         for module in self.modules():
@@ -323,15 +327,15 @@ class LanguageModel(nn.Module):
                 yield name.removeprefix("hf."), merged.get(id(parameter), parameter)
 
     def saved_buffers(self) -> dict[str, Tensor]:
-        """The buffers in a model's files, under their names in the files; see `model_files.saved_buffers`."""
+        """The buffers in a model's files, by their names in the files; see `model_files.saved_buffers`."""
         return model_files.as_filed(self.hf, model_files.saved_buffers(self.hf))
 
     def as_filed(self, name: str, weight: Tensor) -> dict[str, Tensor]:
-        """A whole weight under its names in a model's files; see `model_files.as_filed`."""
+        """The tensors of a whole weight, by their names in a model's files; see `model_files.as_filed`."""
         return model_files.as_filed(self.hf, {name: weight})
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """The parameters, by name, that training changes and a checkpoint saves: all weights, or the adapters."""
+        """The trainable parameters by name: all weights, or the adapters. Checkpoints contain them."""
         parameters = self.named_parameters()
         return {name.removeprefix("hf."): parameter for name, parameter in parameters if parameter.requires_grad}
 
@@ -346,7 +350,7 @@ class PolicyModel(LanguageModel):
 
     def forward(self, batch: MicroBatch, temperature: float, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies [R] at the response tokens of ``batch``, at least fp32. Logits are divided by
-        ``temperature``. ``entropy_grad``: whether the entropies carry a gradient.
+        ``temperature``. ``entropy_grad``: whether the entropies have a gradient.
         """
         weight = head_weight(self.head)
         return chunked_log_probs(
@@ -365,17 +369,18 @@ class PolicyModel(LanguageModel):
 
 
 class ScoringModel(PolicyModel):
-    """A reward model: a sequence-classification model with one output, which takes the place of log-probs."""
+    """A reward model: a sequence-classification model with one output, the score. `forward` returns scores in place of
+    log-probs."""
 
     @property
     def head(self) -> nn.Linear:
-        """The layer that turns a hidden state into a score."""
+        """The layer that computes a score from a hidden state."""
         head = self.hf.score
         assert isinstance(head, nn.Linear)
         return head
 
     def forward(self, batch: MicroBatch, temperature: float, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:  # noqa: ARG002
-        """[R] the scores of the text before each response token of ``batch``, at least fp32, and zeros [R]."""
+        """Scores [R] of the text before each response token of ``batch``, at least fp32, and zeros [R] as entropies."""
         hidden = self.hidden(batch)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         scores = hidden.to(dtype) @ self.head.weight[0].to(dtype)
@@ -384,15 +389,16 @@ class ScoringModel(PolicyModel):
 
 @dataclass(frozen=True, slots=True)
 class ForwardFlops:
-    """Floating-point operations of a forward pass, counted from the weights.
+    """The number of floating-point operations of a forward pass, computed from the shapes of the weights.
 
-    Each element of a weight matrix costs one multiplication and one addition for each token.
+    Each element of a weight matrix needs one multiplication and one addition for each token.
 
-    ``per_token``: for the matrices between embedding and head. ``per_target``: for the head, which is applied only at
-    response positions. ``per_pair``: for attention scores and values, for each pair of a token and one that it attends
-    to. Norms, activations and rotary embeddings are left out, as is usual (arXiv:2001.08361, section 2.1). A backward
-    pass costs twice a forward pass; recomputation is not counted. ``frozen_per_token`` and ``frozen_per_target``: the
-    parts of weights that are not trained. The backward pass does not compute their gradients.
+    ``per_token``: the operations of the matrices between embedding and head. ``per_target``: the operations of the
+    head, which is applied only at response positions. ``per_pair``: the operations of attention, for each pair of a
+    token and a token that it attends to. Norms, activations and rotary embeddings are not counted, as is usual
+    (arXiv:2001.08361, section 2.1). A backward pass has twice the operations of a forward pass. Recomputation is not
+    counted. ``frozen_per_token``, ``frozen_per_target``: the parts of ``per_token`` and ``per_target`` for frozen
+    weights, whose gradients are not computed.
     """
 
     per_token: float
@@ -404,7 +410,7 @@ class ForwardFlops:
     @classmethod
     def of(cls, model: LanguageModel) -> ForwardFlops | None:
         """The operations of a dense model. None for a mixture of experts, because a token uses only some of its
-        weights, and for BLT, whose parts have tokens and patches of their own."""
+        weights. Also None for BLT, because some of its parts process bytes, and others patches."""
         config = model.hf.config.get_text_config()
         if model_files.has_experts(model.hf) or not hasattr(config, "hidden_size"):
             return None
@@ -412,10 +418,10 @@ class ForwardFlops:
         outer = {id(head), id(model.hf.get_input_embeddings().weight)}
         matrices = [p for p in model.parameters() if p.ndim == 2 and id(p) not in outer]
         trains = bool(model.trained())
-        # a byte has two weights of 4 bits
+        # a byte contains two 4-bit weights
         counts = {p: p.numel() * (1 if p.is_floating_point() else 2) for p in matrices}
         frozen = sum(counts[p] for p in matrices if trains and not p.requires_grad)
-        heads = getattr(config, "num_attention_heads", None) or 0  # layers that carry a state alone have none
+        heads = getattr(config, "num_attention_heads", None) or 0  # a model without attention has no heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
         width = config.num_hidden_layers * heads * head_dim
         return cls(
@@ -427,14 +433,15 @@ class ForwardFlops:
         )
 
     def total(self, lengths: np.ndarray, targets: np.ndarray, shared: np.ndarray) -> float:
-        """Operations for rows of ``lengths`` [n] tokens with causal attention. ``targets`` [n] of them are in the
-        response, and the first ``shared`` [n] were computed for another row.
+        """The operations for n rows with causal attention. ``lengths``: [n], the number of tokens of each row.
+        ``targets``: [n], the number of response tokens. ``shared``: [n], the number of tokens at the start of the row
+        that were computed for another row.
         """
         ends, starts = lengths.astype(np.float64), shared.astype(np.float64)
         pairs = (ends * (ends + 1) - starts * (starts + 1)) / 2
         return float((self.per_token * (ends - starts) + self.per_target * targets + self.per_pair * pairs).sum())
 
     def step(self, lengths: np.ndarray, targets: np.ndarray, shared: np.ndarray) -> float:
-        """Operations of the forward and backward passes for the same rows."""
+        """The operations of the forward and backward passes for the rows; see `total`."""
         frozen = self.frozen_per_token * float((lengths - shared).sum()) + self.frozen_per_target * float(targets.sum())
         return 3 * self.total(lengths, targets, shared) - frozen

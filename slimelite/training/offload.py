@@ -10,33 +10,33 @@ from torch import Tensor
 
 from slimelite.training.parallel import local
 
-# a power of two: torch rounds other sizes of pinned memory up to the next
+# a power of two, because torch rounds other sizes of pinned memory up to the next power of two
 BLOCK_BYTES = 2**26
 
 
 class HostMemory:
-    """Host memory that keeps device tensors while something else, such as an engine, uses the device.
+    """Host memory that keeps the data of device tensors while something else, such as an engine, uses the device.
 
-    It is pinned, allocated in blocks when it is first needed, and then kept. Copies into fresh, pageable memory are
-    several times slower. The tensor objects stay the same, so references to them stay valid. Only their device storage
-    is freed and later filled again.
+    The memory is pinned. It is allocated in blocks when `offload` needs it, and is then kept. Copies to newly
+    allocated, pageable memory are several times slower. The tensor objects stay the same, so references to
+    them stay valid. Only their device storage is freed and later filled again.
 
     Args:
-        tensors: returns the tensors, sharded or not. It is called at every `offload`, because optimizers create their
-            state late.
+        tensors: a function that returns the tensors, sharded or not. Every `offload` calls it, because optimizers
+            create their state late.
         device: the tensors' device.
     """
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]], device: torch.device) -> None:
         self._tensors, self._device = tensors, device
         self._blocks: list[Tensor] = []
-        # address of a device storage -> (the storage, its offset here, its size) [bytes], of what is offloaded now
+        # address of an offloaded device storage -> (the storage, its offset in host memory, its size) [bytes]
         self.away: dict[int, tuple[torch.UntypedStorage, int, int]] = {}
 
     def offload(self, *, unchanged: bool = False) -> None:
         """Copy every tensor to host memory and free its memory on the device.
 
-        ``unchanged``: the tensors have not changed since the last `onload`, so nothing is copied again.
+        ``unchanged``: the tensors have not changed since the last `onload`, so the old copies are still valid.
         """
         if self.away:
             return
@@ -66,7 +66,7 @@ class HostMemory:
 
     @contextmanager
     def present(self, tensor: Tensor) -> Iterator[None]:
-        """Inside this block ``tensor`` can be read on the device, whether it is offloaded or not."""
+        """A context in which ``tensor`` can be read on the device, even if it is offloaded."""
         storage = local(tensor).untyped_storage()
         if storage._cdata not in self.away:
             yield
@@ -80,8 +80,8 @@ class HostMemory:
             storage.resize_(0)
 
     def _copy(self, storage: torch.UntypedStorage, start: int, size: int, *, to_device: bool) -> None:
-        """Copy the whole ``storage`` to or from host memory. Its bytes begin at ``start`` there and may span several
-        blocks."""
+        """Copy the whole ``storage`` to or from host memory. In host memory its bytes begin at ``start``, and may span
+        several blocks."""
         theirs = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
         while len(self._blocks) * BLOCK_BYTES < start + size:
             pinned = self._device.type == "cuda"

@@ -1,4 +1,4 @@
-"""An optimizer step: its learning rate, and AdamW or Muon."""
+"""The learning-rate schedule, and the optimizers AdamW and Muon."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ CRITIC_FLAGS = FLAGS | {"peak": "--critic-lr", "warmup_iters": "--critic-lr-warm
 
 @dataclass(frozen=True, slots=True)
 class LrSchedule:
-    """Learning rate by optimizer step: warm-up, then one of Megatron's decay styles.
+    """The learning rate of each optimizer step: first a warm-up, then one of Megatron's decay styles.
 
-    Fields are the ``--lr-*`` flags, in optimizer steps. ``decay_iters`` None: all steps of the run.
+    The fields are the values of the ``--lr-*`` flags, in optimizer steps. If ``decay_iters`` is None, the decay ends at
+    the last step of the run.
     """
 
     style: str
@@ -66,7 +67,7 @@ class LrSchedule:
         )
 
     def differences(self, other: LrSchedule, flags: Mapping[str, str] = FLAGS) -> list[str]:
-        """The flags that differ from those of ``other``, such as "--lr 0.001 (not 0.005)"."""
+        """The flags whose values differ from those of ``other``, such as "--lr 0.001 (not 0.005)"."""
         return [
             f"{flag} {getattr(self, name)} (not {getattr(other, name)})"
             for name, flag in flags.items()
@@ -74,10 +75,10 @@ class LrSchedule:
         ]
 
     def at(self, step: int, run_steps: int) -> float:
-        """The learning rate of optimizer step ``step`` (the first is 0) in a run of ``run_steps``.
+        """The learning rate of optimizer step ``step`` (the first is 0) in a run of ``run_steps`` steps.
 
-        Warm-up reaches the peak at its last step. From a warmup_init of 0 the first step has peak / warmup_iters; in
-        Megatron it has 0.
+        The last step of the warm-up has the peak. If warmup_init is 0, the first step has peak / warmup_iters. (In
+        Megatron it has 0.)
         """
         total = run_steps if self.decay_iters is None else self.decay_iters
         warmup = self.warmup_iters
@@ -94,7 +95,7 @@ class LrSchedule:
         return self.min_lr + (self.peak - self.min_lr) * self._remaining(step, warmup, total)
 
     def _remaining(self, step: int, warmup: int, total: int) -> float:
-        """The share of (peak - min_lr) that is left: 1 after warm-up, falling to 0 at ``total``."""
+        """The factor of (peak - min_lr): 1 after the warm-up, falling to 0 at step ``total``."""
         style, begin, length = self.style, warmup, total - warmup
         if style == "WSD":
             style, length = self.wsd_style, min(self.wsd_iters or 0, total)
@@ -116,10 +117,10 @@ class LrSchedule:
 
 
 class Optimizers:
-    """AdamW, or with ``--optimizer muon`` Muon for the matrices between embedding and head and AdamW for the other
-    weights.
+    """The optimizers of a model. By default AdamW trains all weights. With ``--optimizer muon``, Muon trains the
+    matrices between embedding and head, and AdamW the other weights.
 
-    Norms and biases have no weight decay.
+    Norms and biases do not have weight decay.
     """
 
     def __init__(self, args: OptimizerArgs, model: LanguageModel) -> None:
@@ -148,22 +149,23 @@ class Optimizers:
     def step(self, lr: float, peak: float, loss: Tensor) -> tuple[float, bool]:
         """Clip the gradients, update with learning rate ``lr``, and clear the gradients.
 
-        ``loss``: 0-d, of the step over all ranks. It is checked too, because a NaN loss may have a finite gradient.
-        ``peak``: the schedule's peak, which may differ from ``--lr`` after a resume. Muon's rate is ``--muon-lr`` times
-        ``lr / peak``.
+        ``loss``: 0-d, the step's loss over all ranks. It must be finite too, because a NaN loss may have a finite
+        gradient. ``peak``: the peak of the schedule. After a resume it may differ from ``--lr``. The learning rate of
+        Muon is ``--muon-lr`` times ``lr / peak``.
 
         Returns:
-            the norm of the gradient before clipping, and whether it and the loss were finite. If not, weights and
-            moments are unchanged.
+            the norm of the gradient before clipping, and whether the norm and the loss are finite. If one of them is
+            not finite, the weights and moments are unchanged.
 
         Raises:
-            FloatingPointError: the loss or gradient is not finite, with ``--nonfinite-grad fail``.
+            FloatingPointError: the loss or the gradient is not finite, and ``--nonfinite-grad`` is ``fail``.
         """
         norm = self._clip()
         finite = bool(norm.isfinite()) and bool(loss.isfinite())
         if not finite and self.args.nonfinite_grad == "fail":
             raise FloatingPointError(
-                f"the step's loss is {loss}, its gradient's norm {norm}; --nonfinite-grad skip leaves such steps out"
+                f"the step's loss is {loss}, and its gradient norm is {norm}; set --nonfinite-grad skip to skip such "
+                "steps"
             )
         self._set_lr(lr, peak)
         for optimizer in self.all:
@@ -173,7 +175,7 @@ class Optimizers:
         return float(norm), finite
 
     def reset(self) -> None:
-        """Forget the moments (``--reset-optimizer-states``)."""
+        """Delete the moments of all optimizers (``--reset-optimizer-states``)."""
         for optimizer in self.all:
             optimizer.state.clear()
 
@@ -188,7 +190,7 @@ class Optimizers:
                 group["lr"] = self.args.muon_lr * lr / peak if scaled else lr
 
     def _clip(self) -> Tensor:
-        # the order of the parameters decides how the sum of squares is rounded
+        # keep this order of the parameters: it determines the rounding of the sum of squares
         parameters = [p for optimizer in self.all for group in optimizer.param_groups for p in group["params"]]
         norm = whole(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
         if self.args.clip_grad > 0 and norm.isfinite():
@@ -196,28 +198,28 @@ class Optimizers:
         return norm
 
 
-# quintic iteration x -> ax + b(xxᵀ)x + c(xxᵀ)²x; it drives all singular values to about 1
+# a, b, c of the iteration x -> ax + b(xxᵀ)x + c(xxᵀ)²x. It moves all singular values to about 1
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 
-# largest stack of matrices on a rank (a larger matrix is iterated by itself); iterations hold about five times as much
+# largest stack of matrices on a rank. A larger matrix is iterated alone. An iteration uses about five times this memory
 STACK_BYTES = 2**28
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for 2-D parameters, plain or sharded by rows: momentum whose matrices Newton-Schulz iterations make
-    orthogonal (kellerjordan.github.io/posts/muon).
+    """Muon for 2-D parameters, plain or sharded by rows (kellerjordan.github.io/posts/muon). Newton-Schulz iterations
+    orthogonalize the momentum of each matrix, and the result is the update.
 
-    `torch.optim.Muon` computes the same, but one matrix at a time and in bf16, and every rank gathers the shards in
-    every iteration. Here matrices of equal shape are stacked and iterated together, in the parameters' dtype: fp32,
-    which is several times faster than bf16 on a CPU. Ranks that have a model's shards divide the matrices among them.
-    Each rank gathers some whole matrices, iterates them, and sends every rank its rows of the result.
+    `torch.optim.Muon` computes the same update, but one matrix at a time and in bf16. With it, every rank gathers the
+    shards in every iteration. Here matrices of equal shape are stacked and iterated together, in the parameters' dtype,
+    fp32. On a CPU fp32 is several times faster than bf16. The ranks that share a model distribute the matrices among
+    themselves. Each rank gathers some whole matrices, iterates them, and sends every rank its rows of the result.
 
     Args:
-        params: matrices.
+        params: 2-D parameters.
         lr: learning rate. The elements of an update have an RMS of about lr / sqrt(columns).
-        momentum: of the (Nesterov) average of gradients.
-        weight_decay: decoupled.
+        momentum: the factor of the old average in the (Nesterov) average of gradients.
+        weight_decay: factor of the decoupled weight decay.
     """
 
     def __init__(self, params: Iterable[nn.Parameter], *, lr: float, momentum: float, weight_decay: float) -> None:
@@ -225,7 +227,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One update of every matrix that has a gradient."""
+        """Update every matrix that has a gradient."""
         assert closure is None
         for group in self.param_groups:
             by_shape: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
@@ -245,7 +247,7 @@ class Muon(torch.optim.Optimizer):
                         mine.add_(update, alpha=-group["lr"] * scale)
 
     def _momentum(self, parameter: nn.Parameter, momentum: float) -> Tensor:
-        """The Nesterov average of past and current gradients, sharded like them."""
+        """The Nesterov average of past and current gradients, sharded like the gradients."""
         assert parameter.grad is not None
         state: dict[str, Tensor] = self.state[parameter]
         if not state:
@@ -255,7 +257,7 @@ class Muon(torch.optim.Optimizer):
 
 
 class _Ranks:
-    """The ranks that have the rows of matrices like ``parameter``."""
+    """The ranks among which matrices such as ``parameter`` are sharded by rows."""
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self.size, self.rank, self.group = 1, 0, None
@@ -265,7 +267,7 @@ class _Ranks:
             self.rank = parameter.device_mesh.get_local_rank(dimension)
             self.group = parameter.device_mesh.get_group(dimension)
         every = -(-len(parameter) // self.size)
-        # rows of each rank, as torch.chunk deals them
+        # number of rows of each rank, as in torch.chunk
         self.rows = [min(every, max(0, len(parameter) - rank * every)) for rank in range(self.size)]
 
     def orthogonalize(self, shards: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -292,8 +294,8 @@ class _Ranks:
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
-    """About U·Vᵀ for each matrix U·S·Vᵀ of [n, rows, columns]. The resulting singular values are between 0.7 and
-    1.2."""
+    """An approximation of U·Vᵀ for each matrix of [n, rows, columns], whose singular value decomposition is U·S·Vᵀ. The
+    singular values of the result are between 0.7 and 1.2."""
     a, b, c = COEFFICIENTS
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if tall else matrices

@@ -1,8 +1,8 @@
 """Decides whether a model may be trained on packed sequences. It tests a small copy of the model before training.
 
-Some layers carry a state from token to token: linear attention, Mamba, a convolution. Unless their code handles
-packing, the state runs over from one packed sequence into the next, and cannot go back to the end of a shared prefix.
-No error is raised then: the log-probs are just wrong.
+Some layers have a state that goes from token to token: linear attention, Mamba, convolutions. If their code does not
+handle packing, the state of one packed sequence enters the next sequence. After the first row of a shared prefix, the
+state also cannot return to the end of the prefix. There is no error then, but the log-probs are wrong.
 """
 
 from __future__ import annotations
@@ -29,23 +29,24 @@ from slimelite.training.columns import TokenColumns
 from slimelite.training.model import PolicyModel
 from slimelite.training.planning import SHORTEST
 
-# largest difference of log-probs that counts as rounding [nats]; docs/algorithms.md reports those of 165 families
+# largest difference of log-probs that counts as rounding [nats]; docs/algorithms.md has the differences of 165 families
 TOLERANCE = 1e-3
-# std of the noise on the weights, so that layers act as strongly as trained ones: new layers are nearly the identity
+# std of the noise that is added to the weights. Without noise, new layers are almost the identity and hide errors
 SPREAD = 0.1
 
 
 class NoSmallModel(ValueError):
-    """transformers cannot run a small copy of the model, so packed log-probs cannot be compared."""
+    """transformers cannot run a small copy of the model, so the log-probs of packed rows cannot be tested."""
 
 
 class NotTrainable(ValueError):
-    """Log-probs differ from transformers' own. ``reason``: why. ``eager``: whether eager attention fixes it."""
+    """The trainer's log-probs of a model differ from transformers' log-probs. ``reason``: a message. ``eager``: whether
+    they are equal with eager attention."""
 
     def __init__(self, family: str, reason: str, eager: bool) -> None:
         remedy = "docs/algorithms.md lists the families that can be trained"
         if eager:
-            remedy = "--attn-implementation eager computes it correctly, with a mask tensor for each forward pass"
+            remedy = "use --attn-implementation eager, which gives the model a mask tensor in each forward pass"
         super().__init__(f"{family} cannot be trained: {reason}; {remedy}")
         self.reason, self.eager = reason, eager
 
@@ -59,13 +60,13 @@ MASKED = "its layers read a mask tensor, and packed rows have none"
 class Packing(IntEnum):
     """How the rows of a micro-batch may share a forward pass."""
 
-    ALONE = 0  # not at all: one sequence a forward pass
-    PACKED = 1  # sequences end to end
-    SHARED = 2  # a prefix that rows share is in it once
+    ALONE = 0  # one sequence in each forward pass
+    PACKED = 1  # several sequences, one after the other
+    SHARED = 2  # like PACKED, and a prefix that rows share is computed once
 
 
 def may_pack(config: PretrainedConfig, attention: str, *, pairs: bool = False) -> Packing:
-    """How rows may be packed and still get the same log-probs as each row alone.
+    """The best packing with which rows get the same log-probs as each row alone.
 
     The answer is cached, because the models of a run usually have the same config.
 
@@ -74,9 +75,9 @@ def may_pack(config: PretrainedConfig, attention: str, *, pairs: bool = False) -
         pairs: whether two rows, each padded, may share a forward pass if packing is not possible.
 
     Raises:
-        NoSmallModel: no small copy of the model can be run.
-        NotTrainable: even without packing, log-probs differ from transformers' own forward pass, or the forward pass
-            fails.
+        NoSmallModel: a small copy of the model cannot be run.
+        NotTrainable: even without packing, log-probs differ from those of transformers' own forward pass, or the
+            forward pass fails.
     """
     return _may_pack(pickle.dumps(config), attention, pairs)
 
@@ -85,12 +86,12 @@ def may_pack(config: PretrainedConfig, attention: str, *, pairs: bool = False) -
 def _may_pack(pickled: bytes, attention: str, pairs: bool) -> Packing:
     config = pickle.loads(pickled)
     small = _small_model(config)
-    # flash attention needs a GPU; sdpa masks packed sequences by the same position ids
+    # flash attention needs a GPU, so sdpa is tested instead. Both identify packed sequences by their position ids
     packed, problem = small.compare("sdpa" if attention.startswith("flash") else attention, pairs)
     if not problem:
         return packed
     other = problem if attention == "eager" else small.compare("eager", pairs)[1]
-    if eager := not other:  # which differs by its masks alone
+    if eager := not other:  # eager attention differs only in its mask tensors
         problem = MASKED if problem.startswith(FAILS) else problem.replace(" here", " without mask tensors")
     elif problem == OWN_CODE:
         problem = other
@@ -98,27 +99,28 @@ def _may_pack(pickled: bytes, attention: str, pairs: bool) -> Packing:
 
 
 def why_alone(config: PretrainedConfig, attention: str) -> str:
-    """Why packed rows do not get the log-probs of rows alone, as a text for people."""
+    """A message why packed rows do not get the same log-probs as rows alone."""
     return _small_model(config).why_alone(attention)
 
 
 def _small_model(config: PretrainedConfig) -> SmallModel:
     problem: Exception | None = None
-    # kernels that are installed only for GPUs fail on a CPU
+    # a model may need kernels that only run on a GPU, so the second try is on a GPU
     for device in ("cpu", "cuda")[: 1 + torch.cuda.is_available()]:
         try:
             return SmallModel(config, device)
-        except Exception as error:  # of any type, for example if a config only looks like its family's
+        except Exception as error:  # errors of any type, for example if a config does not fit its model_type
             problem = error
     raise NoSmallModel(
         f"{config.model_type}: a small copy of the model cannot be run, so it is not known whether packed sequences "
-        f"mix: {one_line(problem)}"
+        f"change each other's log-probs: {one_line(problem)}"
     ) from problem
 
 
 class SmallModel:
-    """A small copy of a model, some rows, and the right log-probs of each row alone. transformers' own forward pass
-    computed these, with eager attention and in eval(). Rows 2 and 3 share a prefix; rows 0 and 4 are equally long.
+    """A small copy of a model, some rows, and the correct log-probs of each row alone. transformers' own forward pass
+    computes these log-probs, with eager attention and in eval(). Rows 2 and 3 share a prefix. Rows 0 and 4 have the
+    same length.
     """
 
     @torch.no_grad()
@@ -143,7 +145,8 @@ class SmallModel:
 
     @torch.no_grad()
     def compare(self, attention: str, pairs: bool) -> tuple[Packing, str]:
-        """The packing that gets the right log-probs with this attention, and the problem of unpacked rows, or ""."""
+        """(packing, problem) with this attention: the best packing with correct log-probs, and a message if the
+        log-probs of unpacked rows are wrong, else ""."""
         try:
             policy = self._policy(attention)
             right = [packing for packing, rows in TESTS.items() if self._gap(policy, rows, packing) < TOLERANCE]
@@ -151,7 +154,7 @@ class SmallModel:
             weights = policy.hf.state_dict()
             if any(not torch.equal(weights[name].cpu(), tensor) for name, tensor in self._weights.items()):
                 return Packing.ALONE, "its forward pass changes its weights"
-            if self._looks_ahead():  # alone, too, such a token has another log-prob than when it is sampled
+            if self._looks_ahead():  # then even an unpacked token has another log-prob than when it was sampled
                 return Packing.ALONE, AHEAD
             why = self._why_other(policy) if apart >= TOLERANCE else ""
         except Exception as error:  # models may raise anything when they are called in an unsupported way
@@ -163,8 +166,8 @@ class SmallModel:
 
     @torch.no_grad()
     def why_alone(self, attention: str) -> str:
-        """Why packed rows do not get the right log-probs, as a text for people. It names the first module that
-        differs."""
+        """A message why packed rows do not get the correct log-probs. It names the first module whose outputs
+        differ."""
         policy = self._policy(attention)
         packed, other, alone = (self._seen(policy, rows) for rows in ([0, 1], [4, 1], [1]))
         if name := _first_difference(packed, other):
@@ -178,7 +181,7 @@ class SmallModel:
         return bool((self._own_log_probs(changed) - self._right[1])[:-1].abs().max() > TOLERANCE)
 
     def _why_other(self, policy: PolicyModel) -> str:
-        """Why a row alone does not get the right log-probs, as a text for people."""
+        """A message why a row alone does not get the correct log-probs."""
         ids = self._rows[1]
         if (self._own_log_probs(ids) - self._right[1]).abs().max() > TOLERANCE:
             return "its log-probs change from call to call"
@@ -189,15 +192,15 @@ class SmallModel:
         return "its logits are not the output of its LM head"
 
     def _policy(self, attention: str) -> PolicyModel:
-        """The same model in the form that is trained here, with this attention."""
+        """The same model as a `PolicyModel`, as in training, with this attention."""
         register_attention()
-        with torch.random.fork_rng(devices=[]):  # the test does not change the run's own random numbers
+        with torch.random.fork_rng(devices=[]):  # the test must not change the run's random numbers
             twin = self._build(attention)
         twin.load_state_dict(self._weights)
         return PolicyModel(twin.to(self._own.device))
 
     def _build(self, attention: str) -> PreTrainedModel:
-        # transformers keeps the attention in the config
+        # a copy, because transformers stores the attention's name in the config
         config = copy.deepcopy(self._config)
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
         assert isinstance(model, PreTrainedModel)
@@ -208,22 +211,22 @@ class SmallModel:
         return logits.float().log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
 
     def _gap(self, policy: PolicyModel, rows: list[int], packing: Packing) -> float:
-        """The largest difference from the right log-probs [nats]."""
+        """The largest difference from the correct log-probs [nats]."""
         policy.packed, shares = packing >= Packing.PACKED, packing is Packing.SHARED
         batch = MicroBatch(self._columns, np.array(rows, np.int64), self._own.device, shares=shares)
         difference = policy(batch, 1.0)[0] - torch.cat([self._right[row] for row in rows])
-        # NaN is not below any tolerance
+        # NaN counts as a difference
         return float(difference.abs().nan_to_num(nan=torch.inf).max())
 
     def _seen(self, policy: PolicyModel, rows: list[int]) -> Outputs:
-        """The outputs of all modules for these rows, laid end to end."""
+        """The outputs of all modules for these packed rows."""
         policy.packed = True
         with _outputs(policy.hf) as seen:
             policy(MicroBatch(self._columns, np.array(rows, np.int64), self._own.device), 1.0)
         return seen
 
 
-# of every module, in the order in which they end: its class, what it was given, and what it made of it
+# (class, first input, first output) of every module, in the order in which the modules end
 Outputs = list[tuple[str, Tensor, Tensor]]
 
 
@@ -248,7 +251,10 @@ def _outputs(model: nn.Module) -> Iterator[Outputs]:
 
 
 def _first_difference(one: Outputs, two: Outputs) -> str:
-    """The first module whose outputs for the same last row (`LENGTHS`) differ between two forward passes, or ""."""
+    """The class of the first module whose outputs for row 1 differ between two forward passes, or "".
+
+    Both passes end with row 1.
+    """
     for (name, *mine), (same, *theirs) in zip(one, two, strict=False):
         if name != same:
             break
@@ -263,8 +269,8 @@ def _alike(one: Tensor, two: Tensor) -> bool:
 
 
 def _row(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The part of the tensors that belongs to row 1, whether row 1 is alone or after row 0. It is empty if the
-    tensors are not ordered by tokens."""
+    """The part of each tensor that belongs to row 1, which is alone or after another row. The result is empty if the
+    tensors do not have a dimension of tokens."""
     lengths = (LENGTHS[1], LENGTHS[0] + LENGTHS[1])
     if any(x.ndim < 2 or x.shape[1] not in lengths for x in tensors):
         return ()
@@ -273,12 +279,14 @@ def _row(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def one_line(error: Exception | None) -> str:
-    """The message of ``error`` on one line. Its type comes first, unless it is a ValueError or OSError."""
+    """The message of ``error`` on one line. It starts with the type of the error, unless this is ValueError or
+    OSError."""
     text = " ".join(str(error).split())[:300]
     return text if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {text}"
 
 
-# all exceed WINDOW, one is below and others above CONTEXT, so that windows and length-dependent ropes have an effect
+# lengths of the rows. All are longer than WINDOW, so windows have an effect. Some are shorter and others longer than
+# CONTEXT, so rotary embeddings that depend on the length have an effect
 LENGTHS = (9, 13, SHORTEST + 5, SHORTEST + 8, 9)
 # the rows that are tested together
 TESTS = {Packing.PACKED: [0, 1], Packing.SHARED: [0, 2, 3]}

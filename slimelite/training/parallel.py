@@ -1,4 +1,4 @@
-"""Ranks: the process group, a DeviceMesh with named dimensions, and FSDP2 over it."""
+"""The trainer ranks: their process group, a DeviceMesh with named dimensions, and FSDP2 over the mesh."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ from slimelite.training.quantized import SOURCE, STATE, FrozenLinear
 
 @dataclass(frozen=True)
 class World:
-    """This rank and its place among all trainer ranks.
+    """This rank's numbers, and facts about all trainer ranks.
 
-    ``rank`` of ``ranks``: processes. ``dp_rank`` of ``dp_size``: the shares of the data. Both pairs are equal so far,
-    because every rank trains different rows. Ranks that computed the same rows would have the same ``dp_rank``.
-    ``mesh``: its dimensions are ``replicate`` (copies of the model, HSDP) and ``shard``. Data is split over both.
+    ``rank``: the number of this process, 0 … ``ranks`` − 1. ``dp_rank``: the number of its share of the data, 0 …
+    ``dp_size`` − 1. At present ``dp_rank`` equals ``rank``, and ``dp_size`` equals ``ranks``, because every rank trains
+    on different rows. ``mesh``: its dimensions are ``replicate`` (copies of the model, HSDP) and ``shard``. Data is
+    split over both dimensions.
     """
 
     rank: int
@@ -45,13 +46,13 @@ class World:
         return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum of a CPU tensor over all shares of the data (in place)."""
+        """Replace a CPU tensor by its sum over all ranks, and return it."""
         if self.dp_size > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def wait_at_most(self, minutes: float) -> None:
-        """Let a collective of any group fail after ``minutes``."""
+        """Set the timeout of the collectives in all process groups to ``minutes``."""
         for group in list(distributed_c10d._world.pg_map):
             distributed_c10d._set_pg_timeout(timedelta(minutes=minutes), group)
 
@@ -64,7 +65,8 @@ class World:
 def meeting_store(
     args: ClusterArgs, address: str, rank: int, world_size: int, listener: socket.socket | None
 ) -> dist.Store:
-    """The store at ``address`` (host:port) where the ranks meet. Rank 0 serves it, on ``listener`` if given."""
+    """The TCPStore at ``address`` (host:port), which the ranks use to form a process group. Rank 0 is its server.
+    ``listener``: an open socket for the server, or None."""
     host, _, port = address.rpartition(":")
     return dist.TCPStore(
         host,
@@ -78,16 +80,16 @@ def meeting_store(
 
 
 def join_world(args: PerfArgs, rank: int, world_size: int, store: dist.Store | None) -> World:
-    """Meet the other ranks at ``store``.
+    """Create the process group of all ranks with ``store``.
 
-    A single rank needs no store and opens no port. CPU tensors always use gloo.
+    A single rank does not need a store and does not open a port. Collectives on CPU tensors always use gloo.
 
     Raises:
         ValueError: there are several ranks and no store.
     """
     if world_size > 1 and store is None:
-        raise ValueError(f"{world_size} training ranks need a store to meet at")
-    # SGLang's servers set this variable, and a broadcast needs the same value on both sides. NCCL reads it at first use
+        raise ValueError(f"{world_size} training ranks need a store; create one with meeting_store")
+    # SGLang's servers set this variable. A broadcast needs the same value in both processes. NCCL reads it at first use
     os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
     device = torch.device("cpu")
     if args.job.gpus:
@@ -108,18 +110,19 @@ def join_world(args: PerfArgs, rank: int, world_size: int, store: dist.Store | N
 
 
 def shard_model(model: nn.Module, layers: Iterable[nn.Module], world: World, *, cpu_offload: bool) -> None:
-    """Shard ``layers`` and then the rest of ``model`` over the mesh, and move it to the device.
+    """Shard ``layers`` and then the rest of ``model`` over the mesh, and move the model to the device.
 
-    A parameter without data is read from the place in its ``SOURCE``; each rank reads its own rows. Rank 0 scatters the
-    other parameters, which its model has. On other ranks they are on the meta device. A single rank that computes in
-    fp32 uses no FSDP, because it has nothing to scatter or cast. FSDP would copy every weight and gradient again and
-    again (5 % of a step and 0.5 GB at 135M parameters on a CPU).
+    If a parameter has the attribute ``SOURCE``, each rank reads its own rows of it from the model's files. Rank 0 has
+    the data of the other parameters, and scatters them. On other ranks, these parameters are on the meta device. A
+    single rank that computes in fp32 does not use FSDP, because it does not scatter or cast. FSDP would copy every
+    weight and gradient in each step (5 % of a step's time and 0.5 GB at 135M parameters on a CPU).
     """
     if world.ranks == 1 and world.compute_dtype == torch.float32:
-        for tensor in (*model.parameters(), *model.buffers()):  # mapped from a file, which others may write to
+        # the tensors may be memory-mapped from a file that another process may write to
+        for tensor in (*model.parameters(), *model.buffers()):
             tensor.data = tensor.data.clone()
         return
-    # a single rank's shard is a copy, so its original need not be kept
+    # the shard of a single rank is a copy of the whole model, so the original is not needed
     full = dict(model.named_parameters()) if world.ranks > 1 else {}
     kept = _kept_whole(model, world)
     on_gpu = world.device.type == "cuda"
@@ -138,21 +141,23 @@ def shard_model(model: nn.Module, layers: Iterable[nn.Module], world: World, *, 
 
 
 def _kept_whole(model: nn.Module, world: World) -> set[nn.Parameter]:
-    """Parameters that FSDP leaves alone: the frozen ones, if a single rank has weights in 4 bits; else none. They have
-    the dtype that the rank computes in. There is nothing to gather then, and copies of the embedding and head would
-    cost what 4 bits save.
+    """The parameters that FSDP ignores: all frozen parameters, if a single rank has weights in 4 bits; else none.
+
+    These parameters already have the dtype that the rank computes in, and a single rank has nothing to gather. FSDP
+    would copy the embedding and the head, and the copies would need as much memory as 4 bits save.
     """
     if world.ranks > 1 or not any(parameter.dtype == torch.uint8 for parameter in model.parameters()):
         return set()
     frozen = {parameter for parameter in model.parameters() if not parameter.requires_grad}
     for parameter in frozen:
-        parameter.data = parameter.data.to(world.device, copy=True)  # mapped from a file, which others may write to
+        # a copy, because the tensor may be memory-mapped from a file that another process may write to
+        parameter.data = parameter.data.to(world.device, copy=True)
     return frozen
 
 
 def _scatter(model: nn.Module, full: dict[str, nn.Parameter], world: World, home: torch.device) -> None:
-    """Give every shard of ``model`` its part of the ``full`` parameters. The shards are on ``home``."""
-    # to_empty would discard the buffers, which hold real values even in a meta model (rotary frequencies)
+    """Fill every shard of ``model`` with its part of the ``full`` parameters. The shards are on the device ``home``."""
+    # to_empty would discard the buffers, which have real values even in a meta model (such as rotary frequencies)
     model._apply(lambda tensor: torch.empty_like(tensor, device=home) if tensor.is_meta else tensor)
     sources = {name: source for name, each in full.items() if (source := getattr(each, SOURCE, None)) is not None}
     with Reading(sum(local(p).nbytes for name, p in model.named_parameters() if name in sources)) as reading:
@@ -176,31 +181,31 @@ def _scatter(model: nn.Module, full: dict[str, nn.Parameter], world: World, home
             reading.add(mine.nbytes)
     saved = model.state_dict().keys()
     for name, buffer in model.named_buffers():
-        # rank 0 alone may have read the model's file, and brought its weights to 4 bits
+        # perhaps only rank 0 has read the model's files and quantized the weights, so it sends these buffers
         if name in saved or name.rpartition(".")[2] in STATE:
             dist.broadcast(buffer, 0)
 
 
 def reshard(model: nn.Module) -> None:
-    """Drop gathered parameters after passes without gradient, so that the next pass gathers the current ones."""
+    """Free the gathered parameters after passes without gradient. Then the next pass gathers the current parameters."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The full tensor behind a sharded one (collective). A plain tensor is returned unchanged."""
+    """The whole tensor of a sharded tensor (collective). A plain tensor is returned unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor. The memory may be shared. A plain tensor is returned unchanged."""
+    """This rank's part of a sharded tensor, without a copy. A plain tensor is returned unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def be_deterministic() -> None:
-    """Let torch use only repeatable algorithms (``--deterministic-mode``)."""
-    # cuBLAS reads it when its first handle is made
+    """Let torch use only deterministic algorithms (``--deterministic-mode``)."""
+    # cuBLAS reads this variable when it creates its first handle
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

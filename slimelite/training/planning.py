@@ -1,32 +1,34 @@
 """Plans training: rows -> optimizer steps -> ranks -> micro-batches.
 
-Tokens are counted as they are computed: a prefix that rows of a micro-batch share counts once (*tree tokens*). A *unit*
-is a set of rows that must stay together, usually a single row. If a unit has several rows, only the prefix of all its
-rows counts as shared, so its tree tokens are at most those of the plan.
+The plan counts *tree tokens*, the tokens that are computed: a prefix that rows of a micro-batch share counts once. A
+*unit* is a set of rows that must stay together, usually a single row. If a unit has several rows, only the prefix of
+all its rows counts as shared. So the unit's real tree tokens are at most the number in the plan.
 
-Invariants (tests/training/test_planning.py asserts each):
+Invariants (tests/training/test_planning.py tests each of them):
 
 1. Every row is in exactly one step. Steps take rollouts in the order of their first rows.
-2. A step has at least ``global_batch_size`` rollouts, except the last, which has the remaining ones (at least one). It
-   has more only where it would otherwise split rows that belong together (3).
+2. A step has at least ``global_batch_size`` rollouts. Only the last step may have fewer (at least one). A step has more
+   rollouts only if it would otherwise split rows that belong together (3).
 3. Rows with equal rollout id (siblings of a fan-out) or equal unit id (a preference pair) are in one step.
-4. Within a step every computed row is in exactly one micro-batch of one rank; rows with equal unit id share it.
-5. A micro-batch exceeds ``max_tokens``, in tree tokens or in response tokens, only when it is a single unit; without
-   ``max_tokens`` it holds ``micro_batch_size`` rows, fewer if it is its rank's last, more only to keep a unit whole.
-6. All ranks have the same number of micro-batches, at least one; a rank with fewer rows gets empty ones.
-7. Ranks differ in tree tokens, each rank's rows taken together, by at most the tokens of the largest unit.
-8. Rows that share a prefix are apart only where 5 or 7 asks for it: with one rank, rows whose tree tokens are within
-   ``max_tokens`` share a micro-batch.
-9. The result depends only on the arguments, so that every rank computes the same one.
+4. Within a step, every computed row is in exactly one micro-batch of one rank. Rows with equal unit id are in the same
+   micro-batch.
+5. With ``max_tokens``, the tree tokens and the response tokens of a micro-batch are at most ``max_tokens``. Only a
+   micro-batch with a single unit may exceed this limit. Without ``max_tokens``, a micro-batch has ``micro_batch_size``
+   rows. It has more rows only to keep a unit whole, and only the last micro-batch of a rank may have fewer.
+6. All ranks have the same number of micro-batches, at least one. A rank with fewer rows gets empty micro-batches.
+7. The tree tokens of two ranks differ by at most the tokens of the largest unit.
+8. Rows that share a prefix are separated only because of 5 or 7. With one rank, rows with at most ``max_tokens`` tree
+   tokens together are in one micro-batch.
+9. The result depends only on the arguments. So every rank computes the same plan.
 
-Planning takes n log n steps for n rows.
+The running time for n rows is proportional to n log n.
 
-Shared prefixes are found by sorting rows by their token ids; the longest common prefix of two rows is then the smallest
-of the common prefixes of the neighbours between them. A prefix is shared up to a *branch*: a depth at which rows part.
-Branches are chosen for the whole table. Two branches of one path are at least ``SHORTEST`` tokens apart, because the
-calls for a shorter node cost more than its tokens save. (If three of eight answers begin with "The", they still part
-where the prompt ends.) So the tokens that two rows share do not depend on their micro-batch, and the tokens of a
-micro-batch can be counted before it is made.
+To find shared prefixes, the rows are sorted by their token ids. The longest common prefix of two rows is then the
+shortest of the common prefixes of all neighbours between them. A prefix is shared up to a *branch*: a depth at which
+rows separate. Branches are chosen once for the whole table. Two branches of one path are at least ``SHORTEST`` tokens
+apart, because the calls for a shorter node take longer than its tokens save. (Example: if three of eight answers begin
+with "The", these three still separate from the others at the end of the prompt.) So the number of tokens that two rows
+share does not depend on their micro-batch. This allows counting the tokens of a micro-batch before it is built.
 """
 
 from __future__ import annotations
@@ -42,16 +44,17 @@ import numpy as np
 from slimelite.base.best_fit import best_fit
 from slimelite.samples.table import SampleTable
 
-# fewest tokens of a shared prefix, and fewest tokens between it and the shared prefix that it continues
+# smallest length of a shared prefix, and smallest distance between two branches of a path [tokens]
 SHORTEST = 16
 
-# token ids compared at a time, over all rows that are still alike
+# number of token ids that are compared at a time, in all rows that are still equal
 CHUNK_ELEMENTS = 2**18
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One optimizer step. The loss divides by all ``rows``. ``micro_batches[rank]``: the rows that a rank computes."""
+    """One optimizer step. ``rows``: all its rows, which the divisor of the loss counts. ``micro_batches[rank]``: the
+    rows of each micro-batch of a rank."""
 
     rows: np.ndarray
     micro_batches: list[list[np.ndarray]]
@@ -59,14 +62,14 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class PackingLimits:
-    """How large a micro-batch may be: ``max_tokens`` tokens or, if that is None, ``micro_batch_size`` rows."""
+    """The largest size of a micro-batch: ``max_tokens`` tokens, or ``micro_batch_size`` rows if max_tokens is None."""
 
     max_tokens: int | None
     micro_batch_size: int = 1
 
 
 def split_steps(rollout_ids: np.ndarray, unit_ids: np.ndarray, global_batch_size: int) -> list[np.ndarray]:
-    """The rows [int64, ascending] of each optimizer step of ``global_batch_size`` rollouts."""
+    """For each optimizer step, its rows (int64, ascending). A step has ``global_batch_size`` rollouts."""
     labels = np.unique(_connected(rollout_ids, unit_ids), return_inverse=True)[1]
     rollouts = np.bincount(labels[np.unique(rollout_ids, return_index=True)[1]])
     step_of, count, step = np.zeros(len(rollouts), np.int64), 0, 0
@@ -84,16 +87,17 @@ def deal(
 ) -> list[list[np.ndarray]]:
     """Distribute ``rows`` to ranks, and pack each rank's share into micro-batches: [rank][micro-batch] -> rows.
 
-    Units that share a prefix form a *clump* and go to one rank. The largest clump is first, and each goes to the rank
-    with the fewest tokens. Then the fullest rank gives the end of a clump to the emptiest one, as long as that helps.
-    Within a rank, a clump that is too large for a micro-batch is cut where it shares least. The pieces are packed
+    Units that share a prefix form a *clump*, and a clump goes to one rank. Clumps are distributed from the largest to
+    the smallest, each to the rank with the fewest tokens. Then the rank with the most tokens gives the end of a clump
+    to the rank with the fewest tokens. This is repeated while it improves the balance. Within a rank, a clump that is
+    too large for a micro-batch is cut at its shortest shared prefixes. The pieces are packed with the algorithm
     best-fit decreasing.
 
     Args:
         rows: [n] int64 rows of ``table``.
         dp_size: number of ranks.
-        limits: how large a micro-batch may be.
-        shares: whether a prefix that rows share is in a micro-batch once.
+        limits: the largest size of a micro-batch.
+        shares: whether a prefix that rows share is in a micro-batch only once.
     """
     units = _Units(table, rows, Prefixes.of(table, shares=shares))
     packed = [_pack(units, share, limits) for share in _level(_spread(units, dp_size), units)]
@@ -102,8 +106,8 @@ def deal(
 
 
 def tokens_shared(table: SampleTable, dealt: Iterable[np.ndarray], *, shares: bool) -> tuple[np.ndarray, np.ndarray]:
-    """The rows [n] of all micro-batches in ``dealt``, and for each row the tokens [n] that another row of its
-    micro-batch computes."""
+    """The rows [n] of all micro-batches in ``dealt``. Also [n], for each row, the number of its tokens that an earlier
+    row of its micro-batch already has."""
     parts = list(dealt)
     rows = np.concatenate([np.zeros(0, np.int64), *parts])
     whose = np.repeat(np.arange(len(parts)), list(map(len, parts)))
@@ -112,9 +116,9 @@ def tokens_shared(table: SampleTable, dealt: Iterable[np.ndarray], *, shares: bo
 
 
 class _Units:
-    """The units, in the order of their first rows among the sorted rows.
+    """The units, sorted by the token ids of their first rows.
 
-    ``tokens``: [u] tree tokens of each unit alone. ``responses``: [u] its response tokens.
+    ``tokens``: [u], the tree tokens of each unit without other units. ``responses``: [u], its response tokens.
     """
 
     def __init__(self, table: SampleTable, rows: np.ndarray, prefixes: Prefixes) -> None:
@@ -123,7 +127,7 @@ class _Units:
         order, shared = prefixes.within(rows, inverse)
         begins = np.flatnonzero(np.diff(inverse[order], prepend=-1))
         rows, ends = rows[order], np.append(begins, len(rows))[1:]
-        # by the first row of each
+        # sort the units by their first rows
         first = prefixes.rank[rows[begins]]
         by_first = np.argsort(first)
         self._rows, self._begins, self._ends = rows, begins[by_first], ends[by_first]
@@ -134,14 +138,14 @@ class _Units:
             self.responses = np.add.reduceat(self.responses, begins)[by_first]
 
     def shared(self, share: np.ndarray) -> np.ndarray:
-        """[m] the tokens that each unit of ``share`` [m], in ascending order, has in common with the unit before it."""
+        """[m] the tokens that each unit of ``share`` [m] shares with the unit before it. ``share`` is ascending."""
         tokens = np.zeros(len(share), np.int64)
         last = np.maximum(self._last[share[:-1]], self._last[share[1:]])
         tokens[1:] = self._prefixes.between(self._first[share[:-1]], last)
         return tokens
 
     def rows_in(self, unit: int) -> int:
-        """How many rows ``unit`` has."""
+        """The number of rows of ``unit``."""
         return int(self._ends[unit] - self._begins[unit])
 
     def rows_of(self, units: list[int]) -> np.ndarray:
@@ -151,7 +155,7 @@ class _Units:
 
 
 def _spread(units: _Units, dp_size: int) -> list[np.ndarray]:
-    """The units [m] of each rank, in ascending order. Clumps stay whole."""
+    """For each rank, its units [m] in ascending order. Clumps are not split."""
     everyone = np.arange(len(units.tokens))
     shared = units.shared(everyone)
     clumps = np.split(everyone, np.flatnonzero(shared == 0)[1:])
@@ -167,10 +171,11 @@ def _spread(units: _Units, dp_size: int) -> list[np.ndarray]:
 
 
 def _level(shares: list[np.ndarray], units: _Units) -> list[np.ndarray]:
-    """``shares``, the units of each rank, after moving ends of clumps from the fullest rank to the emptiest one.
+    """Balance ``shares``, the units of each rank: move ends of clumps from the rank with the most tokens to the rank
+    with the fewest.
 
-    Each move makes the fuller of the two ranks less full. A move is possible while the two differ by more than the
-    tokens of the last unit of any clump. So this ends only when they do not.
+    Each move reduces the larger number of tokens of the two ranks. If the two numbers differ by more than the tokens of
+    the last unit of a clump, a move is possible. So at the end they do not differ by more.
     """
     loads = [int((units.tokens[share] - units.shared(share)).sum()) for share in shares]
     while True:
@@ -181,7 +186,8 @@ def _level(shares: list[np.ndarray], units: _Units) -> list[np.ndarray]:
         ends = np.append(np.flatnonzero(shared == 0)[1:], len(share))
         end = np.repeat(ends, np.diff(ends, prepend=0))
         before = np.concatenate([[0], np.cumsum(steps)])
-        moved = before[end] - before[:-1]  # by giving away the units from this one to the end of its clump
+        # tokens that the rank loses if it gives away the units from this one to the end of its clump
+        moved = before[end] - before[:-1]
         worse = np.maximum(loads[full] - moved, loads[empty] + moved + shared)
         if not len(share) or worse.min() >= loads[full]:
             return shares
@@ -194,7 +200,7 @@ def _level(shares: list[np.ndarray], units: _Units) -> list[np.ndarray]:
 
 
 def _pack(units: _Units, share: np.ndarray, limits: PackingLimits) -> list[list[int]]:
-    """The units of each micro-batch of a rank with the units ``share``."""
+    """The units of each micro-batch of a rank. ``share``: the units of the rank."""
     if limits.max_tokens is None:
         return _by_rows(units, share, limits.micro_batch_size)
     pieces = sorted(_pieces(units, share, limits.max_tokens))
@@ -203,7 +209,7 @@ def _pack(units: _Units, share: np.ndarray, limits: PackingLimits) -> list[list[
 
 
 def _by_rows(units: _Units, share: np.ndarray, micro_batch_size: int) -> list[list[int]]:
-    """The units of ``share`` in their order, in micro-batches of ``micro_batch_size`` rows."""
+    """Split the units of ``share``, in their order, into micro-batches of ``micro_batch_size`` rows."""
     bins: list[list[int]] = []
     rows = micro_batch_size
     for unit in share.tolist():
@@ -216,11 +222,11 @@ def _by_rows(units: _Units, share: np.ndarray, micro_batch_size: int) -> list[li
 
 
 def _pieces(units: _Units, share: np.ndarray, max_tokens: int) -> list[tuple[int, list[int]]]:
-    """The clumps of ``share``, as (-size, units) of each piece. Clumps above ``max_tokens`` are cut where they share
-    least.
+    """(-size, units) of each piece of the clumps of ``share``. Clumps larger than ``max_tokens`` are cut at their
+    shortest shared prefixes.
 
-    A size is the larger of tree tokens and response tokens. Equal responses have the same tree tokens, but each
-    response has its own log-probs.
+    The size is the larger of tree tokens and response tokens. Response tokens count too, because equal responses share
+    their tree tokens, but each response has its own log-probs.
     """
     shared = units.shared(share)
     steps = np.concatenate([[0], np.cumsum(units.tokens[share] - shared)]).tolist()
@@ -248,8 +254,8 @@ def _pieces(units: _Units, share: np.ndarray, max_tokens: int) -> list[tuple[int
 
 
 def _connected(*ids: np.ndarray) -> np.ndarray:
-    """[rows] the first row of each row's group. Rows are in one group if they share an id in any column, directly or
-    through other rows."""
+    """[rows] the first row of each row's group. Two rows are in one group if they have an equal id in any column, or if
+    a chain of such rows connects them."""
     labels = np.arange(len(ids[0]))
     inverses = [np.unique(column, return_inverse=True)[1] for column in ids]
     while True:
@@ -265,13 +271,13 @@ def _connected(*ids: np.ndarray) -> np.ndarray:
 class Prefixes:
     """The shared prefixes of the n rows of a table.
 
-    ``rank``: [n] int64, the place of each row among the sorted rows. ``shared``: [n] int32, by rank, the tokens that a
-    row shares with the row before it (0 for the first row).
+    ``rank``: [n] int64, the index of each row among the sorted rows. ``shared``: [n] int32, for each sorted row, the
+    number of tokens that it shares with the sorted row before it (0 for the first row).
     """
 
     def __init__(self, rank: np.ndarray, shared: np.ndarray) -> None:
         self.rank, self.shared = rank, shared.astype(np.int32)
-        # _smallest[k, i]: the smallest of the 2^k values from i on, so that any range is covered by two of them
+        # _smallest[k][i]: the smallest of the 2^k values from i on. Two such values give the smallest of any range
         self._smallest = [self.shared]
         for width in 2 ** np.arange(max(len(rank), 1).bit_length() - 1):
             before, after = self._smallest[-1][:-width], self._smallest[-1][width:]
@@ -279,7 +285,8 @@ class Prefixes:
 
     @classmethod
     def of(cls, table: SampleTable, *, shares: bool, shortest: int = SHORTEST) -> Prefixes:
-        """The prefixes of the rows of ``table``; none unless ``shares``. The first call for a table computes them."""
+        """The shared prefixes of ``table``. If ``shares`` is False, rows share nothing. The result is computed once for
+        each table."""
         known = _prefixes.setdefault(table, {})
         key = shortest if shares else 0
         if key not in known:
@@ -288,8 +295,8 @@ class Prefixes:
         return known[key]
 
     def between(self, first: np.ndarray, last: np.ndarray) -> np.ndarray:
-        """[m] int64: the tokens that all rows from rank ``first`` [m] to rank ``last`` [m] share. ``first`` <
-        ``last``."""
+        """[m] int64: the number of tokens that all rows from rank ``first`` [m] to rank ``last`` [m] share. ``first``
+        must be less than ``last``."""
         level = np.frexp(last - first)[1] - 1
         tokens = np.zeros(len(first), np.int64)
         for k in np.unique(level):
@@ -299,9 +306,11 @@ class Prefixes:
         return tokens
 
     def within(self, rows: np.ndarray, parts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """``rows`` [m] sorted by part and then by token ids, and the tokens that each row shares with the one before it
-        in its part: an index into ``rows`` [m], and [m] int64. ``parts``: [m] int64, the part of each row, such as its
+        """Sort ``rows`` [m] by part and then by token ids. ``parts``: [m] int64, the part of each row, such as its
         micro-batch.
+
+        Returns an index [m] into ``rows``, and [m] int64: the number of tokens that each row shares with the row before
+        it in its part.
         """
         ranks = self.rank[rows]
         order = np.lexsort((ranks, parts))
@@ -311,20 +320,21 @@ class Prefixes:
         return order, shared
 
 
-# the prefixes by table, and by `shortest` or 0; they are kept because every pass of a rollout needs them
+# table -> `shortest` (0: nothing is shared) -> prefixes. A cache, because every pass of a rollout needs the prefixes
 _prefixes: WeakKeyDictionary[SampleTable, dict[int, Prefixes]] = WeakKeyDictionary()
 
 
 def _sorted(table: SampleTable) -> tuple[np.ndarray, np.ndarray]:
-    """The rows sorted by token ids, and the length of the prefix that each shares with the one before it.
+    """The rows sorted by token ids, and the length of the prefix that each row shares with the row before it.
 
-    All rows that are still equal are compared one chunk of tokens at a time. A row whose neighbours differ drops out.
-    So every shared token is read about once, and few of the tokens after it.
+    All rows that are still equal are compared one chunk of tokens at a time. A row that differs from its neighbours is
+    not compared any further. So every shared token is read about once, and few other tokens are read.
     """
     rows = len(table)
     order, common = np.arange(rows), np.zeros(rows, np.int64)
     lengths = table.total_lengths
-    # places in `order` of the rows that are alike so far, and the run of such rows that each is in
+    # positions in `order` of the rows that are equal to a neighbour so far. Equal rows form a run; `runs` has the
+    # number of each row's run
     places, runs = np.arange(rows), np.zeros(rows, np.int64)
     depth, size = 0, 16
     while len(places) > 1:
@@ -337,12 +347,12 @@ def _sorted(table: SampleTable) -> tuple[np.ndarray, np.ndarray]:
             keys = np.ascontiguousarray(np.concatenate([runs[mixed, None], tokens[mixed]], axis=1).astype(">u4"))
             by_key = mixed[np.argsort(keys.view(f"S{keys.shape[1] * 4}")[:, 0], kind="stable")]
             order[places[mixed]], tokens[mixed] = order[places[by_key]], tokens[by_key]
-        linked = np.flatnonzero(np.diff(runs) == 0) + 1  # to the one before
+        linked = np.flatnonzero(np.diff(runs) == 0) + 1  # rows in the same run as the row before
         differ = tokens[linked] != tokens[linked - 1]
         parted = differ.any(1)
         length = lengths[order[places[linked]]]
         common[places[linked]] = np.where(parted, depth + differ.argmax(1), length)
-        on = linked[~parted & (length >= depth + size)]  # one that ends here is a row of zeros in the next chunk
+        on = linked[~parted & (length >= depth + size)]  # a row that ends here has only zeros in the next chunk
         stays = np.zeros(len(places), bool)
         stays[on] = stays[on - 1] = True
         begins = np.ones(len(places), bool)
@@ -354,7 +364,7 @@ def _sorted(table: SampleTable) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _chunk(table: SampleTable, rows: np.ndarray, depth: int, size: int) -> np.ndarray:
-    """[m, size] int64 the token ids of ``rows`` [m] from ``depth`` on, plus 1; 0 after the end of a row."""
+    """[m, size] int64: (token id + 1) of ``rows`` [m] from ``depth`` on; 0 after the end of a row."""
     tokens = np.zeros((len(rows), size), np.int64)
     at = np.nonzero(depth + np.arange(size) < table.total_lengths[rows, None])
     tokens[at] = tokens_at(table, rows[at[0]], depth + at[1]) + 1
@@ -362,7 +372,7 @@ def _chunk(table: SampleTable, rows: np.ndarray, depth: int, size: int) -> np.nd
 
 
 def tokens_at(table: SampleTable, rows: np.ndarray, depths: np.ndarray) -> np.ndarray:
-    """[m] int64 the token ids at ``depths`` [m], counted from the start of the prompt, of ``rows`` [m]."""
+    """[m] int64 the token ids of ``rows`` [m] at ``depths`` [m]. Depths count from the start of the prompt."""
     offsets, prompts = table.response_offsets[rows], np.diff(table.prompt_offsets)[rows]
     tokens, first = np.empty(len(rows), np.int64), depths < prompts
     tokens[first] = table.prompt_tokens[(table.prompt_offsets[rows] + depths)[first]]
@@ -371,13 +381,14 @@ def tokens_at(table: SampleTable, rows: np.ndarray, depths: np.ndarray) -> np.nd
 
 
 def _branches(common: np.ndarray, shortest: int) -> np.ndarray:
-    """[n] the tokens that neighbours share: ``common`` [n] lowered to branches that are at least ``shortest`` apart.
+    """[n] the number of tokens that neighbours share: ``common`` [n], reduced to branches that are at least
+    ``shortest`` tokens apart.
 
-    It works from the root down. Rows whose common prefix is shorter than a branch plus ``shortest`` part at that
-    branch. The other rows stay together up to the next branch, which is the shortest common prefix among them.
+    The loop goes from the root down. If the common prefix of two rows is shorter than a branch plus ``shortest``, they
+    separate at this branch. The other rows stay together up to the next branch, the shortest common prefix among them.
     """
     shared = np.zeros(len(common), np.int64)
-    links = np.arange(1, len(common))  # between a row and the one before it
+    links = np.arange(1, len(common))  # links between a row and the row before it
     branch = np.zeros(len(links), np.int64)
     while len(links):
         parts = common[links] < branch + shortest

@@ -1,4 +1,4 @@
-"""`--use-pytorch-profiler` and `--record-memory-history`: files that show where a rank's time and GPU memory went."""
+"""`--use-pytorch-profiler` and `--record-memory-history`: files about the time and the GPU memory that a rank uses."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ TARGETS = {
     "actor_train": "train_actor",
     **dict.fromkeys(["log_probs", "ref_log_probs", "teacher_log_probs", "token_stats"], "train_log_probs"),
 }
-# allocations and frees that CUDA's allocator remembers, as in slime
+# number of allocations and frees that CUDA's allocator records, as in slime
 HISTORY = 1_000_000
 
 
 class Profiler:
-    """Profiles the training of some rollouts on one rank, and records the history of its GPU memory, if flags ask for
-    it.
+    """Profiles the training on some rollouts on one rank, and records the history of the rank's GPU memory. Flags turn
+    both on.
 
-    It writes ``profile/{target}-{rollout}-rank{rank}.json.gz`` in the run folder, traces for Perfetto, and
-    ``memory-rank{rank}.pickle`` in ``--memory-snapshot-dir``, for pytorch.org/memory_viz.
+    Traces for Perfetto are in ``profile/{target}-{rollout}-rank{rank}.json.gz`` in the run folder. The memory history,
+    for pytorch.org/memory_viz, is in ``memory-rank{rank}.pickle`` in ``--memory-snapshot-dir``.
     """
 
     def __init__(self, args: ProfilingArgs, rank: int) -> None:
@@ -45,8 +45,8 @@ class Profiler:
 
     @contextmanager
     def rollout(self, rollout_id: int) -> Iterator[None]:
-        """A context for the training on a rollout. It is profiled if `--profile-rollouts` or its window selects the
-        rollout."""
+        """A context for the training on a rollout. The training is profiled if `--profile-rollouts`, or else
+        `--profile-step-start` and `--profile-step-end`, select this rollout."""
         args = self.args
         if args.use_pytorch_profiler and rollout_id in args.profiled_rollouts:
             self._rollout = rollout_id
@@ -60,10 +60,10 @@ class Profiler:
 
     @contextmanager
     def of_pass(self, name: str) -> Iterator[None]:
-        """A context for a pass of that training, such as ``log_probs``. It is profiled if `--profile-target` selects
-        it."""
+        """A context for a pass of the training, such as ``log_probs``. The pass is profiled if `--profile-target`
+        selects it."""
         targets = self.args.profile_target
-        # a profiler cannot start while another one runs, which also records this pass
+        # a profiler cannot start while the profiler of train_overall runs, which records this pass too
         with self._recorded(name) if "train_overall" not in targets and TARGETS.get(name) in targets else nullcontext():
             yield
 
@@ -79,7 +79,7 @@ class Profiler:
         if self._rollout is None:
             yield
             return
-        # what slime records
+        # slime records the same things
         with profile(record_shapes=True, profile_memory=True, with_stack=True, with_flops=True) as recorded:
             yield
         self._folder.mkdir(parents=True, exist_ok=True)

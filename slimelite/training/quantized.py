@@ -1,5 +1,5 @@
-"""Frozen linear layers in 4 bits, as in QLoRA (arXiv:2305.14314): NF4 in blocks of 64, whose scales are quantized too.
-bitsandbytes computes with them, on GPUs and on CPUs.
+"""Frozen linear layers in 4 bits, as in QLoRA (arXiv:2305.14314). The format is NF4 in blocks of 64 numbers. The scales
+of the blocks are quantized too. bitsandbytes computes with these weights on GPUs and on CPUs.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from bitsandbytes.functional import QuantState
 
-# numbers that share a scale, and scales that share one
+# BLOCK weights share a scale. The scales are quantized too, and SCALES of them share a scale
 BLOCK, SCALES = 64, 256
-# buffers of a quantized layer: rank 0 alone has computed them
+# buffers of a quantized layer, which rank 0 computes
 STATE = ("absmax", "scales", "offset")
-# attribute of a parameter without data: where it stands in files, see `models.sources`
+# attribute of a parameter without data: its position in the files, see `models.sources`
 SOURCE = "_slimelite_source"
 
 
 class FrozenLinear(nn.Linear):
-    """W x + b with a frozen W. After `quantize` W has 4 bits, and ``weight`` is uint8 [out, in / 2].
+    """W x + b with a frozen W. After `quantize`, W has 4 bits, and ``weight`` is uint8 [out, in / 2].
 
-    The two numbers of a byte are neighbours in a row, so FSDP can shard the weight by rows like any other weight.
+    The two numbers in a byte are neighbours in a row of W. So FSDP can shard the weight by rows like any other weight.
     """
 
     absmax: Tensor
@@ -39,12 +39,12 @@ class FrozenLinear(nn.Linear):
 
     @property
     def outline(self) -> Tensor:
-        """A tensor [out, in] without data, with the shape of the weight that the layer computes with."""
+        """A tensor [out, in] without data. It has the shape of the dequantized weight."""
         return torch.empty(self.out_features, self.in_features, device="meta")
 
     @torch.no_grad()
     def quantize(self) -> None:
-        """Quantize the weight to 4 bits. A weight on the meta device only gets the shapes."""
+        """Quantize the weight to 4 bits. On the meta device, only the shapes and dtypes change."""
         count, device = self.weight.numel(), self.weight.device
         packed = torch.empty(self.out_features, self.in_features // 2, dtype=torch.uint8, device=device)
         blocks = -(-count // BLOCK)
@@ -67,8 +67,8 @@ class FrozenLinear(nn.Linear):
 
     @torch.no_grad()
     def quantized(self, weight: Tensor) -> Tensor:
-        """[out, in / 2] the bytes of the whole fp32 ``weight``. This layer's own weight is elsewhere or sharded; it
-        gets the scales."""
+        """[out, in / 2] the fp32 ``weight``, quantized. The buffers of this layer get its scales. The parameter of this
+        layer, which may be sharded, is not changed."""
         alone = FrozenLinear(self.in_features, self.out_features, bias=False, device="meta")
         alone.weight = nn.Parameter(weight, requires_grad=False)
         alone.quantize()
@@ -77,7 +77,7 @@ class FrozenLinear(nn.Linear):
         return alone.weight
 
     def product(self, x: Tensor) -> Tensor:
-        """[..., out] from [..., in]. The backward pass dequantizes the weight again."""
+        """W x + b [..., out] of ``x`` [..., in]. The backward pass dequantizes the weight again."""
         if not self.is_quantized:
             return F.linear(x, self.weight, self.bias)
         from bitsandbytes import matmul_4bit
@@ -86,11 +86,11 @@ class FrozenLinear(nn.Linear):
         return result
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., out] from [..., in]."""
+        """W x + b [..., out] of ``x`` [..., in]."""
         return self.product(x)
 
     def dequantized(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
-        """[out, in] the weight that the layer computes with, from the whole packed ``weight``."""
+        """[out, in] the dequantized weight. ``packed``: the whole ``weight`` [out, in / 2]."""
         from bitsandbytes.functional import dequantize_4bit
 
         result: Tensor = dequantize_4bit(packed.reshape(-1, 1), self._state(packed.device, dtype))
@@ -116,7 +116,7 @@ class FrozenLinear(nn.Linear):
 
 @cache
 def _tables() -> tuple[Tensor, Tensor]:
-    """The values of NF4's 16 codes, and of the 256 codes of its scales."""
+    """The values of the 16 codes of NF4, and of the 256 codes of the quantized scales."""
     from bitsandbytes.functional import quantize_4bit
 
     _, state = quantize_4bit(torch.ones(BLOCK), blocksize=BLOCK, compress_statistics=True, quant_type="nf4")

@@ -1,14 +1,14 @@
-"""Layers that carry a state from token to token, on a tree of shared prefixes.
+"""Layers with a state that goes from token to token, such as Mamba, on a tree of shared prefixes.
 
 In transformers, linear attention, state-space layers and short convolutions compute a row from its first token on. If
-rows are laid end to end, the second row would silently start from the first row's state. Here their projections, norms
-and gates are unchanged and run over all tokens at once. The part that goes from token to token runs level by level of
-the tree (`PackedSequences.levels`): the nodes of a level are a batch, and each starts from the last state of its
-parent.
+rows were packed one after the other, the second row would start from the first row's state, without an error. This file
+does not change the projections, norms and gates of these layers, which run over all tokens at once. It replaces the
+part that goes from token to token. This part runs level by level of the tree (`PackedSequences.levels`). The nodes of a
+level are a batch, and each node starts from the last state of its parent.
 
-The table `KINDS` says by which attributes such a module is recognised, and which part of it is replaced.
-`slimelite.training.packing` checks before a run that the result equals transformers' own, whatever the module's name
-is.
+The table `KINDS` has the attributes by which such a module is recognized, and the function that replaces its part. The
+name of the module does not matter. Before a run, `slimelite.training.packing` checks that the results equal those of
+transformers.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from slimelite.models.scans import (
 )
 from slimelite.training.batch import sequences_of_pass
 
-# (inputs [n, L, ...] and a state [n, ...] or None) -> result [n, L, ...] and the last state
+# (inputs [n, L, ...], state [n, ...] or None) -> (result [n, L, ...], last state)
 Scan = Callable[..., tuple[Tensor, Tensor]]
 Kernel = Callable[..., Any]
 
 
 def over_tree(scan: Scan, *inputs: Tensor) -> Tensor:
-    """[rows, L, ...]: the result of ``scan`` on ``inputs`` [rows, L, ...] of the running forward pass."""
+    """[rows, L, ...] the result of ``scan`` for ``inputs`` [rows, L, ...] of the current forward pass."""
     sequences, shape = sequences_of_pass(), inputs[0].shape[:2]
     flat = [_and_zero(x.flatten(0, 1)) for x in inputs]
     results: list[Tensor] = []
@@ -61,7 +61,8 @@ def over_tree(scan: Scan, *inputs: Tensor) -> Tensor:
 
 
 def causal_convolution(conv: nn.Conv1d, x: Tensor) -> Tensor:
-    """[rows, channels, L] from [rows, channels, L]. The kernel sees each token and the tokens before it on its path."""
+    """[rows, channels, L] the convolution of ``x`` [rows, channels, L]. The kernel reads a token and the tokens before
+    it on its path in the tree."""
     return _convolution(x, conv.weight, conv.bias)
 
 
@@ -74,25 +75,25 @@ def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _and_zero(x: Tensor) -> Tensor:
-    """[T + 1, ...]: the tokens and one of zeros after them, which stands for padding."""
+    """[T + 1, ...] ``x`` followed by zeros for one token, which is used as padding."""
     return torch.cat([x, x.new_zeros(1, *x.shape[1:])])
 
 
 def _gated_delta(mixer: Any) -> None:
-    """Qwen3-Next, Qwen3.5, OLMo Hybrid. The module calls a kernel that it has as an attribute, and one or three
-    convolutions."""
+    """Replace parts of a module of Qwen3-Next, Qwen3.5 or OLMo Hybrid: the attribute with its kernel, and its one or
+    three convolutions."""
     mixer.chunk_gated_delta_rule = partial(_gated_delta_kernel, mixer.chunk_gated_delta_rule)
     mixer.causal_conv1d_fn = None
     parts: list[Any] = [part for part in mixer.children() if isinstance(part, nn.Conv1d)]
     for conv in parts:
-        # a subclass takes [tokens, channels] instead, and has an activation and a state; nobody reads the state here
+        # a subclass of Conv1d takes [tokens, channels], has an activation, and also returns a state, which is not used
         own = type(conv) is not nn.Conv1d
         conv.forward = partial(_activated if own else causal_convolution, conv)
 
 
 def _gated_delta_of_file(mixer: Any) -> None:
-    """The same in transformers 5.23, where the module calls functions of its file. Its forward pass gets other
-    functions."""
+    """Do the same as `_gated_delta` for transformers 5.23, where the module calls functions of its file. Its forward
+    method gets a copy with other functions."""
     forward = inspect.unwrap(type(mixer).forward)
     functions = {
         CHUNKED_RULE: partial(_gated_delta_kernel, forward.__globals__[CHUNKED_RULE]),
@@ -113,7 +114,7 @@ def _activated_convolution(
 def _gated_delta_kernel(
     kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, **_: object
 ) -> tuple[Tensor, None]:
-    # fla's kernel takes a state for each sequence and gives its gradient; it does not compute in fp32
+    # fla's kernel takes a state for each sequence, and computes the gradient of the state. It does not support fp32
     fused = query.is_cuda and query.dtype != torch.float32 and not kernel.__module__.startswith("transformers")
     return over_tree(partial(_by_kernel, kernel) if fused else gated_delta_rule, query, key, value, g, beta), None
 
@@ -121,7 +122,7 @@ def _gated_delta_kernel(
 def _by_kernel(
     kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """`gated_delta_rule`, computed by a kernel of fla or by transformers' function, which has the same arguments."""
+    """`gated_delta_rule`, computed by a kernel of fla or by transformers' function. Both have the same arguments."""
     options = {"initial_state": state, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
     result, last = kernel(query, key, value, g=g, beta=beta, **options)
     return result, last
@@ -132,13 +133,13 @@ def _activated(conv: nn.Conv1d, hidden_states: Tensor, **_: object) -> tuple[Ten
 
 
 def _mamba_2(mixer: Any) -> None:
-    """Mamba-2, Bamba, Granite-4, Nemotron-H, Falcon-H1, Zamba2."""
+    """Replace the forward method of a Mamba-2 layer: Mamba-2, Bamba, Granite-4, Nemotron-H, Falcon-H1, Zamba2."""
     kernel = _kernel_of(mixer, "mamba_chunk_scan_combined")
     mixer.forward = partial(_mamba_2_forward, mixer, kernel)
 
 
 def _mamba_2_forward(mixer: Any, kernel: Kernel | None, hidden_states: Tensor, *_: object, **__: object) -> Tensor:
-    """[rows, L, d] from [rows, L, d]."""
+    """[rows, L, d] the layer's output for ``hidden_states`` [rows, L, d]."""
     states = mixer.n_groups * mixer.ssm_state_size
     projected = mixer.in_proj(hidden_states * getattr(mixer, "ssm_in_multiplier", 1))
     if hasattr(mixer, "mup_vector"):  # Falcon-H1
@@ -159,8 +160,8 @@ def _mamba_2_forward(mixer: Any, kernel: Kernel | None, hidden_states: Tensor, *
 
 
 def _step_limits(mixer: Any, kernel: Kernel | None) -> tuple[float, float]:
-    """The lower and upper limit of a step size. Without kernels, Nemotron-H and Zamba2 of transformers 5.12 read
-    another field."""
+    """The lower and upper limit of a step size. In transformers 5.12, Nemotron-H and Zamba2 take the limit from another
+    field if they run without kernels."""
     if kernel is None and hasattr(mixer, "use_mem_eff_path") and hasattr(mixer, "time_step_min"):
         return mixer.time_step_min, torch.inf
     return mixer.time_step_limit or (0.0, torch.inf)
@@ -169,20 +170,20 @@ def _step_limits(mixer: Any, kernel: Kernel | None) -> tuple[float, float]:
 def _duality_by_kernel(
     kernel: Kernel, size: int, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """`state_space_duality`, computed by the kernel of mamba-ssm, whose states have their own layout."""
+    """`state_space_duality`, computed by the kernel of mamba-ssm. Its states have another layout."""
     result, last = kernel(x, dt, a, b, c, chunk_size=size, initial_states=state, return_final_states=True)
     return result, last
 
 
 def _mamba_1(mixer: Any) -> None:
-    """Mamba, Falcon Mamba, Jamba."""
+    """Replace the forward method of a Mamba-1 layer: Mamba, Falcon Mamba, Jamba."""
     mixer.forward = partial(_mamba_1_forward, mixer, mixer.forward)
 
 
 def _mamba_1_forward(
     mixer: Any, own: Callable[..., Tensor], hidden_states: Tensor, *args: object, **kwargs: object
 ) -> Tensor:
-    """[rows, L, d] from [rows, L, d]."""
+    """[rows, L, d] the layer's output for ``hidden_states`` [rows, L, d]."""
     if hidden_states.is_cuda and stateless_kernel(mixer):
         return own(hidden_states, *args, **kwargs)
     x, gate = mixer.in_proj(hidden_states).chunk(2, -1)
@@ -200,14 +201,14 @@ def _mamba_1_forward(
 
 
 def _mamba_1_of_heads(mixer: Any) -> None:
-    """Zamba."""
+    """Replace the forward method of a Mamba-1 layer with heads: Zamba."""
     mixer.forward = partial(_mamba_1_of_heads_forward, mixer, mixer.forward)
 
 
 def _mamba_1_of_heads_forward(
     mixer: Any, own: Callable[..., Tensor], hidden_states: Tensor, *args: object, **kwargs: object
 ) -> Tensor:
-    """[rows, L, d] from [rows, L, d]."""
+    """[rows, L, d] the layer's output for ``hidden_states`` [rows, L, d]."""
     if hidden_states.is_cuda and stateless_kernel(mixer):
         return own(hidden_states, *args, **kwargs)
     x, gate = mixer.in_proj(hidden_states).unflatten(-1, (-1, 2)).unbind(-1)
@@ -223,7 +224,7 @@ def _mamba_1_of_heads_forward(
 
 
 def _real_gated_unit(block: Any) -> None:
-    """RecurrentGemma."""
+    """Replace the convolution and the scan of a recurrent block of RecurrentGemma."""
     block.conv_1d.forward = partial(causal_convolution, block.conv_1d)
     block.rg_lru._rnn_scan = _real_gated_scan
 
@@ -233,7 +234,7 @@ def _real_gated_scan(hidden_states: Tensor, recurrent_gate: Tensor, reset: Tenso
 
 
 def _matrix_memory(backend: Any) -> None:
-    """xLSTM."""
+    """Replace the forward method of an mLSTM layer of xLSTM."""
     backend.forward = partial(_matrix_memory_forward, backend.config.eps)
 
 
@@ -247,11 +248,12 @@ def _matrix_memory_forward(
     c_initial: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """[rows, heads, L, V] from queries, keys and values [rows, heads, L, K or V] and gates [rows, heads, L]."""
+    """[rows, heads, L, V] the output of mLSTM for queries and keys [rows, heads, L, K], values [rows, heads, L, V] and
+    gates [rows, heads, L]."""
     if c_initial is not None:
         raise ValueError(
-            "xlstm computes more tokens than max_inference_chunksize of its config.json without gradients; "
-            "lower --max-tokens-per-gpu"
+            "without gradients, xlstm cannot compute more tokens at once than max_inference_chunksize of its "
+            "config.json; use a smaller --max-tokens-per-gpu"
         )
     parts = (query, key, value, F.logsigmoid(_exact(fgate)), _exact(igate).exp())
     return over_tree(partial(_read_memory, eps), *(x.transpose(1, 2) for x in parts)).transpose(1, 2), None
@@ -262,24 +264,24 @@ def _read_memory(eps: float, *inputs: Any) -> tuple[Tensor, Tensor]:
 
 
 def _short_convolution(mixer: Any) -> None:
-    """LFM2."""
+    """Replace the forward method of a short convolution of LFM2."""
     mixer.forward = partial(_short_convolution_forward, mixer)
 
 
 def _short_convolution_forward(mixer: Any, hidden_states: Tensor, *_: object, **__: object) -> Tensor:
-    """[rows, L, d] from [rows, L, d]."""
+    """[rows, L, d] the layer's output for ``hidden_states`` [rows, L, d]."""
     before, after, x = mixer.in_proj(hidden_states).chunk(3, -1)
     result: Tensor = mixer.out_proj(after * causal_convolution(mixer.conv, (before * x).mT).mT)
     return result
 
 
 def _lightning_attention(mixer: Any) -> None:
-    """Give the lightning attention of MiniMax the forward pass that takes a state."""
+    """Replace the forward method of a lightning attention layer of MiniMax."""
     mixer.forward = partial(_lightning_attention_forward, mixer)
 
 
 def _lightning_attention_forward(mixer: Any, hidden_states: Tensor, *_: object, **__: object) -> tuple[Tensor, None]:
-    """[rows, L, d] from [rows, L, d]."""
+    """[rows, L, d] the layer's output for ``hidden_states`` [rows, L, d]."""
     mixed = mixer.act_fn(mixer.qkv_proj(hidden_states)).unflatten(-1, (mixer.num_attention_heads, -1))
     query, key, value = mixed.chunk(3, -1)
     g = -_exact(mixer.slope_rate[:, 0, 0]).expand(*mixed.shape[:3])
@@ -288,13 +290,13 @@ def _lightning_attention_forward(mixer: Any, hidden_states: Tensor, *_: object, 
 
 
 def stateless_kernel(module: nn.Module) -> str:
-    """The kernel that computes this module on a GPU, if it cannot start a sequence from a state; else ""."""
+    """The name of the kernel that computes this module on a GPU, if the kernel does not take a state; else ""."""
     one = any(all(hasattr(module, name) for name in names) for names in (MAMBA_1, MAMBA_1_OF_HEADS))
     return "selective_scan_fn of mamba-ssm" if one and _kernel_of(module, "selective_scan_fn") is not None else ""
 
 
 def _kernel_of(module: nn.Module, name: str) -> Kernel | None:
-    """A kernel for GPUs that transformers has loaded for this module, if it is installed."""
+    """The kernel ``name`` for GPUs that transformers has loaded for this module; None if it is not installed."""
     return getattr(sys.modules.get(type(module).__module__), name, None)
 
 
@@ -308,10 +310,10 @@ class Kind:
     """A kind of module with a state.
 
     Args:
-        name: for people.
-        attributes: the attributes that such a module has and others do not.
-        take_over: replaces the part of the module that goes from token to token.
-        function: a function of its file that its forward pass must call as well; "": none.
+        name: the usual name of such layers.
+        attributes: attributes that only modules of this kind have.
+        take_over: a function that replaces the part of a module that goes from token to token.
+        function: the name of a function that the module's forward method must also call; "": no such condition.
     """
 
     name: str
@@ -344,7 +346,7 @@ KINDS = (
 
 
 def take_over(model: nn.Module) -> list[nn.Module]:
-    """Let the layers of ``model`` that carry a state follow the layout of the forward pass. Returns these layers."""
+    """Let the layers of ``model`` that have a state follow the layout of the forward pass. Returns these layers."""
     modules = []
     for module in list(model.modules()):
         kind = next((kind for kind in KINDS if kind.is_of(module)), None)

@@ -1,4 +1,4 @@
-"""Log-probs over the token ids that an engine kept after top-p, top-k and min-p (`sample.Kept`)."""
+"""Log-probs over the kept ids: the token ids that top-p, top-k and min-p did not exclude (`sample.Kept`)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ class KeptIds:
     """The kept ids of R response tokens. They are padded one chunk of tokens at a time.
 
     Args:
-        ids: [sum of counts] int32, the ids of the first token, then of the second, and so on.
-        counts: [R]; 0: the token's log-prob is over the whole vocabulary.
+        ids: [sum of counts] int32, the kept ids of the first token, then of the second, and so on.
+        counts: [R], the number of kept ids of each token; 0: its log-prob is over the whole vocabulary.
     """
 
     def __init__(self, ids: np.ndarray, counts: np.ndarray, device: torch.device | str) -> None:
@@ -22,7 +22,7 @@ class KeptIds:
         self._starts, self._sizes = (torch.from_numpy(a).to(device) for a in (ends[:-1], np.diff(ends)))
 
     def chunk(self, rows: slice) -> KeptChunk | None:
-        """The kept ids of some tokens; None if none of these tokens has any."""
+        """The kept ids of the tokens ``rows``; None if these tokens have no kept ids."""
         longest = int(self._counts[rows].max(initial=0))
         if not longest:
             return None
@@ -45,10 +45,10 @@ class KeptChunk:
         torch.where(self.some, over, log_probs, out=log_probs)
 
     def gradient(self, logits: Tensor, grad: Tensor) -> Tensor:
-        """[rows, longest] the gradient of the kept ids' logits, from the gradient of log-probs [rows]. It leaves out
-        the target's own term.
+        """[rows, longest] the gradient of the kept ids' logits, without the term [j = y] of the target.
 
-        d log p_y / d logit_j = [j = y] - p_j, with p over the kept ids.
+        ``grad``: [rows], the gradient of the log-probs. d log p_y / d logit_j = [j = y] - p_j, with p over the kept
+        ids.
         """
         shares = self._kept(logits).softmax(-1).where(self.there, 0.0)
         return shares * -grad[:, None]

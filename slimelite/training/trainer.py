@@ -1,4 +1,4 @@
-"""One rank of training: a table of samples in, updated weights out."""
+"""One rank of training: it takes a table of samples, and updates the weights."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ logger = logging.getLogger(__name__)
 
 
 class Trainer(Learner[PolicyModel]):
-    """FSDP2 training of one policy. Methods are collective: every rank calls them with the same arguments.
+    """Trains one policy with FSDP2. Methods are collective: every rank calls them with the same arguments.
 
     Args:
         args: resolved arguments.
         rank, world_size: this trainer's rank, and the number of training ranks.
-        store: where several ranks meet.
+        store: the store with which several ranks form a process group; see `join_world`.
 
-    After training on a rollout it has the following, equal on every rank. ``step_metrics``: the ``train/*`` metrics of
-    each optimizer step. ``trained_columns``: see `TokenColumns.trained`. ``token_stats``: log-probs and entropies of
-    the response tokens, None with ``--token-stats none``.
+    After training on a rollout, the trainer has these attributes, which are equal on every rank. ``step_metrics``: the
+    ``train/*`` metrics of each optimizer step. ``trained_columns``: see `TokenColumns.trained`. ``token_stats``: the
+    log-probs and entropies of the response tokens; None with ``--token-stats none``.
 
     Raises:
-        ValueError: the arguments name no model, or ask for something that training does not support.
+        ValueError: the arguments do not name a model, or need something that training does not support.
     """
 
     def __init__(self, args: Args, *, rank: int = 0, world_size: int = 1, store: dist.Store | None = None) -> None:
@@ -78,7 +78,8 @@ class Trainer(Learner[PolicyModel]):
         world.wait_at_most(args.distributed_timeout_minutes)
         self.learners: list[Learner[LanguageModel]] = [self, *([self.critic] if self.critic else [])]
         self.memory = HostMemory(lambda: chain.from_iterable(each.tensors() for each in self.learners), world.device)
-        # for `begin_save`: its copies, and a group whose collectives are beside those of training
+        # for `begin_save`: its copies in host memory, and a process group of its own, because training also runs
+        # collectives
         pinned = world.device.type == "cuda"
         staging = StagingOptions(
             use_pinned_memory=pinned, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=pinned
@@ -90,13 +91,13 @@ class Trainer(Learner[PolicyModel]):
         if args.num_rollout is not None:
             self.set_num_rollout(args.num_rollout)
         self.timed = PassTimer(f"trainer_{rank}")
-        # of products on the device, by its data sheet [1/s]
+        # peak rate of matrix products on the device, from its data sheet [1/s]
         gpu = recognized(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
         self._rate = None if gpu is None else gpu.rate
         self._profiler = Profiler(args, rank) if args.use_pytorch_profiler or args.record_memory_history else None
         if args.use_pytorch_profiler and self._profiler is not None:
             self.timed.around = self._profiler.of_pass
-        self.servers: Transport | None = None  # the way to engines that are servers
+        self.servers: Transport | None = None  # sends weights to engines that are servers
         self.step_metrics: list[dict[str, float]] = []
         self.trained_columns: dict[str, np.ndarray] = {}
         self.token_stats: TokenStats | None = None
@@ -108,20 +109,20 @@ class Trainer(Learner[PolicyModel]):
         self._packed = not leaking
         readers = [part.model for part in (self, self.teacher, self.critic) if part is not None]
         self._vocab_size = min(model.hf.config.get_text_config().vocab_size for model in readers)
-        # micro-batches are planned for all models alike
+        # all models use the same plan of micro-batches
         self._shares = all(part.model.shares for part in parts)
         limits = PackingLimits(args.max_tokens_per_gpu if args.use_dynamic_batch_size else None, args.micro_batch_size)
         self.limits = PackingLimits(None, 1) if leaking else limits
         if leaking and self.world.rank == 0:
             logger.warning(
-                "%s is trained on one sequence per forward pass, because its layers may mix packed sequences: the "
-                "results are right, training is slower, and --micro-batch-size and --max-tokens-per-gpu have no "
+                "%s is trained on one sequence per forward pass, because its layers may mix packed sequences. The "
+                "results are correct, but training is slower, and --micro-batch-size and --max-tokens-per-gpu have no "
                 "effect",
                 " and ".join(sorted(leaking)),
             )
 
     def set_num_rollout(self, num_rollout: int) -> None:
-        """Set the number of rollouts of the run. Learning-rate schedules end there."""
+        """Set the number of rollouts of the run, after which the learning-rate schedules end."""
         self.args = replace(self.args, num_rollout=num_rollout)
         steps, waits = self.args.num_steps_per_rollout, 0
         if self.critic is not None:
@@ -132,10 +133,10 @@ class Trainer(Learner[PolicyModel]):
     def train(self, rollout_id: int, table: SampleTable) -> dict[str, float]:
         """Train on a rollout: one optimizer step for every ``--global-batch-size`` rollouts of the table.
 
-        If there is a critic, only the critic is trained in the first ``--num-critic-only-steps`` rollouts.
+        In the first ``--num-critic-only-steps`` rollouts, only the critic is trained, if there is one.
 
         Returns:
-            ``train/*`` (means over the steps), ``rollout/*`` and ``perf/*``, equal on every rank.
+            the metrics ``train/*`` (means over the steps), ``rollout/*`` and ``perf/*``, equal on every rank.
 
         Raises:
             ValueError: a row cannot be trained on.
@@ -166,14 +167,14 @@ class Trainer(Learner[PolicyModel]):
             return self._metrics(columns, computed, sums)
 
     def forward_backward(self, table: SampleTable) -> dict[str, float]:
-        """Add the gradient of ``table`` to the gradient of earlier calls. `optim_step` applies it. The whole table
-        counts as one optimizer step, whatever ``--global-batch-size`` is.
+        """Add the gradient of ``table`` to the gradient of earlier calls. `optim_step` applies the sum. The whole table
+        counts as one optimizer step, and ``--global-batch-size`` has no effect.
 
         Returns:
             the metrics of `train`, except those that `optim_step` returns.
 
         Raises:
-            ValueError: a row cannot be trained on, or a flag of the run needs whole rollouts.
+            ValueError: a row cannot be trained on, or a flag of the run only works with whole rollouts.
         """
         _check_splits(self.args)
         self.timed.restart()
@@ -186,13 +187,13 @@ class Trainer(Learner[PolicyModel]):
         return self._metrics(columns, computed, sums)
 
     def optim_step(self) -> dict[str, float]:
-        """Clip the gradient of `forward_backward`, and update the weights with it.
+        """Clip the gradient of `forward_backward`, and update the weights.
 
         Returns:
             ``train/grad_norm``, ``train/skipped_steps`` and the learning rates, equal on every rank.
 
         Raises:
-            ValueError: there is no gradient.
+            ValueError: `forward_backward` has not been called since the last step.
             FloatingPointError: see `Optimizers.step`.
         """
         if not self._losses:
@@ -209,22 +210,23 @@ class Trainer(Learner[PolicyModel]):
         sums: MetricSums,
         then: Callable[[Tensor], None],
     ) -> None:
-        """Compute the policy's gradient for each step from the rows in ``computed`` [n] bool. Then call ``then`` with
-        the loss (see `gradient`).
+        """Compute the policy's gradient of each step, then call ``then`` with the step's loss (see `gradient`).
+
+        ``computed``: [n] bool, the rows that are computed.
         """
         checked, schedule = self._checked, self._schedule(columns, computed)
         if normalizes(self.args):
             columns.normalize_correction(self.args)
         with self.timed("actor_train", self.model, columns.table, chain(*(step.micro_batches for step in schedule))):
             for sums.step, step in enumerate(schedule):
-                # the weights do not change before the first step: its own pass fills what no other pass has computed
+                # before the first step the weights do not change, so its pass also gives the missing old log-probs
                 scores = Scores(len(columns.mask), self.world) if sums.step == 0 else None
                 then(self.gradient(columns, step, sums, scores, checked=checked and sums.step == 0))
                 if scores is not None:
                     columns.fill("log_probs", scores.gather())
         if self._weights.parts:
             (columns.loss_weights,) = self._weights.gather()
-        # a first step without a trained token had nothing to check, so the next rollout's is checked
+        # if the first step had no trained token, nothing was checked. Then the next rollout's first step is checked
         self._fresh = self._fresh and not columns.table.mask_sums[columns.steps[0]].any()
 
     @property
@@ -237,7 +239,7 @@ class Trainer(Learner[PolicyModel]):
             raise ValueError(f"{verb}: the gradient of forward_backward would be lost; call optim_step first")
 
     def outcome(self) -> tuple[list[dict[str, float]], dict[str, np.ndarray], TokenStats | None]:
-        """``step_metrics``, ``trained_columns`` and ``token_stats`` of the last rollout trained on."""
+        """``step_metrics``, ``trained_columns`` and ``token_stats`` of the last rollout that was trained on."""
         return self.step_metrics, self.trained_columns, self.token_stats
 
     def gradient(
@@ -249,10 +251,11 @@ class Trainer(Learner[PolicyModel]):
         *,
         checked: bool = False,
     ) -> Tensor:
-        """Add up the gradients of one optimizer step, as `Learner.accumulate` does, and return its result.
+        """Compute the gradients of one optimizer step with `Learner.accumulate`, and return its result, the loss.
 
-        Results are added to ``sums``. ``scores``: in the rollout's first step, gets the log-probs and entropies that no
-        pass has computed before. ``checked``: run `check_first_step` on each micro-batch. It raises AssertionError.
+        The metrics are added to ``sums``. ``scores``: given only in the rollout's first step. It collects the log-probs
+        and entropies that no earlier pass has computed. ``checked``: run `check_first_step`, which may raise
+        AssertionError, on each micro-batch.
         """
 
         if self.args.loss.judged:
@@ -280,16 +283,17 @@ class Trainer(Learner[PolicyModel]):
         return total
 
     def _mismatch_kl(self, columns: TokenColumns, rows: np.ndarray) -> float:
-        """The mean log-ratio to the reference [nats] of a step's replies, each after the prompt of the next row.
+        """The mean log-ratio between policy and reference [nats] of a step's replies (arXiv:2402.01306, 4.1).
 
-        The replies are those with a trained token. The last one follows the first prompt (arXiv:2402.01306, 4.1). If
-        only one reply is left, there is no other prompt. The result is then 0, with a warning.
+        For this mean, each reply is paired with the prompt of the next row, and the last reply with the first prompt.
+        Only replies with a trained token are used. If there is only one such reply, there is no other prompt. Then the
+        result is 0, and a warning is logged.
         """
         rows = rows[columns.table.mask_sums[rows] > 0]
         if len(rows) == 1:
             logger.warning(
-                "a step of --loss-type kto_loss has one reply and no other prompt to measure the KL on, so its KL "
-                "counts as 0"
+                "a step of --loss-type kto_loss has only one reply, and the KL needs the prompt of another reply, so "
+                "the KL counts as 0; use a larger --global-batch-size"
             )
         if len(rows) < 2:
             return 0.0
@@ -304,8 +308,8 @@ class Trainer(Learner[PolicyModel]):
         return float(select(policy - reference, other.mask).double().sum() / len(rows))
 
     def log_probs(self, table: SampleTable, temperature: float | None = None) -> np.ndarray:
-        """[response tokens of the table] log-probs under the current weights, in the table's order. ``temperature``
-        None: the run's temperature.
+        """[response tokens of the table] the log-probs with the current weights, in the table's order. If
+        ``temperature`` is None, it is the run's temperature.
         """
         table = self._as_sampled(table)
         columns, rows = TokenColumns.from_table(table), np.flatnonzero(table.response_lengths)
@@ -316,19 +320,19 @@ class Trainer(Learner[PolicyModel]):
     def push_weights(
         self, target: weights.WeightSink | Sequence[ServerAddress] | None, version: int
     ) -> dict[str, float]:
-        """Send all weights to ``target``, a sink or servers, as weight version ``version``. They may be offloaded; see
-        `weights.push`.
+        """Send all weights to ``target``, a sink or servers, as weight version ``version``. The weights may be
+        offloaded; see `weights.push`.
         """
         if isinstance(target, Sequence):
-            assert self.servers is not None, "a trainer of a run whose engines are servers"
+            assert self.servers is not None, "this run has no connection to servers"
             target = self.servers.to(target)
         self.progress.weight_version = version
         size, alone = self.args.update_weight_buffer_size, self.args.sends_adapter
         return weights.push(self.model, self.world, target, version, size, self.memory, adapter_alone=alone)
 
     def get_weights(self) -> dict[str, Tensor]:
-        """All weights by Hugging Face name, on the CPU, in the optimizer's dtype. Ranks other than 0 return an empty
-        dict."""
+        """All weights by Hugging Face name, on the CPU, in the dtype of the optimizer. On other ranks than 0 the result
+        is empty."""
         everything: dict[str, Tensor] = {}
         size, model = self.args.update_weight_buffer_size, self.model
         for bucket in weights.buckets(model.named_weights(), size, memory=self.memory, filed=model.as_filed):
@@ -337,17 +341,18 @@ class Trainer(Learner[PolicyModel]):
         return everything
 
     def save(self, directory: str, rollout_id: int) -> Checksums:
-        """Write a checkpoint from which `load` resumes after rollout ``rollout_id``.
+        """Write a checkpoint. A run that loads it continues after rollout ``rollout_id``.
 
         Returns:
-            checksums of the files that this rank wrote.
+            the checksums of the files that this rank wrote.
         """
         with self._snapshots(rollout_id) as parts:
             return checkpoint.save_parts(Path(directory), parts)
 
     def begin_save(self, directory: str, rollout_id: int) -> None:
-        """Copy the state to host memory. The checkpoint is written from there while training goes on
-        (``--async-save``). A file `checkpoints.part_file` in ``directory`` says when this rank has finished.
+        """Copy the state to host memory. Then a thread writes the checkpoint while training goes on (``--async-save``).
+
+        When this rank has finished, it writes the file `checkpoints.part_file` in ``directory``.
         """
         assert self._stager is not None
         assert self._writers is not None
@@ -358,7 +363,8 @@ class Trainer(Learner[PolicyModel]):
 
     @contextmanager
     def _snapshots(self, rollout_id: int) -> Iterator[dict[str, checkpoint.Snapshot]]:
-        """The parts of a checkpoint, by their folder in it. The state must not change inside this block."""
+        """A context with the parts of a checkpoint, by their folder in the checkpoint. In this context the state must
+        not change."""
         with self._reference_weights() as reference:
             self.progress.rollout_id = rollout_id
             parts = {"": checkpoint.snapshot(self, reference)}
@@ -368,14 +374,14 @@ class Trainer(Learner[PolicyModel]):
             yield parts
 
     def checkpoint_size(self) -> int:
-        """About how many bytes a checkpoint of `save` takes: the parts of all ranks together."""
+        """The approximate size of a checkpoint of `save` [bytes], with the parts of all ranks."""
         with self._reference_weights() as reference:
             size = checkpoint.size(self, reference)
         return size + (checkpoint.size(self.critic) if self.critic else 0)
 
     def load(self, directory: str) -> int:
-        """Resume from a checkpoint, whatever number of ranks wrote it. Returns the id of the rollout after which it was
-        saved."""
+        """Resume from a checkpoint, which another number of ranks may have written. Returns the id of the rollout after
+        which it was saved."""
         with self._reference_weights() as reference:
             checkpoint.load(Path(directory), self, reference)
         if self.critic is not None:
@@ -401,18 +407,18 @@ class Trainer(Learner[PolicyModel]):
         )
 
     def offload(self) -> dict[str, float]:
-        """Move weights and optimizer state to host memory. With ``--fsdp-cpu-offload`` or on a CPU they are there
-        already."""
+        """Move the weights and the optimizer state to host memory. With ``--fsdp-cpu-offload`` or on a CPU, they are
+        already there, and nothing is moved."""
         self._check_no_gradient("offload")
         return self._move("sleep", self.memory.offload)
 
     def onload(self) -> dict[str, float]:
-        """Move weights and optimizer state back to the device."""
+        """Move the weights and the optimizer state back to the device."""
         return self._move("wake_up", self.memory.onload)
 
     def memory_used(self) -> float:
-        """Memory in use [GB, 1e9 bytes]. On a GPU it counts all processes, engines included; on a CPU, what is resident
-        in this process."""
+        """Memory in use [GB, 1e9 bytes]. With a GPU, it is the GPU memory of all processes, including engines. With a
+        CPU, it is the resident memory of this process."""
         if self.world.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.world.device)
             return (total - free) / 1e9
@@ -427,13 +433,13 @@ class Trainer(Learner[PolicyModel]):
         self.world.close()
 
     def _as_sampled(self, table: SampleTable) -> SampleTable:
-        """The table for log-probs of the distribution that its responses come from. If the responses are data, that is
-        the model's distribution, without temperature and truncation.
+        """The table with the columns that log-probs need. If the responses come from a data set, it has no kept ids,
+        because then log-probs are over the whole vocabulary.
         """
         return table if self.args.job.sampled else table.without_kept()
 
     def _columns(self, table: SampleTable, steps: list[np.ndarray]) -> TokenColumns:
-        """The columns of every token before the first step: weights, reference log-probs and advantages."""
+        """The columns that are known before the first step, such as weights, reference log-probs and advantages."""
         columns = TokenColumns.from_table(table, steps)
         self._weights = Scores(len(table.response_tokens), self.world)
         if self.args.use_opd and self.teacher is None:
@@ -446,8 +452,8 @@ class Trainer(Learner[PolicyModel]):
         return columns
 
     def _fill(self, columns: TokenColumns, todo: dict[str, np.ndarray], *, alike: bool = False) -> None:
-        """Run the passes ``todo`` (see `passes`). ``alike``: compute log-probs over the micro-batches of training, so
-        that they equal those of the first step to the bit.
+        """Run the passes ``todo`` (see `passes`). ``alike``: compute log-probs with the micro-batches of training. Then
+        they are bitwise equal to those of the first step.
         """
         for name, rows in todo.items():
             if alike and name == "log_probs":
@@ -458,8 +464,8 @@ class Trainer(Learner[PolicyModel]):
             self._pass(name, columns, dealt)
 
     def _pass(self, name: str, columns: TokenColumns, dealt: list[list[np.ndarray]]) -> None:
-        """Fill the columns of the pass ``name`` over the micro-batches ``dealt`` to each rank. The pass is timed and
-        counted."""
+        """Run the pass ``name`` on the micro-batches ``dealt`` to each rank, and fill its columns. `PassTimer` measures
+        the pass."""
         others = {"ref_log_probs": self.reference, "teacher_log_probs": self.teacher, "values": self.critic}
         source = others.get(name, self)
         assert source is not None
@@ -468,7 +474,7 @@ class Trainer(Learner[PolicyModel]):
             columns.fill(name, table_scores(model, columns, dealt, self.world, *options))
 
     def _schedule(self, columns: TokenColumns, computed: np.ndarray) -> list[Step]:
-        """The optimizer steps. In each, the rows that ``computed`` [n] bool selects are distributed to ranks."""
+        """The optimizer steps. In each step, the rows that ``computed`` [n] bool selects are distributed to ranks."""
         return [Step(rows, self._deal(columns.table, rows[computed[rows]])) for rows in columns.steps]
 
     def _deal(self, table: SampleTable, rows: np.ndarray, max_tokens: int | None = None) -> list[list[np.ndarray]]:
@@ -487,7 +493,9 @@ class Trainer(Learner[PolicyModel]):
         if seconds := metrics.get("perf/actor_train_time"):
             metrics["perf/actor_train_tok_per_s"] = int(columns.table.total_lengths[computed].sum()) / seconds
             metrics["perf/computed_rows_ratio"] = float(computed.mean())
-        if self.world.device.type == "cpu" and not self.args.job.local:  # in one process the engine uses it next
+        if (
+            self.world.device.type == "cpu" and not self.args.job.local
+        ):  # but not if the engine in this process uses the memory next
             return_freed_memory()
         return metrics
 
@@ -500,15 +508,15 @@ class Trainer(Learner[PolicyModel]):
 
 
 def _check(args: CriticArgs) -> None:
-    """Assert that ``use_reference`` and ``use_critic`` were derived if the loss needs these models."""
+    """Assert that ``use_reference`` and ``use_critic`` are True if the loss needs these models."""
     compares = args.job.sampled and (args.kl_coef or (args.use_kl_loss and args.kl_loss_coef))
-    assert args.use_reference or not compares, "a KL coefficient without a reference: use_reference was not derived"
+    assert args.use_reference or not compares, "a KL coefficient needs a reference, but use_reference is False"
     needs_critic = args.job.loss == "policy" and args.estimator.needs_critic
-    assert args.use_critic or not needs_critic, "an estimator without its critic: use_critic was not derived"
+    assert args.use_critic or not needs_critic, "the estimator needs a critic, but use_critic is False"
 
 
 def _check_splits(args: Args) -> None:
-    """Raise ValueError if a flag needs whole rollouts, so that `forward_backward` cannot be used."""
+    """Raise ValueError if `forward_backward` cannot be used, because a flag only works with whole rollouts."""
     flags = {
         "--advantage-estimator ppo": args.use_critic,
         "--ref-update-interval": args.ref_update_interval is not None,

@@ -1,4 +1,4 @@
-"""Sends the trainer's weights to the engines in buckets, and writes them to disk as a Hugging Face folder."""
+"""Sends the trainer's weights to the engines in buckets, and writes the weights to disk as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from slimelite.training.model import PolicyModel
 from slimelite.training.offload import HostMemory
 from slimelite.training.parallel import World
 
-# (name, whole weight) -> the tensors under the names in a model's files, such as `LanguageModel.as_filed`
+# a function (name, whole weight) -> {name in a model's files: tensor}, such as `LanguageModel.as_filed`
 Filed = Callable[[str, Tensor], Mapping[str, Tensor]]
 
 
@@ -44,14 +44,14 @@ def buckets(
     memory: HostMemory | None = None,
     filed: Filed = _as_it_is,
 ) -> Iterator[WeightBucket]:
-    """Whole weights, flattened together into buckets (collective). A bucket ends with the tensor that brings it to
-    ``size`` bytes. ``dtype``, ``device``: of the buckets. None: those of the weights, and each dtype has its own
-    buckets. ``memory``: the `HostMemory` with offloaded weights. ``filed``: gives a weight the names that it has in a
-    bucket.
+    """Whole weights, flattened and joined into buckets (collective). A bucket is complete when it has at least ``size``
+    bytes. ``dtype``, ``device``: of the buckets. None: those of the weights, and each dtype has its own buckets.
+    ``memory``: the `HostMemory` with offloaded weights. ``filed``: returns the tensors of a weight, with their names in
+    the bucket.
 
-    A tensor is never cut, because the loaders of SGLang and vLLM take whole tensors. A tensor that does not fit is
-    added anyway, and ends its bucket. If it started a new bucket instead, the larger matrices of a 32B model would be
-    sent one by one, because each is just over half of 512 MiB.
+    A tensor is never split, because the loaders of SGLang and vLLM take whole tensors. So the last tensor of a bucket
+    may exceed ``size``. If such a tensor started a new bucket, the larger matrices of a 32B model would be sent one by
+    one, because each is slightly larger than half of 512 MiB.
     """
     layout: list[list[tuple[str, Weight]]] = [[]]
     for name, weight in weights:
@@ -61,17 +61,18 @@ def buckets(
             layout.append([])
         layout[-1].append((name, weight))
     for part in filter(None, layout):
-        # no local name refers to the bucket, so that it can be freed before the next one is filled
+        # no local variable refers to the bucket, so it can be freed before the next bucket is filled
         like = frozen(part[0][1])
         yield _fill(part, dtype or like.dtype, device or like.device, memory, filed)
 
 
 @contextmanager
 def shareable() -> Iterator[None]:
-    """Memory that is allocated inside this block can be shared with another process through CUDA IPC.
+    """A context. GPU memory that is allocated in it can be shared with another process through CUDA IPC.
 
-    With expandable segments (``PYTORCH_CUDA_ALLOC_CONF``) this needs the system call pidfd_getfd, which containers
-    forbid. torch 2.13 then also takes new addresses for every bucket (pytorch/pytorch#165685, #186213).
+    The context turns off expandable segments (``PYTORCH_CUDA_ALLOC_CONF``). To share such segments, a process needs
+    the system call pidfd_getfd, which containers forbid. Besides, torch 2.13 takes new addresses of such segments for
+    every bucket (pytorch/pytorch#165685, #186213).
     """
     settings = _allocator_settings()
     if "expandable_segments:True" not in settings.replace(" ", ""):
@@ -85,8 +86,8 @@ def shareable() -> Iterator[None]:
 
 
 def _allocator_settings() -> str:
-    """The settings of the allocator for GPU memory. torch 2.11 has no function for them, but they come from the
-    environment."""
+    """The settings of the allocator for GPU memory. torch 2.11 does not have a function that returns them, so they are
+    read from the environment."""
     if settings := getattr(torch._C, "_accelerator_getAllocatorSettings", None):
         return str(settings())
     return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
@@ -102,7 +103,7 @@ def _fill(
     outlines = [filed(name, torch.empty(frozen(weight).shape, device="meta")) for name, weight in weights]
     shapes = {name: tuple(outline.shape) for part in outlines for name, outline in part.items()}
     if len(shapes) == 1 and device.type == "cpu" and not (memory and memory.away):
-        # no copy: an engine in this process reads the weight itself, and for others it is copied into the message
+        # no copy: an engine in this process reads the weight directly, and for other engines the message is a copy
         return WeightBucket([*shapes], [*shapes.values()], gathered(weights[0][1], dtype, device).reshape(-1))
     with shareable():
         flat = torch.empty(sum(map(math.prod, shapes.values())), dtype=dtype, device=device)
@@ -114,7 +115,7 @@ def _fill(
                 stack.enter_context(memory.present(part) if memory and memory.away else nullcontext())
             for piece, value in filed(name, gathered(tensor, dtype, device)).items():
                 places[piece].copy_(value)
-            del value  # beside the bucket only one gathered tensor is in memory
+            del value  # so only the bucket and one gathered tensor are in memory
     return bucket
 
 
@@ -128,21 +129,22 @@ def push(
     *,
     adapter_alone: bool = False,
 ) -> dict[str, float]:
-    """Send all weights through ``sink``, in the dtype that the trainer computes in (collective). Buffers of the model's
-    file are sent unchanged, because engines have them as parameters.
+    """Send all weights through ``sink``, in the dtype that the trainer computes in (collective). The buffers in the
+    model's files are sent too, in their own dtype, because engines have them as parameters.
 
-    With adapters, the weights that they change are merged and sent. The frozen weights are sent too until the engines
-    have them. ``adapter_alone``: send the adapters instead, in one bucket, in fp32 and under peft's names.
+    Adapters are merged into the weights that they change, and the results are sent. The other weights are frozen, and
+    are sent only until the engines have them. ``adapter_alone``: send only the adapters, in one bucket, in fp32, with
+    peft's names.
 
-    Only ranks that send through a sink need one (see `WeightSink`). Weights in ``memory`` are copied to the device one
-    at a time.
+    ``sink`` is None on ranks that do not send (see `WeightSink`). Weights in ``memory`` are copied to the device one at
+    a time.
 
     Returns:
-        ``perf/update_weights_bytes`` and ``perf/update_weights_buckets``.
+        the metrics ``perf/update_weights_bytes`` and ``perf/update_weights_buckets``.
     """
     if sink is not None and world.rank > 0 and not sink.every_rank:
         sink = None
-    # an exception of the sink is raised after the last gather; otherwise the other ranks would wait in the next gather
+    # an error of the sink is raised after the last gather, because the other ranks would wait in the next gather
     failure: Exception | None = None
     merged = set() if adapter_alone else {n for n, weight in model.named_weights() if isinstance(weight, Adapter)}
     partial = False
@@ -155,11 +157,11 @@ def push(
     if adapter_alone:
         kept = {}
         weights, dtype, bucket_bytes, filed = peft_weights(model.hf), torch.float32, sys.maxsize, _as_it_is
-    elif merged and world.all_reduce(torch.tensor(float(partial and world.rank == 0))):  # rank 0's answer, everywhere
+    elif merged and world.all_reduce(torch.tensor(float(partial and world.rank == 0))):  # all ranks use rank 0's answer
         weights, kept = ((name, weight) for name, weight in weights if name in merged), {}
     sent = count = 0
     of_weights = buckets(weights, bucket_bytes, dtype, world.device, memory, filed)
-    # a router's biases rounded to bf16 would choose other experts
+    # buffers keep their dtype: with biases rounded to bf16, a router would choose other experts
     for bucket in chain(of_weights, buckets(kept.items(), bucket_bytes, None, world.device)):
         if sink is not None and failure is None:
             try:
@@ -168,7 +170,7 @@ def push(
                 failure = error
         sent += bucket.flat.nbytes
         count += 1
-        del bucket  # before the next one is filled
+        del bucket  # free it before the next bucket is filled
     if failure is not None:
         raise failure
     if sink is not None:
@@ -192,9 +194,10 @@ def save_hf(
 ) -> None:
     """Write the config, weights, tokenizer files and the model card, README.md (collective; rank 0 writes).
 
-    ``tokenizer``: a folder or hub id whose tokenizer files are copied. ``describe``: writes the card. ``adapter``:
-    write only the adapters, with this config (see `peft_config`). ``dtype``: of the weights, see `saved_dtype`;
-    adapters have fp32. ``chats``: include the chat template; without one, programs complete texts.
+    ``tokenizer``: a folder or hub id whose tokenizer files are copied. ``describe``: a function that writes the card.
+    ``adapter``: write only the adapters, with this config (see `peft_config`). ``dtype``: of the weights, see
+    `saved_dtype`; adapters are always fp32. ``chats``: include the chat template. Without a template, other programs
+    use the model to complete text.
     """
     named: Iterable[tuple[str, Weight]] = model.named_weights() if adapter is None else peft_weights(model.hf)
     dtype = dtype if adapter is None else torch.float32
@@ -221,13 +224,13 @@ def save_hf(
             left.unlink()
         raise OSError(
             f"{directory}: the model cannot be written ({error}); {free_space(directory)} are free there after the "
-            "incomplete files were removed: make room or choose another folder for --save-hf"
+            "incomplete files were removed: free disk space or choose another folder for --save-hf"
         ) from error
 
 
 def saved_dtype(args: LoraArgs, world: World) -> torch.dtype:
-    """``--save-hf-dtype``; else the dtype in the config of the model that the run began from; else the dtype of
-    training."""
+    """The dtype of the weights in a saved model: ``--save-hf-dtype``, else the dtype in the config of the model that
+    the run started from, else the dtype of training."""
     if args.save_hf_dtype is not None:
         return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.save_hf_dtype]
     named = None if args.hf_checkpoint is None else load_config(args.hf_checkpoint).get_text_config().dtype
@@ -237,7 +240,8 @@ def saved_dtype(args: LoraArgs, world: World) -> torch.dtype:
 def _write_weights(
     directory: Path, model: PolicyModel, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype
 ) -> None:
-    """Write safetensors files of at most 5 GB, each as soon as its weights are gathered, to save memory."""
+    """Write safetensors files of at most 5 GB. To save memory, each file is written as soon as its weights are
+    gathered."""
     sizes = dict[str, Tensor]()
     for name, weight in model.named_weights():
         sizes |= model.as_filed(name, torch.empty(frozen(weight).shape, dtype=dtype, device="meta"))

@@ -74,7 +74,7 @@ def test_what_agrees_passes() -> None:
 def test_a_mismatch_names_both_values(change: dict[str, Any], said: str, has: str) -> None:
     (problem,) = check_architecture(dataclasses.replace(RIGHT, **change), QWEN)
     (name,) = change
-    assert problem == f"--{name.replace('_', '-')} is {said} but the model's config.json says {has}"
+    assert problem == f"--{name.replace('_', '-')} is {said} but the model's config.json has {has}"
 
 
 def test_llama_with_stretched_rope() -> None:

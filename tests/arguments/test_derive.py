@@ -426,7 +426,7 @@ def test_load(make: Make, problems: Problems, tmp_path: Path) -> None:
     root = tmp_path / "ckpt"
     fresh = make(f"--load {root}")
     assert fresh.resume_directory is None
-    begins = f"--load {root}: holds no checkpoint yet: a new run begins from --hf-checkpoint"
+    begins = f"--load {root}: does not contain a checkpoint yet: a new run begins from --hf-checkpoint"
     assert begins in fresh.notes
     root.mkdir()
     (root / "log.txt").touch()  # of a script whose first start and every later one are the same
@@ -435,19 +435,19 @@ def test_load(make: Make, problems: Problems, tmp_path: Path) -> None:
     (root / "iter_0000003").mkdir(parents=True)  # the first save was cut short
     assert make(f"--load {root}").resume_directory is None
     for absent in (root, tmp_path / "nowhere"):
-        assert "not that of rollout 5 (--ckpt-step)" in problems(f"--load {absent} --ckpt-step 5")[0]
+        assert "the checkpoint of rollout 5 (--ckpt-step)" in problems(f"--load {absent} --ckpt-step 5")[0]
     _checkpoint(root, 5)
     _checkpoint(root, 9)
     assert make(f"--load {root}").resume_directory == str(root / "iter_0000009")
     assert make(f"--load {root} --ckpt-step 5").resume_directory == str(root / "iter_0000005")
-    assert "iter_0000007: is not there" in problems(f"--load {root} --ckpt-step 7")[0]
+    assert "iter_0000007: does not exist" in problems(f"--load {root} --ckpt-step 7")[0]
     assert problems("--ckpt-step 5") == ["--ckpt-step needs --load"]
 
 
 def test_load_of_something_else(problems: Problems, tmp_path: Path) -> None:
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text("{}")
-    assert "without rollouts to choose from" in problems(f"--load {tmp_path / 'hf'} --ckpt-step 3")[0]
+    assert "without checkpoints of rollouts" in problems(f"--load {tmp_path / 'hf'} --ckpt-step 3")[0]
     (tmp_path / "megatron" / "iter_0000004").mkdir(parents=True)
     (tmp_path / "megatron" / "latest_checkpointed_iteration.txt").write_text("4")
     assert "Megatron" in problems(f"--load {tmp_path / 'megatron'}")[0]

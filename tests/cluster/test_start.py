@@ -96,6 +96,6 @@ def test_what_is_wrong_with_a_model_is_one_line_of_the_first_trainers(tmp_path: 
     lines = [line for line in done.stderr.splitlines() if not line.startswith("train.py: warning")]
     assert len(lines) == 1, done.stderr
     assert lines[0].startswith(
-        f"train.py: --hf-checkpoint {tmp_path / 'model'}: the installed transformers can build no"
+        f"train.py: --hf-checkpoint {tmp_path / 'model'}: the installed transformers cannot build a"
     )
     assert lines[0].endswith("compare it with the original, or use another model")

@@ -304,7 +304,7 @@ def test_what_a_verb_lacks_is_named(side: Side, tmp_path: Path) -> None:
         for verb, flag in ((cluster.save, "--save"), (cluster.save_hf, "--save-hf")):
             with pytest.raises(ValueError, match=f"with {flag}"):
                 verb(0).result()
-        with pytest.raises(ValueError, match="holds no checkpoint yet"):
+        with pytest.raises(ValueError, match="does not contain a checkpoint yet"):
             cluster.load(tmp_path / "nothing").result()
     with Cluster(Args(), side, [], ["an engine"]) as alone, pytest.raises(ValueError, match="--debug-rollout-only"):
         alone.train(0, TABLE).result()

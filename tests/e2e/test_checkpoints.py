@@ -131,7 +131,7 @@ def test_a_checkpoint_that_does_not_fit_leaves_nothing_and_says_so(run: Run, sma
     last = said.splitlines()[-1]
     assert last.startswith(f"train.py: {small}/saved/iter_0000001: the checkpoint cannot be written (File too large); ")
     assert "it takes about 346 kB, and " in last
-    assert " are free there after the incomplete checkpoint was removed: make room" in last
+    assert " are free there after the incomplete checkpoint was removed: free disk space" in last
     assert not list((small / "saved").iterdir())
     recorded = json.loads((small / "run2" / "status.json").read_text())
     assert (recorded["status"], recorded["rollouts_done"]) == ("failed", 1)

@@ -52,7 +52,7 @@ DAMAGE = {
         "checksums.json: cannot be read",
     ),
     "no sums": (lambda f: (f / CHECKSUMS).unlink(), "checksums.json: is missing"),
-    "folder": (lambda f: f.rename(f.with_name("gone")), "iter_0000009: is not there"),
+    "folder": (lambda f: f.rename(f.with_name("gone")), "iter_0000009: does not exist"),
 }
 
 
@@ -93,7 +93,7 @@ def test_nothing_whole_is_left(tmp_path: Path) -> None:
             "has format 2, and this slimelite reads format 1: use the slimelite",
         ),
         ("trainer.json", '{"format": true}', "has format True"),
-        ("rollout_state.json", "[]", "is damaged: holds no JSON object"),
+        ("rollout_state.json", "[]", "is damaged: it does not contain a JSON object"),
         ("rollout_state.json", "{}", "is damaged: it has no rollout_seed"),
     ],
 )

@@ -72,8 +72,8 @@ def said_by_each(folder: Path) -> str:
     ("change", "answer"),
     [
         (lambda w: w.pop(NAME), f"missing: {NAME}"),
-        (lambda w: w.update({NAME + "s": w.pop(NAME)}), f"missing: {NAME}; not of this model: {NAME}s"),
-        (lambda w: w.update({NAME: w[NAME][:31].clone()}), f"of another shape: {NAME} is [31, 48] and not [32, 48]"),
+        (lambda w: w.update({NAME + "s": w.pop(NAME)}), f"missing: {NAME}; unknown to this model: {NAME}s"),
+        (lambda w: w.update({NAME: w[NAME][:31].clone()}), f"with another shape: {NAME} is [31, 48] and not [32, 48]"),
         (lambda w: w.pop("lm_head.weight"), "missing: lm_head.weight"),
         (lambda w: [w.pop(n) for n in list(w) if "layers.1" in n], "and 8 more"),
     ],
@@ -84,7 +84,7 @@ def test_weights_of_another_model(
     save_model(tmp_path)
     rewrite(tmp_path, change)
     said = said_by_each(tmp_path)
-    assert said.startswith(f"the weights in {tmp_path} are not those of its config.json; ")
+    assert said.startswith(f"the weights in {tmp_path} do not fit its config.json; ")
     assert answer in said
     assert "LOAD REPORT" not in capfd.readouterr().err
 
@@ -101,7 +101,7 @@ def cut(file: Path, size: int) -> None:
         (lambda f: cut(f / "model.safetensors", 300), "with 300 bytes is cut short or not a safetensors file"),
         (lambda f: cut(f / "model.safetensors", 9000), "model.safetensors with 9,000 bytes is cut short"),
         (lambda f: (f / "model.safetensors").write_bytes(b"junk " * 999), "is cut short or not a safetensors file"),
-        (lambda f: (f / "model.safetensors").rename(f / "weights.safetensors"), "weights.safetensors, and neither"),
+        (lambda f: (f / "model.safetensors").rename(f / "weights.safetensors"), "weights.safetensors, but neither"),
     ],
 )
 def test_damaged_files(damage: Callable[[Path], Any], answer: str, tmp_path: Path) -> None:
@@ -116,13 +116,13 @@ def test_damaged_shards(tmp_path: Path) -> None:
     load_model(str(folder), read_config(str(folder)), seed=0, attention="sdpa", empty=False)
     shutil.copytree(folder, missing := tmp_path / "missing")
     (missing / shards[1].name).unlink()
-    assert f"index.json names {shards[1].name}, not in this folder" in said_by_each(missing)
+    assert f"index.json names {shards[1].name}, but this folder does not contain them" in said_by_each(missing)
     cut(shards[2], 100)
     assert shards[2].name in said_by_each(folder)
     index.write_text("{}")
-    assert "index.json is no index of weights" in said_by_each(folder)
+    assert "index.json is not an index of weights" in said_by_each(folder)
     index.unlink()
-    assert "neither model.safetensors nor an index" in said_by_each(folder)
+    assert "neither model.safetensors nor model.safetensors.index.json" in said_by_each(folder)
 
 
 def test_old_pickles_are_read_and_refused_likewise(tmp_path: Path) -> None:
@@ -191,7 +191,9 @@ def test_inconsistent_config(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3, "layer_types": None}))
     assert "missing: model.layers.2." in said_by_each(folder)
     (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 64}))
-    assert "of another shape: model.layers.0.mlp.down_proj.weight is [32, 48] and not [32, 64]" in said_by_each(folder)
+    assert "with another shape: model.layers.0.mlp.down_proj.weight is [32, 48] and not [32, 64]" in said_by_each(
+        folder
+    )
 
 
 def test_the_script_of_smollm2_saves_files_that_all_may_read(tmp_path: Path) -> None:

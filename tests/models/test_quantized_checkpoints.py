@@ -116,7 +116,7 @@ def test_the_trainer_and_the_engine_read_the_same_weights(tmp_path: Path, family
 def test_other_methods_are_refused_by_name(tmp_path: Path, method: str) -> None:
     fp8_checkpoint(tmp_path, "qwen3")
     add_to_config(tmp_path, {"quant_method": method})
-    with pytest.raises(ValueError, match=f"is quantized by {method}"):
+    with pytest.raises(ValueError, match=f"is quantized with {method}"):
         read_config(str(tmp_path))
     with pytest.raises(ValueError, match=f"its weights are quantized by {method}"):
         EmbeddedEngine(str(tmp_path), max_context_len=64)

@@ -24,7 +24,7 @@ def test_a_model_and_a_hub_id_are_themselves(tmp_path: Path, monkeypatch: pytest
     model = write(tmp_path / "config.json", model_type="qwen2")
     assert resolve_model(str(model)) == Source(str(model))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ValueError, match="no/model: no such folder, and as a name on the Hugging Face hub: "):
+    with pytest.raises(ValueError, match="no/model: no such folder, and the Hugging Face hub answered: "):
         resolve_model("no/model")
     downloaded = tmp_path / "models--no--model"
     write(downloaded / "snapshots" / "abc" / "config.json", model_type="qwen2")
@@ -78,7 +78,7 @@ def test_what_is_no_model_is_said_with_the_remedy(tmp_path: Path) -> None:
     adapter = write(tmp_path / "adapter" / "adapter_config.json", r=8)
     with pytest.raises(ValueError, match="does not name its model: give it with --base"):
         resolve_model(str(adapter))
-    with pytest.raises(ValueError, match=r"iter_0000003/rollout_state\.json: a Megatron checkpoint"):
+    with pytest.raises(ValueError, match=r"iter_0000003/rollout_state\.json is missing: is it a Megatron checkpoint"):
         resolve_model(str(saved(tmp_path / "saved", 3, whole=False)))
     with pytest.raises(ValueError, match="does not name its model: give it with --base"):
         resolve_model(str(saved(tmp_path / "whole", 3)))

@@ -180,7 +180,7 @@ def test_a_start_looks_at_the_first_rows_only(run: str) -> None:
         ("--rm-type dapo", "--reward-key"),
         ("--hf-checkpoint /no/such/model", "--hf-checkpoint /no/such/model: no such folder"),
         ("--tokenizer /no/such/folder", "--tokenizer: no tokenizer at '/no/such/folder', which must be a folder"),
-        ("--num-layers 3 --add-qkv-bias", "--num-layers is 3 but the model's config.json says 2"),
+        ("--num-layers 3 --add-qkv-bias", "--num-layers is 3 but the model's config.json has 2"),
         ("--custom-generate-function-path nowhere.py:f", "--custom-generate-function-path: no plugin file"),
         ("--dynamic-sampling-filter-path slimelite.rollout.filters.nothing", "--dynamic-sampling-filter-path: "),
         ("--rollout-sample-hook-path json.dumps --rollout-sample-hook-path nope.f", "--rollout-sample-hook-path: "),
@@ -215,7 +215,7 @@ def test_a_start_looks_at_the_first_rows_only(run: str) -> None:
         ("--custom-generate-function-path slimelite.samples.sample.Sample", "is a class, not a function"),
         (f"--load-debug-rollout-data {__file__}", f"--load-debug-rollout-data: {__file__}: "),
         (f"--save-hf {__file__}", f"--save-hf: {__file__} is a file; name a folder"),
-        ("--hf-checkpoint owner/name", "no such folder, and as a name on the Hugging Face hub: "),
+        ("--hf-checkpoint owner/name", "no such folder, and the Hugging Face hub answered: "),
     ],
 )
 def test_each_mistake_is_named(run: str, words: str, says: str) -> None:
@@ -263,11 +263,11 @@ def test_how_a_family_is_trained_is_said_before_a_start(run: str, model: Path) -
         ({"vocab_size": "512"}, "Field 'vocab_size' expected int, got str"),
         ({"hidden_act": "nope"}, "(KeyError: 'nope'); compare it with the original"),
         ({"model_type": "nope"}, "model type `nope` but Transformers does not recognize"),
-        ({"model_type": "t5"}, "can build no causal language model from its config.json (Unrecognized"),
+        ({"model_type": "t5"}, "cannot build a causal language model from its config.json (Unrecognized"),
         ({"model_type": "x", "auto_map": {"AutoConfig": "x.X", "AutoModelForCausalLM": "x.Y"}}, "needs Python files"),
         ({"layer_types": ["full_attention"]}, "must be equal to the number of `layer_types` (1)"),
         ({"model_type": "bert"}, "its tokens attend to later tokens"),
-        ({"text_config": "x"}, "can build no causal language model"),
+        ({"text_config": "x"}, "cannot build a causal language model"),
         ({"eos_token_id": 9999}, "or the tokenizer [9999]: token ids are 0 to 511"),
     ],
 )
@@ -295,7 +295,7 @@ def test_a_config_does_not_choose_what_computes(run: str, model: Path) -> None:
     [
         ("config.json", "{", "config.json: is damaged or cut short: not JSON (Expecting property"),
         ("config.json", "[" * 100_000, "config.json: is damaged or cut short: not JSON (maximum recursion"),
-        ("config.json", "[]", "config.json: is damaged: holds no JSON object"),
+        ("config.json", "[]", "config.json: is damaged: it does not contain a JSON object"),
         ("generation_config.json", "{", "generation_config.json: is damaged or cut short"),
         ("generation_config.json", '{"eos_token_id": "x"}', "eos_token_id 'x' is not a token id"),
         ("tokenizer.json", "[]", "--hf-checkpoint: no tokenizer at "),

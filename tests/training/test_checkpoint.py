@@ -107,7 +107,7 @@ def test_the_saved_schedule_wins_unless_overridden(
             trainer.load(str(tmp_path))
             assert trainer.train(1, random_table())["train/lr-pg_0"] == pytest.approx(expected)
 
-    assert "--lr 0.001 (not 0.005); --override-lr-scheduler" in caplog.text
+    assert "--lr 0.001 (not 0.005); add --override-lr-scheduler" in caplog.text
 
 
 def test_optimizer_state_is_read_to_the_device_of_its_weight(model: Path, tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def garble(path: Path) -> None:
         ("__0_0.distcp", Path.unlink, "is missing"),
         ("trainer.json", cut, "is damaged or cut short: not JSON"),
         ("trainer.json", lambda path: path.write_text("{}"), "is damaged (KeyError: 'schedule')"),
-        ("trainer.json", lambda path: path.write_text("[1]"), "is damaged: holds no JSON object"),
+        ("trainer.json", lambda path: path.write_text("[1]"), "is damaged: it does not contain a JSON object"),
     ],
 )
 def test_a_damaged_file_is_named(
@@ -293,7 +293,7 @@ def test_bytes_instead_of_a_tensor_are_not_opened(model: Path, folder: Path, tmp
 def test_a_random_state_that_is_none(model: Path, folder: Path) -> None:
     state = torch.zeros_like(torch.get_rng_state())
     plant(folder, state, name="rng.cpu0")
-    assert "its random state is damaged (Invalid mt19937 state); --no-load-rng resumes without it" in refusal(
+    assert "the random state is damaged (Invalid mt19937 state); add --no-load-rng to resume without it" in refusal(
         model, folder
     )
     with one_rank(tiny_args(model, no_load_rng=True)) as trainer:

@@ -189,7 +189,7 @@ def test_the_critic_trains_on_rows_that_the_policy_skips(model: Path) -> None:
     assert metrics["train/critic-value_loss"] == pytest.approx(1, rel=1e-6), "the whole table: (0 - 1)²"
     with (
         one_rank(ppo_args(model, custom_advantage_function_path=f"{here}:no_returns")) as trainer,
-        pytest.raises(ValueError, match=r"left columns\.returns None"),
+        pytest.raises(ValueError, match=r"did not set columns\.returns"),
     ):
         trainer.train(0, table)
 

@@ -236,10 +236,10 @@ def test_a_resumed_run_is_the_straight_one(model: Path, tmp_path: Path, flags: d
 @pytest.mark.parametrize(
     ("saved", "flags", "said"),
     [
-        ({}, LORA, "was saved without --lora-rank 4; resume it the same way"),
-        (LORA, {}, "was saved with --lora-rank 4; resume it the same way"),
-        (LORA, {"lora_rank": 8, "lora_alpha": 8.0}, "rank 4 scaled by 2.0, and this run's have rank 8 and 1.0"),
-        (LORA, {**LORA, "lora_targets": ("attn",)}, "with adapters on other modules; give the same --lora-target-m"),
+        ({}, LORA, "was saved without --lora-rank 4; resume it with the same setting"),
+        (LORA, {}, "was saved with --lora-rank 4; resume it with the same setting"),
+        (LORA, {"lora_rank": 8, "lora_alpha": 8.0}, "rank 4 and scaling 2.0, but this run has rank 8 and scaling 1.0"),
+        (LORA, {**LORA, "lora_targets": ("attn",)}, "with adapters on other modules; set the same --lora-target-m"),
         ({**LORA, "lora_targets": ("attn",)}, LORA, r"on other modules; .*: it has no model.*_proj.lora_A"),
     ],
 )
@@ -258,7 +258,7 @@ def test_adapters_on_another_base_are_warned_of(model: Path, tmp_path: Path, cap
     other = save_tiny_model(tmp_path / "other", tie_word_embeddings=False)
     with one_rank(tiny_args(other, **LORA)) as trainer, caplog.at_level(logging.WARNING):
         trainer.load(str(tmp_path))
-    assert f"trained on {model}, and this run's model is {other}" in caplog.text
+    assert f"trained on the model {model}, but the model of this run is {other}" in caplog.text
 
 
 KL = {"use_reference": True, "use_kl_loss": True, "kl_loss_coef": 0.1}
@@ -390,7 +390,7 @@ def test_a_critic_may_have_adapters(model: Path, tmp_path: Path) -> None:
     [
         ({"lora_targets": ("q_prj",)}, "q_prj: no module of qwen2 has this name; did you mean q_proj"),
         ({"lora_targets": ("zz",)}, "there are down_proj, embed_tokens, gate_proj, k_proj, lm_head, .*, all-linear"),
-        ({"lora_excluded": (ALL_LINEAR,)}, "leaves no module"),
+        ({"lora_excluded": (ALL_LINEAR,)}, "excludes all modules"),
     ],
 )
 def test_names_that_fit_nothing(model: Path, flags: dict[str, Any], said: str) -> None:
@@ -438,7 +438,7 @@ def test_a_wrong_adapter_is_refused(model: Path, tmp_path: Path) -> None:
     first = min(weights)
     save_file({n: w for n, w in weights.items() if n != first}, folder / "adapter_model.safetensors")
     args = tiny_args(model, **LORA, lora_adapter_path=str(folder))
-    with pytest.raises(ValueError, match=f"adapter in .* lacks {first}, unlike"):
+    with pytest.raises(ValueError, match=f"adapter in .* lacks {first}, so it does not fit"):
         inspect_model(args, str(model), trained=True)
     save_file(weights | {first: weights[first][:2]}, folder / "adapter_model.safetensors")
     with pytest.raises(ValueError, match=rf"{first} is \[2, 64\] in .* and \[4, 64\]"):
@@ -451,7 +451,7 @@ def test_an_adapter_of_nan_is_refused(model: Path, tmp_path: Path, broken: float
     weights = load_file(folder / "adapter_model.safetensors")
     weights[max(weights)][0, 0] = broken
     save_file(weights, folder / "adapter_model.safetensors")
-    with pytest.raises(ValueError, match=f"{max(weights)} in .* holds NaN or infinity; use an"):
+    with pytest.raises(ValueError, match=f"{max(weights)} in .* contains NaN or infinity; use an"):
         inspect_model(tiny_args(model, **LORA, lora_adapter_path=str(folder)), str(model), trained=True)
     config = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": broken}))

@@ -143,5 +143,5 @@ def test_a_reducer_sees_the_whole_step_and_leaves_other_terms_alone(model: Path)
 
 @pytest.mark.parametrize("name", ["largest_loss_reducer", "unclamped_reducer"])
 def test_a_reducer_that_is_no_weighted_sum_is_refused(model: Path, name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name}: what it returns must reduce losses to a finite weighted"):
+    with pytest.raises(ValueError, match=f"{name}: the function that it returns must compute a finite weighted"):
         step(model, custom_pg_loss_reducer_function_path=f"{PLUGINS}:{name}")

@@ -140,9 +140,9 @@ def test_what_is_no_pair_is_refused(models: tuple[Path, Path]) -> None:
             trainer.train(0, table.select(np.arange(len(table) - 1)))
         tie = pair_table()
         tie.reward = np.ones(len(table))
-        with pytest.raises(ValueError, match="no row has the higher"):
+        with pytest.raises(ValueError, match="the two rewards are equal"):
             trainer.train(0, tie)
         half = pair_table()
         half.removed = np.arange(len(table)) == 0
-        with pytest.raises(ValueError, match="mark both with remove_sample"):
+        with pytest.raises(ValueError, match="set remove_sample for both"):
             trainer.train(0, half)

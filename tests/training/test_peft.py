@@ -219,7 +219,7 @@ def test_a_choice_that_peft_cannot_read_is_refused_or_merged(tmp_path: Path) -> 
     model = small_model("laguna", tmp_path / "base", num_hidden_layers=2)
     args = tiny_args(model, lora_rank=2, save_hf=str(tmp_path / "saved"))
     with pytest.raises(
-        ValueError, match=r"not find the adapter of .*shared_experts.*; add --lora-merge, or leave it out"
+        ValueError, match=r"not find the adapter of .*shared_experts.*; add --lora-merge, or leave the module out"
     ):
         inspect_model(args, str(model), trained=True)
     for change in ({"lora_merge": True}, {"save_hf": None}, {"lora_targets": ("attn",)}):

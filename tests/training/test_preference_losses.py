@@ -157,7 +157,7 @@ def test_a_step_that_has_one_reply_left_trains_without_its_kl(
         metrics = trainer.train(0, table)
     assert metrics["train/mismatch_kl"] == 0
     assert metrics["train/grad_norm"] > 0
-    assert "has one reply" in caplog.text
+    assert "has only one reply" in caplog.text
 
 
 CHAT = [{"role": "user", "content": "Is it good?"}]

@@ -235,7 +235,7 @@ def test_checkpoints_that_cannot_be_trained_are_refused_by_name(tmp_path: Path, 
     folder = save_tiny_model(tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": method}}))
-    with pytest.raises(ValueError, match=f"is quantized by {method}"):
+    with pytest.raises(ValueError, match=f"is quantized with {method}"):
         read_config(str(folder))
 
 

@@ -178,7 +178,7 @@ def test_tokens_without_their_ids_are_refused_unless_it_is_insisted(model: Path)
         table.kept_ids[table.kept_offsets[2] : table.kept_offsets[2] + table.kept_counts[start]] = (
             table.response_tokens[start] + 1
         ) % WORDS
-        with pytest.raises(ValueError, match=r"samples \[2\] have tokens that are not among the ids"):
+        with pytest.raises(ValueError, match=r"samples \[2\] have sampled tokens that are not among their kept ids"):
             trainer.train(0, table)
     with one_rank(tiny_args(model, rollout_top_k=WORDS)) as trainer:  # limits nothing
         assert trainer.train(0, none)["train/grad_norm"] > 0

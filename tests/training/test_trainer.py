@@ -230,7 +230,7 @@ def test_a_custom_loss_that_cannot_be_trained_on_is_refused(model: Path, name: s
         ({"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": True}, "rewards"),
         (
             {"custom_reward_post_process_path": "my.process"},
-            "what --custom-reward-post-process-path my.process returns",
+            "the result of --custom-reward-post-process-path my.process",
         ),
         ({"advantage_estimator": "ppo", "use_critic": True, "critic_lr": 1e-2}, "rewards"),
     ],
@@ -387,7 +387,9 @@ def test_plugins(model: Path) -> None:
     # with advantages of 1 the policy gradient is that of the likelihood
     ones = {"custom_advantage_function_path": f"{here}:all_ones"}
     assert norm(**ones) == pytest.approx(sft, rel=1e-5)
-    with pytest.raises(ValueError, match="have advantages that are not finite; check what --custom-advantage-function"):
+    with pytest.raises(
+        ValueError, match="have advantages that are not finite; check the columns that --custom-advantage-function"
+    ):
         norm(custom_advantage_function_path=f"{here}:no_number")
     assert norm(**ones, normalize_advantages=True) == 0, "equal advantages are whitened to nothing"
 
