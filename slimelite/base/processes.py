@@ -177,9 +177,13 @@ class MemoryKills:
             self._noted.popleft()
 
     def recent(self) -> int | None:
-        """The kills of the last `RECENT_S`; None if this kernel does not count them."""
+        """The kills of the last `RECENT_S`; None if this kernel does not count them, or if nobody looked lately."""
         count = _memory_kills()
-        return None if count is None or not self._noted else count - self._noted[0][1]
+        if count is None or not self._noted:
+            return None
+        since, before = self._noted[0]
+        long_ago = time.monotonic() - since > 2 * RECENT_S  # --hang-timeout is 0 or long: a kill may be an old one
+        return None if long_ago and count > before else count - before
 
 
 def _memory_kills() -> int | None:
