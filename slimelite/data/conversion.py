@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from slimelite.data.shapes import SPEAKERS as KNOWN_SPEAKERS
+
 PAGE = "docs/data_formats.md"
 # usual names of the columns that play a role, the most telling ones first
 QUESTIONS = ("question", "problem", "query", "prompt", "instruction", "input", "task", "q", "user", "human", "text")
@@ -146,13 +148,18 @@ def _conversation(path: str, row: Mapping[str, object], wanted: Wanted, turns: s
             flags = f"{wanted.flags(input_key=turns)} {flags}".strip()
             return f"if {turns!r} is the conversation, add {flags}: see {PAGE}"
         names = list(dict.fromkeys(str(turn.get(speaker)) for turn in cell))
-        role = f"m[{json.dumps(speaker)}]"
+        role = f"m[{_literal(speaker)}]"
         guess = f"{turns!r} is the conversation"
         if not {*names} <= {*ROLES}:
-            roles = dict(zip(names, ("user", "assistant"), strict=False))
-            role = f"{json.dumps(roles)}[{role}]"
+            known = {name: KNOWN_SPEAKERS.get(name.lower(), "") for name in names}
+            free = iter([each for each in ("user", "assistant") if each not in known.values()])
+            roles = {name: each or next(free, "") for name, each in known.items()}
+            if unclear := [name for name, each in roles.items() if not each]:
+                roles_text = f"{', '.join(ROLES[:-1])} and {ROLES[-1]}"
+                return f"a message needs one of the roles {roles_text}, not {unclear[0]!r}: see {PAGE}"
+            role = f"{_literal(roles)}[{role}]"
             guess += ", and " + " and ".join(f"{name!r} is the {role}" for name, role in roles.items())
-        messages = f'[{{"role": {role}, "content": m[{json.dumps(speech)}]}} for m in {_cell(turns)}]'
+        messages = f'[{{"role": {role}, "content": m[{_literal(speech)}]}} for m in {_cell(turns)}]'
     cells = {"messages": messages} | ({answer: _cell(answer)} if answer else {})
     return _convert(path, wanted, guess, cells, flags)
 
@@ -161,11 +168,11 @@ def _convert(path: str, wanted: Wanted, guess: str, cells: Mapping[str, str], fl
     """The advice to run a line of Python that writes ``cells`` (column -> expression) of each row."""
     name = Path(path.partition("@[")[0].replace(":", "/"))
     new = f"{name.name.partition('.')[0]}.converted.jsonl"
-    columns = ", ".join(f"{json.dumps(column)}: {expression}" for column, expression in cells.items())
+    columns = ", ".join(f"{_literal(column)}: {expression}" for column, expression in cells.items())
     code = (
         "import json; from slimelite.data.reader import read_rows; "
-        f'open({json.dumps(new)}, "w").writelines(json.dumps({{{columns}}}) + "\\n" '
-        f"for _, r in read_rows({json.dumps(path)}))"
+        f'open({_literal(new)}, "w").writelines(json.dumps({{{columns}}}) + "\\n" '
+        f"for _, r in read_rows({_literal(path)}))"
     )
     data = f", leave out {wanted.prefix}input-key" if wanted.input_key != "input" else ""
     data += ", then give --prompt-data" if wanted.prefix == "--" else ", then give --eval-prompt-data NAME"
@@ -215,7 +222,12 @@ def _text(row: Mapping[str, object], name: str) -> str:
 
 
 def _cell(name: str) -> str:
-    return f"r[{json.dumps(name)}]"
+    return f"r[{_literal(name)}]"
+
+
+def _literal(value: object) -> str:
+    """Python code for texts, in double quotes; the escapes of JSON for characters such as 💬 would be two in Python."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _list(cell: object) -> list[object]:

@@ -177,9 +177,9 @@ def _advice(columns: Columns, path: str, replies: tuple[str, str] | None) -> str
         row = first_row(path)
         if {*row} >= {name for name in (columns.input_key, columns.label_key, *(replies or ())) if name is not None}:
             content = row[columns.input_key]
-            if not isinstance(content, list):
-                return ""
-            read_messages(content, columns.input_key)
+            if isinstance(content, list):
+                read_messages(content, columns.input_key)
+            return ""
     except BadCell:
         pass  # its messages have other names
     except ValueError:

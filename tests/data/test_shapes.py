@@ -95,6 +95,21 @@ LISTED = "What is 2+3?\nA. 4\nB. 5"
             {"dialog": [{"speaker": "Ann", "text": "What is 2+3?"}, {"speaker": "Bob", "text": "5"}]},
             ([QUESTION, ANSWER], None),
         ),
+        (
+            "--loss-type sft_loss",
+            {
+                "dialog 💬": [
+                    {"speaker": who, "text": what} for who, what in zip(("System", "Ann", "AI"), "abc", strict=True)
+                ]
+            },
+            (
+                [
+                    {"role": who, "content": what}
+                    for who, what in zip(("system", "user", "assistant"), "abc", strict=True)
+                ],
+                None,
+            ),
+        ),
         ("--loss-type sft_loss", {"dialog": [QUESTION, ANSWER]}, ([QUESTION, ANSWER], None)),
         ("--loss-type sft_loss --input-key q", {"turns": ["What is 2+3?", "5"]}, ([QUESTION, ANSWER], None)),
         ("--loss-type kto_loss --label-key label", JUDGED, ([QUESTION, ANSWER], True)),
@@ -135,6 +150,11 @@ def test_other_rows_get_the_flags_or_the_line_that_converts_them(
         ("--loss-type sft_loss", {"text": "Once"}, "train on it with --loss-type pretrain_loss --text-key text"),
         ("--loss-type kto_loss --label-key label", PLAIN, "needs a prompt, a reply and a label"),
         ("--rm-type math", {"n": 1}, "name the prompt's column with --input-key"),
+        (
+            "--loss-type sft_loss",
+            {"dialog": [{"speaker": who, "text": "Hi"} for who in ("Ann", "Bob", "Cleo")]},
+            "a message needs one of the roles system, user, assistant and tool, not 'Cleo'",
+        ),
     ],
 )
 def test_rows_that_lack_a_part_are_told_which(flags: str, row: dict[str, Any], advice: str, tmp_path: Path) -> None:
@@ -142,6 +162,15 @@ def test_rows_that_lack_a_part_are_told_which(flags: str, row: dict[str, Any], a
     file.write_text(json.dumps(row) + "\n")
     with pytest.raises(ValueError, match=advice):
         load(file, flags, [])
+
+
+def test_a_malformed_row_gets_no_advice_about_columns(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(
+        json.dumps({"messages": [QUESTION, ANSWER]}) + "\n" + json.dumps({"messages": [{"content": "5"}]}) + "\n"
+    )
+    with pytest.raises(ValueError, match=r"message 0 needs a role and a content.*--skip-bad-rows$"):
+        load(file, "--loss-type sft_loss", [])
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
