@@ -46,9 +46,12 @@ def conversations_as_seen(samples: list[Sample], tokenizer: PreTrainedTokenizerB
 
 def unknown_tokens(samples: list[Sample], tokenizer: PreTrainedTokenizerBase) -> str | None:
     """A warning if the tokenizer does not know much of the texts."""
+    unknown = tokenizer.unk_token_id
+    if unknown is None or unknown in (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id):
+        return None  # GPT-2's <|endoftext|> is all of them, and every text has it
     counted = Counter(token for sample in samples for token in sample.tokens)
-    share = counted[tokenizer.unk_token_id] / max(1, counted.total())
-    if tokenizer.unk_token_id is None or share <= UNKNOWN:
+    share = counted[unknown] / max(1, counted.total())
+    if share <= UNKNOWN:
         return None
     return (
         f"{share:.0%} of the tokens of the first {len(samples)} conversations are {tokenizer.unk_token}: the tokenizer "
