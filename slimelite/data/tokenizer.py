@@ -262,7 +262,10 @@ def write_new_model(folder: Path, config: Mapping[str, object], tokenizer: str) 
     loaded = load_tokenizer(tokenizer)
     ids = {f"{kind}_token_id": getattr(loaded, f"{kind}_token_id") for kind in ("bos", "eos", "pad")}
     ids = {name: number for name, number in ids.items() if number is not None}
-    write_text(folder / "config.json", json.dumps({**config, **ids}, indent=2))
+    # transformers does not train the input embedding of the config's pad token, which often also ends texts
+    pads = ids.get("pad_token_id") not in (ids.get("bos_token_id"), ids.get("eos_token_id"))
+    named = {name: number for name, number in ids.items() if pads or name != "pad_token_id"}
+    write_text(folder / "config.json", json.dumps({**config, **named}, indent=2))
     if not (folder / GENERATION).is_file():
         write_text(folder / GENERATION, json.dumps(ids, indent=2))
 

@@ -18,6 +18,7 @@ from slimelite.data.tokenizer import (
     fingerprint,
     load_tokenizer,
     stop_token_ids,
+    write_new_model,
 )
 
 from .tokenizers import begin_with, byte_tokenizer
@@ -108,6 +109,22 @@ def test_a_tokenizer_is_loaded_without_torch_and_can_still_read_gguf_files(tmp_p
 def test_no_tokenizer_is_an_error_that_names_the_folder(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"which must be a folder with tokenizer\.json or a hub id"):
         load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize(("pad", "own"), [("</s>", False), ("<|end|>", True)])
+def test_a_new_model_learns_the_token_that_ends_texts_also_if_it_pads_them(
+    tmp_path: Path, pad: str, *, own: bool
+) -> None:
+    """transformers keeps the embedding of the config's pad token at 0, and gives it no gradient."""
+    tokenizer = byte_tokenizer()
+    tokenizer.pad_token = pad
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    config = {"model_type": "qwen2", "vocab_size": len(tokenizer)}
+    write_new_model(tmp_path / "new", config, str(tmp_path / "tokenizer"))
+    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    of_pad = {"pad_token_id": tokenizer.pad_token_id}
+    assert json.loads((tmp_path / "new" / "config.json").read_text()) == {**config, **ids, **(of_pad if own else {})}
+    assert json.loads((tmp_path / "new" / "generation_config.json").read_text()) == ids | of_pad
 
 
 def test_stop_ids_come_from_all_three_places(tmp_path: Path) -> None:
