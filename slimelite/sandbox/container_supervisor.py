@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import marshal
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -167,9 +168,7 @@ class _Container:
             self._client.wait()
         if self._client.returncode:  # also a client that failed may leave its container
             self._command("rm", "--force", self._name)
-        for file in os.listdir(self._folder):
-            os.remove(os.path.join(self._folder, file))
-        os.rmdir(self._folder)
+        shutil.rmtree(self._folder, ignore_errors=True)  # the engine's monitor may still write there
 
     def _command(self, *words: str) -> None:
         none = subprocess.DEVNULL

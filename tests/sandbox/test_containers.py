@@ -128,6 +128,17 @@ def test_an_engine_that_hangs_is_said(tmp_path: Path, monkeypatch: pytest.Monkey
         harbor.make(str(folder), SandboxSettings("docker"))
 
 
+def test_what_an_engine_leaves_does_not_change_the_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    (tmp_path / "docker").write_text('#!/bin/sh\n[ "$1" = run ] || exit 0\nmkdir more\ntouch oom more/file\nexit 3\n')
+    (tmp_path / "docker").chmod(0o755)
+    launch = launched("docker", ["agent"], network="full")
+    done = subprocess.run(launch.words, env=launch.environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (3, "")
+    assert [path.name for path in tmp_path.iterdir()] == ["docker"]
+
+
 def test_a_path_with_a_comma_is_refused(tmp_path: Path) -> None:
     """It would be an option of the mount."""
     (tmp_path / "a,b").mkdir()
