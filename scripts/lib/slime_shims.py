@@ -18,6 +18,7 @@ ENTRIES = {"train.py": [], "train_async.py": ["--async-rollout"]}
 REMOTE = ("ssh", "pdsh", "pssh", "parallel-ssh", "clush", "srun", "mpirun", "mpiexec")
 # sudo's options with a value
 SUDO_VALUES = ("-u", "-g", "-h", "-p", "-C", "-D", "-R", "-T", "-U", "-r", "-t")
+SUDO_VALUES += ("--user", "--group", "--host", "--prompt", "--chdir", "--chroot", "--role", "--type")
 CONVERSIONS = ("convert_hf_to_torch_dist.py", "convert_torch_dist_to_hf.py")
 
 
@@ -94,12 +95,15 @@ def remote(name: str, words: list[str]) -> None:
 
 def sudo(words: list[str]) -> None:
     """The replacement of a command that is replaced, because sudo would find the real one; else the real sudo."""
-    rest = list(words)
+    rest, variables = list(words), list[tuple[str, str]]()
     while rest and (rest[0].startswith("-") or "=" in rest[0]):
         option = rest.pop(0)
         if option in SUDO_VALUES and rest:
             rest.pop(0)
+        elif not option.startswith("-"):
+            variables.append(option.partition("=")[::2])
     if rest and (Path(SHIMS) / Path(rest[0]).name).is_file():
+        os.environ.update(variables)
         act(Path(rest[0]).name, rest[1:])
         return
     folders = [folder for folder in os.environ["PATH"].split(os.pathsep) if folder != SHIMS]

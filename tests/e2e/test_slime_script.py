@@ -155,7 +155,9 @@ def test_nothing_runs_on_another_machine(tmp_path: Path) -> None:
         "done\nwait\n"
         f'while read -r host; do ssh "$host" nvidia-smi; done < {tmp_path}/hostfile\n'
         "pdsh -w node-[a-b] uptime\npssh -i x\nparallel-ssh x\nclush -a x\nsrun hostname\nmpirun -n 2 hostname\n"
-        "mpiexec hostname\nsudo -n -u root pkill -9 python\nsudo apt-get install python3\necho the end\n"
+        "mpiexec hostname\nsudo -n -u root pkill -9 python\nsudo --user root pkill -9 vllm\n"
+        "sudo apt-get install python3\n"
+        'sudo WORD=end python3 -c \'import os; print("the", os.environ["WORD"])\'\n'
     )
     env = {"PATH": f"{stubs}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
     done = run_process("bash", str(ROOT / "scripts" / "run_slime_script.sh"), str(script), "--dry-run", env=env)
