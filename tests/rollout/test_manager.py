@@ -243,6 +243,15 @@ def test_group_rewards_see_the_whole_group(make_args: MakeArgs, make_manager: Ma
     assert make_manager(args).generate(0).table.reward.tolist() == [0, 1, 2, 3] * 3
 
 
+def test_rules_that_judge_the_whole_text_do_not_get_the_token_that_ended_it(
+    make_args: MakeArgs, make_manager: MakeManager
+) -> None:
+    args = make_args(custom_rm_path=None, rm_type="format", format_regex="[^<]*")
+    table = make_manager(args, [ScriptedEngine()]).generate(0).table
+    assert all(text.endswith("<|im_end|>") for text in table.response)
+    assert table.reward.tolist() == [1.0] * 12
+
+
 def test_sample_hooks_run_in_order_before_the_reward(make_args: MakeArgs, make_manager: MakeManager) -> None:
     args = make_args(
         rollout_sample_hook_path=[plugin("hooks.py:note_rollout"), plugin("hooks.py:note_again")],
