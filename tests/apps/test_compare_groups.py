@@ -25,10 +25,18 @@ QUARTERS = st.lists(st.integers(-8, 8).map(lambda n: n / 4), min_size=2, max_siz
 
 
 def write(
-    folder: Path, score: float, *, reward: float | None = None, seed: int = 0, lr: float = 1e-3, shuffle: bool = False
+    folder: Path,
+    score: float,
+    *,
+    reward: float | None = None,
+    seed: int = 0,
+    rollout_seed: int | None = None,
+    lr: float = 1e-3,
+    shuffle: bool = False,
 ) -> str:
     """A run with one evaluation of ``d``, and 12 rollouts with rewards that rise to ``reward``, each of two steps."""
-    flags = {"seed": seed, "rollout_seed": seed, "lr": lr, "rollout_shuffle": shuffle, "num_steps_per_rollout": 2}
+    flags = {"seed": seed, "rollout_seed": seed if rollout_seed is None else rollout_seed, "lr": lr}
+    flags |= {"rollout_shuffle": shuffle, "num_steps_per_rollout": 2}
     RunFolder(folder).save_config(make_args(folder, **flags))
     file = MetricsFile(folder)
     file.write("start", {"rollout/step": 0, "eval/step": -1})
@@ -157,8 +165,9 @@ def test_runs_with_the_same_seeds_are_paired(tmp_path: Path, capsys: pytest.Capt
     assert "d, less a, paired by seed" in shown
     assert "+0.018 ±0.004, p 0.062 (with so few pairs, p cannot be below 0.062)" in shown
     assert "p: unpaired two-sided permutation test" in shown
-    unlike = write(tmp_path / "c", 0.4, seed=9)
-    assert "paired" not in metrics_of(capsys, [*words[:-1], unlike])[1]["d"]
+    for name, seeds in (("c", {"seed": 9}), ("d", {"seed": 2, "rollout_seed": 9})):
+        unlike = write(tmp_path / name, 0.4, **seeds)
+        assert "paired" not in metrics_of(capsys, [*words[:-1], unlike])[1]["d"]
 
 
 def test_runs_with_the_same_prompts_in_the_same_order_are_named(

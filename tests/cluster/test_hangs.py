@@ -135,6 +135,28 @@ def test_ranks_that_wait_for_each_other_and_ranks_without_work(ranks: list[Rank]
     assert str(ranks[0].verdict).count("waits.py:3 in gather") == 2
 
 
+@pytest.mark.parametrize("ranks", ["waits sleeps"], indirect=True)
+def test_ranks_that_are_done_while_their_stacks_are_read_are_left_alone(
+    ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stack, reads = Machine.stack, list[int]()
+
+    def answered(machine: Machine, pid: int, log: str) -> str:
+        reads.append(pid)
+        for rank in ranks:
+            rank.calls.open.clear()
+        return stack(machine, pid, log)
+
+    monkeypatch.setattr(Machine, "stack", answered)
+    deadline = time.monotonic() + 20
+    with Monitor(LIMIT, ranks):
+        while len(reads) < len(ranks) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        time.sleep(LIMIT)
+    assert {rank.process.pid for rank in ranks} == set(reads)
+    assert [rank.verdict for rank in ranks] == [None, None]
+
+
 @pytest.mark.chaos
 @pytest.mark.parametrize("ranks", ["sleeps serves"], indirect=True)
 def test_who_waits_for_a_stopped_server_has_time_when_that_is_ended(
