@@ -66,8 +66,7 @@ def advice(path: str, row: Mapping[str, object], wanted: Wanted) -> str:
         answer = next(iter(rest), None) if wanted.label_key or wanted.loss == "supervised" or choices else None
     if wanted.loss == "supervised":
         return _replies(path, row, wanted, question, answer, choices)
-    if answer and choices:
-        place = _place(row, choices, answer)
+    if answer and choices and (place := _place(row, choices, answer)):
         cells = {"prompt": _listed(row, question, choices), "answer": f"chr(65 + {place})"}
         guess = f"{question!r} is the prompt, {choices!r} the options and {answer!r} the right one (counted from 0)"
         return _convert(path, wanted, guess, cells, wanted.flags(label_key="answer"))
@@ -89,8 +88,7 @@ def _replies(
         )
     cells, flags = {"prompt": _text(row, question), "completion": _text(row, answer)}, ""
     guess = f"{question!r} is the prompt and {answer!r} the reply"
-    if choices:
-        place = _place(row, choices, answer)
+    if choices and (place := _place(row, choices, answer)):
         cells = {"prompt": _listed(row, question, choices), "completion": f"{_cell(choices)}[{place}]"}
         guess = f"{question!r} is the prompt, {choices!r} the options and {answer!r} the right one (counted from 0)"
     if wanted.judged:
@@ -110,8 +108,7 @@ def _pairs(path: str, row: Mapping[str, object], wanted: Wanted) -> str:
     chosen, rejected = _pick(row, CHOSEN, {question}), _pick(row, REJECTED, {question})
     answer = _pick(row, ANSWERS, {question})
     choices = _choices(row, {question, answer})
-    if question and choices and answer:
-        place = _place(row, choices, answer)
+    if question and choices and answer and (place := _place(row, choices, answer)):
         cells = {"prompt": _cell(question), "chosen": f"{_cell(choices)}[{place}]"}
         cells["rejected"] = f"{_cell(choices)}[{place} - 1]"
         guess = f"{question!r} is the prompt, {choices!r} the options and {answer!r} the right one (counted from 0)"
@@ -203,12 +200,14 @@ def _turns(row: Mapping[str, object]) -> str | None:
 
 
 def _place(row: Mapping[str, object], choices: str, answer: str) -> str:
-    """An expression for the number of the right option, from 0."""
+    """An expression for the number of the right option, from 0; empty if ``answer`` does not name one."""
     cell, options = row[answer], _list(row[choices])
     if cell in options:
         return f"{_cell(choices)}.index({_cell(answer)})"
     if isinstance(cell, str) and len(cell) == 1 and cell.isalpha():
         return f"ord({_cell(answer)}.upper()) - 65"
+    if not (isinstance(cell, int | float) or (isinstance(cell, str) and cell.strip().isdecimal())):
+        return ""
     number = _cell(answer) if isinstance(cell, int) else f"int({_cell(answer)})"
     return f"{number} - 1" if str(cell) == str(len(options)) else number  # it can only be counted from 1
 

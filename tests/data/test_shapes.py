@@ -87,6 +87,7 @@ LISTED = "What is 2+3?\nA. 4\nB. 5"
         ("--rm-type math", {"frage": "What is 2+3?"}, ("What is 2+3?", None)),
         ("--rm-type math", {"it's": "What is 2+3?", "antwort": 5}, ("What is 2+3?", None)),
         ("--loss-type sft_loss", QUIZ, ([{**QUESTION, "content": LISTED}, ANSWER], None)),
+        ("--loss-type sft_loss", {**QUIZ, "right": "B)"}, ([QUESTION, {**ANSWER, "content": "B)"}], None)),
         ("--loss-type sft_loss", PLAIN, ([QUESTION, ANSWER], None)),
         ("--loss-type sft_loss", {"Frage": "What is 2+3?", "Antwort": 5}, ([QUESTION, ANSWER], None)),
         ("--loss-type sft_loss", {"turns": ["What is 2+3?", "5"]}, ([QUESTION, ANSWER], None)),

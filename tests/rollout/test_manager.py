@@ -211,8 +211,9 @@ def test_a_rollout_function_may_wrap_ours(make_args: MakeArgs, make_manager: Mak
 
 
 def test_rewards_of_the_users_own_normalisation(make_args: MakeArgs, make_manager: MakeManager) -> None:
-    table = make_manager(make_args(custom_reward_post_process_path=plugin("hooks.py:tenfold"))).generate(0).table
-    np.testing.assert_array_equal(table.advantage, 10 * table.reward)
+    output = make_manager(make_args(custom_reward_post_process_path=plugin("hooks.py:tenfold"))).generate(0)
+    np.testing.assert_array_equal(output.table.advantage, 10 * output.table.reward)
+    assert output.metrics["rollout/advantages_abs_max"] == np.abs(output.table.advantage).max() > 0
 
 
 def test_log_functions_add_metrics_or_replace_them(make_args: MakeArgs, make_manager: MakeManager) -> None:
