@@ -129,7 +129,7 @@ def test_a_metric_of_ones_own_is_compared(tmp_path: Path, capsys: pytest.Capture
     assert "no run has train/ownn; did you mean train/own? there are also: eval/d, " in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["compare", *low, "--metric", "train/own"])
-    assert "--metric goes with --group" in capsys.readouterr().err
+    assert "--metric needs --group" in capsys.readouterr().err
 
 
 @given(st.lists(st.integers(-8, 8).map(lambda n: n / 4), min_size=2, max_size=7))

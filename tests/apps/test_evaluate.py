@@ -136,7 +136,7 @@ def test_questions_begin_as_the_tokenizer_says_and_scores_without_that_are_asked
     [
         (("one", "--tasks", "gsm9k"), "slimelite eval: --tasks gsm9k: there is no such task; did you mean gsm8k?"),
         (("gone", "--tasks", "write.yaml"), "gone: no such folder"),
-        (("one", "--tasks", " ,"), "--tasks names no task: take some of arc, arc-easy"),
+        (("one", "--tasks", " ,"), "--tasks names no task: choose from arc, arc-easy"),
         (("one", "one", "--tasks", "write.yaml"), "two models would use the folder"),
         (("one", "--tasks", "write.yaml", "--samples", "2"), "greedy responses to a prompt are all alike"),
         (("one", "--tasks", "gsm8k", "--data", "none"), "none: no such folder of data"),
