@@ -47,12 +47,15 @@ def grouped(groups: Groups, metrics: Sequence[str] = ()) -> Facts:
 
     ``flags``: name -> its value in each group, for flags that differ between groups but not within one. ``test``,
     ``paired_test``: the meaning of p. ``groups``: a dict for each group, with ``name``, ``runs``, ``seeds`` and
-    ``measures``. A measure is each run's last score of a dataset, or the mean ``reward`` or ``loss`` of its last
-    rollouts; with ``metrics`` it is each of these instead: the last value of a metric of evaluations, or the mean of
-    its last rollouts. It has ``values``, ``mean``, ``standard_error``, ``at`` and, from the second group on,
-    ``against_first`` (see `Unpaired`, or ``why_not``), and ``paired`` if the seeds of both groups match: ``pairs``,
-    ``difference``, ``standard_error``, ``p`` and ``least_p``. ``same``: see `same_notes`. ``order``: a sentence about
-    groups whose runs saw the same prompts in the same order.
+    ``measures``. ``same``: see `same_notes`. ``order``: a sentence about groups whose runs saw the same prompts in the
+    same order.
+
+    By default, a measure is the last score of a dataset, or the mean ``reward`` or ``loss`` of the last rollouts. With
+    ``metrics``, there is one measure for each of these metrics: the last value of a metric of evaluations, or the mean
+    of another metric over the last rollouts. A measure has ``values`` (one for each run), ``mean``,
+    ``standard_error`` and ``at``. From the second group on, it also has ``against_first`` (see `Unpaired`, or
+    ``why_not``). If the seeds of both groups match, it has ``paired``: ``pairs``, ``difference``, ``standard_error``,
+    ``p`` and ``least_p``.
 
     Raises:
         ValueError: a run has none of the values of one of ``metrics``.
@@ -86,8 +89,8 @@ def grouped(groups: Groups, metrics: Sequence[str] = ()) -> Facts:
 
 
 def _pairs(first: Sequence[Run], other: Sequence[Run]) -> list[tuple[int, int]]:
-    """Positions of the runs with the same seeds in both groups; empty if the seeds of the groups are not the same, or
-    if a group has a seed twice."""
+    """For each seed, the positions of its runs in the two groups. Empty if the groups have different seeds, or if a
+    group has a seed twice."""
     seeds = [[(run.config.get("seed"), run.config.get("rollout_seed")) for run in runs] for runs in (first, other)]
     known = all(None not in pair for of_group in seeds for pair in of_group)
     matching = set(seeds[0]) == set(seeds[1]) and len(set(seeds[0])) == len(seeds[0]) == len(seeds[1])
@@ -95,7 +98,7 @@ def _pairs(first: Sequence[Run], other: Sequence[Run]) -> list[tuple[int, int]]:
 
 
 def _paired(first: Sequence[float], other: Sequence[float], pairs: Sequence[tuple[int, int]]) -> Facts:
-    if not len(first) == len(other) == len(pairs):  # a run has no value
+    if not len(first) == len(other) == len(pairs):  # a run lacks a value
         return {}
     facts = paired_test(np.array([other[j] - first[i] for i, j in pairs]))._asdict()
     least = max(2.0 ** (1 - len(pairs)), 1 / (SIGN_DRAWS + 1))
@@ -115,7 +118,7 @@ def _order(groups: Groups) -> list[str]:
         return []
     return [
         f"Within {' and '.join(names)}, all runs read the same prompts in the same order, because they have no "
-        "--rollout-shuffle: ± and p say nothing about the choice and the order of prompts."
+        "--rollout-shuffle: ± and p do not cover the choice and the order of prompts."
     ]
 
 
@@ -208,7 +211,7 @@ def _rows(groups: Sequence[Facts]) -> Iterator[Row]:
 
 
 def _digits(values: Sequence[float]) -> int:
-    """Decimals: three, or as many as four digits of the largest value need.
+    """The number of decimals: three, or more if the largest value needs more to show four digits.
 
     >>> _digits([0.61, 0.64]), _digits([0.00012, 0.0002])
     (3, 7)

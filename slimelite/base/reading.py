@@ -1,4 +1,5 @@
-"""The progress of a process that reads a large model. The process prints it, and others find it in its log."""
+"""The progress of a process that reads a large model. The process prints it, and other processes read it in the
+log."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ READ = "read"
 
 
 class Reading:
-    """Prints from time to time how much of ``total`` bytes has been read, and how fast. The output goes to the rank's
+    """Prints the progress and the speed of reading ``total`` bytes from time to time. The output goes to the rank's
     log."""
 
     def __init__(self, total: int) -> None:

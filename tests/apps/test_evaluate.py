@@ -168,7 +168,7 @@ def test_a_folder_of_another_models_results_is_refused(folder: Path, capsys: pyt
     assert "has the results of another model, /x/one" in capsys.readouterr().err
     (folder / "out" / "one" / RESULTS).write_text(json.dumps({"format": 2, "tasks": {}}))
     assert main(["eval", "one", "--tasks", "write.yaml", "--output", "out"]) == 1
-    assert "results.json: has format 2, and this slimelite reads format 1: use the" in capsys.readouterr().err
+    assert "results.json: has format 2, but this slimelite reads format 1: use the" in capsys.readouterr().err
     (folder / "low").mkdir()
     (folder / "low" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "one"}))
     (folder / "out" / "low" / "model").mkdir(parents=True)
@@ -177,7 +177,7 @@ def test_a_folder_of_another_models_results_is_refused(folder: Path, capsys: pyt
         file.rename(folder / "low" / file.name)
     assert main(["eval", "low", "--tasks", "write.yaml", "--output", "out"]) == 1
     said = capsys.readouterr().err
-    assert "was made from /x/low: give --output another folder" in said
+    assert "was made from /x/low: name another folder with --output" in said
     assert "random" not in said, "the base holds no weights, and it is not what is evaluated"
 
 

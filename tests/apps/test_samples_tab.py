@@ -404,7 +404,7 @@ def test_without_the_tokenizer_the_page_says_so_and_shows_the_responses(
     (copy / "config.json").write_text(json.dumps({**config, "tokenizer": "gone/model", "hf_checkpoint": "gone/model"}))
     write_page([Run.read(copy), Run.read(run)], tmp_path / "two.html")
     page = open_page(tmp_path / "two.html", "samples?level=samples&sample=0")
-    page.get_by_text("tokenizer is not there any more (no tokenizer.json in gone/model)").wait_for()
+    page.get_by_text("tokenizer does not exist any more (no tokenizer.json in gone/model)").wait_for()
     page.get_by_text("it is 7 of 0<|im_end|>").last.wait_for()
     assert page.locator(".tokens").count() == 0
     page.get_by_label("Run", exact=True).select_option("1")

@@ -251,7 +251,7 @@ def test_a_stage_that_was_killed_at_its_very_end_does_not_take_later_edits(
     record = tmp_path / "out" / "0-one" / "stage.json"
     record.write_text(json.dumps(json.loads(record.read_text()) | {"format": 2}))
     assert run_stages(run, lambda _: []) == 2
-    assert "stage.json: has format 2, and this slimelite reads format 1: use the" in capsys.readouterr().err
+    assert "stage.json: has format 2, but this slimelite reads format 1: use the" in capsys.readouterr().err
     record.unlink()
     assert run_stages(run, lambda _: []) == 2
     assert "stage.json, the record of its flags, is missing; to run the stage again, remove out/0-one" in (

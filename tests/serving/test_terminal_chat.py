@@ -186,7 +186,7 @@ def test_mistakes_are_one_line(
     with_key = Server(Scripted(["x"]), "secret")
     for url, words, said in (
         ("http://127.0.0.1:1", [], "http://127.0.0.1:1/v1/models does not answer"),
-        (with_key.url, [], "401: this needs the server's API key"),
+        (with_key.url, [], "401: this request needs the server's API key"),
         (served.url, ["--max-tokens", "0"], "400: max_tokens: Input should be greater than or equal to 1"),
         (served.url, ["--base", "x"], "--base works only for a model that this process serves"),
         ("/no/such/model", [], "/no/such/model: no such folder"),

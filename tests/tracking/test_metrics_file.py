@@ -76,7 +76,7 @@ def test_a_run_of_another_format_is_refused(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).write_text(line.replace('"format": 1, ', ""))
     assert len(read_metrics(tmp_path)) == 1
     (tmp_path / FILE_NAME).write_text(line.replace('"format": 1', '"format": 2'))
-    with pytest.raises(ValueError, match=r"metrics\.jsonl: has format 2, and this slimelite reads format 1: use the"):
+    with pytest.raises(ValueError, match=r"metrics\.jsonl: has format 2, but this slimelite reads format 1: use the"):
         read_metrics(tmp_path)
 
 
