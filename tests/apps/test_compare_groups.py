@@ -126,7 +126,7 @@ def test_a_metric_of_ones_own_is_compared(tmp_path: Path, capsys: pytest.Capture
     assert "train/own, mean of the last 10 0.0004017 ±0.0000093" in " ".join(shown.split())
     assert "eval/d-pass@4, last" in shown
     assert main(["compare", *words, "--metric", "train/ownn"]) == 1
-    assert "no run has train/ownn; did you mean train/own? there are also: eval/d, " in capsys.readouterr().err
+    assert "no run has train/ownn; did you mean train/own? other metrics are: eval/d, " in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["compare", *low, "--metric", "train/own"])
     assert "--metric needs --group" in capsys.readouterr().err

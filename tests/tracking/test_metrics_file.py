@@ -96,6 +96,6 @@ def test_the_nearest_names_come_first_when_a_metric_is_unknown() -> None:
     for wanted in ("rollout/mixed", "mixed", "rollout/mixed_group"):
         said = unknown_metrics([wanted], [records])
         assert said.startswith(
-            f"no run has {wanted}; did you mean rollout/mixed_groups? there are also: rollout/raw"
+            f"no run has {wanted}; did you mean rollout/mixed_groups? other metrics are: rollout/raw"
         ), said
-    assert unknown_metrics(["zzz"], [records]) == f"no run has zzz; there are: {', '.join(sorted(names))}"
+    assert unknown_metrics(["zzz"], [records]) == f"no run has zzz; the metrics are: {', '.join(sorted(names))}"
