@@ -42,7 +42,7 @@ def test_an_agent_opens_and_ends_no_session() -> None:
     url = f"http://:mine@127.0.0.1:{handle.port}"
     try:
         for method, path in (("POST", "/sessions"), ("DELETE", "/sessions/mine"), ("POST", "/abort_request")):
-            with pytest.raises(Refused, match="an agent may only request replies"):
+            with pytest.raises(Refused, match="this key is for an agent, which may only request replies"):
                 ask(method, url + path, {"abort_all": True})
         assert adapter.sessions.find("mine").id == "mine"
     finally:
