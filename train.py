@@ -43,7 +43,7 @@ def train(cluster: Cluster, tracker: Tracker) -> None:
             rollout = cluster.generate(rollout_id).result(progress=phase.update)
         tracker.log_rollout(rollout_id, rollout.table, rollout.metrics)
         if args.async_rollout and rollout_id + 1 < args.num_rollout:
-            cluster.generate(rollout_id + 1)  # with the current weights, while this rollout trains
+            cluster.generate(rollout_id + 1)  # ahead, with the current weights, while this one trains
 
         if args.job.trains:
             if args.offload_rollout:

@@ -43,7 +43,7 @@ OF_ONE = ("save_hf", "push_to_hub", "save", "load")
 
 @dataclass(frozen=True)
 class Stage:
-    """One run of several. ``argv``: its command line, without the model that it starts from."""
+    """One run of ``--stages``. ``argv``: its command line, without the model that it starts from."""
 
     number: int
     file: str

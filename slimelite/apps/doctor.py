@@ -39,7 +39,7 @@ COSTS = {
     "datasets": "datasets cannot be read from the hub",
     "bitsandbytes": "--load-in-4bit cannot be used",
 }
-GLIBC = (2, 28)  # of the wheels of torch (manylinux_2_28)
+GLIBC = (2, 28)  # the oldest version for the wheels of torch (manylinux_2_28)
 FILES = 4096  # open files: a run on Ray with 8 engines used about 1,500
 SPACE = 20e9
 SHARED = 1e9
@@ -59,7 +59,7 @@ class Finding:
 
 
 def versions() -> Iterator[Finding]:
-    """The installed packages, compared with pyproject.toml's ranges and constraints.txt's tested versions."""
+    """Compare the installed packages with the ranges of pyproject.toml and the tested versions of constraints.txt."""
     # `packaging` comes with setuptools and pip; only `packaging` can read version ranges
     from packaging.requirements import Requirement
 
@@ -244,7 +244,7 @@ def hub() -> Iterator[Finding]:
     try:
         urlopen(Request(endpoint, method="HEAD"), timeout=HUB_SECONDS).close()
     except HTTPError:
-        pass  # it answers
+        pass  # the hub answers
     except (URLError, OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
         text = f"{urlsplit(endpoint).netloc or endpoint} does not answer ({reason}): models cannot be loaded by name"

@@ -39,7 +39,7 @@ FINE, FAULTY, UNUSABLE = 0, 1, 2
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command. Returns the exit status: 1 if an environment has faults, 2 if one cannot be checked.
+    """Run the command. Returns the exit status: 0 without faults, 1 with faults, 2 if an environment cannot be checked.
 
     Raises:
         ValueError: a file or class does not exist, or a number is out of range.
@@ -257,7 +257,7 @@ def _read(stream: IO[str], lines: queue.SimpleQueue[str]) -> None:
 
 
 def _report(environment: str, one: Observed, findings: Sequence[Finding], seconds: float) -> dict[str, Any]:
-    """The facts as `--json` prints them."""
+    """The dict that `--json` prints."""
     calls = [each for episode in one.episodes for each in episode.get("seconds", [])[1:]]
     turns = [turn for episode in one.episodes for turn in episode["turns"]]
     rewards: dict[str, list[float]] = {}

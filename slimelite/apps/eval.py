@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _with_options(problem: str) -> str:
-    """``problem`` with the options of this command in place of train.py's flags."""
+    """Replace train.py's flags in ``problem`` with the options of this command."""
     for flag, name in OPTIONS.items():
         problem = problem.replace(flag, f"--{name.replace('_', '-')}")
     return problem
@@ -177,8 +177,9 @@ def _flags(options: argparse.Namespace) -> list[str]:
 
 
 def _facts(names: Sequence[str], folders: Sequence[str], results: Sequence[Results], tasks: Sequence[str]) -> Facts:
-    """``test``: the meaning of p. ``models``: a dict for each model, with ``name``, ``folder`` and ``tasks``. The
-    values of ``tasks`` have ``settings``, ``metrics`` and, from the second model on, ``against_first``.
+    """The dict that ``--json`` prints. ``test``: the meaning of p. ``models``: a dict for each model, with ``name``,
+    ``folder`` and ``tasks``. The values of ``tasks`` have ``settings``, ``metrics`` and, from the second model on,
+    ``against_first``.
     """
     runs, models = read_runs(folders), list[Facts]()
     for name, run, known in zip(names, runs, results, strict=True):
@@ -364,6 +365,6 @@ def _run_settings(args: Args) -> dict[str, object]:
 
 
 def _plain(values: Mapping[str, object] | EvalDataset) -> dict[str, object]:
-    """``values`` as they are after a round trip through JSON."""
+    """``values`` after a round trip through JSON."""
     content: dict[str, object] = json.loads(json.dumps(values, default=str))
     return content

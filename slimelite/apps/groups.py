@@ -45,7 +45,7 @@ def read_groups(words: Sequence[Sequence[str]]) -> dict[str, list[Run]]:
 def grouped(groups: Groups, metrics: Sequence[str] = ()) -> Facts:
     """Everything that ``slimelite compare --group --json`` prints.
 
-    ``flags``: name -> its value in each group, for flags that differ between groups but not within one. ``test``,
+    ``flags``: name -> its value in each group, for flags that differ only between groups. ``test``,
     ``paired_test``: the meaning of p. ``groups``: a dict for each group, with ``name``, ``runs``, ``seeds`` and
     ``measures``. ``same``: see `same_notes`. ``order``: a sentence about groups whose runs saw the same prompts in the
     same order.
@@ -134,7 +134,8 @@ def _flags(groups: Groups) -> dict[str, list[object]]:
 
 
 def _measures(runs: Sequence[Run], metrics: Sequence[str]) -> dict[str, Facts]:
-    """Name -> the value of each run that has it, their mean, and its standard error, s / sqrt(n) with s² over n − 1."""
+    """Name -> the values of the runs that have it, their mean, and the standard error of the mean, s / sqrt(n), where
+    s² divides by n − 1."""
     names = dict.fromkeys(name for run in runs for name in run.scores)
     named = {name.removeprefix("eval/"): name for name in names}
     rewarded = any("rollout/raw_reward" in run.series for run in runs)

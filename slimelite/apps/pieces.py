@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 FILE = "tokenizer.json"
-BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # how tokenizers with byte fallback write a byte
+BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a byte in a vocabulary with byte fallback
 
 
 class Pieces:
@@ -139,7 +139,7 @@ class Pieces:
 
 
 def _part(pieces: Sequence[bytes], start: int, end: int) -> list[bytes]:
-    """The bytes from ``start`` to ``end`` of all pieces together, split into pieces."""
+    """The bytes from ``start`` to ``end`` of the joined pieces, still divided into pieces."""
     kept, at = [], 0
     for piece in pieces:
         kept.append(piece[max(start - at, 0) : max(end - at, 0)])
@@ -148,7 +148,7 @@ def _part(pieces: Sequence[bytes], start: int, end: int) -> list[bytes]:
 
 
 def _find(run: Run, name: str) -> Path | None:
-    """The tokenizer.json of a folder or hub id. A relative folder may be relative to a folder above the run's."""
+    """The tokenizer.json of a folder or hub id. A relative path may start from any folder above the run's."""
     for base in (Path(), *run.folder.resolve().parents):
         if (base / name / FILE).is_file():
             return base / name / FILE

@@ -87,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def read_stages(journey: Path) -> list[Run]:
-    """The runs of the stages that have begun, in order. Their names are those of their folders.
+    """The runs of the stages that have begun, in order. A run has the name of its folder.
 
     Raises:
         ValueError: no stage has begun.

@@ -36,8 +36,7 @@ MADE_OF = "merged_from.json"
 
 class Source(NamedTuple):
     """The model that a command runs. Without ``base``, ``path`` is a Hugging Face folder or hub id. With ``base``,
-    ``base`` is such a folder or id, and the folder ``path`` has an adapter or a checkpoint of ``--save``. The adapter
-    or checkpoint changes the weights of ``base``.
+    the folder ``path`` has an adapter or a checkpoint of ``--save``, which changes the weights of the model ``base``.
     """
 
     path: str
@@ -61,7 +60,7 @@ def resolve_model(path: str, base: str | None = None) -> Source:
     newest one counts), or a run folder (the newest model or adapter of ``--save-hf`` counts, else the newest
     checkpoint).
 
-    ``base``: the model that an adapter or a checkpoint began from. It replaces the one that the source names.
+    ``base``: the model that an adapter or a checkpoint began from. It replaces the base model that the source names.
 
     Raises:
         ValueError: there is no model. The message says how to get one.

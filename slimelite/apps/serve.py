@@ -147,7 +147,7 @@ CHAT = [f"{name}.js" for name in ("tokens", "stream", "store", "rendered", "sett
 
 
 class Served(NamedTuple):
-    """What is served: the model's folder or hub id, the URL, the engine, whether there is a chat template, and the
+    """A served model: its folder or hub id, the URL, the engine, whether there is a chat template, and the
     server."""
 
     path: str
@@ -281,7 +281,7 @@ async def _interrupt() -> None:
 
 @asynccontextmanager
 async def _engine(args: argparse.Namespace, path: str, device: str, codec: Codec) -> AsyncIterator[Engine]:
-    """The engine. If it is a server, its process runs until the block ends."""
+    """Start the engine. If it is a server, its process runs until the block ends."""
     kind, process = ENGINES[args.engine], None
     with tempfile.TemporaryDirectory(prefix="slimelite-serve-") as folder:
         log, length = Path(folder) / "engine.log", args.context_length

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-# errors for: no space left, no quota left, file too large for the file system
+# error numbers of a full disk: no space left, no quota left, file too large for the file system
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # the format number of checkpoints, saved tables, run folders and stages. A file without a number has this format
 FORMAT = 1
@@ -44,7 +44,7 @@ def whole(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write ``text`` to ``path`` as `whole` does, in UTF-8."""
+    """Write ``text`` in UTF-8 to ``path``, completely or not at all; see `whole`."""
     with whole(path) as partial:
         partial.write_text(text, encoding="utf-8")
 

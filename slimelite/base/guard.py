@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-# our own code: the package
+# the folder of our own package
 PACKAGE = Path(__file__).parents[1]
 
 
@@ -21,7 +21,7 @@ class PluginError(ValueError):
 
 
 def guarded(function: Callable[..., Any], path: str, flag: str | None) -> Callable[..., Any]:
-    """``function``, with its errors converted as `load_function` describes."""
+    """Wrap ``function`` to convert its errors; `load_function` describes the conversion."""
 
     async def awaited(coroutine: Any) -> Any:
         with _guard(function, path, flag):
@@ -44,7 +44,7 @@ def guarded(function: Callable[..., Any], path: str, flag: str | None) -> Callab
 
 @contextmanager
 def _guard(function: Callable[..., Any], path: str, flag: str | None) -> Iterator[None]:
-    """Convert errors of the block into `PluginError`, as `load_function` describes."""
+    """Convert errors of the block into `PluginError`; `load_function` describes the conversion."""
     try:
         yield
     except (PluginError, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError):
@@ -105,7 +105,7 @@ def import_failure(option: str, path: str, error: BaseException) -> str:
     file = str(Path(path).resolve())
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
     what = " ".join((str(error) if isinstance(error, ValueError) else named_error(error)).split())
-    place = f" {path}, line {lines[-1]}" if lines else ""  # else the message names the file
+    place = f" {path}, line {lines[-1]}" if lines else ""  # without a line, the message still names the file
     return f"{option}{place}: {what}"
 
 

@@ -58,7 +58,7 @@ class RequestError(ValueError):
 
 
 class Server(ABC):
-    """A server in the event loop of the caller that starts it. A subclass defines `_routes`.
+    """A server in the event loop of its caller. A subclass defines `_routes`.
 
     ``most_bytes``: longer bodies are refused without being read. ``key``: every request needs this key, except requests
     to the handlers of `_public`. None means no key; see the top of this file. ``origins``: sites whose pages may send
@@ -240,7 +240,7 @@ def with_key(url: str, key: str | None) -> str:
 
 
 def request_key(http: web.Request) -> str:
-    """The key in a request; "" without one."""
+    """The key in a request; "" if the request has none."""
     header = http.headers.get("Authorization", "")
     scheme, _, token = header.partition(" ")  # in lower or upper case (RFC 9110)
     if scheme.lower() == "basic" and "x-api-key" not in http.headers:

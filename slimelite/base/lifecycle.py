@@ -40,7 +40,7 @@ class Stopped(KeyboardInterrupt):
     """Ctrl-C or SIGTERM, raised in the main thread. ``status``: the exit status, 128 + the signal's number."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(number)  # torch's checkpointing pickles it and rebuilds it from these arguments
+        super().__init__(number)  # torch's checkpointing pickles this exception and rebuilds it from its arguments
         self._name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         self.status = 128 + number
 
@@ -52,7 +52,7 @@ class RolloutError(ValueError):
     """A rollout cannot be finished. ``metrics`` (``rollout/...``): the counts so far."""
 
     def __init__(self, message: str, metrics: Mapping[str, float]) -> None:
-        super().__init__(message, metrics)  # Ray pickles it and rebuilds it from these arguments
+        super().__init__(message, metrics)  # Ray pickles this exception and rebuilds it from its arguments
         self.metrics = metrics
 
     def __str__(self) -> str:
@@ -60,7 +60,7 @@ class RolloutError(ValueError):
 
 
 class StopSignals:
-    """Inside this block, the first Ctrl-C or SIGTERM raises `Stopped`. A second one ends the process at once.
+    """Inside this block, the first Ctrl-C or SIGTERM raises `Stopped`. A second signal ends the process at once.
 
     The block catches `Stopped`, and ``status`` is then the exit status. If a signal arrives inside a finalizer
     (``__del__``, for example of a pyarrow file), Python drops the exception. So code that waits calls `check`, which
@@ -112,7 +112,7 @@ def _say(text: str) -> None:
 
 
 def start_module(module: str, *words: str, **options: Any) -> subprocess.Popen[Any]:
-    """Start ``python -m module words``, with the ``options`` of Popen. The process finds our package in any place.
+    """Start ``python -m module words``, with the ``options`` of Popen. The process can import our package.
 
     Ctrl-C reaches only the parent of the process.
     """
@@ -251,7 +251,7 @@ def _words(waiting: select.poll) -> bytes:
 
 
 def _marked(mark: str) -> Iterator[int]:
-    """Processes with the mark in their environment."""
+    """Process ids of the processes with ``mark`` in their environment."""
     entry = f"{MARK}={mark}".encode()
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):

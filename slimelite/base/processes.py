@@ -168,7 +168,7 @@ class MemoryKills:
         self.look()
 
     def look(self) -> None:
-        """Note the kernel's count. The monitor calls this several times in `RECENT_S`."""
+        """Record the kernel's count of kills. The monitor calls this several times per `RECENT_S` seconds."""
         if (count := _memory_kills()) is not None:
             self._noted.append((time.monotonic(), count))
         while len(self._noted) > 1 and self._noted[1][0] < time.monotonic() - RECENT_S:

@@ -10,7 +10,7 @@ from slimelite.base.files import in_units
 
 # interval between two lines [s]
 SAY_S = 5.0
-# how a line begins
+# the beginning of each line
 READ = "read"
 
 
@@ -30,7 +30,7 @@ class Reading:
             self._say()
 
     def add(self, count: int) -> None:
-        """Note ``count`` more bytes."""
+        """Add ``count`` to the number of bytes read so far."""
         self._done += count
         if time.monotonic() - self._printed > SAY_S:
             self._say()

@@ -101,7 +101,7 @@ def _mishap(run_dir: str, code: int, pid: int) -> str | None:
 
 
 class _Parent:
-    """Starts processes, and passes signals on to the running one.
+    """Starts processes, and passes signals on to the running process.
 
     ``pid``: the id of the running process, or of the last process. ``stopped``: the number of the received signal; 0 if
     there was none.

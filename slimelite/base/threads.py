@@ -81,8 +81,8 @@ class Gathered(Generic[T]):
 
 
 async def call(function: Callable[..., Any], *args: object, **named: object) -> Any:
-    """The result of a function. A plain function runs in a daemon thread, so it does not block the program's exit if it
-    hangs.
+    """The result of an async or plain function. A plain function runs in a daemon thread. If it hangs, it does not
+    block the program's exit.
 
     Raises:
         RuntimeError: the function raised an exception that would end the program or its event loop, such as

@@ -79,7 +79,8 @@ def speed(value: float) -> str:
 
 
 def times(seconds: float, phases: Mapping[str, float], room: int) -> str:
-    """``4.5s: gen 3.0s, train 1.5s`` in at most ``room`` characters, without phases below 1 % of ``seconds``."""
+    """Text such as ``4.5s: gen 3.0s, train 1.5s``, in at most ``room`` characters. It leaves out phases below 1 % of
+    ``seconds``."""
     kept = {label: s for label, s in phases.items() if s >= 0.01 * seconds}
     while kept:
         text = f"{duration(seconds)}: " + ", ".join(f"{label} {duration(s)}" for label, s in kept.items())
@@ -329,7 +330,7 @@ class Timer:
 
 
 def run_facts(args: Args) -> dict[str, str]:
-    """Name -> value of the first lines, in order. ``args`` must be complete (see `complete_args`)."""
+    """Name -> value for the first lines on the console, in order. ``args`` must be complete (see `complete_args`)."""
     turns = "rollouts" if args.job.sampled else "batches"
     facts = {
         "model": args.hf_checkpoint or "new, random weights",

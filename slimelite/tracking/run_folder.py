@@ -76,7 +76,7 @@ class RunFolder:
         table.to_parquet(self.path / "rollouts" / f"{rollout_id:07d}.parquet")
         if self._rollouts is not None:
             for path in (file for folder in OF_ROLLOUTS for file in (self.path / folder).glob("*.parquet")):
-                # a file that the user put there has another name
+                # files of the user have other names, and stay
                 if path.stem.isdecimal() and int(path.stem) <= rollout_id - self._rollouts:
                     path.unlink()
 

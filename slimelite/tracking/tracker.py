@@ -273,7 +273,7 @@ class Tracker:
         self._now.scores = eval_metrics([metrics])
         if not self._looping:
             self._note_score(self._now.row)
-        if len(self._now.scores) > self._looping:  # the row of a rollout has room for one score
+        if len(self._now.scores) > self._looping:  # the row of a rollout has space for only one score
             at = "" if self.args.num_rollout == 0 else f" {when(rollout_id)}:"
             self.console.line(f"  eval{at} {eval_text(metrics)}")
 
