@@ -111,7 +111,7 @@ def system() -> Iterator[Finding]:
         text = f"{version} is older than {'.'.join(map(str, GLIBC))}, which the wheels of torch need"
         yield Finding("glibc", "broken", text, "use a newer system, or a container")
     elif library != "glibc":
-        yield Finding("glibc", "warning", f"the C library is {library or 'another one'}", "wheels of torch need glibc")
+        yield Finding("glibc", "warning", f"the C library is {library or 'unknown'}", "wheels of torch need glibc")
     compiler = shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc")
     if compiler is None:
         text = "there is no C compiler (cc, gcc): --compile and Triton's kernels cannot be built"
@@ -120,7 +120,7 @@ def system() -> Iterator[Finding]:
         yield Finding("compiler", "ok", compiler)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < FILES:
-        text = f"a process may open {soft} files: many engines and environments need more"
+        text = f"a process may open only {soft} files, but many engines and environments need more"
         yield Finding("open files", "warning", text, f"ulimit -n {FILES if hard < 0 else min(FILES, hard)}")
     cores, threads = len(os.sched_getaffinity(0)), os.environ.get("OMP_NUM_THREADS", "")
     if threads and (not threads.isdigit() or int(threads) > cores):

@@ -291,7 +291,7 @@ def _not_checked(one: Observed) -> dict[str, str]:
     reasons: dict[str, str] = {}
     scored = any(e["reward"] is not None for e in one.episodes)
     if not scored:
-        reasons |= dict.fromkeys(("golden answer", "cheap answers"), "no step has a reward; --rm-type scores a run")
+        reasons |= dict.fromkeys(("golden answer", "cheap answers"), "no step has a reward, so a run needs --rm-type")
     elif mean(one.golden()) is None:
         reasons["golden answer"] = "rows have no label, and the class has no method golden"
     if not any(e["start"] and e["start"]["tools"] != "[]" for e in one.episodes):

@@ -296,7 +296,7 @@ def _rewards(one: Observed, _: Observed) -> Iterator[str]:
     who = ", ".join(map(repr, sorted(speakers)))
     for role in dict.fromkeys(role for e in one.episodes for turn in e["turns"] for role in turn["rewards"]):
         if role not in speakers and mean(one.golden()) is not None:  # else the first reply may have ended the episode
-            yield f"a step has a reward for the role {role!r}, which never speaks; there are {who}"
+            yield f"a step has a reward for the role {role!r}, which never speaks; the roles that speak are {who}"
     done = [e for e in one.episodes if e["end"] == "done"]
     scored = [e for e in done if e["reward"] is not None]
     if scored and len(scored) < len(done):

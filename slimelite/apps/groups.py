@@ -17,7 +17,7 @@ from slimelite.tracking.metrics_file import axis_of, unknown_metrics
 SEEDS = ("--seed", "--rollout-seed")
 TEST = (
     "unpaired two-sided permutation test of the difference of means, over all ways to divide the runs into the two "
-    f"groups, or {DRAWS:,} random ones if there are more than {EXACT:,}"
+    f"groups, or {DRAWS:,} random ways if there are more than {EXACT:,}"
 )
 PAIRED_TEST = "two-sided sign-flip permutation test of the differences between runs with the same seed"
 

@@ -35,7 +35,7 @@ FOLLOW_EVERY = 10  # least time between two reads of a run that is still running
 EXAMPLES = """examples:
   slimelite view runs/a                       writes runs/a/view.html
   slimelite view runs/a runs/b -o two.html    both runs in the same panels
-  slimelite view runs/a --follow              writes it again while the run goes on
+  slimelite view runs/a --follow              writes the file again while the run continues
 """
 
 

@@ -161,7 +161,7 @@ class Client:
                 if not self._retry.again(error, attempt):
                     raise
                 wait = self._retry.wait_s(attempt)
-                logger.info("%s; attempt %d of %d, again in %.1f s", error, attempt, self._retry.attempts, wait)
+                logger.info("%s; attempt %d of %d, next attempt in %.1f s", error, attempt, self._retry.attempts, wait)
             await asyncio.sleep(wait)
             attempt += 1
 

@@ -73,7 +73,7 @@ class Registry(dict[str, R], Generic[R]):
             ValueError: always. The message has the nearest name.
         """
         near = get_close_matches(name, self, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(self)}{self.instead}"
+        hint = f"did you mean {near[0]}?" if near else f"the known names are {', '.join(self)}{self.instead}"
         raise ValueError(f"{self.option} {name}: there is no such {self.what}; {hint}")
 
 

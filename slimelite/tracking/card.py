@@ -56,9 +56,9 @@ def model_card(args: Args, rollout_id: int, records: Sequence[Record] = (), *, c
     turns = "rollouts" if unit_of(args.job) == "rollout" else "batches"
     facts = {
         "base": made_of,
-        "licence of the base": base.get("license_name", base.get("license", "its card names none")) if base else "",
+        "licence of the base": base.get("license_name", base.get("license", "not named in its card")) if base else "",
         "method": method(args),
-        "code of its own": ", ".join(plugins(args)),
+        "custom code": ", ".join(plugins(args)),
         "data": ", ".join(args.prompt_data),
         "trained": f"{rollout_id + 1} of {args.num_rollout} {turns} (the last has number {rollout_id}, the first 0)",
         "versions": f"slimelite {slimelite.__version__}, "

@@ -59,7 +59,7 @@ GROUPS: dict[str, tuple[Panel, ...]] = {
         Panel("episodes that took too long", "episodes", ("rollout/environment/timeouts",), 1),
         Panel("episodes without a trained token", "episodes", ("rollout/environment/untrained",), 1),
         Panel("episodes out of context", "episodes", ("rollout/environment/context_full",), 1),
-        Panel("episodes at the most turns", "share of episodes", ("rollout/environment/turn_limit",), 0.1),
+        Panel("episodes at the turn limit", "share of episodes", ("rollout/environment/turn_limit",), 0.1),
     ),
     "Optimizer": (
         Panel("loss", "loss", ("train/loss",), 1e-4, picture=True),
