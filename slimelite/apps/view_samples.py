@@ -26,7 +26,7 @@ from slimelite.environments.registry import FACTS
 from slimelite.samples.sample import UNSTAMPED, label_text
 from slimelite.samples.table import SampleTable
 
-# a page has at most about this many bytes of samples; of a larger run, the page has only some of the groups
+# a page has at most about this many bytes of samples; from a larger run, it takes only some groups
 BUDGET = 14_000_000
 # bytes of a response token with its numbers, and of a sample with its row of the index, after deflate and base64
 TOKEN_BYTES, SAMPLE_BYTES = 7.0, 24.0
@@ -213,9 +213,9 @@ def _sample_down(parts: Sequence[Part], budget: int) -> None:
     """Set ``rows`` of each part to whole groups that together fit into ``budget``.
 
     First come dropped groups, then the best and the worst group of each rollout, then the other groups in the order of
-    a hash of the prompt. The hash takes all groups of a prompt together, in all rollouts and evaluations. Dropped, best
-    and worst groups come first from the halves of the run, then from the quarters, and so on. So the groups that fit
-    cover the run evenly.
+    a hash of the prompt. All groups of a prompt have the same hash, so they come together, from all rollouts and
+    evaluations. Dropped, best and worst groups come first from the halves of the run, then from the quarters, and so
+    on. So the groups that fit cover the run evenly.
     """
     levels, keys, costs, owners = [], [], [], []
     for i, part in enumerate(parts):
