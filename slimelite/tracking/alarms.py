@@ -23,8 +23,8 @@ from slimelite.tracking.metrics_file import DEFAULT_AXIS, eval_metrics
 LEVEL = 5  # a level is the median of this many rollouts; two odd rollouts do not change it
 WINDOW = 20  # rollouts between two compared levels: enough to see a slow change, and to forget an old one
 QUIET = 3  # an alarm ends if its condition does not hold for this many rollouts
-NOISE = 3.0  # smallest change of a level, in standard deviations of one rollout; about four of a median
-ERRORS = 4.0  # smallest difference of two scores, in standard errors; the earlier score is the best of several
+NOISE = 3.0  # smallest change of a level that counts, in standard deviations of one rollout
+ERRORS = 4.0  # smallest difference of scores that counts, in standard errors; the earlier score is a best one
 UNKNOWN_ERROR = 0.04  # standard error of a score without one: as for 150 answers that are right or wrong
 ALL = 0.9  # this share of the groups counts as all groups, so one lucky group in ten changes nothing
 SOLVED = 0.9  # at this eval score, the model has little left to learn
@@ -181,8 +181,8 @@ def rollout_values(pending: Mapping[str, list[float]]) -> dict[str, float]:
     "--clip-grad, --use-kl-loss and --lr-warmup-iters also help.",
 )
 def reward_collapse(h: History) -> Seen | None:
-    """Two signs: nine groups in ten are wrong, which needs no scale; or a reward without right and wrong has fallen
-    between two levels by six deviations and by half its value."""
+    """There are two signs. Nine groups in ten are wrong; this does not depend on the scale of the reward. Or a reward
+    without right and wrong has fallen between two levels, by six deviations and by half its value."""
     lost = h.best_reward - h.now("reward")
     groups = h.least_wrong <= 0.5 and h.now("wrong", QUIET) >= ALL
     if not groups and not (h.enough("reward") and lost > max(2 * NOISE * h.noise("reward"), abs(h.best_reward) / 2)):
@@ -279,7 +279,7 @@ def truncation(h: History) -> Seen | None:
     "--calculate-per-token-loss, every token of a long wrong answer counts.",
 )
 def length(h: History) -> Seen | None:
-    """Twice the length is much. Responses also grow while a model learns to reason, but then the score rises too."""
+    """It takes twice the length. Responses also grow while a model learns to reason, but then the score rises too."""
     then, now, done = h.then("length"), h.now("length"), max(h.rollouts - WINDOW - LEVEL, 0)
     if not h.enough("length") or not h.values["reward"] or not then or now < 2 * then or h.improved(done):
         return None
@@ -350,8 +350,8 @@ def mismatch(h: History) -> Seen | None:
     "Sync more often (--update-weights-interval 1), set --max-weight-staleness, or correct with --correction tis.",
 )
 def stale(h: History) -> Seen | None:
-    """Four updates, because a rollout that is generated one ahead has an age of one, and a policy gradient tolerates a
-    few. Or half of the groups, because the run then discards more work than it uses."""
+    """Four updates are too many: a rollout that is generated one ahead has an age of one, and a policy gradient
+    tolerates a few. If half of the groups are dropped, the run discards more work than it uses."""
     age, dropped = h.now("staleness", QUIET), h.row.get("rollout/stale_groups", 0.0)
     if age >= 4:
         return Seen(f"trained tokens are {age:.1f} weight updates old", lambda h: h.now("staleness", QUIET) >= 4)

@@ -136,7 +136,7 @@ def config_yaml(args: Args) -> str:
     """
     reasons = {d.name: d.reason for d in args.derivations}
     lines = ["# arguments of this run; `python train.py --config` with this file repeats the run"]
-    lines += ["# an argument after # was not given: its value is the default, or has the reason next to it"]
+    lines += ["# an argument in a comment was not given: its value is the default, or the reason is next to it"]
     lines += ["# " + " ".join(note.split()) for note in args.notes]
     lines += [f"# no effect here: {name}: {why}" for name, why in args.no_effect]
     if args.custom_config:
