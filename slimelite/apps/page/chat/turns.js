@@ -99,7 +99,7 @@ function resultsElement(calls, send) {
   const results = () => fields.map(([{ id, function: { name } }, field]) => ({ tool_call_id: id, name, content: field.value }));
   return el("form", { class: "results", onsubmit: (event) => { event.preventDefault(); send(results()); } },
     ...fields.map(([{ function: { name } }, field]) => el("label", {}, el("span", { class: "dim small" }, `result of ${name}`), field)),
-    el("button", { class: "quiet" }, "Send results"));
+    el("button", { class: "quiet" }, "Return results"));
 }
 
 /**
