@@ -55,5 +55,5 @@ def test_replies_are_read_by_sglangs_names() -> None:
     assert (read.reasoning, read.text, read.tool_uses) == ("so", "ok", [{"name": "f", "input": {"a": 1}}])
     plain = parse_model_output(text, tools_schema=None, tool_parser_name=None, reasoning_parser_name=None)
     assert (plain.text, plain.tool_uses, plain.ill_formed) == (text, [], False)
-    with pytest.raises(ImportError, match=r"does not provide slime\.agent\.sandbox; of slime it has .*slime\.agent\.a"):
+    with pytest.raises(ImportError, match=r"does not provide slime\.agent\.sandbox; it provides .*slime\.agent\.a"):
         importlib.import_module("slime.agent.sandbox")
