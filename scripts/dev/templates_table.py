@@ -26,27 +26,27 @@ INTRODUCTION = """\
 
 `scripts/dev/templates_table.py` generates this page; do not edit it. The {count} chat templates belong to real models.
 They come with TRL {version}, and tests read them there. A row is valid for every model with the same template, whatever
-the model's name. The table is for transformers {transformers}. A newer version (seen with 5.23.0) also gives the
-thinking to a template under the name `thinking`. Then `gptoss` and `lfm2_2_5` show thoughts, and the conversation
-branches after a thought.
+the model's name. The table is for transformers {transformers}. A newer version (seen with 5.23.0) also passes the
+thinking to a template under the name `thinking`. With that version, `gptoss` and `lfm2_2_5` show thoughts, and the
+conversation branches after a thought.
 
-- **SFT**: this column says who marked the tokens that the model says. The tests compare these marks with the masks of
-  `--loss-mask-type auto`. The tests use conversations of several turns with tools and thinking. For every template they
-  also check that training does not cover text of a user, a system prompt or a tool, and that it covers everything that
-  the model says.
+- **SFT**: this column shows the source of the marks for the model's own tokens. The tests compare these marks with the
+  masks of `--loss-mask-type auto`. The tests use conversations of several turns with tools and thinking. For every
+  template they also check two things. The masks must not cover text of a user, a system prompt or a tool. They must
+  cover everything that the model writes.
     - *TRL's*: TRL ships the template with `{{% generation %}}` marks, and the masks must be equal token for token.
-      There are two exceptions. One is tokens that the generation prompt gives the model. The other is
-      `<|tool_response>`: Gemma 4 ends a call with it, and TRL leaves it out.
+      There are two exceptions. The first is tokens that are part of the generation prompt. The second is
+      `<|tool_response>`: Gemma 4 ends a call with this token, but TRL's marks do not include it.
     - *own*: the template itself has marks.
-    - *tests alone*: nobody marked the template; there are only the other checks.
+    - *tests alone*: the template has no marks, so the tests make only the other two checks.
 - **tool calls**: the format in which the template writes calls. The tests read each call back as the same call. *none*:
   the template does not show tools to the model. slimelite then refuses `--environment` with tools, and requests with
   `tools`.
-- **next question**, **after a thought**: these columns say whether the conversation continues from the sampled tokens
+- **next question**, **after a thought**: these columns show whether the conversation continues from the sampled tokens
   when the user asks again. The first column is for a plain reply, the second for a reply with thinking. If the template
-  writes the reply differently from the sampled tokens, the conversation branches instead. *not shown*: the template has
-  no place for thinking in a field of its own. During tool calls the sampled thoughts stay, except with the templates
-  that `tests/serving/test_real_templates.py` names.
+  writes the reply differently from the sampled tokens, the conversation branches instead. *not shown*: the template
+  does not write thinking that is in a separate field of the message. During tool calls, the sampled thoughts stay in
+  the conversation. Exceptions are the templates that `tests/serving/test_real_templates.py` names.
 
 | template | SFT | tool calls | next question | after a thought |
 |---|---|---|---|---|

@@ -23,7 +23,8 @@ CONVERSIONS = ("convert_hf_to_torch_dist.py", "convert_torch_dist_to_hf.py")
 
 def say(text: str) -> None:
     """Tell the user that something differs from what the script says."""
-    print(f"run_slime_script: {text}", file=sys.stderr, flush=True)
+    # one write, because commands in the background write too
+    os.write(sys.stderr.fileno(), f"run_slime_script: {text}\n".encode())
 
 
 def mapped(word: str) -> str:
@@ -61,12 +62,13 @@ def ray(words: list[str]) -> None:
         say(f"ray {' '.join(words[:2])} does nothing: train.py starts a Ray of its own, or uses that of RAY_ADDRESS")
         return
     options, command = words[: words.index("--")], words[words.index("--") + 1 :]
-    for name, value in _environment(options).items():
-        if name == "PYTHONPATH":
-            folders = [mapped(folder) for folder in str(value).split(os.pathsep)]
-            here = [folder for folder in folders if folder and Path(folder).is_dir()]
-            value = os.pathsep.join([*here, *filter(None, [os.environ.get("PYTHONPATH")])])
-        os.environ[name] = str(value)
+    given = {name: str(value) for name, value in _environment(options).items()}
+    if "PYTHONPATH" in given:
+        folders = [mapped(folder) for folder in given["PYTHONPATH"].split(os.pathsep)]
+        here = [folder for folder in folders if folder and Path(folder).is_dir()]
+        given["PYTHONPATH"] = os.pathsep.join([*here, *filter(None, [os.environ.get("PYTHONPATH")])])
+    # train.py gives them to its workers, which Ray may start on other nodes (slimelite.cluster.ray_cluster)
+    os.environ.update(given, SLIMELITE_WORKER_ENV=json.dumps(given))
     say("ray job submit: the job runs here, in this process")
     if Path(command[0]).name in ("python", "python3"):
         python(command[1:])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import platform
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -94,6 +96,7 @@ class Host:
         redirect_process_output(log)
         show_stacks()
         os.environ.update(env)  # torch reads them when it is imported, which `make` does
+        sys.path += [part for part in env.get("PYTHONPATH", "").split(os.pathsep) if part and part not in sys.path]
         if self.returns_blocks:
             set_heap(mapped_above=BLOCK, trimmed_above=BLOCK)  # glibc reads the variables when a process begins
         self.name = name
@@ -579,5 +582,8 @@ def _wait_for(
 
 
 def _env(threads: int) -> dict[str, str]:
+    """Environment variables of a worker. The wrapper for slime's scripts hands over those of --runtime-env-json; secret
+    ones are left out, because Ray writes them to logs."""
+    given = public_part(json.loads(os.environ.get("SLIMELITE_WORKER_ENV", "{}")))[0]
     memory = {"MALLOC_MMAP_THRESHOLD_": str(BLOCK), "MALLOC_TRIM_THRESHOLD_": str(BLOCK)}  # for processes of a worker's
-    return {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", **memory}
+    return {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", **memory, **given}

@@ -21,16 +21,16 @@ from slimelite.data.reader import READERS as ROWS
 
 # endings of files of documents
 ENDINGS = (".parquet", ".jsonl", ".jsonl.gz", ".txt")
-# further endings, of plain texts in a folder
-PLAIN = (".md", ".rst", ".text")
+# a table of texts, which the reader of rows reads
+CSV = ".csv"
+# further endings in a folder: plain texts, and tables
+PLAIN = (".md", ".rst", ".text", CSV)
 # a plain text is cut at the first end of a line after so many bytes: a file is read in pieces
 PIECE = 1 << 16
 # kinds of documents that are left out
 EMPTY, NUL, ENCODING, MALFORMED, BROKEN = "empty", "with a NUL", "not UTF-8", "malformed", "cut short or unreadable"
 # the value of a row that lacks the column of texts
 ABSENT = object()
-# a table of texts, which the reader of rows reads
-CSV = ".csv"
 
 
 class NoColumn(ValueError):

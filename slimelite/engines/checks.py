@@ -12,7 +12,7 @@ from slimelite.base.files import is_text
 from slimelite.engines.protocol import Decode, GenerateRequest, SamplingParams
 from slimelite.models.files import as_filed, load_config, saved_buffers
 
-# a lower temperature would overflow fp32 when logits are divided by it; 0 means greedy decoding
+# logits divided by a lower temperature would overflow fp32; temperature 0 means greedy decoding
 LOWEST_TEMPERATURE = 1e-6
 LARGEST = 1e30
 MOST_STOPS = 256
@@ -21,7 +21,8 @@ INT32 = 2**31
 
 
 def check_request(request: GenerateRequest, vocab_size: int, max_context_len: int) -> None:
-    """Refuse a request that can never be served. Inside a batch, its failure would end the other requests too.
+    """Refuse a request that can never be served. Inside a batch, the failure of such a request would end the other
+    requests too.
 
     Raises:
         ValueError: the request has tokens outside the vocabulary, no prompt, parameters of a wrong type or out of
@@ -29,10 +30,10 @@ def check_request(request: GenerateRequest, vocab_size: int, max_context_len: in
     """
     params, name, ids = request.params, f"request {request.request_id}", request.input_ids
     if not isinstance(request.request_id, str) or not request.request_id:
-        raise ValueError(f"{name}: its id must be text")
+        raise ValueError(f"{name}: the request id must be text")
     check_tokens(ids, vocab_size, name)
     if not is_whole(request.position, 0, len(ids) - 1):
-        raise ValueError(f"{name}: position {request.position!r} leaves no prompt in {len(ids)} input_ids")
+        raise ValueError(f"{name}: position must be from 0 to {len(ids) - 1}, not {request.position!r}")
     for problem in _problems(params, vocab_size):
         raise ValueError(f"{name}: {problem}")
     if len(ids) + params.max_new_tokens > max_context_len:
@@ -43,17 +44,17 @@ def check_request(request: GenerateRequest, vocab_size: int, max_context_len: in
 
 
 def check_tokens(ids: Sequence[int], vocab_size: int, name: str) -> None:
-    """Refuse anything but one sequence of the model's tokens.
+    """Check that ``ids`` is one sequence of the model's tokens.
 
     Raises:
-        ValueError: ``ids`` is something else; the message begins with ``name``.
+        ValueError: ``ids`` is not such a sequence; the message begins with ``name``.
     """
     try:
         array = np.asarray(ids)
-    except (ValueError, OverflowError):  # lists of different lengths, numbers of more than 64 bits
+    except (ValueError, OverflowError):  # raised for lists of different lengths, and for numbers with more than 64 bits
         array = np.zeros(0)
     if array.ndim != 1 or array.dtype.kind not in "iu" or array.min() < 0 or array.max() >= vocab_size:
-        raise ValueError(f"{name}: input_ids must be one or more of the model's tokens 0 to {vocab_size - 1}")
+        raise ValueError(f"{name}: input_ids must be tokens of the model: one or more ids from 0 to {vocab_size - 1}")
 
 
 def check_score(
@@ -67,8 +68,8 @@ def check_score(
     check_tokens(input_ids, vocab_size, "score")
     if not is_whole(start, 1, len(input_ids) - 1) or not is_temperature(temperature, greedy=False):
         raise ValueError(
-            f"score: needs a temperature of at least {LOWEST_TEMPERATURE:g} and 0 < start < {len(input_ids)} (the "
-            f"number of input_ids), got {temperature!r:.60} and {start!r:.60}"
+            f"score: temperature must be at least {LOWEST_TEMPERATURE:g}, and start above 0 and below {len(input_ids)} "
+            f"(the number of input_ids), not {temperature!r:.60} and {start!r:.60}"
         )
     if not is_whole(top, 0, vocab_size):
         raise ValueError(f"score: top must be from 0 to {vocab_size} tokens, not {top!r:.60}")
@@ -120,14 +121,14 @@ def _problems(params: SamplingParams, vocab_size: int) -> Iterator[str]:
             for token, value in bias.items()
         )
     ):
-        yield f"logit_bias must be from at most {MOST_BIASES} of the model's token ids to numbers from -100 to 100"
+        yield f"logit_bias must map at most {MOST_BIASES} of the model's token ids to numbers from -100 to 100"
     if params.seed is not None and not is_whole(params.seed, -(2**63), 2**64):
         yield f"the seed (sampling_seed) must be an integer, not {params.seed!r:.60}"
     for switch in ("ignore_eos", "skip_special_tokens"):
         if not isinstance(getattr(params, switch), bool):
             yield f"{switch} must be true or false, not {getattr(params, switch)!r:.60}"
     if not all(is_text(stop) and stop for stop in params.stop) or len(params.stop) > MOST_STOPS:
-        yield f"stop must be at most {MOST_STOPS} texts, none of them empty, not {params.stop!r:.60}"
+        yield f"stop must be at most {MOST_STOPS} texts that are not empty, got {params.stop!r:.60}"
     ids = params.stop_token_ids
     if not all(is_whole(token, -INT32, INT32) for token in ids) or len(ids) > MOST_STOPS:
         yield f"stop_token_ids must be at most {MOST_STOPS} token ids, not {ids!r:.60}"
@@ -143,11 +144,12 @@ def check_ids(requests: Sequence[GenerateRequest], taken: Collection[str]) -> No
 
 def holds_stop(decode: Decode, response: Sequence[int] | np.ndarray, stops: Sequence[str]) -> bool:
     """Whether the last tokens of ``response`` contain one of ``stops``. If the response continues an earlier one, pass
-    both together.
+    the tokens of both.
 
-    This runs after every token, so it decodes only as many tokens as the longest stop string can have.
+    The check runs after every token, so it decodes no more tokens than the longest stop string can have.
     """
-    # a token is at least one byte; one more token in front avoids special decoding at the start of a text
+    # a token has at least one byte, so a stop string has no more tokens than bytes. One more token is decoded in front,
+    # because a decoder may treat the start of a text differently
     tail = max(len(stop.encode()) for stop in stops) + 1
     text = decode(np.asarray(response[-tail:]).tolist())
     return any(stop in text for stop in stops)
@@ -157,7 +159,7 @@ def model_shapes(model_path: str) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every tensor in the files of the model at ``model_path``. Buffers such as the biases of routers
     are included, and tied weights appear once.
     """
-    import torch  # the fronts check requests without it
+    import torch  # the HTTP fronts check requests without torch
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -167,12 +169,12 @@ def model_shapes(model_path: str) -> dict[str, tuple[int, ...]]:
 
 
 class WeightUpdate:
-    """Checks that the weights of an update have the model's names and shapes, and that none is missing at the end.
+    """Checks that the weights of an update have the model's names and shapes, and that no weight is missing at the end.
 
-    ``shapes`` has the shape of each weight by name. ``aliases`` maps the second name of a tied weight to its first,
-    such as ``lm_head.weight`` to ``model.embed_tokens.weight``. ``version`` is the version of the current update, or
-    None. ``received`` has the names that this update has brought so far. ``complete`` is true after an update has
-    brought every weight. A later update may then bring only the changed weights.
+    ``shapes`` has the shape of each weight by name. ``aliases`` maps the second name of a tied weight to its first
+    name, for example ``lm_head.weight`` to ``model.embed_tokens.weight``. ``version`` is the version of the current
+    update, or None. ``received`` has the names that this update has brought so far. ``complete`` is true after an
+    update has brought every weight. A later update may then bring only the changed weights.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], aliases: Mapping[str, str] | None = None) -> None:
@@ -195,7 +197,8 @@ class WeightUpdate:
 
     @contextmanager
     def taking(self, weights: Iterable[tuple[str, Sequence[int]]]) -> Iterator[None]:
-        """Check ``weights``, which are (name, shape) pairs, let the caller copy them, and then mark them as received.
+        """Check ``weights``, which are (name, shape) pairs. After the caller has copied these weights, mark them as
+        received.
 
         Raises:
             ValueError: no update is under way, the model has no weight of that name, or its shape differs.
@@ -208,7 +211,7 @@ class WeightUpdate:
             if name not in self.shapes:
                 raise ValueError(f"{name} is not a weight of the model that the engine was started with")
             if tuple(shape) != self.shapes[name]:
-                raise ValueError(f"{name} was sent with shape {tuple(shape)}, but the model's has {self.shapes[name]}")
+                raise ValueError(f"{name} was sent with shape {tuple(shape)}, but the model needs {self.shapes[name]}")
             names.append(name)
         yield
         self.received.update(names)
@@ -221,7 +224,7 @@ class WeightUpdate:
         """The version of the current update, if all its weights have arrived. Call `end` afterwards.
 
         Raises:
-            ValueError: no update is under way, or weights are missing. In the second case the update stays open.
+            ValueError: no update is under way, or weights are missing. If weights are missing, the update stays open.
         """
         if self.version is None:
             raise ValueError("no weight update is under way; call begin_weight_update first")
@@ -234,7 +237,7 @@ class WeightUpdate:
         return self.version
 
     def end(self) -> None:
-        """Finish the update. It raises the same errors as `whole`."""
+        """Finish the update. Raises the same errors as `whole`."""
         self.whole()
         self.complete = self.complete or len(self._awaited) == len(self.shapes)
         self.version = None

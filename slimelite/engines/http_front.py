@@ -1,7 +1,7 @@
 """Serves SGLang's /generate and /abort_request for any engine, so that generate plugins can use HTTP.
 
-The server in `slimelite.serving` is this server with more endpoints. This module also makes the sampling parameters of
-request bodies, for every HTTP dialect.
+The server in `slimelite.serving` is this server with more endpoints. This module also reads the sampling parameters
+from the request bodies of every HTTP dialect.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class SampledBody(Body):
     dialects: ClassVar[tuple[Place, ...]] = ()
 
     def params(self, defaults: SamplingParams) -> SamplingParams:
-        """``defaults``, replaced by the parameters that the body has."""
+        """The sampling parameters of the body. A parameter that the body does not have is taken from ``defaults``."""
         values: dict[str, Any] = {}
         for dialect in self.dialects:
             for field, names in names_at(dialect).items():
@@ -68,12 +68,12 @@ class SampledBody(Body):
         if grammars := [*own, *self.grammars()]:
             if len(grammars) > 1:
                 named = " and ".join(name for name, _, _ in grammars)
-                raise RequestError(f"{named}: a response can follow only one grammar; leave the others out")
+                raise RequestError(f"{named}: a response can follow only one grammar; send only one of these fields")
             values |= {**dict.fromkeys(GRAMMARS), grammars[0][1]: grammars[0][2]}
         return replace(defaults, **values)
 
     def grammars(self) -> list[tuple[str, str, str]]:
-        """(name in the body, parameter, text) of grammars that the body names in its own way."""
+        """(name in the body, parameter, text) of each grammar that has a field of its own in this dialect."""
         return []
 
 
@@ -102,7 +102,7 @@ def sampled(*dialects: Place) -> Callable[[type[S]], type[S]]:
 BODY_BYTES_PER_TOKEN = 16
 BODY_BYTES = 1 << 20
 HEALTH_TIMEOUT = 20.0  # seconds
-# SGLang's defaults, where they differ from ours
+# SGLang's defaults that differ from the defaults of `SamplingParams`
 DEFAULTS = SamplingParams(128, skip_special_tokens=True)
 
 
@@ -120,11 +120,12 @@ class Sampling(SampledBody):
 
 
 class GenerateBody(Shape):
-    """``/generate``: ``input_ids`` or ``text``. With ``max_new_tokens`` 0 it scores the prompt.
+    """The body of ``/generate``, with ``input_ids`` or ``text``. With ``max_new_tokens`` 0, the endpoint scores the
+    prompt.
 
     ``return_sampling_mask``: if the request has top_p, top_k or min_p, return the ids that each token was drawn from,
-    and log-probs over them. ``output_token_logprobs`` are then over these ids too; in SGLang they are over the whole
-    vocabulary.
+    and log-probs over these ids. ``output_token_logprobs`` are then over these ids too; in SGLang they are over the
+    whole vocabulary.
     """
 
     rid: Text = ""
@@ -139,7 +140,7 @@ class GenerateBody(Shape):
 
 
 class AbortBody(Shape):
-    """``/abort_request``: ends the request ``rid``, or all requests."""
+    """The body of ``/abort_request``, which ends the request ``rid`` or all requests."""
 
     rid: Text = ""
     abort_all: bool = False
@@ -149,14 +150,14 @@ def parse_sampling_params(fields: dict[str, Any]) -> SamplingParams:
     """Convert SGLang's ``sampling_params`` JSON to `SamplingParams`.
 
     Raises:
-        ValueError: a parameter is not supported, or has another type.
+        ValueError: a parameter is not supported, or has the wrong type.
     """
     plain = {name: _as_json(value) for name, value in fields.items()}
     return checked(Sampling, plain).params(DEFAULTS)
 
 
 def _as_json(value: object) -> object:
-    """A value from a plugin's dict as JSON. It may be a tuple or a numpy value."""
+    """Convert a value of a plugin's dict to JSON. The value may be a tuple or a numpy value."""
     if isinstance(value, (tuple, np.ndarray)):
         value = list(value)
     if isinstance(value, list):
@@ -167,8 +168,8 @@ def _as_json(value: object) -> object:
 class GenerateServer(Server):
     """SGLang's endpoints in front of an engine.
 
-    The text of a response keeps its stop string. slime requests that with ``no_stop_trim``. ``max_context_len`` limits
-    the length of a body.
+    The text of a response keeps its stop string. slime requests this behaviour with ``no_stop_trim``.
+    ``max_context_len`` limits the length of a body.
     """
 
     def __init__(
@@ -228,7 +229,7 @@ class GenerateServer(Server):
         return self._reply(body, request, await sample(request, None), (await self._engine.info()).weight_version)
 
     async def _stream(self, body: GenerateBody, request: GenerateRequest, sample: Sampler) -> AsyncGenerator[bytes]:
-        """SGLang's events. Each has all tokens so far, and the last one has the reason of the end."""
+        """SGLang's events. Each event has all tokens so far. The last event also has the finish reason."""
         version = (await self._engine.info()).weight_version
         ids: list[int] = []
         log_probs: list[float] = []
@@ -268,7 +269,8 @@ class GenerateServer(Server):
         """Prompt log-probs, requested by ``max_new_tokens`` 0 with ``return_logprob`` and ``logprob_start_len``.
 
         As in SGLang, the first entry has no log-prob, and ``sampling_params.temperature`` has no effect. The logits are
-        divided by ``input_logprob_temperature`` (sgl-project/sglang#36213; default 1), which the reply repeats.
+        divided by ``input_logprob_temperature`` (sgl-project/sglang#36213; default 1). The reply repeats this
+        temperature.
         """
         begin, temperature = body.logprob_start_len, body.input_logprob_temperature
         if not body.return_logprob or not 0 <= begin < len(input_ids) - 1:

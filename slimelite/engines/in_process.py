@@ -30,14 +30,15 @@ if TYPE_CHECKING:
     from slimelite.engines.http_front import GenerateServer
 
 T = TypeVar("T")
-# requests decoded at once, by device, unless --sglang-max-running-requests is given
+# device type -> the most requests that are decoded at once, unless --sglang-max-running-requests is given
 RUNNING_REQUESTS = {"cpu": 256, "cuda": 512}
 
 
 class _Call:
     """One call of `Engine.generate`. ``whole`` wakes the caller once, after the last result.
 
-    Each future that an event loop awaits wakes the loop's thread, which costs as much as a step of a small model.
+    Each future that an event loop awaits wakes the loop's thread. One such wake-up takes about the time of a step of a
+    small model.
     """
 
     def __init__(self, requests: Sequence[GenerateRequest], listener: OnTokens | None) -> None:
@@ -66,8 +67,8 @@ class _Call:
 
 
 class HttpFront:
-    """A `GenerateServer` that starts on demand. It has its own thread and event loop, so it stays up when a caller's
-    loop ends."""
+    """A `GenerateServer` that starts on demand. The server has its own thread and event loop, so it continues when a
+    caller's loop ends."""
 
     def __init__(
         self,
@@ -90,12 +91,12 @@ class HttpFront:
         """
         self._thread = self._thread or LoopThread("http front")
         if self._server is None:
-            # they need aiohttp
+            # these two modules need aiohttp
             from slimelite.base.http_server import is_loopback, with_key
             from slimelite.engines.http_front import GenerateServer
 
             length = (await self._engine.info()).max_context_len
-            # whoever reaches another address than loopback needs a key; plugins find it in the address
+            # at an address other than loopback, clients need a key; plugins find the key in the URL
             key = None if is_loopback(self._place[0]) else secrets.token_urlsafe(24)
             server = GenerateServer(self._engine, *self._codec, length, *self._place, key)
             self.url = with_key(await self._thread.result(server.start()), key)
@@ -113,7 +114,8 @@ class HttpFront:
 
 
 class InProcessEngine(Engine):
-    """One worker thread owns the model and the running requests. Between two steps it runs the jobs of callers.
+    """One worker thread owns the model and the running requests. Between two steps, the thread runs the jobs of
+    callers.
 
     During a weight update the worker makes no step, so running and new requests wait.
 
@@ -134,15 +136,15 @@ class InProcessEngine(Engine):
         self._decode = decode
         self._front = HttpFront(self, encode, decode, http_host)
         self._closed = False
-        # all calls of one turn of an event loop are submitted together, so that they are admitted in one step
+        # calls made in the same turn of an event loop are submitted together, so one step admits all of them
         self._arriving = Gathered(self._accept)
-        # id of a request -> who hears of its tokens; only the worker thread touches it
+        # request id -> the callback for its tokens; only the worker thread uses this dict
         self._listeners: dict[str, OnTokens] = {}
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._worker = threading.Thread(target=self._work, name=f"{self.name} engine", daemon=True)
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
-        """See `Engine.generate`. Cancelling it aborts the requests."""
+        """See `Engine.generate`. Cancelling this call aborts the requests."""
         return await self._generate(requests)
 
     async def stream(self, request: GenerateRequest, on_tokens: OnTokens) -> GenerateResult:
@@ -150,10 +152,10 @@ class InProcessEngine(Engine):
         loop = asyncio.get_running_loop()
 
         def tell(tokens: Sequence[int], log_probs: Sequence[float]) -> None:
-            with suppress(RuntimeError):  # the loop is closed: nobody waits for the result either
+            with suppress(RuntimeError):  # the loop is closed, so nobody waits for the result
                 loop.call_soon_threadsafe(on_tokens, tokens, log_probs)
 
-        # the worker gives the loop the last tokens before it gives it the result, and a loop keeps the order
+        # the worker passes the last tokens to the loop before the result, and the loop keeps this order
         (result,) = await self._generate([request], tell)
         return result
 
@@ -164,7 +166,8 @@ class InProcessEngine(Engine):
             check_request(request, self._vocab_size, self._max_context_len)
             if request.params.stop and self._decode is None:
                 raise ValueError(f"request {request.request_id}: stop strings need an engine with a decode function")
-            if request.params.grammar is not None:  # to compile one takes time, which other requests go on in
+            # compiling a grammar takes time, and other requests continue meanwhile
+            if request.params.grammar is not None:
                 await asyncio.to_thread(self._check, request)
         call = _Call(requests, listener)
         self._arriving.add(call)
@@ -256,7 +259,7 @@ class InProcessEngine(Engine):
 
     @abstractmethod
     def _abort(self, request_ids: Collection[str] | None) -> None:
-        """End these requests (all, if None). Each returns the tokens that it has so far."""
+        """End the requests with these ids; None: all requests. Each request returns the tokens that it has so far."""
 
     @abstractmethod
     def _can_step(self) -> bool:
@@ -275,11 +278,12 @@ class InProcessEngine(Engine):
 
     @abstractmethod
     def _load(self, bucket: WeightBucket) -> None:
-        """Copy the bucket into the model. `_update` has checked the names and shapes of its tensors."""
+        """Copy the bucket into the model. `_update` has checked the names and shapes of the bucket's tensors."""
 
     @abstractmethod
     def _end_update(self, version: int) -> None:
-        """All weights have arrived: discard the cached keys and values, because the old weights computed them."""
+        """All weights have arrived: discard the cached keys and values, because they were computed with the old
+        weights."""
 
     def _shut_down(self) -> None:
         """Free the resources of the worker."""
@@ -323,7 +327,7 @@ class InProcessEngine(Engine):
 
 
 def build_in_process(engine: Callable[..., InProcessEngine], setup: EngineSetup, codec: Codec) -> InProcessEngine:
-    """Build an engine of this class from a run's setup."""
+    """Build an engine of the class ``engine`` from the setup of a run."""
     return engine(
         setup.model_path,
         device=setup.device,

@@ -10,20 +10,20 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
 from typing import Any, Literal
 
-# most ids that top-p and min-p alone keep for a token that is trained on, so that a token has at most 4 KiB of ids
+# the most ids that are kept for a trained token if only top-p or min-p limits them; 1024 ids take 4 KiB
 MOST_KEPT = 1024
-# who takes sampling parameters under names of its own: --rollout-* and --eval-* flags, the settings of an evaluation
-# dataset, and the dialects; "sglang" is /generate and what slime's generate functions get
+# places with their own names for sampling parameters: the --rollout-* and --eval-* flags, the settings of an evaluation
+# dataset, and the HTTP dialects. "sglang" is /generate, and also the dict that slime's generate functions receive
 Place = Literal["rollout", "eval", "dataset", "openai", "responses", "anthropic", "sglang"]
 PREFIXED: tuple[Place, ...] = ("rollout", "eval")
-# the parameters that change logits, and those that hold a response to a grammar
+# SHIFTS: the parameters that change logits. GRAMMARS: the parameters that make a response follow a grammar
 SHIFTS = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
 GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag", "calls")
 
 
 def parameter(
     default: object = MISSING,
-    help: str = "",  # the word of the flags; nothing here needs the builtin
+    help: str = "",  # flags use the same name; the builtin help() is not used here
     own: str = "",
     *,
     truncates: str = "",
@@ -33,12 +33,12 @@ def parameter(
     """A field of `SamplingParams`.
 
     Args:
-        default: the value if nobody gives one.
+        default: the value if a source gives no value.
         help: the text for flags and settings.
         own: the places where the parameter has its own name.
         truncates: the values that exclude likely tokens, in words.
         bounds: for flags and settings, as `slimelite.arguments.flags.flag` takes them.
-        names: place -> its names there, if they differ.
+        names: place -> the parameter's names at this place, if they differ from the field's name.
     """
     known = {**dict.fromkeys(own.split(), ()), **{place: tuple(text.split()) for place, text in names.items()}}
     metadata = {"help": help, "truncates": truncates, "bounds": bounds or {}, "names": known}
@@ -82,7 +82,7 @@ class SamplingParams:
     )
     min_p: float = parameter(
         0.0,
-        "tokens whose probability is below this fraction of the most likely token's are not sampled",
+        "a token is not sampled if its probability is below this fraction of the highest probability",
         "rollout eval dataset openai responses sglang",
         truncates="above 0",
         bounds={"at_least": 0, "at_most": 1},
@@ -95,7 +95,8 @@ class SamplingParams:
         openai="min_tokens",
         responses="min_tokens",
     )
-    # the stop string stays in the output (slime's no_stop_trim); the token that completes it is the last one
+    # the stop string stays in the output (slime's no_stop_trim); the token that completes the stop string is the last
+    # token
     stop: tuple[str, ...] = parameter(
         (), "these texts end a response", "rollout dataset openai responses sglang", anthropic="stop_sequences"
     )
@@ -108,30 +109,31 @@ class SamplingParams:
     )
     # seed of this request's random stream: the draw of token t depends only on (seed, t); None: not repeatable
     seed: int | None = parameter(None, own="openai responses", sglang="sampling_seed")
-    # these change the logits before a token is drawn by them; log-probs stay those of the model
+    # the next four parameters change the logits that a token is drawn from; the log-probs are still the model's
     repetition_penalty: float = parameter(
         1.0,
-        "positive logits of tokens that occur in prompt or response are divided by this, negative ones are "
-        "multiplied by it",
+        "for tokens in the prompt or the response, positive logits are divided by this number, and negative logits "
+        "are multiplied by it",
         "openai responses sglang",
         bounds={"above": 0, "at_most": 2},
     )
     presence_penalty: float = parameter(
         0.0,
-        "logits of tokens of the response are lowered by this",
+        "the logits of tokens in the response are lowered by this number",
         "openai responses sglang",
         bounds={"at_least": -2, "at_most": 2},
     )
     frequency_penalty: float = parameter(
         0.0,
-        "logits of tokens of the response are lowered by this for each occurrence",
+        "the logits of tokens in the response are lowered by this number for each occurrence",
         "openai responses sglang",
         bounds={"at_least": -2, "at_most": 2},
     )
     logit_bias: dict[str, float] | None = parameter(
-        None, "token id -> number that is added to its logit", "openai responses sglang"
+        None, "token id -> the number that is added to the logit of this token", "openai responses sglang"
     )
-    # the grammar that the text is held to, at most one of these, where the engine can (`EngineInfo.schemas`)
+    # the next five parameters each give a grammar that the text must follow. At most one of them may be set, and the
+    # engine must support grammars (`EngineInfo.schemas`)
     json_schema: str | None = parameter(None, "the response is JSON that fits this schema", "sglang")
     regex: str | None = parameter(
         None,
@@ -148,19 +150,22 @@ class SamplingParams:
         responses="guided_grammar ebnf",
     )
     structural_tag: str | None = parameter(
-        None, "JSON in SGLang's form: what follows each trigger fits the schema of a structure", "sglang"
+        None, "JSON in SGLang's form: the text after each trigger fits the schema of a structure", "sglang"
     )
-    # like structural_tag, for calls of strict tools; an engine that cannot change between free text and JSON ignores it
+    # like structural_tag, but for calls of strict tools; an engine that cannot switch between free text and JSON
+    # ignores this parameter
     calls: str | None = parameter(None)
-    # the grammar holds after this text, such as the end of the thinking; and the text that a response begins with
+    # grammar_after: the grammar applies only after this text, such as the end of the thinking. begun: the text that a
+    # response begins with
     grammar_after: str = parameter("")
     begun: str = parameter("")
-    # if top-p, top-k, min-p or a grammar excluded ids, the result has those that each token was drawn from: `telling`
+    # if top-p, top-k, min-p or a grammar excluded ids, the result has the ids that each token was drawn from, see
+    # `telling`
     kept: bool = parameter(False)
 
     @classmethod
     def of(cls, source: object, place: Place) -> SamplingParams:
-        """The parameters that ``source`` has as attributes: the flags of a run, or the settings of a dataset."""
+        """Read the parameters from the attributes of ``source``: the flags of a run, or the settings of a dataset."""
         prefix = f"{place}_" if place in PREFIXED else ""
         values: dict[str, Any] = {}
         for name, names in names_at(place).items():
@@ -169,9 +174,10 @@ class SamplingParams:
         return cls(**values)
 
     def after(self, count: int, room: int | None = None) -> SamplingParams:
-        """The parameters for the rest of a response that has ``count`` tokens, in a context with ``room`` for more.
+        """The parameters for the rest of a response that has ``count`` tokens so far.
 
-        ``room`` None means no limit. ``max_new_tokens`` is 0 or less if no token is left.
+        ``room``: the number of tokens that still fit into the context; None: no limit. In the result,
+        ``max_new_tokens`` is 0 or less if no token is left.
         """
         left = self.max_new_tokens - count
         left = left if room is None else min(left, room)
@@ -183,7 +189,7 @@ class SamplingParams:
         drawn from.
 
         If only top-p, min-p or a grammar limits these ids, there are at most `MOST_KEPT` of them. ``constrained``:
-        tokens that a grammar constrained are trained on too.
+        whether tokens that a grammar constrained are trained on too.
         """
         unlimited = self.top_k < 1 and (self.truncation() or (constrained and self.grammar is not None))
         return replace(self, kept=True, top_k=MOST_KEPT if unlimited else self.top_k)
@@ -205,8 +211,8 @@ class SamplingParams:
         return any(getattr(self, name) is not None for name in GRAMMARS[:-1])
 
     def shifts(self) -> list[str]:
-        """Names of the parameters that change logits. Log-probs are then not those of the distribution that is drawn
-        from."""
+        """Names of the parameters that change logits. If one of them is set, tokens are drawn from another distribution
+        than the log-probs describe."""
         defaults = {f.name: f.default for f in fields(self)}
         return [name for name in SHIFTS if (getattr(self, name) or defaults[name]) != defaults[name]]
 
@@ -218,6 +224,6 @@ class SamplingParams:
 
 @cache
 def names_at(place: Place) -> dict[str, tuple[str, ...]]:
-    """Field of `SamplingParams` -> its names at ``place``. The first name is the usual one."""
+    """Field of `SamplingParams` -> its names at ``place``. The first name is the preferred name."""
     known = {f.name: f.metadata["names"] for f in fields(SamplingParams)}
     return {name: names[place] or (name,) for name, names in known.items() if place in names}

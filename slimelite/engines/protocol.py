@@ -1,4 +1,4 @@
-"""The interface of an inference engine. It takes tokens, sampling parameters and weights, and returns tokens and
+"""The interface of an inference engine. An engine takes tokens, sampling parameters and weights, and returns tokens and
 log-probs.
 
 An engine knows nothing about rewards, groups or prompt text. Every method is a coroutine, so that an engine can
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
     from slimelite.engines.registry import ServerAddress
 
-# tokens to text, special tokens included
+# converts tokens to text, with special tokens
 Decode = Callable[[list[int]], str]
-# receives the next tokens of a response and their log-probs, on the event loop of whoever asked
+# callback for the next tokens of a response and their log-probs; it runs on the caller's event loop
 OnTokens = Callable[[Sequence[int], Sequence[float]], None]
 FinishReason = Literal["stop", "length", "abort"]
 # kinds of device memory that an engine can release and resume, under SGLang's names
@@ -38,13 +38,13 @@ MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
 class EngineSetup:
     """The settings of one engine of a run, see `slimelite.engines.registry`.
 
-    ``host``: the address of this machine that it listens on. ``log``: the file for a server's output.
+    ``host``: the address of this machine that the engine listens on. ``log``: the file for a server's output.
     ``kv_cache_tokens``: the most tokens in the KV cache. ``repeatable``: the same requests in the same order give the
-    same bits, whatever came before. ``memory_share``: share of the GPU's memory for weights and KV cache.
-    ``releases_memory``: whether the run calls `Engine.release_memory`. ``memory``: what remains in memory after that.
-    ``width``: number of GPUs. ``options``: the other ``--sglang-*`` options, by field name. ``adapter``: the LoRA
-    adapters that the run will send; None: the run sends weights. None in any other field leaves the choice to the
-    engine.
+    same bits, whatever requests came before. ``memory_share``: share of the GPU's memory for weights and KV cache.
+    ``releases_memory``: whether the run calls `Engine.release_memory`. ``memory``: the content that remains in memory
+    after `Engine.release_memory`. ``width``: number of GPUs. ``options``: the other ``--sglang-*`` options, by field
+    name. ``adapter``: the LoRA adapters that the run will send; None: the run sends weights. None in any other field
+    leaves the choice to the engine.
     """
 
     model_path: str
@@ -64,7 +64,8 @@ class EngineSetup:
     adapter: AdapterKind | None = None
 
     def backups(self) -> dict[str, bool]:
-        """The ``--sglang-*`` options that keep content which a release would lose and no weight sync restores."""
+        """The ``--sglang-*`` options that back up content in host memory. A release would lose this content, and no
+        weight sync would restore it."""
         if not self.releases_memory:
             return {}
         return self.memory.needed(self.options, adapter_alone=self.adapter is not None)
@@ -84,7 +85,8 @@ class AdapterKind:
 
 @dataclass(frozen=True)
 class AdapterFormat:
-    """The adapter that a trainer sends: peft's ``config``, and the shape of each part by peft's name."""
+    """The adapter that a trainer sends: its ``config`` in peft's form, and the shape of each tensor by its name in
+    peft."""
 
     config: Mapping[str, object]
     shapes: Mapping[str, tuple[int, ...]]
@@ -92,7 +94,8 @@ class AdapterFormat:
 
 @dataclass(frozen=True)
 class Codec:
-    """Tokens to text (special tokens included) and back, and the tokens that end a response.
+    """Converts tokens to text (with special tokens) and text to tokens. A codec also has the tokens that end a
+    response.
 
     ``tokenizer``: the tokenizer of transformers, for grammars.
     """
@@ -109,9 +112,9 @@ class SyncSetup:
 
     ``transport``: "ipc", "nccl", "http" or "disk", see ``--update-weight-transport``. ``device``: where this rank's
     weights are. ``host``: a name of this machine that the servers can reach. ``directory``: folder for transport
-    "disk". ``keep_folders``: earlier versions in it are kept. ``timeout_s``: a broadcast that takes longer fails [s].
-    ``adapter``: send only this adapter, whatever the transport; None: send weights. ``partial``: whether an update may
-    leave out weights that an earlier one brought, because the servers still have them.
+    "disk". ``keep_folders``: whether earlier versions in ``directory`` are kept. ``timeout_s``: a broadcast that takes
+    longer fails [s]. ``adapter``: send only this adapter, with any transport; None: send weights. ``partial``: whether
+    an update may leave out weights that an earlier update brought, because the servers still have these weights.
     """
 
     model_path: str
@@ -129,9 +132,9 @@ class SyncSetup:
 class GenerateRequest:
     """One response to sample.
 
-    ``input_ids``: the prompt. If a partial rollout is resumed, the existing response tokens follow it. ``prefix_key``:
-    requests with the same key share the prompt, so that an engine may prefill it once. ``position``: number of response
-    tokens in ``input_ids``; the random stream continues at this position.
+    ``input_ids``: the prompt. If a partial rollout is resumed, the existing response tokens follow the prompt.
+    ``prefix_key``: requests with the same key share the prompt, so that an engine may prefill it once. ``position``:
+    number of response tokens in ``input_ids``; the random stream continues at this position.
     """
 
     request_id: str
@@ -143,23 +146,23 @@ class GenerateRequest:
 
 @dataclass
 class GenerateResult:
-    """The tokens of one response. Its per-token lists may be given as arrays, and are read as lists. `columns` returns
-    them as they are kept.
+    """The tokens of one response. The per-token fields may be set to arrays, but they are read as lists. `columns`
+    returns these fields in the stored form.
 
     ``log_probs``: one per token, under softmax(logits / temperature), before top-p, top-k or min-p renormalise. Greedy
     requests (temperature 0 or top_k 1) report the same quantity at temperature 1. ``kept``: for a request with
     `SamplingParams.kept`, the ids that each token was drawn from, if some were excluded. Log-probs of such tokens are
     renormalised over these ids. A greedy request keeps only the token itself. ``constrained``: for a request with a
-    grammar, penalties or biases: whether they excluded tokens when each token was drawn. ``weight_versions``: one per
-    token, the version of the weights that produced it. ``cached_tokens``: number of prompt tokens whose keys and values
-    were cached already.
+    grammar, penalties or biases, one value per token: whether they excluded ids when this token was drawn.
+    ``weight_versions``: one per token, the version of the weights that produced it. ``cached_tokens``: number of prompt
+    tokens with keys and values from the cache.
     """
 
     request_id: str
     output_ids: Listed[list[int]] = Listed(())
     log_probs: Listed[list[float]] = Listed(())
     weight_versions: Listed[list[int]] = Listed(())
-    finish_reason: FinishReason = ""  # type: ignore[assignment]  # abort, where there are no tokens
+    finish_reason: FinishReason = ""  # type: ignore[assignment]  # only a result with no tokens may omit it: "abort"
     cached_tokens: int = 0
     kept: Kept | None = None
     constrained: np.ndarray | None = None
@@ -177,18 +180,19 @@ class GenerateResult:
 
     @property
     def columns(self) -> tuple[PerToken, PerToken, PerToken]:
-        """Tokens, log-probs and weight versions as they are kept, as arrays or lists."""
+        """Tokens, log-probs and weight versions in the stored form: arrays or lists."""
         values = vars(self)
         return values["output_ids"], values["log_probs"], values["weight_versions"]
 
     def packed(self) -> GenerateResult:
-        """This result, with its own arrays in place of lists: int32 tokens and versions, fp32 log-probs."""
+        """Replace the lists of this result by arrays (int32 tokens and versions, fp32 log-probs), and return the
+        result."""
         columns = zip(self.columns, RESULT_TOKENS.values(), strict=True)
         self.output_ids, self.log_probs, self.weight_versions = (np.array(column, dtype) for column, dtype in columns)
         return self
 
     def __reduce__(self) -> tuple[Callable[..., GenerateResult], tuple[object, ...]]:
-        # Ray would send each array as a buffer of its own, 768 of them for 256 responses: that took it twice the time
+        # Ray would send each array as a separate buffer (768 buffers for 256 responses), which took twice the time
         kept = () if self.kept is None else (self.kept.ids, self.kept.counts)
         columns = [(c.tobytes(), c.dtype.char) if isinstance(c, np.ndarray) else c for c in (*self.columns, *kept)]
         return _unpickled, (self.request_id, self.finish_reason, self.cached_tokens, self.constrained, *columns)
@@ -220,7 +224,7 @@ class Scores:
 class WeightBucket:
     """Several tensors of one dtype, flattened into one tensor.
 
-    ``flat``: 1-D, with the tensors' elements in the order of ``names``, which are Hugging Face's.
+    ``flat``: a 1-D tensor with the elements of all tensors, in the order of ``names``. These are Hugging Face's names.
     """
 
     names: list[str]
@@ -234,7 +238,8 @@ class WeightBucket:
         return [(n, p.view(s)) for n, p, s in zip(self.names, parts, self.shapes, strict=True)]
 
     def __reduce__(self) -> tuple[Callable[..., WeightBucket], tuple[object, ...]]:
-        # between processes pickle 5 sends numpy bytes out of band; a torch tensor would be copied into the pickle
+        # pickle 5 sends the bytes of numpy arrays to other processes out of band; it would copy a torch tensor into the
+        # pickle
         import torch
 
         dtype = str(self.flat.dtype).removeprefix("torch.")
@@ -287,7 +292,7 @@ class Engine(Protocol):
     async def score(self, input_ids: Sequence[int], start: int, temperature: float = 1.0, top: int = 0) -> Scores:
         """Log-probs of ``input_ids[start:]``, each given all tokens before it, under softmax(logits / temperature).
 
-        Only engines whose `EngineInfo.scores` is true support this.
+        Only engines with a true `EngineInfo.scores` support this method.
 
         Args:
             top: how many of the likeliest tokens are reported for each position.
@@ -299,16 +304,18 @@ class Engine(Protocol):
         ...
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """End these requests (all, if None) now. Each returns the tokens that it has, with finish reason "abort"."""
+        """End the requests with these ids now; None: all requests. Each returns its tokens and finish reason
+        "abort"."""
         ...
 
     async def begin_weight_update(self, version: int, changed: Collection[str] | None = None) -> bool:
-        """Stop decoding until `end_weight_update`, because the weights are a mix of two versions in between.
+        """Stop decoding until `end_weight_update`, because the weights are a mix of two versions until then.
 
-        ``changed``: names of the only weights that differ from those of earlier updates; None: all may differ.
+        ``changed``: names of the weights that may differ from earlier updates; None: all weights may differ.
 
         Returns:
-            whether the update may leave the other weights out. It may not before an update has brought all of them.
+            whether the update may leave the other weights out. An update may do so only after an earlier update has
+            brought all weights.
         """
         ...
 
@@ -321,7 +328,7 @@ class Engine(Protocol):
         ...
 
     async def end_weight_update(self) -> None:
-        """All weights were sent: discard the cached keys and values, set the weight version and resume decoding.
+        """Finish the update: discard the cached keys and values, set the weight version and resume decoding.
 
         Raises:
             ValueError: a weight of the model was not sent. Decoding stays stopped.
@@ -346,9 +353,9 @@ class Engine(Protocol):
 
 
 def check_memory_tags(tags: Sequence[str]) -> None:
-    """Raise ValueError unless every one of ``tags`` is in `MEMORY_TAGS`."""
+    """Raise ValueError unless all ``tags`` are in `MEMORY_TAGS`."""
     if unknown := set(tags) - set(MEMORY_TAGS):
-        raise ValueError(f"there is no memory of the name {sorted(unknown)}; the names are {MEMORY_TAGS}")
+        raise ValueError(f"unknown memory tags {sorted(unknown)}; the known tags are {MEMORY_TAGS}")
 
 
 class ServerProcess(Protocol):
@@ -363,7 +370,7 @@ class ServerProcess(Protocol):
         ...
 
     def restart(self) -> None:
-        """Start the server again and wait until it answers. It has the weights of its first start."""
+        """Start the server again and wait until it answers. The server then has the weights of its first start."""
         ...
 
     def close(self) -> None:
@@ -373,17 +380,18 @@ class ServerProcess(Protocol):
 
 @runtime_checkable
 class Restartable(Protocol):
-    """An engine whose process can be started again after it died."""
+    """An engine with a process that can be started again after it has died."""
 
     async def restart(self) -> None:
-        """Start the engine again and wait until it answers. It has the weights of its first start, and version -1."""
+        """Start the engine again and wait until it answers. The engine then has the weights of its first start, and
+        version -1."""
         ...
 
 
 @runtime_checkable
 class Streaming(Protocol):
-    """An engine that reports tokens while it decodes. An engine behind Ray does not, because its results arrive
-    complete."""
+    """An engine that reports tokens while it decodes. An engine behind Ray does not report them, because its results
+    arrive complete."""
 
     async def stream(self, request: GenerateRequest, on_tokens: OnTokens) -> GenerateResult:
         """Like `Engine.generate` for one request. ``on_tokens`` gets all tokens before the result is returned."""
@@ -393,7 +401,7 @@ class Streaming(Protocol):
 class WeightSink(Protocol):
     """Receives a weight update: call `begin`, then `send` for every bucket, then `end`.
 
-    ``every_rank``: whether every trainer rank has a sink and sends the same buckets to it. If not, only rank 0 sends.
+    ``every_rank``: whether every trainer rank has a sink and sends the same buckets to it. Otherwise only rank 0 sends.
     """
 
     every_rank: bool
@@ -407,12 +415,12 @@ class WeightSink(Protocol):
         ...
 
     def end(self) -> None:
-        """Finish the update: all weights were sent."""
+        """Finish the update after all weights were sent."""
         ...
 
 
 class Transport(WeightSink, Protocol):
-    """A `WeightSink` for engines that are servers. It keeps its connections between updates."""
+    """A `WeightSink` for engines that are servers. The transport keeps its connections between updates."""
 
     def to(self, servers: Sequence[ServerAddress]) -> WeightSink:
         """Send the next updates to ``servers``."""
@@ -428,7 +436,7 @@ class EngineLostError(ValueError):
 
 
 class WeightSyncError(RuntimeError):
-    """An engine did not receive a complete update. It stays paused until an update is complete."""
+    """An engine did not receive a complete update. The engine stays paused until an update is complete."""
 
 
 def stream_seed(*names: object) -> int:

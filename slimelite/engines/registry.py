@@ -1,9 +1,9 @@
 """The available inference engines, one record each.
 
 To add an engine, write its module and add a record here or in a file of ``--import-file``. The `EngineMemory` of a
-record says what remains after `Engine.release_memory` and `Engine.resume_memory`. It decides the options that a server
-is started with, what a weight sync may leave out, and the host memory in the plan. The servers in the tests lose what a
-real server loses, whatever the record says.
+record lists the content that is lost after `Engine.release_memory` and `Engine.resume_memory`. This list determines the
+options that a server is started with, the weights that a sync may leave out, and the host memory in the plan. The
+servers in the tests lose the same content as a real server, even if the record is wrong.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from enum import Enum
 
 from slimelite.base.registry import Function, Registry
 
-# SGLang's option for speculative decoding. 0.5.20 loads the folder of an update from disk into the draft model as well,
-# and no field of the request prevents it (its BaseSpecWorker.update_weights_from_disk)
+# SGLang's option for speculative decoding. In an update from disk, SGLang 0.5.20 also loads the folder into the draft
+# model. No field of the request prevents this (see SGLang's BaseSpecWorker.update_weights_from_disk)
 DRAFTS = "speculative_algorithm"
 NO_DRAFTS_BY_DISK = (
     "with --update-weight-transport disk SGLang would load the policy's weights into the draft model too; use "
@@ -26,10 +26,10 @@ NO_DRAFTS_BY_DISK = (
 class Content(Enum):
     """A kind of tensor in an engine's device memory.
 
-    ``WEIGHTS``: the policy's parameters, also the frozen ones under an adapter. Buffers in the model's files belong
-    here too, such as the biases of routers, because they are parameters of an engine. ``TABLES``: buffers that the
-    engine computes itself, such as rotary tables. ``ADAPTER``: an adapter that is sent alone. ``DRAFT``: weights of a
-    draft model.
+    ``WEIGHTS``: the policy's parameters, including the frozen parameters under an adapter. Buffers in the model's
+    files, such as the biases of routers, belong here too, because an engine treats them as parameters. ``TABLES``:
+    buffers that the engine computes itself, such as rotary tables. ``ADAPTER``: an adapter that is sent alone.
+    ``DRAFT``: weights of a draft model.
     """
 
     WEIGHTS = "weights"
@@ -40,11 +40,11 @@ class Content(Enum):
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """What a release leaves in memory.
+    """The content of an engine's memory that a release loses.
 
-    ``lost``: the content that is gone. All other content is there again after the release. ``backups``: lost content ->
-    the ``--sglang-*`` option that keeps a copy of it in host memory during the release. ``unset``: environment
-    variables that an engine which releases memory must not have.
+    ``lost``: the content that a release loses. All other content is available again after the memory is resumed.
+    ``backups``: lost content -> the ``--sglang-*`` option that keeps a copy of it in host memory during the release.
+    ``unset``: environment variables that must not be set for an engine that releases memory.
     """
 
     lost: frozenset[Content] = frozenset()
@@ -52,10 +52,11 @@ class EngineMemory:
     unset: tuple[str, ...] = ()
 
     def needed(self, options: Mapping[str, object], *, adapter_alone: bool) -> dict[str, bool]:
-        """The options that an engine needs if it releases its memory. Without them it would lose content that no weight
-        sync restores.
+        """The options that an engine needs if it releases its memory. Without these options, the engine would lose
+        content that no weight sync restores.
 
-        ``options``: its other ``--sglang-*`` options. ``adapter_alone``: a sync sends the adapter and no weights.
+        ``options``: the engine's other ``--sglang-*`` options. ``adapter_alone``: a sync sends the adapter and no
+        weights.
         """
         unsent = [Content.WEIGHTS] if adapter_alone else []
         unsent += [Content.DRAFT] if options.get(DRAFTS) else []
@@ -66,7 +67,8 @@ class EngineMemory:
         return content not in self.lost or bool(options.get(self.backups.get(content, "")))
 
     def on_host(self, options: Mapping[str, object], *, adapter_alone: bool) -> frozenset[Content]:
-        """The content that takes host memory, as much as on the device, during a release of an engine."""
+        """The content that is kept in host memory while an engine's memory is released. The content has the same size
+        in host memory as on the device."""
         chosen = {**options, **self.needed(options, adapter_alone=adapter_alone)}
         return frozenset(content for content in self.lost if self.survives(content, chosen))
 
@@ -76,9 +78,10 @@ KEEPS_ALL = EngineMemory()
 
 @dataclass(frozen=True)
 class ServerAddress:
-    """An engine that is a server. It answers at ``url`` (``http://host:port``) and has ``tp_size`` GPUs.
+    """An engine that is a server. The server answers at ``url`` (``http://host:port``) and has ``tp_size`` GPUs.
 
-    ``first_gpu``: index of its first GPU among the GPUs of all engines; None: the GPU after the previous server's last.
+    ``first_gpu``: index of its first GPU among the GPUs of all engines; None: the GPU after the last GPU of the
+    previous server.
     """
 
     url: str
@@ -109,13 +112,13 @@ class EngineKind:
     ``build``: (`EngineSetup`, `Codec`) -> `Engine` in the caller's process; None if ``server`` is given. ``server``:
     the functions of an engine that is a separate process and is reached over HTTP. ``repeats``: whether the same seeds
     give the same tokens, bit for bit, or the name of the ``--sglang-*`` option that turns this on. ``releases_memory``:
-    whether it can release its device memory while the trainer works. ``memory``: what remains after such a release.
-    ``wide``: whether one engine may use several GPUs. ``adapters``: whether it can sample from a LoRA adapter on top of
-    the model's weights. ``scores``: whether it gives log-probs of given tokens (`Engine.score`). ``kept``: whether it
-    returns the tokens that top-p, top-k and min-p kept (`SamplingParams.kept`). ``package``: the Python package that it
-    needs. ``check_config``: (Hugging Face config) -> None. It raises ValueError for a model that the engine does not
-    compute. ``lacking``: () -> one sentence for each thing that the engine needs on a GPU and this machine does not
-    have.
+    whether the engine can release its device memory while the trainer works. ``memory``: the content that remains after
+    such a release. ``wide``: whether one engine may use several GPUs. ``adapters``: whether the engine can sample from
+    a LoRA adapter on top of the model's weights. ``scores``: whether the engine gives log-probs of given tokens
+    (`Engine.score`). ``kept``: whether the engine returns the tokens that top-p, top-k and min-p kept
+    (`SamplingParams.kept`). ``package``: the Python package that the engine needs. ``check_config``: (Hugging Face
+    config) -> None. The function raises ValueError for a model that the engine cannot compute. ``lacking``: () -> one
+    sentence for each requirement of the engine on a GPU that this machine does not meet.
     """
 
     name: str

@@ -10,7 +10,8 @@ from typing import Generic, Protocol, TypeVar
 from slimelite.engines.protocol import EngineInfo, GenerateRequest, GenerateResult, OnTokens, Scores, Streaming
 
 T = TypeVar("T")
-# an engine, or the engines of a run; the second argument is given for a caller that shows tokens as they come
+# samples from one engine or from the engines of a run; the second argument is set if the caller shows tokens as they
+# arrive
 Sampler = Callable[[GenerateRequest, OnTokens | None], Awaitable[GenerateResult]]
 
 
@@ -27,7 +28,7 @@ class Generating(Protocol):
 
 
 def engine_sampler(engine: Generating) -> Sampler:
-    """One engine as a sampler. It streams if the engine can."""
+    """One engine as a sampler. The sampler streams if the engine can stream."""
 
     async def sample(request: GenerateRequest, on_tokens: OnTokens | None) -> GenerateResult:
         if on_tokens is not None and isinstance(engine, Streaming):
@@ -49,9 +50,10 @@ class News(Generic[T]):
 
 
 async def news(calls: Sequence[Callable[[OnTokens | None], Awaitable[T]]], *, stream: bool) -> AsyncGenerator[News[T]]:
-    """Make ``calls`` at the same time. Yields their tokens if they ``stream``, and their results when they end.
+    """Make ``calls`` at the same time. Yields the tokens of the calls if they ``stream``, and the result of each call
+    when it ends.
 
-    The first error cancels all calls, and so does closing the generator.
+    All calls are cancelled at the first error, and also when the generator is closed.
     """
     queue: asyncio.Queue[News[asyncio.Future[T]]] = asyncio.Queue()
 

@@ -112,6 +112,8 @@ def _memory(plan: Plan) -> Iterator[str]:
     for phase, parts in phases.items():
         cells = "".join(f"{parts.get(name, 0) / 1e9:>{len(name) + 1}.1f}" for name in shown)
         yield f"  {phase:9}{cells}{total(parts) / 1e9:>7.1f}"
+    if plan.engines and plan.serving.static:
+        yield "  SGLang's KV pool fills the memory that is left: a total of generate near the limit is normal"
     yield from _cache_capacity(plan)
     if not plan.shared:
         rest = plan.usable * (1 / USABLE - 1) / 1e9
@@ -126,6 +128,22 @@ def _memory(plan: Plan) -> Iterator[str]:
         copied = args.engine_kind.memory.on_host(args.sglang_overrides, adapter_alone=args.sends_adapter)
         if args.offload_rollout and Content.WEIGHTS in copied:
             yield f"  host memory for each engine: {weights / 1e9:.1f} GB of weights, while its memory is released"
+    if plan.ranks and plan.args.save:
+        yield _on_disk(plan)
+
+
+def _on_disk(plan: Plan) -> str:
+    """Bytes of a checkpoint, and of all checkpoints that stay (docs/operations.md, "Disk")."""
+    args, rollouts = plan.args, plan.args.num_rollout
+    each = (4 if args.no_save_optim else 12) * plan.load.trained
+    line = f"  disk: {'at most ' if args.optimizer == 'muon' else ''}{each / 1e9:.1f} GB for each checkpoint of --save"
+    interval = args.save_retain_interval or args.save_interval
+    if not rollouts or not interval or interval >= rollouts:
+        return line
+    # the last rollout's stays too
+    kept = ceil(rollouts / interval)
+    advice = "" if args.save_retain_interval else "; --save-retain-interval keeps fewer"
+    return f"{line}, {kept * each / 1e9:,.1f} GB for the {kept:,} of them that stay{advice}"
 
 
 def _cache_capacity(plan: Plan) -> Iterator[str]:
@@ -175,6 +193,9 @@ def _time(plan: Plan) -> Iterator[str]:
         cost = costs.get(name)
         mfu, why = (f"{cost.mfu(device):.0%}", _limit(cost, device)) if cost else ("", _meanwhile(plan)[name])
         yield f"  {name:14}{seconds:>9.{1 if cost else 2}f}{mfu:>6}   {why}"
+    rollouts = plan.args.num_rollout
+    if rollouts and not plan.shared:
+        yield f"  all {rollouts:,} rollouts: {rollouts * plan.rollout_seconds() / 3600:,.1f} hours"
     if not plan.shared:
         yield from _shorter(plan)
         yield from _compiled(plan)
@@ -208,11 +229,12 @@ def _shorter(plan: Plan) -> Iterator[str]:
     """Seconds if responses are not all as long as allowed. Some still are, and an engine waits for them."""
     allowed = plan.work.response
     if plan.engines and plan.ranks and allowed > 4:
-        seconds = replace(plan, work=replace(plan.work, response=allowed // 4, longest=allowed)).seconds()
-        parts = (
-            f"generate {seconds['generate']:.1f}, train {seconds['train']:.1f}, a rollout {sum(seconds.values()):.1f} s"
-        )
-        yield f"  if the average response has a quarter of that: {parts}"
+        shorter = replace(plan, work=replace(plan.work, response=allowed // 4, longest=allowed))
+        seconds, rollout = shorter.seconds(), shorter.rollout_seconds()
+        parts = f"generate {seconds['generate']:.1f}, train {seconds['train']:.1f}, a rollout {rollout:.1f} s"
+        rollouts = plan.args.num_rollout or 0
+        whole = f", all {rollouts * rollout / 3600:,.1f} hours" if rollouts else ""
+        yield f"  if the average response has a quarter of that: {parts}{whole}"
 
 
 def _compiled(plan: Plan) -> Iterator[str]:
@@ -246,7 +268,10 @@ def _placement(plan: Plan, device: Device) -> Iterator[str]:
         return sum(cost.seconds(device) for cost in plan.training(load, count).values())
 
     turns = generating(gpus) + training(gpus) + beside
-    split = {count: max(generating(count), training(gpus - count)) for count in range(width, gpus, width)}
+    between, sync = time.BETWEEN if plan.args.job.servers else 0.0, plan.seconds()["sync"]
+    split = {
+        count: max(generating(count) + between, training(gpus - count)) + sync for count in range(width, gpus, width)
+    }
     yield (
         f"  an engine needs {width} GPU(s); with --colocate there are {gpus // width} engines, and a rollout takes "
         f"{turns:.0f} s"
@@ -264,8 +289,10 @@ def _traffic(plan: Plan) -> Iterator[str]:
     assert device is not None
     passes = max(1.0, work.tokens / plan.ranks / work.steps / load.tokens)
     node, replicas = device.node, []
+    # the run's own number of ranks too
+    worlds = sorted({*WORLDS, plan.ranks})
     yield f"  {'GPUs':>6}{'GB a rank':>11}{'seconds':>9}   {'with --dp-replicate-size':>26}{'GB':>8}{'seconds':>9}"
-    for ranks in WORLDS:
+    for ranks in worlds:
         sent = time.traffic(replace(load, shards=ranks), passes=passes, steps=1)
         seconds, nodes = time.sending(device, sent, ranks), ceil(ranks / node)
         row = f"  {ranks:>6}{sent / 1e9:>11.1f}{seconds:>9.2f}"

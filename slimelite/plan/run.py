@@ -179,6 +179,15 @@ class Plan:
                 seconds["between"] = moving + (time.BETWEEN if server else 0.0)
         return seconds
 
+    def rollout_seconds(self) -> float:
+        """Seconds from one rollout to the next. With --async-rollout, training overlaps with the next generation."""
+        seconds = self.seconds()
+        if not self.args.async_rollout:
+            return sum(seconds.values())
+        generating = seconds.pop("generate") + seconds.pop("between", 0.0)
+        pushing = seconds.pop("sync")
+        return max(generating, sum(seconds.values())) + pushing
+
     @property
     def rows(self) -> int:
         """Responses that an engine generates."""

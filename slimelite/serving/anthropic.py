@@ -1,4 +1,4 @@
-"""Anthropic's dialect: ``/v1/messages``, complete or as events, and ``/v1/messages/count_tokens``.
+"""Anthropic's dialect: ``/v1/messages``, with complete answers or events, and ``/v1/messages/count_tokens``.
 
 The model's tools and thinking are separate blocks. A conversation is converted to OpenAI's messages and uses the same
 session, so both dialects may alternate in one session.
@@ -25,7 +25,7 @@ from slimelite.serving.replies import Model, Part, PlannedTurn, parts
 from slimelite.serving.sessions import ContextFullError, Session, Turn
 
 STOP_REASONS = {"length": "max_tokens", "abort": "abort"}
-# type of a block -> its field that comes in pieces; the type of a piece, and what its text is called there
+# type of a block -> (its field that is sent in pieces, the type of a piece, the name of the text in a piece)
 DELTAS = {
     "thinking": ("thinking", "thinking_delta", "thinking"),
     "text": ("text", "text_delta", "text"),
@@ -99,7 +99,7 @@ class Threshold(Shape):
 
 
 class ClearToolUses(Shape):
-    """Removes results of tools from a long history. The defaults of trigger and keep are Anthropic's."""
+    """Removes results of tools from a long history. ``trigger`` and ``keep`` have Anthropic's defaults."""
 
     type: str = Field(pattern=r"^clear_tool_uses_\d{8}$")
     trigger: Threshold = Threshold(type="input_tokens", value=100_000)
@@ -112,7 +112,7 @@ class ClearThinking(Shape):
 
 
 class ContextManagement(Shape):
-    """Edits of a long history. Here the whole history stays."""
+    """Edits of a long history. This server does not edit the history."""
 
     edits: FirstError[list[ClearToolUses | ClearThinking]] = Field(default_factory=list)
 
@@ -131,7 +131,7 @@ class CountBody(Body):
     thinking: ThinkingSwitch = ThinkingSwitch()
     output_config: OutputConfig = OutputConfig()
     context_management: ContextManagement = ContextManagement()
-    # fields that nobody reads: who asks, what it may cost, and what Anthropic's servers keep between requests
+    # these fields are ignored: they concern the user, the price, and the caches of Anthropic's servers
     metadata: dict[str, Any] | None = None
     cache_control: dict[str, Any] | None = None
     betas: TEXTS | None = None
@@ -155,9 +155,10 @@ class MessagesBody(CountBody, HeldBody):
 
 async def messages(model: Model, session: Session, body: MessagesBody) -> Answer:
     """``/v1/messages``."""
-    if body.thread is not None:  # the tool runner of Anthropic's SDK asks for one, and goes on without it
+    # the tool runner of Anthropic's SDK requests a thread, and continues without a thread after this error
+    if body.thread is not None:
         raise RequestError(
-            "thread: this server keeps no conversation between requests: send the whole history, without a thread",
+            "thread: this server does not keep conversations between requests; send the whole history without a thread",
             param="thread",
             details={"error_code": "thread_unsupported_request", "unsupported": ["thread"]},
         )
@@ -187,7 +188,8 @@ def error_body(error: Exception, status: int) -> dict[str, object]:
     kinds |= {429: "rate_limit_error", 503: "overloaded_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "api_error")
     message = str(error)
-    if isinstance(error, ContextFullError):  # clients look for these words; the reply needs a token of the context
+    # clients look for these words; the maximum is one less than the context, because the reply needs a token
+    if isinstance(error, ContextFullError):
         message = f"prompt is too long: {error.tokens} tokens > {error.most - 1} maximum"
     details = error.details if isinstance(error, RequestError) else None
     return {"type": "error", "error": {"type": kind, "message": message, **({"details": details} if details else {})}}
@@ -199,8 +201,9 @@ def _conversation(body: CountBody) -> tuple[list[Message], list[dict[str, Any]] 
     conversation: list[Message] = [{"role": "system", "content": _text(body.system)}] if body.system else []
     for index, message in enumerate(body.messages):
         conversation += checked_messages(_messages(message), f"messages[{index}]")
-    if conversation[-1]["role"] == "assistant":  # as newer models of theirs do; it would be a message of its own here
-        what = "the last message is the assistant's, but the model cannot continue a reply that somebody else began"
+    # Anthropic's newer models refuse this too; here the reply would become a separate message
+    if conversation[-1]["role"] == "assistant":
+        what = "the last message is an assistant message, but the model cannot continue it; end with a user message"
         raise RequestError(f"messages[{index}]: {what}", param="messages")
     functions = [
         {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
@@ -214,9 +217,9 @@ def _conversation(body: CountBody) -> tuple[list[Message], list[dict[str, Any]] 
 
 
 def _check_clears(body: CountBody, messages: list[Message], tokens: int) -> None:
-    """Refuse an edit that would clear results of tools, because this server would still show them to the model.
+    """Refuse an edit that would clear results of tools, because this server would still show the results to the model.
 
-    ``tokens``: the tokens of the conversation's prompt.
+    ``tokens``: the number of tokens in the conversation's prompt.
     """
     calls = [call["function"]["name"] for message in messages for call in message.get("tool_calls") or ()]
     for index, edit in enumerate(body.context_management.edits):
@@ -227,15 +230,15 @@ def _check_clears(body: CountBody, messages: list[Message], tokens: int) -> None
         if cleared > 0 and size > edit.trigger.value:
             where = f"context_management.edits[{index}]"
             raise RequestError(
-                f"{where} would clear the results of {cleared} tool uses, but this server keeps a history as it is "
-                "sent: leave the edit out, or send a shorter history",
+                f"{where} would clear the results of {cleared} tool uses, but this server does not edit the history; "
+                "leave the edit out, or send a shorter history",
                 param=where,
             )
 
 
 def _template_kwargs(body: CountBody, chat_format: ChatFormat) -> dict[str, Any]:
-    """The variables that effort and ``thinking`` set in the chat template, if the template has them. A budget is not
-    enforced.
+    """The variables of the chat template that effort and ``thinking`` set, if the template has these variables. A
+    thinking budget is not enforced.
     """
     kind, effort = body.thinking.type, chat_format.effort_kwargs(body.output_config.effort)
     if kind == "adaptive" or SWITCH_NAME not in str(chat_format.tokenizer.chat_template):
@@ -244,8 +247,8 @@ def _template_kwargs(body: CountBody, chat_format: ChatFormat) -> dict[str, Any]
 
 
 def _messages(message: UserMessage | AssistantMessage) -> list[Message]:
-    """A message of Anthropic as OpenAI's messages. Each result of a tool becomes one message, and the user's text after
-    them becomes one."""
+    """Convert a message of Anthropic to OpenAI's messages. Each result of a tool becomes one message. The user's text
+    after the results becomes another message."""
     role, content = message.role, message.content
     if not isinstance(content, list):
         return [{"role": role, "content": content}]
@@ -281,7 +284,7 @@ def _blocks(part: Part) -> list[dict[str, Any]]:
 
 
 def _end(turn: Turn, params: SamplingParams) -> dict[str, object]:
-    """Why the turn ended. If a stop sequence ended it, the sequence is named."""
+    """The reason why the turn ended. If a stop sequence ended it, the fields include this sequence."""
     if turn.finish_reason != "stop":
         return {"stop_reason": STOP_REASONS[turn.finish_reason], "stop_sequence": None}
     if turn.reply.tool_calls:
@@ -298,7 +301,8 @@ def _usage(turn: Turn) -> dict[str, int]:
 
 
 async def _stream(head: dict[str, Any], session: Session, planned: PlannedTurn) -> AsyncGenerator[bytes]:
-    """Anthropic's events. A block stays open until a block of another kind begins. Each call is a block."""
+    """Anthropic's events. A block stays open until a block of another kind begins. Each tool call is a separate
+    block."""
     kind, index = "", -1
     fresh = {"input_tokens": len(planned[0].prompt_ids), "output_tokens": 0}
     start = {**head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": fresh}

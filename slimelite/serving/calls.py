@@ -1,4 +1,4 @@
-"""The common part of the readers of tool calls, for all model families: they turn a text into values.
+"""Functions that read tool calls, for all model families. The functions convert a text to values.
 
 The values of Gemma 4 and LFM2 are neither JSON nor plain text. They look like Python.
 """
@@ -17,9 +17,9 @@ from slimelite.data.messages import DEPTH, BadCell, sound
 
 # name of a function -> name of a parameter -> its JSON schema
 Schemas = Mapping[str, Mapping[str, Any]]
-# some templates write these as Python does
+# some templates write these values in Python's form
 PYTHON = {"None": None, "True": True, "False": False}
-# a longer piece of a reply is cut in a message about it [characters]
+# in a message, a longer piece of a reply is cut to this length [characters]
 SHOWN = 80
 
 
@@ -33,7 +33,7 @@ class ToolCall:
 
 
 class Piece(NamedTuple):
-    """Characters [start, end) of a reply that are one or several tool calls, and the text ``inside`` their marks.
+    """One or several tool calls: characters [start, end) of a reply, and the text ``inside`` the marks of the calls.
 
     ``missing``: the closing mark, if it is missing.
     """
@@ -45,11 +45,11 @@ class Piece(NamedTuple):
 
 
 class Unreadable(ValueError):
-    """A tool call cannot be read; the message says why."""
+    """A tool call cannot be read. The message gives the reason."""
 
 
 def json_call(value: object) -> tuple[str, str]:
-    """(name, arguments) of a call in JSON. `Unreadable` if it is not a call."""
+    """(name, arguments) of a call in JSON. Raises `Unreadable` if ``value`` is not a call."""
     if not isinstance(value, dict) or not is_text(value.get("name")) or not value["name"]:
         raise Unreadable('it is not an object with a "name" and "arguments"')
     arguments = value.get("arguments", value.get("parameters", {}))
@@ -59,13 +59,14 @@ def json_call(value: object) -> tuple[str, str]:
 
 
 def arguments_text(arguments: object) -> str:
-    """The JSON text of a call's arguments. `Unreadable` if they are not an object, or JSON cannot write them."""
+    """The JSON text of a call's arguments. Raises `Unreadable` if ``arguments`` is not an object, or if JSON cannot
+    represent it."""
     if not isinstance(arguments, dict):
         raise Unreadable("its arguments are not a JSON object")
     try:
         sound(arguments, "arguments")
-    except BadCell:  # the next prompt could not show them
-        raise Unreadable("its arguments are nested too deep, or have half of a character") from None
+    except BadCell:  # the next prompt could not show such arguments
+        raise Unreadable("its arguments are nested too deep, or contain half of a character") from None
     try:
         return json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     except ValueError:  # Python would write Infinity, which other languages cannot read
@@ -73,7 +74,7 @@ def arguments_text(arguments: object) -> str:
 
 
 def json_value(text: str) -> Any:
-    """The value of a text that is exactly one JSON value; else `Unreadable`."""
+    """The value of ``text``. Raises `Unreadable` unless the text is exactly one JSON value."""
     value, end = first_json(text, 0)
     if text[end:].strip():
         raise Unreadable(f"text follows its JSON: {short(text[end:])}")
@@ -81,7 +82,7 @@ def json_value(text: str) -> Any:
 
 
 def first_json(text: str, start: int) -> tuple[object, int]:
-    """The JSON value that begins at ``start``, and where it ends."""
+    """(the JSON value that begins at ``start``, the position of its end)."""
     start += len(text[start:]) - len(text[start:].lstrip())
     try:
         return json.JSONDecoder(strict=False, parse_constant=_constant).raw_decode(text, start)
@@ -90,7 +91,7 @@ def first_json(text: str, start: int) -> tuple[object, int]:
     except json.JSONDecodeError as error:
         raise Unreadable(f"it is not JSON ({error.msg} at character {error.pos - start})") from None
     except (RecursionError, ValueError):  # ValueError: a number of thousands of digits
-        raise Unreadable("its JSON is nested too deep or has too long a number") from None
+        raise Unreadable("its JSON is nested too deep, or has a number with too many digits") from None
 
 
 def _constant(name: str) -> None:
@@ -99,14 +100,14 @@ def _constant(name: str) -> None:
 
 
 def short(text: str) -> str:
-    """A text for a message; if it is long, its end is cut."""
+    """The text in quotes, for a message. The end of a long text is cut."""
     text = text.strip()
     return repr(text if len(text) <= SHOWN else text[:SHOWN] + "…")
 
 
 def after(mark: str, text: str) -> Iterator[Piece]:
-    """Yields the parts of ``text`` that begin with ``mark``. Each ends where the next one begins, or at the end of the
-    text."""
+    """Yields the parts of ``text`` that begin with ``mark``. Each part ends where the next part begins, or at the end
+    of the text."""
     starts = [match.start() for match in re.finditer(re.escape(mark), text)]
     for start, end in pairwise([*starts, len(text)]):
         yield Piece(start, end, text[start + len(mark) : end])
@@ -114,7 +115,7 @@ def after(mark: str, text: str) -> Iterator[Piece]:
 
 def between(begin: str, close: str, text: str) -> Iterator[Piece]:
     """Yields the parts of ``text`` between the marks ``begin`` and ``close``, such as ``<tool_call>`` and
-    ``</tool_call>``. A part without a closing mark ends where the next one begins, or at the end of the text.
+    ``</tool_call>``. A part without a closing mark ends where the next part begins, or at the end of the text.
     """
     for piece in after(begin, text):
         inside, closed, rest = piece.inside.partition(close)
@@ -122,8 +123,8 @@ def between(begin: str, close: str, text: str) -> Iterator[Piece]:
 
 
 def typed_call(name: str, pairs: list[tuple[str, str]], rest: str, schemas: Schemas) -> tuple[str, str]:
-    """A call whose values are text. Each is read by the schema of its parameter. ``rest``: text that belongs to no
-    parameter."""
+    """A call with values in text form. The schema of a parameter determines how its value is read. ``rest``: the text
+    outside all parameters."""
     if not name or "<" in name:
         raise Unreadable("it has no name")
     if rest.strip():
@@ -133,10 +134,11 @@ def typed_call(name: str, pairs: list[tuple[str, str]], rest: str, schemas: Sche
 
 
 def _typed(text: str, kinds: set[str]) -> object:
-    """``text`` as the value of a parameter of these ``kinds``. It is read as JSON if it is JSON, unless the schema
-    allows a text.
+    """``text`` as the value of a parameter with these ``kinds``. Valid JSON is read as JSON, unless the schema allows a
+    text.
 
-    If the schema allows a text and a list, object or null, such values are read as JSON; but 5 and true stay texts.
+    If the schema allows a text and also a list, object or null, then lists, objects and null are read as JSON. But 5
+    and true stay texts.
     """
     try:
         value = PYTHON[text] if text in PYTHON else json_value(text)
@@ -149,9 +151,9 @@ def _typed(text: str, kinds: set[str]) -> object:
 
 
 def _kinds(schema: object, *, chosen: bool = False) -> set[str]:
-    """The types that a JSON schema allows. "any" stands for the types that it does not restrict.
+    """The types that a JSON schema allows. "any" stands for the types that the schema does not restrict.
 
-    ``chosen``: the schema is one choice of another schema. Its own choices are then ignored.
+    ``chosen``: whether the schema is one choice of another schema. Its own choices are then ignored.
     """
     if not isinstance(schema, Mapping):
         return {"any"}
@@ -166,12 +168,12 @@ def _kinds(schema: object, *, chosen: bool = False) -> set[str]:
 
 
 WORDS: dict[str, object] = {**PYTHON, "null": None, "true": True, "false": False}
-# what Gemma 4 writes around a text, in place of quotes
+# Gemma 4's mark around a text, in place of quotes
 QUOTE = '<|"|>'
-# names of functions and parameters; unlike Python's they may have a dash or a dot
+# names of functions and parameters; unlike names in Python, they may have a dash or a dot
 NAME = r"""[^\s(){}\[\],='"]+"""
-# what follows the quote that ends a parameter: the next parameter, the next call, or the end. Any other quote
-# is part of the text, because LFM2.5's template does not mark the quotes inside a text
+# the text after the closing quote of a parameter: the next parameter, the next call, or the end. Any other quote is
+# part of the value, because LFM2.5's template does not escape quotes inside a value
 ENDS = re.compile(rf"\s*(?:,\s*{NAME}\s*=|,?\s*\)\s*(?:,\s*{NAME}\s*\(|,?\s*\]?\s*\Z))")
 ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(\n|[\\'\"abfnrtv]))")
 ESCAPED = {"a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v", "\n": ""}
@@ -184,7 +186,7 @@ class Scanner:
         self._text, self._at = text, 0
 
     def comes(self, *marks: str) -> bool:
-        """Whether one of ``marks`` comes next, after white space. If so, it is read."""
+        """Whether one of ``marks`` comes next, after white space. If so, the mark is read."""
         match = re.compile(rf"\s*(?:{'|'.join(map(re.escape, marks))})").match(self._text, self._at)
         self._at = match.end() if match else self._at
         return match is not None
@@ -216,8 +218,8 @@ class Scanner:
             raise Unreadable(f"text follows it: {short(rest)}")
 
     def value(self, depth: int = 0, *, parameter: bool = False) -> Any:
-        """Read a value of Gemma 4 or LFM2. ``parameter``: it is the value of a parameter, and not inside another
-        value."""
+        """Read a value of Gemma 4 or LFM2. ``parameter``: whether the value belongs to a parameter, and is not inside
+        another value."""
         if depth > DEPTH:
             raise Unreadable("it is nested too deep")
         if self.comes(QUOTE):
@@ -251,7 +253,7 @@ class Scanner:
         while not self.comes(end):
             if items:
                 self.want(",")
-                if self.comes(end):  # Python writes one after the only item
+                if self.comes(end):  # Python writes a comma after the only item of a tuple
                     break
             items.append(self.value(depth + 1))
         return items
@@ -278,7 +280,7 @@ class Scanner:
             if match[0] == quote and (not parameter or ENDS.match(self._text, match.end())):
                 text, self._at = self._text[self._at : match.start()], match.end()
                 text = ESCAPE.sub(lambda m: ESCAPED.get(m[4], m[4]) if m[4] else _character(m[1] or m[2] or m[3]), text)
-                return text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")  # joins halves
+                return text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")  # joins surrogates
         raise Unreadable(f"{quote} is missing after {short(self._text[self._at :])}")
 
 
@@ -286,11 +288,11 @@ def _character(number: str) -> str:
     try:
         return chr(int(number, 16))
     except ValueError:
-        raise Unreadable(f"there is no character {number}") from None
+        raise Unreadable(f"{number} is not the number of a character") from None
 
 
 def read_gemma4(inside: str, _: Schemas) -> list[tuple[str, str]]:
-    """``<|tool_call>call:name{key:<|"|>text<|"|>,other:[1,true]}<tool_call|>`` of Gemma 4."""
+    """Read ``<|tool_call>call:name{key:<|"|>text<|"|>,other:[1,true]}<tool_call|>`` of Gemma 4."""
     text = Scanner(inside)
     text.want("call:")
     name = text.name()
@@ -300,8 +302,8 @@ def read_gemma4(inside: str, _: Schemas) -> list[tuple[str, str]]:
 
 
 def read_lfm2(inside: str, _: Schemas) -> list[tuple[str, str]]:
-    """``<|tool_call_start|>[name(key='text', other=[1, True])]<|tool_call_end|>`` of LFM2. If a system prompt asks for
-    it, the list is JSON.
+    """Read ``<|tool_call_start|>[name(key='text', other=[1, True])]<|tool_call_end|>`` of LFM2. If a system prompt asks
+    for JSON, the list is JSON.
     """
     if re.match(r"\s*\[?\s*\{", inside):
         value = json_value(inside)

@@ -1,9 +1,10 @@
-"""Messages to tokens and back, with a tokenizer's chat template and its family's way to write tool calls.
+"""Converts messages to tokens and back, with the tokenizer's chat template and the family's format of tool calls.
 
 A conversation continues *from the tokens that were sampled*: `ChatFormat.continuation` gives only the tokens that the
-template puts after a reply. That is right if the template is append-only there. It checks this by rendering: the new
-text must begin with the prompt, and the reply in it must equal the sampled one. Qwen3's template, for example, removes
-the thinking from a reply after the user has answered it, and keeps it while tools answer.
+template puts after a reply. This is correct only if the template is append-only at this place. `continuation` checks
+this by rendering the conversation: the new text must begin with the prompt, and the rendered reply must equal the
+sampled reply. For example, Qwen3's template removes the thinking from a reply after the user has answered, and keeps
+the thinking while tools answer.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ class Reply:
 
 
 def content_text(content: object, name: str = "content") -> str:
-    """The content of a message as one text. Null is empty, and parts of text are joined. ``name``: the content's name
-    in the error message.
+    """The content of a message as one text. Null counts as an empty text, and parts of text are joined. ``name``: the
+    content's name in the error message.
 
     Raises:
         ValueError: the content has something other than text, such as an image.
@@ -95,18 +96,19 @@ def _value(arguments: object) -> object:
         return arguments
 
 
-# a text with more characters per token of the context is looked at before it is encoded; and how much at a time
+# LONG_TEXT: if a text has more characters per token of the context, its length is checked before it is encoded. SLICE:
+# the number of characters that this check encodes at a time
 LONG_TEXT, SLICE = 8, 1 << 16
 Tools = Sequence[Mapping[str, Any]] | None
-# fields in which chat templates look for the thinking of a message; the first that a template names
+# fields in which chat templates look for the thinking of a message; the first field that occurs in the template is used
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-# the variable by which Qwen3's, GLM's and others' templates let a model think
+# the variable that turns thinking on or off in the templates of Qwen3, GLM and others
 SWITCH_NAME = "enable_thinking"
-# efforts that templates do not know -> the nearest that GPT-OSS knows
+# efforts that templates do not support -> the nearest effort that GPT-OSS supports
 EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
-# what the answer of GPT-OSS and its kin begins with, after other channels
+# the beginning of an answer of GPT-OSS and similar models, after other channels
 FINAL = "<|channel|>final<|message|>"
-# arguments of a test call, which the template must show and the format must read back
+# arguments of a test call; the template must show them, and the format must read them back
 PROBED = {"text": 'say "it\'s"\nso', "count": 3, "list": ["a", 2]}
 
 
@@ -114,10 +116,10 @@ class ChatFormat:
     """How a model reads conversations and writes replies.
 
     Args:
-        template_kwargs: variables for the chat template. Those of a request override them.
-        tool_parser, reasoning_parser: names in `TOOL_FORMATS` and `REASONING_FORMATS`; None: found from the chat
+        template_kwargs: variables for the chat template. The variables of a request override them.
+        tool_parser, reasoning_parser: names in `TOOL_FORMATS` and `REASONING_FORMATS`; None: chosen by the chat
             template.
-        end_ids: tokens that end a reply, in addition to the tokenizer's end of a sequence and the template's.
+        end_ids: tokens that end a reply, in addition to the end tokens of the tokenizer and the chat template.
 
     Raises:
         ValueError: no parser has this name.
@@ -163,20 +165,20 @@ class ChatFormat:
         return self._apply(messages, tools, template_kwargs)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, with nothing added. Half of a surrogate pair, which JSON may have, becomes a ``?``."""
+        """Token ids of a text, with nothing added. A single surrogate, which JSON may contain, becomes a ``?``."""
         text = text.encode(errors="replace").decode()
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def encode_text(self, text: str) -> list[int]:
-        """Token ids of a text without chat template. It begins with the tokens that the tokenizer adds."""
+        """Token ids of a text without chat template, after the tokens that the tokenizer adds."""
         return encode_text(self.tokenizer, [text.encode(errors="replace").decode()])[0]
 
     def excess(self, text: str, most: int) -> int:
-        """About how many tokens a text has, if it surely has more than ``most``; else 0. The text is not encoded whole.
+        """The approximate number of tokens of a text that certainly has more than ``most``; 0 for any other text.
 
-        A text that is too long for the context may have many million characters, and encoding it would take minutes. So
-        its beginning is encoded in slices. The cuts between slices may add tokens, so a text counts as too long only
-        from twice ``most`` on.
+        A text that is too long for the context may have many million characters, and encoding all of it would take
+        minutes. So only its beginning is encoded, in slices. The cuts between slices may add tokens, so a text counts
+        as too long only above twice ``most``.
         """
         count = 0
         for at in range(0, len(text) if len(text) > LONG_TEXT * most else 0, SLICE):
@@ -191,10 +193,11 @@ class ChatFormat:
         return str(self.tokenizer.decode(list(ids), **settings))
 
     def reply(self, ids: Sequence[int], tools: Tools = None, *, opened: bool = False, salt: str = "") -> Reply:
-        """Read a reply from its tokens. The token that ends it is left out. It raises no error, whatever the tokens
-        are.
+        """Read a reply from its tokens. The end token of the reply is left out. The method accepts any tokens without
+        an error.
 
-        ``opened``: the prompt ends inside the thinking, see `opens_thinking`. ``salt``: a part of the calls' ids.
+        ``opened``: whether the prompt ends inside the thinking, see `opens_thinking`. ``salt``: a part of the calls'
+        ids.
         """
         return self._read(self.decode(self.without_end(ids)), tools, opened, salt)
 
@@ -203,10 +206,10 @@ class ChatFormat:
         return self.reasoning is not None and rendered.rstrip().endswith(self.reasoning.start)
 
     def calls(self, tools: Tools) -> ToolFormat | None:
-        """The format of calls in a reply; None: the reply has no calls. A model without tools may be asked for JSON,
-        which is then not a call.
+        """The format of calls in a reply; None: the reply has no calls. If a request has no tools, JSON in the reply is
+        not a call.
 
-        If a parser was named, every reply is read with it, because a system prompt may describe the tools.
+        If a parser was named, it reads every reply, because a system prompt may describe the tools.
         """
         return self.tools if tools or self._reads_always else None
 
@@ -221,11 +224,11 @@ class ChatFormat:
         /,
         **template_kwargs: object,
     ) -> list[int] | None:
-        """The tokens that follow the sampled reply ``messages[at]``. None: the template changes the text before.
+        """The tokens that follow the sampled reply ``messages[at]``. None: the template changes earlier text.
 
         ``rendered``: the text of the prompt that ``output_ids`` answered. ``messages``: the whole conversation.
-        ``text``: its rendered text. If the reply was cut off, the first token is the end of its turn, because the model
-        did not write that.
+        ``text``: the rendered text of the conversation. If the reply was cut off, the first token is the end mark of
+        the reply, because the model did not write this mark.
         """
         if not text.startswith(rendered):
             return None
@@ -233,9 +236,9 @@ class ChatFormat:
             try:
                 changed = self._apply([*messages[:at], probe, *messages[at + 1 :]], tools, template_kwargs)
             except ValueError:
-                continue  # some templates want a call before a tool's answer: the next probe has one
+                continue  # some templates require a call before a tool's answer; the next probe has a call
             before, mark, after = changed.partition(PROBE)
-            if "tool_calls" in probe:  # some templates show the name of the tool beside its answer
+            if "tool_calls" in probe:  # some templates show the tool's name with its answer
                 named = messages[at]["tool_calls"][0]
                 after = self._from_end(after).replace(PROBE, named.get("function", named)["name"])
             if mark and before.startswith(rendered) and PROBE not in after and text.endswith(after):
@@ -246,7 +249,7 @@ class ChatFormat:
         if not self._says(shown, output_ids, tools, self.opens_thinking(rendered)):
             return None
         ids = self.encode(after)
-        # GLM ends a reply with the mark of whoever speaks next: another mark than the sampled one is not left out
+        # GLM ends a reply with the mark of the next speaker; this mark is left out only if it equals the sampled mark
         ended = len(output_ids) and output_ids[-1] in self.end_ids and ids[:1] == list(output_ids[-1:])
         if not ended and len(output_ids) and output_ids[-1] == self._last_end:
             return None  # GPT-OSS ends the last reply with a mark that the template replaces later
@@ -257,37 +260,39 @@ class ChatFormat:
     ) -> list[int]:
         """The tokens that a call of one of the tools ``names`` begins with, after the prompt ``rendered``.
 
-        They are the common beginning of such calls, without arguments and with each of the tool's parameters first. For
-        one Qwen tool that is everything up to the arguments, for several tools everything up to the name.
+        These tokens are the common beginning of such calls, without arguments and with each of the tool's parameters
+        first. With one tool of Qwen, these are all tokens up to the arguments. With several tools, these are all tokens
+        up to the name.
 
         Raises:
-            ValueError: the way in which the model writes calls is unknown; or the prompt opens its thinking, but the
-                template shows calls without thinking; or the calls have no first token in common.
+            ValueError: the format of the model's calls is unknown. Or the prompt opens the thinking, but the template
+                shows calls without thinking. Or the calls have no first token in common.
         """
         calls = []
         for arguments in ({}, {PROBE * 2: ""}):
             call = {"role": "assistant", "content": "", "tool_calls": [_called(PROBE, arguments)]}
             text = self._apply([*messages, call], tools, kwargs)
             if self.tools is None or PROBE not in text or not text.startswith(rendered):
-                raise ValueError("tool_choice: the chat template cannot continue the prompt with a call: use auto")
+                raise ValueError("tool_choice: the chat template cannot continue the prompt with a call; use auto")
             text = text[len(rendered) :]
             for name in names:
                 for parameter in schemas(tools).get(name) or ("x",):
                     calls.append(self.encode(text.replace(PROBE * 2, parameter).replace(PROBE, name)))
-        unknown = self.tokenizer.unk_token_id  # a vocabulary may lack what no call has
+        unknown = self.tokenizer.unk_token_id  # calls cannot be forced with an unknown token
         columns = takewhile(lambda column: {*column} == {column[0]} - {unknown}, zip(*calls, strict=False))
         if not (opening := [column[0] for column in columns]):
             named = " and ".join(names)
-            raise ValueError(f"tool_choice: calls of {named} begin with different tokens: use one function")
+            raise ValueError(f"tool_choice: calls of {named} begin with different tokens; choose one function")
         return opening
 
     def begun(
         self, messages: Sequence[Message], reply: Message, rendered: str, tools: Tools = None, /, **kwargs: object
     ) -> list[int]:
-        """The tokens of a reply to be continued, after the prompt ``rendered`` of the ``messages`` before it.
+        """The tokens of a ``reply`` that the model will continue. These tokens follow the prompt ``rendered`` of the
+        ``messages``.
 
         Raises:
-            ValueError: the reply has no text, or the template shows none that continues the prompt.
+            ValueError: the reply has no text, or the template shows no reply that continues the prompt.
         """
         content = content_text(reply.get("content"))
         if not content or reply.get("tool_calls"):
@@ -298,8 +303,8 @@ class ChatFormat:
         return self.encode(text[len(rendered) :])
 
     def effort_kwargs(self, effort: str | None) -> dict[str, object]:
-        """The variables that a reasoning effort (of OpenAI or Anthropic) sets in a chat template with efforts or a
-        switch."""
+        """The template variables for a reasoning effort of OpenAI or Anthropic. The result is empty if the chat
+        template has no efforts and no switch for thinking."""
         template = str(self.tokenizer.chat_template or "")
         if effort is not None and "reasoning_effort" in template:
             return {"reasoning_effort": EFFORTS.get(effort, effort)}
@@ -315,19 +320,19 @@ class ChatFormat:
             return ()
         if self.tools.closes is None:
             raise ValueError(
-                f"parallel_tool_calls: nothing closes a call of the {self.tools.name} format, and the reply could not "
-                "end there; leave it out"
+                f"parallel_tool_calls: a call in the {self.tools.name} format has no closing mark, so a reply cannot "
+                "end after one call; leave parallel_tool_calls out"
             )
         return (self.tools.closes,)
 
     def guided(self, params: SamplingParams, rendered: str, tools: Tools, given_ids: Sequence[int]) -> SamplingParams:
         """``params`` for a reply to the prompt ``rendered``, with the data that an engine needs to enforce a grammar.
 
-        The grammar holds after the thinking. A reply with a schema may call ``tools`` instead. Calls of strict tools
+        The grammar applies after the thinking. A reply with a schema may call ``tools`` instead. Calls of strict tools
         fit their schemas, if the model writes arguments as JSON.
 
         Raises:
-            ValueError: a schema comes together with tools, and calls of the model's format have no known grammar.
+            ValueError: the request has a schema and tools, but the grammar of calls in the model's format is unknown.
         """
         functions = [tool.get("function", tool) for tool in tools or ()]
         strict = any(function.get("strict") is True for function in functions)
@@ -342,7 +347,7 @@ class ChatFormat:
                 calls = structural_tag(functions, begin, end)
             elif params.guided:
                 raise ValueError(
-                    "a reply that follows a schema cannot call tools in this model's format: leave out the schema or "
+                    "a reply that follows a schema cannot call tools in this model's format; leave out the schema or "
                     "the tools"
                 )
         begun = self.decode(given_ids) if given_ids else ""
@@ -370,7 +375,8 @@ class ChatFormat:
 
     @cached_property
     def end_ids(self) -> frozenset[int]:
-        """Tokens that end a reply: the tokenizer's, the given ones, and those that the template puts after a reply."""
+        """Tokens that end a reply: the tokenizer's end token, the tokens ``end_ids`` of the constructor, and the tokens
+        that the template puts after a reply."""
         ends = {*self._given_ends, self.tokenizer.eos_token_id}
         user, tool = ({"role": role, "content": "x"} for role in ("user", "tool"))
         for probe, follower in product(_probes({"tool_calls": [_called(PROBE, {})]}), (user, tool)):
@@ -382,15 +388,15 @@ class ChatFormat:
 
     @cached_property
     def _last_end(self) -> int | None:
-        """The token that ends a reply if nothing follows it; None: there is none."""
+        """The token that ends the last reply of a conversation. None: there is no such token."""
         try:
             return self._end_of({"role": "assistant", "content": PROBE}, [{"role": "user", "content": "x"}], [])
         except ValueError:
             return None
 
     def _end_of(self, probe: Message, before: Sequence[Message], after: Sequence[Message]) -> int | None:
-        """The first special token after a reply that says or calls `PROBE`. It comes after the whole call. None: there
-        is none.
+        """The first special token after a reply with the text `PROBE` or a call of `PROBE`. After a call, the token
+        comes after the whole call. None: there is no such token.
 
         Raises:
             ValueError: the template refuses the messages.
@@ -401,7 +407,7 @@ class ChatFormat:
         special = {i: token.content for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
         for token in self.encode(text[start:]) if start >= len(PROBE) else ():
             place = text.find(special[token], start) if token in special else -1
-            # marks inside the call are special tokens too, and so is what stands for unknown characters
+            # marks inside the call are special tokens too, and so is the token for unknown characters
             if place >= 0 and (not calls or self._calls_probe(reply[: place - len(text)])):
                 return token
             start = max(start, place + 1)
@@ -422,10 +428,10 @@ class ChatFormat:
 
     @cached_property
     def _toolless(self) -> str | None:
-        """Why tools cannot be used with this chat template; None: they can.
+        """The reason why tools cannot be used with this chat template; None if they can.
 
-        The template must show tools, and a call that can be read back. A named parser is trusted, because the system
-        prompt may say how calls are written.
+        The template must show tools, and must write calls that the parser can read. If a parser was named, calls are
+        not checked, because the system prompt may describe their format.
         """
         texts = {name: {"type": "string", "description": "x"} for name in ("text", PROBE)}
         parameters = {"type": "object", "properties": texts, "required": ["text"]}
@@ -435,7 +441,8 @@ class ChatFormat:
         try:
             shown = PROBE in self._apply(question, tools, {})
         except ValueError:
-            return None  # it wants something else in a conversation, or says so when it is asked
+            # the template refuses this test conversation. It may still accept a real conversation
+            return None
         if not shown:
             return "the chat template shows the model no tools; use a template that uses `tools`"
         if self._reads_always:
@@ -445,18 +452,18 @@ class ChatFormat:
                 self._apply([*question, call], tools, {"add_generation_prompt": False}), question, tools
             )
         except ValueError as error:
-            return f"tools cannot be used with this chat template: of a call of the model {error}"
+            return f"tools cannot be used with this chat template; a message with a tool call fails: {error}"
         if PROBE not in text:
-            return "the chat template shows tools, but no calls of the model; use one that uses `tool_calls`"
+            return "the chat template shows tools, but no calls of the model; use a template that uses `tool_calls`"
         written = f"the chat template writes a call of f as {short(text.replace(PROBE, 'f'))}"
-        known = f"--tool-call-parser names one of {', '.join(TOOL_FORMATS)}"
+        known = f"Set --tool-call-parser to one of {', '.join(TOOL_FORMATS)}"
         if self.tools is None:
-            return f"how the model writes tool calls is not known: {written}. {known}"
+            return f"the format of the model's tool calls is unknown: {written}. {known}"
         spoken = self._spoken(text[: len(text) - len(self._from_end(text.partition(PROBE)[2]))])
         _, calls, malformed = read_tools(spoken, self.tools, schemas(tools), "")
         if [(call.name, json.loads(call.arguments)) for call in calls] != [(PROBE, PROBED)]:
-            read = " ".join(malformed) or f"in which the format {self.tools.name} finds {len(calls)} calls"
-            return f"tool calls of this model cannot be read: {written}, {read}. {known}"
+            read = " ".join(malformed) or f"The format {self.tools.name} finds {len(calls)} calls in it."
+            return f"tool calls of this model cannot be read: {written}. {read} {known}"
         return None
 
     def _from_end(self, text: str) -> str:
@@ -465,7 +472,7 @@ class ChatFormat:
         return text[min((place for place in places if place >= 0), default=len(text)) :]
 
     def without_end(self, ids: Sequence[int]) -> Sequence[int]:
-        """``ids`` without its last token, if that ends a reply."""
+        """``ids`` without the last token, if this token ends a reply."""
         return ids[:-1] if len(ids) and ids[-1] in self.end_ids else ids
 
     def _read(self, text: str, tools: Tools, opened: bool, salt: str = "") -> Reply:
@@ -474,7 +481,7 @@ class ChatFormat:
         return Reply(content, reasoning, calls, malformed)
 
     def _says(self, shown: str, output_ids: Sequence[int], tools: Tools, opened: bool) -> bool:
-        """Whether a rendered reply equals the sampled one, apart from white space and the form of its JSON."""
+        """Whether a rendered reply equals the sampled reply, apart from white space and the form of its JSON."""
         sampled = self.decode(self.without_end(output_ids))
         if shown.strip() == sampled.strip():
             return True
@@ -494,7 +501,7 @@ class ChatFormat:
                 message[self._thought] = message.pop(THOUGHTS[0])
         try:
             return self._rendered(plain, tools, template_kwargs)
-        except ValueError:  # GPT-OSS's refuses what else the model said beside its thinking and a call
+        except ValueError:  # GPT-OSS's template refuses a message with thinking, a call and other text
             loud = [m for m in plain if m.get("tool_calls") and m["content"] and m.pop(self._thought, None)]
             if not loud:
                 raise
@@ -504,7 +511,7 @@ class ChatFormat:
         settings = {"add_generation_prompt": True, **self._kwargs, **template_kwargs}
         try:
             return render(self.tokenizer, messages, [_shown(tool) for tool in tools or ()] or None, settings)
-        except Exception as error:  # a template may raise anything
+        except Exception as error:  # a template may raise any error
             what = str(error) or type(error).__name__
             raise ValueError(f"the chat template refuses these messages ({what})") from error
 
@@ -519,16 +526,18 @@ class ChatFormat:
 
     @cached_property
     def _content(self) -> Callable[[str], object]:
-        """Converts text to the form that the template shows. Most templates take the text, some a list of parts."""
+        """Converts text to the form that the template shows. Most templates take a text, and some take a list of
+        parts."""
         try:
             shown = PROBE in self._rendered([{"role": "user", "content": PROBE}], None, {})
-        except ValueError:  # it refuses a lone question, whatever its form
+        except ValueError:  # the template refuses a single question in any form
             shown = True
         return (lambda text: text) if shown else (lambda text: [{"type": "text", "text": text}])
 
 
 def _shown(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool in the form that the model sees. Whether it is strict concerns only the client and the engine."""
+    """A tool in the form that the model sees. The field ``strict`` is left out, because it concerns only the client and
+    the engine."""
     if not isinstance(function := tool.get("function"), dict) or "strict" not in function:
         return dict(tool)
     return {**tool, "function": {name: value for name, value in function.items() if name != "strict"}}
@@ -556,10 +565,10 @@ def structural_tag(functions: Sequence[Mapping[str, Any]], begin: str, end: str)
 
 
 def _probes(reply: Message) -> Iterator[Message]:
-    """Replies that a template shows at the place of ``reply``: one whose text is `PROBE`, and one that calls it.
+    """Test replies in place of ``reply``: a reply with the text `PROBE`, and a reply with a call of `PROBE`.
 
-    They have the thinking of ``reply``, because a prompt that opens a thought is never the beginning of a reply without
-    one.
+    Both have the thinking of ``reply``, because a reply without thinking cannot follow a prompt that opens the
+    thinking.
     """
     own = {"role": "assistant", **{name: reply[name] for name in THOUGHTS[:1] if name in reply}}
     yield {**own, "content": PROBE}

@@ -1,8 +1,10 @@
-"""The HTTP front. It serves every dialect, over one engine or the engines of a run, with and without sessions.
+"""The HTTP front. The front serves every dialect, with and without sessions. It uses one engine or all engines of a
+run.
 
-``POST /sessions`` opens a session, and returns its id and key. The same endpoints are under ``/sessions/<id>``. Their
-replies are kept with their exact tokens (``GET /sessions/<id>``) until ``DELETE``. The front's key opens everything. A
-session's key opens only its sampling endpoints and its record.
+``POST /sessions`` opens a session, and returns its id and key. The endpoints that sample also exist under
+``/sessions/<id>``. Replies under such a path are kept with their exact tokens until ``DELETE /sessions/<id>``; ``GET
+/sessions/<id>`` returns them. The front's key opens everything. A session's key opens only its sampling endpoints and
+its record.
 """
 
 from __future__ import annotations
@@ -26,14 +28,15 @@ from slimelite.serving.metrics import Counts
 from slimelite.serving.replies import Model
 from slimelite.serving.sessions import Session, Sessions, Turn
 
-# most requests that are answered or wait at the same time, and most open sessions; more are told to come again
+# the most requests that run or wait at the same time, and the most open sessions; further requests get status 429
 MOST_REQUESTS = 4096
 MOST_SESSIONS = 16384
-# a session that a client opened and did not use for so long is closed when another is opened [s]
+# when a session is opened, all sessions that were not used for this time are closed [s]
 IDLE_S = 24 * 3600.0
-# most characters of Markdown in a request to render; a malicious text twice as long may take seconds
+# the most characters of Markdown in one request to ``/render``; a malicious text with twice this length may take
+# seconds
 MOST_RENDERED = 50_000
-# the endpoints that sample, with and without a session
+# the endpoints that sample; each exists with and without a session
 SAMPLING_ROUTES: dict[str, tuple[type[Body], Callable[[Model, Session, Any], Awaitable[Answer]]]] = {
     "/v1/chat/completions": (openai.ChatBody, openai.chat),
     "/v1/completions": (openai.CompletionBody, openai.complete),
@@ -48,14 +51,15 @@ RECORD = ("number", "parent", "prompt_ids", "output_ids", "log_probs", "weight_v
 
 @sampled("openai", "responses", "anthropic")
 class SessionBody(SampledBody):
-    """``/sessions``: the default sampling parameters of a session. The ``id`` becomes a part of a path."""
+    """The body of ``/sessions``: the default sampling parameters of a session, and its ``id``, which becomes a part of
+    the path."""
 
     id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")
     metadata: dict[str, Any] = Field(default_factory=dict)
 
 
 class RenderBody(Body):
-    """``/render``: texts in Markdown."""
+    """The body of ``/render``: texts in Markdown."""
 
     texts: list[Text] = Field(max_length=16)
 
@@ -64,10 +68,10 @@ class Front(GenerateServer):
     """A server in the event loop of the caller that starts it. The sessions use the same loop.
 
     Args:
-        sessions: a request without a session gets a temporary one here.
+        sessions: the open sessions. A request without a session gets a temporary session.
         name: the model's name in answers.
-        key: opens everything. None: requests that name no session need no key.
-        page: HTML that is served at ``/`` without a key. With it, ``/render`` converts Markdown to HTML.
+        key: the key that opens everything. None: requests that name no session need no key.
+        page: HTML that is served at ``/`` without a key. With a page, ``/render`` converts Markdown to HTML.
     """
 
     def __init__(
@@ -114,7 +118,7 @@ class Front(GenerateServer):
         return {**super()._bodies(), **sampling, "/sessions": SessionBody}
 
     async def _handled(self, http: web.Request, handler: Handler) -> web.StreamResponse:
-        """Like every server, but the number of requests is limited."""
+        """Handle a request like the base class, but limit the number of requests."""
         if self._running >= MOST_REQUESTS:
             raise RequestError(f"{MOST_REQUESTS} requests are running or waiting; try again later", 429)
         self._running += 1
@@ -125,7 +129,7 @@ class Front(GenerateServer):
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Like every server, but each answer is counted."""
+        """Handle a request like the base class, but count each answer."""
         answer = await super()._guarded(request, handler)
         # a path without a route may be any text, so it is counted under ""
         resource = request.match_info.route.resource
@@ -134,7 +138,7 @@ class Front(GenerateServer):
         return answer
 
     def _described(self, http: web.Request, error: Exception, status: int) -> dict[str, object]:
-        """An error in the form of the dialect."""
+        """The error body in the form of the dialect."""
         return (anthropic if "/v1/messages" in http.path else openai).error_body(error, status)
 
     def _last(self, http: web.Request, described: dict[str, Any], written: int) -> bytes:
@@ -147,8 +151,8 @@ class Front(GenerateServer):
         return [*super()._public(), self._page]
 
     def _opens(self, http: web.Request, key: str) -> bool:
-        """Whether ``key`` permits the request. Without a session it must be the front's key, with a session the front's
-        or the session's."""
+        """Whether ``key`` permits the request. A request without a session needs the front's key. A request with a
+        session needs the front's key or the session's key."""
         session = http.match_info.get("session")
         if self.key is not None and super()._opens(http, key):
             return True
@@ -157,7 +161,7 @@ class Front(GenerateServer):
         try:
             self._model.sessions.get(session, key)
         except (LookupError, PermissionError):
-            # whether there is such a session is nobody's business without a key
+            # without a key, a client must not learn whether the session exists
             raise RequestError(
                 f"this key does not give access to session {session!r}", 401, code="invalid_api_key"
             ) from None
@@ -206,7 +210,7 @@ class Front(GenerateServer):
         return web.Response(text=text, headers={"Content-Type": CONTENT_TYPE})
 
     async def _open(self, http: web.Request) -> web.Response:
-        """Open a session. Sampling parameters in the body are its defaults."""
+        """Open a session. Sampling parameters in the body become the defaults of the session."""
         body = await read_body(http, SessionBody) if http.can_read_body else SessionBody()
         self._model.sessions.forget(IDLE_S)
         if len(self._model.sessions) >= MOST_SESSIONS:
@@ -224,15 +228,16 @@ class Front(GenerateServer):
         return web.json_response({"id": session.id, "deleted": True})
 
     async def _page(self, _: web.Request) -> web.Response:
-        # another site's page could show it inside itself, and lead a click
+        # the page of another site must not embed this page, because it could mislead the user's clicks
         headers = {"X-Frame-Options": "DENY", "Content-Security-Policy": "frame-ancestors 'none'"}
         return web.Response(text=self._html, content_type="text/html", headers=headers)
 
     async def _render(self, http: web.Request) -> web.Response:
-        """Markdown as HTML. One request runs at a time, so that the engine's thread has most of the processor."""
+        """Convert Markdown to HTML. Only one such request runs at a time, so that the engine's thread gets most of the
+        CPU time."""
         texts = (await read_body(http, RenderBody)).texts
         if sum(map(len, texts)) > MOST_RENDERED:
-            raise RequestError(f"{MOST_RENDERED} characters can be rendered at once", 413, param="texts")
+            raise RequestError(f"at most {MOST_RENDERED} characters can be rendered in one request", 413, param="texts")
         from slimelite.serving.markdown import to_html
 
         async with self._rendering:

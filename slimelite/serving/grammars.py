@@ -22,8 +22,8 @@ class Schema(Shape):
 
 
 class ResponseFormat(Shape):
-    """The wanted form of the reply. OpenAI's ``json_schema`` contains the schema. Anthropic's format has it next to the
-    type."""
+    """The form that the reply must have. In OpenAI's format, ``json_schema`` contains the schema. In Anthropic's
+    format, the schema is a field next to the type."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: Schema | None = None
@@ -33,7 +33,7 @@ class ResponseFormat(Shape):
         """The JSON schema that the reply must fit; None: any reply is allowed.
 
         Raises:
-            ValueError: the type needs a schema, and there is none.
+            ValueError: the type needs a schema, but the body has none.
         """
         if self.type != "json_schema":
             return OBJECT if self.type == "json_object" else None
@@ -44,7 +44,7 @@ class ResponseFormat(Shape):
 
 
 class StructuredOutputs(Shape):
-    """The replacement for ``guided_*`` in newer versions of vLLM."""
+    """The field that replaces ``guided_*`` in newer versions of vLLM."""
 
     json_: Text | dict[str, Any] | None = Field(default=None, alias="json")
     json_object: bool = False
@@ -55,7 +55,7 @@ class StructuredOutputs(Shape):
 
 
 class HeldBody(SampledBody):
-    """A body that may ask for a grammar. It adds to the names of `SamplingParams`."""
+    """A body that may contain a grammar. Such a body accepts more names for grammars than `SamplingParams`."""
 
     guided_json: Text | dict[str, Any] | None = None
     guided_choice: Choices | None = None
@@ -83,7 +83,7 @@ class HeldBody(SampledBody):
 
 
 def named_schema(form: ResponseFormat, place: str) -> str | None:
-    """The schema of ``form``, the response format that a body has at ``place``."""
+    """The schema of ``form``, which is the response format in the field ``place`` of a body."""
     try:
         return form.schema_text()
     except ValueError as error:
@@ -97,5 +97,5 @@ def _json(schema: str | dict[str, Any] | None) -> str | None:
 def _choice(choices: list[str] | None) -> str | None:
     """A regular expression that matches exactly one of the given texts."""
     if choices is not None and not all(choices):
-        raise RequestError("guided_choice: a choice is a text that is not empty", param="guided_choice")
+        raise RequestError("guided_choice: each choice must be a text that is not empty", param="guided_choice")
     return "|".join(f"({re.escape(choice)})" for choice in choices) if choices else None

@@ -1,7 +1,7 @@
 """Converts a model's text to HTML for the chat page: Markdown with tables, code and LaTeX.
 
-HTML in the text is shown as text. A formula becomes MathML, which browsers can draw. A formula that cannot be read is
-shown as it was written. The output passes an allow list, because a formula may contain links and styles.
+HTML in the text is shown as text. A formula becomes MathML, which browsers can draw. If a formula cannot be parsed, its
+source is shown. The output is filtered by an allow list, because a formula may contain links and styles.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from markdown_it.token import Token
 from mdit_py_plugins.amsmath import amsmath_plugin
 from mdit_py_plugins.dollarmath import dollarmath_plugin
 
-# a longer formula is shown as it was written [characters]
+# if a formula is longer, its source is shown [characters]
 MOST_FORMULA = 4000
-# environment of a formula with several lines -> the library's name for it without equation numbers
+# environment of a formula with several lines -> the library's environment without equation numbers
 LINES = {"align": "align*", "aligned": "align*", "split": "align*", "gather": "gather*", "gathered": "gather*"}
 ENVIRONMENT = re.compile(rf"(\\(?:begin|end)\{{)({'|'.join(LINES)})\}}")
-# the elements that a page may have; MathML's names are those of MathML Core
+# the elements that a page may have; the MathML elements are those of MathML Core
 TEXT = "a blockquote br code div em h1 h2 h3 h4 h5 h6 hr li ol p pre s span strong ul table thead tbody tr th td"
 MATH = (
     "math menclose mfrac mi mn mo mover mpadded mphantom mroot mrow ms mspace msqrt mstyle msub msubsup msup mtable "
@@ -52,7 +52,7 @@ ATTRIBUTES = {
 def to_html(text: str) -> str:
     """Markdown ``text`` as HTML that a page may show: without scripts, styles, pictures, forms and frames.
 
-    Links must be http, https or mailto, with a host. Blocks take the direction of their text (``dir="auto"``).
+    Links must be absolute, with http, https or mailto. Blocks take the direction of their text (``dir="auto"``).
     """
     return nh3.clean(
         _markdown().render(text),
@@ -89,7 +89,7 @@ def _markdown() -> MarkdownIt:
 
 
 def _block_in_brackets(state: StateBlock, begin: int, end: int, silent: bool) -> bool:
-    r"""``\[…\]`` on separate lines. Such lines may look like lists or headings."""
+    r"""Parse ``\[…\]`` on separate lines. Without this rule, Markdown could read such lines as lists or headings."""
     start = state.bMarks[begin] + state.tShift[begin]
     if state.is_code_block(begin) or not state.src.startswith(r"\[", start):
         return False
@@ -106,9 +106,10 @@ def _block_in_brackets(state: StateBlock, begin: int, end: int, silent: bool) ->
 
 
 def _in_brackets(state: StateInline, silent: bool) -> bool:
-    r"""``\(…\)`` and ``\[…\]`` within a paragraph, where Markdown itself has escaped brackets."""
+    r"""Parse ``\(…\)`` and ``\[…\]`` within a paragraph, where Markdown alone would read escaped brackets."""
     close = {r"\(": r"\)", r"\[": r"\]"}.get(state.src[state.pos : state.pos + 2])
-    unclosed = state.env.setdefault("unclosed", set())  # texts that are not searched for it again and again
+    # (closing mark, text) pairs without a match; they need not be searched again
+    unclosed = state.env.setdefault("unclosed", set())
     if close is None or (close, state.src) in unclosed:
         return False
     if (end := state.src.find(close, state.pos + 2)) < 0:
@@ -139,14 +140,14 @@ def _code(_: object, tokens: Sequence[Token], place: int, *__: object) -> str:
 
 
 def _math(latex: str, display: str) -> str:
-    """The formula as MathML. If it is not a formula, as code."""
+    """Convert the formula to MathML. If this fails, the formula is shown as code."""
     try:
         if len(latex) > MOST_FORMULA:
-            raise ValueError("a formula of a book's length")
+            raise ValueError("the formula is too long")
         plain = ENVIRONMENT.sub(lambda match: f"{match[1]}{LINES[match[2]]}}}", latex)
         element = convert_to_element(plain, display=display)
-    except Exception:  # the library raises whatever its parser stumbles over
+    except Exception:  # the library may raise any error
         return f'<code class="formula" dir="ltr">{escapeHtml(latex)}</code>'
-    for node in element.iter():  # the library writes characters as references, and would leave a tag in a text as one
+    for node in element.iter():  # undo the library's escapes, because `tostring` escapes each text again
         node.text = unescape(node.text) if node.text else node.text
     return ElementTree.tostring(element, encoding="unicode")

@@ -14,11 +14,11 @@ from slimelite.engines.sampling import Sampler
 # name -> type, help
 METRICS = {
     "requests_total": ("counter", "answered requests"),
-    "requests_running": ("gauge", "requests that are answered or wait"),
-    "responses_running": ("gauge", "responses that the engine samples"),
-    "responses_waiting": ("gauge", "responses beyond the number that the engine samples at a time"),
-    "prompt_tokens_total": ("counter", "tokens of prompts whose response ended"),
-    "cached_prompt_tokens_total": ("counter", "tokens of these prompts that the engine had in its cache"),
+    "requests_running": ("gauge", "requests that are running or waiting"),
+    "responses_running": ("gauge", "responses that the engine is sampling"),
+    "responses_waiting": ("gauge", "responses that wait because the engine samples its largest number of responses"),
+    "prompt_tokens_total": ("counter", "prompt tokens of responses that ended"),
+    "cached_prompt_tokens_total": ("counter", "cached prompt tokens of responses that ended"),
     "generated_tokens_total": ("counter", "sampled tokens of responses that ended"),
     "sessions_open": ("gauge", "open sessions"),
 }
@@ -28,12 +28,13 @@ class Counts:
     """The counts of a server."""
 
     def __init__(self) -> None:
-        self.requests: Counter[tuple[str, str, int]] = Counter()  # by method, path of the route, and status
+        # (method, path of the route, status) -> number of requests
+        self.requests: Counter[tuple[str, str, int]] = Counter()
         self.sampling = 0
         self._tokens: Counter[str] = Counter()
 
     def counted(self, sampler: Sampler) -> Sampler:
-        """The same sampler, but its responses are counted."""
+        """A sampler that calls ``sampler`` and counts its responses."""
 
         async def sample(request: GenerateRequest, on_tokens: OnTokens | None) -> GenerateResult:
             self.sampling += 1
@@ -49,8 +50,8 @@ class Counts:
         return sample
 
     def text(self, running: int, sessions: int, most: int) -> str:
-        """The text of ``/metrics``. ``running``: the number of requests. ``most``: how many responses the engine
-        samples at a time."""
+        """The text of ``/metrics``. ``running``: the number of running requests. ``most``: the most responses that the
+        engine samples at the same time."""
         values = {"requests_running": running, "sessions_open": sessions}
         values |= {"responses_running": min(self.sampling, most), "responses_waiting": max(0, self.sampling - most)}
 

@@ -1,10 +1,10 @@
 """OpenAI's dialect: ``/v1/chat/completions``, ``/v1/completions`` and ``/v1/models``.
 
-OpenAI's documentation leaves this open: log-probs of sampled tokens and their alternatives belong to the distribution
-that was sampled from, with temperature 1 in place of 0. Log-probs of a prompt (``echo``) are at temperature 1. Any
-model name is accepted. There are more parameters than OpenAI's: ``top_k``, ``min_tokens``, ``stop_token_ids``,
-``ignore_eos``, ``repetition_penalty``, ``chat_template_kwargs``, ``continue_final_message``, ``return_token_ids`` and
-the grammars of `HeldBody`.
+OpenAI's documentation does not define the temperature of log-probs. Here, the log-probs of sampled tokens and their
+alternatives belong to the distribution that was sampled from. For temperature 0, these log-probs are at temperature 1.
+Log-probs of a prompt (``echo``) are at temperature 1. Any model name is accepted. These parameters are additions to
+OpenAI's: ``top_k``, ``min_tokens``, ``stop_token_ids``, ``ignore_eos``, ``repetition_penalty``,
+``chat_template_kwargs``, ``continue_final_message``, ``return_token_ids`` and the grammars of `HeldBody`.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from slimelite.serving.grammars import HeldBody, ResponseFormat, named_schema
 from slimelite.serving.replies import Model, Part, PlannedTurn, parts
 from slimelite.serving.sessions import Session, Turn
 
-# most responses to one request
+# the most choices for one prompt (``n``)
 MOST_CHOICES = 128
-# most alternatives of a token that a request may ask for
+# the most alternatives per token that a request may ask for
 MOST_ALTERNATIVES = 20
 COMPLETION_TOKENS = 16  # OpenAI's default
-# most responses to one request, to all of its prompts together
+# the most responses to one request, summed over all its prompts
 MOST_RESPONSES = 4096
-# most log-probs in one answer, those of alternatives included: about 100 MB of memory
+# the most log-probs in one answer, including the log-probs of alternatives; this number takes about 100 MB of memory
 MOST_LOG_PROBS = 1 << 19
 
 
@@ -135,7 +135,7 @@ async def chat(model: Model, session: Session, body: ChatBody) -> Answer:
         raise RequestError(
             "add_generation_prompt=false needs continue_final_message=true", param="add_generation_prompt"
         )
-    if "chat_template" in kwargs:  # a template is a program, which could stop the server, or a run, for everybody
+    if "chat_template" in kwargs:  # a template is a program that could block the server, or a run, for all clients
         raise RequestError("a request cannot contain its own chat_template", param="chat_template_kwargs")
     how = {"one_call": not body.parallel_tool_calls, "goes_on": body.continue_final_message}
     planned = [(session.turn(messages, tools, forced, kwargs, **how), _seeded(params, copy)) for copy in range(body.n)]
@@ -145,15 +145,15 @@ async def chat(model: Model, session: Session, body: ChatBody) -> Answer:
 
 
 async def held_params(model: Model, session: Session, body: HeldBody, forced: Sequence[str] = ()) -> SamplingParams:
-    """The sampling parameters of a body. ``forced``: tools; the reply must call one of them.
+    """The sampling parameters of a body. ``forced``: names of tools; if given, the reply must call one of them.
 
     Raises:
         RequestError: the engine cannot enforce a grammar.
     """
     params = body.params(session.defaults)
     if params.guided and not (info := await model.engine.info()).schemas:
-        raise RequestError(f"the {info.name} engine cannot enforce a schema or another grammar")
-    # a forced call is not an answer, so the grammar of answers does not hold for it
+        raise RequestError(f"the {info.name} engine cannot enforce schemas or other grammars")
+    # a forced call is not an answer, so the grammar for answers does not apply to the call
     none: dict[str, Any] = dict.fromkeys(GRAMMARS)
     return replace(params, **none) if forced else params
 
@@ -166,17 +166,17 @@ async def complete(model: Model, session: Session, body: CompletionBody) -> Answ
     if wanted == 0 and not body.echo:
         raise RequestError("max_tokens must be at least 1, or 0 with echo", param="max_tokens")
     if len(prompts) * body.n > MOST_RESPONSES:
-        raise RequestError(f"a request may ask for {MOST_RESPONSES} responses; send several", param="prompt")
+        raise RequestError(f"the limit is {MOST_RESPONSES} responses; send several requests", param="prompt")
     if body.logprobs is not None:
         tokens = sum(wanted + len(prompt) * body.echo for prompt in prompts)
         entries = tokens * body.n * (1 + body.logprobs)
         if entries > MOST_LOG_PROBS:
-            message = f"this asks for {entries} log-probs; a request may ask for {MOST_LOG_PROBS}; send several"
+            message = f"{entries} log-probs are too many: the limit is {MOST_LOG_PROBS}; send several requests"
             raise RequestError(message, param="logprobs")
     params = await held_params(model, session, body)
     params = replace(params, max_new_tokens=wanted or session.defaults.max_new_tokens)
     planned = [
-        # nothing is sampled after a prompt that is only scored
+        # if a prompt is only scored, nothing is sampled after it
         (session.raw_turn(prompt) if wanted else Turn(0, None, (), "", prompt, finish_reason="length"), seeded)
         for prompt in prompts
         for seeded in (_seeded(params, copy) for copy in range(body.n))
@@ -188,9 +188,9 @@ async def complete(model: Model, session: Session, body: CompletionBody) -> Answ
 
 
 async def models(model: Model) -> dict[str, Any]:
-    """Answers ``/v1/models`` with the one model that is served. ``max_model_len``, as vLLM calls it, is the length of
-    its context in tokens. Two fields are ours. ``chats``: whether it has a chat template, or only continues texts.
-    ``sampling``: the parameters of a request that sets none.
+    """The answer to ``/v1/models``, with the one model that is served. ``max_model_len`` (vLLM's name) is the length of
+    the model's context in tokens. slimelite adds two fields. ``chats``: whether the model has a chat template; without
+    a template, the model only continues texts. ``sampling``: the default sampling parameters of a request.
     """
     info = await model.engine.info()
     own = {"id": model.name, "object": "model", "created": model.created, "owned_by": "slimelite"}
@@ -213,19 +213,19 @@ def error_body(error: Exception, status: int) -> dict[str, object]:
 
 
 def checked_messages(messages: Sequence[Message], place: str = "") -> list[Message]:
-    """The messages of a request, if a chat template can show them.
+    """The messages of a request, after a check that a chat template can show them.
 
     ``place``: the field of the request that all messages come from, for error messages.
 
     Raises:
-        RequestError: a message has no content to show, or a call's arguments are not JSON.
+        RequestError: a message has no content that can be shown, or the arguments of a call are not JSON.
     """
     for number, message in enumerate(messages):
         name = place or f"messages[{number}]"
         try:
             content_text(message.get("content"), f"{name}.content")
             read_messages([message])
-        except BadCell as error:  # it speaks of the column of a file
+        except BadCell as error:  # the error names the column of a file
             problem = error.problem.removeprefix("message 0").removeprefix(":").strip()
             raise RequestError(f"{name} {problem}", param=name) from error
         except ValueError as error:
@@ -234,11 +234,11 @@ def checked_messages(messages: Sequence[Message], place: str = "") -> list[Messa
 
 
 def shown_tools(tools: list[dict[str, Any]], choice: object) -> tuple[list[dict[str, Any]] | None, list[str]]:
-    """The tools that the model sees (none if ``tool_choice`` is "none"). Also the names of the tools that it can choose
-    from if it must call one.
+    """(the tools that the model sees, the names of the tools that it can choose from if it must call one). If
+    ``tool_choice`` is "none", the model sees no tools.
 
     Raises:
-        RequestError: the choice is not one of OpenAI's, or names an unknown tool.
+        RequestError: the choice is not one of OpenAI's choices, or names an unknown tool.
     """
     names = [tool["function"]["name"] for tool in tools]
     if choice in (None, "auto", "none"):
@@ -247,22 +247,22 @@ def shown_tools(tools: list[dict[str, Any]], choice: object) -> tuple[list[dict[
     forced = names if choice == "required" else [n for n in names if isinstance(one, dict) and n == one.get("name")]
     if not forced:
         raise RequestError(
-            "tool_choice must be none, auto, required (Anthropic: any), or one of the tools, which are "
-            f"{', '.join(names) or 'missing'}",
+            "tool_choice must be none, auto, required (Anthropic: any), or one of the request's tools "
+            f"({', '.join(names) or 'it has none'})",
             param="tool_choice",
         )
     return tools, forced
 
 
 def _seeded(params: SamplingParams, copy: int) -> SamplingParams:
-    """If several responses share a seed, each gets its own."""
+    """The parameters of response number ``copy``. If ``params`` has a seed, each response gets a different seed."""
     return params if params.seed is None else replace(params, seed=params.seed + copy)
 
 
 async def _answer(
     model: Model, session: Session, body: CommonBody, planned: Sequence[PlannedTurn], choices: Choices
 ) -> Answer:
-    """Sample the planned turns. The answer has one choice for each, complete or as a stream."""
+    """Sample the planned turns. The answer has one choice for each turn. The answer is complete or a stream."""
     head = {"id": f"{choices.prefix}-{uuid.uuid4().hex}", "created": int(time.time())}
     head["model"] = body.model or model.name
     if body.stream:
@@ -288,16 +288,16 @@ async def _stream(
     yield sse("[DONE]")
 
 
-# the likeliest tokens at one place, as (token, log-prob)
+# the likeliest tokens at one position, as (token, log-prob)
 Top = Sequence[tuple[int, float]]
 
 
 class Choices(ABC):
     """The choices of one request.
 
-    ``kind``, ``chunk``: the names of an answer and of a part of a stream. ``prefix``: the beginning of their ids.
-    ``alternatives``: how many are wanted for each token; None: no log-probs are wanted. ``ids``: whether token ids are
-    wanted. ``echo``: whether the prompt is wanted.
+    ``kind``, ``chunk``: the names of an answer and of a part of a stream. ``prefix``: the beginning of the ids of
+    answers. ``alternatives``: the number of alternatives for each token; None: no log-probs are requested. ``ids``:
+    whether token ids are requested. ``echo``: whether the prompt is requested.
     """
 
     kind: str
@@ -318,24 +318,24 @@ class Choices(ABC):
         self._temperature = params.temperature or 1.0
         self._alternatives = alternatives
         self._ids, self._echo = ids, echo
-        self._offsets: dict[int, int] = {}  # index of a response -> characters of its tokens so far
+        self._offsets: dict[int, int] = {}  # index of a response -> number of characters of its tokens so far
 
     @property
     def wait(self) -> bool:
-        """Whether the whole response is needed before a token can be sent, because alternatives are computed after
-        it."""
+        """Whether the whole response is needed before a token can be sent, because alternatives are computed after the
+        response has ended."""
         return bool(self._alternatives) or (self._alternatives is not None and self._echo)
 
     @abstractmethod
     async def whole(self, part: Part) -> dict[str, object]:
-        """The choice of a complete response."""
+        """The choice for a complete response."""
 
     @abstractmethod
     async def chunks(self, part: Part) -> list[dict[str, object]]:
         """The choices for the next chunks of a stream."""
 
     def _end(self, part: Part) -> dict[str, object]:
-        """The last fields of a response: why it ended, and its token ids if wanted."""
+        """The last fields of a response: the finish reason, and the token ids if requested."""
         ids = {"token_ids": part.turn.output_ids, "prompt_token_ids": part.turn.prompt_ids}
         return {"finish_reason": finish_reason(part.turn), **(ids if self._ids else {})}
 
@@ -347,7 +347,7 @@ class Choices(ABC):
         return await self._engine.score(ids, start, temperature, self._alternatives or 0)
 
     async def _alternatives_of(self, turn: Turn) -> list[list[tuple[int, float]]]:
-        """For each sampled token the likeliest tokens at its place, if wanted."""
+        """For each sampled token, the likeliest tokens at its position, if requested."""
         if not self._alternatives or not turn.output_ids:
             return []
         return (await self._score(turn.token_ids, len(turn.prompt_ids), self._temperature)).top
@@ -381,7 +381,7 @@ class ChatChoices(Choices):
         return [{"index": part.index, "finish_reason": None, **chunk} for chunk in chunks]
 
     async def _log_probs(self, part: Part) -> dict[str, object] | None:
-        """Log-probs of all tokens of the part, also of those outside the content."""
+        """Log-probs of all tokens of the part, including the tokens outside the content."""
         if self._alternatives is None:
             return None
         tops: Sequence[Top] = await self._alternatives_of(part.turn) or [()] * len(part.ids)
@@ -394,7 +394,7 @@ class ChatChoices(Choices):
 
     def _named(self, token: int, log_prob: float) -> dict[str, object]:
         text = self._format.decode([token])
-        # a token may be part of a character, and then it is no text
+        # a token may be only a part of a character, and then it has no text
         return {"token": text, "logprob": log_prob, "bytes": None if "�" in text else list(text.encode())}
 
 
@@ -402,7 +402,7 @@ class TextChoices(Choices):
     kind, chunk, prefix = "text_completion", "text_completion", "cmpl"
 
     async def whole(self, part: Part) -> dict[str, object]:
-        """See `Choices.whole`. A part of a response has the same form."""
+        """See `Choices.whole`. Parts of a streamed response have the same form."""
         text = self._format.decode(part.turn.prompt_ids) + part.content if self._echo and part.first else part.content
         log_probs = await self._log_probs(part) if self._alternatives is not None and (part.ids or part.first) else None
         end = self._end(part) if part.ended else {"finish_reason": None}
@@ -437,19 +437,19 @@ class TextChoices(Choices):
         if self._alternatives:
             named = []
             for text, log_prob, top in zip(texts, log_probs, tops, strict=True):
-                # two tokens may have one text: then the likelier one counts
+                # if two tokens have the same text, the likelier token counts
                 likely = {self._format.decode([token]): value for token, value in reversed(top or ())}
                 named.append(None if log_prob is None else {text: log_prob, **likely})
         return {"tokens": texts, "token_logprobs": list(log_probs), "top_logprobs": named, "text_offset": offsets[:-1]}
 
 
 def finish_reason(turn: Turn) -> str:
-    """OpenAI's name for the reason why a turn ended; "abort" if somebody ended it."""
+    """OpenAI's name for the reason why a turn ended; "abort" if a client ended it."""
     return "tool_calls" if turn.reply.tool_calls and turn.finish_reason == "stop" else turn.finish_reason
 
 
 def usage(turns: Sequence[Turn]) -> dict[str, object]:
-    """OpenAI's count of tokens. The prompt of several responses counts once."""
+    """OpenAI's count of tokens. If several responses share a prompt, the prompt counts once."""
     cached: dict[tuple[int, ...], int] = {}
     for turn in turns:
         prompt = tuple(turn.prompt_ids)

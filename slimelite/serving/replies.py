@@ -1,5 +1,5 @@
-"""Replies while they are generated: several responses of a request at the same time, and the text that is certain
-before a reply has ended."""
+"""Handles replies while they are generated. The module samples several responses of a request at the same time. For
+streams, the module finds the part of an unfinished reply that later tokens cannot change."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from slimelite.serving.sessions import Session, Sessions, Turn
 from slimelite.serving.stored import Stored
 from slimelite.serving.tools import certain_channels
 
-# a turn, which has its prompt, and how its response is sampled
+# (a turn with its prompt, the sampling parameters of its response)
 PlannedTurn = tuple[Turn, SamplingParams]
 
 
 @dataclass(frozen=True)
 class Model:
-    """The model of a front. ``name``: in its answers. ``created``: the start [s since 1970]. ``stored``: its stored
-    answers."""
+    """The model of a front. ``name``: the model's name in answers. ``created``: the start time [s since 1970].
+    ``stored``: the stored answers."""
 
     name: str
     sessions: Sessions
@@ -36,8 +36,8 @@ class Model:
 class Part:
     """The new part of response number ``index``: its text, and its tokens with their log-probs.
 
-    ``first``: it is the first part. ``ended``: it is the last part, and ``turn`` has the whole response. A response
-    that is not streamed is one part.
+    ``first``: whether this is the first part. ``ended``: whether this is the last part; ``turn`` then has the whole
+    response. A response that is not streamed has only one part.
     """
 
     index: int
@@ -51,16 +51,16 @@ class Part:
 
     @property
     def calls(self) -> tuple[ToolCall, ...]:
-        """The tool calls. They are in the last part."""
+        """The tool calls, which are in the last part."""
         return self.turn.reply.tool_calls if self.ended else ()
 
 
 async def parts(session: Session, planned: Sequence[PlannedTurn], *, stream: bool) -> AsyncGenerator[Part]:
-    """Sample the ``planned`` turns at the same time. With ``stream``, yields parts while they are generated, else each
-    response when it ends.
+    """Sample the ``planned`` turns at the same time. With ``stream``, yields parts while they are generated; otherwise
+    each response when it ends.
 
-    A turn that has a finish reason already is not sampled. The first error cancels all turns, and so does closing the
-    generator.
+    A turn that has a finish reason already is not sampled. All turns are cancelled at the first error, and also when
+    the generator is closed.
     """
 
     async def sample(turn: Turn, params: SamplingParams, on_tokens: OnTokens | None) -> Turn:
@@ -79,13 +79,13 @@ async def parts(session: Session, planned: Sequence[PlannedTurn], *, stream: boo
 
 
 class TextStream:
-    """The text of a reply that can be shown while its tokens arrive. It leaves out tool calls, stop strings and half
-    characters.
+    """The text of a reply that can be shown while its tokens arrive. Tool calls, stop strings and incomplete characters
+    are left out.
 
     A reply to raw tokens is shown unchanged, with special tokens.
 
     Args:
-        turn: the turn that is sampled; it has its prompt.
+        turn: the turn that is sampled. The turn has the prompt already.
         stops: stop strings.
     """
 
@@ -97,14 +97,15 @@ class TextStream:
         self._opened = chat_format.opens_thinking(turn.rendered)
         tools = None if self._raw else chat_format.calls(turn.tools)
         self._marks = (*stops, *(tools.begins if tools else ()))
-        # tokens [0, _known) have text; those from _context on are decoded with the next ones, which may change it
+        # tokens [0, _known) are decoded. Tokens from _context on are decoded again with the next tokens, which may
+        # change their text
         self.ids: list[int] = []
         self._context = self._known = 0
         self._text = self._reasoning = self._content = ""
         self.add(turn.given_ids)
 
     def add(self, ids: Sequence[int]) -> tuple[str, str]:
-        """(more of the thinking, more of the content) that the reply surely has after these tokens."""
+        """(more of the thinking, more of the content) that the reply certainly has after these tokens."""
         self.ids += ids
         self._decode()
         reasoning, content = self._certain()
@@ -116,7 +117,8 @@ class TextStream:
         """The rest of the ended reply that was not shown yet."""
         reply = self._turn.reply
         thinking, content = reply.reasoning or "", reply.content
-        # thinking that nothing opened has been shown as content before its end came; of empty thinking, its end has
+        # if the thinking has no opening mark, it was shown as content before its end mark arrived. If the thinking is
+        # also empty, its end mark was shown
         other = bool(thinking) or not content.lstrip().startswith(self._content.lstrip())
         unopened = other and bool(self._content) and not self._reasoning and not self._channels
         if self._raw or unopened:
@@ -125,7 +127,7 @@ class TextStream:
         return "" if unopened else _rest(thinking, self._reasoning), _rest(content, self._content)
 
     def _decode(self) -> None:
-        """Decode the new tokens, except an unfinished character or a token that ends replies at the end."""
+        """Decode the new tokens, except an incomplete character or an end token at the end."""
         end = len(self.ids)
         if end and self.ids[-1] in self._format.end_ids:
             end -= 1
@@ -154,7 +156,7 @@ class TextStream:
 
 
 def _certain_text(text: str, marks: Sequence[str]) -> str:
-    """``text`` without an end that may be the beginning of one of ``marks``, and without white space at the end."""
+    """``text`` without a last part that may be the beginning of one of ``marks``, and without trailing white space."""
     text = before_stop(text, marks)
     for length in range(min(len(text), max(map(len, marks), default=0)), 0, -1):
         if any(mark.startswith(text[-length:]) for mark in marks):
@@ -163,7 +165,7 @@ def _certain_text(text: str, marks: Sequence[str]) -> str:
 
 
 def _rest(whole: str, shown: str) -> str:
-    """The part of ``whole`` after ``shown``, even if the white space in front is missing there."""
+    """The part of ``whole`` after ``shown``, even if ``whole`` lacks the leading white space of ``shown``."""
     for begin in (shown, shown.lstrip()):
         if whole.startswith(begin):
             return whole[len(begin) :]

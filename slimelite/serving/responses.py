@@ -1,9 +1,9 @@
-"""OpenAI's Responses: ``/v1/responses``, complete or as events, and answers that are stored for
+"""OpenAI's Responses API: ``/v1/responses``, with complete answers or events. Answers are stored for
 ``previous_response_id``.
 
 The items of a conversation are converted to the messages of a chat and use the same session, so all dialects may
 alternate in one session. The server cannot run OpenAI's own tools (a search, a code interpreter). Such tools are left
-out, and ``tools`` of an answer lists those that the model was shown.
+out, and ``tools`` of an answer lists the tools that were shown to the model.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from slimelite.serving.replies import Model, Part, PlannedTurn, parts
 from slimelite.serving.sessions import Session, Turn
 from slimelite.serving.stored import Record
 
-# beginning of thinking in ``encrypted_content``, which clients send back; it is packed but not encrypted
+# prefix of thinking in ``encrypted_content``, which clients send back; the thinking is packed but not encrypted
 PACKED = "slimelite:"
-# the only parameter of a custom tool, which takes a text
+# the parameters of a custom tool: only one text
 INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
-# characters that an item costs in memory besides its JSON
+# memory that an item needs in addition to its JSON [characters]
 ITEM_COSTS = 1000
 
 
@@ -94,7 +94,7 @@ class Reference(Shape):
 
 
 def _kind(item: Any) -> Any:
-    """The type of an item. A message and a reference may leave it out."""
+    """The type of an item. Messages and references may have no type."""
     if not isinstance(item, dict):
         return getattr(item, "type", None)
     kind = item.get("type") or ("message" if "role" in item else "item_reference")
@@ -140,7 +140,7 @@ class NamespaceTool(Shape):
 
 
 class HostedTool(Shape):
-    """A tool that OpenAI's servers run, such as ``web_search``. It is left out."""
+    """A tool that OpenAI's servers run, such as ``web_search``. The tool is left out."""
 
     type: Literal[
         "web_search",
@@ -190,7 +190,7 @@ class ResponsesBody(HeldBody):
     parallel_tool_calls: bool = True
     reasoning: Reasoning = Reasoning()
     text: TextConfig = TextConfig()
-    # results of hosted tools may be asked for, but there are none
+    # a client may request results of hosted tools, but this server has no such results
     include: FirstError[
         list[
             Literal[
@@ -204,7 +204,7 @@ class ResponsesBody(HeldBody):
             ]
         ]
     ] = Field(default_factory=list)
-    # "auto" may cut a history that is too long for the context; here that is always an error
+    # "auto" permits cutting a history that is too long for the context; this server always returns an error instead
     truncation: Literal["auto", "disabled"] = "disabled"
     metadata: dict[str, Any] = Field(default_factory=dict)
     store: bool = True
@@ -251,15 +251,15 @@ async def respond(model: Model, session: Session, body: ResponsesBody) -> Answer
 
 
 def failed(error: dict[str, Any], written: int) -> bytes:
-    """The event that ends a stream with an error of `slimelite.serving.openai`. ``written``: how many events were sent
-    before."""
+    """The event that ends a stream with an error of `slimelite.serving.openai`. ``written``: the number of events that
+    were sent before."""
     code = error["code"] or error["type"]
     event = {"type": "error", "code": code, "message": error["message"], "param": error["param"]}
     return sse({**event, "sequence_number": written}, "error")
 
 
 class Tools:
-    """The tools of a request, both as functions for the model and as the client knows them.
+    """The tools of a request, both in the form of functions for the model and in the client's form.
 
     The tools of a namespace are shown as ``namespace__name``. A tool that takes a text is shown as a function with one
     parameter.
@@ -267,7 +267,7 @@ class Tools:
 
     def __init__(self, tools: Sequence[Tool]) -> None:
         self.functions: list[dict[str, Any]] = []
-        self.echo: list[dict[str, Any]] = []  # those that are not left out
+        self.echo: list[dict[str, Any]] = []  # the tools that are not left out
         self._known: dict[str, tuple[str, FunctionTool | CustomTool]] = {}
         for tool in tools:
             if isinstance(tool, HostedTool):
@@ -280,14 +280,14 @@ class Tools:
                 self._add("", tool)
 
     def choice(self, choice: Any) -> Any:
-        """``tool_choice`` in the form of a chat."""
+        """``tool_choice`` in the form of chat completions."""
         if not isinstance(choice, dict) or choice.get("type") not in ("function", "custom"):
             return choice
         name = _shown_name(str(choice.get("namespace") or ""), str(choice.get("name")))
         return {"type": "function", "function": {"name": name}}
 
     def item(self, call: ToolCall) -> dict[str, Any]:
-        """A call of the model as an item."""
+        """A tool call of the model, converted to an item."""
         namespace, tool = self._known.get(call.name, ("", None))
         own = {"name": tool.name, "namespace": namespace} if tool and namespace else {"name": call.name}
         if isinstance(tool, CustomTool):
@@ -299,7 +299,7 @@ class Tools:
     def _add(self, namespace: str, tool: FunctionTool | CustomTool) -> None:
         name = _shown_name(namespace, tool.name)
         if name in self._known:
-            raise RequestError(f"two tools are shown to the model as {name!r}: rename one", param="tools")
+            raise RequestError(f"two tools are shown to the model as {name!r}; rename one of them", param="tools")
         self._known[name] = namespace, tool
         description, parameters = tool.description, INPUT
         if isinstance(tool, FunctionTool):
@@ -314,13 +314,14 @@ class Tools:
 class Output:
     """The items of an answer, and the events that announce them. A text item is open until another item begins.
 
-    ``packs``: thinking has ``encrypted_content``, for clients that keep the whole conversation and send it back.
+    ``packs``: whether thinking has ``encrypted_content``, for clients that keep the whole conversation and send it
+    back.
     """
 
     def __init__(self, tools: Tools, *, packs: bool) -> None:
         self.items: list[dict[str, Any]] = []
         self._tools, self._packs = tools, packs
-        self._open = ""  # type of the item that goes on
+        self._open = ""  # type of the open item
 
     def add(self, part: Part) -> Iterator[dict[str, Any]]:
         """The events for a new part of the reply."""
@@ -424,7 +425,7 @@ def _head(model: Model, body: ResponsesBody, tools: Tools) -> dict[str, Any]:
 
 
 def _end(turn: Turn) -> dict[str, Any]:
-    """The fields that say how the reply ended."""
+    """The fields that describe how the reply ended."""
     if turn.finish_reason == "stop":
         return {"status": "completed"}
     reason = {"length": "max_output_tokens"}.get(turn.finish_reason, turn.finish_reason)
@@ -432,7 +433,7 @@ def _end(turn: Turn) -> dict[str, Any]:
 
 
 def _usage(turn: Turn, chat_format: ChatFormat) -> dict[str, Any]:
-    """OpenAI's count of tokens. The tokens of the thinking are counted in its text."""
+    """OpenAI's count of tokens. Thinking tokens are counted by encoding the text of the thinking."""
     read, written = len(turn.prompt_ids), len(turn.output_ids)
     thought = len(chat_format.encode(turn.reply.reasoning or ""))
     return {
@@ -448,11 +449,11 @@ def _messages(instructions: str, before: Sequence[Any], sent: Sequence[Any]) -> 
     """The messages of a chat. System messages at the beginning are joined into one, because many templates show only
     the first.
 
-    Thinking, text and calls of the assistant between two other messages form one message.
+    Thinking, text and calls of the assistant form one message if no other message is between them.
     """
     system = [instructions] if instructions else []
     messages: list[Message] = []
-    own: Message = {}  # the last message, while the assistant may go on in it
+    own: Message = {}  # the last message, if the next item may extend it
     for place, item in enumerate((*before, *sent), -len(before)):
         new = _message(item, f"input[{place}]")
         if new["role"] in ("system", "developer") and not messages:
@@ -469,15 +470,15 @@ def _messages(instructions: str, before: Sequence[Any], sent: Sequence[Any]) -> 
 
 
 def _later(new: Message) -> set[str]:
-    """The parts that an assistant's message must not have yet if it is to continue with ``new``. Thoughts come first,
-    and calls last."""
+    """The parts that an assistant's message must not have yet if ``new`` extends the message. Thinking comes first, and
+    calls come last."""
     if "reasoning_content" in new:
         return {"reasoning_content", "content", "tool_calls"}
     return {"content"} if "content" in new else set()
 
 
 def _message(item: Any, name: str) -> Message:
-    """An item as a message. ``name``: its name in errors."""
+    """Convert an item to a message. ``name``: the name of the item in errors."""
     if isinstance(item, ReasoningItem):
         thinking = _thinking(item, name)
         return {"role": "assistant", **({"reasoning_content": thinking} if thinking else {})}
@@ -494,7 +495,7 @@ def _message(item: Any, name: str) -> Message:
 
 
 def _thinking(item: ReasoningItem, name: str) -> str:
-    """The thinking: unpacked if it was packed here, else its text."""
+    """The text of the thinking. Thinking that this server packed is unpacked."""
     if item.encrypted_content.startswith(PACKED):
         with suppress(ValueError):
             return base64.b64decode(item.encrypted_content.removeprefix(PACKED), validate=True).decode()
@@ -503,7 +504,7 @@ def _thinking(item: ReasoningItem, name: str) -> str:
         if text or not item.encrypted_content:
             return text
     raise RequestError(
-        f"{name}.encrypted_content was not packed by this server: leave it out, or send the thinking as content",
+        f"{name}.encrypted_content was not packed by this server; leave it out, or send the thinking as content",
         param=f"{name}.encrypted_content",
         code="invalid_encrypted_content",
     )

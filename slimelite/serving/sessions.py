@@ -1,10 +1,10 @@
 """Sessions: conversations that keep the exact tokens, log-probs and weight versions of every turn.
 
-A session is a tree of turns. If the messages of a request begin with those of an earlier turn and its reply, the
-request continues that turn. Its prompt is then that turn's prompt, the sampled tokens, and the tokens that the template
-puts after them (`ChatFormat.continuation`). Any other request begins a branch: a history that the template or the
-client rewrites, a sub-agent with its own system prompt, a second answer to the same messages. So a sampled token is
-never encoded again when a conversation continues.
+A session is a tree of turns. If the messages of a request begin with the messages and the reply of an earlier turn, the
+request continues that turn. The new prompt then consists of that turn's prompt, the sampled tokens, and the tokens that
+the template puts after them (`ChatFormat.continuation`). Any other request begins a branch. Examples are a history that
+the template or the client has rewritten, a sub-agent with its own system prompt, and a second answer to the same
+messages. So a sampled token is never encoded again when a conversation continues.
 
 A session belongs to one event loop.
 """
@@ -31,9 +31,11 @@ from slimelite.serving.format import ChatFormat, Message, Reply, Tools, before_s
 
 
 class ContextFullError(ValueError):
-    """The prompt leaves no room for a reply. The text and the ``code`` are OpenAI's, because clients look for them.
+    """The prompt leaves no room for a reply. The message and the ``code`` are the same as OpenAI's, because clients
+    look for them.
 
-    ``tokens``: of the prompt; an estimate if it is far too long. ``most``: of the context.
+    ``tokens``: the length of the prompt, or an estimate if the prompt is far too long. ``most``: the length of the
+    context.
     """
 
     code = "context_length_exceeded"
@@ -50,17 +52,18 @@ class ContextFullError(ValueError):
 class Turn:
     """One reply of a session, with its prompt.
 
-    ``before``: the turn that it continues; None: it begins a branch. ``messages``: the messages that it answers, empty
-    for raw tokens. Replies of this session among them have the form in which they were read from their tokens.
-    ``added_text``, ``added_ids``: the part of its prompt after the prompt and output of ``before``. If every turn had
-    its whole prompt, long sessions would be too large. ``given_ids``: the beginning of the reply, if the model did not
-    choose it. The prompt ends with it. ``ends``: texts that end the reply. Unlike a request's stop strings, they are
-    shown as part of the reply. ``tools``: the tools that the model sees. ``sent``: the `comparable` part of the
-    messages that the client sent. ``echoes``: that of the reply as a client may send it back, with and without its stop
-    string. ``log_probs``, ``weight_versions``: one for each of ``output_ids``. ``kept``, ``constrained``: see
-    `GenerateResult`. ``finish_reason``: "stop", "length" or "abort". ``reward``: set by the environment. ``began``,
-    ``ended``: [s, monotonic]. ``answered``: when the environment had answered the turn, 0 if none did.
-    ``call_seconds``: how long each of its calls took.
+    ``before``: the turn that this turn continues; None: this turn begins a branch. ``messages``: the messages that this
+    turn answers; empty for raw tokens. Replies of this session in ``messages`` have the form in which they were read
+    from their tokens. ``added_text``, ``added_ids``: the part of the prompt after the prompt and output of ``before``.
+    A turn does not store its whole prompt, because long sessions would be too large. ``given_ids``: the beginning of
+    the reply, if the model did not choose it. The prompt ends with these ids. ``ends``: texts that end the reply.
+    Unlike a request's stop strings, these texts are shown as part of the reply. ``tools``: the tools that the model
+    sees. ``sent``: the `comparable` part of the messages that the client sent. ``echoes``: the `comparable` part of the
+    reply in each form that a client may send back, with and without the stop string. ``log_probs``,
+    ``weight_versions``: one for each of ``output_ids``. ``kept``, ``constrained``: see `GenerateResult`.
+    ``finish_reason``: "stop", "length" or "abort". ``reward``: set by the environment. ``began``, ``ended``: [s,
+    monotonic]. ``answered``: the time when the environment had answered the turn, or 0 without an answer.
+    ``call_seconds``: the duration of each tool call of the turn.
     """
 
     number: int
@@ -94,7 +97,7 @@ class Turn:
 
     @property
     def path(self) -> list[Turn]:
-        """The turns from the one that begins the branch to this one."""
+        """The turns from the beginning of the branch to this turn."""
         path = [self]
         while (before := path[-1].before) is not None:
             path.append(before)
@@ -102,12 +105,12 @@ class Turn:
 
     @property
     def rendered(self) -> str:
-        """The text of the prompt by the chat template."""
+        """The text of the prompt, made with the chat template."""
         return "".join(turn.added_text for turn in self.path)
 
     @property
     def own_ids(self) -> list[int]:
-        """The tokens that this turn adds to those of the turn ``before``."""
+        """The tokens that this turn adds to the tokens of the turn ``before``."""
         return self.added_ids + self.reply_ids
 
     @property
@@ -135,9 +138,10 @@ class Session:
     """A conversation with its branches. `Sessions.open` makes one.
 
     ``key`` opens only this session. ``turns``: the finished turns, in the order in which they finished. ``running``:
-    the number of requests that the sampler is working on. ``overflows``: how many prompts left no room for a reply.
+    the number of requests that are being sampled. ``overflows``: the number of prompts that left no room for a reply.
     ``trains_constrained``: whether tokens that a grammar constrained are trained on. ``longest_reply``: the most tokens
-    of a reply, whatever a request asks for. ``used``: when the session was opened, or a turn last ended [s, monotonic].
+    of a reply, even if a request allows more. ``used``: the time when the session was opened, or when its last turn
+    ended [s, monotonic].
     """
 
     def __init__(
@@ -153,7 +157,7 @@ class Session:
         self.format, self.max_context_len = chat_format, max_context_len
         self.defaults = defaults or SamplingParams(max_new_tokens=max_context_len)
         self.turns: list[Turn] = []
-        self._unfinished: dict[int, GenerateResult] = {}  # by turn, what the sampler has given so far
+        self._unfinished: dict[int, GenerateResult] = {}  # number of a turn -> the result so far
         self.running = self.overflows = 0
         self.trains_constrained = False
         self.longest_reply: int | None = None
@@ -168,8 +172,9 @@ class Session:
     ) -> Turn:
         """Answer ``messages``.
 
-        ``params``: default: those of the session. A reply that reaches the end of the context ends with reason
-        "length". If the session has a seed and the parameters have none, each turn gets its own random stream from it.
+        ``params``: the default is the session's parameters. A reply that reaches the end of the context ends with
+        reason "length". If the session has a seed and ``params`` has none, each turn gets its own random stream from
+        the session's seed.
 
         Raises:
             ValueError: the chat template refuses the messages, or the engine refuses the request.
@@ -178,8 +183,8 @@ class Session:
         return await self.sample(self.turn(messages, tools), params)
 
     def pause(self) -> None:
-        """Let new requests wait for `resume`. A request that the engine aborts meanwhile continues then, with the
-        tokens that it has."""
+        """Let new requests wait for `resume`. If the engine aborts a request during the pause, the request keeps its
+        tokens and continues after `resume`."""
         self._going.clear()
 
     def resume(self) -> None:
@@ -188,7 +193,7 @@ class Session:
 
     @property
     def weight_versions(self) -> set[int]:
-        """Versions of the weights that sampled this session's tokens, unfinished turns included."""
+        """Versions of the weights that sampled this session's tokens, including the tokens of unfinished turns."""
         parts = [turn.weight_versions for turn in self.turns]
         return {version for part in parts + [r.weight_versions for r in self._unfinished.values()] for version in part}
 
@@ -202,10 +207,10 @@ class Session:
     def samples(self, sample: Sample) -> list[Sample]:
         """Copies of ``sample``, one for each leaf of the tree, with the tokens of the path to it.
 
-        The prompt is the prompt of the path's first turn. The loss mask is 1 only on sampled tokens. It is 0 on those
-        that a grammar constrained, unless the session ``trains_constrained``. A turn that several paths share is
-        trained on only in the first of them. Branches share a rollout id, so the episode counts once. ``metadata`` gets
-        the number of ``turns``, and of ``malformed_tool_calls`` if there are any.
+        The prompt is the prompt of the path's first turn. The loss mask is 1 only on sampled tokens. The mask is 0 on
+        tokens that a grammar constrained, unless the session ``trains_constrained``. A turn in several paths is trained
+        on only in the first of these paths. Branches share a rollout id, so the episode counts once. ``metadata`` gets
+        the number of ``turns``, and the number of ``malformed_tool_calls`` if it is not 0.
 
         Raises:
             ValueError: the session has no turn.
@@ -239,7 +244,8 @@ class Session:
             new = [turn for turn in path if turn.number not in seen]
             seen.update(turn.number for turn in new)
             branch.response = self.format.decode(branch.tokens[branch.prompt_length :])
-            # a branch whose agent aborted its last turn counts as truncated, because nothing will continue it
+            # if the agent aborted the last turn of a branch, the branch counts as truncated, because nothing will
+            # continue it
             branch.status = Status.COMPLETED if path[-1].finish_reason == "stop" else Status.TRUNCATED
             branch.metadata["turns"] = len(new)
             if malformed := sum(len(turn.reply.malformed) for turn in new):
@@ -264,11 +270,11 @@ class Session:
         reply.
 
         ``forced``: the reply must begin like a call of one of these tools. ``one_call``: the reply ends with its first
-        call. ``goes_on``: the reply continues the last message, which is the assistant's.
+        call. ``goes_on``: the reply continues the last message, which must be an assistant message.
 
         Raises:
-            ValueError: the chat template refuses the messages, or shows no call that could be forced; or the end of the
-                first call cannot be recognised.
+            ValueError: the chat template refuses the messages. Or the template does not show calls, so a call cannot be
+                forced. Or the end of the first call cannot be recognised.
         """
         template_kwargs = template_kwargs or {}
         if goes_on and messages[-1]["role"] != "assistant":
@@ -279,7 +285,7 @@ class Session:
         before.sort(key=lambda turn: -len(turn.messages))
         known = before[0].history if before else ()
         whole = (*known, *messages[len(known) :])
-        if before:  # most of it is there already
+        if before:  # the earlier turn has most of this part already
             sent = (*before[0].sent, *sent[len(before[0].sent) :])
         rendered = self.format.render(whole, tools, **template_kwargs)
         if tokens := self.format.excess(rendered, self.max_context_len):
@@ -288,7 +294,7 @@ class Session:
         if begun is not None:
             if forced:
                 raise ValueError(
-                    "continue_final_message: a reply that has begun with text cannot become a tool call; use "
+                    "continue_final_message: a reply that begins with text cannot become a tool call; use "
                     "tool_choice auto"
                 )
             opening = self.format.begun(whole, begun, rendered, tools, **template_kwargs)
@@ -297,7 +303,8 @@ class Session:
         ends = self.format.call_ends(tools) if one_call else ()
         for parent in before:
             thinking = (parent.reply.reasoning or "").strip()
-            if thinking not in rendered:  # a template that takes thinking out does so in all turns: a quick answer
+            # a quick check first: a template that removes thinking removes it from all turns
+            if thinking not in rendered:
                 continue
             text, at = parent.rendered, len(parent.messages)
             added = self.format.continuation(text, rendered, parent.reply_ids, whole, at, tools, **template_kwargs)
@@ -306,11 +313,12 @@ class Session:
         return Turn(self._next(), None, whole, rendered, self.format.encode(rendered), sent, tools, opening, ends)
 
     def raw_turn(self, input_ids: Sequence[int]) -> Turn:
-        """The turn that continues raw tokens. Its parent is the longest turn whose prompt and output they begin
-        with."""
+        """The turn that continues raw tokens. The parent is the longest turn such that the raw tokens begin with its
+        prompt and output."""
         ids, parent = list(input_ids), None
-        ends: dict[int | None, int] = {None: 0}  # number of a turn that the tokens begin with -> where it ends in them
-        for turn in self.turns:  # after the turn that it goes on from
+        # number of a turn that the tokens begin with -> the position in the tokens where the turn ends
+        ends: dict[int | None, int] = {None: 0}
+        for turn in self.turns:  # each turn comes after the turn that it continues
             begin = ends.get(turn.parent)
             own = turn.own_ids
             if begin is not None and ids[begin : begin + len(own)] == own:
@@ -358,16 +366,17 @@ class Session:
     async def _whole(
         self, turn: Turn, prompt_ids: list[int], params: SamplingParams, on_tokens: OnTokens | None
     ) -> GenerateResult:
-        """The response to ``turn``. If a pause interrupts the request, it continues afterwards with the new weights."""
+        """The response to ``turn``. If a pause interrupts the request, the request continues afterwards with the new
+        weights."""
         whole = GenerateResult(f"{self.id}/{turn.number}")
         self._unfinished[turn.number] = whole
         for part in count():
             await self._going.wait()
             if whole.length and params.guided:
-                # SGLang holds a text to a grammar from its first token on
+                # in SGLang, a grammar applies from the first token of a response on
                 if on_tokens is not None:
                     raise ConnectionError(
-                        "the reply was interrupted, and a reply that follows a grammar cannot be resumed: send the "
+                        "the reply was interrupted, and a reply that follows a grammar cannot be resumed; send the "
                         "request again"
                     )
                 whole = self._unfinished[turn.number] = GenerateResult(whole.request_id)
@@ -405,7 +414,7 @@ class Sessions:
 
     Args:
         max_context_len: the most tokens of prompt and reply together.
-        defaults: sampling parameters of sessions that set none. ``max_new_tokens`` is ``max_context_len``.
+        defaults: sampling parameters of sessions that set none. Its ``max_new_tokens`` equals ``max_context_len``.
     """
 
     def __init__(
@@ -418,18 +427,18 @@ class Sessions:
     def open(
         self, session_id: str | None = None, *, defaults: SamplingParams | None = None, seed: int | None = None
     ) -> Session:
-        """A new session. If no id is given, it gets a new one. ``seed``: each turn gets its own seed from it. The
-        default is that of ``defaults``.
+        """Open a session. Without an id, the session gets a new id. ``seed``: each turn gets its own seed, which is
+        derived from this seed. The default is the seed of ``defaults``.
 
         Raises:
             ValueError: the id is taken.
         """
         defaults = self.defaults if defaults is None else defaults
-        if seed is None:  # two turns with one seed would draw the same numbers
+        if seed is None:  # two turns with the same seed would draw the same random numbers
             defaults, seed = replace(defaults, seed=None), defaults.seed
         session_id = uuid.uuid4().hex if session_id is None else session_id
         if session_id in self._open:
-            raise ValueError(f"there is a session {session_id!r} already; close it, or use another id")
+            raise ValueError(f"session {session_id!r} exists already; close it, or use another id")
         session = Session(session_id, self.format, self.sampler, self.max_context_len, defaults, seed)
         self._open[session_id] = session
         return session
@@ -439,7 +448,7 @@ class Sessions:
 
         Raises:
             LookupError: there is no such session.
-            PermissionError: ``key`` is not the session's.
+            PermissionError: ``key`` is not the key of the session.
         """
         session = self.find(session_id)
         if not hmac.compare_digest((key or "").encode(), session.key.encode()):
@@ -461,11 +470,11 @@ class Sessions:
         return len(self._open)
 
     def __contains__(self, session: Session) -> bool:
-        """Whether the session is open. An anonymous session never is."""
+        """Whether the session is open. An anonymous session is never open."""
         return self._open.get(session.id) is session
 
     def close(self, session_id: str) -> Session:
-        """Remove the session from the open ones, and return it. A running request is not ended.
+        """Close the session and return it. A running request continues.
 
         Raises:
             LookupError: there is no such session.
@@ -474,22 +483,22 @@ class Sessions:
         return self._open.pop(session_id)
 
     def forget(self, idle_s: float) -> None:
-        """Close the sessions that nobody has used for ``idle_s`` seconds."""
+        """Close the sessions that were not used for ``idle_s`` seconds."""
         since = time.monotonic() - idle_s
         for session in [s for s in self._open.values() if s.used < since and not s.running]:
             self.close(session.id)
 
     def anonymous(self) -> Session:
-        """A session that only its caller knows, for a request without a session."""
+        """A session that is not registered, for a request that names no session."""
         return Session(uuid.uuid4().hex, self.format, self.sampler, self.max_context_len, self.defaults)
 
 
 def _begins(messages: Sequence[Message], sent: Sequence[tuple[object, ...]], turn: Turn) -> bool:
-    """Whether ``messages`` begin with the history of ``turn``, as far as clients preserve messages. ``sent``: the
-    `comparable` parts of the messages.
+    """Whether ``messages`` begin with the history of ``turn``, in the form in which clients send messages back.
+    ``sent``: the `comparable` parts of the messages.
 
-    A client that does not know about thinking leaves it out. A client that sends other thinking has rewritten the
-    message.
+    A client without support for thinking leaves the thinking out, which is allowed. If a client sends different
+    thinking, it has rewritten the message.
     """
     at = len(turn.sent)
     if len(sent) <= at or sent[at] not in turn.echoes or sent[:at] != turn.sent:

@@ -8,16 +8,17 @@ from typing import Any
 
 from slimelite.base.http_server import RequestError
 
-# if all answers together have more characters of JSON, those used longest ago are forgotten
+# if all answers together have more characters of JSON, the least recently used answers are deleted
 MOST_CHARACTERS = 1 << 26
 
 
 @dataclass(frozen=True)
 class Record:
-    """An answer, and what its request added to the conversation.
+    """An answer, and the items that its request added to the conversation.
 
-    ``owner``: the session that it belongs to, or "". ``before``: the id of the answer that the conversation continues,
-    or "". ``sent``: the items of the request; ``output``: id -> item of the answer. ``size``: all of it [characters].
+    ``owner``: the session of the answer, or "". ``before``: the id of the answer that the conversation continues, or
+    "". ``sent``: the items of the request; ``output``: id -> item of the answer. ``size``: the size of all these items
+    [characters].
     """
 
     owner: str
@@ -29,15 +30,16 @@ class Record:
 
 
 class Stored:
-    """Answers by their id. An owner sees only its own answers."""
+    """The stored answers, by id. An owner sees only its own answers."""
 
     def __init__(self) -> None:
-        self._records: dict[str, Record] = {}  # those used last at the end
-        self._answers: dict[str, str] = {}  # id of an item -> of its answer
+        self._records: dict[str, Record] = {}  # ordered by last use
+        self._answers: dict[str, str] = {}  # id of an item -> id of its answer
         self._size = 0
 
     def keep(self, record: Record) -> None:
-        """Keep an answer. It stays while there is room. Using it keeps the answers before it too."""
+        """Store an answer, and delete the least recently used answers if there are too many. The use of an answer
+        counts as a use of all answers before it in the conversation."""
         name = record.answer["id"]
         self._records[name] = record
         self._answers |= dict.fromkeys(record.output, name)
@@ -46,7 +48,7 @@ class Stored:
             self._drop(next(iter(self._records)))
 
     def record(self, owner: str, name: str, status: int = 404) -> Record:
-        """The answer of this id.
+        """The answer with this id.
 
         Raises:
             RequestError: there is no such answer, or it has another owner. ``status``: the error's HTTP status.
@@ -58,7 +60,8 @@ class Stored:
         return record
 
     def items(self, owner: str, name: str) -> list[Any]:
-        """The conversation up to the answer of this id, which comes last. It raises the same errors as `record`."""
+        """The items of the conversation up to the answer with this id. The items of this answer come last. Raises
+        the same errors as `record`."""
         records: list[Record] = []
         while name:
             records.append(self.record(owner, name, 400))
@@ -66,13 +69,13 @@ class Stored:
         return [item for record in reversed(records) for item in (*record.sent, *record.output.values())]
 
     def item(self, owner: str, name: str) -> Any:
-        """The item of this id. It raises the same errors as `record`."""
+        """The item with this id. Raises the same errors as `record`."""
         if name not in self._answers:
             raise _lost(name, 400)
         return self.record(owner, self._answers[name], 400).output[name]
 
     def delete(self, owner: str, name: str) -> None:
-        """Forget an answer. A conversation that continues it is then lost too. It raises the same errors as
+        """Delete an answer. A conversation that continues this answer is then also lost. Raises the same errors as
         `record`."""
         self.record(owner, name)
         self._drop(name)

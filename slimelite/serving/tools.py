@@ -1,10 +1,11 @@
 """How model families write tool calls and thinking, one record for each family.
 
-A record finds the parts of a reply that are calls, and reads each of them. A call that cannot be read becomes a
-sentence that says why, which the environment may show to the model. Its text stays in the content of the reply.
+A record finds the parts of a reply that are calls, and reads each of them. If a call cannot be read, a sentence gives
+the reason, and the environment may show this sentence to the model. The text of the call stays in the content of the
+reply.
 
-``--tool-call-parser`` and ``--reasoning-parser`` name a record. Without them, a mark in the text of the chat template
-selects it. To add a record, write its functions, and add it here or in a file of ``--import-file``.
+``--tool-call-parser`` and ``--reasoning-parser`` name a record. Without these flags, a mark in the text of the chat
+template selects the record. To add a record, write its functions, and add it here or in a file of ``--import-file``.
 """
 
 from __future__ import annotations
@@ -35,19 +36,21 @@ from slimelite.serving.calls import (
     write_lfm2,
 )
 
-# GPT-OSS's replies (harmony) and Muse Glimmer's are several messages, each with a head that says to whom it goes:
-# <|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json
-# <|message|>{…}<|call|> thinks and calls f, and " to=self<|message|>…<|eom|><|start|>assistant to=user<|message|>…"
-# thinks and answers. The prompt ends with the first <|start|>assistant
+# A reply of GPT-OSS (harmony) or Muse Glimmer consists of several messages. The head of each message names its
+# recipient. The prompt ends with the first <|start|>assistant. This reply of GPT-OSS thinks and calls f:
+#   <|channel|>analysis<|message|>…<|end|>
+#   <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{…}<|call|>
+# This reply of Muse Glimmer thinks and answers:
+#   " to=self<|message|>…<|eom|><|start|>assistant to=user<|message|>…"
 START, BODY = "<|start|>assistant", "<|message|>"
 HEAD = re.compile(
     r"(?:(?:\A|<\|start\|>assistant)(?:\s*to=[^\s<]+)?\s*|(?=<\|channel\|>))"
     r"(?:<\|channel\|>[^<]*)?(?:<\|constrain\|>[^<]*)?<\|message\|>"
 )
 END = re.compile(r"<\|(?:end|call|return|eom|eot)\|>")
-# at the end of a text that goes on: half a mark, or the beginning of the first head
+# the end of an unfinished text: the beginning of a mark, or the beginning of the first head
 HALF = re.compile(r"<(?:\|(?:\w*\|?)?)?\Z|\A\s*(?:t|to|to=[^<]*)?\Z")
-# the head of a call that never comes to its body
+# the head of a call without a body
 UNFINISHED = re.compile(r"(?:\A\s*|<\|(?:start|channel)\|>[^<]*)to=(?!self|user)")
 RECIPIENT = re.compile(r"to=([^\s<]+)")
 ANALYSIS = re.compile(r"<\|channel\|>\s*analysis")
@@ -76,7 +79,7 @@ class Part(NamedTuple):
 
 
 def parts(text: str) -> Iterator[Part]:
-    """Yields the parts of a reply in order. Together they are the whole reply."""
+    """Yields the parts of a reply in order. Together, the parts are the whole reply."""
     at, head = 0, HEAD.search(text)
     while head is not None:
         if at < head.start():
@@ -106,7 +109,7 @@ def read_channels(text: str) -> tuple[str | None, str]:
 
 
 def certain_channels(text: str) -> tuple[str, str]:
-    """The result of `read_channels` on the beginning of a reply, as far as later text cannot change it."""
+    """The result of `read_channels` on the beginning of a reply. Text that may still change is left out."""
     half = HALF.search(text)
     text = text[: half.start()] if half else text
     body = text.rfind(BODY)
@@ -125,14 +128,15 @@ def channel_pieces(text: str) -> Iterator[Piece]:
 
 
 def read_harmony(inside: str, _: Schemas) -> list[tuple[str, str]]:
-    """``<|channel|>commentary to=functions.name <|constrain|>json<|message|>{…}`` of GPT-OSS."""
+    """Read ``<|channel|>commentary to=functions.name <|constrain|>json<|message|>{…}`` of GPT-OSS."""
     recipient, body = RECIPIENT.search(inside), inside.partition(BODY)[2]
     assert recipient is not None
     return [(recipient[1].removeprefix("functions."), arguments_text(json_value(body)))]
 
 
 def read_muse(inside: str, schemas: Schemas) -> list[tuple[str, str]]:
-    """``to=name<|message|><atem:function_calls><atem:invoke name="name"><atem:parameter name="key">value…`` of Muse."""
+    """Read ``to=name<|message|><atem:function_calls><atem:invoke name="name"><atem:parameter name="key">value…`` of
+    Muse."""
     body = inside.partition(BODY)[2]
     block = re.fullmatch(r"\s*<atem:function_calls>(.*)</atem:function_calls>\s*", body, re.DOTALL)
     invoke = re.compile(r'<atem:invoke name="([^"\n]*)">(.*?)</atem:invoke>', re.DOTALL)
@@ -149,11 +153,12 @@ class ToolFormat:
     """How a family of models writes tool calls.
 
     ``pieces``: text of a reply -> its `Piece` objects, in order. ``read``: (text inside a piece, schemas of the tools)
-    -> each call as (name, arguments). It raises only `Unreadable`, whatever the text is. ``marks``: a chat template
-    with one of these texts belongs to this family. The first record that fits is used. ``begins``: texts that a call
-    begins with. Text after one of them is not shown before the reply has ended. ``closes``: the text that every call
-    ends with. None: the end shows only in the text after a call. ``write``: (name, arguments) of calls -> their text,
-    for a chat template that shows no calls. ``sglang``: SGLang's name for this format, if it differs.
+    -> each call as (name, arguments). For any text, ``read`` raises no other error than `Unreadable`. ``marks``: a chat
+    template with one of these texts belongs to this family. The first record that fits is used. ``begins``: texts that
+    a call begins with. Text after such a beginning is not shown before the reply has ended. ``closes``: the text that
+    every call ends with. None: only the text after a call shows where the call ends. ``write``: (name, arguments) of
+    calls -> their text, for a chat template that shows no calls. ``sglang``: SGLang's name for this format, if it
+    differs.
     """
 
     name: str
@@ -173,9 +178,9 @@ class ToolFormat:
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """The texts between which a family of models writes its thinking.
+    """The texts ``start`` and ``end`` around the thinking of a family of models.
 
-    ``mark``: a text in the family's chat templates, if it is not ``end``. ``channels``: a reply consists of several
+    ``mark``: a text in the family's chat templates; None: ``end``. ``channels``: whether a reply consists of several
     messages, see `read_channels`. ``sglang``: see `ToolFormat`.
     """
 
@@ -188,19 +193,19 @@ class ReasoningFormat:
 
 
 def read_hermes(inside: str, _: Schemas) -> list[tuple[str, str]]:
-    """``<tool_call>{"name": …, "arguments": {…}}</tool_call>`` of Hermes and Qwen."""
+    """Read ``<tool_call>{"name": …, "arguments": {…}}</tool_call>`` of Hermes and Qwen."""
     return [json_call(json_value(inside))]
 
 
 def read_glm(inside: str, schemas: Schemas) -> list[tuple[str, str]]:
-    """``<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value>…</tool_call>`` of GLM."""
+    """Read ``<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value>…</tool_call>`` of GLM."""
     pair = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
     name, mark, rest = inside.partition("<arg_key>")
     return [typed_call(name.strip(), pair.findall(mark + rest), pair.sub("", mark + rest), schemas)]
 
 
 def read_qwen3_coder(inside: str, schemas: Schemas) -> list[tuple[str, str]]:
-    """``<tool_call><function=name><parameter=key>value</parameter>…</function></tool_call>`` of Qwen3-Coder."""
+    """Read ``<tool_call><function=name><parameter=key>value</parameter>…</function></tool_call>`` of Qwen3-Coder."""
     pair = re.compile(r"<parameter=([^>\n]*)>\n?(.*?)\n?</parameter>", re.DOTALL)
     match = re.fullmatch(r"\s*<function=([^>\n]*)>(.*)</function>\s*", inside, re.DOTALL)
     if match is None:
@@ -213,14 +218,14 @@ def llama3_pieces(text: str) -> Iterator[Piece]:
     head, tag, inside = text.partition("<|python_tag|>")
     if tag:
         yield Piece(len(head), len(text), inside)
-    # a reply in JSON is a call only if it has a name: a model may well answer in JSON
+    # a reply in JSON is a call only if it has a name, because an answer may also be JSON
     elif re.match(r'\s*\{\s*"(name|type)"\s*:', text):
         yield Piece(len(text) - len(text.lstrip()), len(text), text)
 
 
 def read_llama3(inside: str, _: Schemas) -> list[tuple[str, str]]:
-    """``{"name": …, "parameters": {…}}`` as the whole reply or after ``<|python_tag|>``. ``;`` separates several
-    calls."""
+    """Read ``{"name": …, "parameters": {…}}``, which is the whole reply or follows ``<|python_tag|>``. ``;`` separates
+    several calls."""
     calls, at = [], 0
     while True:
         value, at = first_json(inside, at)
@@ -234,7 +239,7 @@ def read_llama3(inside: str, _: Schemas) -> list[tuple[str, str]]:
 
 
 def read_mistral(inside: str, _: Schemas) -> list[tuple[str, str]]:
-    """``[TOOL_CALLS][{…}, …]``. Newer models write ``[TOOL_CALLS]name[ARGS]{…}`` for each call."""
+    """Read ``[TOOL_CALLS][{…}, …]`` of Mistral. Newer models write ``[TOOL_CALLS]name[ARGS]{…}`` for each call."""
     if inside.lstrip().startswith("["):
         return [json_call(value) for value in json_value(inside)]
     head, brace, rest = inside.partition("{")
@@ -245,7 +250,7 @@ def read_mistral(inside: str, _: Schemas) -> list[tuple[str, str]]:
 
 
 def deepseek_pieces(text: str) -> Iterator[Piece]:
-    """Each call. The marks around all calls are included."""
+    """Yields each call. The marks around the group of calls are included."""
     opening, closing = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
     for piece in between("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", text):
         before, rest = text[: piece.start].rstrip(), text[piece.end :].lstrip()
@@ -255,7 +260,7 @@ def deepseek_pieces(text: str) -> Iterator[Piece]:
 
 
 def read_deepseek(inside: str, _: Schemas) -> list[tuple[str, str]]:
-    """DeepSeek's calls. V3 writes ``function<sep>name`` and a block of JSON, V3.1 writes ``name<sep>{…}``."""
+    """Read DeepSeek's calls. V3 writes ``function<sep>name`` and a block of JSON, V3.1 writes ``name<sep>{…}``."""
     sep = "<｜tool▁sep｜>"
     head, mark, rest = inside.partition(sep)
     block = re.fullmatch(r"\s*(\S+)\s*```json\n(.*?)\n?```\s*", rest, re.DOTALL)
@@ -301,7 +306,7 @@ TOOL_FORMATS = Registry[ToolFormat](
             read_lfm2,
             marks=("<|tool_call_start|>", "<|tool_list_start|>"),
             begins=("<|tool_call_start|>",),
-            closes=None,  # several calls have one mark
+            closes=None,  # one mark closes several calls
             write=write_lfm2,
         ),
         ToolFormat("glm", TAGGED, read_glm, ("<arg_key>",), sglang=("glm45", "glm47")),
@@ -353,7 +358,8 @@ REASONING_FORMATS = Registry[ReasoningFormat](
 
 
 def tool_format(template: str, name: str | None = None) -> ToolFormat | None:
-    """The format called ``name``, or the one whose mark is in the chat template. None: the model calls no tools.
+    """The format with this ``name``. Without a name: the format with a mark in the chat template. None: the model calls
+    no tools.
 
     Raises:
         ValueError: there is no format of this name.
@@ -364,7 +370,8 @@ def tool_format(template: str, name: str | None = None) -> ToolFormat | None:
 
 
 def reasoning_format(template: str, name: str | None = None) -> ReasoningFormat | None:
-    """The format called ``name``, or the one whose mark is in the chat template. None: the model does not think.
+    """The format with this ``name``. Without a name: the format with a mark in the chat template. None: the model does
+    not think.
 
     Raises:
         ValueError: there is no format of this name.
@@ -375,9 +382,9 @@ def reasoning_format(template: str, name: str | None = None) -> ReasoningFormat 
 
 
 def read_reasoning(text: str, form: ReasoningFormat | None, *, opened: bool) -> tuple[str | None, str]:
-    """(the thinking or None, the text after it). ``opened``: the prompt ends with the start of the thinking.
+    """(the thinking or None, the text after it). ``opened``: whether the prompt ends with the start of the thinking.
 
-    If the thinking does not end, it is the whole text.
+    If the thinking has no end mark, the whole text is thinking.
     """
     if form is None:
         return None, text
@@ -396,8 +403,9 @@ def read_tools(
 ) -> tuple[str, tuple[ToolCall, ...], tuple[str, ...]]:
     """(content, calls, one sentence for each call that cannot be read).
 
-    ``salt`` identifies the reply, so that ids differ from those of equal calls elsewhere. A client would think that a
-    call with a known id was answered. Ids are 9 letters and digits, because Mistral's templates require and print them.
+    ``salt`` identifies the reply, so that equal calls in two replies have different ids. A client would treat a call
+    with a known id as already answered. Ids are 9 letters and digits, because Mistral's templates require and print
+    them.
     """
     if form is None:
         return text, (), ()
@@ -423,6 +431,7 @@ def read_tools(
 
 
 def _sign(text: str, form: ToolFormat) -> str | None:
-    """A mark of a tool call of any family in ``text``, or None. A model that writes one meant to call a tool."""
+    """A mark of a tool call of any family in ``text``, or None. A model that writes such a mark wanted to call a
+    tool."""
     signs = (sign for one in (form, *TOOL_FORMATS.values()) for sign in one.signs)
     return next((sign for sign in signs if sign in text), None)

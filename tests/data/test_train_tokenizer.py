@@ -125,6 +125,7 @@ def test_a_csv_file_has_a_text_in_each_row(tmp_path: Path) -> None:
     assert list(read_texts(str(file), "question", skip_bad=True)) == ["1+1=, or\nmore?"] * 3
     with pytest.raises(ValueError, match="1 of 4 rows is malformed: row 3: empty"):
         list(read_texts(str(file), "question"))
+    assert [*read_texts(str(tmp_path), "question", skip_bad=True)] == ["1+1=, or\nmore?"] * 3, "in a folder too"
     pq.write_table(pa.table({"question": ["a"]}), tmp_path / "rows.parquet")
     for name in ("rows.csv", "rows.parquet"):
         with pytest.raises(ValueError, match=r"has no column 'text'; its columns are \['question'.*\] \(--column\)$"):

@@ -125,20 +125,28 @@ def test_two_nodes_train_as_one_process_does(
 
 
 def test_a_worker_that_raises_is_one_message(grpo_args: list[str], two_nodes: Nodes, tmp_path: Path) -> None:
-    """A reward that raises from the second row on, so that the check of one row does not see it; run from elsewhere."""
+    """A reward that raises from the second row on, so that the check of one row does not see it; run from elsewhere.
+    It raises only in a worker that has the variables of a slime script's --runtime-env-json, which Ray knows nothing
+    about."""
     nodes, _, address = two_nodes
+    (tmp_path / "plugins").mkdir()
+    (tmp_path / "plugins" / "strictness.py").write_text("import os\nSTRICT = os.environ['GRADING'] == 'strict'\n")
     (tmp_path / "reward.py").write_text(
         "def grade(args, sample, **kwargs):\n"
-        "    if sample.index > 3:\n        raise KeyError('broken')\n"
+        "    from strictness import STRICT\n"
+        "    if sample.index > 3 and STRICT:\n"
+        "        raise KeyError('broken')\n"
         "    return 1.0\n"
     )
     flags = ["--custom-rm-path", "reward.py:grade", "--reward-error", "fail", "--num-rollout", "1", "--run-dir", "run"]
     elsewhere = ["env", "--chdir", str(tmp_path), sys.executable, str(ROOT / "train.py")]
-    done = nodes[0].run(*elsewhere, *grpo_args, *flags, env={**CLUSTER, "RAY_ADDRESS": address})
+    given = {"GRADING": "strict", "PYTHONPATH": str(tmp_path / "plugins")}
+    env = {**CLUSTER, "RAY_ADDRESS": address, "SLIMELITE_WORKER_ENV": json.dumps(given)} | given
+    done = nodes[0].run(*elsewhere, *grpo_args, *flags, env=env)
     assert done.returncode == 1
     # the user's own function with its line, not ours or Ray's
     assert "train.py: reward reward.py:grade of sample" in done.stderr
-    assert 'reward.py", line 3, in grade' in done.stderr
+    assert 'reward.py", line 4, in grade' in done.stderr
     assert "ray::" not in done.stderr
     assert json.loads((tmp_path / "run" / "status.json").read_text())["status"] == "failed"
     assert [node.left() for node in nodes] == [[], []]

@@ -63,8 +63,9 @@ ray job submit --address="http://127.0.0.1:8265" \
    ${MODEL_ARGS[@]} ${CKPT_ARGS[@]} ${ROLLOUT_ARGS[@]} ${PERF_ARGS[@]}
 """
 LOG = """
-import os
+import json, os
 def note(rollout_id, args, samples, metrics, seconds):
+    assert [*json.loads(os.environ["SLIMELITE_WORKER_ENV"])] == ["PYTHONPATH", "NCCL_NVLS_ENABLE"]
     metrics["rollout/nvls"] = float(os.environ["NCCL_NVLS_ENABLE"]) + args.note_bonus
 """
 GROUP = '''

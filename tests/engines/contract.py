@@ -475,5 +475,5 @@ class EngineContract:
             return await waiting
 
         assert self.run(scenario())[0].output_ids == greedy(self.model, PROMPTS[3], 12)
-        with pytest.raises(ValueError, match="there is no memory of the name"):
+        with pytest.raises(ValueError, match="unknown memory tags"):
             self.run(self.engine.release_memory(["everything"]))

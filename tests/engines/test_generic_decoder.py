@@ -7,9 +7,12 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from slimelite.engines.embedded import EmbeddedEngine
+from slimelite.engines.embedded.generic import SCAN_TOKENS, GenericDecoder
 from slimelite.engines.embedded.passes import Passes
 from slimelite.engines.embedded.ways import Rows, ways_of
 from slimelite.engines.protocol import GenerateRequest, SamplingParams
@@ -110,6 +113,32 @@ def test_rows_of_all_lengths_come_and_go_and_have_the_models_log_probs(tmp_path:
     requests = [GenerateRequest(f"{i}", prompts[i], SamplingParams(12, temperature=0.0)) for i in range(5)]
     for request, result in zip(requests, serve(tmp_path, requests, eos_token_ids=[]), strict=True):
         assert result.output_ids == greedy(model, request.input_ids, 12)
+
+
+class Largest(TorchDispatchMode):
+    """``elements`` of the largest tensor that an operation made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.elements = max(self.elements, out.numel() if isinstance(out, Tensor) else 0)
+        return out
+
+
+@torch.inference_mode()
+def test_layers_of_mamba_2_compute_in_chunks_that_need_little_memory(tmp_path: Path) -> None:
+    model = build_model(tmp_path, "bamba", **SHAPES["bamba"] | {"mamba_chunk_size": 256})
+    config = AutoConfig.from_pretrained(tmp_path)
+    decoder = GenericDecoder(str(tmp_path), config, torch.device("cpu"), torch.float32, 0)
+    assert decoder.prefill_tokens == SCAN_TOKENS
+    ids = torch.arange(4, 84)[None]
+    with Largest() as own:
+        expected = model(input_ids=ids).logits[:, -1]
+    with Largest() as ours:
+        logits, _ = decoder.passes.extend(ids, None, 0)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+    assert ours.elements <= own.elements / 8, "two chunks of 64 tokens, instead of one of 256"
 
 
 def small(family: str, layers: int, **fields: Any) -> PreTrainedModel:

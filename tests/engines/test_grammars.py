@@ -159,7 +159,7 @@ def test_a_response_goes_on_in_the_middle_of_its_grammar(engine: EmbeddedEngine)
         (rest,) = asyncio.run(engine.generate([request]))
         assert rest.output_ids == whole.output_ids[done:]
     wrong = GenerateRequest("x", (*PROMPT, *PROMPT), params, position=len(PROMPT))
-    with pytest.raises(ValueError, match="does not go on in its grammar"):
+    with pytest.raises(ValueError, match="does not follow its grammar"):
         asyncio.run(engine.generate([wrong]))
 
 
@@ -252,7 +252,7 @@ def test_a_malformed_or_oversized_grammar_is_refused_within_a_second(alone: Call
         with pytest.raises(ValueError) as refusal:  # noqa: PT011
             grammars.guide(SamplingParams(5, **grammar)).advance(WORDS("{")["input_ids"])
         assert alone() - start < 1.0, name
-    assert str(refusal.value).startswith("the grammar is too large: Current row has 2407 items; max is 2000. Allow")
+    assert str(refusal.value).startswith("the grammar is too large: Current row has 2407 items; max is 2000. Use")
 
 
 def test_a_grammar_that_becomes_too_complex_ends_its_own_request_alone(

@@ -257,7 +257,7 @@ def test_a_server_of_another_model_is_refused(sglang_url: str, tmp_path: Path) -
 def test_a_server_of_a_model_that_cannot_be_read_here_is_refused(sglang_model: Path) -> None:
     build_model(sglang_model)
     info = {"model_path": "/elsewhere/model", "model_type": "qwen2"}
-    with pytest.raises(ValueError, match="/elsewhere/model, which cannot be read on this machine"):
+    with pytest.raises(ValueError, match="/elsewhere/model, but this machine cannot read"):
         check_model("http://there:1", info, str(sglang_model))
 
 

@@ -27,7 +27,7 @@ from slimelite.plan.time import Work
 
 MODELS = Path(__file__).parents[2] / "models"
 RUN = (
-    "--tokenizer t --prompt-data p.jsonl --num-rollout 2 --rollout-batch-size 32 --n-samples-per-prompt 8 --dry-run "
+    "--tokenizer t --prompt-data p.jsonl --num-rollout 1000 --rollout-batch-size 32 --n-samples-per-prompt 8 --dry-run "
     "--rollout-max-prompt-len 512 --rollout-max-response-len 4096 --use-dynamic-batch-size --max-tokens-per-gpu 9216 "
 )
 
@@ -152,6 +152,35 @@ def test_on_a_cpu_each_setting_needs_what_a_plan_with_it_says(setting: str, monk
     for more, fits in ((0, True), (1, False)):
         found = plan("qwen2.5-0.5B", f"{words} {int(most.replace(',', '')) + more} {setting}")
         assert (total(found.phases()["train"]) <= found.usable) is fits
+
+
+def test_the_whole_run_is_planned_in_hours_on_its_own_gpus_and_on_disk() -> None:
+    words = "--colocate --plan-gpu h100:8 --actor-num-nodes 3 --save out --save-interval 30"
+    lines = plan_lines(*run("qwen2.5-7B", words))
+    hours = next(line for line in lines if line.startswith("  all 1,000 rollouts"))
+    found = plan("qwen2.5-7B", words)
+    assert hours == f"  all 1,000 rollouts: {1000 * found.rollout_seconds() / 3600:,.1f} hours"
+    assert found.rollout_seconds() == sum(found.seconds().values())
+    apart = plan("qwen2.5-7B", "--plan-gpu h100:8 --actor-num-gpus-per-node 4 --rollout-num-gpus 4 --async-rollout")
+    seconds = apart.seconds()
+    assert (
+        apart.rollout_seconds()
+        == max(
+            seconds["generate"] + seconds["between"],
+            sum(seconds[name] for name in seconds if name not in ("generate", "between", "sync")),
+        )
+        + seconds["sync"]
+    ), "training overlaps with the next generation"
+    traffic = lines[next(i for i, line in enumerate(lines) if line.startswith("what ranks send")) :]
+    assert any(line.split()[:1] == ["24"] for line in traffic), "the run's own number of GPUs has a row"
+    each = f"{12 * found.load.trained / 1e9:.1f} GB"
+    assert each == "91.4 GB"
+    disk = next(line for line in lines if line.startswith("  disk: "))
+    whole = f"{34 * 12 * found.load.trained / 1e9:,.1f} GB for the 34 of them that stay"
+    assert disk == f"  disk: {each} for each checkpoint of --save, {whole}; --save-retain-interval keeps fewer"
+    adapter = plan_lines(*run("qwen2.5-7B", f"{words} --save-retain-interval 500 --lora-rank 16 --no-save-optim"))
+    disk = next(line for line in adapter if line.startswith("  disk: "))
+    assert disk == "  disk: 0.2 GB for each checkpoint of --save, 0.3 GB for the 2 of them that stay"
 
 
 def test_ranks_on_a_cpu_share_its_memory() -> None:

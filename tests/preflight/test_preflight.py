@@ -765,17 +765,17 @@ def test_an_environment_with_tools_needs_a_template_whose_calls_are_read(run: st
     shown = "{{ tools | tojson }}{% for m in messages %}{{ m.content }}"
     calls = "{% for c in m.tool_calls or () %}@{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
     (unknown,) = found(f"{shown}{calls}{{% endfor %}}")
-    assert "how the model writes tool calls is not known: the chat template writes a call of f as '@f{" in unknown
-    assert "--tool-call-parser names one of gemma4, harmony, " in unknown
+    assert "the format of the model's tool calls is unknown: the chat template writes a call of f as '@f{" in unknown
+    assert "Set --tool-call-parser to one of gemma4, harmony, " in unknown
     (wrong,) = found(f"{shown}{calls}{{% endfor %}}{{# <tool_call> #}}")
     assert "cannot be read: the chat template writes a call of f as '@f{" in wrong
-    assert "in which the format hermes finds 0 calls" in wrong
+    assert "The format hermes finds 0 calls in it. Set --tool" in wrong
     (silent,) = found(f"{shown}{{% endfor %}}")
     assert "shows tools, but no calls of the model" in silent
     (refused,) = found(
         f"{shown}{{% if m.tool_calls %}}{{{{ raise_exception('no calls') }}}}{{% endif %}}{{% endfor %}}"
     )
-    assert "of a call of the model the chat template refuses these messages (no calls)" in refused
+    assert "a message with a tool call fails: the chat template refuses these messages (no calls)" in refused
     assert found(f"{shown}{{% endfor %}}", " --tool-call-parser hermes") == []
     for name in ("gptoss", "gemma4", "lfm2"):
         assert found(templates.source(name)) == []

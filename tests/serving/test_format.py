@@ -125,7 +125,7 @@ def test_a_reply_of_at_most_one_call_ends_with_it_and_goes_on(family: str) -> No
 def test_a_reply_of_at_most_one_call_needs_a_mark_where_calls_end() -> None:
     for family in ("mistral", "llama3"):
         session = scripted(family, "abc")[0].open()
-        with pytest.raises(ValueError, match=f"parallel_tool_calls: nothing closes a call of the {family} format"):
+        with pytest.raises(ValueError, match=f"parallel_tool_calls: a call in the {family} format has no closing"):
             session.turn([ASK], [TOOL], one_call=True)
         assert session.turn([ASK], one_call=True).ends == ()
 
@@ -329,7 +329,7 @@ def test_a_session_is_opened_by_its_own_key_alone() -> None:
             sessions.get("mine", key)
     with pytest.raises(LookupError):
         sessions.get("nobody", mine.key)
-    with pytest.raises(ValueError, match="there is a session 'mine' already"):
+    with pytest.raises(ValueError, match="session 'mine' exists already"):
         sessions.open("mine")
     assert sessions.close("mine") is mine
     with pytest.raises(LookupError):

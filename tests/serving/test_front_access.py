@@ -218,7 +218,7 @@ def test_log_probs_of_prompts_are_bounded(folder: Path, monkeypatch: pytest.Monk
             for more in ({"logprobs": 3}, {"n": 2}, {"prompt": [[5] * 10] * 3}, {"max_tokens": 1}):
                 status, said = await ask("/v1/completions", body | more)
                 assert status == 400
-                assert "log-probs; a request may ask for 60; send several" in said["error"]["message"]
+                assert "log-probs are too many: the limit is 60" in said["error"]["message"]
 
     run(scenario())
 
@@ -267,9 +267,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ("/v1/chat/completions", {**CHAT, "tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice"),
     ("/v1/chat/completions", {**CHAT, "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}},
-     "one of the tools, which are search"),
+     "one of the request's tools (search)"),
     *(("/v1/chat/completions", {**CHAT, "stream": stream, "response_format": {
-        "type": "json_schema", "json_schema": {"schema": {"type": "objec"}}}}, "json_schema: no grammar: Invalid type")
+        "type": "json_schema", "json_schema": {"schema": {"type": "objec"}}}},
+       "json_schema: not a valid grammar: Invalid type")
       for stream in (False, True)),
     ("/v1/chat/completions", {**CHAT, "response_format": {"type": "json_object"}, "guided_regex": "a"},
      "regex and response_format: a response can follow only one grammar"),

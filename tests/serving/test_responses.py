@@ -279,7 +279,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": "required"}, "tool_choice"),
     (
         {"text": {"format": {"type": "json_schema", "name": "a", "schema": {}}}},
-        "the scripted engine cannot enforce a schema",
+        "the scripted engine cannot enforce schemas",
     ),
     ({"include": ["message.output_text.logprobs"]}, "include[0]"),
     ({"top_logprobs": 3}, "top_logprobs"),

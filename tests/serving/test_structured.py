@@ -231,7 +231,7 @@ def test_a_reply_goes_on_from_its_beginning_and_effort_reaches_the_template(fold
                 ({"continue_final_message": False}, "add_generation_prompt=false needs"),
                 (
                     {"tools": [TOOL], "tool_choice": "required"},
-                    "a reply that has begun with text cannot become a tool call",
+                    "a reply that begins with text cannot become a tool call",
                 ),
             ):
                 status, answer = await ask("/v1/chat/completions", {**body, **wrong})

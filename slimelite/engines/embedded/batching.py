@@ -1,4 +1,5 @@
-"""What both schedulers of the embedded engine share: requests arrive, tokens are sampled, responses stop and leave."""
+"""The base class of both schedulers of the embedded engine. This class accepts requests, samples tokens and ends
+responses."""
 
 from __future__ import annotations
 
@@ -20,8 +21,9 @@ from slimelite.engines.protocol import Decode, FinishReason, OnTokens, Scores
 class Batching(ABC):
     """Runs sequences in submission order, at most ``max_rows`` at a time.
 
-    A sequence first waits. Then it fills: the model's results for its tokens are found or prefilled. Then it becomes a
-    row of the table and decodes. A subclass manages the memory for this, and computes the logits.
+    A sequence first waits. Then the sequence fills: the model's results for its tokens are read from the cache, or
+    computed by a prefill. Finally the sequence becomes a row of the table and decodes. A subclass manages the memory of
+    the sequences and computes the logits.
     """
 
     def __init__(
@@ -39,7 +41,7 @@ class Batching(ABC):
         self.weight_version = 0
         self._device, self._max_rows, self._decode = device, max_rows, decode
         self._listeners = {} if listeners is None else listeners
-        # True after a row had to give its memory back: nobody is admitted until another one ends
+        # True after a row had to give its memory back; no sequence is admitted until another sequence ends
         self._full = False
         self._steps = 0
 
@@ -53,7 +55,8 @@ class Batching(ABC):
         return {sequence.request.request_id for sequence in self._sequences()}
 
     def set_weight_version(self, version: int) -> None:
-        """Note that the weights have changed. All cached results are dropped, and new tokens carry ``version``."""
+        """Note that the weights have changed. All cached results are dropped, and new tokens get the weight version
+        ``version``."""
         self.release_cache()
         self.weight_version = version
         for sequence in self._sequences():
@@ -70,7 +73,7 @@ class Batching(ABC):
 
     @abstractmethod
     def _scores(self, group: Sequence[Scoring]) -> list[Scores]:
-        """Make one scoring pass for a list that `sampler.together` returned."""
+        """Make one scoring pass for ``group``, which is one list of the result of `sampler.together`."""
 
     @abstractmethod
     def _stop_filling(self, sequence: Running) -> None:
@@ -78,23 +81,25 @@ class Batching(ABC):
 
     @abstractmethod
     def _retire(self, sequences: Sequence[Running], *, keep: bool) -> None:
-        """Free the memory of sequences that were rows. ``keep``: results that other sequences may use stay cached."""
+        """Free the memory of sequences that were rows. ``keep``: whether results that other sequences may use stay
+        cached."""
 
     def step(self) -> None:
-        """Make one scoring pass if a call waits, and then one step of the rows."""
+        """Make one scoring pass if a call of `Engine.score` waits, and then one step of the rows."""
         self._steps += 1
         if self.scoring:
             group = self.scoring.popleft()
             try:
                 for scoring, scores in zip(group, self._scores(group), strict=True):
                     scoring.future.set_result(scores)
-            except Exception as error:  # scoring changes no row, so the requests go on
+            except Exception as error:  # scoring changes no row, so the requests continue
                 for scoring in group:
                     scoring.future.set_exception(error)
         self._advance_rows()
 
     def abort(self, request_ids: Collection[str] | None) -> None:
-        """End these sequences (all, if None). Each returns the tokens that it has so far."""
+        """End the sequences with these ids; None: all sequences. Each sequence returns the tokens that it has so
+        far."""
 
         def meant(sequence: Running) -> bool:
             return request_ids is None or sequence.request.request_id in request_ids
@@ -156,7 +161,8 @@ class Batching(ABC):
         self._end([(row, "stop" if stopped[row] else "length") for row in ended])
 
     def _completes_stop_string(self, row: int) -> bool:
-        """Whether the end of the response contains a stop string. Tokens from before a continuation count too."""
+        """Whether the last tokens of the response contain a stop string. If the response continues an earlier one, the
+        tokens of the earlier response count too."""
         request, state = self.rows.sequences[row].request, self.rows.state[row]
         length = int(state["length"])
         if length < state["min_length"]:
@@ -176,7 +182,7 @@ class Batching(ABC):
             sequence.deliver(reason)
 
     def _preempt(self) -> None:
-        """Take the memory of the table's last row. Its sequence will be the next to be admitted."""
+        """Free the memory of the table's last row. The sequence of this row will be admitted next."""
         sequence = self.rows.remove(len(self.rows) - 1)
         self._retire([sequence], keep=False)
         self.waiting.appendleft(sequence)

@@ -1,10 +1,10 @@
 """Rows of the caches of transformers: take some rows out of a cache, or join several caches into the cache of one
 batch.
 
-A cache is an object of transformers with tensors somewhere inside, in layers, lists or dictionaries, or a list of
-`LayerCache`. The first dimension of each tensor is the row. Keys and values have a column for each token, and the
-newest tokens are in the last columns. States of linear attention, state-space layers and convolutions have no such
-columns.
+A cache is an object of transformers, or a list of `LayerCache`. Its tensors may be nested in layers, lists or
+dictionaries. The first dimension of each tensor is the row. Keys and values have a column for each token, and the
+newest tokens are in the last columns. States of linear attention, state-space layers and convolutions have no columns
+for tokens.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig
 
-# names of tensors with a column for each token, and the dimension, from the end, of their columns
+# name of a tensor with a column for each token -> the dimension of its columns, counted from the end
 COLUMNS = {"keys": 2, "values": 2, "indexer_keys": 2, "key_cache": 2, "value_cache": 2}
-# numbers of a layer that count the tokens it has seen
+# attributes of a layer that count the tokens that the layer has processed
 COUNTS = ("cumulative_length",)
 
 
 class LayerCache:
-    """What a layer of our own keeps of its rows, in attributes that are tensors."""
+    """The cache of a layer that slimelite computes with its own code. Its attributes are tensors."""
 
 
 def with_rows(cache: Any, rows: Tensor, width: int | None = None) -> Any:
-    """A copy of the cache with ``rows`` [n], in this order. A row may appear twice.
+    """A copy of the cache that has only the ``rows`` [n], in this order. A row may appear twice.
 
-    ``width``: the number of columns of the longest row. Columns before these are padding and are removed.
+    ``width``: the number of columns of the longest row. Earlier columns are padding and are removed.
     """
 
     def taken(name: str, parts: Sequence[Any]) -> Any:
@@ -61,7 +61,7 @@ def joined(caches: Sequence[Any]) -> Any:
 
 
 def begun(cache: Any, columns: int) -> Any:
-    """A copy of a cache with only its first ``columns``; `is_cut` must hold for the cache."""
+    """A copy of a cache with only its first ``columns``. `is_cut` must be true for the cache."""
 
     def cut(name: str, parts: Sequence[Any]) -> Any:
         (part,) = parts
@@ -71,8 +71,8 @@ def begun(cache: Any, columns: int) -> Any:
 
 
 def is_cut(cache: Any, width: int) -> bool:
-    """Whether a cache of ``width`` tokens can be cut after any token. It can if every tensor in it has a column for
-    each token."""
+    """Whether a cache of ``width`` tokens can be cut after any token. This is possible if every tensor in the cache has
+    a column for each token."""
     return all(name in COLUMNS and part.shape[-COLUMNS[name]] == width for name, part in tensors(cache))
 
 
@@ -83,7 +83,7 @@ def token_bytes(cache: Any, tokens: int) -> tuple[int, int]:
 
 
 def tensors(cache: Any) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor that has rows, with the name of the attribute that holds it."""
+    """(name of the attribute, tensor) for each tensor that has rows."""
     seen: list[tuple[str, Tensor]] = []
 
     def note(name: str, parts: Sequence[Any]) -> Any:
@@ -96,7 +96,8 @@ def tensors(cache: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _combined(parts: Sequence[Any], leaf: Callable[[str, Sequence[Any]], Any], name: str = "") -> Any:
-    """A copy of the structure of ``parts``. ``leaf`` makes each tensor and count from those of the parts."""
+    """A copy of the structure of ``parts``. ``leaf`` computes each tensor and each count from the tensors and counts of
+    the parts."""
     first = parts[0]
     if isinstance(first, Tensor):
         return leaf(name, parts) if first.ndim > 1 else first

@@ -1,4 +1,4 @@
-"""Changes of logits before a token is drawn: penalties, biases, grammars, and stop ids that may not come yet."""
+"""Changes of logits before a token is drawn: penalties, biases, grammars, and stop ids that are not allowed yet."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from slimelite.engines.params import SamplingParams
 
 
 def changed(rows: RowTable, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """(rows [m], the logits [m, vocab] that these rows draw from); None if no row's logits change.
+    """(rows [m], the changed logits [m, vocab] of these rows); None if no row's logits change.
 
-    If a row's grammar cannot go on, the row gets an error and ends with this step.
+    If a row's grammar allows no further token, the row gets an error and ends with this step.
     """
     changing = rows.changing()
     if not len(changing):
@@ -25,7 +25,7 @@ def changed(rows: RowTable, logits: torch.Tensor) -> tuple[torch.Tensor, torch.T
     guided = [n for n, row in enumerate(changing) if (place := rows.sequences[row].guide) is not None and place.active]
     early = rows.state["length"][changing] < rows.state["min_length"][changing]
     if guided:
-        # [m, vocab] bits in words of 32; the last word may have unused bits
+        # [m, vocab] bits, packed into words of 32 bits; the last word may have unused bits
         allowed = np.zeros((len(guided), -(-logits.shape[1] // 32)), np.int32)
         for place, n in enumerate(guided):
             _allow(rows, int(changing[n]), allowed[place], early=bool(early[n]))
@@ -45,8 +45,8 @@ def changed(rows: RowTable, logits: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 
 def _allow(rows: RowTable, row: int, allowed: np.ndarray, *, early: bool) -> None:
-    """Set the bits of the tokens that may come next in a row: those that its grammar allows, and its stop ids if it may
-    end."""
+    """Set the bits of the tokens that may come next in a row: the tokens that its grammar allows, and its stop ids if
+    the response may end."""
     sequence = rows.sequences[row]
     assert sequence.guide is not None
     try:
@@ -58,12 +58,12 @@ def _allow(rows: RowTable, row: int, allowed: np.ndarray, *, early: bool) -> Non
     bits = allowed.view(np.uint8)
     for token in sequence.guide.end_ids:
         bits[token // 8] &= 255 - (1 << (token % 8))
-    # before min_new_tokens a response ends only where its grammar has nothing else
+    # before min_new_tokens, a response may end only if its grammar allows no other token
     if may_end and (not early or not allowed.any()):
         for token in sequence.stop_ids:
             bits[token // 8] |= 1 << (token % 8)
     if not allowed.any():
-        sequence.error = ValueError("no token of the model goes on in the grammar")
+        sequence.error = ValueError("the grammar allows no token of the model here")
         allowed[:] = -1
 
 
@@ -75,7 +75,8 @@ def _so_far(rows: RowTable, row: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _shift(logits: torch.Tensor, params: SamplingParams, tokens: np.ndarray, response: np.ndarray) -> None:
-    """Apply bias and penalties to ``logits`` [vocab] in vLLM's order. The first penalty is that of arXiv:1909.05858."""
+    """Apply bias and penalties to ``logits`` [vocab] in vLLM's order. The first penalty is defined in
+    arXiv:1909.05858."""
     if params.logit_bias:
         ids = torch.tensor([int(token) for token in params.logit_bias], device=logits.device)
         logits[ids] += torch.tensor(list(params.logit_bias.values()), device=logits.device)
@@ -102,5 +103,5 @@ def follow(rows: RowTable, tokens: np.ndarray, stopped: np.ndarray) -> None:
                 guide.advance([int(tokens[row])])
             except ValueError as error:
                 sequence.error = error
-        # without a token that ends responses
+        # if the request has no stop ids, the response ends when its grammar ends
         stopped[row] |= sequence.error is not None or (guide.ended and not sequence.stop_ids)

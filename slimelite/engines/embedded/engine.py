@@ -40,7 +40,7 @@ from slimelite.engines.protocol import (
 )
 from slimelite.models.files import load_config
 
-# default size of the KV cache: bytes on a CPU, a share of the free memory on a GPU
+# default size of the KV cache: a number of bytes on a CPU, and a share of the free memory on a GPU
 CPU_CACHE_BYTES = 4 << 30
 GPU_CACHE_SHARE = 0.6
 
@@ -48,14 +48,15 @@ GPU_CACHE_SHARE = 0.6
 class EmbeddedEngine(InProcessEngine):
     """Implements `slimelite.engines.protocol.Engine`: continuous batching over Hugging Face weights.
 
-    Requests that arrive during a weight update, or while memory is released, wait. If new weights arrive while a
-    request runs, the request continues with them. Its keys and values are recomputed, so that each token is sampled
-    from the model of its weight version.
+    Requests wait if they arrive during a weight update, or while memory is released. If new weights arrive while a
+    request runs, the request continues with the new weights. The keys and values of the request are recomputed, so that
+    each token is sampled from the model of its weight version.
 
     The engine keeps the keys and values of prompts and of long responses for later requests that begin with the same
-    tokens. It drops them when new weights arrive, or when other requests need the memory. Cached values differ by
-    rounding from values that another batch computes (log-probs by about 1e-6 in fp32). With ``repeatable``, an idle
-    engine drops them. The same requests with the same seeds in one `generate` call then get bit-identical results.
+    tokens. The engine drops these keys and values when new weights arrive, or when other requests need the memory.
+    Cached values differ by rounding from values that another batch computes (log-probs by about 1e-6 in fp32). With
+    ``repeatable``, the engine drops cached prefixes if it is idle when requests arrive. The same requests with the same
+    seeds in one `generate` call then get bit-identical results.
     """
 
     name = "embedded"
@@ -85,18 +86,18 @@ class EmbeddedEngine(InProcessEngine):
             max_context_len: limit for prompt and response together [tokens]; default: the smaller of the model's limit
                 and the cache.
             kv_cache_tokens: the most tokens that the cache holds, in all sequences and cached prefixes. Memory is
-                allocated when it is needed. Default: as many as 4 GiB hold on a CPU, or 60 % of the free memory on a
-                GPU.
-            repeatable: drop cached prefixes when requests reach an idle engine, see above.
-            decode: tokens to text, special tokens included; stop strings and the HTTP front need it.
-            encode: text to tokens, for the HTTP front.
-            eos_token_ids: default: the ids of generation_config.json and config.json.
+                allocated when it is needed. Default: the number of tokens that fit into 4 GiB on a CPU, or into 60 % of
+                the free memory on a GPU.
+            repeatable: whether cached prefixes are dropped when requests reach an idle engine, see above.
+            decode: a function from tokens to text with special tokens; stop strings and the HTTP front need it.
+            encode: a function from text to tokens, for the HTTP front.
+            eos_token_ids: the tokens that end a response; default: the ids of generation_config.json and config.json.
             seed: seeds random weights, and seeds requests that have no seed.
-            http_host: the address of this machine that `start_http` listens on. Its URL names this address.
+            http_host: the address of this machine that `start_http` listens on, and that its URL contains.
             tokenizer: the model's tokenizer, for grammars.
 
         Raises:
-            ValueError: the engine does not compute this architecture, or the cache is smaller than ``max_context_len``.
+            ValueError: the engine cannot compute this architecture, or the cache is smaller than ``max_context_len``.
         """
         super().__init__(decode, encode, http_host)
         config, place = load_config(model_path), torch.device(device)
@@ -136,7 +137,7 @@ class EmbeddedEngine(InProcessEngine):
         self._grammars: Grammars | None = None
         self._extra = {"model_path": model_path, "device": str(place), "dtype": str(dtype).removeprefix("torch.")}
         self._seeds = np.random.default_rng(seed)
-        # tags of memory that is released: no step runs until all is back; only the worker thread touches this set
+        # tags of released memory; no step runs until all of it is resumed; only the worker thread uses this set
         self._released: set[str] = set()
         self._scorings = Gathered(self._accept_scorings)
         self._worker.start()
@@ -155,8 +156,9 @@ class EmbeddedEngine(InProcessEngine):
         )
 
     async def score(self, input_ids: Sequence[int], start: int, temperature: float = 1.0, top: int = 0) -> Scores:
-        """See `Engine.score`. If several calls in one turn of the event loop have the same tokens before ``start``, one
-        pass scores all of them and computes these tokens once. The scheduler makes one pass before each decoding step.
+        """See `Engine.score`. Calls from one turn of the event loop share a pass if they have the same tokens before
+        ``start``. This pass computes the common tokens only once. The scheduler makes one pass before each decoding
+        step.
         """
         check_score(input_ids, start, temperature, top, self._vocab_size, self._max_context_len)
         scoring = Scoring(list(input_ids), start, float(temperature), top)
@@ -165,8 +167,8 @@ class EmbeddedEngine(InProcessEngine):
         return await asyncio.wrap_future(scoring.future)
 
     def _accept_scorings(self, scorings: list[Scoring]) -> None:
-        """Submit the calls of `score` from one turn of an event loop. Calls that begin with the same tokens go
-        together."""
+        """Submit the calls of `score` from one turn of an event loop. Calls that begin with the same tokens share one
+        pass."""
         try:
             self._post(lambda: self._scheduler.scoring.extend(together(scorings)))
         except RuntimeError as error:
@@ -176,7 +178,7 @@ class EmbeddedEngine(InProcessEngine):
     async def release_memory(self, tags: Sequence[str]) -> None:
         """See `Engine.release_memory`. Running requests wait for `resume_memory`. On a CPU the weights stay in memory.
 
-        The cache needs no resuming, because the next step allocates its memory.
+        The cache need not be resumed, because the next step allocates its memory.
         """
         check_memory_tags(tags)
 
@@ -228,7 +230,7 @@ class EmbeddedEngine(InProcessEngine):
         """The response's position in its grammar; None without a grammar.
 
         Raises:
-            ValueError: the grammar is malformed or too large, or it does not allow the response so far.
+            ValueError: the grammar is malformed or too large, or the response so far does not follow the grammar.
         """
         params = request.params
         if params.grammar is None or (self._tokenizer is None and not params.guided):
@@ -287,7 +289,7 @@ def read_eos_ids(model_path: str, config: PretrainedConfig) -> set[int]:
 
 
 def default_cache_tokens(shape: DecoderShape, device: torch.device, dtype: torch.dtype) -> int:
-    """How many tokens the default share of memory holds. The memory is allocated only when it is used."""
+    """The number of tokens that fit into the default share of memory. The memory is allocated only when it is used."""
     return cache_bytes(device) // (2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * dtype.itemsize)
 
 

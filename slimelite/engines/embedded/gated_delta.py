@@ -1,7 +1,8 @@
-"""The fast passes of hybrids of the gated delta rule and gated attention (Qwen3.5, Qwen3-Next), in fp32 on a CPU.
+"""Fast forward passes for Qwen3.5 and Qwen3-Next in fp32 on a CPU. These models combine layers of the gated delta rule
+with layers of gated attention.
 
-They read transformers' own parameters; those that multiply the same input are parts of one matrix. A decoding step
-changes states in place, and keys and values have room to grow.
+The passes read the parameters of the transformers model. Parameters that multiply the same input become parts of one
+matrix. A decoding step changes states in place, and keys and values are stored with room for more columns.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from slimelite.engines.embedded.model import DYNAMIC_ROPE, GatedMLP, Linear
 from slimelite.models.scans import gated_delta_rule
 
 HYBRIDS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
-# columns that keys and values get when they are full: at least these, or a share of theirs
+# if keys and values are full, they get at least ROOM more columns, or 1/ROOM_SHARE of their columns
 ROOM, ROOM_SHARE = 32, 4
 
 
 def is_fast_hybrid(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether `HybridPasses` computes models with ``config``. On a GPU transformers calls kernels that are faster."""
+    """Whether `HybridPasses` computes models with ``config``. On a GPU, the kernels that transformers calls are
+    faster."""
     text = config.get_text_config()
     return (
         text.model_type in HYBRIDS
@@ -38,7 +40,7 @@ def is_fast_hybrid(config: PretrainedConfig, device: torch.device, dtype: torch.
 
 
 class Derived:
-    """The result of ``make`` for ``weight``. It is computed again after ``weight`` has changed."""
+    """The result of ``make`` for ``weight``. The result is computed again after ``weight`` has changed."""
 
     def __init__(self, weight: Tensor, make: Callable[[Tensor], Tensor]) -> None:
         self._weight, self._make = weight, make
@@ -46,7 +48,7 @@ class Derived:
         self._version: int | None = None
 
     def __call__(self) -> Tensor:
-        """The result for the current weight."""
+        """Return the result for the current weight."""
         if self._version != self._weight._version:
             self._made, self._version = self._make(self._weight), self._weight._version
         return self._made
@@ -66,7 +68,8 @@ class Norm:
 
 @dataclass
 class States(LayerCache):
-    """``conv`` [n, taps - 1, channels]: the convolution's last inputs; ``delta`` [n, key heads, K, group · V]."""
+    """``conv`` [n, taps - 1, channels]: the last inputs of the convolution. ``delta`` [n, key heads, K, group · V]: the
+    states of the gated delta rule."""
 
     conv: Tensor
     delta: Tensor
@@ -74,7 +77,7 @@ class States(LayerCache):
 
 @dataclass
 class Columns(LayerCache):
-    """``keys`` and ``values`` [n, kv heads, columns, head dim]; their storage may have room for more columns."""
+    """``keys`` and ``values`` [n, kv heads, columns, head dim]; the storage of both may have room for more columns."""
 
     keys: Tensor
     values: Tensor
@@ -82,10 +85,10 @@ class Columns(LayerCache):
 
 @dataclass
 class Step:
-    """The tokens of a pass, [rows · tokens] in this order, after ``start`` tokens of the longest row.
+    """The tokens of a pass, [rows · tokens] in this order. The longest row has ``start`` tokens before them.
 
-    ``cos``, ``sin``: [rows · tokens or tokens, 1, rotary dims], the first half of sin negative. ``mask``: [rows · kv
-    heads, 1, columns] added to the scores of a decoding step.
+    ``cos``, ``sin``: [rows · tokens or tokens, 1, rotary dims], with the first half of sin negated. ``mask``: [rows ·
+    kv heads, 1, columns] added to the scores of a decoding step.
     """
 
     rows: int
@@ -97,7 +100,7 @@ class Step:
 
 
 class DeltaNet:
-    """A layer of the gated delta rule: a short convolution, the rule, a norm with a gate."""
+    """A layer of the gated delta rule: a short convolution, the delta rule, and a norm with a gate."""
 
     def __init__(self, layer: Any) -> None:
         self._heads, self._keys, self._width = layer.num_k_heads, layer.head_k_dim, layer.head_v_dim
@@ -109,11 +112,12 @@ class DeltaNet:
         self._rate = Derived(layer.A_log, lambda weight: -weight.exp())
         self._dt_bias, self._out = layer.dt_bias, fused(layer.out_proj)
         self._norm, self._eps = layer.norm, layer.layer_norm_epsilon
-        # the query is divided by √K
+        # queries are divided by √K
         self._scales = torch.tensor([self._keys**-0.5, 1.0])[:, None, None]
 
     def added_to(self, x: Tensor, normed: Tensor, step: Step, cached: States | None) -> tuple[Tensor, States]:
-        """``x`` [tokens, hidden], which may be overwritten, plus the result for ``normed``; and the states after."""
+        """Return ``x`` [tokens, hidden] plus the layer's result for ``normed``, and the states after these tokens.
+        ``x`` may be overwritten."""
         qkv, gate, b, a = self._projected(normed)
         g = self._rate() * F.softplus(a + self._dt_bias)
         run = self._decoded if cached is not None and step.tokens == 1 else self._prefilled
@@ -122,12 +126,12 @@ class DeltaNet:
         return self._out.added_to(x, out.flatten(1).mul_(F.silu(gate))), states
 
     def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """[tokens, ...] queries, keys and values; gates; the inputs of beta and of the decay."""
+        """(queries, keys and values; gates; inputs of beta; inputs of the decay), each [tokens, ...]."""
         heads, keys, values = self._heads, self._keys, self._group * self._width
         sizes = [2 * keys + values, values, self._group, self._group]
         if self._apart:
             return self._in(x).split([heads * size for size in sizes], -1)
-        # the parts of a head are side by side
+        # in the projection, the parts of one head are adjacent
         of_heads, of_rates = self._in(x).split([heads * (sizes[0] + sizes[1]), heads * 2 * self._group], -1)
         query, key, value, gate = of_heads.unflatten(-1, (heads, -1)).split([keys, keys, values, values], -1)
         b, a = of_rates.unflatten(-1, (heads, -1)).chunk(2, -1)
@@ -137,7 +141,7 @@ class DeltaNet:
     def _decoded(
         self, qkv: Tensor, g: Tensor, beta: Tensor, step: Step, cached: States | None
     ) -> tuple[Tensor, States]:
-        """One token for each row: [rows, heads, V]."""
+        """The result for one token of each row: [rows, heads, V]."""
         assert cached is not None
         window = torch.cat((cached.conv, qkv[:, None]), 1)
         mixed = F.silu((window * self._taps()).sum(1))
@@ -146,7 +150,7 @@ class DeltaNet:
         pair = pair * (pair.square().sum(-1, keepdim=True) + 1e-6).rsqrt() * self._scales
         by_head = (step.rows, self._heads, self._group)
         decay, beta, value = g.exp().view(*by_head, 1), beta.view(*by_head, 1), value.view(*by_head, -1)
-        # both products read the state as it was; what the token adds comes on top
+        # both products read the state before this token; the contribution of the token is added afterwards
         read = (pair.transpose(1, 2) @ cached.delta).unflatten(-1, (self._group, -1))
         delta = (value - decay * read[:, :, 1]) * beta
         inner = (pair[:, 0] * pair[:, 1]).sum(-1)[..., None, None]
@@ -160,7 +164,7 @@ class DeltaNet:
     def _prefilled(
         self, qkv: Tensor, g: Tensor, beta: Tensor, step: Step, cached: States | None
     ) -> tuple[Tensor, States]:
-        """Several tokens for each row: [rows · tokens, heads, V]."""
+        """The results for several tokens of each row: [rows · tokens, heads, V]."""
         n, length, heads, group = step.rows, step.tokens, self._heads, self._group
         taps = self._taps()
         before = qkv.new_zeros(n, len(taps) - 1, qkv.shape[-1]) if cached is None else cached.conv
@@ -186,7 +190,8 @@ class DeltaNet:
 
 
 class GatedAttention:
-    """Full attention: normed queries and keys, rotary positions on a part of each head, a gate on the result."""
+    """Full attention with normed queries and keys, rotary positions on a part of each head, and a gate on the
+    result."""
 
     def __init__(self, layer: Any) -> None:
         self._dim, self._group = layer.head_dim, layer.num_key_value_groups
@@ -223,7 +228,7 @@ class GatedAttention:
 
 
 class Layer:
-    """A layer: ``mixer``, then an MLP, each after a norm and added to its input."""
+    """A layer: ``mixer``, then an MLP. Each has a norm in front, and its result is added to its input."""
 
     def __init__(self, layer: Any) -> None:
         self.mixer = GatedAttention(layer.self_attn) if hasattr(layer, "self_attn") else DeltaNet(layer.linear_attn)
@@ -234,14 +239,15 @@ class Layer:
             self._mlp = GatedMLP(fused(mlp.gate_proj, mlp.up_proj), fused(mlp.down_proj))
 
     def __call__(self, x: Tensor, step: Step, cached: Any) -> tuple[Tensor, Any]:
-        """``x`` [tokens, hidden], which may be overwritten, through the layer; and what it holds afterwards."""
+        """Return the layer's result for ``x`` [tokens, hidden], and the layer's cache after these tokens. ``x`` may be
+        overwritten."""
         x, cached = self.mixer.added_to(x, self._norm(x), step, cached)
         normed = self._mlp_norm(x)
         return self._mlp.added_to(x, normed) if self._mlp else x.add_(self._module(normed[None])[0]), cached
 
 
 class HybridPasses:
-    """`Passes` of a model for which `is_fast_hybrid` holds. A cache is a list with what each layer holds."""
+    """`Passes` of a model for which `is_fast_hybrid` is true. A cache is a list of the caches of all layers."""
 
     def __init__(self, model: Any) -> None:
         self._embed, self._rotary = model.model.embed_tokens.weight, model.model.rotary_emb
@@ -292,7 +298,8 @@ class HybridPasses:
 
 
 def fused(*layers: nn.Linear) -> Linear:
-    """One product for layers with the same input, whose parameters become parts of its weight and its bias."""
+    """One linear layer in place of ``layers``, which have the same input. Their parameters become parts of its weight
+    and bias."""
     weight = torch.cat([layer.weight for layer in layers])
     bias = torch.cat([layer.bias for layer in layers]) if layers[0].bias is not None else None
     sizes = [layer.out_features for layer in layers]
@@ -305,7 +312,7 @@ def fused(*layers: nn.Linear) -> Linear:
 
 
 def rotated(heads: Tensor, step: Step) -> Tensor:
-    """Rotary positions on the first dims of each of ``heads`` [tokens, heads, head dim], in place."""
+    """Apply rotary positions in place to the first dims of each head of ``heads`` [tokens, heads, head dim]."""
     part = heads[..., : step.cos.shape[-1]]
     rolled = part.roll(part.shape[-1] // 2, -1)
     part.mul_(step.cos).addcmul_(rolled, step.sin)
@@ -313,9 +320,10 @@ def rotated(heads: Tensor, step: Step) -> Tensor:
 
 
 def grown(cached: Tensor, new: Tensor) -> Tensor:
-    """``cached`` [n, heads, columns, dim], then the columns of ``new``; in the storage of ``cached`` if it has room.
+    """Return ``cached`` [n, heads, columns, dim] followed by the columns of ``new``. If the storage of ``cached`` has
+    room, the result uses this storage.
 
-    The room is what lies between the columns of two heads.
+    The room is the unused memory between the columns of two heads.
     """
     n, heads, columns, dim = cached.shape
     wanted = columns + new.shape[2]

@@ -1,4 +1,5 @@
-"""Continuous batching of the generic decoder: it decides which rows share a pass, and caches results for prompts."""
+"""Continuous batching of the generic decoder. The scheduler decides which rows share a pass, and caches results for
+prompts."""
 
 from __future__ import annotations
 
@@ -12,26 +13,24 @@ from torch import Tensor
 
 from slimelite.engines.embedded.batching import Batching
 from slimelite.engines.embedded.caches import begun, is_cut, joined, with_rows
-from slimelite.engines.embedded.generic import GenericDecoder
+from slimelite.engines.embedded.generic import PREFILL_TOKENS, GenericDecoder
 from slimelite.engines.embedded.rows import Running
 from slimelite.engines.embedded.sampler import Scoring
 from slimelite.engines.embedded.ways import Rows
 from slimelite.engines.protocol import Decode, OnTokens, Scores
 
-# most prompt tokens in one pass, if more may come after cached ones or several prompts are alike in length
-PREFILL_TOKENS = 1024
-# most prompt tokens that are prefilled before a decoding step, while there are rows that wait for it
+# the most prompt tokens that are prefilled before a decoding step while rows wait for this step
 STEP_TOKENS = 2 * PREFILL_TOKENS
-# a shorter beginning that prompts share is computed for each
+# if prompts share fewer tokens at the beginning, these tokens are computed for each prompt
 ALIKE = 16
-# what a row has computed beyond its prompt is kept from this many tokens on
+# when a row ends, its results are cached if the response has at least this many tokens
 KEEP = 64
 
 
 @dataclass(eq=False)
 class Batch:
-    """Rows that share a pass. ``cache``: their cache, in the order of ``members``. ``width``: the number of tokens of
-    the longest row."""
+    """Rows that share a pass. ``cache``: the cache of these rows, in the order of ``members``. ``width``: the number of
+    tokens of the longest row."""
 
     members: list[Running]
     cache: Any
@@ -40,8 +39,8 @@ class Batch:
 
 @dataclass(eq=False)
 class Known:
-    """The cached results for ``tokens``: a cache of one row, and the logits [1, vocab] after the last token, if they
-    were kept."""
+    """The cached results for ``tokens``: a cache of one row, and the logits [1, vocab] after the last token, if the
+    logits were kept."""
 
     tokens: np.ndarray
     cache: Any
@@ -50,8 +49,8 @@ class Known:
 
 @dataclass(eq=False)
 class Prompt:
-    """Tokens to prefill, and the sequences that begin with them. ``start``: the results for the tokens before this
-    position are in ``known``."""
+    """Tokens to prefill, and the sequences that begin with them. The results for the tokens before position ``start``
+    are in ``known``."""
 
     tokens: np.ndarray
     members: list[Running] = field(default_factory=list)
@@ -62,10 +61,10 @@ class Prompt:
 class GenericScheduler(Batching):
     """Batching of a `GenericDecoder`.
 
-    The cache of a row has all tokens but the last one, which the next step feeds. The pass that finishes a prompt also
-    gives the logits of the first new token. If the family allows it (`ways.Rows`), rows of all lengths are one batch.
-    Otherwise each length is a batch. ``tokens``: the most tokens that the caches hold, with padding and cached prompts.
-    A row that runs alone takes what it needs. ``row_tokens``: the memory of a row's states, counted in tokens.
+    The cache of a row has all tokens except the last one, which is the input of the next step. The pass that finishes a
+    prompt also gives the logits of the first new token. If the family allows it (`ways.Rows`), rows of all lengths are
+    one batch. Otherwise each length is a batch. ``tokens``: the most tokens that the caches hold, with padding and
+    cached prompts. A row that runs alone may use more. ``row_tokens``: the memory of a row's states, counted in tokens.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class GenericScheduler(Batching):
         self._decoder, self._passes, self._ways = decoder, decoder.passes, decoder.ways
         self._tokens, self._row_tokens = tokens, row_tokens
         self._batches: list[Batch] = []
-        # in the order of their last use
+        # ordered by last use
         self._known: list[Known] = []
 
     def release_cache(self) -> None:
@@ -134,7 +133,8 @@ class GenericScheduler(Batching):
         return torch.cat(parts)[torch.from_numpy(np.argsort(order)).to(self._device)]
 
     def _decode_batch(self, batch: Batch, rows: list[int]) -> Tensor:
-        """[members, vocab] logits after the last token of each member. ``rows``: their rows in the table."""
+        """[members, vocab] logits after the last token of each member. ``rows``: the rows of the members in the
+        table."""
         fed = torch.from_numpy(self.rows.last_tokens()[rows])[:, None].to(self._device)
         lengths = torch.from_numpy(self.rows.state["length"][rows] - 1)
         logits, batch.cache = self._passes.decode(fed, batch.cache, lengths, batch.width)
@@ -156,7 +156,7 @@ class GenericScheduler(Batching):
         return True
 
     def _admit(self) -> None:
-        """Let waiting sequences fill in the order of arrival, while there are rows and memory for them."""
+        """Let waiting sequences fill in the order of arrival, as long as rows and memory are free."""
         widest = max((batch.width for batch in self._batches), default=0) if self._ways.rows is Rows.PADDED else 0
         expected = self._row_tokens_used
         while self.waiting and len(self.rows) + len(self.filling) < self._max_rows:
@@ -172,7 +172,8 @@ class GenericScheduler(Batching):
             self._preempt()
 
     def _prefill(self) -> list[Tensor]:
-        """Prefill prompts, at most about `STEP_TOKENS` tokens if rows wait. Returns the logits of the new rows."""
+        """Prefill prompts, at most about `STEP_TOKENS` tokens if rows wait for a decoding step. Returns the logits of
+        the new rows."""
         logits: list[Tensor] = []
         budget = STEP_TOKENS if self.rows.sequences else None
         by_tokens: dict[bytes, Prompt] = {}
@@ -189,7 +190,7 @@ class GenericScheduler(Batching):
         return logits
 
     def _next(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """The first of ``prompts``, and others of the same length that one pass can compute together with it."""
+        """The first of ``prompts``, and other prompts of the same length that the same pass can compute."""
         first, *others = prompts
         self._find(first)
         group = [first]
@@ -197,13 +198,13 @@ class GenericScheduler(Batching):
             return group
         begins = {first.tokens[:ALIKE].tobytes()}
         for prompt in others:
-            if (len(group) + 1) * len(first.tokens) > PREFILL_TOKENS:
+            if (len(group) + 1) * len(first.tokens) > self._decoder.prefill_tokens:
                 break
             if len(prompt.tokens) != len(first.tokens):
                 continue
             begin = prompt.tokens[:ALIKE].tobytes()
             if begin in begins and self._ways.extends and len(prompt.tokens) > ALIKE:
-                continue  # it goes on from what this pass computes
+                continue  # this prompt will continue from the results of the pass
             self._find(prompt)
             if not prompt.start:
                 begins.add(begin)
@@ -211,7 +212,7 @@ class GenericScheduler(Batching):
         return group
 
     def _find(self, prompt: Prompt) -> None:
-        """Find the longest cached beginning of ``prompt`` that it can continue from."""
+        """Find the longest cached beginning from which ``prompt`` can continue."""
         wanted, best = prompt.tokens, None
         prompt.start = 0
         for known in self._known:
@@ -222,7 +223,7 @@ class GenericScheduler(Batching):
             if not (whole and count == len(wanted) and known.logits is not None):
                 cut = min(count, len(wanted) - 1)
                 if cut <= prompt.start or cut < min(ALIKE, len(wanted) - 1):
-                    continue  # before a look at the cache, which takes longer
+                    continue  # this check comes first, because a look at the cache takes longer
                 may_cut = (whole and cut == count) or is_cut(known.cache, len(known.tokens))
                 may_go_on = cut == len(wanted) - 1 or self._ways.extends
                 count = cut if may_cut and may_go_on else 0
@@ -234,8 +235,8 @@ class GenericScheduler(Batching):
             prompt.known = best
 
     def _start(self, group: list[Prompt]) -> Tensor:
-        """Compute the tokens of ``group`` that are not cached, and make its members rows. Returns their logits [rows,
-        vocab]."""
+        """Compute the tokens of ``group`` that are not cached, and turn its members into rows. Returns the logits of
+        these rows [rows, vocab]."""
         first, cache, logits = group[0], None, None
         length, start = len(first.tokens), first.start
         if first.known is not None:
@@ -263,7 +264,7 @@ class GenericScheduler(Batching):
         return torch.tensor(rows, device=self._device)
 
     def _keep(self, tokens: np.ndarray, cache: Any, row: int, logits: Tensor | None, *, new: bool = True) -> None:
-        """Remember the results for ``tokens`` if there is memory. They are in row ``row`` of ``cache``."""
+        """Cache the results for ``tokens`` if memory is free. The results are in row ``row`` of ``cache``."""
         if not new or len(self._known) >= self._max_rows or not self._make_room(len(tokens) + self._row_tokens):
             return
         kept = with_rows(cache, self._indices([row]), len(tokens))
@@ -284,7 +285,7 @@ class GenericScheduler(Batching):
         ]
 
     def _retire(self, sequences: Sequence[Running], *, keep: bool) -> None:
-        """Remove rows from their batches. The remaining rows take the table's order."""
+        """Remove rows from their batches. The remaining rows are then in the table's order."""
         gone = set(sequences)
         order = {sequence: row for row, sequence in enumerate(self.rows.sequences)}
         for batch in [batch for batch in self._batches if gone.intersection(batch.members)]:

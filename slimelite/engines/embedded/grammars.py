@@ -1,7 +1,7 @@
-"""Grammars for responses. llguidance tells which tokens may come next in each row.
+"""Grammars for responses. llguidance computes which tokens may come next in each row.
 
-A grammar holds from the first token on, or after a given text, such as the end of the thinking. A structural tag holds
-from each of its triggers to the end of the structure that the model chose. The text around it is free.
+A grammar applies from the first token on, or after a given text, such as the end of the thinking. A structural tag
+applies from each of its triggers to the end of the structure that the model chose. All other text is free.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from slimelite.engines.params import SamplingParams
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-# longest grammar [characters]; llguidance takes up to half a second to compile so much
+# longest grammar [characters]; llguidance takes up to half a second to compile this length
 LONGEST = 1 << 16
-# compiled grammars that an engine keeps
+# the most compiled grammars that an engine keeps
 MOST_COMPILED = 64
-# white space between two tokens of JSON: enough to indent, and not so much that a small model never comes to an end
+# white space between two tokens of JSON: long enough to indent, but limited, because a small model might never stop
+# writing white space
 JSON_OPTIONS: Any = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}"}
 
 
 @dataclass(frozen=True)
 class Structure:
-    """What a structural tag allows after a trigger: the text ``begin``, then JSON of ``schema``, then the text
-    ``end``."""
+    """The text that a structural tag allows after a trigger: ``begin``, then JSON of ``schema``, then ``end``."""
 
     begin: str
     schema: Any
@@ -45,7 +45,7 @@ class Grammars:
 
     Args:
         tokenizer: a fast tokenizer of transformers.
-        vocab_size: the model's; its last tokens may have no text.
+        vocab_size: the size of the model's vocabulary; its last tokens may have no text.
         end_ids: tokens that end a response.
 
     Raises:
@@ -59,13 +59,13 @@ class Grammars:
         self.end_ids = sorted(i for i in end_ids if i < vocab_size) or [tokenizer.eos_token_id or 0]
         try:
             self.tokens: LLTokenizer = from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=self.end_ids)
-        except Exception as error:  # a slow tokenizer, or one of another kind
+        except Exception as error:  # a slow tokenizer, or a tokenizer of another kind
             raise ValueError(f"grammars cannot be enforced with this tokenizer: {error!s:.200}") from error
-        # special tokens: a grammar names them by their ids, not by their texts
+        # a grammar refers to special tokens by id, not by text
         added = tokenizer.added_tokens_decoder
         self.special = {token.content: i for i, token in added.items() if self.tokens.is_special_token(i)}
         self._special_texts = {i: text.encode() for text, i in self.special.items()}
-        # the special tokens, and those of them that end no response
+        # _marks: all special tokens; _inner_marks: the special tokens that do not end a response
         self._marks = _bits(self._special_texts, vocab_size)
         self._inner_marks = _bits(self._special_texts.keys() - set(self.end_ids), vocab_size)
         self._limits = LLParserLimits(verbose_errors=False, max_grammar_size=100_000)
@@ -73,7 +73,7 @@ class Grammars:
         self._lock = Lock()
 
     def guide(self, params: SamplingParams) -> Held | None:
-        """The grammar state for the response to a request; None if the response is free.
+        """The state of the grammar for the response to a request; None if the response is free.
 
         Raises:
             ValueError: the grammar is malformed, or too large.
@@ -100,7 +100,7 @@ class Grammars:
 
     @cached_property
     def _spellings(self) -> dict[bytes, list[int]]:
-        """Text -> the tokens that have it, without special tokens."""
+        """Text -> the tokens with this text. Special tokens are left out."""
         spellings: dict[bytes, list[int]] = {}
         for token in range(self.tokens.vocab_size):
             if token not in self._special_texts:
@@ -108,11 +108,11 @@ class Grammars:
         return spellings
 
     def spell(self, matcher: LLMatcher, allowed: np.ndarray) -> None:
-        """If ``allowed`` has a special token that the matcher refuses, allow instead the tokens that begin the text
-        which must follow.
+        """If ``allowed`` has a special token that the matcher refuses, allow instead the tokens that begin the required
+        text.
 
-        llguidance splits such a text as the tokenizer does, which may give a special token. Then it refuses this token,
-        because a special token is not text.
+        llguidance splits the required text like the tokenizer, which may produce a special token. llguidance then
+        refuses this token, because a special token is not text.
         """
         special = allowed & (self._inner_marks if matcher.is_accepting() else self._marks)
         if not special.any() or all(matcher.validate_tokens([token]) for token in _set_bits(special)):
@@ -122,7 +122,8 @@ class Grammars:
         allowed[:] = _bits(begins, self.tokens.vocab_size)
 
     def compiled(self, kind: str, text: str) -> LLMatcher:
-        """A matcher at the beginning of a grammar. llguidance compiles it without the GIL, in a bounded time."""
+        """A matcher at the beginning of a grammar. llguidance compiles the grammar without the GIL, and its compile
+        time is limited."""
         from llguidance import LLMatcher
 
         key = f"{kind} {text}"
@@ -135,7 +136,7 @@ class Grammars:
         matcher = LLMatcher(self.tokens, _written(kind, text), log_level=0, limits=self._limits)
         if matcher.is_error():
             name = "the schema of a strict tool" if kind == "calls" else kind
-            raise ValueError(f"{name}: no grammar: {_short(matcher.get_error())}")
+            raise ValueError(f"{name}: not a valid grammar: {_short(matcher.get_error())}")
         with self._lock:
             self._known[key] = matcher
             while len(self._known) > MOST_COMPILED:
@@ -145,7 +146,8 @@ class Grammars:
     def _alternatives(self, trigger: str, structures: Sequence[Structure], schema: Any = None) -> str:
         """The grammar of the text after a trigger: the rest of any structure that begins with the trigger.
 
-        ``schema``: allow JSON of this schema instead of the structures' own; there may then be several structures.
+        ``schema``: also allow JSON of this schema in place of the structures; then several structures may follow each
+        other.
         """
         known = [s for s in structures if s.begin.startswith(trigger)]
         parts = ((self._literal(s.begin[len(trigger) :]), _with_options(s.schema), self._literal(s.end)) for s in known)
@@ -166,10 +168,10 @@ class Held:
     """The position of a response in its grammar.
 
     Args:
-        written: maps a text to the grammar that holds after it, as (kind, text). An empty text means from the
-            beginning.
-        repeats: after the grammar ends, the response is free until the next of these texts. Otherwise the response ends
-            there.
+        written: text -> the grammar that applies after this text, as (kind, text). An empty text means that the grammar
+            applies from the beginning.
+        repeats: whether the response is free after the end of the grammar, until one of these texts comes again. If
+            not, the response ends with the grammar.
     """
 
     def __init__(self, grammars: Grammars, written: Mapping[str, tuple[str, str]], *, repeats: bool) -> None:
@@ -182,24 +184,24 @@ class Held:
 
     @property
     def end_ids(self) -> Sequence[int]:
-        """The tokens that end a response for llguidance."""
+        """The tokens that end a response, as llguidance has them."""
         return self._grammars.end_ids
 
     @property
     def active(self) -> bool:
-        """Whether the grammar decides the next token."""
+        """Whether the grammar restricts the next token."""
         return self._matcher is not None
 
     @property
     def ended(self) -> bool:
-        """Whether only an end of the response may follow."""
+        """Whether the response must end here."""
         return self._matcher is not None and self._matcher.is_stopped()
 
     def advance(self, tokens: Iterable[int]) -> None:
         """Advance by the next tokens.
 
         Raises:
-            ValueError: the grammar does not allow them, or is too large at this place.
+            ValueError: the grammar does not allow these tokens, or is too large at this point.
         """
         for token in tokens:
             if self._matcher is None:
@@ -215,7 +217,7 @@ class Held:
         here.
 
         Raises:
-            ValueError: the grammar is too large at this place.
+            ValueError: the grammar is too large at this point.
         """
         assert self._matcher is not None
         self._matcher.unsafe_compute_mask_ptr(allowed.ctypes.data, allowed.nbytes)
@@ -233,9 +235,9 @@ class Held:
         at, size = min(places)
         trigger, rest = self._text[at : at - size], self._text[at - size :]
         matcher = self._grammars.compiled(*self._written[self._triggers[trigger]])
-        # a matcher reads bytes: it does not matter whether these were the tokens
+        # a matcher reads bytes, so the bytes may be split into other tokens than the response has
         if rest and not matcher.consume_tokens(self._grammars.tokens.tokenize_bytes(rest)):
-            self._text = rest  # it began otherwise, in the middle of a token
+            self._text = rest  # the grammar does not match: the trigger ended in the middle of a token
             return
         self._matcher, self._text = matcher, b""
 
@@ -252,7 +254,8 @@ def read_tag(text: str) -> tuple[list[str], list[Structure]]:
         triggers = [str(trigger) for trigger in tag["triggers"]]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(
-            f'structural_tag: is {{"structures": [{{"begin", "schema", "end"}}], "triggers": [text]}} ({error!r:.100})'
+            'structural_tag: must be {"structures": [{"begin", "schema", "end"}], "triggers": [text]} '
+            f"({error!r:.100})"
         ) from None
     unused = [t for t in triggers if not t or not any(s.begin.startswith(t) for s in structures)]
     if unused or not triggers:
@@ -273,19 +276,19 @@ def _written(kind: str, text: str) -> str:
         if kind == "ebnf" and re.search(r"^\s*root\s*::=", text, re.MULTILINE):
             text = gbnf_to_lark(text)
         return str(LLMatcher.grammar_from_lark(text))
-    except Exception as error:  # of the converter, which raises all kinds
-        raise ValueError(f"{kind}: no grammar: {_short(str(error))}") from None
+    except Exception as error:  # the converter raises errors of all types
+        raise ValueError(f"{kind}: not a valid grammar: {_short(str(error))}") from None
 
 
 def _bits(tokens: Iterable[int], vocab_size: int) -> np.ndarray:
-    """A bit for each token, in words of 32 as `Held.fill` has them."""
+    """One bit for each token, in words of 32 bits as in `Held.fill`."""
     bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
     bits[list(tokens)] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 def _set_bits(words: np.ndarray) -> list[int]:
-    """The tokens whose bit is set."""
+    """The tokens with a set bit."""
     return [int(token) for token in np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))]
 
 
@@ -301,13 +304,13 @@ def _with_options(schema: Any) -> str:
 
 
 def _failed(matcher: LLMatcher) -> ValueError:
-    """Why a matcher cannot go on: its grammar has another text here, or more than llguidance keeps track of."""
+    """The error of a matcher that cannot continue: its grammar does not allow the text, or exceeds a limit of
+    llguidance."""
     why = matcher.get_error().removeprefix("Parser Error: ").partition("; consider")[0].partition("\n<")[0]
     if "doesn't satisfy" in why or "parser stopped" in why:
-        return ValueError(f"the response does not go on in its grammar: {_short(why)}")
+        return ValueError(f"the response does not follow its grammar: {_short(why)}")
     return ValueError(
-        f"the grammar is too large: {_short(why)}. Allow fewer texts at one place: use fewer optional "
-        "properties, alternatives or patterns"
+        f"the grammar is too large: {_short(why)}. Use fewer optional properties, alternatives or patterns"
     )
 
 

@@ -1,5 +1,5 @@
-"""Memory for keys and values. Running rows are in slabs, one slab for each class of row lengths. Cached prefixes are in
-segments."""
+"""Memory for keys and values. The keys and values of running rows are in slabs, one slab for each class of row lengths.
+The keys and values of cached prefixes are in segments."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 
 from slimelite.engines.embedded.model import DecoderShape
 
-# the shortest row [tokens]; classes are this, and then 1.5 and 2 times the power of two before
+# the shortest row length [tokens]; the next lengths are 1.5 and 2 times this one, then 3 and 4 times, and so on
 SHORTEST = 64
 
 
 def class_length(tokens: int) -> int:
-    """The length of the shortest class of rows that can have ``tokens`` tokens: 64, 96, 128, 192, 256, 384, …"""
+    """The smallest row length with room for ``tokens`` tokens: 64, 96, 128, 192, 256, 384, …"""
     length = SHORTEST
     while 2 * length < tokens:
         length *= 2
@@ -36,7 +36,7 @@ class Place:
     slot: int = 0
 
     def at(self, layer: int) -> torch.Tensor:
-        """The keys and values in its slab [2, kv heads, class length, head dim]."""
+        """The row's keys and values in the slab [2, kv heads, class length, head dim]."""
         assert self.slab is not None
         return self.slab.layers[layer][:, self.slot]
 
@@ -44,7 +44,7 @@ class Place:
 class Slab:
     """Rows of ``length`` positions, one for each of the places in ``rows``.
 
-    ``layers``: for each layer [2, capacity, kv heads, length, head dim], keys, then values.
+    ``layers``: for each layer, the keys and then the values: [2, capacity, kv heads, length, head dim].
     """
 
     def __init__(self, memory: KVMemory, length: int) -> None:
@@ -55,7 +55,7 @@ class Slab:
         self.layers = [memory.zeros(2, 0, memory.kv_heads, length, memory.head_dim) for _ in range(memory.num_layers)]
 
     def growth(self, rows: int) -> int:
-        """Tokens of memory that `extend` by this many rows would take."""
+        """The memory that `extend` by this many rows would take [tokens]."""
         return max(0, len(self.rows) + rows - self.capacity) * self.length
 
     def reserve(self, rows: int) -> None:
@@ -65,7 +65,7 @@ class Slab:
             self._resize(max(wanted, self.capacity + more))
 
     def extend(self, places: list[Place]) -> slice:
-        """Put ``places`` into this slab. Returns their slots, whose content is undefined but finite."""
+        """Put ``places`` into this slab. Returns their slots. The content of these slots is undefined but finite."""
         self.reserve(len(places))
         first = len(self.rows)
         for slot, place in enumerate(places, first):
@@ -105,11 +105,11 @@ class Slab:
 
 
 class KVMemory:
-    """All keys and values. Rows are admitted and prefixes cached as long as they have at most ``tokens`` tokens
-    together.
+    """All keys and values. Rows are admitted and prefixes are cached only while they have at most ``tokens`` tokens in
+    total.
 
-    Two needs of running rows may exceed the limit: a prefix that others still read when its row ends, and the place of
-    a row that runs alone. So memory can exceed ``tokens`` by about one prompt. ``slabs``: the slabs, by length.
+    Two things may exceed this limit: a prefix that other rows still read when its own row ends, and the place of a row
+    that runs alone. So the memory can exceed ``tokens`` by about one prompt. ``slabs``: the slabs, by length.
     ``slab_tokens``, ``segment_tokens``: the size of slabs and segments [tokens].
     """
 
@@ -121,7 +121,7 @@ class KVMemory:
 
     @property
     def free(self) -> int:
-        """How many tokens still fit without freeing any."""
+        """The number of tokens that fit into the free memory."""
         return max(0, self.tokens - self.slab_tokens - self.segment_tokens)
 
     def zeros(self, *size: int) -> torch.Tensor:
@@ -129,7 +129,7 @@ class KVMemory:
         return torch.zeros(size, device=self.device, dtype=self.dtype)
 
     def slab(self, length: int) -> Slab:
-        """The slab whose rows have this length."""
+        """The slab with rows of this length."""
         if length not in self.slabs:
             self.slabs[length] = Slab(self, length)
         return self.slabs[length]
@@ -140,11 +140,12 @@ class KVMemory:
         del self.slabs[slab.length]
 
     def segment(self, tokens: int) -> torch.Tensor:
-        """Uninitialised memory for a segment [layers, 2, kv heads, tokens, head dim]. It counts until `give_back`."""
+        """Uninitialised memory for a segment [layers, 2, kv heads, tokens, head dim]. The segment counts as used until
+        `give_back`."""
         self.segment_tokens += tokens
         size = (self.num_layers, 2, self.kv_heads, tokens, self.head_dim)
         return torch.empty(size, device=self.device, dtype=self.dtype)
 
     def give_back(self, segment: torch.Tensor) -> None:
-        """Stop counting a segment."""
+        """Count a segment as free."""
         self.segment_tokens -= segment.shape[3]

@@ -1,4 +1,4 @@
-"""The fast decoders of `FAMILIES`: weights fused for decoding, and a forward pass without autograd."""
+"""The fast decoders of `FAMILIES`: they fuse weights for decoding, and their forward pass has no autograd."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from slimelite.engines.embedded.weights import Weights, load_model
 from slimelite.models.families import FAMILIES, is_true
 from slimelite.models.files import as_filed
 
-# refused: the cos/sin tables of these rope types depend on the sequence length, and `Decoder` keeps one table for all
+# these rope types are refused: their cos/sin tables depend on the sequence length, but `Decoder` has one table for all
+# lengths
 DYNAMIC_ROPE = ("dynamic", "longrope")
-# on a CPU, weights with at least this many elements have a packed copy; a smaller one's call costs more than it saves
+# on a CPU, weights with at least this many elements have a packed copy; for smaller weights, the extra call costs more
+# time than it saves
 PACK_ELEMENTS = 2**18
-# the number of rows for which weights are packed; the layout for 8 to 256 is the same, and good for one row too
+# weights are packed for this number of rows; the layout is the same for 8 to 256 rows, and is also fast for one row
 PACK_ROWS = 64
 
 
 def not_fast(config: PretrainedConfig) -> str:
-    """Why this decoder does not compute models with ``config``; empty if it does."""
+    """The reason why this decoder cannot compute models with ``config``; empty if it can."""
     layers = getattr(config, "layer_types", None)
     if config.model_type not in FAMILIES or not FAMILIES[config.model_type].embedded:
         return f"model_type {config.model_type!r}"
@@ -35,13 +37,14 @@ def not_fast(config: PretrainedConfig) -> str:
     if set(layers) != {"full_attention"} if layers else getattr(config, "sliding_window", None) is not None:
         return "sliding-window attention"
     if getattr(config, "num_experts", None) and (config.hidden_size % 8 or config.moe_intermediate_size % 8):
-        return "experts of an uneven width"  # a grouped product wants rows of a multiple of 16 bytes
+        # in a grouped product, the size of a row must be a multiple of 16 bytes
+        return "experts with a width that is not aligned"
     return ""
 
 
 @dataclass(frozen=True, slots=True)
 class MixtureShape:
-    """``layers`` have ``count`` experts of width ``size`` each. Each token goes through ``each`` of them.
+    """``layers`` have ``count`` experts of width ``size`` each. Each token uses ``each`` of these experts.
 
     ``norm``: whether the weights of a token's experts are divided by their sum.
     """
@@ -64,7 +67,7 @@ class MixtureShape:
 
 @dataclass(frozen=True, slots=True)
 class DecoderShape:
-    """Dimensions of a decoder; ``*_bias`` and ``qk_norm`` say which optional weights it has."""
+    """Dimensions of a decoder; ``*_bias`` and ``qk_norm`` tell which optional weights the decoder has."""
 
     vocab_size: int
     hidden_size: int
@@ -83,7 +86,7 @@ class DecoderShape:
 
     @classmethod
     def from_config(cls, config: PretrainedConfig) -> DecoderShape:
-        """Read the Hugging Face config. `not_fast` must be empty for it."""
+        """Read the Hugging Face config. `not_fast` must return an empty text for this config."""
         family, fields = FAMILIES[config.model_type], config.to_dict()
         return cls(
             vocab_size=config.vocab_size,
@@ -107,9 +110,9 @@ class Linear:
     """Multiplies by ``weight`` [out, in] and adds ``bias`` [out].
 
     On an x86 CPU in fp32, a large weight has a second copy in oneDNN's blocked layout, so that a product need not
-    rearrange the weight first. That saves 30 to 45 % of the time with 8 rows, and about 10 % with 256. The copy is made
-    before the first product, and again after ``weight`` changes. Its products round differently (by at most 1e-6 of the
-    sum of the terms' magnitudes).
+    rearrange the weight first. The copy saves 30 to 45 % of the time with 8 rows, and about 10 % with 256 rows. The
+    copy is made before the first product, and again after ``weight`` changes. Products with the copy differ by
+    rounding: by at most 1e-6 of the sum of the terms' magnitudes.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
@@ -122,7 +125,7 @@ class Linear:
             and torch.backends.mkldnn.is_available()
         )
         self._packed = torch.empty(0)
-        # PyTorch's count of the changes of the weight and its views that the packed copy has
+        # PyTorch's version counter of the weight (and its views) when the packed copy was made
         self._version: int | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -155,7 +158,7 @@ class Linear:
 
 @dataclass(slots=True)
 class GatedMLP:
-    """An MLP. It may be an expert of a mixture. ``gate_up`` stacks the rows of gate and up."""
+    """An MLP, which may be an expert of a mixture. ``gate_up`` stacks the rows of the gate and up projections."""
 
     gate_up: Linear
     down: Linear
@@ -175,7 +178,7 @@ class Mixture:
     weights of all experts.
 
     Tokens are sorted by expert. If experts are large enough for packed copies, each expert multiplies its own tokens.
-    Otherwise one grouped product does it as fast.
+    Otherwise one grouped product for all experts has the same speed.
     """
 
     def __init__(self, shape: MixtureShape, router: Linear, gate_up: torch.Tensor, down: torch.Tensor) -> None:
@@ -200,8 +203,8 @@ class Mixture:
         return before.add_(back.view(len(x), shape.each, -1).sum(1))
 
     def _products(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Apply the experts. ``x`` [tokens, hidden] has the tokens of the first expert, then those of the second, and
-        so on; the result has the same shape. ``counts``: tokens of each expert."""
+        """Apply the experts. ``x`` [tokens, hidden] has the tokens in the order of their experts. The result has the
+        same shape. ``counts``: tokens of each expert."""
         if not self._experts[0].gate_up.packs:
             ends = counts.cumsum(0, dtype=torch.int32)
             gate, up = F.grouped_mm(x, self._gate_up.transpose(1, 2), offs=ends).chunk(2, dim=-1)
@@ -225,7 +228,7 @@ class LayerWeights:
 
 
 class DecoderWeights(Weights):
-    """All weights. Each Hugging Face name has a part of the fused storage."""
+    """All weights. Each Hugging Face name refers to a part of the fused storage."""
 
     def __init__(self, shape: DecoderShape, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(device)
@@ -240,7 +243,7 @@ class DecoderWeights(Weights):
         self._complete({"lm_head.weight": "model.embed_tokens.weight"} if shape.tied else {})
 
     def _weight(self, size: tuple[int, ...], *names: str, rows: tuple[int, ...] = ()) -> torch.Tensor:
-        """Allocate one fused weight for ``names``, stacked in this order, with ``rows[i]`` rows for the i-th."""
+        """Allocate one fused weight for ``names``, stacked in this order. Name i has ``rows[i]`` rows."""
         weight = torch.empty(size, device=self._device, dtype=self._dtype)
         self._storage.append(weight)
         if names:
@@ -292,12 +295,12 @@ class DecoderWeights(Weights):
         self.incoming.begin(0)
         self.update(list(as_filed(model, model.state_dict()).items()))
         self.incoming.end()
-        self.incoming.complete = False  # the trainer's weights may be others
+        self.incoming.complete = False  # the trainer's weights may differ from these
 
 
 class AttentionPlan(Protocol):
-    """A batch of packed tokens: the position of each token, where its keys and values are written, and what it attends
-    to."""
+    """The plan for a batch of packed tokens. The plan gives the position of each token, the place of its keys and
+    values, and the tokens that it attends to."""
 
     positions: torch.Tensor
 
@@ -316,7 +319,7 @@ class Decoder:
     def __init__(self, weights: DecoderWeights, config: PretrainedConfig, max_context_len: int) -> None:
         self.weights = weights
         embed = weights.embed
-        # all families compute rope as Llama does; this class also covers the scaling variants (linear, llama3, yarn)
+        # all families compute rope like Llama; this class also covers the scaling variants (linear, llama3, yarn)
         rotary = LlamaRotaryEmbedding(config)
         cos, sin = rotary(torch.zeros(1), torch.arange(max_context_len)[None])
         half = sin.shape[-1] // 2

@@ -11,9 +11,9 @@ from transformers import DynamicCache, PreTrainedModel
 
 from slimelite.engines.embedded.caches import COLUMNS, LayerCache, tensors
 
-# names of the cache among the arguments and results of models; the first one since transformers 5.24
+# names of the cache in the arguments and results of models; the first name is used since transformers 5.24
 CACHES = ("cache", "past_key_values", "cache_params")
-# attributes of modules that keep a state of the last pass there, and not in a cache: RecurrentGemma
+# attributes of modules that keep their state in the module and not in a cache, as in RecurrentGemma
 KEPT = ("conv1d_state", "recurrent_states")
 
 
@@ -27,18 +27,19 @@ class Passes:
         self._cache = next((name for name in CACHES if name in self._takes), "")
         modules = model.modules()
         self._keepers = [(module, name) for module in modules for name in KEPT if name in vars(module)]
-        # DeepSeek-V4 returns only a cache that it is given, and MiniMax takes only its own
+        # DeepSeek-V4 returns a cache only if it gets one, and MiniMax accepts only a cache that it made itself
         self._gives_cache = bool(self._keepers)
 
     def whole(self, ids: Tensor, last: int = 0) -> Tensor:
-        """[n, tokens, vocab] logits of ``ids`` [n, tokens]. ``last``: only of this many last tokens; 0 for all."""
+        """[n, tokens, vocab] logits of ``ids`` [n, tokens]. ``last``: return logits only for this number of last
+        tokens; 0: for all tokens."""
         options = {"logits_to_keep": last} if "logits_to_keep" in self._takes else {}
         logits: Tensor = self.model(input_ids=ids, use_cache=False, **options).logits
         return logits[:, -last:].float()
 
     def extend(self, ids: Tensor, cache: Any, start: int) -> tuple[Tensor, Any]:
         """Compute ``ids`` [n, tokens] after the ``start`` tokens that each row has in ``cache``. ``cache`` is None if
-        there are none.
+        there are no such tokens.
 
         Returns:
             [n, vocab] logits after the last token, and the cache with all tokens (None if the model has no cache).
@@ -46,8 +47,8 @@ class Passes:
         return self._pass(ids, cache, None, start)
 
     def decode(self, ids: Tensor, cache: Any, lengths: Tensor, width: int) -> tuple[Tensor, Any]:
-        """Compute one more token for each row of ``cache``: ``ids`` [n, 1]. Shorter rows have padding in front in the
-        cache.
+        """Compute one more token for each row of ``cache``: ``ids`` [n, 1]. In the cache, shorter rows have padding in
+        front.
 
         Args:
             lengths: [n] tokens of each row in the cache. width: tokens of the longest row.
@@ -58,7 +59,7 @@ class Passes:
 
     def _pass(self, ids: Tensor, cache: Any, lengths: Tensor | None, width: int) -> tuple[Tensor, Any]:
         count = ids.shape[1]
-        # given, because Bamba counts from 0 after cached tokens, too
+        # positions are passed explicitly, because Bamba would count from 0 even after cached tokens
         positions = torch.arange(width, width + count).expand(len(ids), -1)
         options: dict[str, Any] = {"use_cache": True, "logits_to_keep": 1}
         if lengths is not None:
@@ -84,7 +85,8 @@ class Passes:
         return output.logits[:, -1].float(), result
 
     def _given_back(self, cache: Any) -> Any:
-        """Put the states of a `_Kept` into the modules, or none if ``cache`` is new. Returns the cache of the model."""
+        """Put the states of a `_Kept` back into the modules; if ``cache`` is new, clear their states. Returns the
+        model's cache."""
         states = cache.states if isinstance(cache, _Kept) else [None] * len(self._keepers)
         for (module, name), state in zip(self._keepers, states, strict=True):
             setattr(module, name, state)
@@ -92,7 +94,7 @@ class Passes:
 
 
 class _Kept(LayerCache):
-    """The cache of a model whose modules keep states themselves, and these states."""
+    """The cache of a model, and the states that its modules keep themselves."""
 
     def __init__(self, cache: Any, states: list[Tensor]) -> None:
         self.cache, self.states = cache, states

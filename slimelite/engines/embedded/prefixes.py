@@ -1,4 +1,5 @@
-"""The radix tree of cached token sequences. Groups, turns and rollouts share their prefixes through it."""
+"""The radix tree of cached token sequences. The samples of a group, the turns of a conversation and later rollouts
+share their prefixes through this tree."""
 
 from __future__ import annotations
 
@@ -13,8 +14,9 @@ from slimelite.engines.embedded.memory import KVMemory, Place
 class Node:
     """The tokens [start, end) of every sequence that passes through this node.
 
-    ``kv``: their keys and values [layers, 2, kv heads, end - start, head dim]; None if only the row at ``holder`` has
-    them. ``users``: how many running or filling sequences pass through this node. It stays as long as there are any.
+    ``kv``: the keys and values of these tokens [layers, 2, kv heads, end - start, head dim]; None if only the row at
+    ``holder`` has them. ``users``: the number of running or filling sequences that pass through this node. A node with
+    users is not evicted.
     """
 
     __slots__ = ("children", "end", "holder", "kv", "parent", "start", "tokens", "users")
@@ -37,7 +39,8 @@ class Node:
         return nodes[::-1]
 
     def at(self, layer: int) -> torch.Tensor:
-        """Keys and values of a layer [2, kv heads, end - start, head dim], from the segment or from the row."""
+        """The keys and values of a layer [2, kv heads, end - start, head dim], read from the segment or from the
+        row."""
         if self.kv is not None:
             return self.kv[layer]
         assert self.holder is not None
@@ -45,11 +48,10 @@ class Node:
 
 
 class PrefixTree:
-    """Finds the longest cached prefix of a sequence. Prefixes that nobody uses are evicted, the least recently used
-    first.
+    """Finds the longest cached prefix of a sequence. Prefixes without users are evicted, the least recently used first.
 
-    ``idle_tokens``: tokens of the segments that nobody uses. ``splits``: how many nodes were split so far. After a
-    split, an earlier result of `Node.path` is incomplete.
+    ``idle_tokens``: the number of tokens in segments without users. ``splits``: the number of nodes that were split so
+    far. After a split, an earlier result of `Node.path` is incomplete.
     """
 
     def __init__(self, memory: KVMemory) -> None:
@@ -57,9 +59,9 @@ class PrefixTree:
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything, as after a weight update. No sequence may be using a node."""
+        """Remove all nodes, for example after a weight update. No sequence may be using a node."""
         self.root = Node(None, np.zeros(0, np.int64), None)
-        # nodes with a segment; a node is always younger than its descendants, so that leaves go first
+        # nodes with a segment; a node is always younger than its descendants, so leaves are evicted first
         self._by_age: OrderedDict[Node, None] = OrderedDict()
         self.idle_tokens = 0
 
@@ -82,10 +84,10 @@ class PrefixTree:
         return node
 
     def add(self, tokens: np.ndarray, kv: torch.Tensor, start: int, node: Node) -> Node:
-        """Cache all of ``tokens``, whose beginning ends at ``node``. Returns the last node.
+        """Cache all ``tokens``. The nodes up to ``node`` already have the first of these tokens. Returns the last node.
 
-        ``kv``: a segment with the keys and values of ``tokens[start:]``. The tree copies the part that it does not
-        have.
+        ``kv``: a segment with the keys and values of ``tokens[start:]``. The tree copies the part that it does not have
+        yet.
         """
         node = self.match(tokens, node)
         self._memory.give_back(kv)
@@ -102,7 +104,7 @@ class PrefixTree:
         return child
 
     def use(self, leaf: Node) -> None:
-        """Count a user of the nodes up to ``leaf``."""
+        """Count one more user for each node up to ``leaf``."""
         for node in leaf.path():
             node.users += 1
             if node.users == 1 and node.kv is not None:
@@ -119,7 +121,7 @@ class PrefixTree:
                 self._unlink(node)
 
     def lend(self, node: Node, holder: Place) -> None:
-        """Free the segment of a used node, because the row at ``holder`` has a copy."""
+        """Free the segment of a node that is in use, because the row at ``holder`` has a copy."""
         assert node.users
         assert node.kv is not None
         self._memory.give_back(node.kv)
@@ -136,7 +138,7 @@ class PrefixTree:
             self._touch(node)
 
     def evict(self) -> bool:
-        """Free the segment that was unused for the longest time; False if all are in use."""
+        """Free the segment that was unused for the longest time. Returns False if all segments are in use."""
         for node in self._by_age:
             if not node.users and not node.children:
                 assert node.kv is not None
@@ -169,7 +171,7 @@ class PrefixTree:
         front.children[int(node.tokens[count])] = node
         node.parent, node.tokens, node.start = front, node.tokens[count:], front.end
         if node.kv is not None:
-            # copies, so that each can be freed alone
+            # copies, so that each part can be freed separately
             front.kv, node.kv = node.kv[:, :, :, :count].clone(), node.kv[:, :, :, count:].clone()
             self._touch(front)
         return front

@@ -17,26 +17,27 @@ from slimelite.samples.sample import Kept
 
 ROW = np.dtype(
     [
-        ("length", np.int64),  # tokens so far; the last one is not in the KV cache yet
+        ("length", np.int64),  # tokens so far; the last token is not in the KV cache yet
         ("start", np.int64),  # number of input_ids
         ("limit", np.int64),  # length at which max_new_tokens is reached
         ("min_length", np.int64),  # length below which stop ids are not drawn
-        ("base", np.int64),  # tokens before the first one in the row's slab
-        ("room", np.int64),  # tokens that the row's place in its slab holds
+        ("base", np.int64),  # tokens before the row's first token in its slab
+        ("room", np.int64),  # tokens that fit into the row's place in its slab
         ("stream", np.uint64),  # start of the row's random stream
-        ("stream_shift", np.int64),  # add it to the length for the position in the stream
+        ("stream_shift", np.int64),  # length + stream_shift = position in the random stream
         ("shape", SHAPE),
         ("has_stop_strings", np.bool_),
-        ("changes", np.bool_),  # its logits are changed before a token is drawn
+        ("changes", np.bool_),  # whether the row's logits are changed before a token is drawn
     ]
 )
 
 
 class Fill:
-    """An unfinished prefill. ``kv`` is for the keys and values of tokens [start, end), and has those before ``done``.
+    """An unfinished prefill. ``kv`` has room for the keys and values of tokens [start, end). The values before ``done``
+    are computed.
 
-    ``ended``: the prefill is finished, or its request has gone. ``step``: the step of the scheduler that computed the
-    last token.
+    ``ended``: whether the prefill is finished, or its request has ended. ``step``: the step of the scheduler that
+    computed the last token.
     """
 
     __slots__ = ("done", "end", "ended", "key", "kv", "start", "step")
@@ -50,12 +51,13 @@ class Fill:
 class Running:
     """A waiting, filling or decoding request.
 
-    ``tokens``: prompt and generated tokens, while the request is not a row of the table. ``log_probs``: the same for
-    the log-probs of the generated tokens. ``kept``: the ids that each generated token was drawn from, if the request
-    wants them. ``versions``: (index of a generated token, weight version from that token on). ``leaf``: the last node
-    of its cached prefix. ``fill``: its prefill. ``behind``: the prefill of another request that begins with the same
-    tokens; this one waits for it. ``place``: where the keys and values of its tokens from ``place.base`` on are. Nodes
-    have those of earlier tokens.
+    ``tokens``: prompt and generated tokens; only set while the request is not a row of the table. ``log_probs``: the
+    log-probs of the generated tokens, also only set while the request is not a row. ``kept``: the ids that each
+    generated token was drawn from, if the request asks for them. ``versions``: (index of a generated token, weight
+    version from that token on). ``leaf``: the last node of the request's cached prefix. ``fill``: the request's
+    prefill. ``behind``: the prefill of another request that begins with the same tokens; this request waits for that
+    prefill. ``place``: where the keys and values of the tokens from ``place.base`` on are. The keys and values of
+    earlier tokens are in nodes of the prefix tree.
     """
 
     request: GenerateRequest
@@ -77,12 +79,12 @@ class Running:
 
     @property
     def remaining(self) -> int:
-        """Number of tokens that the response may still get."""
+        """The number of further tokens that the response may have."""
         return self.request.params.max_new_tokens - len(self.log_probs)
 
     def deliver(self, reason: FinishReason) -> None:
-        """Give the caller the result: the error, or the tokens, log-probs, versions and the ``reason`` why the response
-        ended."""
+        """Give the caller the result. The result is the error, or the tokens, log-probs, versions and finish
+        ``reason``."""
         if self.error is not None:
             self.future.set_exception(self.error)
             return
@@ -100,8 +102,8 @@ class Running:
 class RowTable:
     """State of the rows. Rows 0 to count-1 decode. When a row is removed, the last row moves into its place.
 
-    ``tokens``: [rows, width] prompt and response. ``log_probs``: the same shape, with values for the response only. The
-    longest row sets the width.
+    ``tokens``: [rows, width] prompt and response. ``log_probs``: the same shape, with values only for the response. The
+    width is the length of the longest row.
     """
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
@@ -118,7 +120,8 @@ class RowTable:
         return len(self.sequences)
 
     def add(self, sequence: Running, room: int = 0) -> None:
-        """Start or continue a row for ``sequence``. ``room``: how many tokens its place in a slab can have."""
+        """Start or continue a row for ``sequence``. ``room``: the number of tokens that fit into the row's place in its
+        slab."""
         request, params = sequence.request, sequence.request.params
         row, length, start = len(self.sequences), len(sequence.tokens), len(request.input_ids)
         self.sequences.append(sequence)
@@ -145,7 +148,7 @@ class RowTable:
         self._sampling = None
 
     def remove(self, row: int) -> Running:
-        """Remove a row and return its sequence, with its tokens. The last row moves into its place."""
+        """Remove a row, and return its sequence with all tokens. The last row moves into the free place."""
         sequence = self.sequences[row]
         length, start = int(self.state["length"][row]), int(self.state["start"][row])
         sequence.tokens = self.tokens[row, :length].copy()
@@ -163,7 +166,7 @@ class RowTable:
         return sequence
 
     def last_tokens(self) -> np.ndarray:
-        """[rows] the last token of each row, which the next step feeds to the model."""
+        """The last token of each row [rows], which is the model's input in the next step."""
         rows = len(self)
         return self.tokens[self._row_ids[:rows], self.state["length"][:rows] - 1]
 
@@ -177,18 +180,19 @@ class RowTable:
         lengths += 1
 
     def sampling(self) -> SamplingBatch:
-        """How to sample the rows. It is recomputed only after a row is added or removed."""
+        """The sampling parameters of all rows. The result is recomputed only after a row is added or removed."""
         if self._sampling is None:
             self._sampling = SamplingBatch.build(self.state["shape"][: len(self)], self._vocab_size, self._device)
         return self._sampling
 
     def changing(self) -> np.ndarray:
-        """The rows whose logits change, by a grammar or because they have not reached min_new_tokens."""
+        """The rows with changed logits: a grammar limits their tokens, or they have not reached min_new_tokens."""
         state = self.state[: len(self)]
         return np.flatnonzero(state["changes"] | (state["length"] < state["min_length"]))
 
     def stopped(self, tokens: np.ndarray) -> np.ndarray:
-        """[rows] bool: the new token is a stop id of the row. Before min_new_tokens `changes.changed` prevents that."""
+        """Whether the new token of each row is one of its stop ids, [rows] bool. `changes.changed` prevents stop ids
+        before min_new_tokens."""
         return (tokens[:, None] == self.stop_ids[: len(self)]).any(1)
 
     def _widen(self, length: int) -> None:

@@ -1,5 +1,5 @@
-"""Samples the next tokens of whole batches, each row from its own random stream. Also computes log-probs of given
-tokens, such as a teacher's log-probs of a student's responses."""
+"""Samples the next tokens of whole batches. Each row has its own random stream. The module also computes log-probs of
+given tokens, such as a teacher's log-probs of a student's responses."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from slimelite.engines.embedded.attention import ScorePlan
 from slimelite.engines.embedded.model import Decoder
 from slimelite.engines.protocol import Scores
 
-NOT_FINITE = "the model's logits are not finite: its weights (or the last ones sent) hold inf or NaN"
-# most logits that scoring holds at a time
+NOT_FINITE = "the model's logits are not finite: its weights (or the last weights that were sent) contain inf or NaN"
+# the most logits that scoring keeps in memory at the same time
 SCORE_ELEMENTS = 2**24
 GOLDEN = 0x9E3779B97F4A7C15
 # the search for a token by cumulative probability first sums blocks of this many columns
 BLOCK = 256
-# top-p and top-k first look among this many likeliest tokens; a wider nucleus sorts the whole vocabulary
+# top-p and top-k first search this number of likeliest tokens; a larger nucleus needs a sort of the whole vocabulary
 CANDIDATES = 1024
 BELOW_ONE = 1 - 2**-50
-# the sampling parameters that shape a row's distribution, whether the result has the ids that they keep, and whether a
-# grammar excludes tokens too
+# the sampling parameters that change a row's distribution. "kept": whether the result has the ids that remain.
+# "guided": whether a grammar also excludes tokens
 SHAPE = np.dtype(
     [
         ("temperature", np.float64),
@@ -39,7 +39,8 @@ SHAPE = np.dtype(
 
 
 def stream_of(seed: int) -> int:
-    """Start of the random stream of ``seed``: one step of splitmix64, so that neighbouring seeds are unrelated."""
+    """The start of the random stream of ``seed``. One step of splitmix64 computes it, so that the streams of
+    neighbouring seeds are unrelated."""
     return int(_mixed(np.array([(seed + GOLDEN) % 2**64], np.uint64))[0])
 
 
@@ -69,8 +70,8 @@ class SamplingBatch:
     """How to sample each of n rows. A field is None when no row uses that option.
 
     ``temperature``: [n, 1]. ``greedy``: [n] bool. ``truncated``: indices [m] of rows with top-p, top-k or min-p.
-    ``top_p``, ``top_k`` and ``min_p`` [m, 1] are their values. ``tells``: [n] bool, rows that return the ids that
-    remained.
+    ``top_p``, ``top_k`` and ``min_p`` [m, 1] are the values of these rows. ``tells``: [n] bool, whether a row returns
+    the ids that remained.
     """
 
     temperature: torch.Tensor | None
@@ -115,7 +116,7 @@ def sample(
     uniform: torch.Tensor,
     changed: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, dict[int, np.ndarray]]:
-    """Draw one token a row by inverting the cumulative distribution at ``uniform``.
+    """Draw one token per row by inverting the cumulative distribution at ``uniform``.
 
     Args:
         logits: [n, vocab] fp32; overwritten.
@@ -125,8 +126,8 @@ def sample(
 
     Returns:
         Tokens [n] int64. Their log-probs [n] fp32 under softmax(logits / temperature), before changes and truncation. A
-        dict from each row that tells them to the int32 ids that its token was drawn from. In such a row the log-prob is
-        renormalised over these ids.
+        dict: row -> the int32 ids that its token was drawn from, for each row that returns them. The log-prob of such a
+        row is renormalised over these ids.
     """
     if batch.temperature is not None:
         logits.div_(batch.temperature)
@@ -146,7 +147,8 @@ def sample(
             tokens[cut] = left[1].gather(-1, _search(left[0], uniform[cut, None])[0])
         if batch.greedy is not None:
             tokens = torch.where(batch.greedy[:, None], weights.argmax(-1, keepdim=True), tokens)
-    # the probability of a drawn token can be 0 only if a change left no likelier one; the floor keeps its log finite
+    # a drawn token can have probability 0 only if the changes excluded all likelier tokens; the lower bound keeps its
+    # log finite
     log_probs = probs.gather(-1, tokens).clamp_min(torch.finfo(torch.float32).tiny).log().squeeze(-1)
     return tokens.squeeze(-1), log_probs, {} if batch.tells is None else _tell(batch, tokens, weights, log_probs, left)
 
@@ -158,7 +160,8 @@ def _tell(
     log_probs: torch.Tensor,
     left: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> dict[int, np.ndarray]:
-    """The kept ids of the rows that tell them. Changes their ``log_probs`` [n] to be over these ids."""
+    """The kept ids of the rows that return them. The ``log_probs`` [n] of these rows are renormalised over the kept
+    ids."""
     assert batch.tells is not None
     kept: dict[int, np.ndarray] = {}
     if left is not None and batch.truncated is not None:
@@ -166,13 +169,13 @@ def _tell(
         over = (weights[rows].gather(-1, tokens[rows])[:, 0] / mass.sum(-1)).log()
         tells = torch.from_numpy(batch.tells).to(rows.device)[rows]
         log_probs[rows] = torch.where(tells, over.float(), log_probs[rows])
-        counts = (mass > 0).sum(-1).cpu().numpy()  # the likeliest are first
+        counts = (mass > 0).sum(-1).cpu().numpy()  # the likeliest tokens come first
         listed = ids[:, : int(counts.max())].to(torch.int32).cpu().numpy()
         kept = {row: listed[i, : counts[i]].copy() for i, row in enumerate(rows.tolist()) if batch.tells[row]}
     if batch.greedy is not None:
         drawn = tokens[:, 0].cpu().numpy().astype(np.int32)
         greedy = torch.from_numpy(batch.tells).to(log_probs.device) & batch.greedy
-        log_probs[greedy] *= 0.0  # what is not finite stays so
+        log_probs[greedy] *= 0.0  # values that are not finite stay not finite
         kept |= {row: drawn[row : row + 1] for row in greedy.nonzero()[:, 0].tolist()}
     return kept
 
@@ -185,15 +188,15 @@ def _search(weights: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor,
     """
     mass = weights.cumsum(-1, dtype=torch.float64)
     target = torch.minimum(uniform * mass[:, -1:], mass[:, -1:] * BELOW_ONE)
-    # the clamp matters only for NaN weights, which would give an index out of range (`_invert` clamps likewise)
+    # only NaN weights need the clamp: they would give an index out of range (`_invert` clamps for the same reason)
     index = torch.searchsorted(mass, target, right=True).clamp_(max=weights.shape[-1] - 1)
     inside = (target - mass.gather(-1, index)) / weights.gather(-1, index) + 1
     return index, inside.clamp_(0, BELOW_ONE)
 
 
 def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """[n, vocab], [n, 1] -> tokens [n, 1]. It finds the block first and then the token, so that most columns are only
-    summed."""
+    """[n, vocab], [n, 1] -> tokens [n, 1]. The search finds the block first and then the token, so that most columns
+    are only summed."""
     vocab = weights.shape[-1]
     if vocab <= BLOCK:
         return _search(weights, uniform)[0]
@@ -211,8 +214,9 @@ def _truncated(weights: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tenso
     """The likeliest tokens, in descending order, and their masses, which are 0 for excluded tokens. Both are [m,
     width].
 
-    A token is one of the top_k likeliest, of the smallest set whose mass reaches top_p, and has at least min_p of the
-    likeliest one's probability. All limits are applied to the full distribution, as SGLang does.
+    A token is kept if three conditions are true. It is one of the top_k likeliest tokens. It is in the smallest set
+    with a mass of at least top_p. Its probability is at least min_p times the highest probability. All limits are
+    applied to the full distribution, as SGLang does.
     """
     assert batch.top_p is not None
     assert batch.top_k is not None
@@ -232,7 +236,7 @@ def _truncated(weights: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tenso
 
 @dataclass(slots=True)
 class Scoring:
-    """A waiting `Engine.score` call. It asks for the log-probs of ``tokens[start:]`` and of the ``top`` likeliest
+    """A waiting `Engine.score` call. The call requests the log-probs of ``tokens[start:]`` and of the ``top`` likeliest
     tokens."""
 
     tokens: list[int]
@@ -267,7 +271,8 @@ def together(scorings: Iterable[Scoring]) -> list[list[Scoring]]:
 
 
 def compute(group: Sequence[Scoring], decoder: Decoder) -> list[Scores]:
-    """One pass for a list that `together` returned. It computes the tokens before ``start`` once."""
+    """Score all calls of a ``group`` from `together` in one pass. The pass computes the tokens before ``start`` only
+    once."""
     first, device = group[0], decoder.weights.embed.device
     head = decoder.logits, len(decoder.weights.head.weight)
     if len(group) == 1:

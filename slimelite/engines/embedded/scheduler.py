@@ -1,4 +1,5 @@
-"""Continuous batching of the dense decoder: it decides what is prefilled, and where keys and values are."""
+"""Continuous batching of the dense decoder. The scheduler decides which tokens are prefilled, and where keys and values
+are stored."""
 
 from __future__ import annotations
 
@@ -18,27 +19,29 @@ from slimelite.engines.embedded.rows import Fill, Running
 from slimelite.engines.embedded.sampler import Scoring, compute
 from slimelite.engines.protocol import Decode, OnTokens, Scores
 
-# most prompt tokens in one prefill call, which bounds the memory of its activations
+# the most prompt tokens in one prefill call; this limits the memory of its activations
 PREFILL_TOKENS = 1024
-# most prompt tokens that are prefilled before a decoding step, while there are rows that wait for it
+# the most prompt tokens that are prefilled before a decoding step while rows wait for this step
 STEP_TOKENS = 2 * PREFILL_TOKENS
-# a prompt with more tokens to prefill than this gets one call a step even while no row waits, since others may come
+# a prompt with more tokens to prefill than this gets one prefill call per step even if no row waits, because other
+# requests may arrive
 LONG_PROMPT = 4 * PREFILL_TOKENS
-# requests whose next tokens are alike, at least this many, wait for the first of them to be prefilled; and a shorter
-# known prefix is not used, unless it is the whole prompt
+# if at least this many next tokens of several requests are equal, the other requests wait until the first request is
+# prefilled. A shorter cached prefix is not used, unless it is the whole prompt
 ALIKE = 16
-# a shorter shared prefix is copied into its rows: products of a few queries with it cost more than reading copies
+# a shared prefix with fewer tokens is copied into its rows, because reading copies costs less than separate products of
+# a few queries with the prefix
 REFERENCE = 128
-# when a row ends, shorter segments of it are not worth keeping
+# when a row ends, segments with fewer tokens are not cached
 KEEP = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The batch of a decoding step: the rows of ``slabs``, which are rows ``order`` of the table, and the prefixes that
-    they share.
+    """The batch of a decoding step: the rows of ``slabs``, and the prefixes that they share. These rows are the rows
+    ``order`` of the table.
 
-    ``back``: the row in the batch of each row of the table. ``splits``: the count of `PrefixTree.splits` when
+    ``back``: for each row of the table, its row in the batch. ``splits``: the count of `PrefixTree.splits` when
     ``sharing`` was made.
     """
 
@@ -50,11 +53,12 @@ class Layout:
 
 
 class Scheduler(Batching):
-    """Batching of the dense decoder. Rows are in slabs, as many as the memory allows, and prefixes are in a tree.
+    """Batching of the dense decoder. Rows are in slabs, and prefixes are in a tree. The memory limits the number of
+    rows.
 
-    The tokens of a sequence before the last one are found in the prefix tree or prefilled. A row's last token is never
-    in the cache: the next decoding step feeds it. So a new prompt, a copied prompt, a continued response and a
-    recomputed row all need the same decoding step.
+    All tokens of a sequence except the last one are read from the prefix tree or prefilled. A row's last token is never
+    in the cache, because it is the input of the next decoding step. So the same decoding step serves a new prompt, a
+    copied prompt, a continued response and a recomputed row.
     """
 
     def __init__(
@@ -69,7 +73,7 @@ class Scheduler(Batching):
         self.prefixes = PrefixTree(memory)
         self._memory, self._decoder = memory, decoder
         self._fills: dict[object, Fill] = {}
-        # None after a row has come, gone or moved
+        # None after a row was added, removed or moved
         self._layout: Layout | None = None
 
     def release_cache(self) -> None:
@@ -95,7 +99,7 @@ class Scheduler(Batching):
         return compute(group, self._decoder)
 
     def _admit(self) -> None:
-        """Admit waiting sequences in the order of their arrival, as long as there are rows and memory for them."""
+        """Admit waiting sequences in the order of their arrival, as long as rows and memory are free."""
         memory, previous = self._memory, self.filling[-1].request.input_ids if self.filling else ()
         expected = sum(class_length(len(s.tokens)) for s in self.filling)
         while self.waiting and len(self.rows) + len(self.filling) < self._max_rows:
@@ -109,7 +113,7 @@ class Scheduler(Batching):
             self._let_fill(sequence)
 
     def _prefill(self) -> None:
-        """Prefill tokens, at most `STEP_TOKENS` if rows wait. Sequences that are prefilled become rows."""
+        """Prefill tokens, at most `STEP_TOKENS` if rows wait for a decoding step. Prefilled sequences become rows."""
         budget = STEP_TOKENS if self.rows.sequences else None
         while self.filling:
             batch, ready = self._pick(PREFILL_TOKENS if budget is None else min(budget, PREFILL_TOKENS))
@@ -127,7 +131,8 @@ class Scheduler(Batching):
                 budget -= len(tokens)
 
     def _pick(self, room: int) -> tuple[list[tuple[Running, Piece]], list[Running]]:
-        """What the next prefill call computes, at most ``room`` tokens, and the sequences that are ready without it."""
+        """The pieces for the next prefill call (at most ``room`` tokens), and the sequences that are ready without a
+        prefill."""
         batch: list[tuple[Running, Piece]] = []
         ready: list[Running] = []
         for sequence in self.filling:
@@ -157,7 +162,7 @@ class Scheduler(Batching):
         prompt = sequence.tokens[:-1]
         leaf = self.prefixes.match(prompt, sequence.leaf)
         if leaf.end < min(ALIKE, len(prompt)):
-            # prompts without a past are prefilled together, which is faster than to save a few tokens
+            # prompts with no cached prefix are prefilled together, which saves more time than the use of a short prefix
             leaf = self.prefixes.root
         if sequence.leaf is not None:
             self.prefixes.leave(sequence.leaf)
@@ -189,7 +194,7 @@ class Scheduler(Batching):
             self.prefixes.leave(leaf)
 
     def _end_fill(self, sequence: Running) -> None:
-        """Drop the unfinished prefill of a sequence, so that others no longer wait for it."""
+        """Drop the unfinished prefill of a sequence, so that other sequences no longer wait for it."""
         if (fill := sequence.fill) is not None:
             self._memory.give_back(fill.kv)
             del self._fills[fill.key]
@@ -211,7 +216,7 @@ class Scheduler(Batching):
             sequence.place.base = shared[-1].end if shared else 0
             length = class_length(len(sequence.tokens) - sequence.place.base + _headroom(sequence))
             together.setdefault((sequence.leaf, length), []).append(sequence)
-        # one allocation for these and for those that are likely to follow them into the same slab
+        # one allocation for these sequences and for the sequences that will probably follow them into the same slab
         lengths = Counter(class_length(len(s.tokens) - s.place.base + _headroom(s)) for s in self.filling)
         for length in {length for _, length in together}:
             if self._make_room((slab := self._memory.slab(length)).growth(lengths[length])):
@@ -242,29 +247,28 @@ class Scheduler(Batching):
 
     def _shared(self, leaf: Node) -> list[Node]:
         """The nodes on the path to ``leaf`` that are read in place, because several sequences pass through them."""
-        # lower precisions have no attention here that returns its mass without rounding the scores
+        # in lower precisions, no attention function here returns its mass without rounding the scores
         if self._memory.dtype != torch.float32:
             return []
         shared = [node for node in leaf.path() if node.users > 1]
         return shared if shared and shared[-1].end >= REFERENCE else []
 
     def _make_room(self, tokens: int) -> bool:
-        """Evict cached prefixes until ``tokens`` fit; False if they do not."""
+        """Evict cached prefixes until ``tokens`` fit. Returns False if they do not fit."""
         while tokens > self._memory.free:
             if not self.prefixes.evict():
                 return False
         return True
 
     def _grow(self) -> None:
-        """Move rows whose place is full to a place of the next class. If there is no memory, the last rows wait
-        again."""
+        """Move each row with a full place to a longer place. If there is no memory, the last rows wait again."""
         state = self.rows.state[: len(self.rows)]
         full = np.flatnonzero(state["length"] - state["base"] > state["room"])
         for room in np.unique(state["room"][full]).tolist():
             moving = [row for row in full.tolist() if self.rows.state["room"][row] == room]
             longer = class_length(room + 1)
             while not self._make_room(self._memory.slab(longer).growth(len(moving))) and len(self.rows) > 1:
-                self._preempt()  # the slab goes with its last row
+                self._preempt()  # a slab is dropped together with its last row
                 moving = [row for row in moving if row < len(self.rows)]
             moving = [row for row in moving if row < len(self.rows)]
             if not moving:
@@ -311,8 +315,8 @@ class Scheduler(Batching):
         self._draw(self._decoder.logits(hidden))
 
     def _retire(self, sequences: Sequence[Running], *, keep: bool) -> None:
-        """Release the nodes and places of these sequences. Results that only a row has and others may use are copied
-        into segments."""
+        """Release the nodes and places of these sequences. If only a row has some results and other sequences may use
+        them, they are copied into segments."""
         places: dict[Slab, list[int]] = {}
         for sequence in sequences:
             self._retire_one(sequence, keep=keep, places=places)
@@ -343,5 +347,5 @@ class Scheduler(Batching):
 
 
 def _headroom(sequence: Running) -> int:
-    """How many more tokens a new place has room for. A row that needs more moves later."""
+    """The number of additional tokens that a new place has room for. A row that needs more room moves later."""
     return min(sequence.remaining, 8 + len(sequence.tokens) // 4)

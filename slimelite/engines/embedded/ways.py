@@ -1,8 +1,8 @@
-"""Finds out how the generic decoder may compute the models of a family, by trying a small copy.
+"""Finds out how the generic decoder may compute the models of a family, by tests on a small copy of a model.
 
-Some caches of transformers are wrong without an error: with rows of different lengths, or when more than one token
-follows the cached ones. So a small random model computes a few sequences in each way. Its logits are compared with
-those of its plain forward pass.
+Some caches of transformers give wrong results without an error: with rows of different lengths, or when several tokens
+follow the cached tokens. So a small random model computes a few sequences in each way. The log-probs are compared with
+the log-probs of a plain forward pass.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from slimelite.models.files import CAPS as LOGIT_CAPS
 from slimelite.models.files import restore_weights
 from slimelite.models.small import VOCABULARY, small_config
 
-# largest difference of log-probs that counts as rounding [nats]: with 48 layers it was 1.2e-3, an error gave 4e-2
+# the largest difference of log-probs that counts as rounding [nats]: rounding gave 1.2e-3 with 48 layers, and an error
+# gave 4e-2
 TOLERANCE = 2e-3
-# std of the noise on the weights, so that layers act as strongly as trained ones
+# std of the noise on the weights, so that the effects of the layers are similar to those of trained layers
 SPREAD = 0.1
-# tokens of the sequences that are computed: longer than the small model's window and context, and two alike
+# lengths of the test sequences [tokens]: longer than the small model's window and context, and two are equal
 LENGTHS = (19, 14, 14)
-# fields of configs with a cap of attention scores or logits, and what they are here
+# CAPS: config fields with a cap of attention scores or logits. LOW_CAP: their value in the small model
 CAPS = ("attn_logit_softcapping", *LOGIT_CAPS, "gate_soft_cap")
 LOW_CAP = 1.0
 ELSEWHERE = "use --rollout-backend sglang"
@@ -40,16 +41,16 @@ ELSEWHERE = "use --rollout-backend sglang"
 class Rows(IntEnum):
     """Which rows may share a decoding step."""
 
-    WHOLE = 0  # those of one length, of which every step computes all tokens: the family has no cache that is right
-    ALIKE = 1  # those of one length
-    PADDED = 2  # all: shorter ones are padded in front
+    WHOLE = 0  # rows of one length; each step computes all their tokens, because the family has no correct cache
+    ALIKE = 1  # rows of one length
+    PADDED = 2  # all rows; shorter rows are padded in front
 
 
 @dataclass(frozen=True)
 class Ways:
-    """How the models of a family are computed. ``extends``: whether several tokens at once may follow cached ones.
+    """How the models of a family are computed. ``extends``: whether several tokens at once may follow cached tokens.
 
-    ``attention``: transformers' name of the fastest attention that gives right results.
+    ``attention``: transformers' name of the fastest attention that gives correct results.
     """
 
     rows: Rows
@@ -58,17 +59,17 @@ class Ways:
 
 
 class NotComputed(ValueError):
-    """The engine does not compute a family; ``reason`` says why."""
+    """The engine cannot compute a family, for this ``reason``."""
 
     def __init__(self, family: str, reason: str) -> None:
-        super().__init__(f"the embedded engine does not compute {family}: {reason}; {ELSEWHERE}")
+        super().__init__(f"the embedded engine cannot compute {family}: {reason}; {ELSEWHERE}")
         self.reason = reason
 
 
 def check_config(config: PretrainedConfig) -> None:
-    """Raise ValueError for a model that the embedded engine does not compute; see `ways_of`."""
+    """Raise ValueError for a model that the embedded engine cannot compute; see `ways_of`."""
     if method := restore_weights(config):
-        raise NotComputed(config.model_type, f"its weights are quantized by {method}, which cannot be undone here")
+        raise NotComputed(config.model_type, f"its weights are quantized by {method} and cannot be restored")
     if not_fast(config):
         ways_of(config)
 
@@ -77,7 +78,8 @@ def ways_of(config: PretrainedConfig) -> Ways:
     """How the generic decoder computes models with ``config``. The answer is cached.
 
     Raises:
-        NotComputed: an encoder, an encoder–decoder, or a model whose plain forward pass does not repeat itself.
+        NotComputed: the model is an encoder or an encoder–decoder, or its plain forward pass does not give the same
+            results again.
     """
     return _ways_of(pickle.dumps(config))
 
@@ -91,19 +93,20 @@ def _ways_of(pickled: bytes) -> Ways:
     # kernels that are installed only for GPUs fail on a CPU
     for device in ("cpu", "cuda")[: 1 + torch.cuda.is_available()]:
         try:
-            # not under the engine's inference mode: in-place changes of parameters are counted
+            # not in the engine's inference mode, because the trial counts in-place changes of parameters
             with torch.inference_mode(False), torch.no_grad():
                 return _Trial(config, device).ways()
         except NotComputed:
             raise
-        except Exception as error:  # of any type: models raise anything
+        except Exception as error:  # models raise errors of any type
             problem = error
     text = " ".join(str(problem).split())[:200]
-    raise NotComputed(config.model_type, f"a small copy of it cannot be run ({text})") from problem
+    raise NotComputed(config.model_type, f"a small copy of the model fails ({text})") from problem
 
 
 class _Trial:
-    """A small copy of a model, some sequences, and for each the log-probs [tokens, vocab] of a plain forward pass."""
+    """A small copy of a model, some sequences, and the log-probs [tokens, vocab] of each sequence from a plain forward
+    pass."""
 
     def __init__(self, config: PretrainedConfig, device: str) -> None:
         self._config, self._device = _with_caps(small_config(config)), device
@@ -118,7 +121,7 @@ class _Trial:
         self._right = [self._plain(ids) for ids in self._ids]
 
     def ways(self) -> Ways:
-        """Find the ways. It raises the same errors as `ways_of`."""
+        """Find the ways. Raises the same errors as `ways_of`."""
         if problem := self._problem():
             raise NotComputed(self._config.model_type, problem)
         attention = "sdpa" if self._holds(self._with_sdpa) else "eager"
@@ -136,7 +139,7 @@ class _Trial:
         return self._passes.whole(ids).log_softmax(-1)[0]
 
     def _problem(self) -> str:
-        """Why the model cannot be sampled from even by plain forward passes; empty if it can."""
+        """The reason why not even plain forward passes can sample from the model; empty if they can."""
         ids = self._ids[0].clone()
         if not _alike(self._plain(ids), self._right[0]):
             return "its log-probs change from call to call"
@@ -151,7 +154,7 @@ class _Trial:
     def _holds(self, way: Callable[[], bool]) -> bool:
         try:
             return way()
-        except Exception:  # models raise anything when they are called in an unsupported way
+        except Exception:  # models raise errors of any type when they are called in an unsupported way
             return False
 
     def _with_sdpa(self) -> bool:
@@ -164,7 +167,7 @@ class _Trial:
         return right
 
     def _pads(self) -> bool:
-        """Whether rows of different lengths that come and go give right results."""
+        """Whether rows of different lengths give correct results when they join and leave a batch."""
         first = 6
         caches = [self._prefilled(0, first + 5), self._prefilled(1, first)]
         right = all(right for right, _ in caches)
@@ -172,7 +175,7 @@ class _Trial:
         for _ in range(3):
             right &= self._decode([0, 1], lengths, cache)
             cache, lengths = self._cache, [length + 1 for length in lengths]
-        # the longer one leaves, and its columns with it
+        # the longer row leaves the batch, and its extra columns are removed
         cache, lengths = with_rows(cache, torch.tensor([1], device=self._device), lengths[1]), lengths[1:]
         right &= self._decode([1], lengths, cache)
         cache, lengths = self._cache, [lengths[0] + 1]
@@ -184,7 +187,7 @@ class _Trial:
         return right and alone
 
     def _batches(self) -> bool:
-        """Whether rows of one length that were prefilled separately give right results."""
+        """Whether rows of one length that were prefilled separately give correct results."""
         first = 7
         caches = [self._prefilled(1, first), self._prefilled(2, first)]
         cache, right = joined([cache for _, cache in caches]), all(right for right, _ in caches)
@@ -207,7 +210,7 @@ class _Trial:
         return _alike(logits.log_softmax(-1), self._right[index][count - 1][None]), cache
 
     def _decode(self, numbers: list[int], lengths: list[int], cache: object) -> bool:
-        """Whether one more token for each of these sequences is right. Keeps the cache."""
+        """Whether one more token for each of these sequences has the right log-probs. Keeps the cache."""
         fed = torch.cat([self._ids[i][:, length : length + 1] for i, length in zip(numbers, lengths, strict=True)])
         logits, self._cache = self._passes.decode(fed, cache, torch.tensor(lengths), max(lengths))
         right = torch.stack([self._right[number][length] for number, length in zip(numbers, lengths, strict=True)])
@@ -215,7 +218,7 @@ class _Trial:
 
 
 def _with_caps(config: PretrainedConfig) -> PretrainedConfig:
-    """The same config, with caps of scores and logits so low that a small model reaches them."""
+    """The same config, but with low caps of scores and logits, so that a small model reaches the caps."""
     for part in {id(part): part for part in (config, config.get_text_config())}.values():
         for name in [name for name, value in vars(part).items() if name in CAPS and value]:
             setattr(part, name, LOW_CAP)

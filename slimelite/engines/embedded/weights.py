@@ -1,4 +1,4 @@
-"""The weights of a model in this process: loading them, updating them, and freeing their GPU memory for a while."""
+"""The weights of a model in this process: loading and updating them, and releasing their GPU memory temporarily."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ logger = logging.getLogger(__name__)
 def load_model(
     model_path: str, config: PretrainedConfig, dtype: torch.dtype, seed: int, attention: str | None = None
 ) -> PreTrainedModel:
-    """Load the checkpoint at ``model_path``. If the folder has no weights, they are random, from ``seed``.
+    """Load the checkpoint at ``model_path``. If the folder has no weights, the weights are random, with seed ``seed``.
 
     ``attention``: transformers' name of the attention to use; None: its default.
     """
     if has_weights(model_path):
         return load_weights(AutoModelForCausalLM, model_path, config, dtype=dtype, attn_implementation=attention)
-    # no warning: the pre-flight check has given one, and the first weight sync replaces these weights
+    # not a warning, because the pre-flight check has warned already, and the first weight sync replaces these weights
     logger.info("no weight files in %s: the weights are random (seed %d) until a trainer sends some", model_path, seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -34,8 +34,8 @@ def load_model(
 class Weights:
     """All weights of a model. A subclass fills ``_storage`` and ``_targets``, then calls `_complete`.
 
-    ``_storage``: the tensors that have the values. ``_targets``: Hugging Face name -> the part of the storage that
-    holds it. ``incoming``: the current update.
+    ``_storage``: the tensors that have the values. ``_targets``: Hugging Face name -> the part of the storage that has
+    this weight. ``incoming``: the current update.
     """
 
     incoming: WeightUpdate
@@ -61,7 +61,7 @@ class Weights:
             ValueError: see `WeightUpdate.taking`.
         """
         if self._parked:
-            raise ValueError("the weights are released; resume_memory(['weights']) before updating them")
+            raise ValueError("the weights are released; call resume_memory(['weights']) before a weight update")
         with self.incoming.taking((name, tensor.shape) for name, tensor in tensors):
             for name, tensor in tensors:
                 self._targets[self.incoming.aliases.get(name, name)].copy_(tensor)

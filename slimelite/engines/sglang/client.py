@@ -1,4 +1,5 @@
-"""SGLang servers as engines of a run: starting them, connecting to them, and the engine protocol over ``/generate``."""
+"""SGLang servers as engines of a run. The module starts servers, connects to them, and implements the engine protocol
+over ``/generate``."""
 
 from __future__ import annotations
 
@@ -54,22 +55,22 @@ RETRY = Retry(attempts=3, first_s=0.3)
 POLL_S = 0.05
 # timeout of a cache flush, which waits until aborted requests have ended
 IDLE_S = 30.0
-# SGLang lets a request grow to its max_req_input_len plus this [tokens]
+# the maximal length of a request in SGLang is max_req_input_len plus this number [tokens]
 REQUEST_ROOM = 4
-# SGLang ends a request this many tokens below its context length, so that we ask for a longer one
+# SGLang ends a request this many tokens below its context length, so slimelite sets a longer context
 CONTEXT_MARGIN = 2
 NO_MASKS = (
-    "does not report the tokens that top-p, top-k or min-p kept, which training needs to renormalise log-probs: "
-    "SGLang 0.5.20 does (return_sampling_mask); start a newer SGLang, or accept log-probs of the whole vocabulary "
-    "with --allow-truncated-sampling"
+    "does not report the tokens that top-p, top-k or min-p kept. Training needs these tokens to renormalise log-probs. "
+    "Start SGLang 0.5.20 or newer, which reports them (return_sampling_mask), or accept log-probs of the whole "
+    "vocabulary with --allow-truncated-sampling"
 )
-# what a request has for the adapter
+# the field of a request that selects the adapter
 POLICY = {"lora_path": ADAPTER}
 
 
 @dataclass(slots=True)
 class _Running:
-    """A request in flight: its id at the server, and whether our `abort` ended it."""
+    """A request in flight: its id at the server, and whether `SglangEngine.abort` ended the request."""
 
     rid: str = ""
     aborted: bool = False
@@ -78,10 +79,10 @@ class _Running:
 class SglangEngine(Engine):
     """Implements `slimelite.engines.protocol.Engine` over the server at ``url``, and `Restartable`.
 
-    A weight update ends the requests that the server is decoding, because it can flush its KV cache only when idle. If
-    a weight update ends a response (and not our `abort`), the client sends the request again with the tokens so far.
-    The response continues with the new weights, and every token keeps the version that it was sampled from. Aborted
-    requests return their tokens, so that partial rollouts need no streaming.
+    A weight update ends the requests that the server is decoding, because the server can flush its KV cache only when
+    it is idle. If a weight update (and not `abort`) ends a response, the client sends the request again with the tokens
+    so far. The response continues with the new weights, and every token keeps the weight version that it was sampled
+    from. Aborted requests return their tokens, so that partial rollouts need no streaming.
     """
 
     name = "sglang"
@@ -98,17 +99,19 @@ class SglangEngine(Engine):
         """Read the model's config. No request is sent to the server yet.
 
         Args:
-            model_path: Hugging Face folder or name of the server's model. It defines which weights an update must
-                bring.
-            codec: without it, only the server looks for stop strings, and only the end tokens that the server knows
-                count.
-            owner: can restart the server at the same address; None: the server belongs to someone else.
+            model_path: Hugging Face folder or name of the server's model. The model defines which weights an update
+                must bring.
+            codec: used to find stop strings and end tokens that the server misses. None: a response ends only at stop
+                strings and end tokens that the server finds.
+            owner: the object that can restart the server at the same address; None: slimelite did not start the server.
             wait_s: how long `restart` waits for the server to answer [s].
-            front_host: the policy is an adapter of the server, and requests must name it. Requests of other clients go
-                through a front, which listens on this address of this machine. None: the policy is the server's model.
+            front_host: the address of this machine on which a front listens. This address is set if the policy is an
+                adapter of the server, because requests must then name the adapter. Requests of other clients go through
+                the front. None: the policy is the server's model.
         """
         self.url = server.url.rstrip("/")
-        # callers use several event loops, but a connection belongs to one: requests run on this thread's loop
+        # callers use several event loops, but a connection belongs to one loop, so all requests run on this thread's
+        # loop
         self._thread, self._http = LoopThread(f"http {self.url}"), Client(texts=True)
         self._server, self._model_path = server, model_path
         self._vocab_size: int = AutoConfig.from_pretrained(model_path).get_text_config().vocab_size
@@ -123,7 +126,7 @@ class SglangEngine(Engine):
         self._known: EngineInfo | None = None
 
     async def info(self) -> EngineInfo:
-        """See `Engine.info`. The server's scheduler answers ``/server_info``, so a server that hangs is noticed."""
+        """See `Engine.info`. The server's scheduler answers ``/server_info``, so a server that hangs is detected."""
         model, server = await asyncio.gather(self._ask("GET", "/model_info"), self._ask("GET", "/server_info"))
         self._known = EngineInfo(
             name=self.name,
@@ -166,7 +169,7 @@ class SglangEngine(Engine):
                 del self._running[request_id]
 
     async def score(self, input_ids: Sequence[int], start: int, temperature: float = 1.0, top: int = 0) -> Scores:
-        """See `Engine.score`. It works only at temperature 1, and only when all memory is resumed."""
+        """See `Engine.score`. Scoring works only at temperature 1, and only when all memory is resumed."""
         info = self._known or await self.info()
         check_score(input_ids, start, temperature, top, self._vocab_size, info.max_context_len)
         if temperature != 1:
@@ -210,7 +213,8 @@ class SglangEngine(Engine):
         """See `Engine.release_memory`. Requests wait in this client until all memory is resumed."""
         check_memory_tags(tags)
         self._released.update(tags)
-        # a server that releases memory while it decodes dies, so all requests end first, those of plugins too
+        # a server dies if it releases memory while it decodes, so all requests are ended first, including requests of
+        # plugins
         await self._ask("POST", "/abort_request", {"rid": "", "abort_all": True})
         await self._ask("POST", f"/flush_cache?timeout={IDLE_S:g}", {})
         await self._ask("POST", "/release_memory_occupation", {"tags": list(tags)})
@@ -225,7 +229,7 @@ class SglangEngine(Engine):
             self._released.difference_update(released)
 
     async def restart(self) -> None:
-        """See `Restartable.restart`. If someone else runs the server, this only waits for it.
+        """See `Restartable.restart`. If slimelite did not start the server, this method only waits for it.
 
         Raises:
             ValueError: the server does not answer in time.
@@ -244,7 +248,7 @@ class SglangEngine(Engine):
         return await self._front.start() if self._front else self.url
 
     async def close(self) -> None:
-        """Close the connections; the server goes on, because another object owns it."""
+        """Close the connections. The server keeps running, because another object owns it."""
         if self._front is not None:
             await self._front.stop()
         await self._thread.result(self._http.close())
@@ -283,14 +287,15 @@ class SglangEngine(Engine):
             if self._released:
                 await asyncio.sleep(POLL_S)
                 continue
-            if result.output_ids and request.params.guided:  # its grammar begins with the first token
+            if result.output_ids and request.params.guided:  # the grammar starts at the first token of a response
                 if sent:
                     raise RuntimeError(
-                        f"request {request.request_id}: interrupted, and a response that follows a grammar cannot be "
-                        "resumed"
+                        f"request {request.request_id} was interrupted, and a response that follows a grammar cannot "
+                        "be resumed; send the request again"
                     )
                 result = GenerateResult(request.request_id)
-            # SGLang aborts every request whose id starts with the given one, so no id may be a prefix of another
+            # SGLang aborts every request with an id that starts with the given id, so an id must not be a prefix of
+            # another id
             running.rid = f"{request.request_id}.{uuid.uuid4().hex[:8]}"
             body = request_body(request, result, running.rid, self._eos, seeds) | (POLICY if self._front else {})
             before = result
@@ -303,7 +308,7 @@ class SglangEngine(Engine):
                             sent = len(result.output_ids)
                         if result.finish_reason == "stop":
                             break
-            except NoAnswer as error:  # retried here, under a new id: the server may still have the old one
+            except NoAnswer as error:  # the retry uses a new id, because the server may still have the old one
                 failures += 1
                 if not RETRY.again(error, failures):
                     raise
@@ -317,7 +322,7 @@ class SglangEngine(Engine):
         return result.packed()
 
     async def _answers(self, body: dict[str, object], *, streams: bool) -> AsyncGenerator[dict[str, object]]:
-        """The answer to a request. If it ``streams``, the server's earlier, shorter answers come first.
+        """The answer to a request. With ``streams``, the server's earlier, shorter answers come first.
 
         Raises: see `_ask`.
         """
@@ -355,8 +360,9 @@ class SglangEngine(Engine):
     def _cut(self, request: GenerateRequest, result: GenerateResult) -> None:
         """Cut the response at a stop that SGLang missed.
 
-        SGLang ignores stop ids if ignore_eos is set, and misses a stop string that began before a continuation. It also
-        searches only as many tokens as its tokenizer needs for the string, but the model may use more tokens for it.
+        SGLang ignores stop ids if ignore_eos is set, and misses a stop string that began before a continuation. SGLang
+        also searches only as many tokens as its tokenizer needs for the string. But the model may write the string with
+        more tokens.
         """
         params, ids = request.params, result.output_ids
         ends = []
@@ -396,12 +402,12 @@ def _rejections() -> Iterator[None]:
 
 
 def build_server(setup: EngineSetup) -> SglangServer:
-    """The server process on this machine, with a reserved port. It is not started yet."""
+    """The server process on this machine, with a reserved port. The server is not started yet."""
     config = AutoConfig.from_pretrained(setup.model_path).get_text_config()
     length = setup.max_context_len
     if length is not None:
         length = min(length + CONTEXT_MARGIN, max(config.max_position_embeddings, length))
-    # without weights in the folder the trainer draws random ones, and the first weight sync sends them
+    # if the folder has no weights, the trainer starts with random weights, and the first weight sync sends them
     load_format = setup.options.get("load_format") if has_weights(setup.model_path) else "dummy"
 
     def command(host: str, port: int) -> list[str]:
@@ -420,12 +426,12 @@ def connect(setup: EngineSetup, codec: Codec, address: ServerAddress, owner: Res
 
 
 def external_servers(addresses: Sequence[str], model_path: str, transport: str) -> list[Server]:
-    """The servers of ``--rollout-external-engine-addrs``, each with the ``tp_size`` that it reports. ``transport``: how
-    they will get weights.
+    """The servers of ``--rollout-external-engine-addrs``. Each result has the ``tp_size`` that the server reports.
+    ``transport``: the transport of weight updates to these servers.
 
     Raises:
-        ValueError: a server does not answer, `check_model` refuses its model, or it has a draft model that would get
-            the policy's weights.
+        ValueError: a server does not answer, `check_model` refuses its model, or the server has a draft model that
+            would get the policy's weights.
     """
     servers = []
     for address in addresses:
@@ -435,7 +441,7 @@ def external_servers(addresses: Sequence[str], model_path: str, transport: str) 
             width = int(server["tp_size"])
         except (HttpError, TypeError, LookupError, ValueError) as error:
             raise ValueError(
-                f"--rollout-external-engine-addrs {address}: no SGLang server answers there ({error})"
+                f"--rollout-external-engine-addrs {address}: no SGLang server answers at this address ({error})"
             ) from error
         check_model(url, model, model_path)
         if transport == "disk" and server.get(DRAFTS):

@@ -1,5 +1,5 @@
-"""A front for a server whose policy is an adapter. Requests of plugins that name no adapter get it here; otherwise they
-would sample from the frozen weights.
+"""A front for a server that has the policy as an adapter. The front adds the adapter's name to requests of plugins that
+do not name an adapter. Without this name, such requests would sample from the frozen weights.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from slimelite.base.threads import LoopThread
 
 logger = logging.getLogger(__name__)
 
-# the adapter's name at the server, in every version
+# the adapter's name at the server, the same in every version
 ADAPTER = "policy"
 # SGLang's endpoints that take `lora_path`
 SAMPLING = ("/generate", "/v1/completions", "/v1/chat/completions")
 LARGEST_BODY = 1 << 30
-# headers that the server may read; an answer has its type alone
+# headers that are passed on to the server; of the answer's headers, only Content-Type is passed back
 PASSED = ("Authorization", "Content-Type")
 
 
 class AdapterFront:
-    """Passes requests on to the server at ``target``. It adds ``lora_path`` to requests that sample without it. It
-    passes answers back piece by piece, so that streams stay streams.
+    """Passes requests on to the server at ``target``. The front adds ``lora_path`` to sampling requests that do not
+    have it. Answers are passed back in pieces, so that a stream arrives as a stream.
     """
 
     def __init__(self, target: str, host: str) -> None:
@@ -63,7 +63,7 @@ class AdapterFront:
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
         if request.path in SAMPLING:
-            with suppress(ValueError):  # the server says what is wrong with it
+            with suppress(ValueError):  # a malformed body is passed on, and the server answers with the error
                 sent = json.loads(body)
                 if isinstance(sent, dict) and sent.get("lora_path") is None:
                     body = json.dumps({**sent, "lora_path": ADAPTER}).encode()
@@ -86,8 +86,8 @@ class AdapterFront:
             problem = f"{self._target}{request.path} does not answer: {str(error) or type(error).__name__}"
             if response is None:
                 return web.json_response({"error": {"message": problem}}, status=502)
-            if request.transport is not None:  # None: it is the client that has left
-                # the status is sent already; a connection that breaks off says that the answer is not whole
+            if request.transport is not None:  # None: the client has disconnected
+                # the status is sent already; closing the connection shows the client that the answer is incomplete
                 logger.warning("%s", problem)
                 request.transport.abort()
             return response

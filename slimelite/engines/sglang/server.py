@@ -1,9 +1,9 @@
-"""One SGLang server: its address, its process, its settings, and the program that the process runs,
+"""One SGLang server: its address, its process, its settings, and the program that the process runs:
 
     python -m slimelite.engines.sglang.server '{"model_path": ..., ...}'
 
-SGLang's fields change from version to version. If the installed SGLang does not have a field, the error names the
-nearest one. Valid fields become the command line of ``sglang.launch_server``, which is printed.
+SGLang's fields change from version to version. If the installed SGLang does not have a field, the error names the field
+with the most similar name. Valid fields become the command line of ``sglang.launch_server``, which is printed.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ logger = logging.getLogger(__name__)
 
 RETRY, ONCE = Retry(attempts=3), Retry()
 TIMEOUT_S = 600.0
-# timeout of a request to a starting server, which answers at once or refuses the connection
+# timeout of a request to a starting server; such a server answers at once or refuses the connection
 ANSWER_S = 30.0
 START_S = 1800.0
 REPORT_S = 30.0
 END_S = 10.0
 LOG_LINES = 12
-# these fields select SGLang's plain PyTorch code on a CPU, because its kernels need a GPU
+# on a CPU, these fields select SGLang's plain PyTorch code, because SGLang's kernels need a GPU
 ON_CPU: dict[str, object] = {
     "attention_backend": "torch_native",
     "sampling_backend": "pytorch",
@@ -56,8 +56,8 @@ ON_CPU: dict[str, object] = {
     "disable_cuda_graph": True,
     "sleep_on_idle": True,
 }
-# The server is a process group of its own that reads a pipe from us. The pipe closes when our process ends, however it
-# ends; then the shell kills the whole group.
+# The server runs in its own process group. A shell in this group reads a pipe from slimelite's process. When that
+# process ends for any reason, the pipe closes, and the shell kills the whole group.
 ATTACHED = 'exec 3<&0; (cat <&3 >/dev/null; kill -KILL 0) & exec "$@" 3<&- </dev/null'
 
 
@@ -77,7 +77,7 @@ class Server(ServerAddress):
     def post(self, path: str, body: object = None, retry: Retry = RETRY, timeout_s: float = TIMEOUT_S) -> object:
         """Send ``body`` as JSON in a POST, and return the answer. Bytes are sent unchanged.
 
-        The request is sent again after a lost connection. Use ``retry`` `ONCE` if it must not arrive twice.
+        The request is sent again after a lost connection. Use ``retry`` `ONCE` if the request must not arrive twice.
 
         Raises:
             HttpError: the server answers with an error, or cannot be reached.
@@ -85,29 +85,30 @@ class Server(ServerAddress):
         return ask("POST", self.url + path, {} if body is None else body, retry, timeout_s)
 
     def get(self, path: str) -> Any:
-        """The answer to a GET. It raises the same errors as `post`."""
+        """The answer to a GET. Raises the same errors as `post`."""
         return ask("GET", self.url + path, None, RETRY, TIMEOUT_S)
 
     def pause(self) -> None:
         """End the running requests. The server holds new requests back until `resume`.
 
-        In mode "retract" or "in_place" a response would continue with keys and values of the old weights, because the
-        cache can be flushed only while there is no request (SGLang 0.5.20). So each client sends the rest of its
+        SGLang 0.5.20 can flush the cache only while the server has no requests. In mode "retract" or "in_place", a
+        response would therefore continue with keys and values of the old weights. So each client sends the rest of its
         requests again.
         """
         self.post("/pause_generation", {"mode": "abort"})
 
     def resume(self, version: int) -> None:
         """Flush the KV cache, set the weight version and resume decoding."""
-        # the timeout lets requests end that were aborted a moment ago
+        # with this timeout, requests that were aborted just before can still end
         self.post("/flush_cache?timeout=30")
         self.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
         self.post("/continue_generation")
 
     def load_adapter(self, name: str, config: Mapping[str, object], tensors: bytes) -> None:
-        """Load an adapter, which replaces an earlier one of that name. No request may be running.
+        """Load an adapter, which replaces an earlier adapter with the same name. No request may be running.
 
-        ``config``: peft's. ``tensors``: for each tensor-parallel rank a pickle as base64, see `sync.pickled`.
+        ``config``: the adapter's config in peft's form. ``tensors``: one pickle in base64 for each tensor-parallel
+        rank, see `sync.pickled`.
         """
         if any(model["id"] == name for model in self.get("/v1/models")["data"]):
             self.post("/unload_lora_adapter", {"lora_name": name})
@@ -127,7 +128,7 @@ class Server(ServerAddress):
         try:
             self.post("/begin_weight_update", TARGET)
         except HttpError:
-            # an update that broke off is still open
+            # an earlier update failed and is still open
             self.post("/end_weight_update")
             self.post("/begin_weight_update", TARGET)
 
@@ -139,8 +140,8 @@ class Server(ServerAddress):
 
     @cached_property
     def _brackets_updates(self) -> bool:
-        """Whether the server has ``begin_weight_update`` and ``end_weight_update``. SGLang 0.5.23 has them, 0.5.20 does
-        not."""
+        """Whether the server has ``begin_weight_update`` and ``end_weight_update``. SGLang 0.5.23 has these endpoints,
+        and 0.5.20 does not."""
         return "/begin_weight_update" in self.get("/openapi.json")["paths"]
 
 
@@ -151,11 +152,11 @@ def each(servers: Sequence[Server], call: Callable[[Server], T]) -> list[T]:
 
 
 class SglangServer:
-    """One server process at ``host:port``. The constructor reserves the port. The port is then still free when the
-    server binds it half a minute later, and again after a restart.
+    """One server process at ``host:port``. The constructor reserves the port. So the port is still free when the server
+    binds it half a minute later, or after a restart.
 
-    ``command``: makes the command line from (host, port). ``log``: the server's output is appended to this file.
-    ``environment``: the environment variables of the server; None: those of this process, which include
+    ``command``: (host, port) -> the command line. ``log``: the server's output is appended to this file.
+    ``environment``: the environment variables of the server; None: the environment of this process, including
     ``CUDA_VISIBLE_DEVICES``.
     """
 
@@ -182,7 +183,8 @@ class SglangServer:
         """Start the server, wait until it is healthy, and return its base URL.
 
         Raises:
-            ValueError: the server ended, or was not healthy in time. The message has the end of its log.
+            ValueError: the server ended, or was not healthy in time. The message has the last lines of the server's
+                log.
         """
         with self._lock:
             self._start()
@@ -193,7 +195,7 @@ class SglangServer:
         return self.url
 
     def restart(self) -> None:
-        """End the old process group, if there is one, and start the server again. It raises the same errors as
+        """End the old process group, if there is one, and start the server again. Raises the same errors as
         `start`."""
         with self._lock:
             self._end()
@@ -206,7 +208,7 @@ class SglangServer:
         return self._process.pid
 
     def close(self) -> None:
-        """End the process group that `start` made, and nothing else, and free the port."""
+        """End only the process group that `start` made, and free the port."""
         with self._lock:
             self._end()
         self._reserved.close()
@@ -234,26 +236,27 @@ class SglangServer:
             now = time.monotonic()
             if process.poll() is not None:
                 raise ValueError(
-                    f"the SGLang server of {self.url} ended with status {process.returncode}: {self._tail()}"
+                    f"the SGLang server at {self.url} ended with status {process.returncode}: {self._tail()}"
                 )
             if now - begin > self._start_s:
                 raise ValueError(
-                    f"the SGLang server of {self.url} is not healthy after {self._start_s:.0f} s: {self._tail()}"
+                    f"the SGLang server at {self.url} is not healthy after {self._start_s:.0f} s: {self._tail()}"
                 )
             if now - reported > REPORT_S:
                 reported = now
                 logger.warning(
-                    "waiting for the SGLang server of %s, %.0f s so far; its log is %s", self.url, now - begin, self.log
+                    "waiting for the SGLang server at %s, %.0f s so far; its log is %s", self.url, now - begin, self.log
                 )
             time.sleep(0.5)
-        # without a warm-up SGLang does not freeze its objects, and garbage collection in each cache flush scans them
+        # without a warm-up, SGLang does not freeze its Python objects, and garbage collection scans them in each cache
+        # flush
         Server(self.url).post("/freeze_gc", retry=ONCE, timeout_s=ANSWER_S)
 
     def _healthy(self) -> bool:
         try:
             ask("GET", f"{self.url}/health", timeout_s=ANSWER_S)
             return True
-        except HttpError:  # 503 while it starts
+        except HttpError:  # the status is 503 while the server starts
             return False
 
     def _tail(self) -> str:
@@ -264,7 +267,7 @@ class SglangServer:
         process, self._process = self._process, None
         if process is None:
             return
-        # kill the whole group, since its leader may be dead already; the server has no state to save
+        # kill the whole group, because its leader may be dead already; the server has no state to save
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         assert process.stdin is not None
@@ -278,12 +281,12 @@ class SglangServer:
             except ProcessLookupError:
                 return
             time.sleep(0.05)
-        logger.warning("some processes of the server of %s are still alive %.0f s after SIGKILL", self.url, END_S)
+        logger.warning("some processes of the server at %s are still alive %.0f s after SIGKILL", self.url, END_S)
 
 
 def reserve_port(host: str) -> socket.socket:
     """A socket bound to a free port of this machine. The socket does not listen, so a server can bind the same port
-    with SO_REUSEADDR. But the system does not give the port to a program that asks for any free port."""
+    with SO_REUSEADDR. The system does not give this port to programs that ask for any free port."""
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     reserved.bind((host, 0))
@@ -301,15 +304,16 @@ def installed_options() -> dict[str, argparse.Action]:
 
 
 def missing_for_kernels() -> Iterator[str]:
-    """One sentence for each requirement of SGLang's kernels, besides Python packages, that this machine lacks."""
+    """One sentence for each requirement of SGLang's kernels that this machine does not meet. Python packages are not
+    checked."""
     name, _, version = (os.confstr("CS_GNU_LIBC_VERSION") or "another C library").partition(" ")
     if name != "glibc" or [int(part) for part in version.split(".")[:2]] < [2, 34]:
         yield f"SGLang's kernels need glibc 2.34 or newer, and this machine has {name} {version}: see docs/install.md"
     if shutil.which("nvcc") is None and not (Path(os.environ.get("CUDA_HOME", "")) / "bin" / "nvcc").is_file():
         yield (
-            "nvcc is not found, but SGLang needs it to compile kernels when it first uses them: all kernels on GPUs "
-            "before Hopper (RTX 4090, L40S), and those of top-k and top-p sampling (--eval-top-k 1) on any GPU; "
-            "install the CUDA toolkit, or set CUDA_HOME"
+            "nvcc is not found. SGLang needs nvcc to compile kernels at their first use: all kernels on GPUs before "
+            "Hopper (RTX 4090, L40S), and the kernels of top-k and top-p sampling (--eval-top-k 1) on any GPU. "
+            "Install the CUDA toolkit, or set CUDA_HOME"
         )
 
 
@@ -351,7 +355,8 @@ def main() -> None:
 
 
 def server_fields(setup: EngineSetup, **placement: object) -> dict[str, object]:
-    """SGLang's ServerArgs fields for one engine. Later sources win: our flags, --sglang-*, fixed values, ``placement``.
+    """SGLang's ServerArgs fields for one engine. Later sources override earlier ones: slimelite's flags, --sglang-*,
+    fixed values, ``placement``.
 
     ``placement``: ``host``, ``port`` and other fields that depend on where the engine is (``base_gpu_id``, ``nnodes``,
     ``node_rank``, ``dist_init_addr``, ``load_format``, ...). Fields that are None are left out.
@@ -360,13 +365,14 @@ def server_fields(setup: EngineSetup, **placement: object) -> dict[str, object]:
         "mem_fraction_static": setup.memory_share,
         "max_running_requests": setup.max_running_requests,
         "context_length": setup.max_context_len,
-        # on a GPU the trainer always computes in bf16; SGLang would choose fp16 for a model whose config says fp32
+        # on a GPU, the trainer always computes in bf16; SGLang would choose fp16 for a model with fp32 in its config
         **(ON_CPU if setup.device == "cpu" else {"dtype": "bfloat16"}),
     }
     if setup.releases_memory and setup.device == "cuda":
-        implied["cuda_graph_backend_prefill"] = "disabled"  # SGLang's default there cannot be released
+        implied["cuda_graph_backend_prefill"] = "disabled"  # the graphs of SGLang's default backend cannot be released
     if setup.adapter is not None:
-        # two per batch: the policy's adapter, and no adapter, for somebody who sends requests to the frozen model
+        # the value is 2, because a batch may have requests with the policy's adapter and requests to the frozen model
+        # without an adapter
         implied |= {"enable_lora": True, "max_lora_rank": setup.adapter.rank, "max_loras_per_batch": 2}
         implied["lora_target_modules"] = list(setup.adapter.modules)
         implied |= {"lora_backend": "torch_native"} if setup.device == "cpu" else {}
@@ -384,9 +390,9 @@ def server_fields(setup: EngineSetup, **placement: object) -> dict[str, object]:
 
 
 def server_environment(fields: Mapping[str, object], unset: Collection[str] = ()) -> dict[str, str]:
-    """The environment of a server with ``fields``. It is a copy of ours. If the server releases its memory, the copy
-    lacks the variables ``unset``. Its CUDA graphs are released too, unless it records graphs of the "breakable" kind,
-    which cannot be released.
+    """The environment of a server with ``fields``. The result is a copy of the environment of this process. If the
+    server releases its memory, the variables in ``unset`` are removed from the copy. The server's CUDA graphs are also
+    released. Only graphs of the "breakable" kind cannot be released.
     """
     environment = dict(os.environ)
     if not fields.get("enable_memory_saver"):
@@ -396,7 +402,8 @@ def server_environment(fields: Mapping[str, object], unset: Collection[str] = ()
     chosen = [fields.get(f"cuda_graph_{name}") for name in ("backend_decode", "backend_prefill", "config")]
     if "breakable" not in json.dumps(chosen) and not fields.get("debug_cuda_graph"):
         environment.setdefault("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "true")
-        # what NCCL registers of a graph's buffers would point to the memory that they had before a release
+        # NCCL would register the buffers of a graph at their addresses before a release, and these addresses are
+        # invalid afterwards
         environment.setdefault("NCCL_GRAPH_REGISTER", "0")
     return environment
 

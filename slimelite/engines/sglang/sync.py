@@ -3,7 +3,7 @@
 Each transport is a `slimelite.engines.protocol.WeightSink`. `begin` ends the requests that the servers are decoding,
 and `send` delivers a bucket. `end` flushes the KV cache, sets the weight version and resumes decoding. A failed update
 raises `WeightSyncError`. Every server without the complete update stays paused, so that no token is sampled from a mix
-of weights. A later complete update resumes these servers.
+of old and new weights. A later complete update resumes these servers.
 """
 
 from __future__ import annotations
@@ -52,40 +52,38 @@ DEVICE_ARGUMENT = 6
 
 
 def check_model(url: str, info: dict[str, Any], ours: str) -> None:
-    """Check that the server at ``url`` runs the model that is trained, because a weight of another shape crashes
-    SGLang.
+    """Check that the server at ``url`` runs the model that is trained. A weight with another shape would crash SGLang.
 
     Args:
         info: the server's answer to ``/model_info``.
         ours: path of the trained model.
 
     Raises:
-        ValueError: the server runs another model, or one whose config cannot be read on this machine.
+        ValueError: the server runs another model, or a model with a config that cannot be read on this machine.
     """
     path = info["model_path"]
     try:
         theirs = model_shapes(path)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{url} runs {path}, which cannot be read on this machine, so it cannot be compared with --hf-checkpoint "
-            f"{ours}: start the server with a folder that both machines can read, or with a name on the Hugging Face "
-            "hub"
+            f"{url} runs {path}, but this machine cannot read that model to compare it with --hf-checkpoint {ours}. "
+            "Start the server with a folder that both machines can read, or with a name on the Hugging Face hub"
         ) from error
     different = sorted(name for name, _ in theirs.items() ^ model_shapes(ours).items())
     if info["model_type"] != AutoConfig.from_pretrained(ours).model_type:
         different = ["model_type"]
     if different:
         raise ValueError(
-            f"{url} runs {path}, whose {different[0]} differs from that of --hf-checkpoint {ours}: start the server "
-            "with the model that is trained"
+            f"{url} runs {path}, but its {different[0]} differs from the {different[0]} of --hf-checkpoint {ours}; "
+            "start the server with the model that is trained"
         )
 
 
 class ServerSink(ABC):
-    """Base class of all transports. The sink keeps its checks of the servers, and its connections to them, between
-    updates.
+    """Base class of all transports. Between updates, a sink keeps its connections to the servers, and remembers which
+    servers it has checked.
 
-    SGLang ignores a weight with an unknown name and crashes at a wrong shape, so `send` refuses both.
+    SGLang ignores a weight with an unknown name and crashes if the shape is wrong, so `send` refuses both.
     """
 
     # see `WeightSink.every_rank`
@@ -94,10 +92,11 @@ class ServerSink(ABC):
     def __init__(self, setup: SyncSetup) -> None:
         self.setup = setup
         self.update = WeightUpdate(model_shapes(setup.model_path))
-        # all servers of the run, and those that this rank sends requests to
+        # servers: all servers of the run; own: the servers that this rank sends requests to
         self.servers: tuple[Server, ...] = ()
         self.own: list[Server] = []
-        # servers that were checked and joined, and the version of the last update that all of them have
+        # _known: the servers that were checked and joined. _delivered: the version of the last update that all of them
+        # have
         self._known: tuple[Server, ...] = ()
         self._delivered: int | None = None
 
@@ -108,7 +107,7 @@ class ServerSink(ABC):
 
     def begin(self, version: int, changed: Collection[str] | None = None) -> bool:
         """Start the update to ``version``. Running requests end with the tokens that they have, and new requests wait.
-        See `Engine.begin_weight_update`. A server that is new or was restarted needs all weights.
+        See `Engine.begin_weight_update`. A new or restarted server needs all weights.
 
         Raises:
             ValueError: a server runs another model.
@@ -118,7 +117,7 @@ class ServerSink(ABC):
         try:
             self._meet_the_new()
         except HttpError as error:
-            failure = WeightSyncError(f"weights {version} reached no engine: {error}")
+            failure = WeightSyncError(f"weights {version} did not reach any engine: {error}")
         except ValueError as error:
             failure = error
         self._raise_first(failure)
@@ -138,7 +137,7 @@ class ServerSink(ABC):
             self._attempt(lambda: self._transfer(bucket))
 
     def end(self) -> None:
-        """Finish the update. All weights were sent, and the servers decode with them.
+        """Finish the update after all weights were sent. The servers then decode with the new weights.
 
         Raises:
             ValueError: a weight was not sent. The servers stay paused.
@@ -163,7 +162,8 @@ class ServerSink(ABC):
         self.update.complete = False
         for server, info in zip(self.servers, infos, strict=True):
             check_model(server.url, info, self.setup.model_path)
-            # a server started without a warm-up request has not done this, and each cache flush takes a second
+            # a server that started without a warm-up request has not frozen its objects, and then each cache flush
+            # takes a second
             server.post("/freeze_gc")
         self.own = self._join(self.servers)
         self._known = self.servers
@@ -193,24 +193,25 @@ class ServerSink(ABC):
 
     def _failed(self, why: str) -> WeightSyncError:
         return WeightSyncError(
-            f"weights {self.update.version} did not reach every engine: {why}. An engine that failed may have a "
-            "mixture of new and old weights, so it stays paused and nothing is sampled from it. Resume from the "
-            "last checkpoint with --load"
+            f"weights {self.update.version} did not reach every engine: {why}. A failed engine may have a mix "
+            "of new and old weights, so it stays paused and samples nothing. Resume the run from the last checkpoint "
+            "with --load"
         )
 
 
 class HttpSink(ServerSink):
-    """Sends tensors in the body of ``update_weights_from_tensor``. It needs only an HTTP connection."""
+    """Sends tensors in the body of ``update_weights_from_tensor``. This transport needs only an HTTP connection."""
 
     def _transfer(self, bucket: WeightBucket) -> None:
         blob = pickled(WeightBucket(bucket.names, bucket.shapes, bucket.flat.cpu()))
-        # the request has one pickle for each tensor-parallel rank of the server
+        # a request has one pickle for each tensor-parallel rank of the server
         requests = {width: update_request([blob] * width) for width in {server.tp_size for server in self.own}}
         each(self.own, lambda server: server.post("/update_weights_from_tensor", requests[server.tp_size]))
 
 
 class DiskSink(ServerSink):
-    """Writes a Hugging Face folder for each version, such as ``weights_0000007``. Servers decode until they load it."""
+    """Writes a Hugging Face folder for each version, such as ``weights_0000007``. Servers decode until they load the
+    folder."""
 
     def __init__(self, setup: SyncSetup) -> None:
         super().__init__(setup)
@@ -253,7 +254,8 @@ class DiskSink(ServerSink):
 
 
 class GroupSink(ServerSink):
-    """Broadcasts each bucket from this process, in a process group with every rank of the servers.
+    """Broadcasts each bucket from this process to all ranks of the servers, which share a process group with this
+    process.
 
     The backend is NCCL, or gloo on a CPU. The first update creates the group, and `close` destroys it.
     """
@@ -266,7 +268,7 @@ class GroupSink(ServerSink):
         host, backend = self.setup.host, "nccl" if self.setup.device.type == "cuda" else "gloo"
         widths = [server.tp_size for server in servers]
         world = 1 + sum(widths)
-        # rank 0 of the group hosts the store; the servers try to connect until it exists
+        # rank 0 of the group hosts the store; the servers try to connect until the store exists
         store = dist.TCPStore(host, 0, world, True, timedelta(seconds=JOIN_S), wait_for_workers=False)
         place = {"master_address": host, "master_port": store.port, "world_size": world, "backend": backend}
         joining = [
@@ -284,8 +286,8 @@ class GroupSink(ServerSink):
         return list(servers)
 
     def _enter(self, store: dist.TCPStore, world: int, backend: str) -> dist.ProcessGroup:
-        # torch has no public function for a group with processes outside the default group; SGLang calls this private
-        # one too, and both sides must use the same keys in the store
+        # torch has no public function for a group with processes outside the default group. SGLang calls this private
+        # function too, and both sides must use the same keys in the store
         group, _ = c10d._new_process_group_helper(
             world,
             0,
@@ -309,7 +311,7 @@ class GroupSink(ServerSink):
             "flush_cache": False,
             **TARGET,
         }
-        # no retry: a server that received the first request has already entered the broadcast
+        # no retry, because a server that received the first request has already entered the broadcast
         path = "/update_weights_from_distributed"
         answers = [self._threads.submit(server.post, path, request, ONCE) for server in self.own]
         sent = dist.broadcast(bucket.flat.view(torch.uint8), src=0, group=self._group, async_op=True)
@@ -335,10 +337,11 @@ class GroupSink(ServerSink):
 
 
 class IpcSink(ServerSink):
-    """Each trainer rank shares its copy of a bucket with the server rank on its GPU, through CUDA IPC (collective).
+    """Each trainer rank shares its copy of a bucket through CUDA IPC with the server rank on the same GPU (collective).
 
-    The first trainer rank on a server's GPUs sends the request for all of them. On a CPU, tensors are sent by value.
-    The servers use the trainer ranks' GPUs in order, from rank 0 on, without gaps unless a ``first_gpu`` skips ranks.
+    The first trainer rank on a server's GPUs sends the request for all ranks on these GPUs. On a CPU, tensors are sent
+    by value. The servers use the trainer ranks' GPUs in order, from rank 0 on. There are gaps only if a ``first_gpu``
+    skips ranks.
     """
 
     every_rank = True
@@ -355,14 +358,14 @@ class IpcSink(ServerSink):
         return [server for server, own in zip(servers, ranks, strict=True) if own[0] == self._rank]
 
     def _transfer(self, bucket: WeightBucket) -> None:
-        # ranks without a server send no handle, because memory behind a handle that is never opened is never freed
+        # ranks without a server do not send a handle: if a handle is never opened, its memory is never freed
         blobs = _from_all(pickled(bucket) if self._serves else b"")
         for server in self.own:
             request = update_request(blobs[self._rank : self._rank + server.tp_size])
             server.post("/update_weights_from_tensor", request)
 
     def _raise_first(self, failure: Exception | None) -> None:
-        # if one rank fails, all raise; otherwise the others would wait for it in the next collective call
+        # if one rank fails, all ranks raise; otherwise the other ranks would wait for it in the next collective call
         for each_failure in _from_all(failure):
             super()._raise_first(each_failure)
 
@@ -372,7 +375,8 @@ class IpcSink(ServerSink):
             work()
         except HttpError as error:
             failure = str(error)
-        # all ranks keep the shared memory and wait here until every server has copied it; if one fails, all raise
+        # all ranks keep the shared memory and wait here until every server has copied it; if one server fails, all
+        # ranks raise
         failures = [text for text in _from_all(failure) if text]
         if torch.cuda.is_available():
             torch.cuda.ipc_collect()
@@ -383,8 +387,8 @@ class IpcSink(ServerSink):
 class AdapterSink(ServerSink):
     """Sends only the adapter, in one request. The servers read the frozen weights from their files.
 
-    The adapter has the same name in every version, because no request runs between the old version and the new one. A
-    request that waits for the update then need not know the version.
+    The adapter has the same name in every version, because no request runs between the old version and the new one. So
+    a request that waits for the update need not know the new version.
     """
 
     def __init__(self, setup: SyncSetup, adapter: AdapterFormat) -> None:
@@ -417,15 +421,16 @@ def _from_all(value: T) -> list[T]:
 def pickled(bucket: WeightBucket) -> bytes:
     """The bucket in SGLang's ``flattened_bucket`` format, which ``update_weights_from_tensor`` reads.
 
-    A tensor in host memory is sent by value, because torch's shared memory would tie the server to our process. A GPU
-    tensor is sent as a CUDA IPC handle, so the caller must keep it until the server has answered.
+    A tensor in host memory is sent by value, because the server could not use torch's shared memory after this process
+    has ended. A GPU tensor is sent as a CUDA IPC handle, so the caller must keep it until the server has answered.
     """
     metadata = []
     end = 0
     for name, tensor in bucket.tensors():
         start, end = end, end + tensor.nbytes
         metadata.append(
-            # replaces SGLang's FlattenedTensorMetadata: SGLang reads attributes, and its unpickler allows `types`
+            # used in place of SGLang's FlattenedTensorMetadata: SGLang reads only attributes, and its unpickler allows
+            # the module `types`
             SimpleNamespace(
                 name=name, shape=tensor.shape, dtype=tensor.dtype, start_idx=start, end_idx=end, numel=tensor.nbytes
             )
@@ -438,10 +443,11 @@ def pickled(bucket: WeightBucket) -> bytes:
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, value: object) -> Any:
-        # host tensors use torch's own pickling, one of the few functions that SGLang 0.5.23 allows when unpickling
+        # host tensors use torch's own pickle function, because SGLang 0.5.23 allows only a few functions in its
+        # unpickler
         if not (isinstance(value, Tensor) and value.is_cuda):
             return NotImplemented
         rebuild, arguments = reduce_tensor(value)
-        # two processes may number the same GPU differently, so SGLang looks the device up by UUID
+        # two processes may number the same GPU differently, so SGLang finds the device by its UUID
         uuid = str(torch.cuda.get_device_properties(value.device).uuid)
         return rebuild, (*arguments[:DEVICE_ARGUMENT], uuid, *arguments[DEVICE_ARGUMENT + 1 :])
