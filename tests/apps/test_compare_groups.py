@@ -126,10 +126,10 @@ def test_a_metric_of_ones_own_is_compared(tmp_path: Path, capsys: pytest.Capture
     assert "train/own, mean of the last 10 0.0004017 ±0.0000093" in " ".join(shown.split())
     assert "eval/d-pass@4, last" in shown
     assert main(["compare", *words, "--metric", "train/ownn"]) == 1
-    assert "no run has train/ownn; did you mean train/own? there are also: eval/d, " in capsys.readouterr().err
+    assert "no run has train/ownn; did you mean train/own? other metrics are: eval/d, " in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["compare", *low, "--metric", "train/own"])
-    assert "--metric goes with --group" in capsys.readouterr().err
+    assert "--metric needs --group" in capsys.readouterr().err
 
 
 @given(st.lists(st.integers(-8, 8).map(lambda n: n / 4), min_size=2, max_size=7))

@@ -125,7 +125,7 @@ def test_a_hub_dataset_needs_its_library_or_the_hub(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
-        ("environment:zzz", "^environment:zzz: there is no such environment; known are calculator"),
+        ("environment:zzz", "^environment:zzz: there is no such environment; the known names are calculator"),
         ("environment:python", "^environment:python: this environment brings no rows; give a file$"),
     ],
 )

@@ -156,7 +156,7 @@ def test_a_disk_that_is_full_from_the_start(run: Run, small: Path) -> None:
     assert status == 1
     assert "No space left on device; " in said.splitlines()[-1]
     assert said.splitlines()[-1].endswith(
-        "make room, and resume from the last checkpoint with --load: 'run2/metrics.jsonl'"
+        "free more space, and resume from the last checkpoint with --load: 'run2/metrics.jsonl'"
     )
     assert json.loads((small / "run2" / "status.json").read_text())["status"] == "failed"
 

@@ -117,7 +117,7 @@ def test_a_run_ends_early_and_leaves_its_best(start: Start, tmp_path: Path, caps
     assert_same(left(folder), found)
     (folder / "saved" / "evaluations.json").write_text("{}")
     assert start("straight") == 2
-    assert "evaluations.json: is damaged (KeyError: 'evaluations'); remove the file, and" in capsys.readouterr().err
+    assert "evaluations.json: is damaged (KeyError: 'evaluations'): remove the file; the" in capsys.readouterr().err
 
 
 def test_interrupted_it_leaves_the_same(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,7 +90,7 @@ def test_mistakes_are_answered_without_torch_and_transformers(run: str, model: P
         (
             "slimelite",
             f"serve {model} --port {port}".split(),
-            f"--port {port} is taken on 127.0.0.1: choose another one",
+            f"--port {port} is taken on 127.0.0.1: choose another port",
         ),
         ("slimelite", ["chat", "/models/none"], "no such folder"),
         ("slimelite", f"eval {model} --tasks gsm9k".split(), "gsm9k: there is no such task; did you mean gsm8k?"),

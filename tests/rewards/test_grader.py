@@ -199,7 +199,7 @@ def test_a_sample_names_its_own_rule(graders: list[Grader]) -> None:
     ("args", "message"),
     [
         (RewardArgs(rm_type="matth"), "--rm-type matth: there is no such reward rule; did you mean math"),
-        (RewardArgs(rm_type="zzz"), "known are math, .*, or write a function of your own as --custom-rm-path"),
+        (RewardArgs(rm_type="zzz"), "known names are math, .*, or write a function of your own as --custom-rm-path"),
         (RewardArgs(rm_type="opencua_click"), "not offered"),
         (RewardArgs(rm_type="reward_model"), "needs --reward-model-path"),
         (RewardArgs(rm_type="dapo"), "add --reward-key, one of score"),

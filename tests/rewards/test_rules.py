@@ -206,7 +206,7 @@ def test_names() -> None:
     assert [name for name in RULES if name.startswith("boxed_")] == [name for name in RULES if RULES[name].boxed]
     with pytest.raises(ValueError, match=r"--rm-type maths: there is no such reward rule; did you mean math\?"):
         RULES["maths"]
-    with pytest.raises(ValueError, match=r"--rm-type xyz: there is no such reward rule; known are math, gsm8k.*rm"):
+    with pytest.raises(ValueError, match=r"--rm-type xyz: there is no such reward rule; the known names are math.*rm"):
         RULES["xyz"]
     with pytest.raises(ValueError, match="opencua_click is not offered"):
         RULES["opencua_click"]

@@ -21,7 +21,7 @@ def test_facts_of_a_resumed_run_and_of_half_a_run() -> None:
     run = Path("runs/x")
     kl = {"use_kl_loss": True, "kl_loss_coef": 0.001}
     facts = run_facts(make_args(run, start_rollout_id=3, **kl))
-    assert facts["rollouts"] == "5, numbered 0 to 4 in files, going on at 3"
+    assert facts["rollouts"] == "5, numbered 0 to 4 in files, continuing at 3"
     assert facts["method"] == "grpo, adam lr 1e-06, KL loss 0.001 (low_var_kl)"
     assert "plugins" not in facts
     own = "slimelite.rollout.generate.offline_rollout"
