@@ -584,6 +584,6 @@ def _wait_for(
 def _env(threads: int) -> dict[str, str]:
     """Environment variables of a worker. The wrapper for slime's scripts hands over those of --runtime-env-json; secret
     ones are left out, because Ray writes them to logs."""
-    given = public_part(json.loads(os.environ.get("SLIMELITE_WORKER_ENV", "{}")))[0]
+    shown = public_part(json.loads(os.environ.get("SLIMELITE_WORKER_ENV", "{}")))[0]
     memory = {"MALLOC_MMAP_THRESHOLD_": str(BLOCK), "MALLOC_TRIM_THRESHOLD_": str(BLOCK)}  # for processes of a worker's
-    return {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", **memory, **given}
+    return {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", **memory, **shown}
