@@ -21,6 +21,7 @@ from slimelite.models.checkpoints import (
     read_json,
 )
 from slimelite.models.hub import push
+from slimelite.tracking.console import when
 
 if TYPE_CHECKING:
     from slimelite.cluster import Cluster
@@ -148,8 +149,7 @@ class Evaluations:
     def _best_text(self) -> str:
         if self.best is None:
             return f"nothing: {self._args.early_stop_metric} was never a number"
-        when = "before training" if self.best < 0 else f"after rollout {self.best}"
-        return f"{self._args.early_stop_metric} {self._values[self.best]:.3f} {when}"
+        return f"{self._args.early_stop_metric} {self._values[self.best]:.3f} {when(self.best)}"
 
 
 def read_evaluations(args: EvalArgs) -> dict[int, float]:

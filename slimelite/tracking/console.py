@@ -359,8 +359,10 @@ def progress(done: int | None, num_rollout: int | None, first: int = 0) -> str:
 
 
 def when(rollout_id: float) -> str:
-    """The time of an evaluation as text."""
-    return "before training" if rollout_id < 0 else f"after rollout {rollout_id:.0f}"
+    """The time of an evaluation as text. Files number rollouts from 0, and the rows of the console from 1."""
+    if rollout_id < 0:
+        return "before training"
+    return f"after {rollout_id + 1:.0f} rollout{'s' if rollout_id else ''} (rollout {rollout_id:.0f} in files)"
 
 
 def batch_identity(args: DataArgs) -> str:
@@ -461,7 +463,11 @@ def summary(records: Sequence[Record]) -> dict[str, str]:
         errors = dict(zip(*series(records, f"{name}-stderr"), strict=True))
         shown = [_score(value, errors.get(step)) for step, value in zip(steps, values, strict=True)]
         best = max(range(len(values)), key=values.__getitem__)
-        at = when(steps[best]) if name.startswith("eval/") else f"in rollout {steps[best]:.0f}"
+        at = (
+            when(steps[best])
+            if name.startswith("eval/")
+            else f"in rollout {steps[best] + 1:.0f} ({steps[best]:.0f} in files)"
+        )
         reached = f", best {shown[best]} {at}" if name not in SUPERVISED else ""
         lines[MEASURES.get(name, name)] = f"first {shown[0]}{reached}, last {shown[-1]}"
         if name in MEASURES and name not in SUPERVISED:

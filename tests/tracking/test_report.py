@@ -85,13 +85,13 @@ def test_an_evaluation_in_words() -> None:
 
 def test_the_end_of_a_run_in_words() -> None:
     evals = [{"kind": "eval", "eval/step": s, "eval/sums": v} for s, v in ((-1, 0.25), (9, 0.9), (19, 0.875))]
-    assert summary(evals) == {"eval/sums": "first 0.250, best 0.900 after rollout 9, last 0.875"}
+    assert summary(evals) == {"eval/sums": "first 0.250, best 0.900 after 10 rollouts (rollout 9 in files), last 0.875"}
     with_error = [record | {"eval/sums-stderr": 0.03} for record in evals]
     assert summary(with_error) == {
-        "eval/sums": "first 0.250 ±0.030, best 0.900 ±0.030 after rollout 9, last 0.875 ±0.030"
+        "eval/sums": "first 0.250 ±0.030, best 0.900 ±0.030 after 10 rollouts (rollout 9 in files), last 0.875 ±0.030"
     }
     worse = [{"kind": "eval", "eval/step": s, "eval/sums": v} for s, v in ((-1, 0.25), (9, 0.2))]
     assert summary(worse) == {"eval/sums": "first 0.250, best 0.250 before training, last 0.200"}
     rewards = [{"kind": "rollout", "rollout/step": s, "rollout/raw_reward": v} for s, v in ((0, 0.1), (1, 0.2))]
-    assert summary(rewards) == {"reward": "first 0.100, best 0.200 in rollout 1, last 0.200"}
+    assert summary(rewards) == {"reward": "first 0.100, best 0.200 in rollout 2 (1 in files), last 0.200"}
     assert summary([]) == {}

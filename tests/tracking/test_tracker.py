@@ -52,7 +52,7 @@ def test_a_whole_run_leaves_everything_in_its_folder(tmp_path: Path, capsys: pyt
     assert out.count("samples of 1 of 5 (rollout 0 in files)") == 1
     assert out.count("answers to sums after 2 of 5 (rollout 1 in files)") == 1
     assert "  rollouts  5, numbered 0 to 4 in files\n" in out
-    assert "eval/sums   first 0.100, best 0.650 after rollout 3, last 0.650" in out
+    assert "eval/sums   first 0.100, best 0.650 after 4 rollouts (rollout 3 in files), last 0.650" in out
     assert "What is 0 + 0?" in (tmp_path / "log.txt").read_text()
 
 
