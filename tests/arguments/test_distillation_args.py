@@ -31,7 +31,7 @@ def test_without_a_reward_every_reward_is_zero(make: Make) -> None:
 
 def test_a_group_of_one_is_said_to_learn_from_the_teacher_alone(make: Make) -> None:
     def said(words: str) -> bool:
-        return any("only the teacher counts" in note for note in make(f"{TEACHER} trainer {words}").notes)
+        return any("learns only from the teacher" in note for note in make(f"{TEACHER} trainer {words}").notes)
 
     assert said("--n-samples-per-prompt 1")
     assert not said("--n-samples-per-prompt 1 --disable-rewards-normalization")

@@ -94,7 +94,7 @@ def test_mistakes_are_answered_without_torch_and_transformers(run: str, model: P
         ),
         ("slimelite", ["chat", "/models/none"], "no such folder"),
         ("slimelite", f"eval {model} --tasks gsm9k".split(), "gsm9k: there is no such task; did you mean gsm8k?"),
-        ("slimelite", f"eval {model} --tasks gsm8k --data {tmp_path}/none".split(), "no such folder of data"),
+        ("slimelite", f"eval {model} --tasks gsm8k --data {tmp_path}/none".split(), "folder of data does not exist"),
         ("slimelite", f"view {empty}".split(), "is not a run folder"),
     ]
     asked = json.dumps([[program, words] for program, words, _ in commands])
