@@ -119,7 +119,12 @@ def rule_reads(flag: str) -> Needs:
 
 def named(registry: Registry[R], fact: Callable[[R], object]) -> Callable[[], str]:
     """A function for the words: the option of ``registry``, and the names of its records for which ``fact`` holds."""
-    return lambda: f"{registry.option} " + " or ".join(name for name, record in registry.items() if fact(record))
+
+    def words() -> str:
+        names = [name for name, record in registry.items() if fact(record)]
+        return f"{registry.option} " + " or ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
+
+    return words
 
 
 def chosen(registry: Registry[R], fact: Callable[[R], object]) -> Needs:

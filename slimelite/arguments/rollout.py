@@ -122,8 +122,8 @@ class DataArgs(OfJob):
     )
     loss_mask_type: str = flag(
         "auto",
-        "how SFT finds the assistant's tokens. auto derives them from the chat template, and includes what all other "
-        "values do",
+        "how SFT finds the assistant's tokens. auto derives them from the chat template, and covers the templates of "
+        "all other values",
         CONVERSATIONS,
         choices=LOSS_MASKS,
     )
@@ -290,7 +290,7 @@ class RolloutArgs(DataArgs, ClusterArgs):
     )
     generate_timeout: float = flag(
         3600.0,
-        "a custom generate function that takes longer than this fails and is called again [s]",
+        "a call of the custom generate function that takes longer than this fails and is repeated [s]",
         SAMPLING & OWN_GENERATE,
         at_least=1,
     )
@@ -455,7 +455,7 @@ EPISODES = SAMPLING & NEW_ROLLOUTS & use_of("--environment")
 BOXED = SAMPLING & when("an --agent-sandbox other than none", lambda a: (a.agent_sandbox or "none") != "none")
 CONTAINED = SAMPLING & when("an --agent-sandbox that uses containers", lambda a: is_container(a.agent_sandbox))
 IN_THIS_RUN = EPISODES & when(
-    "an --environment that is not the address of a server",
+    "an environment that is not on a server",
     lambda a: a.environment is None or not is_address(a.environment),
 )
 
@@ -514,8 +514,8 @@ class EnvironmentArgs(RolloutArgs):
     )
     agent_sandbox_read: list[str] = flag(
         [],
-        "a program in a sandbox may also read these files and folders. It may always read those of the system and "
-        "those that its command names",
+        "a program in a sandbox may also read these files and folders. It may always read the system's files, and the "
+        "files that its command names",
         BOXED,
         metavar="PATH",
     )
