@@ -127,9 +127,9 @@ def test_contradictions(problems: Problems, breaks: str, says: str, mends: str) 
 @pytest.mark.parametrize(
     ("words", "needs"),
     [
-        ("--tis-clip 3", "--correction tis or icepop"),
+        ("--tis-clip 3", "--correction tis, icepop or custom"),
         ("--mis-level sequence", "--correction mis"),
-        ("--correction mis --tis-clip 3", "--correction tis or icepop"),
+        ("--correction mis --tis-clip 3", "--correction tis, icepop or custom"),
         ("--correction mis --mis-lower-bound 0.5", "--mis-mode mask or clip"),
         ("--correction mis --mis-rejection-upper-bound 3", "--mis-rejection-level"),
         ("--correction icepop --loss-type sft_loss", "--loss-type policy_loss"),

@@ -550,7 +550,7 @@ def test_an_environment_makes_the_responses_and_may_bring_its_rows() -> None:
     idle = make_args(f"{words} --prompt-data y.jsonl --environment-max-turns 3".split()).no_effect
     assert idle == (("--environment-max-turns", "needs --environment"),)
     beside = make_args(f"{words} --prompt-data y.jsonl --environment http://a:1 --environment-processes 3".split())
-    needs = "needs an --environment that is not the address of a server"
+    needs = "needs an environment that is not on a server"
     assert beside.no_effect == (("--environment-processes", needs),)
 
 

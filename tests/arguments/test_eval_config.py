@@ -85,7 +85,7 @@ def test_a_rule_of_its_own_beats_the_custom_reward(make: Make, config: Any) -> N
         ),
         ("datasets: {a: {path: p}}\ndefaults: {topp: 1}", "defaults: topp is not a known key; did you mean top_p?"),
         ("datasets: {a: {path: p, stamp: 1}}", "stamp is not a known key; known keys are name, path, task"),
-        ("datasets: {a: {path: p, app_service: x}}", "app_service is not supported: slime only hands it"),
+        ("datasets: {a: {path: p, app_service: x}}", "app_service is not supported: slime only passes this key"),
         ("datasets: {a: {path: p, top_k: many}}", "top_k takes a whole number"),
         ("datasets: {a: {temperature: 1}}", "a dataset needs a name and a path"),
         ("datasets: [p.jsonl]", "every dataset is a mapping"),

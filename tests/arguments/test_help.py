@@ -87,7 +87,7 @@ def test_a_group_by_its_short_name(group: type, capsys: pytest.CaptureFixture[st
         (["--disable-rewards-normalization"], "--disable-rewards-normalization Rewards are not normalized"),
         (["--sglang-dtype"], "--sglang-dtype This option of SGLang is passed to every SGLang server"),
         (["--fp16"], "--fp16 This flag is refused: there is no loss scaler; "),
-        (["--sequence-parallel"], "--sequence-parallel This flag is accepted, but has no effect here: it belongs"),
+        (["--sequence-parallel"], "--sequence-parallel This flag is accepted, but has no effect here: this flag is"),
     ],
 )
 def test_one_flag(argv: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -97,7 +97,7 @@ def test_dry_run_report(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "device" in text
     assert "(no GPU found)" in text
     assert "the last of 3 steps" in text
-    assert "--sequence-parallel: it belongs to tensor parallelism" in text
+    assert "--sequence-parallel: this flag is for tensor parallelism" in text
     assert "--prompt-data: 100 prompts" in text
     assert "eval dataset sums: 10 prompts" in text
     assert "the right answer as the response to the first prompt gets 1.0 (label '0')" in text
