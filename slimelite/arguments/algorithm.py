@@ -366,8 +366,8 @@ class CorrectionArgs(AlgorithmArgs):
 class CriticArgs(AlgorithmArgs):
     """Critic.
 
-    With --advantage-estimator ppo, a second model, the critic, is trained on the trainer's ranks. Settings that have no
-    flag here are those of the policy.
+    With --advantage-estimator ppo, a second model, the critic, is trained on the trainer's ranks. Other settings of
+    the critic are the policy's.
     """
 
     critic_lr: float = flag(None, "peak learning rate of the critic (AdamW)", CRITIC, at_least=0, auto="--lr")

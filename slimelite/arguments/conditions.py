@@ -24,7 +24,7 @@ class Job:
     """The kind of a run.
 
     ``trains``: the run has training ranks. ``engines``: who owns the inference engines ("own" or "external"); None: the
-    run has no engines. ``servers``: engines are servers, which are reached over HTTP. ``syncs``: trained weights are
+    run has no engines. ``servers``: engines are HTTP servers. ``syncs``: trained weights are
     sent to engines. ``evaluates``: the run has evaluations. ``sampled``: the run learns from responses that were
     sampled, in this run or an earlier one. Otherwise the responses are in the data, and have no temperature and no old
     policy. ``saved``: the files of rollouts to replay, with ``{rollout_id}``; None: rollouts are generated.
@@ -84,7 +84,7 @@ class OfJob:
 
 
 def gpus_of(config: Mapping[str, Any]) -> int:
-    """How many GPUs a run with the resolved arguments ``config`` (config.json) holds; 0 on a CPU."""
+    """The number of GPUs of a run with the resolved arguments ``config`` (config.json); 0 on a CPU."""
     if config.get("device") != "cuda":
         return 0
     ranks = 0 if config["debug_rollout_only"] else config["actor_num_nodes"] * config["actor_num_gpus_per_node"]
@@ -118,7 +118,7 @@ def rule_reads(flag: str) -> Needs:
 
 
 def named(registry: Registry[R], fact: Callable[[R], object]) -> Callable[[], str]:
-    """A function for the words: the option of ``registry``, and the names of its records for which ``fact`` holds."""
+    """A function that returns words: the option of ``registry``, and the names of its records that satisfy ``fact``."""
 
     def words() -> str:
         names = [name for name, record in registry.items() if fact(record)]
@@ -128,18 +128,18 @@ def named(registry: Registry[R], fact: Callable[[R], object]) -> Callable[[], st
 
 
 def chosen(registry: Registry[R], fact: Callable[[R], object]) -> Needs:
-    """The condition that the option of ``registry`` names a record for which ``fact`` holds."""
+    """The condition that the option of ``registry`` names a record that satisfies ``fact``."""
     name = registry.option.removeprefix("--").replace("-", "_")
     return when(named(registry, fact), lambda args: fact(registry[getattr(args, name)]))
 
 
-# which halves of the loop run
+# which parts of the loop run
 TRAINING = when("training", lambda a: a.job.trains, ", which --debug-rollout-only turns off")
 INFERENCE = when("engines", lambda a: a.job.engines, ", which --debug-train-only turns off")
 SYNC = TRAINING & INFERENCE
 NEW_ROLLOUTS = when("new rollouts", lambda a: not a.job.saved, ", but --load-debug-rollout-data replays saved rollouts")
 # --loss-type sft_loss without evaluation runs no engine; a user's rollout function may sample without an engine
-SAMPLING = when("responses to sample", lambda a: a.job.engines or (a.rollout_function_path and a.job.sampled))
+SAMPLING = when("a run that samples responses", lambda a: a.job.engines or (a.rollout_function_path and a.job.sampled))
 EVALUATION = INFERENCE & use_of("--eval-interval")
 MEASURED = when("engines or --eval-bpb", lambda a: a.job.engines or a.eval_bpb)
 SCORES = MEASURED & use_of("--eval-interval")

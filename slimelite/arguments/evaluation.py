@@ -107,7 +107,7 @@ class Task:
         return {"multiple-choice": CHOOSE, "continuation": CONTINUE}.get(self.kind)
 
     def problem(self) -> str | None:
-        """What is wrong with the file, or None."""
+        """The error in the file, or None if there is no error."""
         if not self.name or not self.prompt:
             return "needs a name and a prompt"
         if self.data is None and not self.files:
@@ -306,7 +306,7 @@ class EvalArgs(RewardArgs, CheckpointArgs, ClusterArgs):
 
     eval_interval: int | None = flag(
         None,
-        "evaluation runs after every N rollouts, and also before the first and after the last one",
+        "evaluation runs after every N rollouts, and also before the first rollout and after the last one",
         MEASURED,
         at_least=1,
     )
@@ -348,7 +348,7 @@ class EvalArgs(RewardArgs, CheckpointArgs, ClusterArgs):
     eval_max_prompt_len: int | None = _setting("max_prompt_len")
     eval_max_context_len: int | None = _setting("max_context_len", auto="--rollout-max-context-len")
     eval_function_path: str | None = plugin(
-        "makes the rollout of an evaluation, like --rollout-function-path in training", EVALUATION
+        "generates the rollout of an evaluation, like --rollout-function-path in training", EVALUATION
     )
     early_stop_patience: int | None = flag(
         None,
@@ -397,7 +397,7 @@ def resolve_eval_datasets(args: EvalArgs, settings: Settings) -> tuple[EvalDatas
 
 
 def _flag_values(args: EvalArgs) -> dict[str, Any]:
-    """Settings of every dataset: the ``--eval-*`` flags, or ``--rollout-*`` for those that were not given."""
+    """Settings of every dataset: the ``--eval-*`` flags, or ``--rollout-*`` where no ``--eval-*`` flag was given."""
 
     def first(value: object, fallback: object) -> object:
         return fallback if value is None else value
@@ -484,7 +484,7 @@ def _dataset(
 
 
 def _task_settings(args: EvalArgs, spec: str, values: dict[str, Any]) -> dict[str, Any]:
-    """The settings that the task file ``spec`` gives its dataset. --eval-* flags of the command line override them.
+    """The settings of the dataset from the task file ``spec``. --eval-* flags of the command line override them.
 
     A task that scores texts takes one sample of each row, because its score does not depend on sampling.
     """

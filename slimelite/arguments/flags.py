@@ -71,7 +71,7 @@ class Condition(NamedTuple):
 
 @dataclass(frozen=True)
 class Needs:
-    """The conditions under which a flag has an effect. All of them must hold."""
+    """The conditions under which a flag has an effect. All conditions must hold."""
 
     conditions: tuple[Condition, ...]
 
@@ -132,10 +132,10 @@ def flag(
     """A dataclass field that is also a command-line flag.
 
     Args:
-        default: value when no source gives one; lists and dicts are copied.
+        default: value if no source sets the flag; lists and dicts are copied.
         help: a sentence or two, with units in brackets. It is a function if the text lists the names in a registry.
         needs: the conditions under which the flag has an effect; `ALWAYS` if there are none. If the flag is given while
-            they do not hold, the start of the run lists it under "no effect here".
+            a condition does not hold, the start of the run lists the flag under "no effect here".
         required: the flag must be given if the last condition of ``needs`` holds.
         choices: the allowed values. A `Registry` stands for its names, either alone or as in ``("auto", REGISTRY)``. A
             ``Literal`` annotation sets the allowed values too.
@@ -147,7 +147,7 @@ def flag(
         infinite: the number may be ``inf``, which means "no bound".
         negative: name of the switch that turns off a field whose default is True (``--disable-...``).
         metavar: what the value is called in ``--help``.
-        repeat: the flag may be given several times, and each time adds to a list. Otherwise the last one wins.
+        repeat: the flag may be given several times, and each time adds to a list. Otherwise the last value wins.
         auto: how the value is found when none is given, as text for ``--help``.
         aliases: other spellings of the option, such as slime's ``--tis-level`` for ``--mis-level``.
     """
@@ -301,7 +301,7 @@ LISTS = {"tuple[str, ...]": "list[str]", "tuple[int, ...]": "list[int]"}
 
 
 def sampling_setting(name: str, needs: Needs = ALWAYS, *, optional: bool = False, **options: Any) -> Any:
-    """The `flag` of a sampling parameter. An ``optional`` one is None unless it is given."""
+    """The `flag` of a sampling parameter. An ``optional`` flag is None unless it is given."""
     (known,) = (f for f in fields(SamplingParams) if f.name == name)
     default = None if optional or known.default is MISSING else known.default
     default = list(default) if isinstance(default, tuple) else default

@@ -75,7 +75,7 @@ def help_text(args_type: type, argv: Sequence[str]) -> str:
     place = min(argv.index(word) for word in ("-h", "--help") if word in argv)
     topic = argv[place + 1] if place + 1 < len(argv) else ""
     if topic.startswith("--") and place + 2 < len(argv):
-        topic = ""  # the command line goes on after --help
+        topic = ""  # the command line continues after --help
     return _about(args_type, topic, width) if topic else _short(args_type, width)
 
 
@@ -182,7 +182,7 @@ def _names(title: str, names: Iterable[str], width: int) -> str:
 def usage(flag: Flag) -> str:
     """How the flag is written: ``--lr FLOAT``, or ``--mis-level, --tis-level TEXT`` if it has an alias.
 
-    Many choices take several lines.
+    A long list of choices is wrapped.
     """
     option = ", ".join((flag.option, *flag.aliases))
     if flag.kind is bool:
@@ -221,7 +221,7 @@ def description(group: type) -> str:
 
 
 def meaning(flag: Flag, shared: Collection[str] = ()) -> str:
-    """What a flag does, its bounds, and the conditions that it needs in addition to ``shared``."""
+    """The effect of a flag, its bounds, and its conditions that are not in ``shared``."""
     sentences = [_sentence(flag)]
     if flag.bounds:
         sentences.append(f"The value must be {flag.bounds}.")

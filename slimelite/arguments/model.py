@@ -216,7 +216,7 @@ class ModelArgs(ArchitectureArgs, OfJob):
     """Model."""
 
     hf_checkpoint: str | None = flag(
-        None, "weights, config and tokenizer come from this Hugging Face model folder or hub id", ALWAYS, metavar="PATH"
+        None, "weights, config and tokenizer come from this Hugging Face folder or hub id", ALWAYS, metavar="PATH"
     )
     tokenizer: str = flag(
         None, "the tokenizer comes from this folder or hub id", ALWAYS, metavar="PATH", auto="--hf-checkpoint"
@@ -308,7 +308,9 @@ class CheckpointArgs(OfJob):
         metavar="ORG/NAME",
     )
     hub_private: bool = flag(
-        False, "a repository that --push-to-hub creates is private", when("--push-to-hub", lambda a: a.push_to_hub)
+        False,
+        "if --push-to-hub creates a repository, the repository is private",
+        when("--push-to-hub", lambda a: a.push_to_hub),
     )
     save_best: bool = flag(
         False,

@@ -40,7 +40,7 @@ class Origin(NamedTuple):
     """The place where another process, perhaps on another machine, finds a file, or the class ``name`` in this file."""
 
     file: str
-    # path from the working directory, which a Ray job has on every node
+    # path from the working directory; a Ray job has this directory on every node
     relative: str
     module: str = ""
     name: str = ""
@@ -56,7 +56,7 @@ class Origin(NamedTuple):
 
 
 class Origins(NamedTuple):
-    """What another process needs to unpickle arguments: the files of ``--import-file``, and groups of flags."""
+    """The origins that another process needs to unpickle arguments: files of ``--import-file``, and groups of flags."""
 
     files: tuple[Origin, ...] = ()
     groups: tuple[Origin, ...] = ()
@@ -203,8 +203,8 @@ def parse_args(
     Args:
         argv: the words of a command line, without the program's name; None: this process's command line.
         groups: your own dataclasses of `flag` fields. The result is an instance of each.
-        inspect: finds more problems. It is called only for a dry run with wrong arguments, so that the dry run lists
-            all problems.
+        inspect: finds more problems. It is called only for a dry run with wrong arguments, because a dry run must
+            list all problems.
     """
     own_process = argv is None
     argv = sys.argv[1:] if argv is None else argv

@@ -45,7 +45,7 @@ def validate(args: Args) -> list[str]:
 
 
 def without_effect(args: Args, explicit: frozenset[str]) -> Iterator[tuple[str, str]]:
-    """(flag, why) for each flag that was given but has no effect, such as --mis-level without --correction mis.
+    """(flag, reason) for each flag that was given but has no effect, such as --mis-level without --correction mis.
 
     These flags are not errors. The start of the run lists them under "no effect here".
     """

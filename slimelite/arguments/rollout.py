@@ -96,8 +96,8 @@ class DataArgs(OfJob):
     )
     rollout_shuffle: bool = flag(
         False,
-        "prompts are shuffled again in every epoch. Without this flag, every seed trains on the prompts in the order "
-        "of the file",
+        "prompts are shuffled again in every epoch. Without this flag, runs with any seed train on the prompts in the "
+        "order of the file",
         NEW_ROLLOUTS,
     )
     rollout_seed: int = flag(
@@ -266,7 +266,10 @@ class RolloutArgs(DataArgs, ClusterArgs):
         ),
     )
     max_weight_staleness: int | None = flag(
-        None, "samples with tokens from weights older than this many updates are dropped", POLICY_SAMPLING, at_least=0
+        None,
+        "a sample is dropped if one of its tokens comes from weights that are older than this many updates",
+        POLICY_SAMPLING,
+        at_least=0,
     )
 
     async_rollout: bool = flag(
@@ -283,10 +286,10 @@ class RolloutArgs(DataArgs, ClusterArgs):
     )
 
     rollout_function_path: str | None = plugin(
-        "makes the whole rollout: fn(args, rollout_id, data_source, evaluation=False)", NEW_ROLLOUTS
+        "generates the whole rollout: fn(args, rollout_id, data_source, evaluation=False)", NEW_ROLLOUTS
     )
     custom_generate_function_path: str | None = plugin(
-        "makes one response: async fn(args, sample, sampling_params)", SAMPLING
+        "generates one response: async fn(args, sample, sampling_params)", SAMPLING
     )
     generate_timeout: float = flag(
         3600.0,
@@ -480,8 +483,8 @@ class EnvironmentArgs(RolloutArgs):
     environment_max_turns: int = flag(16, "an episode has at most this many replies", EPISODES, at_least=1)
     environment_max_tokens: int | None = flag(
         None,
-        "all replies of an episode together have at most this many tokens; --rollout-max-response-len limits each "
-        "reply",
+        "all replies of an episode together have at most this many tokens. --rollout-max-response-len limits each "
+        "single reply",
         EPISODES,
         at_least=1,
         auto="what --rollout-max-context-len leaves",
@@ -521,7 +524,8 @@ class EnvironmentArgs(RolloutArgs):
     )
     agent_image: str | None = flag(
         None,
-        "image for the containers of --agent-sandbox podman or docker; it must be on this machine and contain a shell",
+        "the containers of --agent-sandbox podman or docker use this image. It must be on this machine and contain a "
+        "shell",
         CONTAINED,
         metavar="IMAGE",
     )

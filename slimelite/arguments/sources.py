@@ -81,7 +81,7 @@ class SglangOption:
 
 
 def recorded(file: str) -> str:
-    """The text of a table beside this module."""
+    """The text of a file in the folder of this module."""
     return (files("slimelite.arguments") / file).read_text(encoding="utf-8")
 
 
@@ -183,7 +183,7 @@ class Vocabulary:
             into.complain(option, without(words, str(error)) if may_hold_secrets(option) else str(error))
 
     def nearest(self, option: str) -> str | None:
-        """The known option that is most similar to ``option``. None if no option is similar, or if that one is
+        """The known option that is most similar to ``option``. None if no option is similar, or if the option is
         refused."""
         name = option[2:].replace("_", "-")
         # two names are not similar only because they share a prefix
@@ -207,7 +207,7 @@ class Vocabulary:
 
 
 def read_flag(flag: Flag, words: Sequence[str]) -> Any:
-    """The value that ``words`` give a flag. The flag must not be a switch.
+    """The value of a flag with these ``words``. The flag must not be a switch.
 
     Raises:
         ValueError: the words do not fit the flag. The message does not contain the flag's name.
@@ -219,7 +219,7 @@ def read_flag(flag: Flag, words: Sequence[str]) -> Any:
 
 
 def read_yaml(flag: Flag, value: object) -> object:
-    """The value that a YAML file gives a flag.
+    """The value of a flag in a YAML file.
 
     Raises:
         ValueError: the value does not fit the flag. The message does not contain the flag's name.
@@ -288,7 +288,7 @@ def _expect(words: Sequence[str], count: int | None) -> None:
 
 
 def _read_words(kind: type, words: Sequence[str], choices: Collection[str], *, many: bool) -> object:
-    """``words`` as one value of ``kind``, or with ``many`` as a list of such values. ``dict`` stands for any JSON."""
+    """``words`` as one value of ``kind``, or with ``many`` as a list of such values. ``dict`` means any JSON value."""
     _expect(words, -1 if many else 1)
     values = [_read_word(kind, word) for word in words]
     for value in values if choices else ():
@@ -540,8 +540,8 @@ def read_presets(
 ) -> tuple[Settings, dict[str, str]]:
     """The settings of all presets, and the name of the preset that set each field.
 
-    Two presets must not give a field different values, unless the field is in ``explicit``, because other sources
-    override presets.
+    Two presets must not give a field different values. Fields in ``explicit`` are exempt, because another source
+    overrides the presets there.
     """
     settings, owner = Settings(), dict[str, str]()
     for name in names:

@@ -40,11 +40,11 @@ class TrackingArgs(DataArgs, CheckpointArgs):
     save_rollouts: str = flag(
         "all",
         "the run folder keeps the samples, dropped groups and token stats of this many of the newest rollouts. all "
-        "keeps all rollouts, and none keeps none. The answers of evaluations are always kept",
+        "keeps all rollouts, and none keeps no rollout. The answers of evaluations are always kept",
         ALWAYS,
         metavar="N",
     )
-    use_wandb: bool = flag(False, "metrics go to Weights & Biases", ALWAYS)
+    use_wandb: bool = flag(False, "the run sends metrics to Weights & Biases", ALWAYS)
     wandb_mode: Literal["online", "offline", "disabled"] | None = flag(
         None,
         "what wandb does with the metrics. online: it uploads them; offline: it writes files for a later `wandb "
@@ -52,7 +52,7 @@ class TrackingArgs(DataArgs, CheckpointArgs):
         WANDB,
     )
     wandb_dir: str | None = flag(
-        None, "wandb writes its files to this folder", WANDB, metavar="DIR", auto="the run folder"
+        None, "the files of wandb go to this folder", WANDB, metavar="DIR", auto="the run folder"
     )
     wandb_key: str | None = flag(
         None, "API key of wandb; the environment variable WANDB_API_KEY is a safer place for the key", WANDB
@@ -64,7 +64,7 @@ class TrackingArgs(DataArgs, CheckpointArgs):
         None, "the run belongs to this group. The group is also the default of --wandb-run-name", WANDB
     )
     wandb_run_name: str | None = flag(None, "the run has this name", WANDB, auto="the group")
-    wandb_run_id: str | None = flag(None, "wandb continues the run with this id", WANDB)
+    wandb_run_id: str | None = flag(None, "the run continues the wandb run with this id", WANDB)
     wandb_random_suffix: bool = flag(
         True,
         "no random letters are added to the group's name",
@@ -72,12 +72,12 @@ class TrackingArgs(DataArgs, CheckpointArgs):
         negative="--disable-wandb-random-suffix",
     )
     wandb_always_use_train_step: bool = flag(False, "the x-axis of every metric is the optimizer step", WANDB)
-    use_tensorboard: bool = flag(False, "metrics are written for TensorBoard", ALWAYS)
+    use_tensorboard: bool = flag(False, "the run writes metrics for TensorBoard", ALWAYS)
     tensorboard_dir: str | None = flag(
-        None, "TensorBoard's files go to this folder", TENSORBOARD, metavar="DIR", auto="in the run folder"
+        None, "the files of TensorBoard go to this folder", TENSORBOARD, metavar="DIR", auto="in the run folder"
     )
-    tb_project_name: str | None = flag(None, "metrics go to this subfolder of TensorBoard's folder", TENSORBOARD)
-    tb_experiment_name: str | None = flag(None, "metrics go to this subfolder of the project's folder", TENSORBOARD)
+    tb_project_name: str | None = flag(None, "metrics go to this subfolder of --tensorboard-dir", TENSORBOARD)
+    tb_experiment_name: str | None = flag(None, "metrics go to this subfolder of --tb-project-name", TENSORBOARD)
     use_prometheus: bool = flag(
         False, "during the run, Prometheus can read the newest value of every metric at /metrics", ALWAYS
     )
@@ -99,13 +99,13 @@ class TrackingArgs(DataArgs, CheckpointArgs):
     )
     token_stats: Literal["computed", "all", "none"] = flag(
         "computed",
-        "the subfolder token_stats/ of the run folder gets the trainer's log-prob and entropy of each response token. "
-        "computed: of samples for which a forward pass computes them anyway; all: of all samples, which costs one "
-        "more pass over the others; none: of no samples",
+        "the folder token_stats/ in the run folder gets the trainer's log-prob and entropy of each response token. "
+        "computed: only of samples for which a forward pass computes them anyway; all: of all samples, which may cost "
+        "one more pass; none: of no samples",
         TRAINING,
     )
-    log_multi_turn: bool = flag(False, "metrics of multi-turn responses are logged", POLICY)
-    log_passrate: bool = flag(False, "pass@k of the training samples is logged", POLICY)
+    log_multi_turn: bool = flag(False, "the run logs metrics of multi-turn responses", POLICY)
+    log_passrate: bool = flag(False, "the run logs pass@k of the training samples", POLICY)
     log_reward_category: str | None = flag(
         None, "if a reward is a dict, the values of this key are counted and logged as rollout/error_cat/*", POLICY
     )
@@ -123,7 +123,7 @@ class ProfilingArgs(TrackingArgs):
 
     trace: bool = flag(
         False,
-        "the run writes a timeline of every worker's work to trace.json in the run folder; open it with "
+        "the run writes a timeline of the work of every worker to trace.json in the run folder. Open it with "
         "ui.perfetto.dev or chrome://tracing",
         ALWAYS,
     )
@@ -140,8 +140,8 @@ class ProfilingArgs(TrackingArgs):
     profile_step_end: int = flag(12, "the first rollout that is no longer profiled", PROFILED_STEPS, at_least=1)
     profile_target: list[Literal["train_overall", "train_actor", "train_log_probs"]] = flag(
         ["train_overall"],
-        "what is profiled: all of the training on a rollout (train_overall), the forward and backward passes "
-        "(train_actor), or the log-probs (train_log_probs)",
+        "which part of the training on a rollout is profiled: all of it (train_overall), the forward and backward "
+        "passes (train_actor), or the log-probs (train_log_probs)",
         TRAINING & PROFILER,
     )
     record_memory_history: bool = flag(
@@ -163,7 +163,7 @@ class ProfilingArgs(TrackingArgs):
 
     @property
     def profiled_rollouts(self) -> Sequence[int]:
-        """The rollouts whose training ``--use-pytorch-profiler`` records."""
+        """The rollouts on which ``--use-pytorch-profiler`` profiles the training."""
         return self.profile_rollouts or range(self.profile_step_start, self.profile_step_end)
 
 
@@ -174,7 +174,7 @@ class DebugArgs(OfJob):
     seed: int = flag(1234, "seed of the whole run", ALWAYS, at_least=SEEDS[0], at_most=SEEDS[-1])
     dry_run: bool = flag(
         False,
-        "train.py checks everything that can be checked before a run. It prints all arguments and the expected "
+        "the command checks everything that can be checked before a run. It prints all arguments and the expected "
         "memory, time and traffic, and stops",
         ALWAYS,
     )
@@ -213,8 +213,8 @@ class DebugArgs(OfJob):
     )
     custom_config_path: str | None = flag(
         None,
-        "a second YAML file with arguments, which --config overrides. A key that is not a flag reaches plugins as "
-        "args.<key>",
+        "this second YAML file contains arguments, too; --config overrides it. Plugins read a key that is not a flag "
+        "as args.<key>",
         ALWAYS,
         metavar="FILE",
     )
@@ -238,14 +238,14 @@ class DebugArgs(OfJob):
     )
     load_debug_rollout_data_subsample: float | None = flag(
         None,
-        "only this fraction of the groups of a saved rollout is used",
+        "the run uses only this fraction of the groups of a saved rollout",
         use_of("--load-debug-rollout-data").strictly(),
         above=0,
         at_most=1,
     )
     dump_details: str | None = flag(
         None,
-        "rollouts are written to this folder, as --save-debug-rollout-data does",
+        "rollouts are written to this folder, in the format of --save-debug-rollout-data",
         when(
             "a run without --save-debug-rollout-data (which overrides this flag)",
             lambda a: str(a.save_debug_rollout_data).startswith(f"{a.dump_details}".rstrip("/")),
@@ -271,11 +271,11 @@ class DebugArgs(OfJob):
         when("--ci-metric-checker-key (give both flags)", lambda a: a.ci_metric_checker_key is not None).strictly(),
     )
     ci_save_grad_norm: str | None = flag(
-        None, "train/grad_norm of each optimizer step is written to this JSON file", TRAINING, metavar="FILE"
+        None, "this JSON file gets the train/grad_norm of each optimizer step", TRAINING, metavar="FILE"
     )
     ci_load_grad_norm: str | None = flag(
         None,
-        "the run fails if a step's train/grad_norm differs by more than 3 % from the one in this file",
+        "the run fails if the train/grad_norm of a step differs by more than 3 % from its value in this file",
         TRAINING,
         metavar="FILE",
     )

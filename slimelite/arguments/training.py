@@ -140,14 +140,14 @@ class PerfArgs(ClusterArgs):
 
     @property
     def recomputes_selectively(self) -> bool:
-        """Whether recomputation skips matrix products and attention. Compiled code hides which operations these are."""
+        """Whether recomputation skips matrix products and attention. Compiled code does not show these operations."""
         return bool(self.gradient_checkpointing) and self.recompute_granularity == "selective" and not self.compile
 
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ALL_LINEAR = "all-linear"
-# names that stand for several modules: miles' and Megatron's
+# names in miles and Megatron that mean several modules
 GROUPS = {
     "attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "mlp": ("gate_proj", "up_proj", "down_proj"),
@@ -177,7 +177,7 @@ class LoraArgs(CheckpointArgs, ModelArgs):
 
     lora_rank: int = flag(
         0,
-        "adapters of this rank are trained instead of the weights; 0 trains the weights",
+        "the run trains adapters of this rank instead of the weights; 0 trains the weights",
         TRAINING,
         at_least=0,
     )
@@ -218,7 +218,7 @@ class LoraArgs(CheckpointArgs, ModelArgs):
     )
     lora_merge: bool = flag(
         False,
-        "--save-hf writes the whole model with the adapter merged into it, instead of the adapter",
+        "--save-hf writes the whole model with the adapter merged into it, and not only the adapter",
         LORA & use_of("--save-hf"),
     )
     lora_sync: Literal["adapter", "merged"] | None = flag(
@@ -248,7 +248,7 @@ class LoraArgs(CheckpointArgs, ModelArgs):
 
     @property
     def lora_modules(self) -> tuple[str, ...]:
-        """The last parts of the names of modules that may get an adapter, in a model whose layers have Llama's
+        """The last parts of the names of modules that may get an adapter, if the layers of the model have Llama's
         names."""
         named = [INNER if name == ALL_LINEAR else GROUPS.get(name, (name,)) for name in self.lora_targets]
         return tuple(dict.fromkeys(name.rpartition(".")[2] for names in named for name in names))

@@ -82,7 +82,7 @@ class SamplingParams:
     )
     min_p: float = parameter(
         0.0,
-        "tokens whose probability is below this fraction of the most likely token's are not sampled",
+        "a token is not sampled if its probability is below this fraction of the largest probability",
         "rollout eval dataset openai responses sglang",
         truncates="above 0",
         bounds={"at_least": 0, "at_most": 1},

@@ -160,7 +160,7 @@ class Machine:
 
 
 def this_machine(plan_gpu: str | None = None) -> Machine:
-    """The machine of this process, or one with SGLang and the GPUs of ``--plan-gpu``. Only the start of the
+    """The machine of this process, or a machine with SGLang and the GPUs of ``--plan-gpu``. Only the start of the
     run shows whether CUDA works on its GPUs.
 
     Raises:

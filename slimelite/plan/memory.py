@@ -50,7 +50,7 @@ class Shapes:
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> Shapes | None:
-        """Sizes from a parsed config.json. None if one is missing, or if the model has ``OTHER_LAYERS``."""
+        """Sizes from a parsed config.json. None if a size is missing, or if the model has ``OTHER_LAYERS``."""
         config = text_config(config)
         names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
         sizes = [int(config.get(name) or 0) for name in names]
@@ -157,7 +157,7 @@ class Load:
         shapes: sizes of the model.
         tokens: number of tokens of a micro-batch.
         shards: number of ranks that share one copy of the model.
-        plain: FSDP, which copies weights and gradients, is not used; this is so with one rank on a CPU.
+        plain: FSDP, which copies weights and gradients, is not used, as with one rank on a CPU.
         checkpointing: layers keep only their input, and are recomputed in the backward pass.
         selective: with ``checkpointing``, layers also keep the results of matrix products and attention.
         whole_grads: every rank keeps whole gradients until the step's last micro-batch.
@@ -282,7 +282,7 @@ class Load:
 
     def _gather(self) -> Parts:
         """The memory at the beginning of a pass. With several ranks, each rank then has embedding and head twice: in
-        the buffer into which they were gathered, and in the copy for the pass.
+        the buffer of the gather, and in the copy for the pass.
         """
         s, buffers = self.shapes, 2 if self.shards > 1 else 1
         states = self.width * self.tokens * s.hidden

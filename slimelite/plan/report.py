@@ -29,7 +29,7 @@ UNKNOWN = {
     ),
     "the GPUs' memory is not known here": "name the GPUs, as in --plan-gpu h100:8",
 }
-# --compile is proposed if a step without --compile takes more than this factor longer
+# --compile is proposed if a step without it takes more than this factor times the time with it
 GAIN = 1.15
 
 

@@ -80,8 +80,8 @@ def problems_of(argv: list[str]) -> list[str]:
 def inspect(args: Args, machine: Machine, *, files_only: bool = False) -> Findings:
     """Run every check that is possible without loading a model.
 
-    First come the checks that need neither torch nor transformers. They all run, even if one fails. The others run only
-    if none of these failed, and never with ``files_only``.
+    The checks that need neither torch nor transformers come first. They all run, even if one of them fails. The other
+    checks run only if none of the first checks failed, and never with ``files_only``.
     """
     from slimelite.preflight.inputs import (
         InputChecks,
@@ -152,7 +152,7 @@ def _without_moments(args: Args) -> Iterator[str]:
 
 
 def _try_own(args: Args, findings: Findings) -> None:
-    """Try the user's estimator and loss. A failing loss is only a warning, because made-up rows may lack something."""
+    """Try the user's estimator and loss. A failing loss is only a warning, because made-up rows may lack data."""
     from slimelite.preflight.learning import try_estimator, try_loss  # they need numpy
 
     try:

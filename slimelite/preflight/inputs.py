@@ -1,7 +1,7 @@
 """The checks of a run's inputs.
 
-`InputChecks.read_files` needs neither torch nor transformers, whose imports take seconds, so it reports mistakes at
-once. It checks plugins, the files of models, the columns of data, and the reward of one row by a built-in rule. Then
+`InputChecks.read_files` reports mistakes at once, because it imports neither torch nor transformers, which would take
+seconds. It checks plugins, the files of models, the columns of data, and the reward of one row by a built-in rule. Then
 `InputChecks.load` checks the tokens of the rows, and models.
 """
 
@@ -91,7 +91,7 @@ class InputChecks:
         self.tokenizer_flag = "--hf-checkpoint" if args.tokenizer == args.hf_checkpoint else "--tokenizer"
 
     def read_files(self) -> None:
-        """Check everything that the arguments name, as far as possible without torch and transformers."""
+        """Check all files, plugins and models in the arguments, as far as possible without torch and transformers."""
         args, findings = self.args, self.findings
         for flag, path in plugin_paths(args):
             try:
@@ -188,7 +188,7 @@ class InputChecks:
         size = sum(map(math.prod, shapes.values())) * (4 if args.no_save_optim else 12)
         there = next(place for place in (Path(args.save), *Path(args.save).absolute().parents) if place.is_dir())
         disk = shutil.disk_usage(there)
-        if disk.total and size > disk.free:  # /proc has no size
+        if disk.total and size > disk.free:  # special file systems such as /proc have the size 0
             self.findings.problems.append(
                 f"--save {args.save}: a checkpoint takes about {in_units(size)}, but only {in_units(disk.free)} are "
                 "free: make room, or name another folder"

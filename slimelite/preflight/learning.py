@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from slimelite.samples.sample import Sample
     from slimelite.training.batch import MicroBatch
 
-# an advantage above this on made-up rows is a warning; in GRPO it is at most the square root of the group size
+# a larger advantage on made-up rows is a warning; GRPO's are at most the square root of the group size
 LARGE = 100.0
 # a dry run prints this many tokens at each end of the first prompt, and this many characters
 EDGE, CHARACTERS = 4, 600

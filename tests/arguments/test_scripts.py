@@ -175,7 +175,7 @@ def test_flags_of_miles_without_effect(words: str, said: str) -> None:
         ("--eval-sglang-mem-fraction-static 0.5", "all engines are alike"),
         ("--custom-agent-function-path a.b", "--agent-command runs a program"),
         ("--multi-lora-adapter a path", "start one run for each"),
-        ("--update-weight-transfer-mode p2p", "--update-weight-transport says how"),
+        ("--update-weight-transfer-mode p2p", "--update-weight-transport chooses how"),
     ],
 )
 def test_flags_of_miles_that_are_refused(words: str, said: str) -> None:
