@@ -216,7 +216,7 @@ def _engines(draft: Draft) -> None:
     elif not args.job.trains:
         draft.default("rollout_num_gpus", ranks, "--debug-rollout-only: every GPU")
     elif args.rollout_num_gpus is None:
-        none = "" if draft.machine.gpus else "; no GPU is found here, and --device cpu needs none"
+        none = "" if draft.machine.gpus else "; this machine has no GPU, so use --device cpu"
         draft.complain(
             "--rollout-num-gpus",
             f"is missing: give the number of GPUs for inference, or share those of training with --colocate{none}",
@@ -333,7 +333,7 @@ def _model(draft: Draft) -> None:
     if wanted:
         draft.set("use_reference", True, f"{' and '.join(wanted)} need{'s' * (len(wanted) == 1)} a reference model")
     elif args.loss.compares:
-        draft.set("use_reference", True, f"--loss-type {args.loss_type} compares the policy with it")
+        draft.set("use_reference", True, f"--loss-type {args.loss_type} needs a reference model")
     else:
         draft.set("use_reference", False, "no flag needs a reference model, so none is loaded")
     if args.use_kl_loss and args.kl_loss_coef == 0 and args.job.sampled and not args.log_ref_kl:
@@ -491,7 +491,7 @@ def _memory(draft: Draft) -> None:
         draft.notes.append(
             f"training takes about {needs(checkpointing=chosen) / 1e9:.0f} GB of a GPU, but {has}: it may run out of "
             f"memory. {'A' if chosen else '--gradient-checkpointing, a'} lower --max-tokens-per-gpu, more GPUs or "
-            "--fsdp-cpu-offload take less"
+            "--fsdp-cpu-offload take less memory"
         )
     whole = needs(checkpointing=chosen, whole_grads=True)
     reason = f"with whole gradients on every rank a step takes about {whole / 1e9:.0f} GB; {has}"

@@ -364,7 +364,7 @@ def model_config_from_flags(args: ArchitectureArgs) -> dict[str, Any]:
         )
     if args.normalization == "LayerNorm" or args.position_embedding_type in ("learned_absolute", "none"):
         raise ValueError(
-            "a new model is a Qwen2, Qwen3 or Llama: RMSNorm and rotary positions, not --normalization "
+            "a new model is a Qwen2, Qwen3 or Llama. It has RMSNorm and rotary positions, not --normalization "
             f"{args.normalization} --position-embedding-type {args.position_embedding_type}"
         )
     kinds = [f for f in FAMILIES.values() if f.embedded and (f.qkv_bias is True) == args.add_qkv_bias]

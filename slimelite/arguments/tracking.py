@@ -100,8 +100,8 @@ class TrackingArgs(DataArgs, CheckpointArgs):
     token_stats: Literal["computed", "all", "none"] = flag(
         "computed",
         "the folder token_stats/ in the run folder gets the trainer's log-prob and entropy of each response token. "
-        "computed: only of samples for which a forward pass computes them anyway; all: of all samples, which may cost "
-        "one more pass; none: of no samples",
+        "computed: only of samples for which a forward pass computes them anyway; all: of all samples, which costs "
+        "one more pass over the other samples; none: of no samples",
         TRAINING,
     )
     log_multi_turn: bool = flag(False, "the run logs metrics of multi-turn responses", POLICY)

@@ -143,9 +143,9 @@ class InputChecks:
         if self.config:
             findings.problems += check_architecture(args, self.config)
         if self.config and not has_weights(path) and not args.resume_directory:
-            what = f"training starts from random ones (--seed {args.seed})"
+            what = f"training starts from random weights (--seed {args.seed})"
             if not args.job.trains:
-                what = f"the engines sample from random ones (--rollout-seed {args.rollout_seed})"
+                what = f"the engines sample from random weights (--rollout-seed {args.rollout_seed})"
             findings.warnings.append(f"--hf-checkpoint {path} contains no weights: {what}")
         if self.config and not has_weights(path) and args.sends_adapter:
             (findings.warnings if args.dry_run else findings.problems).append(
@@ -516,7 +516,7 @@ class InputChecks:
             hidden.update({key for c in conversations for key in chat.left_out(c, prompt.metadata.get("tools"))})
         self.findings.warnings += [
             f"{name}: the chat template leaves {key} out of {count} of the first {len(first)} rows: the model cannot "
-            "learn it; put a chat_template.jinja that shows it into the --hf-checkpoint folder, or use the content"
+            f"learn {key}; put a chat_template.jinja that shows {key} into the --hf-checkpoint folder, or use content"
             for key, count in hidden.items()
         ]
 

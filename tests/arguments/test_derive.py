@@ -40,8 +40,8 @@ def test_gpus_are_split_between_training_and_engines(make: Make, problems: Probl
     assert (args.actor_num_gpus_per_node, args.num_engines, args.offload_train) == (6, 2, False)
     (problem,) = problems("", GPU8)
     assert problem.startswith("--rollout-num-gpus is missing")
-    assert "no GPU is found" not in problem
-    assert problems("--device cuda")[0].endswith("; no GPU is found here, and --device cpu needs none")
+    assert "has no GPU" not in problem
+    assert problems("--device cuda")[0].endswith("; this machine has no GPU, so use --device cpu")
     assert "--colocate" in problem
 
 

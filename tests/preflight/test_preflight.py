@@ -58,9 +58,9 @@ def test_a_good_run(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert out == ""
     (line,) = err.splitlines()
     assert line.startswith("train.py: warning: --hf-checkpoint ")
-    assert line.endswith("contains no weights: training starts from random ones (--seed 1234)")
+    assert line.endswith("contains no weights: training starts from random weights (--seed 1234)")
     only = inspect(parse(f"{run} --debug-rollout-only --rollout-seed 7"), CPU)
-    assert any("the engines sample from random ones (--rollout-seed 7)" in warning for warning in only.warnings)
+    assert any("the engines sample from random weights (--rollout-seed 7)" in warning for warning in only.warnings)
 
 
 def test_a_run_folder_is_for_one_run(run: str, tmp_path: Path) -> None:
