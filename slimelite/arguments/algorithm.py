@@ -148,8 +148,8 @@ class AlgorithmArgs(OfJob):
     )
     loss_aggregation: str = flag(
         "rollout",
-        "how the loss is averaged. rollout: over the tokens of each response, then over responses; token: over all "
-        "tokens; constant: the sum over tokens is divided by a constant length (Dr.GRPO)",
+        "the loss is the mean over responses of their token means (rollout), the mean over all tokens (token), or the "
+        "sum over tokens divided by a constant length (constant, as in Dr.GRPO)",
         TRAINING,
         choices=AGGREGATIONS,
     )
@@ -265,36 +265,43 @@ class CorrectionArgs(AlgorithmArgs):
 
     correction: str = flag(
         "none",
-        "the ratio decides how tokens are weighted or dropped. tis truncates the ratio, icepop masks outliers, mis "
-        "follows the --mis-... flags, and custom calls --custom-tis-function-path",
+        "the ratio of trainer to engine probability weights or drops tokens. tis truncates the ratio, icepop masks "
+        "outliers, mis follows the --mis-... flags, and custom calls --custom-tis-function-path",
         POLICY_LOSS,
         choices=CORRECTIONS,
     )
     use_tis: bool = flag(False, "slime's name for --correction tis", POLICY_LOSS)
-    tis_clip: float = flag(2.0, "upper bound of the ratio", TIS, above=0, infinite=True)
-    tis_clip_low: float = flag(0.0, "lower bound of the ratio", TIS, at_least=0)
+    tis_clip: float = flag(
+        2.0, "upper bound of the ratio of trainer to engine probability", TIS, above=0, infinite=True
+    )
+    tis_clip_low: float = flag(0.0, "lower bound of the ratio of trainer to engine probability", TIS, at_least=0)
     mis_level: str = flag(
         "token",
-        "ratio of each token. token: its own ratio; sequence: the product of the token ratios of its response; "
-        "geometric: their geometric mean",
+        "each token gets its own ratio (token), or the product (sequence) or the geometric mean (geometric) of the "
+        "token ratios of its response",
         MIS,
         choices=LEVELS,
         aliases=("--tis-level",),
     )
     mis_mode: str = flag(
         "truncate",
-        "weight of each token. truncate: min(ratio, upper bound); mask: the ratio if it is inside the bounds, else 0; "
-        "clip: the ratio, clamped to the bounds; none: always 1",
+        "the weight of a token is min(ratio, upper bound) (truncate), the ratio inside the bounds and 0 outside "
+        "(mask), the ratio clamped to the bounds (clip), or always 1 (none)",
         MIS,
         choices=MODES,
         aliases=("--tis-mode",),
     )
     mis_upper_bound: float = flag(
-        2.0, "upper bound of the ratio", MIS, above=0, infinite=True, aliases=("--tis-upper-bound",)
+        2.0,
+        "upper bound of the ratio of trainer to engine probability",
+        MIS,
+        above=0,
+        infinite=True,
+        aliases=("--tis-upper-bound",),
     )
     mis_lower_bound: float | None = flag(
         None,
-        "lower bound of the ratio for the modes mask and clip",
+        "lower bound of the ratio of trainer to engine probability, for the modes mask and clip",
         MIS
         & when(
             lambda: BOUNDED_BELOW() + ", or with --mis-rejection-level",
@@ -398,8 +405,8 @@ class DistillationArgs(AlgorithmArgs, RewardArgs):
     )
     opd_type: Literal["trainer", "sglang", "megatron"] | None = flag(
         None,
-        "where the teacher runs. trainer: it is loaded next to the trainer (--opd-teacher-load); sglang: it is a "
-        "server (--rm-url); megatron: the same as trainer",
+        "the teacher is a model next to the trainer (trainer, with --opd-teacher-load), or a server (sglang, with "
+        "--rm-url). megatron means trainer",
         DISTILLATION,
     )
     opd_kl_coef: float = flag(1.0, "weight of the reverse KL to the teacher", TRAINING & DISTILLATION, at_least=0)

@@ -364,7 +364,7 @@ class EvalArgs(RewardArgs, CheckpointArgs, ClusterArgs):
     )
     early_stop_mode: Literal["max", "min"] = flag(
         "max",
-        "which --early-stop-metric is better: a higher one (max) or a lower one (min)",
+        "the best evaluation has the highest (max) or the lowest (min) --early-stop-metric",
         BEST_EVALUATION,
     )
     custom_eval_rollout_log_function_path: str | None = plugin(

@@ -80,7 +80,7 @@ class Needs:
 
     def __or__(self, other: Needs) -> Needs:
         def words() -> str:
-            one, another = (listed(condition.words for condition in needs.conditions) for needs in (self, other))
+            one, another = (" and ".join(each.words for each in needs.conditions) for needs in (self, other))
             return f"either {one.removeprefix('either ')}, or {another}"
 
         return Needs((Condition(words, lambda args: not (self.missing(args) and other.missing(args))),))

@@ -122,8 +122,8 @@ class DataArgs(OfJob):
     )
     loss_mask_type: str = flag(
         "auto",
-        "how SFT finds the assistant's tokens. auto derives them from the chat template, and covers the templates of "
-        "all other values",
+        "SFT finds the assistant's tokens by this method. auto derives them from the chat template, and covers the "
+        "templates of all other values",
         CONVERSATIONS,
         choices=LOSS_MASKS,
     )
@@ -257,8 +257,8 @@ class RolloutArgs(DataArgs, ClusterArgs):
     )
     mask_offpolicy_in_partial_rollout: bool = flag(
         False,
-        "the run trains only on tokens that the current weights sampled. This concerns resumed responses, and "
-        "finished responses that were kept for a later rollout",
+        "the run trains only on tokens that the current weights sampled. The flag matters for resumed responses, and "
+        "for finished responses that were kept for a later rollout",
         POLICY_SAMPLING
         & when(
             "--partial-rollout, or --over-sampling-batch-size above --rollout-batch-size",
@@ -274,8 +274,8 @@ class RolloutArgs(DataArgs, ClusterArgs):
 
     async_rollout: bool = flag(
         False,
-        "the next rollout is generated while the current one is trained on, so it uses older weights (slime's "
-        "train_async.py)",
+        "the next rollout is generated during the training on the current rollout. It therefore uses older weights "
+        "(slime's train_async.py)",
         TRAINING,
     )
     update_weights_interval: int = flag(
@@ -391,8 +391,8 @@ class RewardArgs(RolloutArgs):
     )
     reward_error: Literal["zero", "drop", "fail"] = flag(
         "zero",
-        "what happens if a reward function raises an error, times out or returns a value that is not finite. zero: "
-        "the reward is 0; drop: the sample is dropped; fail: the run ends",
+        "if a reward function raises an error, times out or returns a value that is not finite, the reward is 0 "
+        "(zero), the sample is dropped (drop), or the run ends (fail)",
         SAMPLING,
     )
     reward_timeout: float = flag(30.0, "a reward that takes longer than this counts as an error [s]", SAMPLING, above=0)
@@ -524,8 +524,8 @@ class EnvironmentArgs(RolloutArgs):
     )
     agent_image: str | None = flag(
         None,
-        "the containers of --agent-sandbox podman or docker use this image. It must be on this machine and contain a "
-        "shell",
+        "the containers of --agent-sandbox podman or docker use this image. The image must be on this machine and "
+        "contain a shell",
         CONTAINED,
         metavar="IMAGE",
     )

@@ -47,8 +47,8 @@ class TrackingArgs(DataArgs, CheckpointArgs):
     use_wandb: bool = flag(False, "the run sends metrics to Weights & Biases", ALWAYS)
     wandb_mode: Literal["online", "offline", "disabled"] | None = flag(
         None,
-        "what wandb does with the metrics. online: it uploads them; offline: it writes files for a later `wandb "
-        "sync`; disabled: it does nothing",
+        "wandb uploads the metrics (online), writes files for a later `wandb sync` (offline), or does nothing "
+        "(disabled)",
         WANDB,
     )
     wandb_dir: str | None = flag(
@@ -140,8 +140,8 @@ class ProfilingArgs(TrackingArgs):
     profile_step_end: int = flag(12, "the first rollout that is no longer profiled", PROFILED_STEPS, at_least=1)
     profile_target: list[Literal["train_overall", "train_actor", "train_log_probs"]] = flag(
         ["train_overall"],
-        "which part of the training on a rollout is profiled: all of it (train_overall), the forward and backward "
-        "passes (train_actor), or the log-probs (train_log_probs)",
+        "the profile contains all of the training on a rollout (train_overall), its forward and backward passes "
+        "(train_actor), or its log-probs (train_log_probs)",
         TRAINING & PROFILER,
     )
     record_memory_history: bool = flag(

@@ -43,8 +43,8 @@ class OptimizerArgs:
         TRAINING,
         at_least=0,
     )
-    adam_beta1: float = flag(0.9, "decay rate of the first moment", TRAINING, at_least=0, at_most=1)
-    adam_beta2: float = flag(0.95, "decay rate of the second moment", TRAINING, at_least=0, at_most=1)
+    adam_beta1: float = flag(0.9, "decay rate of AdamW's first moment (beta 1)", TRAINING, at_least=0, at_most=1)
+    adam_beta2: float = flag(0.95, "decay rate of AdamW's second moment (beta 2)", TRAINING, at_least=0, at_most=1)
     adam_eps: float = flag(1e-8, "epsilon that AdamW adds to the denominator of its step", TRAINING, at_least=0)
     muon_lr: float = flag(0.02, "peak learning rate of the matrices that Muon trains", MUON, at_least=0)
     muon_momentum: float = flag(0.95, "momentum of Muon", MUON, at_least=0, at_most=1)
@@ -57,7 +57,7 @@ class OptimizerArgs:
     )
     nonfinite_grad: Literal["skip", "fail"] = flag(
         "skip",
-        "what happens if a loss or gradient is inf or nan: skip leaves the step out, and fail ends the run",
+        "if a loss or gradient is inf or nan, the step is left out (skip), or the run ends (fail)",
         TRAINING,
     )
     reset_optimizer_states: bool = flag(
@@ -81,7 +81,7 @@ class OptimizerArgs:
     )
     min_lr: float = flag(0.0, "lowest learning rate of the schedule", DECAY, at_least=0)
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = flag(
-        "exponential", "shape of the decay in the last phase of WSD", WSD
+        "exponential", "in the last phase of WSD, the learning rate decays with this shape", WSD
     )
     lr_wsd_decay_iters: int | None = flag(
         None, "the last phase of WSD takes this many optimizer steps", WSD, required=True, at_least=1
@@ -223,8 +223,8 @@ class LoraArgs(CheckpointArgs, ModelArgs):
     )
     lora_sync: Literal["adapter", "merged"] | None = flag(
         None,
-        "what a weight sync sends. adapter: only the adapter, which the engines apply to the frozen weights; merged: "
-        "the changed matrices, with the adapter merged into them",
+        "a weight sync sends only the adapter, which the engines apply to the frozen weights (adapter), or the "
+        "changed matrices, with the adapter merged into them (merged)",
         LORA & INFERENCE,
         auto="adapter, if the run starts SGLang servers, no adapter is on the embedding or LM head, and "
         "--load-in-4bit is off; else merged",
