@@ -248,7 +248,7 @@ def _engine_groups(draft: Draft, path: str) -> None:
 
 
 def _transport(draft: Draft) -> None:
-    """Choose how weights reach engines that are servers. It depends on where the servers run, unless a flag chooses.
+    """Choose how weights reach engines that are servers. The choice depends on the place of the servers.
 
     On a CPU, gloo is many times faster than HTTP (docs/benchmarks.md). External servers may be on any machine, so their
     default is HTTP.

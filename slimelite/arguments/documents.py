@@ -66,14 +66,14 @@ def spend(draft: Draft) -> None:
 
 
 def matrices(shapes: Shapes) -> int:
-    """The number of parameters that a token is multiplied with: the matrices of layers, and the LM head."""
+    """The number of parameters in the matrix products for one token: the matrices of layers, and the LM head."""
     return shapes.layers * shapes.active + shapes.head
 
 
 def flops_per_token(shapes: Shapes, length: int) -> float:
     """Operations of forward and backward for one token of a full sequence of ``length`` (arXiv:2001.08361, section
-    2.1). Each parameter of `matrices` takes 6 operations. In each layer, attention takes 12 operations for each number
-    of a query and each position of half the sequence.
+    2.1). Each parameter of `matrices` takes 6 operations. In each layer, attention takes 12 operations for each
+    element of a query and each position in half of the sequence.
     """
     return 6.0 * matrices(shapes) + 12.0 * shapes.layers * shapes.query * length / 2
 

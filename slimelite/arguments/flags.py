@@ -90,8 +90,8 @@ class Needs:
         return Needs(tuple(condition._replace(strict=True) for condition in self.conditions))
 
     def missing(self, args: object, *, strict: bool = False) -> str | None:
-        """The words of the first condition that ``args`` do not meet, or None. With ``strict`` only strict conditions
-        count, without it only the others."""
+        """The words of the first condition that ``args`` do not meet, or None. With ``strict``, only strict conditions
+        count. Without ``strict``, only the other conditions count."""
         for condition in self.conditions:
             if condition.strict == strict and not condition.holds(args):
                 return condition.words + condition.why_not

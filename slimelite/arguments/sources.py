@@ -387,7 +387,7 @@ def read_config(path: str, option: str, vocabulary: Vocabulary, *, own_keys: boo
             settings.complain(f"--{name}", "is given twice, once with - and once with _")
         elif own_keys and not vocabulary.knows(name):
             try:
-                json.dumps(value, default=str)  # the run writes it into config.json
+                json.dumps(value, default=str)  # the run writes the value into config.json
                 settings.custom[name.replace("-", "_")] = value
             except (TypeError, ValueError, RecursionError) as error:
                 settings.complain(f"--{name}", f"cannot be written as JSON: {error}")

@@ -206,7 +206,7 @@ class Plan:
 
     @property
     def lora_flags(self) -> str:
-        """The flags of a run that has the load of `Load.adapted`."""
+        """The flags that give a run the load of `Load.adapted`."""
         return f"--lora-rank {LORA_RANK}" + ("" if self.load.critic is None else f" --critic-lora-rank {LORA_RANK}")
 
     @property

@@ -123,7 +123,7 @@ def inspect(args: Args, machine: Machine, *, files_only: bool = False) -> Findin
 
 
 def _older_checkpoints(args: Args) -> Iterator[str]:
-    """A warning if a new run saves where another run has saved."""
+    """A warning if a new run saves into a folder that has checkpoints of another run."""
     marker = Path(args.save or "") / MARKER
     if args.save and args.job.trains and not args.resume_directory and marker.is_file():
         newest = marker.read_text(errors="replace").strip()

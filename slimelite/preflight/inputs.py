@@ -111,7 +111,7 @@ class InputChecks:
         if args.tokenizer is not None and (args.tokenizer != args.hf_checkpoint or self.config):
             with findings.blaming(self.tokenizer_flag):
                 check_files(args.tokenizer)
-        if args.job.engines and not args.rollout_function_path:  # else no rule is called
+        if args.job.engines and not args.rollout_function_path:  # a user's rollout function calls no rule
             columns: tuple[Args | EvalDataset, ...] = (args, *args.eval_datasets)
             for rule in dict.fromkeys([c.rm_type for c in columns if not c.custom_rm_path]):
                 try:
@@ -128,7 +128,7 @@ class InputChecks:
                 self.check_reward(rows, prompts[0], rendered=False)
 
     def read_models(self) -> None:
-        """Check the configs of all models, and the policy's against the architecture flags."""
+        """Check the configs of all models, and compare the policy's config with the architecture flags."""
         args, findings, path = self.args, self.findings, self.args.hf_checkpoint
         if args.use_opd and args.opd_type == "trainer" and args.opd_teacher_load:
             self.teacher = self._read_model("--opd-teacher-load", args.opd_teacher_load)
@@ -347,7 +347,7 @@ class InputChecks:
             self.check_rows(rows)
 
     def _doubtful(self) -> bool:
-        """Whether it is uncertain that each model can be built and that the engine supports the model."""
+        """Whether it is uncertain that the models can be built, or that the engine supports them."""
         own = self.args.engine_kind.check_config is not None and self.args.model_config is None
         computed = {family.name for _, family in FAMILIES.items() if family.embedded}
         unknown = own and bool(self.config) and self.config.get("model_type") not in computed
@@ -407,7 +407,7 @@ class InputChecks:
     def _compare_vocabularies(self, teacher: str) -> None:
         """Raise ValueError unless teacher and student give a token the same id.
 
-        Equal tokenizers suffice: models of one family pad their vocabularies to different sizes.
+        Equal tokenizers suffice, because models of one family pad their vocabularies to different sizes.
         """
         mine, size = (text_config(config).get("vocab_size") for config in (self.config, self.teacher))
         folder = Path(teacher)
