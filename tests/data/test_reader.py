@@ -126,7 +126,7 @@ def test_a_hub_dataset_needs_its_library_or_the_hub(monkeypatch: pytest.MonkeyPa
     ("spec", "says"),
     [
         ("environment:zzz", "^environment:zzz: there is no such environment; known are calculator"),
-        ("environment:python", "^environment:python: this environment brings no rows; give a file$"),
+        ("environment:python", "^environment:python: this environment has no rows; give a file$"),
     ],
 )
 def test_the_rows_of_an_environment_are_blamed_by_the_name_that_was_given(spec: str, says: str) -> None:

@@ -110,7 +110,7 @@ def test_a_curriculum_needs_levels(run: str) -> None:
     (problem,) = problems(f"{run} --curriculum-threshold 0.5 --launcher local")
     assert problem == (
         "--curriculum-threshold: rows need a number as level in their metadata, such as those of --environment "
-        "'reasoning-gym:gcd?levels=3' have; one has None"
+        "'reasoning-gym:gcd?levels=3' have; one row has None"
     )
 
 
@@ -236,7 +236,7 @@ def test_messages_without_the_chat_template_name_the_flag(run: str, tmp_path: Pa
     as_text = tmp_path / "text.jsonl"
     as_text.write_text(json.dumps({"messages": '[{"role": "user", "content": "1+1="}]', "label": "2"}))
     (problem,) = problems(f"{bare.replace('--eval-interval 1', '')} --prompt-data {as_text}")
-    assert "row 0 (line 1): column 'messages': messages are written as text; write them as a list" in problem
+    assert "row 0 (line 1): column 'messages': the messages are text; write them as a list" in problem
 
 
 def test_how_a_family_is_trained_is_said_before_a_start(run: str, model: Path) -> None:
