@@ -742,7 +742,7 @@ def test_an_environment_begins_one_episode(run: str, tmp_path: Path) -> None:
     for found in problems(f"{run} --environment {file}:Broken"):
         assert re.search(r"fails to start: KeyError: 'there is none' \(.*own.py, line 9, in reset\)", found)
     assert "no 'Brok'; did you mean Broken?" in problems(f"{run} --environment {file}:Brok")[0]
-    said = "Bare has no method reset and no method step: an environment has reset and step (docs/agents.md)"
+    said = "Bare has no method reset and no method step; an environment needs both (docs/agents.md)"
     assert said in problems(f"{run} --environment {file}:Bare")[0]
     (tmp_path / "odd.py").write_text("class E:\n    def reset(self row):\n")
     (odd,) = problems(f"{run} --environment {tmp_path}/odd.py:E")

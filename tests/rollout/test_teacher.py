@@ -136,5 +136,5 @@ def test_a_server_that_fails_or_refuses_is_named(url: str, monkeypatch: pytest.M
             Teacher(broken, 1.0).ask_once()
 
     serve(500, work)
-    with pytest.raises(ValueError, match=r"refused: .*tokens 0 to"):
+    with pytest.raises(ValueError, match=r"refused the request: .*tokens 0 to"):
         asyncio.run(Teacher(url, 1.0).score([Sample(tokens=[0, 10**6], response_length=1)]))
