@@ -153,7 +153,7 @@ def test_who_waits_for_a_stopped_server_has_time_when_that_is_ended(
     of_server, of_trainer = (record.created for record in caplog.records)
     assert of_trainer > of_server + END * LIMIT
     assert f"process {server.pid} on {os.uname().nodename} (sleep 60) was stopped for " in caplog.text
-    assert f"engine_0 had started it, whose log is {engine.log}" in caplog.text
+    assert f"it was started by engine_0 (log: {engine.log})" in caplog.text
 
 
 @pytest.mark.chaos

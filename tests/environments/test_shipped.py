@@ -84,7 +84,7 @@ def test_a_spec_that_makes_no_sense_is_said() -> None:
         load("calculator:hard")
     with pytest.raises(ValueError, match="python:5"):
         load("python:fast")
-    with pytest.raises(ValueError, match="no passages were found"):
+    with pytest.raises(ValueError, match="there are no passages"):
         load("search:/nowhere")
     with pytest.raises(ValueError, match="self, random, perfect"):
         load("nim:stupid")

@@ -193,5 +193,5 @@ def test_the_image_of_a_task_is_built(tmp_path: Path) -> None:
     _, steps = episode(f"harbor:{folder}", row_of(folder), [bash("ls /etc/changed")], SandboxSettings("podman"))
     assert "No such file" in steps[0].messages[0]["content"], "each episode has a container of its own"
     folder = write_task(tmp_path / "two", dockerfile="FROM localhost/no-such-image:1\nRUN true\n")
-    with pytest.raises(ValueError, match=r"podman cannot build the image of the task two: .*; --agent-image names"):
+    with pytest.raises(ValueError, match=r"podman cannot build the image of the task two: .*; to use another image"):
         episode(f"harbor:{folder}", row_of(folder), [], SandboxSettings("podman"))
