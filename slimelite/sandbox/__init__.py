@@ -1,1 +1,1 @@
-"""Sandboxes, which separate the programs of a model or a user from the rest of the machine."""
+"""Sandboxes. They isolate programs of a model or a user from the rest of the machine."""

@@ -68,7 +68,9 @@ def test_a_cluster_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         assert f"RAY_ADDRESS={address} ([Errno 111] Connection refused)" in why_not(monkeypatch, RAY_ADDRESS=address)
         with pytest.raises(RestartWaitError) as caught, connected(1, 0.1):
             pytest.fail("Ray started")
-        assert str(caught.value).startswith("a restart has waited 0.1 s for its machines (--restart-wait): cannot join ")
+        assert str(caught.value).startswith(
+            "a restart has waited 0.1 s for its machines (--restart-wait): cannot join "
+        )
     message = why_not(monkeypatch, RAY_ADDRESS="http://127.0.0.1:8265")
     assert "such as 10.0.0.1:6379" in message
 
