@@ -1,8 +1,8 @@
 """Calls an engine in another process, and puts many calls into one message.
 
-A message between two processes costs about a millisecond of CPU time, which is the cost of a decoding step of a tiny
-model. A rollout of 32 groups makes 32 calls of `Engine.generate` at the same time. These calls are sent as one batch,
-and their results come back in a few messages.
+A message between two processes costs about a millisecond of CPU time. A decoding step of a tiny model costs the same. A
+rollout of 32 groups makes 32 calls of `Engine.generate` at the same time. These calls are sent as one batch, and their
+results come back in a few messages.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class EngineDesk:
         tasks = self._batches.get(batch, {}) if call is not None else self._batches.pop(batch, {})
         for task in [task for task, number in tasks.items() if call in (None, number)]:
             task.cancel()
-        if call is None:  # nobody will fetch the errors of this batch either
+        if call is None:  # the errors of this batch will not be fetched either
             self._errors = {place: error for place, error in self._errors.items() if place[0] != batch}
 
     async def error(self, batch: tuple[int, int], call: int) -> None:
@@ -119,7 +119,7 @@ class _Call:
 
 
 class _RemoteEngine:
-    """The methods of `Engine`. Each method calls the method of the same name of a remote `EngineDesk`."""
+    """The methods of `Engine`. Each method calls the method with the same name in a remote `EngineDesk`."""
 
     def __init__(self, engine: Remote[Engine]) -> None:
         self._engine = engine

@@ -63,7 +63,7 @@ MOVED_ON = (
     "every engine died while a rollout was generated ahead of training, and the trainer's weights have changed "
     "since then: resume from the last checkpoint with --load"
 )
-# after a rank got no answer from another rank in a collective, wait this time for Ray to report a dead rank [s]
+# if a rank gets no answer from another rank in a collective, wait this time for Ray to report a dead rank [s]
 VERDICT_S = 5.0
 # file in a checkpoint with the table of a rollout that was generated ahead
 AHEAD = "ahead.parquet"
@@ -222,9 +222,9 @@ class Cluster:
         return self._take(work, engines=True)
 
     def save(self, rollout_id: int) -> Pending[Path]:
-        """Save a checkpoint after ``rollout_id`` in ``--save``. `checkpoints.folder_of` gives the folder's name. The
-        checkpoint has the state of the trainers and of the rollout side. It also has the next rollout if this rollout
-        has already been generated.
+        """Save a checkpoint after rollout ``rollout_id`` in the folder ``--save``. `checkpoints.folder_of` gives the
+        folder's name. The checkpoint has the state of the trainers and of the rollout side. It also has the next
+        rollout if this rollout has already been generated.
         """
         check_number("save", "rollout_id", rollout_id)
         # read this now, because a rollout that begins later must wait for this save
@@ -393,8 +393,8 @@ class Cluster:
         return pending
 
     def _take(self, work: Callable[[], R], *, engines: bool = False) -> Pending[R]:
-        """Run a verb when its turn comes. A verb that uses the ``engines`` also waits for earlier verbs on other
-        threads."""
+        """Run a verb after all earlier verbs of this thread. A verb that uses the ``engines`` also waits for earlier
+        verbs on other threads."""
         self._turns.check()
         pending: Pending[R] = Pending(self._turns)
         if not engines:
@@ -496,7 +496,7 @@ class Cluster:
 
     def _all(self, method: Callable[Concatenate[Trainer, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         if not self._trainers:
-            raise ValueError(f"{method.__name__}: there is no trainer; leave --debug-rollout-only out")
+            raise ValueError(f"{method.__name__}: there is no trainer; leave out --debug-rollout-only")
         with self._order:
             futures = [trainer.submit(method, *args, **kwargs) for trainer in self._trainers]
         # if one rank fails, the other ranks hang in a collective, so raise the error without waiting for them

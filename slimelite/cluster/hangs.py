@@ -3,8 +3,8 @@ ends them.
 
 A thread of the driver checks the processes of the run. On other nodes, an actor does this for the driver. The
 information comes from the kernel. A worker hangs if its process is stopped, or if all training ranks are idle although
-they have work. A worker that computes, reads a disk or holds Python's lock never counts as hanging, even if this takes
-very long.
+they have work. A worker that computes, reads a disk or holds Python's global lock never counts as hanging, even if this
+takes very long.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class Monitor:
             self._end(seen, f"was stopped for {stopped.seconds:.1f} s (SIGSTOP)", seen.stack())
         elif owner is not None or OURS.search(stopped.command):
             stack = place.stack(stopped.pid, str(owner.log)) if owner else ""
-            where = f"; it stood at {stack}" * bool(stack)
+            where = f"; its stack: {stack}" * bool(stack)
             whose = f"; it was started by {owner.name} (log: {owner.log})" if owner else ""
             logger.error("%s was stopped for %.1f s (SIGSTOP), so it is ended%s%s", what, stopped.seconds, where, whose)
             self._kill(place, stopped.pid)
@@ -209,7 +209,7 @@ class Monitor:
                 why = f"has done nothing for {each.still:.1f} s in {each.method()}"
                 self._end(each, why + ", and the other ranks wait for it" * (len(ranks) > 1), stacks[each])
         else:
-            others = "; ".join(f"{each} stands at {stacks[each]}" for each in ranks[1:])
+            others = "; ".join(f"{each}, stack: {stacks[each]}" for each in ranks[1:])
             self._end(ranks[0], f"and the other ranks wait for each other ({others})", stacks[ranks[0]])
 
     def _engines_still(self, seen: Sequence[Seen]) -> bool:
@@ -219,7 +219,7 @@ class Monitor:
         return bool(engines) and all(each.still >= self._limit for each in engines)
 
     def _end(self, seen: Seen, why: str, stack: str) -> None:
-        seen.worker.verdict = f"{seen} {why}" + f"; it stood at {stack}" * bool(stack)
+        seen.worker.verdict = f"{seen} {why}" + f"; its stack: {stack}" * bool(stack)
         logger.error("%s; its log is %s", seen.worker.verdict, seen.worker.log)
         self._kill(seen.place, seen.pid)
 

@@ -147,7 +147,7 @@ class Host:
 
 
 class AsyncHost(Host):
-    """An actor around an object whose methods are coroutines. They run on the actor's event loop.
+    """An actor with an object of async methods. The methods run on the actor's event loop.
 
     The object is an engine. Freed memory stays allocated in its process, because each decoding step needs it again.
     `EngineDesk` returns the memory to the system after a rollout.

@@ -52,7 +52,8 @@ class MemoryShortage(ClusterError):
 
 
 class RestartWaitError(ClusterError):
-    """The machines of a run did not come back within ``--restart-wait``. The run is not started again after this."""
+    """The machines of a run did not come back within ``--restart-wait``. After this error, the run is not started
+    again."""
 
 
 def not_there(problem: str, patience: float) -> ClusterError:
@@ -324,7 +325,7 @@ class Turns:
         self._jobs.put(None)
 
     def close(self) -> None:
-        """Refuse all further verbs."""
+        """Raise an error for all further verbs."""
         self._closed = True
 
     def _work(self) -> None:

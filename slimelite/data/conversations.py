@@ -44,7 +44,7 @@ JUDGEMENTS = {"true": 1.0, "1": 1.0, "1.0": 1.0, "false": 0.0, "0": 0.0, "0.0": 
 
 
 class Piece(NamedTuple):
-    """A text that is tokenized alone, and the spans of it that are trained on."""
+    """A text that is tokenized separately, and the spans of this text that are trained on."""
 
     text: str
     trained: list[Span]
@@ -73,8 +73,8 @@ class ChatReader:
     def tokens(self, messages: Messages, tools: Tools = None) -> tuple[list[int], list[int]]:
         """(token ids, loss mask) of a whole conversation. The mask has one entry (0 or 1) for each token.
 
-        A token that is partly inside a trained span is trained on. There are two exceptions: a special token, and a
-        token that has only white space of the reply and then later text.
+        A token that is partly inside a trained span is trained on. Two kinds of such tokens are not trained on: special
+        tokens, and tokens with only white space of the reply and then other text.
 
         Raises:
             ValueError: the tokenizer has no chat template or gives no offsets, the template refuses the messages, or
@@ -127,7 +127,7 @@ class ChatReader:
         """Turn a sample whose ``prompt`` is a conversation (messages) into a training sample, in place.
 
         If an answer already ends with its end token (as in saved rollouts), it does not get a second end token. The
-        prompt becomes the text before the first trained token. The response is everything after it, with a loss mask.
+        prompt becomes the text before the first trained token. The response is the rest of the text, with a loss mask.
         The reward is 0. A conversation that was cut off has the status TRUNCATED. A conversation without a token to
         train on gets ``response_length`` 0 and ``remove_sample``.
 
@@ -204,8 +204,8 @@ class ChatReader:
         """Samples [chosen, rejected] from a sample with a `PAIR` in its metadata. Both samples have the same unit and
         the same rollout. Their rewards are 1 and 0.
 
-        The messages that both conversations start with are the prompt. Assistant messages in the prompt are not trained
-        on. If a cut leaves a reply without a token to train on, both samples are marked ``remove_sample``.
+        The prompt is the equal messages at the start of both conversations. Assistant messages in the prompt are not
+        trained on. If a reply has no token to train on after a cut, both samples are marked ``remove_sample``.
 
         Raises:
             ValueError: there is no pair, or `fill` raises.
@@ -246,7 +246,7 @@ class ChatReader:
 
     @cached_property
     def special(self) -> re.Pattern[str]:
-        """Matches any special token of the tokenizer, except the one that begins a text."""
+        """A pattern for every special token of the tokenizer except the beginning-of-text token."""
         begin = {self.tokenizer.bos_token} - {self.tokenizer.eos_token}
         tokens = [token for token in self.tokenizer.added_tokens_decoder.values() if token.special]
         texts = [token.content for token in tokens if token.content not in begin]
@@ -329,7 +329,7 @@ def auto_mask(chat: ChatReader, messages: Messages, tools: Tools) -> list[Piece]
     """The spans of the template's ``{% generation %}`` marks. Without marks, the spans are found by comparing
     renderings.
 
-    Both methods are exact for every template that copies a reply's content unchanged.
+    The marks and the comparison are exact for every template that copies a reply's content unchanged.
     """
     if MARKS.search(chat.tokenizer.get_chat_template(None, tools)):
         return [_marked(chat, messages, tools)]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PAGE = "docs/data_formats.md"
-# usual column names of each role; names that tell the role most reliably come first
+# usual column names of each role; the most reliable names come first
 QUESTIONS = ("question", "problem", "query", "prompt", "instruction", "input", "task", "q", "user", "human", "text")
 ANSWERS = (
     *("answer", "solution", "response", "completion", "output", "reply", "target", "label", "right", "correct"),
@@ -138,7 +138,7 @@ def _conversation(path: str, row: Mapping[str, object], wanted: Wanted, turns: s
     flags = wanted.flags(label_key=answer) if answer and answer != wanted.label_key else ""
     if isinstance(cell[0], str):
         messages = f'[{{"role": ("user", "assistant")[i % 2], "content": t}} for i, t in enumerate({_cell(turns)})]'
-        guess = f"the user and the assistant speak by turns in {turns!r}"
+        guess = f"the texts in {turns!r} are from the user and the assistant in turn"
     else:
         speaker, speech = _pick(cell[0], SPEAKERS), _pick(cell[0], SPEECH)
         if speaker is None or speech is None:

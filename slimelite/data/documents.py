@@ -1,4 +1,4 @@
-"""The data of pretraining: documents in random order, packed into sequences of ``--seq-length`` tokens.
+"""Provides the data of pretraining. Documents in random order are packed into sequences of ``--seq-length`` tokens.
 
 Each epoch goes through all documents once, in a new order. They are packed one *window* at a time. A window is about
 ``WINDOW`` sequences. A document longer than a sequence is cut, and each piece is put into the sequence where it fits
@@ -60,14 +60,15 @@ class Documents:
         if not args.prompt_data_weights:
             parts = [[shard for part in parts for shard in part]]
         self._streams = [Stream(shards, args, self._coder.start) for shards in parts]
-        self._sequences = self._rows = 0  # drawn so far
+        self._sequences = self._rows = 0  # numbers drawn so far
 
     def __len__(self) -> int:
         """The approximate number of sequences in an epoch."""
         return sum(-(-stream.size // self._args.seq_length) for stream in self._streams)
 
     def take(self, count: int) -> tuple[SampleTable, dict[str, float]]:
-        """The next ``count`` sequences, each with its own ``rollout_id`` and ``unit_id``, and metrics of the data.
+        """Return the next ``count`` sequences, and metrics of the data. Each sequence has its own ``rollout_id`` and
+        ``unit_id``.
 
         A row is a piece of a document. With ``--cross-document-attention`` a row is a sequence.
         """
@@ -160,7 +161,7 @@ class Documents:
         """Continue from the position that `state_dict` saved.
 
         Raises:
-            ValueError: the documents, their order or their weights are not those of the saved state.
+            ValueError: the documents, their order or their weights differ from the saved state.
         """
         saved, now = state["dataset"], self._identity()
         if changed := [key for key in now if saved.get(key) != now[key]]:
@@ -187,7 +188,8 @@ class Documents:
 
 
 class Stream:
-    """An endless sequence of packed sequences. ``size``: tokens of an epoch. ``tokens``: tokens drawn so far."""
+    """An endless sequence of packed sequences. ``size``: the number of tokens of an epoch. ``tokens``: the number of
+    tokens drawn so far."""
 
     def __init__(self, shards: list[Shard], args: Args, start: int) -> None:
         self.shards, self.tokens = shards, 0
@@ -197,7 +199,7 @@ class Stream:
         self._ends = np.concatenate([np.zeros(0, np.int64), *(shard.ends for shard in shards)])
         self._begins = np.concatenate([np.zeros(0, np.int64), *(np.append(0, s.ends)[:-1] for s in shards)])
         self.size = int((self._ends - self._begins).sum())
-        # the epoch, the place of the window's first document in it, and how many of the window's sequences are drawn
+        # the epoch, the index of the window's first document, and the number of the window's sequences drawn so far
         self._position = (0, 0, 0)
         self._order: tuple[int, np.ndarray] = (-1, self._ends)
         self._open(0, 0)

@@ -31,7 +31,7 @@ class HubFile:
 
     @contextmanager
     def downloaded(self, folder: Path) -> Iterator[str]:
-        """The path of a copy below ``folder``, which is deleted after the block.
+        """Download the file to a path below ``folder``, and yield this path. The copy is deleted after the block.
 
         Raises:
             ValueError: the hub does not provide the file.
@@ -69,7 +69,7 @@ def hub_files(spec: str, endings: Sequence[str]) -> list[HubFile]:
         if each.rfilename.endswith(tuple(endings)) and (size := int(each.size or 0)) and _is_of(each.rfilename, parts)
     ]
     if not files:
-        raise ValueError(f"{spec}: the dataset has no such file that ends with {', '.join(endings)}")
+        raise ValueError(f"{spec}: the dataset has no matching file with the ending {', '.join(endings)}")
     return files
 
 

@@ -87,7 +87,7 @@ def _trial(tokenizer: PreTrainedTokenizerBase) -> int:
             hard = resource.getrlimit(limit)[1]
             resource.setrlimit(limit, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
     except (OSError, ValueError):
-        return WELL  # no such limits on this system
+        return WELL  # this system has no such limits
     for messages, tools in ((ASKED, None), (ANSWERED, None), (CALLED, TOOLS)):
         try:
             tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
@@ -193,7 +193,7 @@ def bounded(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
         _watch.end()
         raise TooSlow(
             f"the chat template of {tokenizer.name_or_path or 'the tokenizer'} takes more than {RENDER_S:g} s to "
-            "render these messages: it is broken or hostile; use the original one of the model (chat_template.jinja "
+            "render these messages: it is broken or hostile; use the model's original template (chat_template.jinja "
             "or tokenizer_config.json)"
         ) from None
 
@@ -265,7 +265,7 @@ def sound(value: object, column: str, depth: int = 0) -> object:
     """Return ``value``. Raises `BadCell` if UTF-8 cannot encode a text in ``value``, or if ``value`` is nested too
     deep."""
     if depth > DEPTH:
-        raise BadCell(column, f"is nested more than {DEPTH} deep")
+        raise BadCell(column, f"is nested more than {DEPTH} levels deep")
     if isinstance(value, str) and not value.isascii():
         try:
             value.encode()
@@ -318,8 +318,8 @@ def parsed(value: object, kind: type[Kind], column: str, where: str = "") -> Kin
 
 
 def render(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Tools, settings: Mapping[str, object]) -> str:
-    """The text of messages, rendered with the chat template. ``settings`` are its variables. Errors that the template
-    raises are not caught. If the template takes too long, `slimelite.data.messages.TooSlow` is raised.
+    """The text of messages, rendered with the chat template. ``settings`` are the template's variables. Errors that the
+    template raises are not caught. If the template takes too long, `slimelite.data.messages.TooSlow` is raised.
     """
     apply = tokenizer.apply_chat_template
     with bounded(tokenizer):

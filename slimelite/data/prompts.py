@@ -241,7 +241,7 @@ def _read_prompt(
     *,
     keep_messages: bool,
 ) -> Sample:
-    """The prompt of one row, without token ids; the parameters are those of `load_prompts`.
+    """Read the prompt of one row, without token ids. The parameters are the same as in `load_prompts`.
 
     Raises:
         BadCell: the value in a column has a wrong type.
@@ -303,7 +303,7 @@ def _add_pair(
 
 
 def _conversation(prompt: Messages, cell: object, key: str, input_key: str) -> Messages:
-    """The messages of ``prompt``, followed by those of the reply in ``cell``."""
+    """The messages of ``prompt``, followed by the messages of the reply in ``cell``."""
     reply = [{"role": "assistant", "content": cell}] if isinstance(cell, str) else read_messages(cell, key)
     whole = reply[: len(prompt)] == prompt
     if not whole and reply[0]["role"] != "assistant":
@@ -324,7 +324,7 @@ def _render(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Tools
         return render(tokenizer, messages, tools, {"add_generation_prompt": True, **columns.apply_chat_template_kwargs})
     except TooSlow:
         raise
-    except Exception as error:  # a template may raise anything, such as ZeroDivisionError
+    except Exception as error:  # a template may raise any error, such as ZeroDivisionError
         what = str(error) or type(error).__name__
         raise BadCell(columns.input_key, f"the chat template refuses these messages ({what})") from error
 
@@ -334,7 +334,7 @@ def _tools(row: Row, columns: Columns) -> Tools:
     if wrong := [number for number, tool in enumerate(tools) if not isinstance(tool, dict)]:
         raise BadCell(
             columns.tool_key,
-            f"tool {wrong[0]} is an object such as {A_TOOL}, not {tools[wrong[0]]!r:.60}",
+            f"tool {wrong[0]} must be an object such as {A_TOOL}, not {tools[wrong[0]]!r:.60}",
         )
     for number, tool in enumerate(tools):
         named = tool.get("function", tool)
@@ -366,7 +366,7 @@ class DataSource:
         self._weights = list(args.prompt_data_weights)
         assert not self._weights or len(self._weights) == len(args.prompt_data), "parsing has counted the weights"
         if args.rollout_global_dataset and not args.prompt_data:
-            raise ValueError("--prompt-data names no file; name one, or add --disable-rollout-global-dataset")
+            raise ValueError("--prompt-data names no file; name a file, or add --disable-rollout-global-dataset")
         parts = [[path] for path in args.prompt_data] if self._weights else [args.prompt_data]
         datasets = [self._load(paths, tokenizer) for paths in parts if args.rollout_global_dataset]
         self._curriculum = (
@@ -452,7 +452,7 @@ class DataSource:
         """Continue from the position that `state_dict` saved.
 
         Raises:
-            ValueError: the prompts, their order or their weights are not those of the saved state.
+            ValueError: the prompts, their order or their weights differ from the saved state.
         """
         saved, now = state["dataset"], self._identity()
         if changed := [f"{key}: {saved[key]} when saved, {now[key]} now" for key in now if saved.get(key) != now[key]]:
@@ -469,7 +469,7 @@ class DataSource:
         self._returned = [[Sample.from_dict(values) for values in group] for group in state["returned"]]
 
     def _identity(self) -> dict[str, object]:
-        """The settings and data that must be unchanged for a saved position to be valid."""
+        """The settings and data that must be the same as in the run that saved the position."""
         return {
             "prompts": [len(stream.prompts) for stream in self._streams],
             "contents": [stream.digest for stream in self._streams],
@@ -519,7 +519,7 @@ class Curriculum:
         self.levels = dict.fromkeys(by_task, 0)
 
     def part(self, group: int) -> int:
-        """The index of the part that group number ``group`` comes from."""
+        """The index of the part for group number ``group``."""
         task = list(self.levels)[group % len(self.levels)]
         return self._places[task][self.levels[task]][1]
 

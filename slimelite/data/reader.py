@@ -87,7 +87,7 @@ def split_path(spec: str) -> tuple[str, slice]:
     try:
         return path, slice(*(int(p) if p.strip() else None for p in parts))
     except ValueError as error:
-        raise ValueError(f"cannot read the slice of {spec!r}; a and b of path@[a:b] are whole numbers") from error
+        raise ValueError(f"cannot read the slice of {spec!r}; a and b of path@[a:b] must be whole numbers") from error
 
 
 def read_rows(
@@ -106,9 +106,9 @@ def read_rows(
     all columns. ``first``: read at most this number of rows. A slice in ``spec`` overrides ``first``.
 
     Raises:
-        ValueError: there is no such file, it has another kind, the slice is empty, or a required column is missing.
-            Malformed rows, including those that the caller added, raise the error at the end, unless ``bad`` skips
-            them.
+        ValueError: there is no such file, its kind is not supported, the slice is empty, or a required column is
+            missing. Malformed rows, including those that the caller added, raise the error at the end, unless ``bad``
+            skips them.
     """
     bad = bad or BadRows()
     name, part = split_path(spec)
@@ -131,7 +131,7 @@ def read_rows(
 
 
 def _reader(name: str) -> Reader:
-    """The function that reads ``name``, which has no slice."""
+    """The function that reads the file ``name``. The name has no slice."""
     path = Path(name)
     if name.startswith(ENVIRONMENT):
         return _environment_rows
@@ -191,7 +191,7 @@ def _parquet_rows(path: str, part: slice, required: Sequence[str], optional: Seq
         names = file.schema_arrow.names
         if len({*names}) < len(names):
             twice = min(name for name in names if names.count(name) > 1)
-            raise ValueError(f"{path} has several columns {twice!r}; give each a name of its own")
+            raise ValueError(f"{path} has several columns {twice!r}; give each column its own name")
         _check_columns(path, names, required)
         table = file.read(columns=[c for c in names if optional is None or c in {*required, *optional}])
     except (pa.ArrowInvalid, OSError) as error:
@@ -253,7 +253,7 @@ def _csv_rows(path: str, part: slice, required: Sequence[str], _optional: object
     names = list(reader.fieldnames or ())
     if len({*names}) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{path} has several columns {twice!r}; give each a name of its own")
+        raise ValueError(f"{path} has several columns {twice!r}; give each column its own name")
     if rows:
         _check_columns(path, names, required)
     for index in range(len(rows))[part]:
@@ -299,7 +299,7 @@ def _json_rows(path: str, part: slice, *_: object) -> Iterator[Found]:
             f"{path} is not JSON ({error}); a file with one object per line must end with .jsonl"
         ) from error
     if not isinstance(rows, list):
-        raise ValueError(f"{path} holds one {type(rows).__name__}; a .json file of prompts is a list of objects")
+        raise ValueError(f"{path} has one {type(rows).__name__}, but a .json file of prompts must be a list of objects")
     for index in range(len(rows))[part]:
         yield f"row {index}", _checked(rows[index])
 
@@ -315,7 +315,7 @@ def _object(pairs: list[tuple[str, object]]) -> Row:
 
 
 def _checked(row: object) -> Row | str:
-    return row if isinstance(row, dict) else f"a row is an object with named columns, not {type(row).__name__}"
+    return row if isinstance(row, dict) else f"a row must be an object with named columns, not {type(row).__name__}"
 
 
 def _hub_rows(name: str, part: slice, required: Sequence[str], _optional: object) -> Iterator[Found]:

@@ -168,8 +168,8 @@ class Finder:
         return self._render([*self.messages[:i], probe], False).partition(PROBE)[2]
 
     def _turn_end(self, text: str, last: str, follower: str) -> int:
-        """The length of the end of the turn, with which ``text`` starts. ``last``: the same end if the conversation
-        stops there.
+        """The length of a turn's end. ``text`` starts with this end. ``last``: the end of the same turn if no turn
+        follows.
 
         Special tokens are compared as a whole, so ``<|end|>`` and ``<|endoftext|>`` have no common prefix. If a turn
         has no end token and another speaker follows, the end of the next turn counts as the end of both. In the middle
@@ -212,14 +212,14 @@ class Finder:
 
 
 def _words(reply: Message) -> Message:
-    """A reply whose content is `PROBE`. The new content is a text. If the content of ``reply`` is a list, it is a list
-    with one text."""
+    """A copy of ``reply`` with the content `PROBE`. The content is a text. If the content of ``reply`` is a list, the
+    new content is a list with one text."""
     parts = isinstance(reply.get("content"), list)
     return {"role": "assistant", "content": [{"type": "text", "text": PROBE}] if parts else PROBE}
 
 
 def _probes(reply: Message) -> Iterator[Message]:
-    """Replies that a template shows at the place of ``reply``."""
+    """Yield probe replies that a template may show at the place of ``reply``."""
     yield _words(reply)
     if reply.get("tool_calls"):
         yield {**_words(reply), "tool_calls": reply["tool_calls"]}

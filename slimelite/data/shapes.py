@@ -27,8 +27,8 @@ SPEAKERS = {
 
 @dataclass(frozen=True)
 class Shape:
-    """A shape of rows. ``columns`` are the columns that identify it, and ``read`` turns a row into the prompt or
-    conversation."""
+    """A shape of rows. ``columns`` are the columns that identify the shape. ``read`` converts a row to the prompt or
+    the conversation."""
 
     name: str
     columns: tuple[str, ...]
@@ -71,8 +71,8 @@ def shape_of(names: Collection[str], input_key: str, *, answers: bool, chosen: s
     fits.
 
     Args:
-        answers: the run trains on answers in the rows (SFT, KTO).
-        chosen: the column of the preferred replies of pairs, which may include the prompt.
+        answers: whether the run trains on answers in the rows (SFT, KTO).
+        chosen: the column of the preferred replies of pairs. These replies may include the prompt.
     """
     # Alpaca's column "input" is only part of the prompt
     if input_key in names and not (answers and set(ALPACA.columns) <= set(names)):

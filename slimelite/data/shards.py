@@ -192,7 +192,7 @@ def _problem(source: str, left_out: Mapping[str, int], places: Mapping[str, str]
 
 def _refuse(problems: Sequence[str], *, skip: bool) -> None:
     if problems and not skip:
-        more = f"; and {len(problems) - 3} files more" if len(problems) > 3 else ""
+        more = f"; and {len(problems) - 3} more files" if len(problems) > 3 else ""
         raise ValueError(f"{'; '.join(problems[:3])}{more}; fix them, or leave them out with --skip-bad-rows")
 
 
@@ -230,7 +230,7 @@ def _by_workers(
                 return
             process.stdin.write(json.dumps(job) + "\n")
             process.stdin.flush()
-            answer = json.loads(process.stdout.readline() or '{"error": "the process ended; stderr says why"}')
+            answer = json.loads(process.stdout.readline() or '{"error": "the process ended; see stderr"}')
             if "error" in answer:
                 raise ValueError(f"{job}: {answer['error']}")
             keys[number] = answer["key"]

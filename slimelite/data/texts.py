@@ -1,5 +1,5 @@
-"""Reads documents, one text each, from files that may be larger than memory: parquet, jsonl, plain text, hub
-datasets."""
+"""Reads documents from parquet, jsonl or plain-text files or from hub datasets. Each document is one text. Files may be
+larger than memory."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def find_files(spec: str, *, plain: bool = False) -> list[Path | HubFile]:
     if not path.exists() and HUB_ID.fullmatch(spec):
         return [*hub_files(spec, ENDINGS)]
     if not files:
-        raise ValueError(f"{spec}: no file here ends with {', '.join(endings)}")
+        raise ValueError(f"{spec}: there is no file with the ending {', '.join(endings)}")
     for file in files:
         if not file.is_file():
             raise ValueError(f"no such file: {file}")
         if not plain and not file.name.endswith(endings):
-            raise ValueError(f"{file}: a file of documents ends with {', '.join(ENDINGS)}")
+            raise ValueError(f"{file}: the name of a file of documents must end with {', '.join(ENDINGS)}")
     return [*files]
 
 

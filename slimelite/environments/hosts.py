@@ -164,7 +164,7 @@ class Host:
         if lacking := [name for name in ("reset", "step") if not callable(getattr(made, name, None))]:
             what = f"{type(made).__name__} has no method {' and no method '.join(lacking)}"
             where = defined_at(type(made))
-            raise EnvironmentFailure("invalid", f"{what}; an environment needs both (docs/agents.md){where}")
+            raise EnvironmentFailure("invalid", f"{what}; an environment needs reset and step (docs/agents.md){where}")
         return Live(made, self)
 
     async def close(self) -> None:
@@ -257,16 +257,16 @@ def _sound(result: object, method: Callable[..., object], wanted: type[Start] | 
                 sound(message, "messages")
                 content_text(message["content"], f"message {place}: content")
         if not isinstance(result.role, str | None):
-            raise TypeError(f"the role is {result.role!r:.60}, not text")
+            raise TypeError(f"the role must be text, not {result.role!r:.60}")
         if isinstance(result, Start):
             if not len(result.messages):
-                raise ValueError("there is no message for the model to answer")
+                raise ValueError("there is no message to which the model can reply")
             names = list(map(_tool_name, result.tools))
             if twice := [name for name in names if names.count(name) > 1]:
                 raise ValueError(f"two tools have the name {twice[0]}")
             return result
         if isinstance(result.done, str):  # a text would count as true
-            raise TypeError(f"done is {result.done!r:.60}, not True or False")
+            raise TypeError(f"done must be True or False, not {result.done!r:.60}")
         parts = result.reward if isinstance(result.reward, Mapping) else {"": result.reward or 0.0}
         for number in (*parts.values(), *result.rewards.values()):
             if not math.isfinite(number):

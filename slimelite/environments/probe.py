@@ -1,4 +1,4 @@
-"""Plays scripted episodes of one environment for `slimelite env check`, in a separate process.
+"""Plays scripted episodes of one environment for `slimelite env check`. It runs in a separate process.
 
 Stdin has one line of JSON with the fields of `Plan`. Stdout gets a line of JSON for each event. The events are
 ``ready``, ``begin`` (the name of the next script), ``beat`` (the event loop is free), ``episode`` (the record of an

@@ -1,4 +1,5 @@
-"""Programs as agents: one process group for each sample, with limits on time, number and output."""
+"""Runs programs as agents. Each sample has its own process group. Run time, number of programs and output are
+limited."""
 
 from __future__ import annotations
 

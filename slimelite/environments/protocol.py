@@ -31,7 +31,7 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Row:
-    """The row of ``--prompt-data`` that an episode begins with.
+    """The row of ``--prompt-data`` for an episode.
 
     ``prompt``: the messages of the row. A text becomes one user message. The list is empty if the run has no data.
     ``seed``: the seed for the environment's random choices. All episodes of a group have the same seed, so they play

@@ -137,7 +137,9 @@ def main() -> None:
     add_version(parser)
     parser.add_argument("environment", help="an environment, written as for --environment of train.py")
     parser.add_argument(
-        "--host", default="127.0.0.1", help=f"the address; any other than the default needs a key in {KEY_VARIABLE}"
+        "--host",
+        default="127.0.0.1",
+        help=f"listen on this address; others than the default need a key in {KEY_VARIABLE}",
     )
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--import-file", action="append", default=[])

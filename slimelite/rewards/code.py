@@ -168,8 +168,8 @@ def _label(label: str) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The result of a program. ``finished``: whether the tests ran to the end without an error. If there are no tests,
-    this is about the program. ``output``: the text on stdout."""
+    """The result of a program. ``finished``: whether the tests ran to the end without an error. Without tests,
+    ``finished`` tells whether the program ran to the end without an error. ``output``: the text on stdout."""
 
     finished: bool
     output: str
@@ -303,5 +303,5 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
-        return  # the child has ended and its group is empty
+        return  # the child has ended, and its process group is empty
     process.wait()

@@ -39,7 +39,7 @@ LARGEST_REWARD = 3.4e38  # largest number in fp32, the dtype of advantages
 SHOWN_CHARS = 300
 # our quick rules read this number of characters in about the time in which a thread starts
 AT_ONCE_CHARS = 20_000
-# time that an event loop may take to respond before it counts as blocked [s]
+# an event loop counts as blocked if it does not respond within this time [s]
 ANSWER_SECONDS = 1.0
 CONNECTIONS = 64
 ATTEMPTS = 10
@@ -286,7 +286,7 @@ class Grader:
         return per_sample
 
     def _settle(self, sample: Sample, route: Route, outcome: object, reward_key: str | None) -> None:
-        """Set the sample's reward. If it failed, --reward-error decides what happens."""
+        """Set the sample's reward. If the reward failed, --reward-error decides what happens."""
         result = outcome if isinstance(outcome, Failure) else _checked(outcome, reward_key)
         if not isinstance(result, Failure):
             sample.reward = result
@@ -316,7 +316,7 @@ def route_of(sample: Sample, custom_rm_path: str | None, rm_type: str | None) ->
     sample's own rule, --rm-type.
 
     Raises:
-        ValueError: none of these is given.
+        ValueError: there is no scorer.
     """
     if path := sample.custom_rm_path or custom_rm_path:
         return Route(path, custom=True)
@@ -344,7 +344,7 @@ def without_end(text: str, ends: Sequence[str]) -> str:
 
 
 def answer_of(sample: Sample, response: str, settings: Settings) -> Answer:
-    """The part of ``sample`` that a rule sees."""
+    """The part of ``sample`` that a rule gets."""
     return Answer(
         response, label_text(sample.label), sample.metadata or {}, f"{sample.group_index}/{sample.index}", settings
     )
@@ -409,7 +409,7 @@ def check_reward(args: RewardArgs, sample: Sample, group_size: int = 1, end: str
     to ``group_size`` samples. --reward-error is ignored, because a failure here would probably occur in every row.
 
     Raises:
-        ValueError: the reward fails, or even the right answer does not get 1.
+        ValueError: the reward fails, or the right answer does not get reward 1.
     """
     trial = replace(sample, metadata=dict(sample.metadata or {}))
     grader = Grader(replace(args, reward_error="zero"), workers=1, trial=True, ends=(end,))
@@ -440,14 +440,14 @@ def check_reward(args: RewardArgs, sample: Sample, group_size: int = 1, end: str
         if where in report.failure.message:  # the message of a wrong plugin call already names the place
             where = ""
         raise ValueError(
-            f"the reward {report.reward} fails on the first row, so the run does not start, whatever --reward-error "
-            f"is: {report.failure.kind}: {report.failure.message}{where} (label {report.label!r}, response "
+            f"the reward {report.reward} fails on the first row, so the run does not start (--reward-error does not "
+            f"apply here): {report.failure.kind}: {report.failure.message}{where} (label {report.label!r}, response "
             f"{report.response!r})"
         )
     if example is not None and trial.reward_value(args.reward_key) != 1.0:
         remedy = f", or add --rollout-skip-special-tokens if the rule cannot read {end}" if end else ""
         raise ValueError(
-            f"--rm-type {route.name} gives the right answer to the first row {trial.reward}, not 1: check --label-key "
+            f"--rm-type {route.name} gives the right answer of the first row {trial.reward}, not 1: check --label-key "
             f"and the labels{remedy} (label {str(trial.label)[-200:]!r}, response {trial.response[-200:]!r})"
         )
     assert trial.reward is not None
@@ -487,7 +487,7 @@ class RewardLoop:
             ""
             if answered
             else (
-                "; the function blocks the event loop: use await for slow calls, or make it a plain def, which runs "
+                "; the function blocks the event loop: use await for slow calls, or write a plain def, which runs "
                 "in a thread"
             )
         )
@@ -510,10 +510,10 @@ class RemoteReward:
     the reward."""
 
     def __init__(self, args: RewardArgs, trial: bool) -> None:
-        """``trial``: give up after two attempts.
+        """``trial``: whether to stop after two attempts.
 
         Raises:
-            ValueError: the address has no scheme.
+            ValueError: the address does not start with http:// or https://.
         """
         assert args.rm_url is not None
         if not args.rm_url.startswith(("http://", "https://")):
@@ -537,7 +537,7 @@ class RemoteReward:
             return await asyncio.gather(*(client.post(self._url, p) for p in payloads), return_exceptions=True)
 
     def close(self) -> None:
-        """Do nothing, because no connection outlives `score`."""
+        """Do nothing, because `score` closes its connections."""
 
 
 class ModelReward:
@@ -561,7 +561,7 @@ class ModelReward:
 
 
 def exchange_of(sample: Sample, response: str) -> Exchange:
-    """The part of ``sample`` that a reward model sees. `load_prompts` keeps the messages in the metadata for this."""
+    """The part of ``sample`` that a reward model gets. `load_prompts` keeps the messages in the metadata for this."""
     if not isinstance(sample.prompt, str):
         return Exchange("", response, sample.prompt)
     return Exchange(sample.prompt, response, (sample.metadata or {}).get("messages"))

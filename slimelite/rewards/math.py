@@ -1,4 +1,4 @@
-r"""Answers to mathematical questions: the rules ``math``, ``deepscaler``, ``gsm8k`` and ``dapo``.
+r"""The rules for answers to mathematical questions: ``math``, ``deepscaler``, ``gsm8k`` and ``dapo``.
 
 For ``math``, the content of the last ``\boxed{}`` must equal the label as text, as a number or by algebra. As in slime,
 a fraction must be reduced, and an integer must be written as an integer, so ``\frac{4}{2}`` does not equal 2. slime
@@ -160,7 +160,7 @@ def equal_by_algebra(prediction: str, truth: str) -> bool:
 
 
 def compare_part(prediction: str, truth: str) -> bool | None:
-    """`compare` for one tidied element of a tuple."""
+    """The result of `compare` for one tidied element of a tuple."""
     prediction, truth = plain(prediction), plain(truth)
     if prediction.replace(" ", "").lower() == truth.replace(" ", "").lower():
         return True
@@ -174,7 +174,7 @@ def compare_part(prediction: str, truth: str) -> bool | None:
 
 
 def plain(text: str) -> str:
-    """``text`` without a leading plus, and with 1e3 written as 1000."""
+    """``text`` without a leading plus. A number such as 1e3 is written as 1000."""
     text = text.removeprefix("+").lstrip()
     whole = Fraction(text) if "e" in text.lower() and DECIMAL.fullmatch(text) else Fraction(1, 2)
     return str(whole) if whole.denominator == 1 else text
@@ -296,7 +296,7 @@ def gsm8k(answer: Answer) -> float:
 
 
 def gsm8k_number(text: str) -> Fraction | None:
-    """The number that ``text`` starts with."""
+    """The number at the start of ``text``."""
     match = NUMBER.match(text)
     if match is None:
         return None

@@ -52,7 +52,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The part of a sample that a rule sees.
+    """The part of a sample that a rule gets.
 
     ``label``: the right answer as text, as in the data set. ``key``: identifies the sample. The rule ``random`` hashes
     the key.
@@ -67,7 +67,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """The part of a sample that a reward model sees. ``messages``: the prompt before the chat template is applied, if
+    """The part of a sample that a reward model gets. ``messages``: the prompt before the chat template is applied, if
     it is known."""
 
     prompt: str
@@ -106,7 +106,7 @@ class Scorer(Protocol):
 
 @dataclass(frozen=True)
 class Rule:
-    r"""A named way to score an answer, in two steps or by a `Scorer`.
+    r"""A rule that scores answers, either with two functions or with a `Scorer`.
 
     Attributes:
         quick: function ``answer -> reward``. It runs in this process, and may only do string processing in linear time.
@@ -153,7 +153,7 @@ class Rule:
             )
 
     def lacks(self, args: object) -> str | None:
-        """A message if ``args`` lack the flag that the rule needs, else None."""
+        """An error message if ``args`` lack the flag that the rule needs, else None."""
         if self.needs is None or getattr(args, self.needs):
             return None
         return f"--rm-type {self.name} needs --{self.needs.replace('_', '-')}"

@@ -1,2 +1,2 @@
-"""Turns prompts into scored groups, with asynchronous generation, filters and partial rollouts. Also evaluates
-models."""
+"""Turns prompts into scored groups, with asynchronous generation, filters and partial rollouts. This package also
+evaluates models."""

@@ -68,7 +68,7 @@ def train_output(value: object) -> RolloutFnTrainOutput:
     of groups, or a list of samples.
 
     Raises:
-        ValueError: the value is none of these, or has no samples.
+        ValueError: the value has another type, or has no samples.
     """
     samples = getattr(value, "samples", value)
     metrics = getattr(value, "metrics", None) or {}
@@ -138,7 +138,7 @@ class RolloutContext:
     engines: EnginePool
     grader: Grader
     thread: LoopThread
-    progress: Callable[[int, int, str], None]  # called with (done, total, note)
+    progress: Callable[[int, int, str], None]  # function that is called with (done, total, note)
     # scores training samples (--opd-type sglang); None: there is no teacher server
     teacher: Teacher | None = None
     # session id of a sample in a generate function -> the engine of its group, and the clock of its agent
@@ -182,7 +182,8 @@ class RolloutContext:
         return self.agents
 
     async def front(self) -> str:
-        """Base URL of an HTTP front over `sessions`, for generate functions. Call it on the event loop of the rollout.
+        """The base URL of an HTTP front for `sessions`. Generate functions may use it. Call it on the event loop of the
+        rollout.
 
         A program talks to session ``s`` at ``<url>/sessions/<s.id>/v1`` (OpenAI) or ``<url>/sessions/<s.id>``
         (Anthropic), with ``s.key`` as its API key.

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 # the reason for a group whose samples were all removed by --reward-error drop
 NO_REWARD = "no_reward"
-# rewards with at most this difference count as equal, because graders may add floats in different orders
+# rewards count as equal if they differ by at most this value, because graders may add floats in different orders
 SAME_REWARD = 1e-6
 
 
@@ -139,8 +139,8 @@ def check_all(args: PluginArgs, samples: Sequence[Sample], **_: object) -> Dynam
 
 
 class DroppedGroups:
-    """The groups that a rollout does not train on. It saves a few for the user to read, and ends the run after too many
-    in a row.
+    """Counts the groups that a rollout does not train on. It saves a few of these groups for the user. It ends the run
+    after too many such groups in a row.
 
     At most ``--keep-dropped`` groups are saved in ``dropped/`` of the run folder. When this limit is reached, a group
     with a new reason replaces the last group with the most common reason.
@@ -159,7 +159,7 @@ class DroppedGroups:
         self.accepted()
 
     def accepted(self) -> None:
-        """Restart the counts of groups in a row, because a group was accepted."""
+        """Set the counts of consecutive groups back to 0, because a group was accepted."""
         self._failures = 0
         self._reasons: Counter[str] = Counter()
         self._rewards: list[float] = []
@@ -179,7 +179,7 @@ class DroppedGroups:
         try:
             sample.reward_value(self._args.reward_key)
             reward = sample.reward
-        except ValueError:  # the reward failed, or the sample was never scored
+        except ValueError:  # the reward failed, or the sample was not scored
             reward = math.nan
         return replace(sample, reward=reward, metadata={**sample.metadata, "dropped": reason})
 
@@ -203,7 +203,7 @@ class DroppedGroups:
             by = f" by {self._generator(path)}" if path else ""
             where = raised_at(error) if path and not isinstance(error, PluginError) else ""
             raise self._end(
-                f"{self._failures} groups in a row could not be generated{by}; the last one: {error!r}{where}"
+                f"{self._failures} groups in a row could not be generated{by}; the last error: {error!r}{where}"
             ) from error
 
     def _generator(self, path: str) -> str:

@@ -118,7 +118,7 @@ class Collection:
         )
         self.accepted: list[list[Sample]] = []
         self.surplus: list[list[Sample]] = []
-        self.finished: list[list[Sample]] = []  # all groups that this rollout finished, including dropped ones
+        self.finished: list[list[Sample]] = []  # all groups that this rollout finished, including dropped groups
         # task -> the groups as they were submitted; in the order of submission
         self.tasks: dict[asyncio.Task[list[Outcome]], list[list[Sample]]] = {}
         self.in_flight = 0
@@ -163,7 +163,7 @@ class Collection:
             return []
         groups = self.source.get_samples(number)
         if not groups and not self.tasks:
-            raise ValueError("the data source gave no prompts; check --prompt-data or --data-source-path")
+            raise ValueError("the data source returned no prompts; check --prompt-data or --data-source-path")
         fresh = []
         version = self.context.version_trained_on(self.rollout_id)
         for samples in groups:
@@ -243,7 +243,7 @@ class Collection:
             self.dropped.failed(error)
 
     def _judge(self, graded: list[Sample]) -> None:
-        """Put the group into the batch or the surplus, or drop it."""
+        """Put the group into the batch or into the surplus, or drop the group."""
         full = len(self.accepted) == self.target
         samples = without_dropped(graded, self.args)
         output = self._filter(samples)
@@ -330,7 +330,7 @@ class Collection:
         return left
 
     async def _cancel(self) -> None:
-        """Cancel everything in flight after an error."""
+        """Cancel all requests in flight after an error."""
         self.generator.stopping = True
         for task in self.tasks:
             task.cancel()

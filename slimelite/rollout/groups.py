@@ -1,4 +1,4 @@
-"""Takes groups of samples through generation (with retries), sample hooks and grading."""
+"""Generates the responses of groups of samples (with retries), applies sample hooks, and grades the samples."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def slime_params(params: SamplingParams, seed: int | None) -> dict[str, object]:
 
 
 def remaining_params(sample: Sample, params: SamplingParams, max_context_len: int, seed: int | None) -> SamplingParams:
-    """``params`` with ``seed``. max_new_tokens is set to the number of tokens left for this response. It is 0 or less
-    if no tokens are left."""
+    """A copy of ``params`` with ``seed``. max_new_tokens is set to the number of tokens left for this response. It is 0
+    or less if no tokens are left."""
     return replace(params.after(sample.response_length, max_context_len - sample.total_length), seed=seed)
 
 
@@ -124,7 +124,8 @@ def restart(sample: Sample) -> Sample:
 
 @dataclass(slots=True)
 class GroupGenerator:
-    """Turns groups of unfinished samples into finished, scored ones, for a training rollout or an evaluation.
+    """Turns groups of unfinished samples into groups of finished, scored samples, for a training rollout or an
+    evaluation.
 
     If a response was aborted, its group is returned unchanged. With ``--partial-rollout`` the group keeps its tokens so
     far.
@@ -185,7 +186,7 @@ class GroupGenerator:
         grading waits until all groups have their responses. So all calls are always made in the same order.
 
         Raises:
-            ValueError: an engine refused a request (a retry would not help), or grading raised.
+            ValueError: an engine refused a request (a retry would not help), or grading raised an error.
         """
         if not self.context.args.deterministic_mode:
             return [await self.generate_one(group) for group in groups]
@@ -309,12 +310,12 @@ class GroupGenerator:
         session_id = self.session_id(sample)
         state = self.context.states[session_id] = AgentState(engine, args.keeps_ids)
         TELLS.set(args.keeps_ids)
-        # the engines belong to the rollout's event loop, but the plugin may run on another one
+        # the engines belong to the rollout's event loop, but the plugin may run on another event loop
         IS_GONE.set(lambda: self.context.thread.result(self.context.engines.is_gone(engine)))
         try:
             return await self._call(function, args, sample, state)
         except (PluginError, RewardError):
-            raise  # these end the run
+            raise  # these errors end the run
         except Exception as error:
             return error
         finally:

@@ -97,7 +97,7 @@ class RolloutManager:
             args.sglang_server_concurrency,
             restarts=args.job.revives,
             interval=args.rollout_health_check_interval,
-            # a slow engine counts as dead only if it is an external server and --use-fault-tolerance is set
+            # a slow engine counts as dead only if the engines are servers and --use-fault-tolerance is set
             timeout=args.rollout_health_check_timeout if args.job.servers and args.use_fault_tolerance else math.inf,
             syncs=args.job.trains,
         )
@@ -304,12 +304,11 @@ class RolloutManager:
         self.source.load_state_dict(state["data_source"])
 
     def num_prompts(self) -> int:
-        """Number of prompts in the data source; 0 without a data source."""
+        """The number of prompts in the data source. 0 without a data source."""
         return 0 if self.source is None else len(self.source)
 
     def cancel(self) -> None:
-        """Cancel all running generation, which also ends it on the engines. Waiting callers get a
-        ``CancelledError``."""
+        """Cancel all running generation, also on the engines. Callers that wait get a ``CancelledError``."""
 
         async def cancel() -> None:
             tasks = asyncio.all_tasks() - {asyncio.current_task()}
@@ -464,7 +463,7 @@ class RolloutManager:
 
 
 def _largest(table: SampleTable) -> dict[str, float]:
-    """The largest |advantage| of a row. It is huge if the standard deviation of a group is almost zero."""
+    """The largest absolute advantage of a row. It is huge if the standard deviation of a group is almost zero."""
     return {"rollout/advantages_abs_max": float(np.abs(table.advantage).max())} if len(table) else {}
 
 

@@ -77,9 +77,9 @@ def eval_metrics(
     the pass rates ``eval/{name}-pass@k``, and the standard errors ``eval/{name}-stderr`` and
     ``eval/{name}-pass@k-stderr``.
 
-    ``results``: ``rewards``, and ``truncated`` and ``samples`` if the evaluation function provides them. ``table``: the
-    samples as a table, if there are any. ``more_k``: see `pass_at_k`. Without samples the prompts are unknown, so there
-    are no standard errors and no pass@k.
+    ``results``: a dict with ``rewards``. It also has ``truncated`` and ``samples`` if the evaluation function provides
+    them. ``table``: the samples as a table, if there are any. ``more_k``: see `pass_at_k`. Without samples the prompts
+    are unknown, so there are no standard errors and no pass@k.
     """
     samples: list[Sample] | None = results.get("samples")
     if not samples or table is None:
@@ -130,7 +130,7 @@ def component_means(table: SampleTable) -> dict[str, float]:
 
 
 def mean_of_rollouts(values: Sequence[float], rollout_ids: Iterable[int | None]) -> float:
-    """The mean of the samples' ``values``. Each rollout counts once, however many branches it has."""
+    """The mean of the samples' ``values``. Each rollout counts once, even if it has several branches."""
     rollouts: dict[int | None, list[float]] = {}
     for value, rollout in zip(values, rollout_ids, strict=True):
         rollouts.setdefault(rollout, []).append(value)
@@ -275,7 +275,7 @@ def is_repetitive(text: str) -> bool:
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:
-    """Mean, median, maximum and minimum."""
+    """The mean, median, maximum and minimum of ``values``."""
     return {
         "mean": statistics.fmean(values),
         "median": float(statistics.median(values)),

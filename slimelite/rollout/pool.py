@@ -135,7 +135,7 @@ class EnginePool:
         return not self.up and bool(self._unsynced)
 
     async def refresh(self) -> None:
-        """Ask every engine for its limits and its weight version.
+        """Request the limits and the weight version from every engine.
 
         Raises:
             ValueError: there is no engine, or an engine is dead and ``restarts`` is off.
@@ -151,8 +151,7 @@ class EnginePool:
         """Wait until there is capacity for all ``requests``, and reserve it. Yields the index of the engine to use.
 
         The least loaded engine is chosen. ``avoid`` is chosen only if there is no other engine. If ``engine`` is given
-        and is not down, it is used immediately, without regard to its load. While all engines are down, the caller
-        waits.
+        and is not down, it is used immediately. Its load does not matter. While all engines are down, the caller waits.
 
         Raises:
             EngineLostError: an engine could not be restarted.
@@ -248,8 +247,8 @@ class EnginePool:
         return await self._urls[engine]
 
     async def check(self, engine: int) -> None:
-        """Ask an engine for its info. If it does not answer, it counts as down and is restarted. After a weight sync
-        the engine is used again.
+        """Request an engine's info. If the engine does not answer, it counts as down and is restarted. After a weight
+        sync the engine is used again.
 
         Raises:
             EngineLostError: the engine is dead and ``restarts`` is off.
@@ -276,7 +275,7 @@ class EnginePool:
         return self.infos[engine].weight_version if engine in self.infos else -1
 
     async def is_gone(self, engine: int) -> bool:
-        """`check` an engine. Returns whether it is down."""
+        """Call `check` for an engine. Returns whether the engine is down."""
         await self.check(engine)
         return engine in self._down
 
@@ -316,8 +315,8 @@ class EnginePool:
             return
         if not self._restarts:
             raise EngineLostError(
-                f"engine {engine} has died: {why}; with --launcher ray the run would start it again "
-                "(an external server: with --use-fault-tolerance it would wait for it)"
+                f"engine {engine} has died: {why}; with --launcher ray the run would restart it "
+                "(for an external server, --use-fault-tolerance would make the run wait for it)"
             )
         logger.error("engine %d has died: %s; other engines take its requests until it runs again", engine, why)
         self._down.add(engine)

@@ -30,7 +30,7 @@ from slimelite.rollout.pool import AgentState, EnginePool, WaitingGroup
 from slimelite.serving.format import ChatFormat
 from slimelite.serving.sessions import Session, Sessions
 
-# number of attempts for a request if its engine dies
+# the maximum number of attempts for a request if its engine dies
 ATTEMPTS = 3
 
 
@@ -107,7 +107,7 @@ class PooledSessions(Sessions):
         return any(s.running for s in self._open.values() if self._paused is not None and s.id.startswith(self._paused))
 
     async def _sample(self, request: GenerateRequest, on_tokens: OnTokens | None) -> GenerateResult:
-        """Ask the engine of the session's sample. If that engine is gone, ask another one.
+        """Send the request to the engine of the session's sample. If this engine is gone, use another engine.
 
         Raises:
             ValueError: the response is trained on, but its sampling parameters exclude tokens and the engine does not
@@ -121,7 +121,7 @@ class PooledSessions(Sessions):
             truncated = request.params.truncation()
             if self._trains_constrained and (shifts := request.params.shifts()):
                 raise ValueError(
-                    f"{' and '.join(shifts)}: the distribution that such tokens were sampled from is not known, so "
+                    f"{' and '.join(shifts)}: the distribution from which such tokens are sampled is unknown, so "
                     "they cannot be trained on; leave it out of the request, or start the run without "
                     "--train-constrained"
                 )

@@ -97,7 +97,7 @@ def test_of_idle_ranks_the_one_outside_a_collective_is_ended_and_named(ranks: li
     assert second.process.wait(5) == -signal.SIGKILL
     said = f"trainer_1 (process {second.process.pid} on {os.uname().nodename}) has done nothing for "
     assert str(second.verdict).startswith(said)
-    assert "s in train, and the other ranks wait for it; it stood at " in str(second.verdict)
+    assert "s in train, and the other ranks wait for it; its stack: " in str(second.verdict)
     assert "sleeps.py:3 in lost < " in str(second.verdict)
 
 

@@ -186,8 +186,8 @@ def test_a_server_may_say_anything(reset: str, step: str, message: str | None) -
         ("hang", "timeout", r"step took longer than 2 s \(--environment-call-timeout\)"),
         ("wrong", "invalid", "step returned a dict, not a Step"),
         ("much", "invalid", "step returned a value that cannot be used: must be real number, not str"),
-        ("over", "invalid", "step returned a value that cannot be used: done is 'false', not True or False"),
-        ("whose", "invalid", r"step returned a value that cannot be used: the role is \['b'\], not text"),
+        ("over", "invalid", "step returned a value that cannot be used: done must be True or False, not 'false'"),
+        ("whose", "invalid", r"step returned a value that cannot be used: the role must be text, not \['b'\]"),
         ("text", "invalid", "step returned a value that cannot be used: message 0 needs a role and a content, got 't'"),
     ],
 )

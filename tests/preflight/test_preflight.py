@@ -380,7 +380,7 @@ def test_conversations_are_checked_and_some_are_made(model: Path, tmp_path: Path
         ({"input": "1+1=", "answer": "2"}, "; if 'input' is the prompt and 'answer' the reply, convert the file"),
         ({"input": [asked]}, "2 of the first 2 conversations have no token of an assistant to train on; --input-key"),
         ({"input": [asked, {**reply, "content": 2}]}, "conversation 0 ('1+1='): the chat template refuses"),
-        ({"input": [asked, reply], "tools": [1]}, "row 0 (line 1): column 'tools': tool 0 is an object"),
+        ({"input": [asked, reply], "tools": [1]}, "row 0 (line 1): column 'tools': tool 0 must be an object"),
     ):
         path.write_text(f"{json.dumps(row)}\n" * 2)
         found = problems(words)
@@ -742,7 +742,7 @@ def test_an_environment_begins_one_episode(run: str, tmp_path: Path) -> None:
     for found in problems(f"{run} --environment {file}:Broken"):
         assert re.search(r"fails to start: KeyError: 'there is none' \(.*own.py, line 9, in reset\)", found)
     assert "no 'Brok'; did you mean Broken?" in problems(f"{run} --environment {file}:Brok")[0]
-    said = "Bare has no method reset and no method step; an environment needs both (docs/agents.md)"
+    said = "Bare has no method reset and no method step; an environment needs reset and step (docs/agents.md)"
     assert said in problems(f"{run} --environment {file}:Bare")[0]
     (tmp_path / "odd.py").write_text("class E:\n    def reset(self row):\n")
     (odd,) = problems(f"{run} --environment {tmp_path}/odd.py:E")

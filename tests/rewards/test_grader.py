@@ -476,7 +476,7 @@ def test_check_reward_grades_the_right_answer_to_a_real_row(plugin: str) -> None
         (RewardArgs(rm_type="math"), "so\n#### 42", "use --rm-type gsm8k"),
         (RewardArgs(rm_type="math"), None, "set --label-key"),
         (RewardArgs(rm_type="dapo", reward_key="score"), "x+1", "dapo needs integer labels"),
-        (RewardArgs(rm_type="f1"), "the", "gives the right answer to the first row 0.0, not 1: check --label-key"),
+        (RewardArgs(rm_type="f1"), "the", "gives the right answer of the first row 0.0, not 1: check --label-key"),
         (RewardArgs(), "42", "give --rm-type"),
     ],
 )
@@ -490,9 +490,7 @@ def test_check_reward_reports_a_custom_function_that_raises_in_one_message(
     plugin: str, name: str, says: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     args = RewardArgs(custom_rm_path=f"{plugin}:{name}", reward_error="drop")
-    with pytest.raises(
-        ValueError, match=rf"fails on the first row, so the run does not start, whatever --reward-error is: .*({says})"
-    ) as told:
+    with pytest.raises(ValueError, match=rf"fails on the first row, so the run does not start .*: .*({says})") as told:
         check_reward(args, Sample(index=0, group_index=0, label="42"))
     assert str(told.value).count(f"in {name})") == 1, "where it failed"
     assert caplog.records == [], "no traceback beside it"
