@@ -37,7 +37,7 @@ from slimelite.sandbox.registry import NO_WISHES, OPTION, Sandbox, SandboxSettin
 PLAIN = "bwrap"
 # folders in a box: the files of Harbor's tests, and the file with the reward
 TESTS, LOGS = "/tests", "/logs/verifier"
-# instructions of a Dockerfile: those that a box does not need, and those that bubblewrap can also carry out
+# Dockerfile instructions that a box does not need, and Dockerfile instructions that bubblewrap can also carry out
 NEUTRAL, POSSIBLE = ("FROM", "LABEL", "CMD", "ENTRYPOINT", "EXPOSE", "SHELL"), ("WORKDIR", "ENV", "COPY")
 # system folders; bubblewrap cannot create folders in them
 SYSTEM = ("bin", "dev", "etc", "home", "lib", "lib32", "lib64", "opt", "proc", "sbin", "sys", "tmp", "usr")
@@ -45,7 +45,7 @@ SYSTEM = ("bin", "dev", "etc", "home", "lib", "lib32", "lib64", "opt", "proc", "
 COMMAND_SECONDS, TEST_SECONDS = 30.0, 600.0
 # time limit for a box to end itself [s]
 END_SECONDS = 2.0
-# time limits [s]: what the shell may take in addition to a command, packing the files of a box, and building an image
+# time limits [s] for the box's shell in addition to a command's limit, for packing a box's files, for building an image
 MORE_SECONDS, PACK_SECONDS, BUILD_SECONDS = 60.0, 300.0, 3600.0
 # largest size of an output, including the mark at its end [bytes]
 MOST_BYTES = 1 << 20
@@ -192,7 +192,7 @@ def _dockerfile(folder: Path) -> _Dockerfile:
             read.plain = read.plain or what
     top = [PurePosixPath(path).parts[1:2] for path in (read.workdir, *(there for _, there in read.files))]
     if inner := [parts[0] for parts in top if parts and parts[0] in SYSTEM]:
-        read.plain = read.plain or f"it works in /{inner[0]}"
+        read.plain = read.plain or f"it writes to the system folder /{inner[0]}"
     return read
 
 
@@ -459,7 +459,7 @@ class Harbor(ToolEnvironment):
 
 
 def _kept(settings: SandboxSettings) -> list[str]:
-    """The folders that the model can write to, without the folders that a commit of its container contains."""
+    """The folders that the model can write to. Folders that a commit of its container contains are left out."""
     if is_container(settings.name):
         return ["/tmp", CONTAINER_HOME]
     return [*(folder for folder in settings.folders if folder not in ("/tests", "/logs")), "/tmp", HOME]

@@ -53,7 +53,7 @@ def plain_words(text: str) -> list[str]:
 
 
 def rising(numbers: Iterable[int]) -> bool:
-    """Whether each number is greater than the one before."""
+    """Whether each number is greater than the number before."""
     return all(a < b for a, b in pairwise(numbers))
 
 
@@ -440,7 +440,7 @@ def instructions(answer: Answer) -> list[tuple[str, dict[str, object]]]:
     arguments = [dict(kwargs or {}) for kwargs in (row.get("kwargs") or [{}] * len(ids))] if ids else []
     if not ids or len(ids) != len(arguments):
         raise ValueError(
-            "ifbench needs instruction_id_list and kwargs, one dict for each, in metadata (--metadata-key) or in the "
+            "ifbench needs instruction_id_list and kwargs (a dict for each id) in metadata (--metadata-key) or in the "
             f"label as JSON; there are {len(ids)} instructions and {len(arguments)} kwargs"
         )
     if unknown := [name for name in ids if name not in INSTRUCTIONS]:

@@ -5,9 +5,9 @@ A check gets the text and the arguments of its row. It returns whether the text 
 written from the paper and from the names of the arguments in its data set. ``change_case`` checks only the case, but
 the reference also tests with langdetect whether the text is English.
 
-The reference uses NLTK, syllapy and the emoji package. This file approximates them without their data: sentences,
-tokens, stop words, pronouns and verbs (NLTK), syllables (syllapy) and emoji. docs/rewards.md lists the checks that may
-differ for this reason. All run times are linear in the length of the text.
+The reference uses NLTK, syllapy and the emoji package. This file approximates these libraries without their data. It
+approximates NLTK's sentences, tokens, stop words, pronouns and verbs, syllapy's syllables, and the emoji.
+docs/rewards.md lists the checks that may differ for this reason. All run times are linear in the length of the text.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def sentences(text: str) -> list[str]:
 
 
 def ends_sentence(before: str, after: str) -> bool:
-    """Whether the full stop at the end of ``before`` ends a sentence. It does not in "Dr. Li", "J. Li" and "well...
-    perhaps"."""
+    """Whether the full stop at the end of ``before`` ends a sentence. The full stops in "Dr. Li", "J. Li" and "well...
+    perhaps" do not end a sentence."""
     word = (before.split() or [""])[-1].lstrip("\"'([{*_“‘")
     if word.endswith(".."):
         return not after.lstrip()[:1].islower()

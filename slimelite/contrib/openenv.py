@@ -1,7 +1,7 @@
 """The environment ``openenv:<address>``, which runs on an OpenEnv server. Each episode has its own WebSocket session.
 
 The server lists the possible actions. If the actions are tools, the model calls them. Otherwise a reply is an action in
-JSON. If an action has only one required field and it is a text, the reply is this text.
+JSON. If the only required field of an action is a text, the reply is this text.
 """
 
 from __future__ import annotations

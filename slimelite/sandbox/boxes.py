@@ -22,7 +22,7 @@ ROOT = str(Path(__file__).parents[2])
 # with -I -S, Python imports no files of the user; the path is set here because -I and -S hide this package
 RUN = f"import sys; sys.path.insert(0, {ROOT!r}); from slimelite.sandbox.supervisor import main; main()"
 SUPERVISOR = ("-I", "-S", "-c", RUN)
-# system files that programs and their libraries read; no files of /etc and /proc with secrets of this machine's users
+# system files that programs and their libraries read; the list has no files with data of this machine's users
 SYSTEM = (
     *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/opt", "/sys/devices/system/cpu"),
     *(f"/etc/{name}" for name in ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime", "timezone")),
@@ -62,7 +62,7 @@ class ProcessSandbox:
     def _probe(self) -> None:
         if confine.landlock_abi() == 0:
             raise ValueError(
-                f"{OPTION} process needs Landlock (Linux 5.13, with landlock among the kernel's lsm=); use bwrap"
+                f"{OPTION} process needs Landlock (Linux 5.13 or newer, and landlock in the kernel's lsm=); use bwrap"
             )
         self._try()
 
@@ -78,7 +78,7 @@ class ProcessSandbox:
         )
         if run.returncode:
             reason = (run.stderr.strip().splitlines() or [f"exit status {run.returncode}"])[-1]
-            raise ValueError(f"{OPTION} {self.name} does not start here: {reason}{self._remedy()}")
+            raise ValueError(f"{OPTION} {self.name} cannot start a program on this machine: {reason}{self._remedy()}")
 
     def _remedy(self) -> str:
         return ""

@@ -1,4 +1,4 @@
-"""Restrictions that a process puts on itself before it runs an untrusted program (Linux).
+"""Functions with which a process restricts itself before it runs an untrusted program (Linux).
 
 There are three layers. `gaps` lists the layers that this kernel does not have. The first layer is limits and dropped
 capabilities. The second layer is seccomp, which blocks system calls. The third layer is Landlock, which blocks access
@@ -64,7 +64,7 @@ READ = 1 << 0 | 1 << 2 | 1 << 3  # execute, read files, read folders
 OF_FILES = 1 << 0 | 1 << 1 | 1 << 2 | 1 << 14 | 1 << 15
 # version of Landlock -> all rights on files that this version knows
 RIGHTS = {0: 0, 1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1, 5: (1 << 16) - 1}
-TCP, CONNECT = 1 << 0 | 1 << 1, 1 << 1  # TCP: bind and connect; CONNECT: only connect
+TCP, CONNECT = 1 << 0 | 1 << 1, 1 << 1  # TCP is bind and connect, CONNECT is only connect
 FILE_RULE, PORT_RULE = 1, 2
 SCOPES = 1 << 0 | 1 << 1  # abstract unix sockets, signals
 
@@ -85,8 +85,8 @@ class _Filter(ctypes.Structure):
 
 
 def gaps() -> list[str]:
-    """A sentence for each missing layer, about what a program can do on this machine for this reason. Empty if no layer
-    is missing."""
+    """A sentence for each missing layer. It lists what a program can do on this machine without this layer. Empty if no
+    layer is missing."""
     missing = []
     if not has_seccomp():
         missing.append("there is no seccomp, so the code can start processes, send signals and open sockets")
@@ -148,7 +148,7 @@ def hide() -> None:
 
 
 def has_seccomp() -> bool:
-    """Whether this kernel can filter system calls, and ``DENIED`` has their numbers for this machine."""
+    """Whether this kernel can filter system calls, and `system_calls.toml` has their numbers for this machine type."""
     if sys.platform != "linux" or os.uname().machine not in MACHINES:
         return False
     libc = ctypes.CDLL(None, use_errno=True)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from slimelite.sandbox.registry import ContainerPlan
 
 VARIABLE = "SLIMELITE_CONTAINER"
-# time between two checks whether the container has begun, and the time limit for its begin [s]
+# time between two checks whether the container has started, and the time limit for its start [s]
 ASK, START = 0.05, 60.0
 KILLED = 128 + signal.SIGKILL
 
@@ -85,7 +85,7 @@ class _Container:
             if self._plan["endpoint"] is not None and not self._connect(self._plan["endpoint"]):
                 return self._status()
         except OSError as error:
-            print(f"the sandbox did not start: {error}", file=sys.stderr, flush=True)
+            print(f"the sandbox does not start: {error}", file=sys.stderr, flush=True)
             return NO_START
         threading.Thread(target=self._tell, daemon=True).start()
         while self._client.poll() is None:

@@ -38,7 +38,7 @@ OWN_FILES = [
 KEPT = ("LANG", "LC_ALL", "TZ")
 # maximum number of processes of all containers together; the kernel's usual limit minus podman's own processes
 MOST_PROCESSES = 32768
-# if a container does not begin within this time, the machine counts as unable to start it [s]
+# time limit for the start of a container [s]
 PROBE_SECONDS = 60.0
 
 

@@ -10,7 +10,7 @@ from slimelite.base.registry import Function, Registry, function
 
 # the network access of a program: none, only the address of its model, or everything
 NETWORKS = ("none", "loopback", "full")
-# the flag that messages name
+# the flag in error messages
 OPTION = "--agent-sandbox"
 
 
