@@ -33,7 +33,7 @@ def launch(args: Args, progress: Progress = lambda _done, _total, _note: None) -
     if args.model_config is not None:
         from slimelite.data.tokenizer import write_new_model
 
-        # for a model that the architecture flags define, the workers load this folder without weights
+        # if the architecture flags define a new model, the workers load this folder, which has no weights
         folder = Path(args.run_dir).absolute() / "new_model"
         write_new_model(folder, args.model_config, str(args.tokenizer))
         args = replace(args, hf_checkpoint=str(folder))
@@ -60,7 +60,7 @@ def launch(args: Args, progress: Progress = lambda _done, _total, _note: None) -
 
 
 def _close_ray_to_others() -> None:
-    """Set up the Ray that this process starts. It listens only on this machine, and requires a secret token.
+    """Set up the Ray that this process starts. This Ray listens only on this machine, and requires a secret token.
 
     Ray reads these variables when it is imported. The name of the first variable mentions Windows and macOS. On these
     systems, Ray's nodes have only the address 127.0.0.1 by default. Ray's processes get the token from their

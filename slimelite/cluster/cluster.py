@@ -1,4 +1,5 @@
-"""The class `Cluster`, the handle of a run. It has a verb (method) for each operation of trainers and engines."""
+"""The class `Cluster`, the handle of a run. `Cluster` has a verb (method) for each operation of trainers and
+engines."""
 
 from __future__ import annotations
 
@@ -81,8 +82,8 @@ class Cluster:
 
     Verbs that need the trainers run one after the other, on a thread of the handle. With ``--launcher local`` they run
     in the caller's thread, so a debugger can follow them. `generate` and `evaluate` run in parallel to the trainers.
-    They begin immediately, unless an earlier verb still uses the engines (`sync`, `save`, another `generate`). Later
-    verbs that use the engines wait for them.
+    These two verbs begin immediately, unless an earlier verb still uses the engines (`sync`, `save`, another
+    `generate`). Later verbs that use the engines wait for them.
 
     If a verb fails, queued verbs fail with the same error. New verbs raise this error, and so does the end of the
     ``with`` block. Verbs run again after `Pending.result` has raised the error to the caller. After `complete_args`,
@@ -223,8 +224,8 @@ class Cluster:
 
     def save(self, rollout_id: int) -> Pending[Path]:
         """Save a checkpoint after rollout ``rollout_id`` in the folder ``--save``. `checkpoints.folder_of` gives the
-        folder's name. The checkpoint has the state of the trainers and of the rollout side. It also has the next
-        rollout if this rollout has already been generated.
+        folder's name. The checkpoint has the state of the trainers and of the rollout side. The checkpoint also has the
+        next rollout if this rollout has already been generated.
         """
         check_number("save", "rollout_id", rollout_id)
         # read this now, because a rollout that begins later must wait for this save
@@ -326,8 +327,8 @@ class Cluster:
         return self._move(Trainer.onload, "wake_up")
 
     def release_engines(self) -> Pending[None]:
-        """Let the engines release as much device memory as possible. They can generate again after `resume_engines` has
-        resumed every tag."""
+        """Let the engines release as much device memory as possible. The engines can generate again after
+        `resume_engines` has resumed every tag."""
         pending = self._take(lambda: self._rollout.ask(RolloutManager.release_memory), engines=True)
         self._released = set(MEMORY_TAGS)
         return pending

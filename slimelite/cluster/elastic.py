@@ -1,8 +1,8 @@
 """Plans a restart with fewer machines, for ``--elastic`` and ``--max-restarts``.
 
 This is a separate program, because the parent process that restarts a run is not a Ray driver. The program's arguments
-are the command line of the run. It prints further arguments as JSON. The next start appends these arguments to the
-command line, and derives all other values from them.
+are the command line of the run. The program prints further arguments as JSON. The next start appends these arguments to
+the command line, and derives all other values from them.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Implements ``--hang-timeout``. It finds workers that are stopped or make no progress, names them in a message, and
-ends them.
+"""Implements ``--hang-timeout``. The monitor finds workers that are stopped or make no progress, names them in a
+message, and ends them.
 
 A thread of the driver checks the processes of the run. On other nodes, an actor does this for the driver. The
 information comes from the kernel. A worker hangs if its process is stopped, or if all training ranks are idle although
@@ -46,7 +46,7 @@ class Calls:
     _next: int = 0
 
     def begin(self, method: str, answer: Future[Any]) -> None:
-        """Record a call. It is removed when ``answer`` is done."""
+        """Record a call. The call is removed when ``answer`` is done."""
         number, self._next = self._next, self._next + 1
         self.open[number] = method, time.monotonic()
         answer.add_done_callback(lambda _: self.open.pop(number, None))
@@ -95,7 +95,8 @@ class Seen:
         return self.worker.name.startswith("trainer")
 
     def waits(self) -> float:
-        """The time for which the worker's oldest call has waited for an answer [s]. It is 0 if there is no call."""
+        """The time for which the worker's oldest call has waited for an answer [s]. The time is 0 if there is no
+        call."""
         oldest = self.worker.calls.oldest()
         return oldest[1] if oldest else 0.0
 

@@ -1,5 +1,5 @@
-"""Implements `--launcher ray`. It starts one actor for each trainer rank, one for each engine, and one for the rollout
-side."""
+"""Implements `--launcher ray`. This launcher starts one actor for each trainer rank, one for each engine, and one for
+the rollout side."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ class RayRemote(Remote[T]):
     machine.
 
     ``calls``: the calls that have no answer yet. ``verdict``: why the `Monitor` ended the object's process. ``kills``:
-    the processes that the kernel of its machine has killed. It is None if the object is on another machine.
+    the processes that the kernel of its machine has killed. ``kills`` is None if the object is on another machine.
     """
 
     verdict: str | None
@@ -367,8 +367,8 @@ class Actors:
         return {"num_cpus": share, "num_gpus": gpus, "scheduling_strategy": strategy}
 
     def _gpus_of(self, bundles: list[int]) -> dict[str, str]:
-        """The environment variables of an engine that spans several bundles. They make the GPUs of all bundles visible,
-        not only the GPU of the first bundle."""
+        """The environment variables of an engine that spans several bundles. The variables make the GPUs of all bundles
+        visible, not only the GPU of the first bundle."""
         if not self.args.job.gpus or len(bundles) == 1:
             return {}
         probe = ray.remote(lambda: (ray.get_runtime_context().get_node_id(), ray.get_gpu_ids()))
@@ -384,7 +384,7 @@ class Actors:
 
 
 class RemoteMachine:
-    """A `Machine` for another ``node`` of Ray. It runs inside an actor on that node."""
+    """A `Machine` for another ``node`` of Ray. The `Machine` runs inside an actor on this node."""
 
     def __init__(self, node: str, limit: float) -> None:
         place = NodeAffinitySchedulingStrategy(node, soft=False)
@@ -411,8 +411,8 @@ class RemoteMachine:
 @contextmanager
 def ray_workers(args: Args, progress: Progress) -> Iterator[Workers]:
     """Start the workers of ``--launcher ray``: an actor for each trainer rank, for each engine and for the rollout
-    side. They run on the Ray cluster of ``RAY_ADDRESS``, which a `ray job` sets. Without this variable, a new Ray is
-    started for this run only.
+    side. The actors run on the Ray cluster of ``RAY_ADDRESS``, which a `ray job` sets. Without this variable, a new Ray
+    is started for this run only.
 
     ``progress`` is called with a text that names the workers for which the start waits.
 
@@ -489,7 +489,7 @@ def start_workers(
 
 def _wait_until_up(starting: dict[Future[object], str], progress: Progress, log: Path | None = None) -> None:
     """Wait for all workers. ``starting``: future -> name of the worker. The future is done when the worker is ready.
-    ``log``: rank 0's log. It shows how much of the model this rank has read."""
+    ``log``: rank 0's log. The log shows how much of the model rank 0 has read."""
     waiting, noted = set(starting), ""
     while waiting:
         names = sorted(starting[future] for future in waiting)
@@ -509,8 +509,8 @@ def _wait_until_up(starting: dict[Future[object], str], progress: Progress, log:
 def _reserved(
     args: ClusterArgs, ranks: int, widths: Sequence[int], progress: Progress, kept: bool
 ) -> Iterator[PlacementGroup]:
-    """Reserve a placement group. It has a bundle for each of ``ranks``, in order. Then it has a bundle for each device
-    of the engines of ``widths``."""
+    """Reserve a placement group. The group has a bundle for each of ``ranks``, in order. Then it has a bundle for each
+    device of the engines of ``widths``."""
     device, bundles = "GPU" if args.job.gpus else "CPU", ranks + sum(widths)
     here = str(ray.get_runtime_context().get_node_id())
     plan = partial(nodes_of_bundles, first=here, nodes=args.actor_num_nodes if ranks else 1, ranks=ranks, widths=widths)

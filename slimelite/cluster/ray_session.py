@@ -131,8 +131,8 @@ def _start(bundles: int) -> None:
     folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
     # a CPU "device" is one of our processes; more processes than cores are slow, but they work
     cpus = max(os.cpu_count() or 1, bundles)
-    # the variable that `_close_ray_to_others` sets is too late if a user's file has already imported Ray, because Ray
-    # stores its value here at the import
+    # if a user's file has already imported Ray, the variable that `_close_ray_to_others` sets has no effect, because
+    # Ray reads it at the import and stores its value here
     ray_constants.ENABLE_RAY_CLUSTER = False
     if not ipaddress.ip_address(here := services.get_node_ip_address()).is_loopback:
         raise ClusterError(
@@ -165,8 +165,8 @@ def _start(bundles: int) -> None:
 
 @contextmanager
 def _without_needless() -> Iterator[None]:
-    """Inside this block, Ray does not start the processes of `NEEDLESS`. They would cost 2 CPU-seconds at the start of
-    a run.
+    """Inside this block, Ray does not start the processes of `NEEDLESS`. These processes would cost 2 CPU-seconds at
+    the start of a run.
 
     The replaced methods are private. If a version of Ray has no method of this name, it starts the process as usual.
     """
@@ -205,7 +205,7 @@ def _start_nothing(node: Any, **_options: Any) -> None:
 
 
 def _init(**options: object) -> None:
-    """Call `ray.init`. It replaces the SIGTERM handler, so ours is set again afterwards."""
+    """Call `ray.init`. `ray.init` replaces the SIGTERM handler, so our handler is set again afterwards."""
     # otherwise Ray would print its own message about a dead worker in addition to ours
     ray._private.worker._worker_logs_enabled = False
     handler = signal.getsignal(signal.SIGTERM)
@@ -271,7 +271,7 @@ def explained(
 
 
 def _death(kills: int | None) -> str:
-    """A text on how a worker died without a message. It uses ``kills``, the kernel's count."""
+    """A text on how a worker died without a message. The text depends on ``kills``, the kernel's count."""
     if kills:
         number = "a process" if kills == 1 else f"{kills} processes"
         return (

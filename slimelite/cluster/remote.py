@@ -48,7 +48,7 @@ class ClusterError(RuntimeError):
 
 
 class MemoryShortage(ClusterError):
-    """A worker was killed. Its machine had no memory left, or the reason is unknown."""
+    """A worker was killed. The worker's machine had no memory left, or the reason is unknown."""
 
 
 class RestartWaitError(ClusterError):
@@ -58,7 +58,7 @@ class RestartWaitError(ClusterError):
 
 def not_there(problem: str, patience: float) -> ClusterError:
     """The error for a missing cluster or missing devices. ``patience``: the time for which a restart has waited for
-    them [s]. It is 0 at the first start."""
+    them [s]. ``patience`` is 0 at the first start."""
     if not patience:
         return ClusterError(problem)
     return RestartWaitError(f"a restart has waited {patience:g} s for its machines (--restart-wait): {problem}")
@@ -133,7 +133,7 @@ class Remote(ABC, Generic[T_co]):
 
     @abstractmethod
     def cpu_seconds(self) -> Future[float]:
-        """The CPU time of the object's process since its start [s]. It is 0 if the object is in the caller's
+        """The CPU time of the object's process since its start [s]. The time is 0 if the object is in the caller's
         process."""
         ...
 
@@ -143,7 +143,7 @@ class Remote(ABC, Generic[T_co]):
 
 
 class LocalRemote(Remote[T_co]):
-    """An object of this process. Its methods run immediately, in the caller's thread."""
+    """An object of this process. The object's methods run immediately, in the caller's thread."""
 
     def __init__(self, target: T_co, name: str) -> None:
         self.target, self.name = target, name
@@ -217,8 +217,8 @@ def check_table(verb: str, value: object) -> None:
 
 
 class Pending(Future[R]):
-    """The result of a verb of `Cluster`. It is a future. While its method `result` waits, it also checks the state of
-    the run.
+    """The result of a verb of `Cluster`. The result is a future. While the method `result` of this future waits, it
+    also checks the state of the run.
 
     During this wait, ``attend`` is called every ``POLL_S`` seconds with the ``progress`` that the caller gave to
     `result`.

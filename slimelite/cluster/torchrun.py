@@ -1,8 +1,8 @@
 """Implements ``--launcher torchrun``. The processes that torchrun has started are the ranks of a run without engines.
 
-Rank 0 runs the loop of train.py and the rollout side. Its trainer runs on a thread. The other ranks run `follow` and
-wait for calls of their trainers' methods. Each call is pickled, and sent through torchrun's rendezvous store. torch's
-object collectives pickle their values too.
+Rank 0 runs the loop of train.py and the rollout side. The trainer of rank 0 runs on a thread. The other ranks run
+`follow` and wait for calls of their trainers' methods. Each call is pickled, and sent through torchrun's rendezvous
+store. torch's object collectives pickle their values too.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def meet() -> dist.Store:
 
 
 class Desk:
-    """A thread that runs its jobs in order. It is a daemon thread, so a failed process does not wait for a
+    """A thread that runs its jobs in order. The thread is a daemon thread, so a failed process does not wait for a
     collective."""
 
     def __init__(self, name: str) -> None:

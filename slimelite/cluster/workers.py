@@ -120,7 +120,7 @@ class EngineFactory:
     def transport(
         self, device: torch.device, host: str = LOCAL_HOST, adapter: AdapterFormat | None = None
     ) -> Transport:
-        """The transport that sends weights to the servers. It sends the weights on ``device``, or only an
+        """The transport that sends weights to the servers. The transport sends the weights on ``device``, or only an
         ``adapter``."""
         args = self._args
         setup = SyncSetup(
@@ -249,7 +249,7 @@ class Workers(NamedTuple):
     """The workers that a launcher has started, for `Cluster`.
 
     ``trainers``: one for each rank, rank 0 first. ``engines``: the argument of `Trainer.push_weights`. ``others``:
-    other workers with their own processes. Their CPU time counts too.
+    other workers with their own processes. The CPU time of these workers counts too.
     """
 
     rollout: Remote[RolloutManager]

@@ -1,9 +1,9 @@
 """IFEval's verifiable instructions (Zhou et al., arXiv:2311.07911), and the functions for English text that the checks
 need.
 
-A check gets the text and the arguments of its row. It returns whether the text follows the instruction. The checks were
-written from the paper and from the names of the arguments in its data set. ``change_case`` checks only the case, but
-the reference also tests with langdetect whether the text is English.
+A check gets the text and the arguments of its row. The check returns whether the text follows the instruction. The
+checks were written from the paper and from the names of the arguments in its data set. ``change_case`` checks only the
+case, but the reference also tests with langdetect whether the text is English.
 
 The reference uses NLTK, syllapy and the emoji package. This file approximates these libraries without their data. It
 approximates NLTK's sentences, tokens, stop words, pronouns and verbs, syllapy's syllables, and the emoji.

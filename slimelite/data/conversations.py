@@ -1,14 +1,14 @@
 """Turns conversations into training samples. No text is generated. The assistant's messages are the response.
 
-The loss covers the tokens that the model itself would generate. ``auto`` finds them with any chat template. It uses the
-template's ``{% generation %}`` marks if there are any. Otherwise it renders the conversation again with one reply
-replaced, and compares the two texts. A reply runs from the end of the generation prompt to the end of the turn,
+The loss covers the tokens that the model itself would generate. ``auto`` finds them with any chat template. ``auto``
+uses the template's ``{% generation %}`` marks if there are any. Otherwise it renders the conversation again with one
+reply replaced, and compares the two texts. A reply runs from the end of the generation prompt to the end of the turn,
 including the end-of-turn token. An assistant message with ``step_loss_mask: 0`` is not trained on.
 
 The other kinds of mask select exactly the same tokens as slime's masks. Each kind fits the ChatML template of the model
 in its name. ``qwen`` and ``qwen3`` render each message alone. So their tokens differ from a rollout's if the template
 renders a message differently in its context. For example, a template may remove the thinking from the history, or join
-tool answers in one turn. ``auto`` does not have this limit.
+tool answers in one turn. ``auto`` does not have this limitation.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ class ChatReader:
 
     def pair(self, sample: Sample) -> list[Sample]:
         """Samples [chosen, rejected] from a sample with a `PAIR` in its metadata. Both samples have the same unit and
-        the same rollout. Their rewards are 1 and 0.
+        the same rollout. The rewards of the two samples are 1 and 0.
 
         The prompt is the equal messages at the start of both conversations. Assistant messages in the prompt are not
         trained on. If a reply has no token to train on after a cut, both samples are marked ``remove_sample``.
@@ -378,7 +378,8 @@ def _unit(chat: ChatReader, text: str, message: Message) -> Piece:
 
 
 def qwen_mask(chat: ChatReader, messages: Messages, tools: Tools) -> list[Piece]:
-    """slime's mask ``qwen``. It renders each message alone, and cuts off the system prompt that the template adds."""
+    """slime's mask ``qwen``. This mask renders each message separately, and cuts off the system prompt that the
+    template adds."""
     user = {"role": "user", "content": "x"}
     added = 2 * len(chat.render([user])) - len(chat.render([user, user]))
     pieces = [_unit(chat, chat.render(messages[:1], tools), messages[0])]
@@ -389,7 +390,8 @@ def qwen_mask(chat: ChatReader, messages: Messages, tools: Tools) -> list[Piece]
 
 
 def qwen3_mask(chat: ChatReader, messages: Messages, tools: Tools) -> list[Piece]:
-    """slime's mask ``qwen3``. It renders each message after a user's question, so that every reply keeps its thinking.
+    """slime's mask ``qwen3``. This mask renders each message after a user's question, so every reply keeps its
+    thinking.
 
     Consecutive tool answers are one piece, because the template writes them as one turn.
     """
@@ -404,8 +406,8 @@ def qwen3_mask(chat: ChatReader, messages: Messages, tools: Tools) -> list[Piece
 
 
 def qwen3_5_mask(chat: ChatReader, messages: Messages, tools: Tools) -> list[Piece]:
-    """slime's mask ``qwen3_5``. It renders the whole conversation. A reply starts after its header and an opening
-    ``<think>``."""
+    """slime's mask ``qwen3_5``. This mask renders the whole conversation. A reply starts after its header and an
+    opening ``<think>``."""
     text = chat.render(messages, tools)
     replies = re.finditer(r"<\|im_start\|>assistant\n(?:<think>\n)?(.*?<\|im_end\|>\n?)", text, re.DOTALL)
     flags = [is_trained(m) for m in messages if m["role"] == "assistant"]

@@ -159,7 +159,7 @@ def _conversation(path: str, row: Mapping[str, object], wanted: Wanted, turns: s
 
 
 def _convert(path: str, wanted: Wanted, guess: str, cells: Mapping[str, str], flags: str) -> str:
-    """The advice to run a line of Python. It writes ``cells`` (column -> expression) for each row."""
+    """The advice to run a line of Python. This line writes ``cells`` (column -> expression) for each row."""
     name = Path(path.partition("@[")[0].replace(":", "/"))
     new = f"{name.name.partition('.')[0]}.converted.jsonl"
     columns = ", ".join(f"{json.dumps(column)}: {expression}" for column, expression in cells.items())

@@ -1,9 +1,9 @@
 """Provides the data of pretraining. Documents in random order are packed into sequences of ``--seq-length`` tokens.
 
-Each epoch goes through all documents once, in a new order. They are packed one *window* at a time. A window is about
-``WINDOW`` sequences. A document longer than a sequence is cut, and each piece is put into the sequence where it fits
-best (arXiv:2404.10830). So no token is left out, and few sequences have unused space. The order depends only on the
-seed and the epoch. A position in the order is three numbers, so a run can resume from any step. The order does not
+Each epoch goes through all documents once, in a new order. The documents are packed one *window* at a time. A window is
+about ``WINDOW`` sequences. A document longer than a sequence is cut, and each piece is put into the sequence where it
+fits best (arXiv:2404.10830). So no token is left out, and few sequences have unused space. The order depends only on
+the seed and the epoch. A position in the order is three numbers, so a run can resume from any step. The order does not
 depend on the number of ranks, because the ranks divide the next sequences among themselves.
 
 A document consists of a start token, its tokens and an end-of-text token. If a document is cut, each later piece begins
@@ -264,8 +264,8 @@ def cut(begins: np.ndarray, ends: np.ndarray, length: int) -> np.ndarray:
 
 
 def _ids(shard: Shard, piece: Sequence[int], start: int) -> np.ndarray:
-    """The ids of a piece (see `cut`). The first id is ``start`` if the document begins with this piece. Otherwise it is
-    the token before the piece."""
+    """The ids of a piece (see `cut`). The first id is ``start`` if the document begins with this piece. Otherwise the
+    first id is the token before the piece."""
     _, begin, end, begins = piece
     ids = np.empty(end - begin + 1, np.int32)
     ids[0] = start if begins else shard.tokens[begin - 1]

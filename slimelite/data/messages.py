@@ -52,7 +52,7 @@ CALLED: list[dict[str, Any]] = [
 def try_template(tokenizer: PreTrainedTokenizerBase) -> None:
     """Render some conversations with the chat template, if there is one, in a copy of this process with limits.
 
-    This takes about ten milliseconds. Errors that the template raises are ignored here.
+    This test takes about ten milliseconds. Errors that the template raises are ignored here.
 
     Raises:
         ValueError: the template takes too long or too much memory.
@@ -114,7 +114,7 @@ class TooSlow(ValueError):
 
 
 class _Stop(BaseException):
-    """Ends a rendering. Code that catches ``Exception`` does not catch it."""
+    """Ends a rendering. Code that catches ``Exception`` does not catch this class."""
 
 
 @dataclass
@@ -128,7 +128,7 @@ class _Rendering:
 
 
 class _Watch:
-    """Stops renderings of this process that take too long. It has its own thread, which runs while there are
+    """Stops renderings of this process that take too long. The watch has its own thread, which runs while there are
     renderings."""
 
     def __init__(self) -> None:
@@ -177,8 +177,8 @@ def bounded(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
     """Inside this block, code may render messages with the template of ``tokenizer``, in any thread. The block costs a
     few microseconds.
 
-    This limits the loops of a template, and so the length of its texts. It does not limit a single operation, such as a
-    power of huge numbers.
+    The block limits the loops of a template, and so the length of its texts. The block does not limit a single
+    operation, such as a power of huge numbers.
 
     Raises:
         TooSlow: the rendering takes longer than `RENDER_S` of CPU time.
@@ -299,7 +299,7 @@ def _call(raw: object, where: str, column: str) -> dict[str, object]:
 def parsed(value: object, kind: type[Kind], column: str, where: str = "") -> Kind:
     """``value`` as a list or dict (``kind``). Text is parsed as JSON. Null and empty text give an empty list or dict.
 
-    ``where``: the beginning of an error message. It names the part of the cell, and includes the verb.
+    ``where``: the beginning of an error message. This beginning names the part of the cell, and includes the verb.
 
     Raises:
         BadCell: ``value`` is neither a ``kind`` nor the JSON text of one.

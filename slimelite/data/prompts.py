@@ -1,5 +1,5 @@
-"""Prompts. Rows of data files become samples without a response. They are checked and filtered before a run. Then
-`DataSource` hands them out. Its position is saved, so a resumed run continues there.
+"""Prompts. Rows of data files become samples without a response. The samples are checked and filtered before a run.
+Then `DataSource` hands out the samples. The position of `DataSource` is saved, so a resumed run continues there.
 """
 
 from __future__ import annotations
@@ -572,8 +572,8 @@ def _digest(prompts: list[Sample]) -> str:
 
 
 def _first_in_first_out(args: object, rollout_id: int | None, buffer: list[list[Sample]], n: int) -> list[list[Sample]]:  # noqa: ARG001
-    """The default buffer filter, with slime's signature. It removes the first ``n`` groups from ``buffer`` and returns
-    them."""
+    """The default buffer filter, with slime's signature. This filter removes the first ``n`` groups from ``buffer`` and
+    returns them."""
     taken = buffer[:n]
     del buffer[:n]
     return taken

@@ -48,7 +48,7 @@ class BadRows:
     warn: Callable[[str], None] = logger.warning
     rows: int = 0  # rows of the file, good and bad
     count: int = 0
-    examples: dict[str, str] = field(default_factory=dict)  # the first few problems -> the first place of each
+    examples: dict[str, str] = field(default_factory=dict)  # problem -> its first place, for only a few problems
 
     def add(self, place: str, problem: str) -> None:
         """Count a malformed row."""
@@ -165,7 +165,7 @@ def column_names(spec: str) -> list[str]:
 
 
 def first_row(spec: str) -> Row:
-    """The first readable row of a file. It is empty if no row is readable.
+    """The first readable row of a file. The row is empty if no row is readable.
 
     Raises:
         ValueError: the same errors of the file as `read_rows` raises.
@@ -212,7 +212,7 @@ def _arrow_rows(path: str, part: slice, required: Sequence[str], _optional: obje
 
 
 def _saved_rows(path: str, part: slice, required: Sequence[str], _optional: object) -> Iterator[Found]:
-    """Rows of a folder that ``datasets`` saved. Its file ``state.json`` names the data files, in order."""
+    """Rows of a folder that ``datasets`` saved. The folder's file ``state.json`` names the data files, in order."""
     try:
         files = [each["filename"] for each in json.loads(Path(path, SAVED).read_text(encoding="utf-8"))["_data_files"]]
     except (ValueError, KeyError, TypeError) as error:

@@ -1,9 +1,9 @@
-"""Finds an assistant's replies in the text of a conversation, with any chat template. It replaces a reply by a probe
-text, renders the conversation again, and compares the texts.
+"""Finds an assistant's replies in the text of a conversation, with any chat template. The `Finder` replaces a reply by
+a probe text, renders the conversation again, and compares the texts.
 
 A reply runs from the end of the generation prompt to the end of its turn. Text from a user, a system prompt or a tool
-is not part of a reply. Gemma 4's template writes tools' answers inside the model's turn. There, a reply ends before the
-tools' answers.
+is not part of a reply. Gemma 4's template writes tools' answers inside the model's turn. In this template, a reply ends
+before the tools' answers.
 """
 
 from __future__ import annotations
@@ -168,8 +168,8 @@ class Finder:
         return self._render([*self.messages[:i], probe], False).partition(PROBE)[2]
 
     def _turn_end(self, text: str, last: str, follower: str) -> int:
-        """The length of a turn's end. ``text`` starts with this end. ``last``: the end of the same turn if no turn
-        follows.
+        """The length of a turn's end, if ``text`` starts with the turn's end. ``last``: the end of the same turn if no
+        turn follows.
 
         Special tokens are compared as a whole, so ``<|end|>`` and ``<|endoftext|>`` have no common prefix. If a turn
         has no end token and another speaker follows, the end of the next turn counts as the end of both. In the middle

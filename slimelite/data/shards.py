@@ -359,7 +359,7 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def open_shard(cache: Path, key: str) -> Shard:
-    """Open the shard ``key``. Its files are memory-mapped."""
+    """Open the shard ``key``. The shard's files are memory-mapped."""
     description, tokens, ends = _paths(cache, key)
     facts = ShardFacts(**json.loads(description.read_text()))
     mapped = np.memmap(tokens, facts.dtype, "r") if facts.tokens else np.zeros(0, facts.dtype)

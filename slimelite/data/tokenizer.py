@@ -80,10 +80,10 @@ def check_files(path: str) -> None:
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder or hub id. It gives the same ids as the folder's ``tokenizer.json``.
+    """The tokenizer of a model folder or hub id. The tokenizer gives the same ids as the folder's ``tokenizer.json``.
 
-    The file ``tokenizer_config.json`` names the tokenizer's class. If it names no class, `AutoTokenizer` chooses a
-    class by ``model_type``, and imports torch and torch.compile. Some classes rebuild the tokenizer from its
+    The file ``tokenizer_config.json`` names the tokenizer's class. If this file names no class, `AutoTokenizer` chooses
+    a class by ``model_type``, and imports torch and torch.compile. Some classes rebuild the tokenizer from its
     vocabulary, and silently drop the pre-tokenizer and the decoder of ``tokenizer.json``. This happens, for example,
     for a Qwen2 model with a word-level tokenizer. So the ids of `PROBES` are compared. If they differ,
     ``tokenizer.json`` is loaded directly.
@@ -171,8 +171,8 @@ def _named_class(path: str) -> type[PreTrainedTokenizerBase] | None:
 
 
 def _import_fast_tokenizers() -> None:
-    """Import transformers' fast tokenizers without importing torch. They need torch only for a function that reads GGUF
-    files.
+    """Import transformers' fast tokenizers without importing torch. The fast tokenizers need torch only for a function
+    that reads GGUF files.
 
     During the import, a stand-in module replaces the module with that function. The stand-in has a function of the same
     name, which imports the real module when it is called.
@@ -258,8 +258,8 @@ def copy_tokenizer(path: str, folder: Path, *, chats: bool = True) -> None:
 
 
 def write_new_model(folder: Path, config: Mapping[str, object], tokenizer: str) -> None:
-    """Write a model folder without weights. It gets ``config``, with the ids of the tokens that begin, end and pad
-    texts, and the files of ``tokenizer`` (a folder or hub id). With these ids, programs that load the trained model
+    """Write a model folder without weights. The folder gets ``config``, with the ids of the tokens that begin, end and
+    pad texts, and the files of ``tokenizer`` (a folder or hub id). With these ids, programs that load the trained model
     stop at the end of a reply.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -274,8 +274,8 @@ def write_new_model(folder: Path, config: Mapping[str, object], tokenizer: str) 
 
 
 def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The sorted ids that end a response. They are the ``eos_token_id`` values of the generation config, the config and
-    the tokenizer.
+    """The sorted ids that end a response. These ids are the ``eos_token_id`` values of the generation config, the
+    config and the tokenizer.
 
     Raises:
         ValueError: none of the three has one, or a value is not a token id.

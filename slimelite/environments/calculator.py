@@ -1,4 +1,4 @@
-"""The environment ``calculator``. Its sums and products are too hard for a small model alone, but a tool computes
+"""The environment ``calculator``. The sums and products are too hard for a small model alone, but a tool computes
 them."""
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Calculator(ToolEnvironment):
         return float(bool(numbers) and float(numbers[-1]) == float(self.row.label))
 
     def metrics(self) -> Mapping[str, float]:
-        """The metric ``rightful_calls``. It is 1 if the result of a call was the label."""
+        """The metric ``rightful_calls``. The metric is 1 if the result of a call was the label."""
         if self.row.label is None:
             return {}
         label = _text(float(self.row.label))
@@ -87,7 +87,7 @@ def _text(value: float) -> str:
 
 
 def make(spec: str) -> type[Calculator]:
-    """The factory of the environment. It takes no spec.
+    """The factory of the environment. The factory takes no spec.
 
     Raises:
         ValueError: a spec is given.

@@ -35,9 +35,9 @@ PING_SECONDS = 5.0
 
 
 class EnvironmentFailure(Exception):
-    """An environment failed. It raised an error, took too long, disappeared, returned an invalid value, or its first
-    messages exceed the context. ``kind``: "exception", "timeout", "crash", "invalid" or "too_long". ``lost``: whether
-    its worker process is gone. Another environment in the same process may be the cause.
+    """An environment failed. The environment raised an error, took too long, disappeared, returned an invalid value, or
+    sent first messages that exceed the context. ``kind``: "exception", "timeout", "crash", "invalid" or "too_long".
+    ``lost``: whether its worker process is gone. Another environment in the same process may be the cause.
     """
 
     def __init__(self, kind: str, message: str, *, lost: bool = False) -> None:
@@ -307,8 +307,8 @@ def _fields(answer: Any, wanted: type[Start] | type[Step]) -> Any:
 
 
 class _Remote:
-    """An environment on a server. It is called with JSON by POST to ``/reset``, ``/step`` and ``/close`` (see
-    docs/agents.md)."""
+    """An environment on a server. The environment is called with JSON by POST to ``/reset``, ``/step`` and ``/close``
+    (see docs/agents.md)."""
 
     def __init__(self, url: str, client: Client) -> None:
         self.url, self._client = url, client
@@ -361,8 +361,8 @@ class _InWorker(_Remote):
 
 
 class _Worker:
-    """A process that serves environments on a loopback port. It ends together with this process, because the end of
-    this process closes its stdin."""
+    """A process that serves environments on a loopback port. The worker process ends together with this process,
+    because the end of this process closes its stdin."""
 
     def __init__(self, environment: str, sandbox: SandboxSettings) -> None:
         self.open: set[_InWorker] = set()

@@ -1,4 +1,4 @@
-"""Plays scripted episodes of one environment for `slimelite env check`. It runs in a separate process.
+"""Plays scripted episodes of one environment for `slimelite env check`. This program runs in a separate process.
 
 Stdin has one line of JSON with the fields of `Plan`. Stdout gets a line of JSON for each event. The events are
 ``ready``, ``begin`` (the name of the next script), ``beat`` (the event loop is free), ``episode`` (the record of an
@@ -60,7 +60,7 @@ INJECTIONS = {
 
 class Script(NamedTuple):
     """The scripted replies of an episode. ``reply(scene, turn)`` returns the next reply, or None to stop. ``kind``: the
-    kind of script. It determines which reward is expected."""
+    kind of script. The kind determines which reward is expected."""
 
     kind: str
     name: str
@@ -69,7 +69,7 @@ class Script(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of a check. It uses ``rows`` rows of ``data`` (see `Plan.read`). Each episode has at most ``turns``
+    """The plan of a check. A check uses ``rows`` rows of ``data`` (see `Plan.read`). Each episode has at most ``turns``
     replies.
 
     ``canary``: a file that no reply should be able to create. ``seconds``: after this time no new episode begins.

@@ -33,9 +33,9 @@ ON_LOOPBACK = "127.0.0.1,localhost"
 
 @dataclass(frozen=True)
 class Ended:
-    """The result of a program. ``status``: its exit status. It is negative for a signal, and None if the program took
-    too long. ``output``, ``errors``: the ends of stdout and stderr. ``seconds``: the run time, without the time for
-    which the program was paused.
+    """The result of a program. ``status``: its exit status. The status is negative for a signal, and None if the
+    program took too long. ``output``, ``errors``: the ends of stdout and stderr. ``seconds``: the run time, without the
+    time for which the program was paused.
     """
 
     status: int | None
@@ -70,7 +70,7 @@ class Programs:
     """Runs ``command`` once for each sample. All calls use one event loop.
 
     Args:
-        command: the program and its arguments. It is not run by a shell.
+        command: the program and its arguments. The command is not run by a shell.
         at_once: the maximum number of programs that run at the same time. Other programs wait.
         seconds: the time limit of one program, without the time for which it is paused.
         folder: the folder for ``programs.log``.

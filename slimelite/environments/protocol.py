@@ -49,8 +49,8 @@ class Start:
     """The start of an episode. ``messages``: the first messages for the model. ``tools``: the tools that the model may
     call, as JSON schemas in OpenAI's form.
 
-    ``role``: the role that replies first. It is needed if the model plays several roles in the environment, such as the
-    two players of a game. Each role has its own conversation.
+    ``role``: the role that replies first. ``role`` is needed only if the model plays several roles in the environment,
+    such as the two players of a game. Each role has its own conversation.
     """
 
     messages: Sequence[Message]
@@ -66,8 +66,8 @@ class Step:
     conversation of this next role. ``reward``: the reward of the reply. A dict has named parts, and the reward is the
     sum of the parts. If no step of an episode has a reward, ``--rm-type`` or ``--custom-rm-path`` scores the episode.
     ``rewards``: role -> the reward of this other role's last reply. ``done``: whether the episode is over. ``metrics``:
-    numbers to log, summed over an episode. They do not affect training. ``call_seconds``: the time of each tool call of
-    the reply, in order [s]. The run's page shows these times.
+    numbers to log, summed over an episode. The metrics do not affect training. ``call_seconds``: the time of each tool
+    call of the reply, in order [s]. The run's page shows these times.
     """
 
     messages: Sequence[Message] = ()
@@ -96,8 +96,8 @@ class Environment(Protocol):
     def step(self, reply: Mapping[str, Any]) -> Step:
         """Respond to a reply of the model.
 
-        ``reply``: an OpenAI message with ``content``. It may also have ``tool_calls`` and ``reasoning_content``. The
-        field ``malformed`` has a sentence for each call that could not be read. The field ``finish_reason`` is "length"
-        if a limit cut off the reply. Then the episode ends with this step.
+        ``reply``: an OpenAI message with ``content``. The message may also have ``tool_calls`` and
+        ``reasoning_content``. The field ``malformed`` has a sentence for each call that could not be read. The field
+        ``finish_reason`` is "length" if a limit cut off the reply. Then the episode ends with this step.
         """
         ...

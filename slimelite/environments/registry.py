@@ -29,9 +29,9 @@ class EnvironmentKind:
     Args:
         name: the value of ``--environment``. With ``name:spec`` it gets a spec.
         summary: a text for the help, about the model's task in the environment.
-        make: function ``fn(spec) -> factory``. It is called once in each process, and may load data. The factory makes
-            the environment of one episode. The factory may be the environment's class. ``spec`` is "" if no spec is
-            given.
+        make: function ``fn(spec) -> factory``. ``make`` is called once in each process, and may load data. The factory
+            makes the environment of one episode. The factory may be the environment's class. ``spec`` is "" if no spec
+            is given.
         boxed: whether ``make`` is called as ``make(spec, settings)``. The settings are the run's `SandboxSettings`, for
             the programs that the environment starts.
         package: a module that must be installed. slimelite's extra with the environment's name installs it.

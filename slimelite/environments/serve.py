@@ -1,5 +1,5 @@
-"""Serves an environment over HTTP. It serves ``--environment http://host:port``, and is also the program of a run's
-worker processes.
+"""Serves an environment over HTTP. This program serves ``--environment http://host:port``, and is also the program of a
+run's worker processes.
 
     python -m slimelite.environments.serve calculator --port 9000
     ENVIRONMENT_API_KEY=… python -m slimelite.environments.serve python --host 0.0.0.0 --port 9000
@@ -59,7 +59,7 @@ class StepBody(CloseBody):
 
 
 class EnvironmentServer(Server):
-    """The server. It stores the episodes in progress by their ids."""
+    """The server. The server stores the episodes in progress by their ids."""
 
     def __init__(self, make: Callable[[], Environment], host: str, port: int, key: str | None) -> None:
         super().__init__(MOST_BYTES, host, port, key)

@@ -63,7 +63,7 @@ class Tool:
 
 
 def _kind(hint: object) -> str:
-    """The JSON type of an annotation. It is "string" if the annotation is unknown."""
+    """The JSON type of an annotation. The type is "string" if the annotation is unknown."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         hint = next(member for member in typing.get_args(hint) if member is not type(None))
     return KINDS.get(typing.get_origin(hint) or hint, "string")

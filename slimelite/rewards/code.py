@@ -1,14 +1,16 @@
 r"""The rule ``code``. The reward is 1 if the last Python block of the response passes all tests.
 
-The tests are in the metadata, or as JSON in the label (an object, or a list of asserts). They have one of three forms:
+The tests are in the metadata, or as JSON in the label (an object, or a list of asserts). The tests have one of three
+forms:
 
     {"test": "def check(candidate): ...", "entry_point": "add"}      HumanEval
     {"test_list": ["assert add(1, 2) == 3"]}                         MBPP
     {"inputs": ["1 2\n"], "outputs": ["3\n"]}                        stdin and stdout: APPS, TACO, CodeContests
 
 Each form may have a ``prefix``. This is code before the response's code, such as imports or the head of the function
-that the response completes. With ``completion`` the response has no block of code. It continues where the prefix ends,
-as the response of a model without a chat template does. Its code ends before the first line that is not indented.
+that the response completes. With ``completion`` the response has no block of code. The response continues where the
+prefix ends, as the response of a model without a chat template does. The response's code ends before the first line
+that is not indented.
 """
 
 from __future__ import annotations

@@ -92,8 +92,8 @@ class Grader:
         self, args: RewardArgs, *, workers: int | None = None, trial: bool = False, ends: Sequence[str] = ()
     ) -> None:
         """``workers``: the maximum number of grading processes. None: one process for every two processors, from 1 to
-        8. ``ends``: the texts of the tokens that end a response. They are removed before rules that judge the whole
-        text.
+        8. ``ends``: the texts of the tokens that end a response. For rules that judge the whole text, these texts are
+           removed first.
 
         ``trial``: whether this grader scores only the trial row before a run starts. Then failures are not logged, and
         a request to a reward server is tried only twice.
@@ -332,7 +332,7 @@ def overlong_penalty(length: int, max_length: int, buffer: int, factor: float) -
     """DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13), from 0 to −``factor``. Lengths are in tokens.
 
     The penalty is 0 up to ``max_length − buffer``. Then it falls linearly to −factor at ``max_length``. For longer
-    responses it stays −factor.
+    responses the penalty stays −factor.
     """
     over = length - (max_length - buffer)
     return -factor * min(max(over / buffer, 0.0), 1.0)
@@ -506,8 +506,8 @@ def failure_of(error: BaseException) -> Failure:
 
 
 class RemoteReward:
-    """The scorer of ``remote_rm``. It sends ``{"prompt", "response", "label"}`` to --rm-url by POST. The JSON answer is
-    the reward."""
+    """The scorer of ``remote_rm``. The scorer sends ``{"prompt", "response", "label"}`` to --rm-url by POST. The JSON
+    answer is the reward."""
 
     def __init__(self, args: RewardArgs, trial: bool) -> None:
         """``trial``: whether to stop after two attempts.
@@ -541,7 +541,7 @@ class RemoteReward:
 
 
 class ModelReward:
-    """The scorer of ``reward_model``. It scores with the model at --reward-model-path, in a process that starts with
+    """The scorer of ``reward_model``. The scorer uses the model at --reward-model-path, in a process that starts with
     the first batch."""
 
     def __init__(self, args: RewardArgs, trial: bool) -> None:  # noqa: ARG002  a trial works in the same way

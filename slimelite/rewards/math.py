@@ -89,8 +89,8 @@ def normalize_answer(text: str) -> str:
 
 
 def strip_string(text: str) -> str:
-    r"""MATH's own normalisation. It changes spaces, ``\left``, degrees, units, ``\%``, ``\frac12``, ``3/4``, ``0.5``,
-    ``x =``."""
+    r"""MATH's own normalisation. The normalisation changes spaces, ``\left``, degrees, units, ``\%``, ``\frac12``,
+    ``3/4``, ``0.5``, ``x =``."""
     text = text.replace("\n", "").replace("\\!", "").replace("\\\\", "\\")
     text = text.replace("tfrac", "frac").replace("dfrac", "frac").replace("\\left", "").replace("\\right", "")
     text = text.replace("^{\\circ}", "").replace("^\\circ", "").replace("\\$", "")
@@ -153,7 +153,8 @@ def compare(prediction: str, truth: str) -> bool | None:
 
 
 def equal_by_algebra(prediction: str, truth: str) -> bool:
-    """Whether two answers are equal by algebra, part by part. It decides the cases that `compare` cannot decide."""
+    """Whether two answers are equal by algebra, part by part. This function decides the cases that `compare` cannot
+    decide."""
     from slimelite.rewards import symbolic  # imported here, because only workers should load sympy
 
     return all(compare_part(a, b) or symbolic.equivalent(a, b) for a, b in pairs(tidy(prediction), tidy(truth)))
@@ -215,7 +216,7 @@ def unwrapped(text: str) -> str:
 
 
 def pairs(prediction: str, truth: str) -> list[tuple[str, str]]:
-    """Pairs of texts that must be equal. They are the elements of two flat tuples, intervals or ratios. For other
+    """Pairs of texts that must be equal. The pairs are the elements of two flat tuples, intervals or ratios. For other
     answers, the pair is the two whole texts.
 
     The list is empty if the answers cannot be equal. This is so if they differ in brackets or number of elements, if

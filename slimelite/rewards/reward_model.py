@@ -1,7 +1,7 @@
 """The process of a reward model: ``python -m slimelite.rewards.reward_model PATH DEVICE FD SECONDS``.
 
-This is the only file of rewards that imports torch. The process receives lists of `Exchange` over the connection on
-file descriptor FD. It scores each list as one batch, and sends one score or `Failure` for each exchange.
+In the package ``rewards``, only this file imports torch. The process receives lists of `Exchange` over the connection
+on file descriptor FD. The process scores each list as one batch, and sends one score or `Failure` for each exchange.
 """
 
 from __future__ import annotations

@@ -109,12 +109,12 @@ class Rule:
     r"""A rule that scores answers, either with two functions or with a `Scorer`.
 
     Attributes:
-        quick: function ``answer -> reward``. It runs in this process, and may only do string processing in linear time.
-            It returns None if it cannot decide.
-        slow: function ``answer -> reward``. It is called if ``quick`` is missing or returns None. It may take long, and
-            runs in a worker process with a time limit.
-        example: function ``answer -> response``. It makes a response with reward 1 for an ``answer`` without a
-            response. The dry run grades this response, so an unusable label is found before the run starts.
+        quick: function ``answer -> reward``. This function runs in this process, and may only do string processing in
+            linear time. It returns None if it cannot decide.
+        slow: function ``answer -> reward``. This function is called if ``quick`` is missing or returns None. The
+            function may take long, and runs in a worker process with a time limit.
+        example: function ``answer -> response``. This function makes a response with reward 1 for an ``answer`` without
+            a response. The dry run grades this response, so an unusable label is found before the run starts.
         scorer: function ``(args, trial) -> Scorer``. The scorer replaces ``quick`` and ``slow``. ``trial``: whether it
             scores only the trial row before a run starts.
         zero: the reward of a sample whose grading failed. None: the reward is 0, or a dict with 0 if --reward-key is
@@ -123,8 +123,8 @@ class Rule:
         bounded: whether ``slow`` gets only one second of processor time. An answer that takes more time is wrong
             (`TooCostly`).
         boxable: whether the rule can score only the content of the last ``\boxed{}``. If so, a second rule
-            ``boxed_NAME`` does this (its field ``boxed`` is true). Rules that are not boxable search for their own
-            marker, which may be outside the box.
+            ``boxed_NAME`` scores only this content (its field ``boxed`` is true). Rules that are not boxable search for
+            their own marker, which may be outside the box.
         whole: whether the rule judges the whole text. Then the grader first removes the token that ended the response,
             such as ``<|im_end|>``. Other rules get the text with this token, as in slime.
         needs: the flag that the rule requires, with underscores. ``reads``: other flags of the rule.

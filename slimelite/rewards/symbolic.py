@@ -1,8 +1,8 @@
 r"""Tests by algebra whether two LaTeX expressions are equal. This module loads sympy, which takes half a second. So
 only workers import the module.
 
-Only the LaTeX grammar and the comparison of math-verify are used. Its mode for plain expressions passes text to sympy's
-``parse_expr``, which calls ``eval``. But ``eval`` must never run text from a model.
+Only the LaTeX grammar and the comparison of math-verify are used. The library's mode for plain expressions passes text
+to sympy's ``parse_expr``, which calls ``eval``. But ``eval`` must never run text from a model.
 """
 
 from __future__ import annotations
@@ -197,8 +197,8 @@ def _bits(expression: Expression) -> float:
 
 
 def _value(expression: Expression) -> float:
-    """The absolute value of ``expression`` as a float. It is 1 if the expression has variables. The caller must have
-    checked the size."""
+    """The absolute value of ``expression`` as a float. The value is 1 if the expression has variables. The caller must
+    have checked the size."""
     if expression.free_symbols:
         return 1.0
     try:

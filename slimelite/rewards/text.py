@@ -19,7 +19,7 @@ PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def f1(answer: Answer) -> float:
-    """The F1 score of the words of the response and of the label, in any order. It is the first number of
+    """The F1 score of the words of the response and of the label, in any order. This is the first number of
     `f1_score`."""
     return f1_score(answer.response, answer.label)[0]
 
@@ -115,8 +115,8 @@ def _letters(metadata: dict[str, Any], choices: list[str]) -> list[str]:
 
 
 def _correct_letter(metadata: dict[str, object], label: str, choices: list[str], letters: list[str]) -> str | None:
-    """The letter of the right option. It comes from the metadata, or from the label. The label may be an option's
-    letter, number or text."""
+    """The letter of the right option. The letter comes from the metadata, or from the label. The label may be an
+    option's letter, number or text."""
     if isinstance(correct := metadata.get("correct_letter"), str) and correct.strip():
         return correct.strip().upper()
     if label.upper() in letters:
@@ -181,6 +181,6 @@ def coin(answer: Answer) -> float:
 
 
 def nothing(_: Answer) -> float:
-    """The rule ``zero``. The reward is always 0. It is for runs that do not learn from the reward, such as on-policy
-    distillation."""
+    """The rule ``zero``. The reward is always 0. This rule is for runs that do not learn from the reward, such as
+    on-policy distillation."""
     return 0.0

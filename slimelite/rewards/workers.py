@@ -3,8 +3,8 @@ answer becomes an error.
 
 A worker is a separate program, ``python -m slimelite.rewards.workers FD SECONDS``. ``multiprocessing`` does not start
 it, because it would import ``train.py``, and with it torch. The worker receives lists of (rule name, answer) over the
-connection on file descriptor FD. It sends a reward or a `Failure` for each answer, one after the other, so its parent
-knows the current answer. The worker ends when the connection is closed.
+connection on file descriptor FD. The worker sends a reward or a `Failure` for each answer, one after the other, so its
+parent knows the current answer. The worker ends when the connection is closed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SOFT_SECONDS, HARD_SECONDS = 1.0, 1.5
 
 
 class WorkerPool:
-    """A pool of at most ``size`` workers. They are started when they are needed. ``timeout``: the time limit for one
+    """A pool of at most ``size`` workers. Workers are started when they are needed. ``timeout``: the time limit for one
     answer [s]."""
 
     def __init__(
@@ -147,7 +147,7 @@ class _Worker:
         return results
 
     def close(self) -> None:
-        """End the process. It is not started again."""
+        """End the process. The process is not started again."""
         self._closed = True
         self._kill()
 
@@ -185,8 +185,8 @@ class _Worker:
 
 
 def main(descriptor: int, seconds: float, files: Sequence[str]) -> None:
-    """Serve until the parent closes its end of the connection. ``files``: the files of ``--import-file``. They may
-    define rules."""
+    """Serve until the parent closes its end of the connection. ``files``: the files of ``--import-file``. These files
+    may define rules."""
     for file in files:
         run_file(file, "--import-file")
     # loads sympy and the grammar before the time limit of the first answer starts

@@ -160,7 +160,8 @@ class RolloutContext:
         return rollout_id if self.args.async_rollout else self.engines.weight_version
 
     def sessions(self) -> PooledSessions:
-        """The sessions on this run's engines, for generate functions. Use them only on the event loop of the rollout.
+        """The sessions on this run's engines, for generate functions. Use the sessions only on the event loop of the
+        rollout.
 
         A session with the id ``sample.session_id`` uses the engine of the sample's group, and has its own seed.
         """
@@ -182,8 +183,8 @@ class RolloutContext:
         return self.agents
 
     async def front(self) -> str:
-        """The base URL of an HTTP front for `sessions`. Generate functions may use it. Call it on the event loop of the
-        rollout.
+        """The base URL of an HTTP front for `sessions`. Generate functions may use this front. Call it on the event
+        loop of the rollout.
 
         A program talks to session ``s`` at ``<url>/sessions/<s.id>/v1`` (OpenAI) or ``<url>/sessions/<s.id>``
         (Anthropic), with ``s.key`` as its API key.
@@ -211,8 +212,8 @@ class RolloutContext:
     async def plugin_args(self, engine: int | None = None, *, evaluation: bool = False) -> PluginArgs:
         """A new copy of the arguments for a plugin, with the address of ``engine`` (None: no address).
 
-        Its ``keeps_ids`` is the run's value. In an evaluation it is False, because the tokens of an evaluation are not
-        trained on.
+        ``keeps_ids`` of the copy is the run's value. In an evaluation ``keeps_ids`` is False, because the tokens of an
+        evaluation are not trained on.
         """
         values = {f.name: getattr(self.args, f.name) for f in fields(self.args)}
         args = PluginArgs(**PLUGIN_CONSTANTS | self.args.custom_config, **values, rollout_context=self)

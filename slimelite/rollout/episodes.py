@@ -128,8 +128,8 @@ def _failure(ended: Ended, session: Session) -> Failure | None:
 
 
 def _samples(sample: Sample, session: Session, ended: Ended, failure: Failure | None) -> list[Sample]:
-    """The samples of the session. They have the program's reward. If the program gave no reward, they have none, and
-    the run's reward function scores them."""
+    """The samples of the session. The samples have the program's reward. If the program gave no reward, the samples
+    have no reward, and the run's reward function scores them."""
     turns = session.turns
     facts = {
         "turns": len(turns),

@@ -85,8 +85,7 @@ def check_reward_nonzero_std(args: PluginArgs, samples: Sequence[Sample], **_: o
 def check_reward_nonzero_std_with_fallback(
     args: PluginArgs, samples: Sequence[Sample], **_: object
 ) -> DynamicFilterOutput:
-    """Prefer groups whose rewards differ. Groups with equal rewards are kept if the batch would otherwise need another
-    prompt."""
+    """Prefer groups whose rewards differ, but keep other groups if the batch would otherwise need another prompt."""
     return replace(check_reward_nonzero_std(args, samples), keep_when_insufficient=True)
 
 
@@ -106,8 +105,7 @@ def check_min_reward(
 def check_response_diversity(
     _args: PluginArgs, samples: Sequence[Sample], *, minimum: float = 0.5, **_: object
 ) -> DynamicFilterOutput:
-    """Keep groups with diverse responses. The number of distinct responses divided by the number of responses must be
-    at least ``minimum``."""
+    """Keep groups in which the share of distinct responses is at least ``minimum``."""
     different = {np.asarray(s.response_ids, np.int64).tobytes() for s in samples}
     return DynamicFilterOutput(len(different) >= minimum * len(samples), "low_diversity")
 
@@ -139,7 +137,7 @@ def check_all(args: PluginArgs, samples: Sequence[Sample], **_: object) -> Dynam
 
 
 class DroppedGroups:
-    """Counts the groups that a rollout does not train on. It saves a few of these groups for the user. It ends the run
+    """Counts the groups that a rollout does not train on. A few of these groups are saved for the user. The run ends
     after too many such groups in a row.
 
     At most ``--keep-dropped`` groups are saved in ``dropped/`` of the run folder. When this limit is reached, a group

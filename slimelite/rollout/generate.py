@@ -1,13 +1,13 @@
-"""One training rollout. It turns prompts into ``--rollout-batch-size`` scored groups.
+"""One training rollout. A rollout turns prompts into ``--rollout-batch-size`` scored groups.
 
 Groups are generated concurrently. Each group is judged when it finishes. If a group is dropped or fails, one new prompt
 replaces it. Metrics count every group that is not used. Groups that finish after the batch is full (surplus) go back to
 the data source, and come first in the next rollout. Groups that are unfinished when the batch is full also go back.
-They go back as prompts, or with their tokens if ``--partial-rollout`` is set. With ``--partial-rollout``, groups of
-agents are paused (`rollout.sessions`).
+Unfinished groups go back as prompts, or with their tokens if ``--partial-rollout`` is set. With ``--partial-rollout``,
+groups of agents are paused (`rollout.sessions`).
 
-With ``--deterministic-mode`` groups are sent in waves, group i to engine i mod n. They are judged in submission order
-after the whole wave is done. So the same weights and seeds give a bit-identical rollout.
+With ``--deterministic-mode`` groups are sent in waves, group i to engine i mod n. The groups are judged in submission
+order after the whole wave is done. So the same weights and seeds give a bit-identical rollout.
 """
 
 from __future__ import annotations
@@ -273,7 +273,8 @@ class Collection:
     async def _stop(self) -> list[list[Sample]]:
         """End the groups in flight. Groups that have finished are judged as usual. Unfinished groups are returned.
 
-        Groups that have not ended after ``STOP_SECONDS`` are cancelled. They are returned as they were submitted.
+        Groups that have not ended after ``STOP_SECONDS`` are cancelled. The cancelled groups are returned as they were
+        submitted.
         """
         self.generator.stopping = True
         agents = self.context.agents
@@ -306,8 +307,8 @@ class Collection:
         return unfinished
 
     async def _leave(self, agents: PooledSessions | None) -> list[list[Sample]]:
-        """Remove the groups of agents from the tasks. They wait for the next rollout, or are cancelled. Returns these
-        groups as they were submitted."""
+        """Remove the groups of agents from the tasks. These groups wait for the next rollout, or are cancelled. Returns
+        the groups as they were submitted."""
         if agents is None:
             return []
         left = []

@@ -46,8 +46,8 @@ def slime_params(params: SamplingParams, seed: int | None) -> dict[str, object]:
 
 
 def remaining_params(sample: Sample, params: SamplingParams, max_context_len: int, seed: int | None) -> SamplingParams:
-    """A copy of ``params`` with ``seed``. max_new_tokens is set to the number of tokens left for this response. It is 0
-    or less if no tokens are left."""
+    """A copy of ``params`` with ``seed``. max_new_tokens is set to the number of tokens left for this response.
+    max_new_tokens is 0 or less if no tokens are left."""
     return replace(params.after(sample.response_length, max_context_len - sample.total_length), seed=seed)
 
 

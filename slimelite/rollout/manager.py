@@ -272,8 +272,8 @@ class RolloutManager:
         return self._thread.run(probe(engines, vocab_size, self.args.rollout_temperature))
 
     def state_dict(self) -> dict[str, object]:
-        """The state as plain JSON values. It has the position of the data source, the groups that were returned to the
-        data source, and a fingerprint of the tokenizer."""
+        """The state as plain JSON values. The state has the position of the data source, the groups that were returned
+        to the data source, and a fingerprint of the tokenizer."""
         if self._fingerprint is None:
             self._fingerprint = fingerprint(self._context.tokenizer)
         state: dict[str, object] = {TOKENIZER: self._fingerprint}
@@ -463,7 +463,8 @@ class RolloutManager:
 
 
 def _largest(table: SampleTable) -> dict[str, float]:
-    """The largest absolute advantage of a row. It is huge if the standard deviation of a group is almost zero."""
+    """The largest absolute advantage of a row. This advantage is huge if the standard deviation of a group is almost
+    zero."""
     return {"rollout/advantages_abs_max": float(np.abs(table.advantage).max())} if len(table) else {}
 
 

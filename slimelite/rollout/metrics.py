@@ -73,13 +73,13 @@ def eval_metrics(
     table: SampleTable | None,
     more_k: Sequence[int] = (),
 ) -> dict[str, float]:
-    """Metrics of an eval dataset. They are the mean reward ``eval/{name}``, the lengths ``eval/{name}/response_len/…``,
-    the pass rates ``eval/{name}-pass@k``, and the standard errors ``eval/{name}-stderr`` and
-    ``eval/{name}-pass@k-stderr``.
+    """Metrics of an eval dataset. The metrics are the mean reward ``eval/{name}``, the lengths
+    ``eval/{name}/response_len/…``, the pass rates ``eval/{name}-pass@k``, and the standard errors
+    ``eval/{name}-stderr`` and ``eval/{name}-pass@k-stderr``.
 
-    ``results``: a dict with ``rewards``. It also has ``truncated`` and ``samples`` if the evaluation function provides
-    them. ``table``: the samples as a table, if there are any. ``more_k``: see `pass_at_k`. Without samples the prompts
-    are unknown, so there are no standard errors and no pass@k.
+    ``results``: a dict with ``rewards``. The dict also has ``truncated`` and ``samples`` if the evaluation function
+    provides them. ``table``: the samples as a table, if there are any. ``more_k``: see `pass_at_k`. Without samples the
+    prompts are unknown, so there are no standard errors and no pass@k.
     """
     samples: list[Sample] | None = results.get("samples")
     if not samples or table is None:
@@ -197,8 +197,8 @@ def _has_trained_token(sample: Sample) -> bool:
 
 
 def perf_metrics(gpus: int, generated: Sequence[Generated], seconds: float) -> dict[str, float]:
-    """The metrics ``perf/*``. They are the tokens per second for each of ``gpus`` (on a CPU, for each engine), and for
-    the longest response.
+    """The metrics ``perf/*``. These metrics are the tokens per second for each of ``gpus`` (on a CPU, for each engine),
+    and for the longest response.
 
     ``generated``: the responses of this rollout, which took ``seconds``. Without responses, speeds are left out.
     Metrics with ``effective`` in their names count only the tokens in the loss.

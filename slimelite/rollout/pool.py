@@ -1,4 +1,4 @@
-"""Manages all engines of a run. It tracks which engines are usable, their load, their addresses and their weight
+"""Manages all engines of a run. The pool tracks which engines are usable, their load, their addresses and their weight
 versions."""
 
 from __future__ import annotations
@@ -151,7 +151,8 @@ class EnginePool:
         """Wait until there is capacity for all ``requests``, and reserve it. Yields the index of the engine to use.
 
         The least loaded engine is chosen. ``avoid`` is chosen only if there is no other engine. If ``engine`` is given
-        and is not down, it is used immediately. Its load does not matter. While all engines are down, the caller waits.
+        and is not down, it is used immediately. The load of ``engine`` does not matter. While all engines are down, the
+        caller waits.
 
         Raises:
             EngineLostError: an engine could not be restarted.
@@ -367,7 +368,7 @@ class EnginePool:
         return True
 
     def _wake(self) -> None:
-        """Wake the callers that wait in `lease`. They check again whether there is capacity."""
+        """Wake the callers that wait in `lease`. These callers check again whether there is capacity."""
 
         async def wake() -> None:
             async with self._room:

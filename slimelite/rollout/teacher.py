@@ -1,4 +1,4 @@
-"""The teacher server of on-policy distillation. It scores finished responses through SGLang's /generate."""
+"""The teacher server of on-policy distillation. The server scores finished responses through SGLang's /generate."""
 
 from __future__ import annotations
 

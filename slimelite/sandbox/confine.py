@@ -1,8 +1,8 @@
 """Functions with which a process restricts itself before it runs an untrusted program (Linux).
 
-There are three layers. `gaps` lists the layers that this kernel does not have. The first layer is limits and dropped
-capabilities. The second layer is seccomp, which blocks system calls. The third layer is Landlock, which blocks access
-to files, signals and the memory of other processes.
+There are three layers of restrictions. `gaps` lists the layers that this kernel does not have. The first layer is
+limits and dropped capabilities. The second layer is seccomp, which blocks system calls. The third layer is Landlock,
+which blocks access to files, signals and the memory of other processes.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class _Filter(ctypes.Structure):
 
 
 def gaps() -> list[str]:
-    """A sentence for each missing layer. It lists what a program can do on this machine without this layer. Empty if no
-    layer is missing."""
+    """A sentence for each missing layer. The sentence tells what a program can do on this machine without the layer.
+    Empty if no layer is missing."""
     missing = []
     if not has_seccomp():
         missing.append("there is no seccomp, so the code can start processes, send signals and open sockets")
@@ -103,9 +103,9 @@ def confine(folder: str, cpu_seconds: int, memory_bytes: int, *, alone: bool = T
 
     Processor time and address space are limited. A file may have 16 MiB, and this includes output that goes to a file.
     At most 64 files may be open. There are no core dumps, and no new processes or threads. The process may write only
-    in ``folder``. It may read only ``folder`` and the files that Python needs. ``memory_bytes`` must be below the
-    caller's own limit. ``alone`` False: set only the limits. This is for a program that sets up a sandbox itself and
-    starts a process in it.
+    in ``folder``. The process may read only ``folder`` and the files that Python needs. ``memory_bytes`` must be below
+    the caller's own limit. ``alone`` False: set only the limits. This is for a program that sets up a sandbox itself
+    and starts a process in it.
 
     Raises:
         OSError: the kernel has a layer, but the layer could not be set up.
@@ -177,8 +177,8 @@ def drop_capabilities(libc: ctypes.CDLL, keep: int) -> None:
 
 
 def restrict_files(readable: Iterable[str], writable: Iterable[str], ports: Sequence[int] | None = ()) -> None:
-    """Restrict this process with Landlock. It allows only these files and folders, and TCP only to ``ports`` (None: to
-    all ports). It blocks signals and abstract sockets to processes outside."""
+    """Restrict this process with Landlock. Landlock allows only these files and folders, and TCP only to ``ports``
+    (None: to all ports). Landlock also blocks signals and abstract sockets to processes outside."""
     libc, abi = ctypes.CDLL(None, use_errno=True), landlock_abi()
     rights = RIGHTS[min(abi, 5)]
     attributes = struct.pack("3Q", rights, TCP if ports is not None else 0, SCOPES)

@@ -87,8 +87,8 @@ class ContainerPlan(TypedDict):
     """The plan for a container supervisor. ``words``: the command line of podman or docker without the container's
     ``name``. The name is inserted after ``run``.
 
-    ``variables``: the environment variables of the program. They do not appear in a list of processes. ``endpoint``:
-    host and port of the model. The container reaches the model at this port on its own loopback.
+    ``variables``: the environment variables of the program. The variables do not appear in a list of processes.
+    ``endpoint``: host and port of the model. The container reaches the model at this port on its own loopback.
     """
 
     words: list[str]
@@ -99,7 +99,7 @@ class ContainerPlan(TypedDict):
 
 
 class Sandbox(Protocol):
-    """A sandbox. It is created once for a run, from `SandboxSettings`."""
+    """A sandbox. The object is created once for a run, from `SandboxSettings`."""
 
     def check(self) -> list[str]:
         """Sentences about the limits of the sandbox on this machine.

@@ -2,9 +2,10 @@
 SIGTERM ends them after a short time.
 
 The module `boxes` starts this supervisor as ``python -I -S -c``. An environment variable has a `Plan`, serialised by
-``marshal``. The supervisor is the parent of the processes in the sandbox, and of the orphans among them. It imports few
-modules, because each episode waits for its start. For example, it does not import json or the enums of ``signal`` and
-``socket``. It imports the modules that relay connections only when the first client connects.
+``marshal``. The supervisor is the parent of the processes in the sandbox, and of the orphans among them. The supervisor
+imports few modules, because each episode waits for the start of a supervisor. For example, it does not import json or
+the enums of ``signal`` and ``socket``. The supervisor imports the modules that relay connections only when the first
+client connects.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ class _Run:
             start_new_thread(relay, (listener, plan["endpoint"]))
 
     def to_the_end(self, parent: int) -> int:
-        """Wait for the program and for signals. Returns the exit status. It is negative for a signal."""
+        """Wait for the program and for signals. Returns the exit status. The status is negative for a signal."""
         look, over = FIRST_LOOK, float("inf")
         while True:
             received = signal.sigtimedwait(SIGNALS, min(look, max(over - time.monotonic(), 0.0)))
@@ -197,7 +198,7 @@ class _Run:
                     os.kill(pid, number)
 
     def _processes(self) -> list[int]:
-        """The ids of the program's processes. They are the descendants of this process."""
+        """The ids of the program's processes. These processes are the descendants of this process."""
         children: dict[int, list[int]] = {}
         for name in os.listdir("/proc"):
             if name.isdigit():
