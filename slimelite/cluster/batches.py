@@ -110,8 +110,8 @@ class EngineDesk:
 
 @dataclass(slots=True)
 class _Call:
-    """A call of `Engine.generate`. ``place``: the batch of the call, and its number in the batch. None until the call
-    is sent."""
+    """A call of `Engine.generate`. ``place``: the batch of the call, and its number in the batch. ``place`` is None
+    until the call is sent."""
 
     requests: Sequence[GenerateRequest]
     answer: asyncio.Future[Results]

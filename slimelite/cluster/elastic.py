@@ -93,7 +93,7 @@ def _answer() -> bool:
 
 
 def _has_run(task: ray.ObjectRef[bool]) -> bool:
-    """Whether the task has run. False if the task failed because its node is gone."""
+    """Whether the task has run. Returns False if the task failed because its node is gone."""
     try:
         ray.get(task, timeout=0)
     except RayError:  # this also happens if the task has not ended

@@ -215,7 +215,7 @@ class Monitor:
 
     def _engines_still(self, seen: Sequence[Seen]) -> bool:
         """Whether this run's engines are idle too. If not, they may be the reason for the wait, for example because
-        they load weights. False for external engines, because their processes cannot be checked."""
+        they load weights. Returns False for external engines, because their processes cannot be checked."""
         engines = [each for each in seen if each.worker.name.startswith("engine")]
         return bool(engines) and all(each.still >= self._limit for each in engines)
 

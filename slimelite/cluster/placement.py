@@ -24,8 +24,8 @@ def beside_ranks(args: ClusterArgs, ranks: int, engines: Sequence[EnginePlace]) 
 def nodes_of_bundles(
     free: Mapping[str, int], *, first: str, nodes: int, ranks: int, widths: Sequence[int]
 ) -> list[str] | None:
-    """The node of each rank, and then the node of each device of the engines. None if the nodes have too few free
-    devices.
+    """The node of each rank, and then the node of each device of the engines. Returns None if the nodes have too few
+    free devices.
 
     Ranks use exactly ``nodes`` nodes, with the same number of ranks on each. The ranks begin on node ``first``. Then
     the engines of ``widths`` are placed, each inside one node. The widest engine is placed first, on the node with the
@@ -46,8 +46,8 @@ def nodes_of_bundles(
 def _placement(
     free: Mapping[str, int], first: str, nodes: int, per_node: int, widths: Sequence[int], *, spread: bool
 ) -> list[str] | None:
-    """See `nodes_of_bundles`. ``spread``: an engine takes the node with the most free devices. Otherwise it takes the
-    node with the smallest sufficient number of free devices."""
+    """See `nodes_of_bundles`. ``spread``: an engine takes the node with the most free devices. Without ``spread`` it
+    takes the node with the smallest sufficient number of free devices."""
     left = dict(free)
     room = sorted((n for n in left if left[n] >= per_node), key=lambda n: (n != first, -left[n], n))[:nodes]
     if len(room) < nodes:

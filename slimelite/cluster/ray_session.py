@@ -1,5 +1,5 @@
-"""Starts or joins the Ray of a run. This is either a new Ray on this machine that no other user can access, or the
-cluster of ``RAY_ADDRESS``. This file also converts an error of Ray to one sentence with a remedy."""
+"""Starts or joins the Ray of a run. The Ray of a run is either a new Ray on this machine that no other user can access,
+or the cluster of ``RAY_ADDRESS``. This file also converts an error of Ray to one sentence with a remedy."""
 
 from __future__ import annotations
 
@@ -290,8 +290,8 @@ def _death(kills: int | None) -> str:
 
 
 def _lost_raylet(log: Path | None) -> str:
-    """A text on how the raylet of this process ended, if it is dead. Otherwise empty. The raylet's log is copied to the
-    folder of ``log``, because Ray's own folder will be removed."""
+    """A text on how the raylet of this process ended. The text is empty if the raylet is alive. The raylet's log is
+    copied to the folder of ``log``, because Ray's own folder will be removed."""
     node = ray._private.worker._global_node
     started = node.all_processes.get(ray_constants.PROCESS_TYPE_RAYLET, []) if node else []
     for process in (each.process for each in started):
@@ -307,7 +307,7 @@ def _lost_raylet(log: Path | None) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """The process and the host of a dead actor, if Ray's message names them. Otherwise empty."""
+    """The process and the host of a dead actor, if Ray's message names them. Returns an empty text if it does not."""
     pid, host = (re.search(rf"^\s*{name}: (\S+)$", str(error), re.M) for name in ("pid", "ip"))
     if not (pid and host):
         return ""
@@ -315,7 +315,7 @@ def _place(error: BaseException) -> str:
 
 
 def _host_name(address: str) -> str:
-    """The name of this machine if ``address`` is its address. Otherwise ``address``."""
+    """The name of this machine if ``address`` is its address, else ``address``."""
     with suppress(ValueError):
         return socket.gethostname() if ipaddress.ip_address(address).is_loopback else address
     return address

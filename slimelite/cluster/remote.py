@@ -203,13 +203,13 @@ class RemoteSink:
 
 
 def check_number(verb: str, name: str, value: object) -> None:
-    """Check that the argument ``name`` of ``verb`` is a whole number from 0. Otherwise raise ValueError."""
+    """Check that the argument ``name`` of ``verb`` is a whole number from 0. Raises ValueError if it is not."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise ValueError(f"{verb}: {name} must be a whole number from 0, not {value!r}")
 
 
 def check_table(verb: str, value: object) -> None:
-    """Check that the argument of ``verb`` is a table of samples. Otherwise raise ValueError."""
+    """Check that the argument of ``verb`` is a table of samples. Raises ValueError if it is not."""
     if not isinstance(value, SampleTable):
         has = isinstance(value, Pending) and ": take the .table of its result()"
         has = has or (hasattr(value, "table") and ": take its .table") or ""
@@ -254,7 +254,8 @@ class Pending(Future[R]):
 
 @dataclass(slots=True)
 class Failure:
-    """The first ``error`` of the verbs since the caller has seen the previous error. None if there is no such error."""
+    """The first ``error`` of the verbs since the caller has seen the previous error. ``error`` is None if there is no
+    such error."""
 
     error: BaseException | None = None
 

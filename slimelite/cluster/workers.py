@@ -203,8 +203,8 @@ class TrainOutput(NamedTuple):
 
     ``metrics``: the metrics of the rollout, reduced over ranks. ``steps``: the ``train/*`` metrics of each optimizer
     step. ``columns``: new columns of the table (see `TokenColumns.trained`). For example, ``advantages`` is added if
-    each response token has its own advantage. ``token_stats``: log-prob and entropy of each response token. None with
-    ``--token-stats none``.
+    each response token has its own advantage. ``token_stats``: log-prob and entropy of each response token.
+    ``token_stats`` is None with ``--token-stats none``.
     """
 
     metrics: dict[str, float]
@@ -227,7 +227,7 @@ def make_trainer(
     Args:
         args: resolved arguments.
         rank, world_size: the rank of this trainer, and the number of training ranks.
-        address: host:port of the rendezvous of the ranks. None if there is only one rank.
+        address: host:port of the rendezvous of the ranks. ``address`` is None if there is only one rank.
         host: an address of this machine that engines can reach.
         listener: a listening socket at ``address``, for rank 0.
         store: the rendezvous store of the ranks, instead of ``address``.

@@ -114,7 +114,7 @@ def read_task(folder: Path) -> Task:
 
 
 def _problem(folder: Path, config: Mapping[str, Any], box: Mapping[str, Any], tests: Mapping[str, Any]) -> str:
-    """The part of a task that is not supported. "" if all parts are supported."""
+    """The part of a task that is not supported. Returns "" if all parts are supported."""
     separate = tests.get("environment_mode") == "separate" or tests.get("environment")
     checks = {
         "it has no tests/test.sh": not (folder / "tests" / "test.sh").is_file(),
@@ -133,8 +133,8 @@ def _problem(folder: Path, config: Mapping[str, Any], box: Mapping[str, Any], te
 
 
 def _outside(variables: Mapping[str, str]) -> str:
-    """A text that names a variable which would change bubblewrap itself. "" if there is no such variable. Bubblewrap
-    runs outside the box, so these variables are not allowed."""
+    """A text that names a variable which would change bubblewrap itself. Returns "" if there is no such variable.
+    Bubblewrap runs outside the box, so these variables are not allowed."""
     named = [name for name in variables if name in ("PATH", "HOME", "TMPDIR") or name.startswith(("LD_", "GCONV_"))]
     return f"it sets {named[0]}" if named else ""
 

@@ -68,7 +68,7 @@ def ends(text: str, mark: str) -> int:
 
 
 def nth_sentence(text: str, n: float) -> str:
-    """The n-th sentence, counted from 1. Empty if there is no such sentence."""
+    """The n-th sentence, counted from 1. Returns an empty text if there is no such sentence."""
     return "".join(sentences(text)[int(n) - 1 : int(n)])
 
 
@@ -177,8 +177,8 @@ def quotes(text: str) -> bool:
 
 
 def options(text: str, options: str) -> bool:
-    """Whether the text is one of the options. If the options are a, b, c, the text must match exactly. Otherwise case
-    and surrounding punctuation do not matter."""
+    """Whether the text is one of the options. If the options are a, b, c, the text must match exactly. For other
+    options, case and surrounding punctuation do not matter."""
     separator = next((mark for mark in ("/", "or") if mark in options), ",")
     choices = [option.strip() for option in options.split(separator)]
     if re.match(r"\W*[aA]\W*[bB]\W*[cC]", options):
@@ -256,8 +256,8 @@ def date_format_list(text: str) -> bool:
 
 
 def table(text: str, delimiter: str, height: int) -> list[list[str]]:
-    """The rows of a CSV text, including quotes. Empty if the number of rows is not ``height``, or if a field is too
-    long."""
+    """The rows of a CSV text, including quotes. Returns an empty list if the number of rows is not ``height``, or if a
+    field is too long."""
     try:
         rows = list(csv.reader(io.StringIO(text.replace('"', '"""')), delimiter=delimiter))
     except csv.Error:

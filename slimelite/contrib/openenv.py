@@ -1,7 +1,7 @@
 """The environment ``openenv:<address>``, which runs on an OpenEnv server. Each episode has its own WebSocket session.
 
-The server lists the possible actions. If the actions are tools, the model calls them. Otherwise a reply is an action in
-JSON. If the only required field of an action is a text, the reply is this text.
+The server lists the possible actions. If the actions are tools, the model calls them. If the actions are not tools, a
+reply is an action in JSON. If the only required field of an action is a text, the reply is this text.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class OpenEnv:
         return Step(messages, _reward(result), done=bool(result.get("done")))
 
     def _action(self, text: str) -> dict[str, Any] | None:
-        """The action in a reply. None if the reply is not an action."""
+        """The action in a reply. Returns None if the reply is not an action."""
         inner = text.strip().removeprefix("```json").removeprefix("```").removesuffix("```")
         try:
             action = json.loads(inner)
@@ -147,7 +147,7 @@ class OpenEnv:
         return dict(content)
 
     async def close(self) -> None:
-        """Close the session. This also ends the environment on the server."""
+        """Close the session, which also ends the environment on the server."""
         try:
             if self._server is not None:
                 await self._server.close()
@@ -165,8 +165,8 @@ def _reward(result: Mapping[str, Any]) -> float | None:
 
 
 def _text(observation: Any) -> str:
-    """Convert an observation to text for the model. If the observation has only a text, it is this text. Otherwise it
-    is JSON."""
+    """Convert an observation to text for the model. If the observation has only a text, the result is this text. For
+    any other observation, the result is JSON."""
     if isinstance(observation, dict) and "tool_name" in observation:  # the result of a tool call
         error, result = observation.get("error"), observation.get("result")
         if error:

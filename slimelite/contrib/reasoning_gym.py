@@ -54,8 +54,8 @@ def _read(text: str) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    """The value of a setting. The value is a number, true, false or a list, written as in JSON or Python. Otherwise the
-    value is the text."""
+    """The value of a setting. The value is a number, true, false or a list, written as in JSON or Python. In all other
+    cases, the value is the text."""
     try:
         value = PYTHON[text] if text in PYTHON else json.loads(text)
     except ValueError:

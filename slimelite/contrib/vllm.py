@@ -66,8 +66,8 @@ class TemperedLogProbs(Sampler):
     """vLLM's sampler, changed to report log softmax(logits / temperature) before bans, top-k and top-p.
 
     vLLM itself reports log-probs either without temperature or after top-k and top-p. vLLM also applies top-p to the
-    tokens that remain after top-k. Here, top-k and top-p both apply to the whole distribution, and a token must pass
-    both.
+    tokens that remain after top-k. In this sampler, top-k and top-p both apply to the whole distribution, and a token
+    must pass both.
     """
 
     def __init__(self) -> None:
@@ -148,7 +148,7 @@ def sampling_params(request: GenerateRequest, eos: Collection[int], vocab_size: 
 
 
 def structured_outputs(params: Params) -> StructuredOutputsParams | None:
-    """The grammar of a response in vLLM's form. None if there is no grammar."""
+    """The grammar of a response in vLLM's form. Returns None if there is no grammar."""
     if not params.guided or params.grammar is None:
         return None
     kind, text = params.grammar

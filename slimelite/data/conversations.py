@@ -286,7 +286,7 @@ def _together(sides: list[Sample]) -> list[Sample]:
 
 
 def is_trained(message: Message) -> bool:
-    """Whether a message is trained on. False if its ``step_loss_mask`` is 0."""
+    """Whether a message is trained on. Returns False if its ``step_loss_mask`` is 0."""
     return message.get("step_loss_mask", 1) == 1
 
 

@@ -264,8 +264,8 @@ def cut(begins: np.ndarray, ends: np.ndarray, length: int) -> np.ndarray:
 
 
 def _ids(shard: Shard, piece: Sequence[int], start: int) -> np.ndarray:
-    """The ids of a piece (see `cut`). The first id is ``start`` if the document begins with this piece. Otherwise the
-    first id is the token before the piece."""
+    """The ids of a piece (see `cut`). The first id is ``start`` if the document begins with this piece. If the document
+    began earlier, the first id is the token before the piece."""
     _, begin, end, begins = piece
     ids = np.empty(end - begin + 1, np.int32)
     ids[0] = start if begins else shard.tokens[begin - 1]

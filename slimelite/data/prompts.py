@@ -226,8 +226,9 @@ def _encode(prompts: list[Sample], texts: list[str], tokenizer: PreTrainedTokeni
 
 
 def before_answers(messages: Messages) -> Messages:
-    """The messages of the prompt. These are all ``messages`` if the last one is not from the ``assistant``. Otherwise
-    (in SFT data, where rows contain the answers too) they are the messages before the assistant's first message."""
+    """The messages of the prompt. If the last of ``messages`` is not from the ``assistant``, all messages are the
+    prompt. In SFT data, rows contain the answers too. Then the messages before the assistant's first message are the
+    prompt."""
     if messages[-1]["role"] != "assistant":
         return messages
     return messages[: next(i for i, m in enumerate(messages) if m["role"] == "assistant")]

@@ -150,8 +150,8 @@ class Finder:
         return end + length
 
     def next_mark(self) -> str:
-        """The special token that begins the next speaker's turn, if no special token ends the last reply. Otherwise
-        ""."""
+        """The special token that begins the next speaker's turn, if no special token ends the last reply. Returns "" if
+        a special token ends it."""
         reply = self.messages[-1]
         if any(not self.text[mark.end() :].strip() for mark in self.special.finditer(self.text, len(self.text) - 100)):
             return ""

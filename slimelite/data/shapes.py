@@ -67,8 +67,8 @@ SHAPES = (
 
 
 def shape_of(names: Collection[str], input_key: str, *, answers: bool, chosen: str | None = None) -> Shape | None:
-    """The shape of rows with columns ``names``. None if ``input_key`` is one of these columns, or if no known shape
-    fits.
+    """The shape of rows with columns ``names``. Returns None if ``input_key`` is one of these columns, or if no known
+    shape fits.
 
     Args:
         answers: whether the run trains on answers in the rows (SFT, KTO).
@@ -86,8 +86,8 @@ def shape_of(names: Collection[str], input_key: str, *, answers: bool, chosen: s
 
 
 def share_gpt(message: Mapping[str, object]) -> dict[str, object] | None:
-    """Convert a message of ShareGPT, ``{"from": "human", "value": ...}``, to OpenAI's form. None if ``message`` has
-    another form."""
+    """Convert a message of ShareGPT, ``{"from": "human", "value": ...}``, to OpenAI's form. Returns None if ``message``
+    has another form."""
     speaker = message.get("from")
     if "role" in message or not isinstance(speaker, str) or speaker not in SPEAKERS:
         return None

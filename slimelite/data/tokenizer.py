@@ -155,7 +155,7 @@ def check_same(saved: Mapping[str, str], tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def _named_class(path: str) -> type[PreTrainedTokenizerBase] | None:
-    """The class that ``tokenizer_config.json`` names, if this class can load a ``tokenizer.json``. Otherwise None."""
+    """The class that ``tokenizer_config.json`` names, or None if this class cannot load a ``tokenizer.json``."""
     import transformers
     from transformers.utils import cached_file
 
@@ -237,7 +237,7 @@ def end_texts(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
 
 
 def end_of_reply(path: str) -> str:
-    """The eos token in the tokenizer_config.json of the folder ``path``. Empty if there is none."""
+    """The eos token in the tokenizer_config.json of the folder ``path``. Returns an empty text if there is none."""
     file = Path(path) / "tokenizer_config.json"
     token = read_json(file).get("eos_token") if file.is_file() else None
     token = token.get("content") if isinstance(token, dict) else token

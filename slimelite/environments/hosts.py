@@ -348,8 +348,8 @@ class _InWorker(_Remote):
         await super().close()
 
     async def suspect(self) -> None:
-        """End the worker if it is stopped or does not answer. Then its other episodes fail too. New episodes get a new
-        process."""
+        """End the worker if it is stopped or does not answer. If the worker is ended, its other episodes fail too. New
+        episodes get a new process."""
         if self._worker.stopped:  # do not ping it; it might be continued, answer now, and be ended later
             self._worker.kill()
             return

@@ -31,7 +31,8 @@ class Nim:
     """
 
     def reset(self, row: Row) -> Start:
-        """Begin a game. The row may have the number of matches. Otherwise the number is random."""
+        """Begin a game. The row may have the number of matches. Without this number, the number of matches is
+        random."""
         self._chance = random.Random(row.seed)
         self._pile = int(row.metadata.get("pile") or self._chance.choice(PILES))
         self._opponent = row.metadata.get("opponent", "self")

@@ -127,7 +127,7 @@ def always(kind: str, name: str, content: str) -> Script:
 
 
 def label_text(row: Row) -> str | None:
-    """The label as the text of an answer. None if there is no label."""
+    """The label as the text of an answer. Returns None if there is no label."""
     if row.label is None or row.label == "":
         return None
     return row.label if isinstance(row.label, str) else json.dumps(row.label, default=str)
@@ -386,8 +386,8 @@ def _frame(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def total(record: Mapping[str, Any]) -> float | None:
-    """The reward of an episode. Each role's rewards are summed, and the result is the mean over the roles. None if no
-    step had a reward."""
+    """The reward of an episode. Each role's rewards are summed, and the result is the mean over the roles. Returns None
+    if no step had a reward."""
     sums: dict[str, float] = {turn["role"]: 0.0 for turn in record["turns"]}
     scored = False
     for turn in record["turns"]:

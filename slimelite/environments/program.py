@@ -45,8 +45,8 @@ class Ended:
 
     @property
     def reward(self) -> float | None:
-        """The value of ``reward`` in the last output line that is a JSON object. None if there is no such line or no
-        such value.
+        """The value of ``reward`` in the last output line that is a JSON object. Returns None if there is no such line
+        or no such value.
 
         Raises:
             ValueError: the value is not a finite number.

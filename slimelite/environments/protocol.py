@@ -98,6 +98,6 @@ class Environment(Protocol):
 
         ``reply``: an OpenAI message with ``content``. The message may also have ``tool_calls`` and
         ``reasoning_content``. The field ``malformed`` has a sentence for each call that could not be read. The field
-        ``finish_reason`` is "length" if a limit cut off the reply. Then the episode ends with this step.
+        ``finish_reason`` is "length" if a limit cut off the reply. After such a reply, the episode ends with this step.
         """
         ...

@@ -99,7 +99,7 @@ ENVIRONMENTS: Registry[EnvironmentKind] = Registry(
 
 
 def known(environment: str) -> tuple[EnvironmentKind, str] | None:
-    """The kind and the spec of ``name`` or ``name:spec``. None for a user's class or an address.
+    """The kind and the spec of ``name`` or ``name:spec``. Returns None for a user's class or an address.
 
     Raises:
         ValueError: there is no environment of this name, or its package is not installed.

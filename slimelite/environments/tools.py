@@ -70,7 +70,8 @@ def _kind(hint: object) -> str:
 
 
 class ToolEnvironment:
-    """An environment with tools. Calls are answered until a reply has no call. Then `score` gives the reward.
+    """An environment with tools. Calls are answered until a reply has no call. After the last reply, `score` gives the
+    reward.
 
     ::
 

@@ -7,10 +7,10 @@ forms:
     {"test_list": ["assert add(1, 2) == 3"]}                         MBPP
     {"inputs": ["1 2\n"], "outputs": ["3\n"]}                        stdin and stdout: APPS, TACO, CodeContests
 
-Each form may have a ``prefix``. This is code before the response's code, such as imports or the head of the function
-that the response completes. With ``completion`` the response has no block of code. The response continues where the
-prefix ends, as the response of a model without a chat template does. The response's code ends before the first line
-that is not indented.
+Each form may have a ``prefix``. The prefix is code before the response's code, such as imports or the head of the
+function that the response completes. With ``completion`` the response has no block of code. The response continues
+where the prefix ends, as the response of a model without a chat template does. The response's code ends before the
+first line that is not indented.
 """
 
 from __future__ import annotations
@@ -140,7 +140,8 @@ def _code(response: str, tests: Tests) -> str | None:
 
 
 def last_block(response: str) -> str | None:
-    """The last closed fenced block with the language Python or without a language. None if there is no such block."""
+    """The last closed fenced block with the language Python or without a language. Returns None if there is no such
+    block."""
     block: list[str] | None = None
     language, last = "", None
     for line in response.splitlines():

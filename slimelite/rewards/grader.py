@@ -53,8 +53,8 @@ class RewardError(ValueError):
 
 
 class Route(NamedTuple):
-    """The scorer of a sample. If ``custom`` is true, ``name`` is the path of a function. Otherwise it is the name of a
-    rule."""
+    """The scorer of a sample. If ``custom`` is true, ``name`` is the path of a function. If ``custom`` is false,
+    ``name`` is the name of a rule."""
 
     name: str
     custom: bool
@@ -95,8 +95,8 @@ class Grader:
         8. ``ends``: the texts of the tokens that end a response. For rules that judge the whole text, these texts are
            removed first.
 
-        ``trial``: whether this grader scores only the trial row before a run starts. Then failures are not logged, and
-        a request to a reward server is tried only twice.
+        ``trial``: whether this grader scores only the trial row before a run starts. In a trial, failures are not
+        logged, and a request to a reward server is tried only twice.
 
         Raises:
             ValueError: ``args`` name a rule or a function that does not exist, or lack a flag that the rule needs.
@@ -198,8 +198,8 @@ class Grader:
             self._settle(sample, Route(what, custom=True), failure, reward_key or self.args.reward_key)
 
     def metrics(self) -> dict[str, float]:
-        """The metrics ``rollout/reward_errors``: the number of failures since the last call, in total and by kind. This
-        resets the counts and ``error_reports``.
+        """The metrics ``rollout/reward_errors``: the number of failures since the last call, in total and by kind. A
+        call resets the counts and ``error_reports``.
 
         ``rollout/costly_answers``: the number of answers that were too costly for algebra. The metric is missing if
         there were none.

@@ -2,7 +2,7 @@ r"""The rules for answers to mathematical questions: ``math``, ``deepscaler``, `
 
 For ``math``, the content of the last ``\boxed{}`` must equal the label as text, as a number or by algebra. As in slime,
 a fraction must be reduced, and an integer must be written as an integer, so ``\frac{4}{2}`` does not equal 2. slime
-evaluates the text as Python code. Here, the library math-verify does the algebra in a worker process.
+evaluates the text as Python code. In slimelite, the library math-verify does the algebra in a worker process.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ WORD = re.compile(r"[^\W\d_]{3}")
 
 
 def last_boxed_only_string(text: str) -> str | None:
-    r"""The last ``\boxed{...}`` up to its closing brace. Without a box of this kind, the last ``\fbox{...}``. None if
-    there is neither."""
+    r"""The last ``\boxed{...}`` up to its closing brace. Without a box of this kind, the last ``\fbox{...}``. Returns
+    None if there is neither."""
     start = text.rfind("\\boxed")
     if start < 0:
         start = text.rfind("\\fbox")
@@ -69,7 +69,7 @@ def last_boxed_only_string(text: str) -> str | None:
 
 
 def remove_boxed(text: str | None) -> str | None:
-    r"""The content of ``\boxed{...}``. None if ``text`` is not exactly one box."""
+    r"""The content of ``\boxed{...}``. Returns None if ``text`` is not exactly one box."""
     if text is None or not text.startswith("\\boxed{") or not text.endswith("}"):
         return None
     return text[len("\\boxed{") : -1]
@@ -141,7 +141,7 @@ def unboxed(label: str) -> str | None:
 
 
 def compare(prediction: str, truth: str) -> bool | None:
-    """Whether two answers are equal as text or as numbers. None if algebra is needed."""
+    """Whether two answers are equal as text or as numbers. Returns None if algebra is needed."""
     if normalize_answer(prediction) == normalize_answer(truth):
         return True
     if len(prediction) > MAX_ANSWER_CHARS or len(truth) > MAX_ANSWER_CHARS:
@@ -182,7 +182,7 @@ def plain(text: str) -> str:
 
 
 def number(text: str) -> tuple[Fraction, int] | None:
-    """(value, denominator as written) of an integer, decimal or simple fraction. None for any other text."""
+    """(value, denominator as written) of an integer, decimal or simple fraction. Returns None for any other text."""
     if match := FRACTION.fullmatch(text):
         signs, top, bottom = match[1] or match[5], match[3] or match[6], match[4] or match[7]
         if int(bottom) == 0:
@@ -219,8 +219,8 @@ def pairs(prediction: str, truth: str) -> list[tuple[str, str]]:
     """Pairs of texts that must be equal. The pairs are the elements of two flat tuples, intervals or ratios. For other
     answers, the pair is the two whole texts.
 
-    The list is empty if the answers cannot be equal. This is so if they differ in brackets or number of elements, if
-    only one answer is a ratio, or if an answer is empty.
+    The list is empty if the answers cannot be equal. Answers cannot be equal if they differ in brackets or number of
+    elements, if only one answer is a ratio, or if an answer is empty.
     """
     if not prediction or is_ratio(prediction) != is_ratio(truth):
         return []
@@ -254,7 +254,7 @@ def example(answer: Answer) -> str:
 
 
 def deepscaler(answer: Answer) -> float | None:
-    """The result of `quick` for the text after the marker (see `solution`). 0 if there is no marker."""
+    """The result of `quick` for the text after the marker (see `solution`). Returns 0 if there is no marker."""
     tail = solution(answer.response)
     return 0.0 if tail is None else quick(replace(answer, response=tail))
 
@@ -265,8 +265,8 @@ def deepscaler_slow(answer: Answer) -> float:
 
 
 def solution(response: str) -> str | None:
-    """The text after the last ``</think>``. Without this marker, the text after the first ``###Response``. None if
-    there is no marker."""
+    """The text after the last ``</think>``. Without this marker, the text after the first ``###Response``. Returns None
+    if there is no marker."""
     if "</think>" in response:
         return response.rpartition("</think>")[2]
     _, marker, tail = response.partition("###Response")
@@ -400,8 +400,8 @@ def integer(label: str) -> str:
 
 
 def normalize_final_answer(text: str) -> str:
-    """The answer in Minerva's form (Lewkowycz et al. 2022). This is the text after the last ``=``, without articles,
-    units and wrappers."""
+    """The answer in Minerva's form (Lewkowycz et al. 2022). Minerva's form is the text after the last ``=``, without
+    articles, units and wrappers."""
     text = text.rpartition("=")[2]
     for before, after in SUBSTITUTIONS:
         text = text.replace(before, after)

@@ -79,8 +79,8 @@ class Exchange:
 class Failure:
     """A reward that could not be computed. ``kind`` is exception, timeout, crash, nonfinite, invalid or too_long.
 
-    A worker may also return the kind ``costly``. Then the rule is bounded, the answer took too long, and it counts as
-    wrong.
+    A worker may also return the kind ``costly``. ``costly`` means that the rule is bounded, and that the answer took
+    too long and counts as wrong.
     """
 
     kind: str
@@ -125,8 +125,8 @@ class Rule:
         boxable: whether the rule can score only the content of the last ``\boxed{}``. If so, a second rule
             ``boxed_NAME`` scores only this content (its field ``boxed`` is true). Rules that are not boxable search for
             their own marker, which may be outside the box.
-        whole: whether the rule judges the whole text. Then the grader first removes the token that ended the response,
-            such as ``<|im_end|>``. Other rules get the text with this token, as in slime.
+        whole: whether the rule judges the whole text. For such a rule, the grader first removes the token that ended
+            the response, such as ``<|im_end|>``. Other rules get the text with this token, as in slime.
         needs: the flag that the rule requires, with underscores. ``reads``: other flags of the rule.
         cautions: function ``() -> texts``. If a run uses the rule, the texts are logged once, after ``--rm-type NAME``.
     """

@@ -79,8 +79,8 @@ def _equal(gold: Expression, pred: Expression, braced: bool = False) -> bool:
 
 
 def _written(expression: Expression) -> list[Expression] | None:
-    """The elements of a list or a finite set, in the order of the text. A leading ``x =`` is allowed. None for any
-    other expression."""
+    """The elements of a list or a finite set, in the order of the text. A leading ``x =`` is allowed. Returns None for
+    any other expression."""
     if isinstance(expression, sympy.Eq):
         expression = expression.rhs
     return list(expression._unsorted_args) if isinstance(expression, FiniteSet) else None

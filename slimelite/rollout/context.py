@@ -89,7 +89,8 @@ def train_output(value: object) -> RolloutFnTrainOutput:
 
 
 def flatten(group: list[Any]) -> list[Sample]:
-    """Flatten a group. slime nests the siblings of a fan-out in a list. Here the siblings share a rollout id instead.
+    """Flatten a group. slime nests the siblings of a fan-out in a list. In slimelite the siblings share a rollout id
+    instead.
 
     Raises:
         ValueError: an element is not a sample.

@@ -112,7 +112,7 @@ async def run(
 
 
 def _failure(ended: Ended, session: Session) -> Failure | None:
-    """The reason why the program has not produced an answer. None if it has produced one."""
+    """The reason why the program has not produced an answer. Returns None if it has produced one."""
     if ended.status is None:
         return Failure("timeout", f"the program took longer than {ended.seconds:.0f} s (--agent-timeout)")
     if ended.status:

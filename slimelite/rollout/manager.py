@@ -304,7 +304,7 @@ class RolloutManager:
         self.source.load_state_dict(state["data_source"])
 
     def num_prompts(self) -> int:
-        """The number of prompts in the data source. 0 without a data source."""
+        """The number of prompts in the data source. Returns 0 without a data source."""
         return 0 if self.source is None else len(self.source)
 
     def cancel(self) -> None:
@@ -355,7 +355,8 @@ class RolloutManager:
         self._thread.run(self._context.engines.settle())
 
     def needs_weights(self) -> bool:
-        """Whether a rollout waits for a weight sync. This is so if every engine was restarted and has old weights."""
+        """Whether a rollout waits for a weight sync. A rollout waits if every engine was restarted and has old
+        weights."""
         return self._context.engines.needs_weights
 
     @contextmanager

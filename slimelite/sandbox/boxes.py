@@ -262,8 +262,8 @@ def is_within(path: str, places: Iterable[str]) -> bool:
 
 
 def control_groups(settings: SandboxSettings) -> dict[str, dict[str, str]]:
-    """The folders in which each program can get a cgroup, with the limits to write into the cgroup. Empty if cgroups
-    cannot limit memory or processes on this machine.
+    """The folders in which each program can get a cgroup, with the limits to write into the cgroup. Returns an empty
+    dict if cgroups cannot limit memory or processes on this machine.
     """
     memory, processes = str(settings.memory_mb << 20), str(settings.processes)
     try:

@@ -86,7 +86,7 @@ class _Filter(ctypes.Structure):
 
 def gaps() -> list[str]:
     """A sentence for each missing layer. The sentence tells what a program can do on this machine without the layer.
-    Empty if no layer is missing."""
+    Returns an empty list if no layer is missing."""
     missing = []
     if not has_seccomp():
         missing.append("there is no seccomp, so the code can start processes, send signals and open sockets")
@@ -104,8 +104,8 @@ def confine(folder: str, cpu_seconds: int, memory_bytes: int, *, alone: bool = T
     Processor time and address space are limited. A file may have 16 MiB, and this includes output that goes to a file.
     At most 64 files may be open. There are no core dumps, and no new processes or threads. The process may write only
     in ``folder``. The process may read only ``folder`` and the files that Python needs. ``memory_bytes`` must be below
-    the caller's own limit. ``alone`` False: set only the limits. This is for a program that sets up a sandbox itself
-    and starts a process in it.
+    the caller's own limit. ``alone`` False: set only the limits. ``alone`` is False for a program that sets up a
+    sandbox itself and starts a process in it.
 
     Raises:
         OSError: the kernel has a layer, but the layer could not be set up.

@@ -129,7 +129,7 @@ class _Container:
         return True
 
     def _pid(self) -> int | None:
-        """The id of the container's first process. None while there is no process.
+        """The id of the container's first process. Returns None while there is no process.
 
         Raises:
             OSError: the process is not on this machine.

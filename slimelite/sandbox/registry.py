@@ -23,8 +23,8 @@ class SandboxSettings:
             and ``none`` for other programs.
         network: one of `NETWORKS`.
         read: files and folders that a program may read, in addition to the system's files and its own files.
-        memory_mb: the memory limit for all processes of a program together, if the kernel can count this. Otherwise the
-            limit for each process [MiB].
+        memory_mb: the memory limit for all processes of a program together, if the kernel can count this. If the kernel
+            cannot count it, the limit holds for each process [MiB].
         processes: the maximum number of processes and threads.
         disk_mb: the size limit for all files of a program together, and for each file [MiB].
         image: the name of a container image in podman or docker.
@@ -52,7 +52,7 @@ class Launch:
     """The command to start a program: its ``words`` and its ``environment``. SIGINT ends the program and all processes
     that it started.
 
-    ``container``: the name of the program's container. "" if there is no container.
+    ``container``: the name of the program's container, or "" if there is no container.
     """
 
     words: list[str]

@@ -144,8 +144,8 @@ class _Run:
         return 0
 
     def _excess(self) -> str:
-        """A text on the limit that the program exceeds. Only limits that the kernel does not enforce are checked. "" if
-        the program exceeds no limit."""
+        """A text on the limit that the program exceeds. Only limits that the kernel does not enforce are checked.
+        Returns "" if the program exceeds no limit."""
         plan, pids = self._plan, []
         if self.folder or not self._groups:
             pids = self._processes()
@@ -210,7 +210,7 @@ class _Run:
         return descendants
 
     def _become_program(self, sender: socket.socket) -> None:
-        """Restrict this process, and then become the program. This runs in the child."""
+        """Restrict this process, and then become the program. This method runs in the child process."""
         plan = self._plan
         os.setsid()
         for folder in self._groups:
@@ -269,7 +269,7 @@ class _Run:
         endpoint's port.
 
         Returns "root" or "user", depending on how the network was made. Returns "" if this user may not make a network.
-        Then ``--agent-sandbox process`` works without its own network.
+        Without its own network, only ``--agent-sandbox process`` works.
         """
         user, group, how = os.getuid(), os.getgid(), "root" if os.geteuid() == 0 else "user"
         if self._libc.unshare(NEW_NET if how == "root" else NEW_NET | NEW_USER):
@@ -331,7 +331,7 @@ def send_descriptor(sender: socket.socket, descriptor: int) -> None:
 
 
 def received(ours: socket.socket) -> int | None:
-    """The descriptor of the listening socket that the child sent. None if the child has no such socket."""
+    """The descriptor of the listening socket that the child sent. Returns None if the child has no such socket."""
     sent = ours.recvmsg(1, socket.CMSG_LEN(4))[1]
     ours.close()
     return int(struct.unpack("i", sent[0][2])[0]) if sent else None
