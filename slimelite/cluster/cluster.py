@@ -80,9 +80,9 @@ class Cluster:
             cluster.train(0, rollout.table)
             cluster.sync(1)
 
-    Verbs that need the trainers run one after the other, on a thread of the handle. With ``--launcher local`` they run
-    in the caller's thread, so a debugger can follow them. `generate` and `evaluate` run in parallel to the trainers.
-    These two verbs begin immediately, unless an earlier verb still uses the engines (`sync`, `save`, another
+    Verbs that need the trainers run one after the other, on a thread of the handle. With ``--launcher local`` these
+    verbs run in the caller's thread, so a debugger can follow them. `generate` and `evaluate` run in parallel to the
+    trainers. These two verbs begin immediately, unless an earlier verb still uses the engines (`sync`, `save`, another
     `generate`). Later verbs that use the engines wait for them.
 
     If a verb fails, queued verbs fail with the same error. New verbs raise this error, and so does the end of the

@@ -95,8 +95,8 @@ class EngineFactory:
         return process
 
     def addresses(self, processes: Sequence[Remote[ServerProcess]]) -> list[ServerAddress]:
-        """The addresses of the servers of ``--rollout-external-engine-addrs``. Without this flag, the addresses of
-        ``processes``."""
+        """The addresses of the servers of ``--rollout-external-engine-addrs``. Without this flag, they are the
+        addresses of ``processes``."""
         args = self._args
         if args.job.engines == "external":
             external = self._function(self._parts.external)

@@ -6,9 +6,9 @@ reply replaced, and compares the two texts. A reply runs from the end of the gen
 including the end-of-turn token. An assistant message with ``step_loss_mask: 0`` is not trained on.
 
 The other kinds of mask select exactly the same tokens as slime's masks. Each kind fits the ChatML template of the model
-in its name. ``qwen`` and ``qwen3`` render each message alone. So their tokens differ from a rollout's if the template
-renders a message differently in its context. For example, a template may remove the thinking from the history, or join
-tool answers in one turn. ``auto`` does not have this limitation.
+in its name. ``qwen`` and ``qwen3`` render each message alone. So the tokens of these masks differ from a rollout's
+tokens if the template renders a message differently in its context. For example, a template may remove the thinking
+from the history, or join tool answers in one turn. ``auto`` does not have this limitation.
 """
 
 from __future__ import annotations

@@ -152,7 +152,8 @@ class _Watch:
         ident = threading.get_ident()
         with self._lock:
             rendering = self._running.pop(ident, None)
-            if rendering is not None and rendering.stopped:  # an exception that has not arrived would end other code
+            # cancel an exception that has not arrived yet, because it would end other code
+            if rendering is not None and rendering.stopped:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), None)
 
     def _look(self) -> None:

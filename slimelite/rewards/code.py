@@ -171,7 +171,7 @@ def _label(label: str) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The result of a program. ``finished``: whether the tests ran to the end without an error. Without tests,
+    """The result of running a program. ``finished``: whether the tests ran to the end without an error. Without tests,
     ``finished`` tells whether the program ran to the end without an error. ``output``: the text on stdout."""
 
     finished: bool

@@ -331,8 +331,8 @@ def route_of(sample: Sample, custom_rm_path: str | None, rm_type: str | None) ->
 def overlong_penalty(length: int, max_length: int, buffer: int, factor: float) -> float:
     """DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13), from 0 to −``factor``. Lengths are in tokens.
 
-    The penalty is 0 up to ``max_length − buffer``. Then it falls linearly to −factor at ``max_length``. For longer
-    responses the penalty stays −factor.
+    The penalty is 0 up to ``max_length − buffer``. Then the penalty falls linearly to −factor at ``max_length``. For
+    longer responses the penalty stays −factor.
     """
     over = length - (max_length - buffer)
     return -factor * min(max(over / buffer, 0.0), 1.0)

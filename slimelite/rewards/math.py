@@ -53,7 +53,7 @@ WORD = re.compile(r"[^\W\d_]{3}")
 
 
 def last_boxed_only_string(text: str) -> str | None:
-    r"""The last ``\boxed{...}`` up to its closing brace. Without a box of this kind, the last ``\fbox{...}``. Returns
+    r"""The last ``\boxed{...}`` up to its closing brace. Without such a box, it is the last ``\fbox{...}``. Returns
     None if there is neither."""
     start = text.rfind("\\boxed")
     if start < 0:
@@ -136,7 +136,7 @@ def slow(answer: Answer) -> float:
 
 
 def unboxed(label: str) -> str | None:
-    r"""The content of the label's ``\boxed{}``. Without a box, the label itself."""
+    r"""The content of the label's ``\boxed{}``. Without a box, it is the label itself."""
     return extract_boxed_answer(label) if "\\boxed" in label else label
 
 
@@ -265,8 +265,8 @@ def deepscaler_slow(answer: Answer) -> float:
 
 
 def solution(response: str) -> str | None:
-    """The text after the last ``</think>``. Without this marker, the text after the first ``###Response``. Returns None
-    if there is no marker."""
+    """The text after the last ``</think>``. Without this marker, it is the text after the first ``###Response``.
+    Returns None if there is no marker."""
     if "</think>" in response:
         return response.rpartition("</think>")[2]
     _, marker, tail = response.partition("###Response")

@@ -85,7 +85,7 @@ def gpqa(answer: Answer) -> float:
 
 
 def extract_letter(text: str | None, letters: Sequence[str]) -> str | None:
-    """The option letter in a phrase such as "the answer is (B)". Without such a phrase, the last single capital
+    """The option letter in a phrase such as "the answer is (B)". Without such a phrase, it is the last single capital
     letter."""
     text = " ".join((text or "").rpartition("</think>")[2].split())
     for pattern in PATTERNS:

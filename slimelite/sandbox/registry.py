@@ -113,7 +113,7 @@ class Sandbox(Protocol):
         """The command that starts ``words`` for one episode.
 
         ``variables``: environment variables from the run. ``endpoint``: the URL of the program's model on loopback. The
-        program may connect to it.
+        program may connect to this URL.
         """
         ...
 
