@@ -245,9 +245,9 @@ def test_a_wrong_task_file_is_one_line(text: str, message: str, tmp_path: Path) 
 
 
 def test_a_template_that_is_none_is_said(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="task sums: prompt is no template: expected token"):
+    with pytest.raises(ValueError, match="task sums: prompt is not a valid template: expected token"):
         TaskRows(written(tmp_path, SUMS.replace("{{ b }}", "{{ b ")), chat=False)
-    with pytest.raises(ValueError, match="task sums: label is no expression"):
+    with pytest.raises(ValueError, match="task sums: label is not a valid expression"):
         TaskRows(written(tmp_path, SUMS.replace("a + b", "a +")), chat=False)
 
 

@@ -110,7 +110,7 @@ def test_a_curriculum_needs_levels(run: str) -> None:
     (problem,) = problems(f"{run} --curriculum-threshold 0.5 --launcher local")
     assert problem == (
         "--curriculum-threshold: rows need a number as level in their metadata, such as those of --environment "
-        "'reasoning-gym:gcd?levels=3' have; one has None"
+        "'reasoning-gym:gcd?levels=3' have; one row has None"
     )
 
 
@@ -239,7 +239,7 @@ def test_messages_without_the_chat_template_name_the_flag(run: str, tmp_path: Pa
     as_text = tmp_path / "text.jsonl"
     as_text.write_text(json.dumps({"messages": '[{"role": "user", "content": "1+1="}]', "label": "2"}))
     (problem,) = problems(f"{bare.replace('--eval-interval 1', '')} --prompt-data {as_text}")
-    assert "row 0 (line 1): column 'messages': messages are written as text; write them as a list" in problem
+    assert "row 0 (line 1): column 'messages': the messages are text; write them as a list" in problem
 
 
 def test_how_a_family_is_trained_is_said_before_a_start(run: str, model: Path) -> None:
@@ -382,7 +382,7 @@ def test_conversations_are_checked_and_some_are_made(model: Path, tmp_path: Path
         ({"input": "1+1=", "answer": "2"}, "; if 'input' is the prompt and 'answer' the reply, convert the file"),
         ({"input": [asked]}, "2 of the first 2 conversations have no token of an assistant to train on; --input-key"),
         ({"input": [asked, {**reply, "content": 2}]}, "conversation 0 ('1+1='): the chat template refuses"),
-        ({"input": [asked, reply], "tools": [1]}, "row 0 (line 1): column 'tools': tool 0 is an object"),
+        ({"input": [asked, reply], "tools": [1]}, "row 0 (line 1): column 'tools': tool 0 must be an object"),
     ):
         path.write_text(f"{json.dumps(row)}\n" * 2)
         found = problems(words)
@@ -749,7 +749,7 @@ def test_an_environment_begins_one_episode(run: str, tmp_path: Path) -> None:
     for found in problems(f"{run} --environment {file}:Broken"):
         assert re.search(r"does not start: KeyError: 'there is none' \(.*own.py, line 9, in reset\)", found)
     assert "no 'Brok'; did you mean Broken?" in problems(f"{run} --environment {file}:Brok")[0]
-    said = "Bare has no method reset and no method step: an environment has reset and step (docs/agents.md)"
+    said = "Bare has no method reset and no method step; an environment needs reset and step (docs/agents.md)"
     assert said in problems(f"{run} --environment {file}:Bare")[0]
     (tmp_path / "odd.py").write_text("class E:\n    def reset(self row):\n")
     (odd,) = problems(f"{run} --environment {tmp_path}/odd.py:E")
