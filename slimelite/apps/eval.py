@@ -266,8 +266,8 @@ def evaluation_args(
 def check(args: Args, model: str) -> list[str]:
     """The problems that prevent an evaluation of ``model`` with ``args``. Warnings are printed.
 
-    If ``model`` is merged later, ``args`` may name its base. Warnings about the base are then left out, because they do
-    not hold for the model.
+    If ``model`` is merged later, ``args`` may name its base. Warnings about the base are then left out, because they
+    need not apply to the merged model.
     """
     known = _written(args.run_dir).get("model", model)
     if known != model:

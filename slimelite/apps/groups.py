@@ -117,8 +117,8 @@ def _order(groups: Groups) -> list[str]:
     if not names:
         return []
     return [
-        f"Within {' and '.join(names)}, all runs read the same prompts in the same order, because they have no "
-        "--rollout-shuffle: ± and p do not cover the choice and the order of prompts."
+        f"Within {' and '.join(names)}, all runs read the same prompts in the same order, because "
+        "--rollout-shuffle is off. ± and p therefore do not include the variation that other prompts would cause."
     ]
 
 

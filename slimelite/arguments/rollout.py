@@ -293,7 +293,7 @@ class RolloutArgs(DataArgs, ClusterArgs):
     )
     generate_timeout: float = flag(
         3600.0,
-        "a call of the custom generate function that takes longer than this fails and is repeated [s]",
+        "time limit of one call of the custom generate function [s]; after it the call fails and is repeated",
         SAMPLING & OWN_GENERATE,
         at_least=1,
     )

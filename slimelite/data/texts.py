@@ -40,7 +40,8 @@ class NoColumn(ValueError):
 def find_files(spec: str, *, plain: bool = False) -> list[Path | HubFile]:
     """The files of documents that ``spec`` names: a file, a folder (with its subfolders), a pattern, or a hub dataset.
 
-    ``plain``: a file named by its path may have any ending, and files in a folder may also have the endings in `PLAIN`.
+    ``plain``: also accept plain texts. If ``spec`` names a file, its name may have any ending. In a folder, the endings
+    in `PLAIN` are accepted too.
 
     Raises:
         ValueError: there are no such files.

@@ -31,8 +31,8 @@ class Nim:
     """
 
     def reset(self, row: Row) -> Start:
-        """Begin a game. The row may have the number of matches. Without this number, the number of matches is
-        random."""
+        """Begin a game. ``pile`` in the row's ``metadata`` is the number of matches at the start. Without it, this
+        number is random."""
         self._chance = random.Random(row.seed)
         self._pile = int(row.metadata.get("pile") or self._chance.choice(PILES))
         self._opponent = row.metadata.get("opponent", "self")

@@ -73,8 +73,8 @@ class Plan:
     replies.
 
     ``canary``: a file that no reply should be able to create. ``seconds``: after this time no new episode begins.
-    ``whole``: play all scripts. If it is false, play only the first scripts. A second process plays the first scripts
-    for comparison.
+    ``whole``: play the scripts of both phases, "first" and "more". If it is false, play only those of "first". For the
+    comparison of two processes, the second process plays only those.
     """
 
     environment: str

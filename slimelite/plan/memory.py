@@ -261,8 +261,8 @@ class Load:
         return self.state() | moment | {"reference": frozen}
 
     def pushed(self, *, alone: bool) -> float:
-        """Bytes of a weight sync. It sends all weights, or with LoRA the layers' matrices with the adapters merged in.
-        ``alone``: it sends only the adapters, in fp32.
+        """Bytes of a weight sync. Without LoRA the sync sends all weights. With LoRA it sends the matrices of all
+        layers, with the adapters merged into them. ``alone``: the sync sends only the adapters, in fp32.
         """
         s = self.shapes
         return 4 * self.lora if alone else self.width * (s.layers * s.layer if self.lora else s.parameters)

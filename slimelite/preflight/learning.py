@@ -77,8 +77,8 @@ def without_template(prompt: Sample, tokenizer: PreTrainedTokenizerBase, remedy:
 
 
 def try_estimator(args: Args) -> tuple[str, str | None] | None:
-    """Call the functions of a user's estimator, and its loss, on made-up groups. Two groups have four responses, and
-    one of these groups has equal rewards. Two groups have eight responses with rewards of 0 and 1.
+    """Call the functions of a user's estimator, and its loss, on made-up groups. Two groups have four responses
+    each. In one of them, all rewards are equal. Two groups have eight responses with rewards of 0 and 1.
 
     Returns:
         A line for the dry run's report, and a warning if an advantage is large. None if the whole estimator is part of

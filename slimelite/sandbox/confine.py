@@ -221,8 +221,8 @@ def program_filter(
     """The system call filter for a program. The program may start other programs, and send signals to them.
 
     ``families``: the allowed families of sockets. ``datagrams``: whether datagram sockets are allowed too.
-    ``own_files``: whether no file outside the sandbox belongs to this user. If so, the program may change modes and
-    times of files. ``disk_counted``, ``memory_counted``: whether the kernel limits the total size of the program's
+    ``own_files``: whether all files of this user are inside the sandbox. If so, the program may change modes and times
+    of files. ``disk_counted``, ``memory_counted``: whether the kernel limits the total size of the program's
     files, and of its files in memory.
     """
     groups = _system_calls()

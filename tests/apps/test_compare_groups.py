@@ -168,7 +168,7 @@ def test_runs_with_the_same_prompts_in_the_same_order_are_named(
     shuffled = [write(tmp_path / f"b-{i}", i / 8, seed=i, shuffle=True) for i in range(2)]
     assert main(["compare", "--group", "a", *same, "--group", "b", *shuffled]) == 0
     shown = capsys.readouterr().out
-    assert "Within a, all runs read the same prompts in the same order, because they have no --rollout-shuffle" in shown
+    assert "Within a, all runs read the same prompts in the same order, because --rollout-shuffle is off" in shown
     assert main(["compare", "--group", "b", *shuffled]) == 0
     assert "the same order" not in capsys.readouterr().out
 
