@@ -372,7 +372,7 @@ def model_config_from_flags(args: ArchitectureArgs) -> dict[str, Any]:
     if family is None:
         raise ValueError("a new model has --add-qkv-bias (Qwen2) or --qk-layernorm (Qwen3), not both")
     if args.rotary_percent not in (None, 1.0):
-        raise ValueError(f"a new model rotates whole heads: leave --rotary-percent {args.rotary_percent} out")
+        raise ValueError(f"a new model rotates whole heads; leave out --rotary-percent {args.rotary_percent}")
     assert args.hidden_size is not None
     assert args.num_attention_heads is not None
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": args.rotary_base or 10000.0}

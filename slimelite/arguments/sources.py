@@ -377,7 +377,7 @@ def read_config(path: str, option: str, vocabulary: Vocabulary, *, own_keys: boo
     settings = Settings()
     content = load_yaml(path, option, settings)
     if content is not None and not isinstance(content, dict):
-        settings.complain(option, f"{path}: must be a mapping of arguments, as in `lr: 1e-5`")
+        settings.complain(option, f"{path}: the whole file must be a mapping of arguments, as in `lr: 1e-5`")
     if not isinstance(content, dict):
         return settings
     before = len(settings.problems)
