@@ -2,8 +2,8 @@
 
     python train.py --hf-checkpoint Qwen/Qwen2.5-0.5B-Instruct --prompt-data gsm8k/train.parquet --rm-type math ...
 
-``--help`` lists the flags that people use most, and ``--help-all`` lists all flags. ``--dry-run`` checks a command line
-and starts nothing.
+``--help`` lists the most common flags, and ``--help-all`` lists all flags. ``--dry-run`` checks a command line without
+starting the run.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 
 def train(cluster: Cluster, tracker: Tracker) -> None:
-    """Run every rollout from the first to the last; colocation requires this order. Each method of ``cluster`` returns
-    a future."""
+    """Run every rollout from the first to the last. Colocation requires this order of the steps. Each method of
+    ``cluster`` returns a future."""
     args, evaluations = cluster.args, Evaluations(cluster.args)
     saves = Saves(args, args.num_rollout)
     sync(cluster, tracker, version=args.start_rollout_id)
@@ -38,12 +38,12 @@ def train(cluster: Cluster, tracker: Tracker) -> None:
         if evaluations.stop:
             tracker.finish_early(evaluations.stop)
             break
-        # samples with rewards and the advantages of rows (algorithms/groups.py); `train` spreads these over tokens
+        # the samples have rewards and one advantage per row (algorithms/groups.py); `train` spreads it over tokens
         with tracker.phase("generate") as phase:
             rollout = cluster.generate(rollout_id).result(progress=phase.update)
         tracker.log_rollout(rollout_id, rollout.table, rollout.metrics)
         if args.async_rollout and rollout_id + 1 < args.num_rollout:
-            cluster.generate(rollout_id + 1)  # with the current weights, while this rollout trains
+            cluster.generate(rollout_id + 1)  # ahead, with the current weights, while this one trains
 
         if args.job.trains:
             if args.offload_rollout:
@@ -84,7 +84,8 @@ def main(argv: list[str] | None = None) -> int:
 
         try:
             folders = {"--run-dir": args.run_dir, "--save": args.save}
-            # what a run that is killed needed; words of the command line may be secret, and `ps` shows them
+            # a command that prints the memory needs of a killed run. It reads config.yaml, because `ps` shows the
+            # words of a command line, and they may be secret
             memory = [sys.executable, "-m", "slimelite.plan.run", "--config", f"{args.run_dir}/config.yaml"]
             with (
                 hold(folders),
@@ -94,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
             ):
                 with tracker.phase("start") as phase:
                     cluster = stack.enter_context(launch(args, phase.update))
-                stack.push(tracker.record_failure)  # records the failure before the workers end, which takes a while
+                stack.push(tracker.record_failure)  # records a failure before the workers end
                 tracker.banner(cluster.args)
                 train(cluster, tracker)
         except (ValueError, ClusterError, FloatingPointError, AssertionError, OSError) as error:
@@ -102,7 +103,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"train.py: {error}", file=sys.stderr)
             return 1
         return 0
-    return stop.status  # of Ctrl-C or SIGTERM
+    return stop.status  # the status after Ctrl-C or SIGTERM
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
-"""The steps of train.py's loop that take more than one method of `Cluster`, and the decisions that follow an
-evaluation."""
+"""The steps of train.py's loop that call several methods of `Cluster`, and the decisions after an evaluation."""
 
 from __future__ import annotations
 
@@ -22,6 +21,7 @@ from slimelite.models.checkpoints import (
     read_json,
 )
 from slimelite.models.hub import push
+from slimelite.tracking.console import when
 
 if TYPE_CHECKING:
     from slimelite.cluster import Cluster
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 
 def due(interval: int | None, rollout_id: int, num_rollout: int, *, last: bool = False) -> bool:
     """Whether something is due after rollout ``rollout_id``. It is due every ``interval`` rollouts, and after the last
-    one; ``last``: after the last one even without an interval."""
+    rollout. ``last``: it is due after the last rollout even without an interval."""
     if rollout_id + 1 == num_rollout:
         return interval is not None or last
     return interval is not None and (rollout_id + 1) % interval == 0
 
 
 class Saves:
-    """Tells after which rollouts a checkpoint is due, by ``--save-interval`` and ``--save-interval-minutes``. One is
-    always due after the last rollout."""
+    """Decides after which rollouts a checkpoint is due, by ``--save-interval`` and ``--save-interval-minutes``. A
+    checkpoint is always due after the last rollout."""
 
     def __init__(self, args: CheckpointArgs, num_rollout: int) -> None:
         self._args, self._num_rollout = args, num_rollout
@@ -57,9 +57,9 @@ class Saves:
 class Evaluations:
     """The value of ``--early-stop-metric`` after each evaluation, by rollout (-1: before training).
 
-    With ``--save``, ``evaluations.json`` in that folder has these values. A run that resumes reads the values up to its
-    checkpoint, so that the best evaluation and the patience are the same as without the interruption. Without
-    ``--early-stop-patience`` and ``--save-best`` no values are kept.
+    ``evaluations.json`` in the folder of ``--save`` has these values. A resumed run reads the values up to its
+    checkpoint. So the best evaluation and the patience are the same as without the interruption. Without
+    ``--early-stop-patience`` and ``--save-best``, no values are kept.
     """
 
     def __init__(self, args: EvalArgs) -> None:
@@ -67,12 +67,12 @@ class Evaluations:
         self._watched = seeks_best(args)
         self._values = {each: value for each, value in read_evaluations(args).items() if each < args.start_rollout_id}
         if args.save_best and args.save is not None and best_of(args.save) not in self._values:
-            # it marks a checkpoint of another run in this folder, or of a rollout that this one comes to again
+            # the marker belongs to another run in this folder, or to a rollout that this run will repeat
             Path(args.save, BEST_MARKER).unlink(missing_ok=True)
 
     def due_at_start(self) -> bool:
         """Whether the run begins with an evaluation. A new run may evaluate before training. A resumed run evaluates
-        its checkpoint if the earlier run ended before it did so."""
+        its checkpoint if the earlier run ended before this evaluation."""
         args, done = self._args, self._args.start_rollout_id - 1
         if done < 0:
             return args.eval_interval is not None and not args.skip_eval_before_train
@@ -89,12 +89,12 @@ class Evaluations:
         name = str(self._args.early_stop_metric)
         if name not in metrics:
             there = ", ".join(sorted(each for each in metrics if each.startswith("eval/")))
-            raise ValueError(f"--early-stop-metric {name}: the evaluation did not measure it; there are: {there}")
+            raise ValueError(f"--early-stop-metric {name}: the evaluation did not measure it; choose one of: {there}")
         self._values[rollout_id] = float(metrics[name])
 
     def write(self) -> None:
-        """Write the values to the folder of ``--save``. Call it after everything that the last evaluation asks for is
-        saved."""
+        """Write the values to the folder of ``--save``. Call this after all checkpoints and models that the last
+        evaluation requires are saved."""
         if self._watched and self._args.save is not None:
             rows = [{"rollout_id": rollout_id, "value": value} for rollout_id, value in sorted(self._values.items())]
             content = {"metric": self._args.early_stop_metric, "evaluations": rows}
@@ -102,14 +102,14 @@ class Evaluations:
 
     @property
     def best(self) -> int | None:
-        """The rollout of the best evaluation; the first one if several are equal; None if there is none."""
+        """The rollout of the best evaluation, or of the first one if several are equal. None without evaluations."""
         sign = 1 if self._args.early_stop_mode == "max" else -1
         numbers = [rollout_id for rollout_id, value in sorted(self._values.items()) if value == value]
         return max(numbers, key=lambda rollout_id: sign * self._values[rollout_id], default=None)
 
     @property
     def stop(self) -> str | None:
-        """Why the run ends early; None if it goes on."""
+        """The reason why the run ends early; None if the run continues."""
         best, patience = -1 if self.best is None else self.best, self._args.early_stop_patience
         since = sum(rollout_id > best for rollout_id in self._values)
         if patience is None or since < patience:
@@ -117,7 +117,7 @@ class Evaluations:
         return f"{'1 evaluation was' if since == 1 else f'{since} evaluations were'} no better than {self._best_text()}"
 
     def improved(self, rollout_id: int) -> bool:
-        """Whether ``--save-best`` keeps the weights after ``rollout_id``, because their evaluation is the best so
+        """Whether ``--save-best`` keeps the weights after ``rollout_id``. It does if their evaluation is the best so
         far."""
         return self._args.save_best and rollout_id == self.best and rollout_id >= 0
 
@@ -142,15 +142,14 @@ class Evaluations:
         places = [folder_of(save, self.best)] if save and best_of(save) == self.best else []
         places += [model_folder(template, "best")] if template else []
         kept = ", ".join(str(place) for place in places if place.is_dir())
-        # a run that resumes may know of a better evaluation from a run with another --save, or without --save-best
-        where = f": {kept}" if kept else "; it was before the resume, and its model was not kept"
+        # the best evaluation may come from an earlier run with another --save, or without --save-best
+        where = f": {kept}" if kept else "; this was before the resume, and the model was not kept"
         return {"best": f"{self._best_text()}{where}"}
 
     def _best_text(self) -> str:
         if self.best is None:
             return f"nothing: {self._args.early_stop_metric} was never a number"
-        when = "before training" if self.best < 0 else f"after rollout {self.best}"
-        return f"{self._args.early_stop_metric} {self._values[self.best]:.3f} {when}"
+        return f"{self._args.early_stop_metric} {self._values[self.best]:.3f} {when(self.best)}"
 
 
 def read_evaluations(args: EvalArgs) -> dict[int, float]:
@@ -171,15 +170,15 @@ def read_evaluations(args: EvalArgs) -> dict[int, float]:
         return values if content["metric"] == args.early_stop_metric else {}
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{file}: is damaged ({type(error).__name__}: {error}); remove the file, and the best evaluation is "
-            "chosen from now on"
+            f"{file}: is damaged ({type(error).__name__}: {error}): remove the file; the run then chooses the best "
+            "of the later evaluations"
         ) from error
 
 
 def sync(cluster: Cluster, tracker: Tracker, version: int) -> None:
     """Send the trainers' weights to the engines. If trainers and engines take turns on the GPUs, the trainers release
-    their memory before the engines allocate weights. The KV cache comes last, after the buckets of weights have left
-    its room (slime's order). A run without trainers or without engines has nothing to send."""
+    their memory before the engines allocate weights. The engines allocate the KV cache last, after the buckets of
+    weights are freed (slime's order). A run without trainers or without engines sends nothing."""
     args = cluster.args
     if not args.job.syncs:
         return
@@ -194,10 +193,10 @@ def sync(cluster: Cluster, tracker: Tracker, version: int) -> None:
 
 
 def evaluate(cluster: Cluster, tracker: Tracker, evaluations: Evaluations, rollout_id: int) -> None:
-    """Evaluate all eval datasets, and save what the result asks for. ``rollout_id`` -1 means before training.
+    """Evaluate all eval datasets, and save weights if needed. ``rollout_id`` -1 means before training.
 
-    With ``--save-best`` that is the best weights so far. If the run ends early, it is also everything that a last
-    rollout saves.
+    With ``--save-best``, the weights are saved if they are the best so far. If the run ends early, this also saves
+    everything that is due after the last rollout.
     """
     args = cluster.args
     with tracker.phase("eval") as phase:
@@ -206,7 +205,7 @@ def evaluate(cluster: Cluster, tracker: Tracker, evaluations: Evaluations, rollo
     tracker.log_eval(rollout_id, metrics, result.tables)
     evaluations.note(rollout_id, metrics)
     best, last = evaluations.improved(rollout_id), evaluations.stop is not None
-    # the loop has saved before this evaluation what was due then; it has not before one at the start of a resumed run
+    # the loop may have saved this rollout already; before an evaluation at the start of a resumed run, it has not
     checkpoint = args.save is not None and cluster.last_saved != rollout_id and (best or last)
     models: list[int | Literal["best"]] = []
     if args.save_hf is not None:
@@ -225,10 +224,10 @@ def evaluate(cluster: Cluster, tracker: Tracker, evaluations: Evaluations, rollo
         if args.offload_rollout or args.offload_train:
             sync(cluster, tracker, version=rollout_id + 1)
     if args.save_hf is not None and rollout_id >= 0:
-        from slimelite.tracking.card import add_scores  # --help does without what it imports
+        from slimelite.tracking.card import add_scores  # --help does not need its imports
 
         if args.job.trains and due(args.save_interval, rollout_id, args.num_rollout, last=True):
-            models.append(rollout_id)  # the loop has saved it
+            models.append(rollout_id)  # the loop has saved this model
         for name in models:
             add_scores(model_folder(args.save_hf, name), args, rollout_id)
     if best:
@@ -238,7 +237,7 @@ def evaluate(cluster: Cluster, tracker: Tracker, evaluations: Evaluations, rollo
 
 
 def publish(args: Args, tracker: Tracker, evaluations: Evaluations) -> None:
-    """Upload what ``--push-to-hub`` asks for. If the upload fails, the end of the run reports it. The run itself has
+    """Upload the model for ``--push-to-hub``. If the upload fails, the run only reports this at its end. The run has
     not failed, because its model is on disk."""
     if args.push_to_hub is None or args.save_hf is None:
         return

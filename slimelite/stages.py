@@ -1,10 +1,12 @@
-"""``train.py --stages sft.yaml rl.yaml``: several runs, each of which starts from the model of the run before.
+"""``train.py --stages sft.yaml rl.yaml``: several runs. Each run starts from the model of the previous run.
 
-A stage is a YAML file of flags, as ``--config`` reads it. The other flags of the command line hold for every stage and
-override its file. Stage 0 of ``--run-dir out`` with the file ``sft.yaml`` has the run folder ``out/0-sft``. Its
-checkpoints and its model are inside, unless the file names other places. After a crash, give the same command again.
-Finished stages are left out. The interrupted stage resumes from its newest checkpoint if it has a ``save_interval``;
-otherwise it begins again. All remaining stages are checked before the first of them begins.
+A stage is a YAML file of flags, as for ``--config``. The other flags of the command line apply to every stage and
+override its file. With ``--run-dir out``, stage 0 from the file ``sft.yaml`` has the run folder ``out/0-sft``. Its
+checkpoints and its model are in this folder, unless the file names other places.
+
+After a crash, give the same command again. It does not repeat finished stages. The interrupted stage resumes from its
+newest checkpoint if it has a ``save_interval``; otherwise it begins again. All remaining stages are checked before the
+first of them begins.
 """
 
 from __future__ import annotations
@@ -30,27 +32,27 @@ from slimelite.base.files import FORMAT, check_format, write_text
 from slimelite.base.lifecycle import read_status
 from slimelite.models.checkpoints import model_folder
 
-# file in the folder of a stage that has begun: its flags, an id, and the id of the stage before, whose model it starts
-# from. It is there before the stage: one that is killed right after its end has it too
+# the file in the folder of a stage that has begun, with its flags, its id, and the id of the previous stage. It is
+# written before the stage starts, so a stage that is killed right after its end has the file too
 RECORD = "stage.json"
 # flags that do not change what a stage computes
 ASIDE = {*(flag.name for flag in group_flags(TrackingArgs)), "config", "stages", "dry_run", "plan_gpu"}
-# flags that name a folder of one run, for which no other stage may have it
+# flags that name a folder for only one run: two stages must not have the same folder
 OF_ONE = ("save_hf", "push_to_hub", "save", "load")
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One run of several. ``argv``: its command line, without the model that it starts from."""
+    """One run of ``--stages``. ``argv``: its command line, without the model that it starts from."""
 
     number: int
     file: str
     folder: Path
     settings: Settings
     argv: list[str]
-    # the template of --save-hf: the folder that the stage ends with, where another follows
+    # the template of --save-hf; if another stage follows, this is the folder of the stage's model
     model: str
-    # its file names the model of an earlier stage, which need not be the one before
+    # whether its file names the model of an earlier stage, which may not be the previous stage
     chooses: bool
 
     def __str__(self) -> str:
@@ -58,7 +60,7 @@ class Stage:
 
     @property
     def dry(self) -> bool:
-        """Whether the stage is only to be checked."""
+        """Whether the stage is only checked, because of ``--dry-run``."""
         return bool(self.settings.values.get("dry_run"))
 
     @property
@@ -82,7 +84,7 @@ class Stage:
 
     @property
     def result(self) -> str:
-        """The folder of the model that the next stage starts from. With ``save_best`` it is the model of the best
+        """The folder of the model that the next stage starts from. With ``save_best``, this is the model of the best
         evaluation."""
         best = model_folder(self.model, "best") if self.settings.values.get("save_best") else None
         return str(best) if best is not None and best.is_dir() else self.model
@@ -93,7 +95,7 @@ class Stage:
         return read_status(self.folder).get("status") == "finished" and (self.made or "{" in self.model)
 
     def new_record(self, after: object) -> dict[str, Any]:
-        """The record of a stage that begins now. ``after``: the id of the stage before it."""
+        """The record of a stage that begins now. ``after``: the id of the previous stage."""
         return {"format": FORMAT, "flags": self._flags(), "id": secrets.token_hex(8), "after": after}
 
     def write_record(self, record: dict[str, Any]) -> None:
@@ -116,7 +118,7 @@ class Stage:
         return record
 
     def changed(self, after: object) -> str | None:
-        """Why the finished stage differs from the one that is asked for now; None if both are the same."""
+        """The difference between the finished stage and the stage of this command line; None if there is none."""
         try:
             record = self.record()
         except ValueError as error:
@@ -133,7 +135,7 @@ class Stage:
         return None if record["after"] == after else "it started from another model of the previous stage"
 
     def _flags(self) -> dict[str, Any]:
-        """The flags that decide what the stage computes, as JSON returns them."""
+        """The flags that affect the results of the stage, as values after a round trip through JSON."""
         values = {**self.settings.values, **self.settings.sglang, **self.settings.custom}
         shown = {name: masked(name, value) for name, value in values.items() if name not in ASIDE}
         flags: dict[str, Any] = json.loads(json.dumps(shown, default=str))
@@ -141,7 +143,7 @@ class Stage:
 
 
 def run_stages(run: Callable[[list[str] | None], int], problems: Callable[[list[str]], list[str]]) -> int:
-    """Call `run_all`. Under torchrun only rank 0 does so; the other processes serve rank 0 meanwhile."""
+    """Call `run_all`. Under torchrun, only rank 0 calls it, and the other processes serve rank 0."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return run_all(run, problems)
     from slimelite.cluster.torchrun import follow, leave  # it needs torch
@@ -155,10 +157,11 @@ def run_stages(run: Callable[[list[str] | None], int], problems: Callable[[list[
 
 
 def run_all(run: Callable[[list[str] | None], int], problems: Callable[[list[str]], list[str]]) -> int:
-    """Call ``run`` with the command line of this process, or with that of each stage in turn. Returns the exit status.
+    """Call ``run`` with the command line of this process, or with the command line of each stage in turn. Returns the
+    exit status.
 
-    ``problems`` returns the problems of a command line. All stages are checked with it before the first begins. If a
-    stage fails or is stopped, the command ends with its status. A dry run reports on all stages.
+    ``problems`` returns the problems of a command line. It checks all stages before the first stage begins. If a stage
+    fails or is stopped, the command ends with the status of this stage. A dry run reports on all stages.
     """
     argv = sys.argv[1:]
     if "--stages" not in dict(split_words(argv)[0]) or is_asked(argv):
@@ -184,7 +187,7 @@ def run_all(run: Callable[[list[str] | None], int], problems: Callable[[list[str
             if worst and not stage.dry:
                 return worst
             if not stage.dry:
-                stage.write_record(record)  # another command, which ended at the lock of the folder, may have written
+                stage.write_record(record)  # another command may have written, before it failed at the folder's lock
         after = stage.record().get("id")
     return worst
 
@@ -193,12 +196,12 @@ def read_stages(argv: Sequence[str]) -> list[Stage]:
     """The stages of a command line that has ``--stages``.
 
     Raises:
-        ArgumentError: no file is named, a file cannot be read, ``--run-dir`` is missing, or a flag cannot hold for
+        ArgumentError: no file is named, a file cannot be read, ``--run-dir`` is missing, or a flag cannot apply to
             every stage.
     """
     settings = merge_sources(argv, Vocabulary(args_type(argv))).values
     calls = [(option, words) for option, words in split_words(argv)[0] if option != "--stages"]
-    # a value may begin with dashes, after an equals sign
+    # a value that begins with dashes must follow an equals sign
     common = [word for option, words in calls for word in ("=".join((option, *words[:1])), *words[1:])]
     files = settings.get("stages")
     if not files:
@@ -211,7 +214,7 @@ def read_stages(argv: Sequence[str]) -> list[Stage]:
         raise ArgumentError(["--stages needs --run-dir, the folder for the runs, checkpoints and models of the stages"])
     if every := ", ".join(f"--{name.replace('_', '-')}" for name in OF_ONE if name in settings):
         raise ArgumentError(
-            [f"{every} with --stages: all stages would use the same folder; name a folder in the file of each stage"]
+            [f"{every} with --stages: all stages would use the same folder: name a folder in the file of each stage"]
         )
     stages = [_stage(number, file, Path(settings["run_dir"]), common) for number, file in enumerate(files)]
     if wrong := [f"{each}: {wrong.removeprefix('--config ')}" for each in stages for wrong in each.settings.problems]:
@@ -225,14 +228,14 @@ def _stage(number: int, file: str, folder: Path, common: list[str]) -> Stage:
     settings, own = merge_sources(argv, vocabulary), read_config(file, "--config", vocabulary).values
     values, place = settings.values, folder / f"{number}-{Path(file).stem}"
     if "run_dir" in own:
-        settings.complain("--run-dir", f"{own['run_dir']}: the stage's folder is always {place}; leave this key out")
+        settings.complain("--run-dir", f"{own['run_dir']}: the stage's folder is always {place}: leave this key out")
     checkpoints = values.get("save", str(place / "checkpoints"))
     model = values.get("save_hf", str(place / "model"))
     argv += ["--run-dir", str(place), "--save-hf", model, "--load", values.get("load", checkpoints)]
     if {"save_interval", "save_interval_minutes"} & values.keys():
         argv += ["--save", checkpoints]
     if values.get("lora_rank") or values.get("lora_adapter_path"):
-        argv += ["--lora-merge"]  # the next stage starts from a whole model
+        argv += ["--lora-merge"]  # the next stage needs a whole model
     return Stage(number, file, place, settings, argv, model, bool(number) and "hf_checkpoint" in own)
 
 
@@ -245,30 +248,29 @@ def _problems(stages: Sequence[Stage], problems: Callable[[list[str]], list[str]
         if stage.finished:
             if why := stage.changed(after):
                 again = ", ".join(str(each.folder) for each in stages[stage.number :] if each.folder.exists())
-                yield f"{stage}: {why}; to run the stage again, remove {again}; to keep it, give the flags that it had"
+                yield f"{stage}: {why}; to run the stage again, remove {again}; to keep it, give its earlier flags"
                 return
             after = stage.record().get("id")
-        elif not stage.dry and (
-            not before or _newest(before)
-        ):  # else nothing is known of the model, which the first stage makes
+        elif not stage.dry and (not before or _newest(before)):  # else the first stage must make the model first
             ahead = [each for each in before if not each.finished]
             for problem in problems(_command_line(stage, before)):
-                if not any(str(each.folder) in problem for each in ahead):  # files that such a stage will write
+                if not any(str(each.folder) in problem for each in ahead):  # earlier stages will write these files
                     yield f"{stage}: {problem}"
 
 
 def _disorder(stages: Sequence[Stage]) -> Iterator[str]:
-    """Folders that two stages would use, and models that no earlier stage makes."""
+    """Problems with folders that two stages would use, and with models that no earlier stage makes."""
     for stage in stages:
         before = stages[: stage.number]
         for name in OF_ONE:
             mine = stage.settings.values.get(name)
             if twice := [each for each in before if mine is not None and each.settings.values.get(name) == mine]:
-                yield f"{stage}: --{name.replace('_', '-')} {mine} is also the folder of {twice[0]}; name another one"
+                yield f"{stage}: --{name.replace('_', '-')} {mine} is also the folder of {twice[0]}: name another"
         if stage.chooses and not any(_is(stage.settings.values["hf_checkpoint"], each) for each in before):
             yield (
-                f"{stage}: --hf-checkpoint {stage.settings.values['hf_checkpoint']}: it starts from the model of the "
-                f"stage before; leave it out, or name that of an earlier one, such as {before[0].model}"
+                f"{stage}: --hf-checkpoint {stage.settings.values['hf_checkpoint']}: a stage starts from the model of "
+                f"the previous stage: leave the flag out, or name the model of an earlier stage, such as "
+                f"{before[0].model}"
             )
         if stage.chats and (base := _base(stage, stages)) is not None:
             yield (
@@ -276,31 +278,32 @@ def _disorder(stages: Sequence[Stage]) -> Iterator[str]:
                 "is pretrain_loss: give a tokenizer that has a chat template as --tokenizer"
             )
         if "{" in stage.model and stage is not stages[-1]:
-            yield f"{stage}: --save-hf {stage.model}: the next stage starts from one folder; leave {{rollout_id}} out"
+            yield f"{stage}: --save-hf {stage.model}: the next stage starts from one folder: leave {{rollout_id}} out"
 
 
 def _to_come(stage: Stage, stages: Sequence[Stage]) -> Iterator[Stage]:
-    """The stages that are not done yet and that ``stage`` takes its tokenizer from: the stage whose model it starts
-    from, then the one that this stage starts from, and so on. The last one may name the tokenizer of them all.
+    """The unfinished stages from which ``stage`` gets its tokenizer. The first is the stage from whose model it
+    starts, the second is the stage from whose model the first one starts, and so on. The last one may name the
+    tokenizer.
     """
     while "tokenizer" not in stage.settings.values and stage.number:
         before = stages[: stage.number]
         named = [each for each in before if _is(stage.settings.values.get("hf_checkpoint"), each)]
         stage = named[-1] if stage.chooses and named else before[-1]
-        if stage.made:  # its files say
+        if stage.made:  # its files have the tokenizer
             return
         yield stage
 
 
 def _base(stage: Stage, stages: Sequence[Stage]) -> Stage | None:
-    """The stage to come that will leave the tokenizer of ``stage`` without a chat template; None if there is none."""
+    """The unfinished stage because of which ``stage`` will have no chat template; None if there is none."""
     documents = (each for each in _to_come(stage, stages) if each.loss is not None and each.loss.documents)
     return next(documents, None)
 
 
 def _command_line(stage: Stage, before: Sequence[Stage]) -> list[str]:
-    """The words of ``stage``. While models of the stages ``before`` do not exist yet, the newest existing model stands
-    in for them."""
+    """The command line of ``stage``. If models of the stages ``before`` do not exist yet, it has the newest existing
+    model in their place."""
     words, newest = list(stage.argv), _newest(before)
     if newest is None:
         return words
@@ -308,7 +311,7 @@ def _command_line(stage: Stage, before: Sequence[Stage]) -> list[str]:
     for flag in all_flags(Args).values():
         if flag.metavar in PATHS and any(not each.made and _is(values.get(flag.name), each) for each in before):
             words += [flag.option, newest]
-    # the newest need not have the tokenizer of the one that will be there
+    # the newest model may have another tokenizer than the model that will exist
     named = [each.settings.values.get("tokenizer") for each in _to_come(stage, before)][-1:]
     if named and named[0] is not None and Path(named[0]).is_dir():
         words += ["--tokenizer", named[0]]

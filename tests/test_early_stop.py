@@ -57,12 +57,12 @@ def test_why_it_ends_and_what_is_kept_in_words(tmp_path: Path) -> None:
     assert kept.improved(0)
     assert kept.stop is None, "there is no patience"
     (tmp_path / "small-best").mkdir()
-    assert kept.facts() == {"best": f"eval/sums 0.750 after rollout 0: {tmp_path}/small-best"}
+    assert kept.facts() == {"best": f"eval/sums 0.750 after 1 rollout (rollout 0 in files): {tmp_path}/small-best"}
 
 
 def test_a_metric_that_no_evaluation_measures() -> None:
     with pytest.raises(
-        ValueError, match=r"--early-stop-metric eval/sum: the .* did not measure it; there are: eval/oth"
+        ValueError, match=r"--early-stop-metric eval/sum: the .* did not measure it; choose one of: eval/oth"
     ):
         evaluations([0.5], early_stop_metric="eval/sum", save_best=True)
 
@@ -92,11 +92,13 @@ def test_a_best_that_an_earlier_run_did_not_keep_is_not_said_to_be_there(tmp_pat
     evaluations([0.1, 0.7, 0.3], save=str(before), **flags).write()
     resumed = {"resume_directory": str(folder_of(before, 1)), "start_rollout_id": 2, **flags}
     found = evaluations([0.5], first=2, save=str(after), **resumed)
-    gone = "eval/sums 0.700 after rollout 0; it was before the resume, and its model was not kept"
+    gone = (
+        "eval/sums 0.700 after 1 rollout (rollout 0 in files); this was before the resume, and the model was not kept"
+    )
     assert found.facts() == {"best": gone}
     folder_of(after, 0).mkdir(parents=True)
     found.mark(0)
-    assert found.facts() == {"best": f"eval/sums 0.700 after rollout 0: {after}/iter_0000000"}
+    assert found.facts() == {"best": f"eval/sums 0.700 after 1 rollout (rollout 0 in files): {after}/iter_0000000"}
 
 
 def test_the_best_checkpoint_outlives_the_others(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """``slimelite chat``: a conversation in the terminal, with a server or with a model that this process serves.
 
-It is always a client of ``/v1/chat/completions``, so it shows what any other client gets.
+The command is always a client of ``/v1/chat/completions``, so it shows the same answers as any other client.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from slimelite.apps.serve import MODEL_HELP, add_model_flags, serving
 from slimelite.base.http_client import Client, HttpError
 from slimelite.base.threads import LoopThread
 
-# settings of a request: command -> its type
+# the settings of a request: name of the command -> type of its value
 SETTINGS: dict[str, Callable[[str], float]] = {"temperature": float, "top_p": float, "max_tokens": int, "seed": int}
-HELP = """/system TEXT      the system prompt; without a text there is none
-/temperature, /top_p, /max_tokens, /seed NUMBER      sampling; without a number the server's default
-/settings         what is set
-/regenerate       another answer to the last message
+HELP = """/system TEXT      set the system prompt; without TEXT, remove it
+/temperature, /top_p, /max_tokens, /seed NUMBER      set it; without NUMBER, use the server's default
+/settings         show the settings
+/regenerate       get another answer to the last message
 /reset            forget the conversation
 /quit             leave, as Ctrl-D does
 Ctrl-C stops the answer. A line that ends with \\ continues on the next line."""
-# what `add_model_flags` adds
+# the flags that `add_model_flags` adds
 MODEL_FLAGS = ("base", "engine", "device", "context_length", "tool_call_parser", "reasoning_parser")
-# tokens of a text that a model without a chat template goes on with, unless /max_tokens says how many
+# A model without a chat template continues a text by this many tokens, unless /max_tokens is set.
 COMPLETED = 128
-LAST_S = 30.0  # an interrupted start has so long to end
+LAST_S = 30.0  # time that an interrupted start has to end [s]
 EXAMPLES = """examples:
   slimelite chat runs/quickstart/seed-0/grpo           the newest model of a run
-  slimelite chat http://127.0.0.1:8000                 a server, such as that of slimelite serve
-  echo "17 + 25 = ?" | slimelite chat MODEL            one question, and its answer as the only output
+  slimelite chat http://127.0.0.1:8000                 a server, such as one that slimelite serve started
+  echo "17 + 25 = ?" | slimelite chat MODEL            one question; the output is only its answer
 """
 
 
@@ -51,10 +51,10 @@ class Chat:
         self.chats = True
 
     def meet(self) -> None:
-        """Ask the server for the name of its model, and whether it answers messages or continues a text.
+        """Ask the server for the name of its model, and whether the model answers messages or only continues a text.
 
         Raises:
-            HttpError: nobody answers, or the key is wrong.
+            HttpError: the server does not answer, or the key is wrong.
         """
 
         async def ask() -> dict[str, Any]:
@@ -67,10 +67,10 @@ class Chat:
         self.model, self.chats = str(model["id"]), model.get("chats") is not False
 
     def ask(self, text: str) -> None:
-        """Send a message and print the answer. Both are kept.
+        """Send a message and print the answer. Both stay in the conversation.
 
         Raises:
-            HttpError: the server does not answer, or refuses. The message is forgotten.
+            HttpError: the server does not answer, or refuses the request. The message is then removed again.
         """
         self.messages.append({"role": "user", "content": text})
         try:
@@ -93,7 +93,7 @@ class Chat:
         self.messages.append({"role": "assistant", "content": "".join(pieces)})
 
     async def _print(self, pieces: list[str]) -> str | None:
-        """Print an answer. Its content goes into ``pieces``. Returns the reason why it ended."""
+        """Print an answer and add its content to ``pieces``. Returns the reason why the answer ended."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         fields: dict[str, Any]
         path, fields = "chat/completions", {"messages": [*system, *self.messages]}
@@ -120,7 +120,7 @@ class Chat:
         return finish
 
     def command(self, line: str) -> bool:
-        """Run the command of a line that begins with /. False ends the program.
+        """Run the command in a line that begins with /. Returns False if the program should end.
 
         Raises:
             ValueError: there is no such command, or its value is not a number.
@@ -143,7 +143,7 @@ class Chat:
         elif name in ("quit", "exit"):
             return False
         else:
-            raise ValueError(f"there is no command /{name}; /help lists them")
+            raise ValueError(f"there is no command /{name}; /help lists the commands")
         return True
 
     def _set(self, name: str, text: str) -> None:
@@ -157,7 +157,7 @@ class Chat:
 
     def _regenerate(self) -> None:
         if not self.messages:
-            raise ValueError("there is nothing to answer yet")
+            raise ValueError("/regenerate: there is no message to answer yet")
         before = self.messages.pop()
         try:
             self._answer()
@@ -180,7 +180,7 @@ def main(argv: Sequence[str]) -> int:
 
     Raises:
         ValueError: there is no such model.
-        HttpError: the server does not answer, or refuses.
+        HttpError: the server does not answer, or refuses a request.
     """
     parser = argparse.ArgumentParser(
         prog="slimelite chat",
@@ -188,17 +188,18 @@ def main(argv: Sequence[str]) -> int:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", metavar="MODEL|RUN|CHECKPOINT|URL", help=f"{MODEL_HELP}; or a server")
-    parser.add_argument("--api-key", metavar="KEY", help="key of the server")
+    parser.add_argument("model", metavar="MODEL|RUN|CHECKPOINT|URL", help=f"{MODEL_HELP}; or the URL of a server")
+    parser.add_argument("--api-key", metavar="KEY", help="API key of the server")
     parser.add_argument("--system", metavar="TEXT", help="system prompt")
     for name, kind in SETTINGS.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="NUMBER", help="see /help")
+        flag, text = f"--{name.replace('_', '-')}", f"{name} of the requests; /{name} changes it in the conversation"
+        parser.add_argument(flag, type=kind, metavar="NUMBER", help=text)
     add_model_flags(parser.add_argument_group("a model that this process serves"))
     args = parser.parse_args(argv)
     settings = {name: value for name in SETTINGS if (value := getattr(args, name)) is not None}
     question = None if sys.stdin.isatty() else sys.stdin.read().strip()
     if question == "":
-        raise ValueError("there is no text on standard input to answer")
+        raise ValueError("standard input is empty: write a question to it, or start the command in a terminal")
     with _server(args) as url:
         chat = Chat(url, args.api_key, args.system, settings)
         try:
@@ -209,13 +210,13 @@ def main(argv: Sequence[str]) -> int:
         except HttpError as error:
             raise ValueError(error) from error
         begins = "" if chat.chats else " continues your texts (it has no chat template)"
-        _aside(f"{chat.model}{begins}; /help lists commands, Ctrl-D leaves")
+        _aside(f"{chat.model}{begins}; /help lists the commands, Ctrl-D ends the chat")
         _talk(chat)
     return 0
 
 
 def _talk(chat: Chat) -> None:
-    """Ask for lines until the input ends."""
+    """Read lines and answer them until the input ends."""
     with suppress(ImportError):
         import readline  # noqa: F401  # history and editing for input()
     going = True
@@ -226,7 +227,7 @@ def _talk(chat: Chat) -> None:
             print()
             return
         except KeyboardInterrupt:
-            _aside("\nCtrl-D or /quit leaves")
+            _aside("\nCtrl-D or /quit ends the chat")
             continue
         try:
             if line.startswith("/"):
@@ -245,13 +246,13 @@ def _line() -> str:
 
 
 def _visible(text: str, stream: TextIO) -> str:
-    """``text`` without control characters that a terminal would obey, such as sequences that move the cursor."""
+    """Remove control characters that a terminal would obey, such as sequences that move the cursor."""
     obeyed = stream.isatty() and any(ord(c) < 32 or 127 <= ord(c) < 160 for c in text)
     return "".join(c if c in "\n\t" or c.isprintable() else "\ufffd" for c in text) if obeyed else text
 
 
 def _aside(text: str, end: str = "\n") -> None:
-    """Print text that is not part of the answer to standard error. On a terminal it is dim."""
+    """Print to standard error a text that is not part of the answer. On a terminal the text is dim."""
     if text:
         dim, plain = ("\x1b[2m", "\x1b[0m") if sys.stderr.isatty() else ("", "")
         print(f"{dim}{_visible(text, sys.stderr)}{plain}", end=end, file=sys.stderr, flush=True)
@@ -259,11 +260,13 @@ def _aside(text: str, end: str = "\n") -> None:
 
 @contextmanager
 def _server(args: argparse.Namespace) -> Iterator[str]:
-    """The base URL of the server: ``args.model`` if that is a URL, else that of a server in this process."""
+    """The base URL of the server: ``args.model`` if it is a URL, else the URL of a server in this process."""
     if args.model.startswith(("http://", "https://")):
         if names := [name for name in MODEL_FLAGS if getattr(args, name) not in (None, "embedded")]:
             flag = names[0].replace("_", "-")
-            raise ValueError(f"--{flag} is for a model that this process serves, and {args.model} is a server")
+            raise ValueError(
+                f"--{flag} works only for a model that this process serves, but {args.model} is a server: leave it out"
+            )
         yield args.model
         return
     args.host, args.port, args.web, args.api_key = "127.0.0.1", 0, False, secrets.token_urlsafe()
@@ -276,7 +279,7 @@ def _server(args: argparse.Namespace) -> Iterator[str]:
 
 
 async def _ended(stack: AsyncExitStack) -> None:
-    """Close the server. If it was interrupted while it started, it closes itself."""
+    """Close the server. If its start was interrupted, wait until the server has closed itself."""
     await stack.aclose()
     if others := asyncio.all_tasks() - {asyncio.current_task()}:
         await asyncio.wait(others, timeout=LAST_S)

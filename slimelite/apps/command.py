@@ -1,6 +1,6 @@
 """The program ``slimelite``. It shows runs of ``train.py``, and uses their models.
 
-Each command is imported when it is called.
+The module of a command is imported only when the command runs.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from slimelite.base.version import answer_version
 
 
 class Command(NamedTuple):
-    """One command, with a summary and an example for the list of commands. ``module``: its ``main`` takes the
-    arguments.
+    """One command, with a summary and an example for the list of commands.
 
-    ``connects``: the command has network connections, and must not end when the other end of one closes. ``own``: it
-    handles signals and messages itself.
+    ``module``: the module whose ``main`` takes the command's arguments. ``connects``: the command has network
+    connections, and must not end when a peer closes one of them. ``own``: the command handles signals and error
+    messages itself.
     """
 
     summary: str
@@ -32,7 +32,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "train": Command(
-        "start a run, like `python train.py`; works in an installed wheel too",
+        "start a run, like `python train.py`; it also works in an installed wheel",
         "slimelite train --config run.yaml --lr 1e-6",
         "slimelite.apps.train",
         own=True,
@@ -64,7 +64,7 @@ COMMANDS = {
         connects=True,
     ),
     "eval": Command(
-        "score models on tasks such as gsm8k, mmlu and humaneval, and test whether they differ",
+        "score models on tasks such as gsm8k, mmlu and humaneval, and test whether the scores differ",
         "slimelite eval model-a model-b --tasks gsm8k,mmlu --data data",
         "slimelite.apps.eval",
         connects=True,
@@ -111,7 +111,7 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Returns the exit status: 0, 1 for a run that cannot be read, 2 for a wrong command line.
 
-    After Ctrl-C it is 130.
+    After Ctrl-C the exit status is 130.
     """
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if argv is None and not (name in COMMANDS and COMMANDS[name].own):
@@ -142,11 +142,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _set_signals(*, connects: bool) -> None:
     """Set which signals end this process: see `Command.connects`."""
     if not connects:
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `slimelite compare ... | head` ends without a word
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `slimelite compare ... | head` ends without an error message
         return
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores that the terminal is closed
-            # an exit removes temporary folders, such as that of a merged model
+        if signal.getsignal(number) is not signal.SIG_IGN:  # under nohup, SIGHUP stays ignored
+            # a normal exit removes temporary folders, such as the folder of a merged model
             signal.signal(number, lambda number, _: sys.exit(128 + number))
 
 
@@ -159,7 +159,7 @@ def _help() -> str:
     for name, command in COMMANDS.items():
         lines += ["", f"  {name:<11}{command.summary}", f"             {command.example}"]
     return "\n".join(
-        [*lines, "", "`slimelite COMMAND --help` says more. `python train.py` makes runs; see its --help."]
+        [*lines, "", "`slimelite COMMAND --help` shows the options of a command. `python train.py` starts a run."]
     )
 
 

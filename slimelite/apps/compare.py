@@ -19,8 +19,8 @@ from slimelite.tracking.console import duration, one_line
 from slimelite.tracking.panels import LABELS
 
 TEST = (
-    f"two-sided sign-flip permutation test of the differences per prompt, exact for up to {EXACT_SIGNS} prompts that "
-    f"differ, and with {SIGN_DRAWS:,} random sign patterns for more"
+    f"two-sided sign-flip permutation test of the differences per prompt; exact for up to {EXACT_SIGNS} prompts that "
+    f"differ, and from {SIGN_DRAWS:,} random sign patterns for more prompts"
 )
 
 Facts = dict[str, Any]
@@ -44,19 +44,19 @@ def comparison(runs: Sequence[Run]) -> Facts:
 
 
 def against(first: Run, other: Run, dataset: str) -> Facts:
-    """The difference of the last evaluations of ``other`` and ``first``, prompt by prompt: see `Paired`.
+    """Compare the last evaluations of ``other`` and ``first`` prompt by prompt; see `Paired`.
 
-    If it cannot be computed, the dict has only ``why_not``.
+    If they cannot be compared, the dict has only ``why_not``.
     """
     scores = [_prompt_scores(run, dataset) for run in (first, other)]
     if missing := [run.name for run, rewards in zip((first, other), scores, strict=True) if not rewards]:
-        return {"why_not": f"{missing[0]} has no answers of its last evaluation"}
+        return {"why_not": f"{missing[0]} has no saved answers of its last evaluation"}
     common = [key for key in scores[0] if key in scores[1]]
     if not common:
         return {"why_not": "the prompts are not the same"}
     differences = np.array([scores[1][key] - scores[0][key] for key in common])
     if not np.isfinite(differences).all():
-        return {"why_not": "rewards of answers are not numbers"}
+        return {"why_not": "some rewards of answers are not numbers"}
     return paired_test(differences)._asdict() | {"of_prompts": max(map(len, scores))}
 
 
@@ -64,7 +64,8 @@ def _prompt_scores(run: Run, dataset: str) -> dict[tuple[str, str, int], float]:
     """Prompt -> the mean reward of its answers in the last evaluation; empty if the answers were not saved.
 
     A prompt is identified by its text, its label, and how many equal prompts come before it in the file. For a task,
-    the row of its data replaces the text, because models with other chat templates were asked the same.
+    the number of the data row replaces the text: models with different chat templates get different texts for the
+    same row.
     """
     path = run.evals.get(dataset.replace("/", "_"), {}).get(int(run.series[f"eval/{dataset}"][0][-1]))
     if path is None:
@@ -108,8 +109,8 @@ def _facts(run: Run) -> Facts:
 
 
 def _best_and_last(run: Run, name: str) -> Facts:
-    """The ``best`` and ``last`` score of an eval: ``value``, its ``standard_error``, and the eval/step ``at`` which it
-    was measured."""
+    """The ``best`` and ``last`` score of an eval dataset. Each has ``value``, ``standard_error``, and ``at``, the
+    eval/step of its evaluation."""
     steps, values = run.series[name]
     errors = dict(zip(*run.series.get(f"{name}-stderr", ((), ())), strict=True))
 
@@ -122,7 +123,7 @@ def _best_and_last(run: Run, name: str) -> Facts:
 
 
 def _total(run: Run, *metrics: str) -> float | None:
-    """The sum of a metric over all rollouts, or of the product of several metrics; None if the run has none."""
+    """The sum over all rollouts of a metric, or of the product of several metrics; None if the run lacks one."""
     if not all(metric in run.series for metric in metrics):
         return None
     columns = [dict(zip(*run.series[metric], strict=True)) for metric in metrics]
@@ -130,7 +131,7 @@ def _total(run: Run, *metrics: str) -> float | None:
 
 
 def _segments(run: Run) -> list[list[Mapping[str, Any]]]:
-    """The records of each process of the run: the first one, and each one that resumed the run."""
+    """The records of each process of the run: of the first process, and of each process that resumed the run."""
     segments: list[list[Mapping[str, Any]]] = [[]]
     for record in run.records:
         if record["kind"] == "start" and segments[-1]:
@@ -140,12 +141,13 @@ def _segments(run: Run) -> list[list[Mapping[str, Any]]]:
 
 
 def wall_seconds(run: Run) -> float:
-    """Seconds from the start record of each process to its last valid record."""
+    """The seconds from a process's start record to its last valid record, summed over all processes of the run."""
     return sum(segment[-1]["time"] - segment[0]["time"] for segment in _segments(run) if segment)
 
 
 def _cpu_hours(run: Run) -> float | None:
-    """CPU time of all processes. Each process of the run counts its own time from its start."""
+    """The CPU hours of the run. Each process counts from its own start, so the last values of all processes are
+    added."""
     spent = [[r["perf/cpu_seconds"] for r in segment if "perf/cpu_seconds" in r] for segment in _segments(run)]
     return sum(seconds[-1] for seconds in spent if seconds) / 3600 if any(spent) else None
 
@@ -170,14 +172,14 @@ def main(argv: Sequence[str]) -> int:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("runs", nargs="*", metavar="RUN", help="run folders; each is tested against the first")
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="run folders; each run is tested against the first one")
     parser.add_argument(
         "--group",
         nargs="+",
         action="append",
         default=[],
         metavar=("NAME", "RUN"),
-        help="runs of several seeds under one name; each group is tested against the first",
+        help="runs of several seeds under one name; each group is tested against the first one",
     )
     parser.add_argument(
         "--metric",
@@ -191,7 +193,7 @@ def main(argv: Sequence[str]) -> int:
     if bool(args.runs) == bool(args.group):
         parser.error("name run folders, or groups of runs with --group NAME RUN...")
     if args.metric and not args.group:
-        parser.error("--metric goes with --group; `slimelite plot --metric` draws the metrics of single runs")
+        parser.error("--metric needs --group; `slimelite plot --metric` draws the metrics of single runs")
     if args.group:
         from slimelite.apps.groups import grouped, read_groups, show_groups
 
@@ -214,12 +216,12 @@ def show(facts: Facts) -> None:
 def _footnote(facts: Facts) -> str:
     if not any(run["evals"] for run in facts["runs"]):
         return ""
-    after = "after: the rollout after which the evaluation ran; start: before the first"
+    after = "after: the rollout after which the evaluation ran; start: before the first rollout"
     return f"±: standard error. {after}. p: {facts['test']}."
 
 
 def _blocks(facts: Facts) -> Iterator[list[Row]]:
-    """The rows in blocks that belong together; rows without any value are left out."""
+    """The rows of the table, in blocks. Rows without any value are left out."""
     runs = facts["runs"]
     yield [(name, [plain(value) for value in values]) for name, values in facts["flags"].items()]
     how = {"status": _status, "rollouts": _rollouts, "alarms": _alarms}
@@ -259,7 +261,7 @@ def _score(score: Facts) -> str:
 
 
 def test_text(test: Facts) -> str:
-    """``+0.013 ±0.004, p 0.012, 500 prompts``, or why it is unknown."""
+    """``+0.013 ±0.004, p 0.012, 500 prompts``, or the reason why there is no test."""
     if "why_not" in test:
         return f"unknown: {test['why_not']}"
     prompts = f"{test['prompts']:,}" + (f" of {test['of_prompts']:,}" if test["prompts"] < test["of_prompts"] else "")

@@ -2,7 +2,7 @@
 
     eval "$(slimelite completion)"          in ~/.bashrc or ~/.zshrc
 
-Flags are read from ``--help`` at the first Tab, so they are those of the installed version.
+The shell reads the flags from ``--help`` at the first Tab, so they fit the installed version.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 SCRIPT = r"""
 if [[ -n "${ZSH_VERSION:-}" ]]; then autoload -U +X compinit bashcompinit && compinit -u && bashcompinit; fi
-_slimelite_flags() { # NAME COMMAND...: the flags in the help that COMMAND prints; a shell variable keeps them by NAME
+_slimelite_flags() { # NAME COMMAND...: the flags in COMMAND's help output; a shell variable with NAME caches them
     local kept="_slimelite_flags_of_$1"; shift
     eval "_slimelite_have=\${$kept:-}"
     if [[ -z "$_slimelite_have" ]]; then
@@ -21,7 +21,7 @@ _slimelite_flags() { # NAME COMMAND...: the flags in the help that COMMAND print
         eval "$kept=\$_slimelite_have"
     fi
 }
-_slimelite_train() { # after `python train.py` and `./train.py`; no other file is run
+_slimelite_train() { # completes `python train.py` and `./train.py`; it runs no other file
     local word="${COMP_WORDS[COMP_CWORD]}" script="" each
     [[ "$word" == -* ]] || return
     for each in "${COMP_WORDS[@]}"; do [[ "$each" == */train.py || "$each" == train.py ]] && script="$each"; done

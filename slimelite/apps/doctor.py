@@ -1,9 +1,9 @@
 """``slimelite doctor``: finds parts of this machine and its environment that would stop a run or slow it down.
 
     slimelite doctor                 all checks; exit status 1 if something is broken
-    slimelite doctor --versions      the installed packages alone, without the network
+    slimelite doctor --versions      only the installed packages, without network access
 
-Nothing is changed. Each check names the part, what is wrong, what that costs, and the remedy.
+The command changes nothing. Each finding names the part, the fault, its effect and the remedy.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from slimelite.base.files import beside_package, in_units
 from slimelite.plan.devices import host_bytes, this_machine
 from slimelite.sandbox.confine import gaps
 
-# what runs are tried with; other packages follow from these
+# the packages that runs are tested with; other packages are dependencies of these
 MAIN = ("torch", "transformers", "accelerate", "ray", "sglang", "peft", "wandb", "pyarrow", "datasets", "bitsandbytes")
 COSTS = {
     "sglang": "rollouts use the embedded engine",
     "datasets": "datasets cannot be read from the hub",
     "bitsandbytes": "--load-in-4bit cannot be used",
 }
-GLIBC = (2, 28)  # of the wheels of torch (manylinux_2_28)
-FILES = 4096  # open files: a run on Ray with 8 engines was seen with about 1,500
+GLIBC = (2, 28)  # the oldest version for the wheels of torch (manylinux_2_28)
+FILES = 4096  # open files: a run on Ray with 8 engines used about 1,500
 SPACE = 20e9
 SHARED = 1e9
 RAY_PORTS = {6379: "GCS", 8265: "dashboard"}
@@ -50,7 +50,7 @@ HUB_SECONDS = 5
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check. ``state``: "broken" stops runs, "warning" costs something, "ok" is a confirmation."""
+    """The result of one check. ``state``: "broken" stops runs, "warning" limits or slows them, "ok" confirms."""
 
     part: str
     state: Literal["ok", "warning", "broken"]
@@ -59,13 +59,13 @@ class Finding:
 
 
 def versions() -> Iterator[Finding]:
-    """The installed packages, compared with pyproject.toml's ranges and constraints.txt's tested versions."""
-    # part of what setuptools and pip bring; without it no range can be read
+    """Compare the installed packages with the ranges of pyproject.toml and the tested versions of constraints.txt."""
+    # `packaging` comes with setuptools and pip; only `packaging` can read version ranges
     from packaging.requirements import Requirement
 
     tested = _tested()
     needs = map(Requirement, metadata.requires("slimelite") or ())
-    required = {need.name.lower(): need for need in needs if not need.marker}  # those of extras have a marker
+    required = {need.name.lower(): need for need in needs if not need.marker}  # extras have a marker
     optional = {name for name in MAIN if name not in required}
     differs, broken = list[str](), False
     for name in sorted({*required, *optional}):
@@ -79,7 +79,7 @@ def versions() -> Iterator[Finding]:
             continue
         if name in required and not required[name].specifier.contains(have, prereleases=True):
             broken = True
-            wanted = f"{have} is installed, slimelite needs {required[name].specifier}"
+            wanted = f"{have} is installed, but slimelite needs {required[name].specifier}"
             yield Finding(name, "broken", wanted, f"pip install '{name}{required[name].specifier}'")
         elif have.partition("+")[0] != tested.get(name, have).partition("+")[0]:
             differs.append(f"{name} {have} (tested: {tested[name]})")
@@ -104,14 +104,14 @@ def _installed(name: str) -> str | None:
 
 
 def system() -> Iterator[Finding]:
-    """Python, the C library, a compiler, limits of a process."""
+    """Check Python, the C library, a compiler, and the limits of a process."""
     yield Finding("Python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     library, version = platform.libc_ver()
     if library == "glibc" and tuple(map(int, version.split(".")[:2])) < GLIBC:
         text = f"{version} is older than {'.'.join(map(str, GLIBC))}, which the wheels of torch need"
         yield Finding("glibc", "broken", text, "use a newer system, or a container")
     elif library != "glibc":
-        yield Finding("glibc", "warning", f"the C library is {library or 'another one'}", "wheels of torch need glibc")
+        yield Finding("glibc", "warning", f"the C library is {library or 'unknown'}", "wheels of torch need glibc")
     compiler = shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc")
     if compiler is None:
         text = "there is no C compiler (cc, gcc): --compile and Triton's kernels cannot be built"
@@ -120,14 +120,15 @@ def system() -> Iterator[Finding]:
         yield Finding("compiler", "ok", compiler)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < FILES:
-        text = f"a process may open {soft} files: many engines and environments need more"
+        text = f"a process may open only {soft} files, but many engines and environments need more"
         yield Finding("open files", "warning", text, f"ulimit -n {FILES if hard < 0 else min(FILES, hard)}")
     cores, threads = len(os.sched_getaffinity(0)), os.environ.get("OMP_NUM_THREADS", "")
     if threads and (not threads.isdigit() or int(threads) > cores):
         text = f"OMP_NUM_THREADS={threads}, and this machine has {cores} cores: the threads would wait for each other"
         yield Finding("threads", "warning", text, f"export OMP_NUM_THREADS={cores}, or unset it")
     if sys.getfilesystemencoding().lower() != "utf-8":
-        text = f"file names are encoded as {sys.getfilesystemencoding()}: prompts in other scripts cannot be written"
+        encoding = sys.getfilesystemencoding()
+        text = f"the encoding of files is {encoding}, not UTF-8: prompts with other characters cannot be written"
         yield Finding("locale", "broken", text, "export PYTHONUTF8=1")
     if missing := gaps():
         text = f"the sandbox of code answers lacks {', '.join(missing)}"
@@ -137,12 +138,12 @@ def system() -> Iterator[Finding]:
 
 
 def graphics() -> Iterator[Finding]:
-    """GPUs, the driver, and whether torch can use them."""
+    """Check the GPUs and the driver, and whether torch can use them."""
     machine = this_machine()
     if not glob.glob("/dev/nvidia[0-9]*") and not machine.gpus:
         yield Finding("GPU", "ok", f"none: runs use the CPU ({len(os.sched_getaffinity(0))} cores)")
         return
-    # a process of its own: torch takes seconds, and a broken driver may end a process
+    # in a separate process: importing torch takes seconds, and a broken driver may kill the process
     code = "import torch; print(torch.__version__, torch.version.cuda, torch.cuda.is_available())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     words = done.stdout.split()
@@ -165,7 +166,8 @@ def graphics() -> Iterator[Finding]:
 
 
 def ray() -> Iterator[Finding]:
-    """Whether Ray can start here for a run alone, or the Ray of ``RAY_ADDRESS`` answers."""
+    """Check whether the Ray cluster of ``RAY_ADDRESS`` answers. Without this variable, check whether a run can start
+    its own Ray here."""
     if address := os.environ.get("RAY_ADDRESS"):
         host, _, port = address.rpartition("//")[2].rpartition(":")
         if not port.isdigit():
@@ -176,27 +178,27 @@ def ray() -> Iterator[Finding]:
             yield Finding("Ray", "ok", f"RAY_ADDRESS={address} answers")
         except (OSError, ValueError) as error:
             text = f"RAY_ADDRESS={address} does not answer ({error}): every run would wait for it"
-            yield Finding("Ray", "broken", text, "unset RAY_ADDRESS, or ray start --head there")
+            yield Finding("Ray", "broken", text, "unset RAY_ADDRESS, or run ray start --head on that machine")
         return
     try:
         socket.gethostbyname(socket.gethostname())
     except OSError:
         text = f"the host name {socket.gethostname()} has no address"
-        yield Finding("host name", "warning", text, "add it to /etc/hosts: gloo and Ray look it up")
+        yield Finding("host name", "warning", text, "add it to /etc/hosts, because gloo and Ray look it up")
     for number, purpose in RAY_PORTS.items():
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", number)) == 0:
-                text = f"port {number} ({purpose}) is taken: `ray start --head` needs it; a run's own Ray takes others"
-                yield Finding("Ray", "warning", text, "ray stop, if an old Ray has it")
+                text = f"port {number} ({purpose}) is taken: `ray start --head` needs it, but a run's own Ray does not"
+                yield Finding("Ray", "warning", text, "run ray stop if an old Ray uses the port")
 
 
 def storage() -> Iterator[Finding]:
-    """Room on disks, in shared memory and in memory."""
+    """Check the free space on disks, the shared memory and the memory."""
     for purpose, folder in (("this folder", Path.cwd()), ("temporary files", Path(tempfile.gettempdir()))):
         usage = shutil.disk_usage(folder)
         text = f"{folder} has {in_units(usage.free)} free"
         if usage.free < SPACE or usage.free < 0.05 * usage.total:
-            text += ": checkpoints need three to seven times a model's size, and Ray stops above 95 %"
+            text += ": a checkpoint needs three to seven times the model's size, and Ray stops if a disk is 95 % full"
             yield Finding(
                 purpose,
                 "warning",
@@ -218,13 +220,16 @@ def storage() -> Iterator[Finding]:
 
 
 def hub() -> Iterator[Finding]:
-    """The hub, its cache, proxies and token."""
+    """Check the Hugging Face hub, its cache, the proxies and the token."""
     environment = os.environ
     cache = Path(environment.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
     there = next(folder for folder in (cache, *cache.parents) if folder.exists())
     if not (there.is_dir() and os.access(there, os.W_OK)):
         yield Finding(
-            "hub", "broken", f"its cache {cache} cannot be written", "set HF_HOME to a folder that you can write to"
+            "hub",
+            "broken",
+            f"the hub's cache {cache} cannot be written",
+            "set HF_HOME to a folder that you can write to",
         )
     proxy = _proxy(environment)
     if proxy and not any(word in _lower(environment, "no_proxy") for word in ("localhost", "127.0.0.1", "*")):
@@ -239,11 +244,11 @@ def hub() -> Iterator[Finding]:
     try:
         urlopen(Request(endpoint, method="HEAD"), timeout=HUB_SECONDS).close()
     except HTTPError:
-        pass  # it answers
+        pass  # the hub answers
     except (URLError, OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
-        text = f"{urlsplit(endpoint).netloc or endpoint} does not answer ({reason}): models by name cannot be loaded"
-        way = f" by way of {proxy}" if proxy else ""
+        text = f"{urlsplit(endpoint).netloc or endpoint} does not answer ({reason}): models cannot be loaded by name"
+        way = f" through {proxy}" if proxy else ""
         yield Finding("hub", "warning", text + way, "use local folders and export HF_HUB_OFFLINE=1, or set HTTPS_PROXY")
         return
     token = "a token" if environment.get("HF_TOKEN") or (cache / "token").is_file() else "no token: public models only"
@@ -251,7 +256,7 @@ def hub() -> Iterator[Finding]:
 
 
 def _proxy(environment: Mapping[str, str]) -> str:
-    """The first variable that sets a proxy. Only its name is returned, because its value may have a password."""
+    """The first variable that sets a proxy. Only its name is returned, because its value may contain a password."""
     return next((name for name in PROXIES if environment.get(name)), "")
 
 

@@ -1,9 +1,8 @@
-"""``slimelite env check``: checks whether an environment is fit for training. Scripted episodes find faults before you
-spend GPU hours.
+"""``slimelite env check``: plays scripted episodes to check whether an environment is fit for training.
 
-The environment runs in separate processes. One plays every script. A second one plays the first scripts again, for
-comparison. With ``--hf-checkpoint`` the model plays groups of episodes too. The spread of their rewards shows whether
-there is anything to learn.
+The episodes find faults before you spend GPU hours. The environment runs in two separate processes. One process plays
+every script. The other process plays the first scripts again, and the results are compared. With ``--hf-checkpoint``, a
+model also plays groups of episodes. The spread of the rewards in a group shows whether the model can learn from them.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from slimelite.base.lifecycle import start_module
 from slimelite.base.processes import waited
 
 PROBE = "slimelite.environments.probe"
-# for the imports of the environment and the rows that it makes; reasoning-gym's first import compiles for 25 s
+# time limit for the environment's imports and its rows [s]; the first import of reasoning-gym compiles for 25 s
 START_SECONDS = 300.0
-# beats of the probe may stay away for so much longer than one call may take [s]
+# the probe may be silent for this much longer than the time limit of one call [s]
 GRACE_SECONDS = 2.0
 POLL_SECONDS = 0.1
 CLASS_METHODS = {"reset", "step", "tools", "score"}
@@ -40,23 +39,23 @@ FINE, FAULTY, UNUSABLE = 0, 1, 2
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command. Returns the exit status: 1 if an environment has faults, 2 if one cannot be checked.
+    """Run the command. Returns the exit status: 0 without faults, 1 with faults, 2 if an environment cannot be checked.
 
     Raises:
-        ValueError: there is no such file or class, or a number makes no sense.
+        ValueError: a file or class does not exist, or a number is out of range.
     """
     words = list(argv)
     own, more = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
     options = _parser().parse_args(own)
     if more and options.hf_checkpoint is None:
-        raise ValueError("flags of train.py after -- need --hf-checkpoint")
+        raise ValueError("flags of train.py after -- need --hf-checkpoint: add it, or leave the flags out")
     if min(options.rows, options.max_turns, options.call_timeout, options.groups, options.samples) <= 0:
         raise ValueError("--rows, --max-turns, --call-timeout, --groups and --samples must be numbers above 0")
     targets = [name for target in options.environments for name in classes_of(target)]
     status, reports = FINE, list[dict[str, Any]]()
     for name in targets:
         report = check(name, options)
-        if options.hf_checkpoint is not None and report["characters_a_step"] is not None:  # some step ended well
+        if options.hf_checkpoint is not None and report["characters_a_step"] is not None:  # a step succeeded
             from slimelite.apps.env_model import play
 
             report["model"] = play(name, options, more)
@@ -77,19 +76,20 @@ def _parser() -> argparse.ArgumentParser:
         help="play scripted episodes and report faults",
         description="Play scripted episodes of environments in separate processes, and report faults. The exit status "
         "is 0 if there are no faults, 1 if there are some, and 2 if an environment cannot be checked.",
-        epilog="after --: flags of train.py for the model's episodes, such as -- --rollout-max-response-len 512",
+        epilog="After -- write flags of train.py for the model's episodes, such as -- --rollout-max-response-len 512.",
     )
     add = check.add_argument
     add(
         "environments",
         nargs="+",
         metavar="NAME|CLASS|FILE",
-        help="an environment, written as for --environment, or a .py file, whose environment classes are all checked",
+        help="an environment, written as in --environment of train.py; or a .py file, to check all its environment "
+        "classes",
     )
     add(
         "--prompt-data",
         metavar="FILE",
-        help="rows for the episodes, as for train.py (default: the rows that the environment brings)",
+        help="the rows for the episodes, like --prompt-data of train.py (default: the environment's own rows)",
     )
     add("--input-key", default="input", help="column of the prompt (default: %(default)s)")
     add("--label-key", default="label", help="column of the label, the golden answer (default: %(default)s)")
@@ -101,8 +101,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="run this Python file first, like --import-file of train.py",
     )
-    add("--rows", type=int, default=12, metavar="N", help="rows to play (default: %(default)s)")
-    add("--max-turns", type=int, default=16, metavar="N", help="most replies of an episode (default: %(default)s)")
+    add("--rows", type=int, default=12, metavar="N", help="number of rows to play (default: %(default)s)")
+    add("--max-turns", type=int, default=16, metavar="N", help="maximum replies of an episode (default: %(default)s)")
     add(
         "--call-timeout",
         type=float,
@@ -118,16 +118,16 @@ def _parser() -> argparse.ArgumentParser:
         help="start no new script after this many seconds (default: %(default)s)",
     )
     add("--hf-checkpoint", metavar="MODEL", help="also let this model play groups of episodes")
-    add("--groups", type=int, default=8, metavar="N", help="groups that the model plays (default: %(default)s)")
-    add("--samples", type=int, default=8, metavar="N", help="episodes of a group (default: %(default)s)")
+    add("--groups", type=int, default=8, metavar="N", help="number of groups for the model (default: %(default)s)")
+    add("--samples", type=int, default=8, metavar="N", help="episodes in each group (default: %(default)s)")
     add("--json", action="store_true", help="print all findings as JSON")
     return parser
 
 
 def classes_of(target: str) -> list[str]:
-    """The environments in ``target``. Those of a file are its classes that have one of the methods of environments.
+    """The environments in ``target``. In a file, each class with one of the methods of an environment counts.
 
-    The file is read and not run.
+    The file is parsed, but not executed.
 
     Raises:
         ValueError: the file cannot be read, or has no such class.
@@ -147,12 +147,15 @@ def classes_of(target: str) -> list[str]:
             if methods & CLASS_METHODS or above:
                 named.append(f"{target}:{node.name}")
     if not named:
-        raise ValueError(f"{target} has no class with reset and step (docs/agents.md); name one: {target}:Class")
+        raise ValueError(
+            f"{target} has no class with the methods reset and step (docs/agents.md): name its environment as "
+            f"{target}:Class"
+        )
     return named
 
 
 def check(environment: str, options: argparse.Namespace) -> dict[str, Any]:
-    """All facts about an environment: its ``faults``, what was ``played``, ``rewards``, seconds and characters."""
+    """Check an environment. Returns the facts of `_report`, such as ``faults`` and ``rewards``."""
     begin = time.monotonic()
     data = {"path": options.prompt_data, "input": options.input_key, "label": options.label_key}
     with tempfile.TemporaryDirectory(prefix="slimelite-env-") as folder:
@@ -169,14 +172,14 @@ def check(environment: str, options: argparse.Namespace) -> dict[str, Any]:
         one, two = _observe_all(plans)
     findings = judge(one, two) if one.problem is None else []
     if findings and plans[0]["data"] is None and not any(e["turns"] or e["start"] for e in one.episodes):
-        hint = "; its rows are empty here: name a file with --prompt-data"
+        hint = "; the environment's own rows are empty: name a file with --prompt-data"
         findings = [finding._replace(says=finding.says + (hint if not any(one.labels) else "")) for finding in findings]
     return _report(environment, one, findings, time.monotonic() - begin)
 
 
 def _observe_all(plans: Sequence[Mapping[str, Any]]) -> list[Observed]:
-    """The results of the probes of ``plans``, which run at the same time. None of their processes is left
-    afterwards."""
+    """Run a probe for each of ``plans`` at the same time, and return their results. Afterwards all processes have
+    ended."""
     with tempfile.TemporaryFile("w+") as errors:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
         processes = [start_module(PROBE, text=True, **pipes) for _ in plans]
@@ -254,7 +257,7 @@ def _read(stream: IO[str], lines: queue.SimpleQueue[str]) -> None:
 
 
 def _report(environment: str, one: Observed, findings: Sequence[Finding], seconds: float) -> dict[str, Any]:
-    """The facts as `--json` prints them."""
+    """The dict that `--json` prints."""
     calls = [each for episode in one.episodes for each in episode.get("seconds", [])[1:]]
     turns = [turn for episode in one.episodes for turn in episode["turns"]]
     rewards: dict[str, list[float]] = {}
@@ -288,16 +291,16 @@ def _not_checked(one: Observed) -> dict[str, str]:
     reasons: dict[str, str] = {}
     scored = any(e["reward"] is not None for e in one.episodes)
     if not scored:
-        reasons |= dict.fromkeys(("golden answer", "cheap answers"), "no step has a reward: the run's --rm-type scores")
+        reasons |= dict.fromkeys(("golden answer", "cheap answers"), "no step has a reward, so a run needs --rm-type")
     elif mean(one.golden()) is None:
         reasons["golden answer"] = "rows have no label, and the class has no method golden"
     if not any(e["start"] and e["start"]["tools"] != "[]" for e in one.episodes):
-        reasons["tools"] = "there are none"
+        reasons["tools"] = "the environment has no tools"
     return reasons
 
 
 def _lines(report: Mapping[str, Any]) -> Iterator[str]:
-    """The report as text for people."""
+    """The report as lines of text."""
     name = report["environment"]
     if report["problem"] is not None:
         yield f"{name}\n  cannot be checked: {report['problem']}"

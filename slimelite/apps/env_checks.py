@@ -1,7 +1,7 @@
-"""The conclusions of `slimelite env check` from the episodes that `slimelite.environments.probe` played.
+"""The checks of `slimelite env check`. They judge the episodes that `slimelite.environments.probe` played.
 
-Each check is a function of the observations. It yields one sentence for each fault. Rewards are scaled by the golden
-answer: 1 is the golden answer's reward, and 0 the lowest mean reward of any kind of reply.
+Each check is a function of the observations. It yields one sentence for each fault. Rewards are scaled: 1 is the reward
+of the golden answer, and 0 is the lowest mean reward of any kind of reply.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-# a reply without an answer may have this much of what the golden answer gains; a constant one may be right by chance
+# largest scaled reward of a reply without an answer, and of a constant answer, which may be right by chance
 SHARE, LUCKY = 0.2, 0.9
-# without a golden answer, nothing should be worth so much of a full reward of 1
+# without a golden answer, the full reward counts as 1, and no reply without an answer should get this much of it
 PAID = 0.5
-# equal rewards, for rounding
+# rewards with a smaller difference are equal, because of rounding
 SAME = 1e-6
-# an episode that holds the event loop for longer stops all others [s]
+# an episode that blocks the event loop for longer than this delays all other episodes [s]
 LAG_SECONDS = 0.25
-# share of rows in which a leak is seen; fewer are chance, and a label that many rows have says nothing
+# a leak counts from this share of the rows on, with at least so many rows and so many different labels
 LEAKS, ROWS_OF_A_LEAK, LABELS_OF_A_LEAK = 0.8, 3, 3
 REVEALS = r"answer|label|solution|expected|target|correct|right|secret|truth|hidden|number|word|was|is"
 PLACE = re.compile(r"\([^()]+, line \d+[^()]*\)$")
@@ -35,8 +35,8 @@ Record = Mapping[str, Any]
 class Observed:
     """The output of one process of the probe.
 
-    ``problem``: why nothing could be played. ``hung``, ``died``: what was played when the process stopped answering, or
-    ended, and how.
+    ``problem``: the reason why no episode could be played. ``hung``: the episode in which the process stopped
+    answering. ``died``: the episode in which the process ended, and how it ended.
     """
 
     episodes: list[Record] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Observed:
     died: str | None = None
 
     def of(self, kind: str, part: str | None = None) -> list[Record]:
-        """The successful episodes of a kind of script. ``part``: only those that were played in this part."""
+        """The successful episodes of a kind of script. ``part``: only the episodes of this part."""
         return [e for e in self.episodes if e["kind"] == kind and part in (None, e["part"]) and not e["failure"]]
 
     def digests(self, part: str) -> dict[tuple[str, int], str]:
@@ -55,7 +55,7 @@ class Observed:
         return {(e["name"], e["row"]): e["digest"] for e in self.episodes if e["part"] == part}
 
     def golden(self) -> list[Record]:
-        """The episodes with golden answers, written in the form that scores highest."""
+        """The episodes with golden answers, in the answer format that scores highest."""
         by_name: dict[str, list[Record]] = {}
         for episode in self.of("golden", "first"):
             by_name.setdefault(episode["name"], []).append(episode)
@@ -99,7 +99,7 @@ def _runs(one: Observed, _: Observed) -> Iterator[str]:
     failures: dict[str, list[Record]] = {}
     for episode in one.episodes:
         if episode["failure"] and episode["failure"][0] != "timeout":
-            place = PLACE.search(episode["failure"][1])  # one line of the user's may fail with many texts
+            place = PLACE.search(episode["failure"][1])  # the same line may fail with different messages
             failures.setdefault(place[0] if place else episode["failure"][1], []).append(episode)
     for episodes in failures.values():
         everything = len(episodes) == len(one.episodes)
@@ -133,9 +133,9 @@ def _ends(one: Observed, _: Observed) -> Iterator[str]:
     whole = [e for e in one.episodes if not e["failure"] and e["kind"] != "cut"]
     mute = [e for e in whole if e["end"] == "mute"]
     if mute:
-        yield f"after {mute[0]['name']}: a step that is not done has no message for the model to answer"
+        yield f"after {mute[0]['name']}: a step continues the episode, but has no message for the model to answer"
     if len(whole) >= 8 and all(e["end"] == "limit" for e in whole):
-        yield f"no episode is ever done, whatever the replies (after {max(len(e['turns']) for e in whole)} turns)"
+        yield f"no episode ends with any kind of reply (after {max(len(e['turns']) for e in whole)} turns)"
 
 
 @check("first message", "an episode begins with a message to answer")
@@ -177,7 +177,7 @@ def _clean(one: Observed, two: Observed) -> Iterator[str]:
             yield f"row {min(different)[1]} {why}"
             return
     if any(e.get("changed") for e in one.episodes):
-        yield "it changes the row (prompt, label or metadata), which a group's episodes share: copy what you change"
+        yield "it changes the row (prompt, label or metadata), but a group's episodes share it: copy what you change"
     for what, number in one.end.get("grown", {}).items():
         if number > 0.5 * one.end["episodes"] > 5:
             yield (
@@ -191,11 +191,11 @@ def _golden(one: Observed, _: Observed) -> Iterator[str]:
     best = mean(golden)
     if best is None:
         if golden and wrong is not None:
-            yield "episodes with the golden answer have no reward, and others have one"
+            yield "episodes with the golden answer have no reward, but other episodes have one"
         return
     low = wrong if wrong is not None else -1e9
     if best <= low + SAME:
-        yield f"the golden answer scores {best:.3g} on average, and nonsense {low:.3g}"
+        yield f"the golden answer scores {best:.3g} on average, but nonsense scores {low:.3g}"
         return
     failing = [e for e in golden if e["reward"] is None or e["reward"] <= low + (best - low) / 10]
     if failing:
@@ -222,9 +222,9 @@ def _cheap(one: Observed, _: Observed) -> Iterator[str]:
     least = min(scored.values())
     if best is None or best <= least + SAME:
         low, empty = scored.get("nonsense"), scored.get("an empty reply")
-        # a game may pay a little for how far it came, or for having begun
+        # a game may give a small reward for progress, or for every episode
         if best is None and low is not None and empty is not None and min(low, empty) >= PAID:
-            yield f"nonsense scores {low:.3g}, and an empty reply {empty:.3g}: anything is rewarded"
+            yield f"nonsense scores {low:.3g}, and an empty reply {empty:.3g}: every reply is rewarded"
         return
     for name, score in scored.items():
         share = (score - least) / (best - least)
@@ -243,7 +243,7 @@ def _by_name(episodes: Sequence[Record]) -> dict[str, list[Record]]:
 def _no_code(one: Observed, _: Observed) -> Iterator[str]:
     ran = [e["name"] for e in one.episodes if e.get("ran")]
     if ran:
-        yield f"{ran[0]} ran in the environment's process and made a file: never eval what the model writes"
+        yield f"{ran[0]} ran in the environment's process and made a file: never call eval on the model's text"
 
 
 @check("no leak", "the model is shown neither the answer nor the reward")
@@ -263,7 +263,7 @@ def _no_leak(one: Observed, _: Observed) -> Iterator[str]:
 
 
 def _leaks(texts: Mapping[int, str], labels: Mapping[int, str]) -> bool:
-    """Whether in most rows the text has the row's label after a word that announces it."""
+    """Whether the text of most rows has the row's label after a word such as "answer"."""
     rows = [row for row in texts if row in labels and texts[row]]
     if len(rows) < ROWS_OF_A_LEAK or len({labels[row] for row in rows}) < LABELS_OF_A_LEAK:
         return False
@@ -295,13 +295,13 @@ def _rewards(one: Observed, _: Observed) -> Iterator[str]:
     speakers = {turn["role"] for e in one.episodes for turn in e["turns"]}
     who = ", ".join(map(repr, sorted(speakers)))
     for role in dict.fromkeys(role for e in one.episodes for turn in e["turns"] for role in turn["rewards"]):
-        if role not in speakers and mean(one.golden()) is not None:  # else the first reply may have ended the game
-            yield f"a step has a reward for the role {role!r}, which never speaks; there are {who}"
+        if role not in speakers and mean(one.golden()) is not None:  # else the first reply may have ended the episode
+            yield f"a step has a reward for the role {role!r}, which never speaks; the roles that speak are {who}"
     done = [e for e in one.episodes if e["end"] == "done"]
     scored = [e for e in done if e["reward"] is not None]
     if scored and len(scored) < len(done):
         missing = next(e for e in done if e["reward"] is None)
-        yield f"after {missing['name']} an episode is done without a reward, and others have one"
+        yield f"after {missing['name']} an episode ends without a reward, but other episodes have one"
 
 
 @check("tools", "tools are described in OpenAI's form, and each call is answered")

@@ -14,15 +14,15 @@ import numpy as np
 from slimelite.arguments import Args, make_args
 from slimelite.preflight import inspect
 
-# a context is advised in multiples of this [tokens]
+# the suggested context length is a multiple of this [tokens]
 CONTEXT_STEP = 128
 
 
 def model_args(environment: str, options: argparse.Namespace, flags: Sequence[str], run_dir: str) -> Args:
-    """The arguments of the rollout. ``flags``: more words of train.py's command line, which override the others.
+    """The arguments of the rollout. ``flags``: more flags of train.py. They override the flags of this function.
 
     Raises:
-        ValueError: the message has every problem, one line each.
+        ValueError: some arguments are wrong. The message has one line for each problem.
     """
     words = ["--debug-rollout-only", "--num-rollout", "1", "--launcher", "local", "--environment", environment]
     words += ["--rollout-batch-size", str(options.groups), "--n-samples-per-prompt", str(options.samples)]
@@ -36,7 +36,7 @@ def model_args(environment: str, options: argparse.Namespace, flags: Sequence[st
 
 
 def play(environment: str, options: argparse.Namespace, flags: Sequence[str]) -> dict[str, Any]:
-    """The facts of one rollout of ``--groups`` groups: spread of rewards, tokens, seconds.
+    """Play one rollout of ``--groups`` groups. Returns its facts: spread of rewards, tokens, seconds.
 
     Raises:
         ValueError: the flags or the model are wrong, or no episode can be played.
@@ -62,7 +62,8 @@ def play(environment: str, options: argparse.Namespace, flags: Sequence[str]) ->
 
 
 def facts(table: Any, metrics: Mapping[str, float], seconds: float) -> dict[str, Any]:
-    """Facts from a table of samples. The samples of an episode share their rollout id, and its reward is their mean."""
+    """The facts of a table of samples. The samples of an episode share a rollout id, and the reward of an episode is
+    the mean reward of its samples."""
     episodes, row = np.unique(table.rollout_id, return_inverse=True)
     rewards = np.bincount(row, np.nan_to_num(table.reward)) / np.bincount(row)
     group = np.zeros(len(episodes), np.int64)
@@ -86,7 +87,7 @@ def facts(table: Any, metrics: Mapping[str, float], seconds: float) -> dict[str,
 
 
 def lines(played: Mapping[str, Any]) -> list[str]:
-    """The facts as text for people."""
+    """The facts as lines of text."""
     share, groups = played["groups_with_gradient"], played["groups"]
     text = [
         f"  {played['model']} played {played['episodes']} episodes of {groups} groups: reward {played['reward']:.3g}, "

@@ -1,8 +1,8 @@
 """``slimelite eval``: the scores of models on tasks as a table, with standard errors and paired tests.
 
 Each model gets a run folder, with an evaluation "before training" and no rollout. ``results.json`` in the folder gets
-each task's settings and scores as soon as the task is done. So after an interruption the same command continues, and
-runs each task only once.
+each task's settings and scores as soon as the task is done. After an interruption, the same command runs only the tasks
+that are not done yet.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from slimelite.preflight import inspect
 from slimelite.tracking.run_folder import SOURCES, config_dict
 from slimelite.tracking.tracker import Tracker
 
-# flag of train.py -> the option that means it
+# flag of train.py -> the option of this command with the same meaning
 OPTIONS = {
     "--eval-tasks": "tasks",
     "--eval-task-data": "data",
@@ -51,7 +51,7 @@ OPTIONS = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command. Returns the exit status, 2 if something is wrong before the first model is loaded.
+    """Run the command. Returns the exit status. It is 2 if a problem is found before the first model is loaded.
 
     Raises:
         ValueError: a model or a task does not exist, or an evaluation failed.
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _with_options(problem: str) -> str:
-    """``problem`` with the options of this command in place of train.py's flags."""
+    """Replace train.py's flags in ``problem`` with the options of this command."""
     for flag, name in OPTIONS.items():
         problem = problem.replace(flag, f"--{name.replace('_', '-')}")
     return problem
@@ -73,7 +73,7 @@ def _main(words: list[str]) -> int:
     own, more = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
     options = _parser().parse_args(own)
     if not options.tasks.strip(" ,"):
-        raise ValueError(f"--tasks names no task: take some of {', '.join(shipped_tasks())}, or YAML files")
+        raise ValueError(f"--tasks names no task: choose from {', '.join(shipped_tasks())}, or YAML files")
     targets = [(source, *_places(source, options.output)) for source in resolve_models(options.models, options.base)]
     folders = [folder for _, folder, _ in targets]
     if twice := [folder for folder in folders if folders.count(folder) > 1]:
@@ -82,7 +82,7 @@ def _main(words: list[str]) -> int:
         )
     flags = [*_flags(options), *more]
     plan = partial(evaluation_args, engine=options.engine, chat=options.chat)
-    # what is wrong with the tasks is said before an adapter or a checkpoint is merged with its base
+    # report problems of the tasks before an adapter or a checkpoint is merged with its base
     drafts = [
         (plan(source.base or source.path, folder, [*_tokenizer(source), *flags]), model)
         for source, folder, model in targets
@@ -112,7 +112,7 @@ def _main(words: list[str]) -> int:
 
 
 def _places(source: Source, output: str) -> tuple[Path, str]:
-    """The run folder of an evaluation, and the model that is run."""
+    """The run folder of an evaluation, and the model that is evaluated."""
     folder = Path(output, *[part for part in Path(source.path).parts[-2:] if part.strip("./")])
     return folder, source.path if source.base is None else str(folder / "model")
 
@@ -126,9 +126,10 @@ def _tokenizer(source: Source) -> list[str]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="slimelite eval",
-        description="Score models on tasks. Answers, settings and scores of each model are in a run folder below "
-        "--output, which `slimelite view` and `slimelite compare` read; a task that already has results is skipped.",
-        epilog=f"tasks: {', '.join(shipped_tasks())}, or YAML files (docs/evaluation.md). After -- come flags "
+        description="Score models on tasks. Each model gets a run folder below --output, with its answers, settings "
+        "and scores. `slimelite view` and `slimelite compare` read these folders. A task that already has results is "
+        "skipped.",
+        epilog=f"tasks: {', '.join(shipped_tasks())}, or YAML files (docs/evaluation.md). After -- write flags "
         "of train.py, such as -- --rollout-num-gpus 8 --launcher ray.",
     )
     add = parser.add_argument
@@ -140,7 +141,7 @@ def _parser() -> argparse.ArgumentParser:
         "with the first one",
     )
     add("--base", metavar="MODEL", help="the base model of adapters and checkpoints that do not name it")
-    add("--tasks", required=True, metavar="A,B", help="names or files of tasks")
+    add("--tasks", required=True, metavar="A,B", help="names or YAML files of tasks")
     add(
         "--data",
         metavar="DIR",
@@ -150,11 +151,11 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--chat",
         action=argparse.BooleanOptionalAction,
-        help="apply the chat template; by default, if the tokenizer has one",
+        help="apply the chat template (default: only if the tokenizer has one)",
     )
-    add("--samples", type=int, default=1, metavar="K", help="responses to a prompt, for pass@k; needs a temperature")
-    add("--temperature", type=float, metavar="T", help="0, greedy, by default")
-    add("--max-tokens", type=int, metavar="N", help="most tokens of a response, instead of each task's own limit")
+    add("--samples", type=int, default=1, metavar="K", help="responses to a prompt, for pass@k; needs --temperature")
+    add("--temperature", type=float, metavar="T", help="sampling temperature (default: 0, greedy decoding)")
+    add("--max-tokens", type=int, metavar="N", help="maximum tokens of a response, instead of each task's own limit")
     add("--limit", type=int, metavar="N", help="read only the first N rows of each task")
     add("--seed", type=int, metavar="N", help="seed of the samples")
     add("--engine", default="embedded", help="inference engine: embedded, sglang or vllm")
@@ -164,8 +165,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="folder for the run folders of the models (default: %(default)s)",
     )
-    add("--again", action="store_true", help="evaluate tasks again that already have results")
-    add("--json", action="store_true", help="every number as JSON, instead of the table")
+    add("--again", action="store_true", help="also evaluate the tasks that already have results")
+    add("--json", action="store_true", help="print every number as JSON, instead of the table")
     return parser
 
 
@@ -176,8 +177,9 @@ def _flags(options: argparse.Namespace) -> list[str]:
 
 
 def _facts(names: Sequence[str], folders: Sequence[str], results: Sequence[Results], tasks: Sequence[str]) -> Facts:
-    """``test``: the meaning of p. ``models``: a dict for each model, with ``name``, ``folder`` and ``tasks``. The
-    values of ``tasks`` have ``settings``, ``metrics`` and, from the second model on, ``against_first``.
+    """The dict that ``--json`` prints. ``test``: the meaning of p. ``models``: a dict for each model, with ``name``,
+    ``folder`` and ``tasks``. The values of ``tasks`` have ``settings``, ``metrics`` and, from the second model on,
+    ``against_first``.
     """
     runs, models = read_runs(folders), list[Facts]()
     for name, run, known in zip(names, runs, results, strict=True):
@@ -202,7 +204,8 @@ def _show(facts: Facts) -> None:
 
 
 def _core(models: Sequence[Facts]) -> list[Row]:
-    """The mean over tasks of the score above guessing, as in CORE. Empty if only one task has choices."""
+    """The mean of the centred scores over tasks, as in CORE: 0 is random guessing. Empty if only one task has
+    choices."""
     scores = [
         {task: facts["metrics"].get(f"eval/{task}-centred") for task, facts in model["tasks"].items()}
         for model in models
@@ -213,7 +216,8 @@ def _core(models: Sequence[Facts]) -> list[Row]:
 
 
 def _rows(models: Sequence[Facts], task: str) -> Iterator[Row]:
-    """The score on a task, pass@k, cut-off and missing answers, and the difference from the first model."""
+    """The rows of a task: the score, pass@k, answers that were cut off or are missing, and the difference from the
+    first model."""
     metrics = [model["tasks"][task]["metrics"] for model in models]
     score = f"eval/{task}"
     powers = [name for name in metrics[0] if name.startswith(f"{score}-pass@") and not name.endswith("-stderr")]
@@ -241,33 +245,33 @@ def evaluation_args(
 ) -> Args:
     """The arguments of a run that only evaluates ``model``. Its run folder is ``folder``.
 
-    ``flags``: more words of a command line, which override the others. ``engine``: ``--rollout-backend``. ``chat``:
-    whether the chat template is applied; None: if there is one.
+    ``flags``: more flags of train.py. They override the flags of this function. ``engine``: ``--rollout-backend``.
+    ``chat``: whether the chat template is applied. None applies it if there is one.
 
     Raises:
-        ValueError: the message has every problem, one line each.
+        ValueError: some arguments are wrong. The message has one line for each problem.
     """
-    # a task has a length of its own; the flag is for training
+    # each task has its own response length; this --rollout-max-response-len is only for training
     fixed = "--debug-rollout-only --num-rollout 0 --rollout-batch-size 1 --eval-interval 1 --rollout-max-response-len 1"
-    # on a GPU an engine that keeps its memory needs a process of its own
+    # on a GPU, an engine that does not release its memory needs its own process
     launcher = "local" if ENGINES[engine].releases_memory else "ray"
     words = [*fixed.split(), "--rollout-backend", engine, "--launcher", launcher]
     words += [*flags, "--hf-checkpoint", model, "--run-dir", str(folder)]
-    args = make_args(words)  # what is wrong with the flags is said before a tokenizer is loaded, which takes a second
+    args = make_args(words)  # report wrong flags before a tokenizer is loaded, which takes a second
     if chat is None:
         chat = bool(load_tokenizer(str(args.tokenizer)).chat_template)
     return make_args(["--apply-chat-template", *words]) if chat else args
 
 
 def check(args: Args, model: str) -> list[str]:
-    """The problems that keep an evaluation of ``model`` with ``args`` from starting. Warnings are printed.
+    """The problems that prevent an evaluation of ``model`` with ``args``. Warnings are printed.
 
-    If ``model`` is merged later, ``args`` may name its base. Warnings about the base are then left out, because they do
-    not hold for the model.
+    If ``model`` is merged later, ``args`` may name its base. Warnings about the base are then left out, because they
+    need not apply to the merged model.
     """
     known = _written(args.run_dir).get("model", model)
     if known != model:
-        return [f"{args.run_dir} has the results of another model, {known}: give --output another folder"]
+        return [f"{args.run_dir} has the results of another model, {known}: name another folder with --output"]
     findings = inspect(args, this_machine())
     for warning in findings.warnings if args.hf_checkpoint == model else ():
         print(f"slimelite eval: warning: {warning}", file=sys.stderr)
@@ -278,8 +282,8 @@ def evaluate(args: Args, *, again: bool = False) -> Results:
     """Evaluate the datasets of ``args`` whose results are not in its run folder yet. ``again``: evaluate all of them.
 
     Returns:
-        dataset -> result, for each dataset that was ever evaluated with these settings: ``dataset``, its settings, and
-            ``metrics``.
+        dataset -> result, for each dataset that was ever evaluated with these settings. A result has ``metrics`` and
+            ``dataset``, which holds the settings of the dataset.
 
     Raises:
         ValueError: a worker died, or a dataset cannot be evaluated.
@@ -298,7 +302,7 @@ def evaluate(args: Args, *, again: bool = False) -> Results:
             stack.push(tracker.record_failure)
             tracker.banner(cluster.args)
             for name in [name for name in results if name not in todo]:
-                tracker.log_eval(-1, results[name]["metrics"], {})  # the banner began the metrics anew
+                tracker.log_eval(-1, results[name]["metrics"], {})  # `banner` started the metrics anew
             made_of = _made_of(args, {name: datasets[name] for name in todo})
             for name in todo:
                 with tracker.phase("eval") as phase:
@@ -313,7 +317,7 @@ def evaluate(args: Args, *, again: bool = False) -> Results:
 
 
 def known_results(args: Args) -> Results:
-    """The results in the run folder for these settings, if model, tasks and rows have not changed since."""
+    """The results in the run folder for these settings, if model, tasks and rows are unchanged."""
     content = _written(args.run_dir)
     if content.get("run") != _run_settings(args):
         return {}
@@ -323,7 +327,7 @@ def known_results(args: Args) -> Results:
 
 
 def _written(run_dir: str) -> dict[str, Any]:
-    """The content of the run folder's file of results; empty if there is no file."""
+    """The content of ``results.json`` in the run folder; empty if the file does not exist."""
     file = Path(run_dir) / RESULTS
     content = read_json(file) if file.is_file() else {}
     check_format(file, content.get("format"))
@@ -331,7 +335,8 @@ def _written(run_dir: str) -> dict[str, Any]:
 
 
 def _made_of(args: ModelArgs, datasets: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The origin of each dataset's score, apart from settings: ``files``, and the ids that its texts begin with."""
+    """The inputs of each dataset's score besides the settings: ``files``, and ``begins``, the token ids at the start
+    of each text."""
     plain = [name for name, dataset in datasets.items() if not dataset["apply_chat_template"]]
     begins = beginning(load_tokenizer(str(args.tokenizer))) if plain else []
     return {
@@ -341,10 +346,11 @@ def _made_of(args: ModelArgs, datasets: Mapping[str, Mapping[str, Any]]) -> dict
 
 
 def _files(args: ModelArgs, dataset: Mapping[str, object]) -> dict[str, list[int]]:
-    """Size and modification time [ns] of the files that a score depends on: the model's, the task's, its rows and its
-    scorer.
+    """Size and modification time [ns] of the files that a score depends on: the files of the model, the task, its rows
+    and its scorer.
 
-    Any other time counts as a change, because a model that is moved here may be older than the results.
+    A different modification time counts as a change, even an older one: a model that was moved here may be older than
+    the results.
     """
     task, scorer = str(dataset["task"]), str(dataset["custom_rm_path"]).rpartition(":")[0]
     rows = [split_path(str(dataset[name]))[0] for name in ("path", "examples")]
@@ -353,12 +359,12 @@ def _files(args: ModelArgs, dataset: Mapping[str, object]) -> dict[str, list[int
 
 
 def _run_settings(args: Args) -> dict[str, object]:
-    """The arguments that belong to no dataset. Results are valid only for the same arguments."""
+    """The arguments that do not belong to a dataset. Results are valid only for the same arguments."""
     apart = {*SOURCES, "derivations", "notes", "no_effect", "eval_datasets", *(f.name for f in group_flags(EvalArgs))}
     return _plain({name: value for name, value in config_dict(args).items() if name not in apart})
 
 
 def _plain(values: Mapping[str, object] | EvalDataset) -> dict[str, object]:
-    """``values`` as they are after a round trip through JSON."""
+    """``values`` after a round trip through JSON."""
     content: dict[str, object] = json.loads(json.dumps(values, default=str))
     return content

@@ -9,12 +9,12 @@ from pathlib import Path
 from slimelite.apps.runnable import resolve_models, runnable
 from slimelite.models.checkpoints import read_config
 
-# of a config -> of the file
+# dtype in a config -> dtype in the GGUF file
 DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 
 EXAMPLES = """examples:
   slimelite gguf runs/a model.gguf                   the newest model of a run; an adapter is merged
-  slimelite gguf out/model small.gguf --dtype q8_0   8 bits a weight
+  slimelite gguf out/model small.gguf --dtype q8_0   8 bits per weight
 Supported families are Llama, Qwen2 and Qwen3; llama.cpp's convert_hf_to_gguf.py converts other families.
 """
 

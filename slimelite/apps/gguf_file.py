@@ -1,6 +1,6 @@
 """Writes a model as one GGUF file, the format of llama.cpp and Ollama, with the package gguf.
 
-The names of tensors and fields are llama.cpp's (``convert_hf_to_gguf.py`` there). Weights are read one at a time.
+Tensors and fields have the same names as in llama.cpp's ``convert_hf_to_gguf.py``. Weights are read one at a time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 # model_type -> llama.cpp's name of the architecture
 ARCHITECTURES = {name: family.gguf for name, family in FAMILIES.items() if family.gguf}
-CONVERTER = "llama.cpp's convert_hf_to_gguf.py knows other models and tokenizers"
+CONVERTER = "llama.cpp's convert_hf_to_gguf.py supports more models and tokenizers"
 # --dtype -> the type of matrices, and of the file
 TYPES = {
     "f32": (gguf.GGMLQuantizationType.F32, gguf.LlamaFileType.ALL_F32),
@@ -38,11 +38,11 @@ TYPES = {
     "q8_0": (gguf.GGMLQuantizationType.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
 }
 
-# how a byte-level tokenizer splits a text before its merges, in words that mean the same -> llama.cpp's name of it
+# the pattern that splits a text before a byte-level tokenizer's merges, after `SAME` -> llama.cpp's name for it
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SPLITS = {f"{_WORDS}|\\p{{N}}{{1,3}}|{_REST}": "llama-bpe", f"{_WORDS}|\\p{{N}}|{_REST}": "qwen2"}
-# other writings of the same
+# a part of a pattern -> the equivalent part that `SPLITS` uses
 SAME = {
     r"'(?i:[sdmt]|ll|ve|re)": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",
     "?+": "?",
@@ -56,9 +56,9 @@ def write_gguf(folder: Path, out: Path, dtype: str, *, name: str, tokenizer: boo
     """Write the model in ``folder`` (a Hugging Face folder with safetensors) to the file ``out``.
 
     Args:
-        dtype: of the matrices; one of `TYPES`. Vectors, such as norms, are always f32.
-        name: the model's name as programs show it.
-        tokenizer: False leaves it out, and llama.cpp then takes only token ids.
+        dtype: the type of the matrices; one of `TYPES`. Vectors, such as norms, are always f32.
+        name: the name of the model that programs show.
+        tokenizer: False leaves the tokenizer out. llama.cpp then accepts only token ids.
 
     Raises:
         ValueError: the model, its tokenizer or a weight cannot be written. The message names a remedy.
@@ -88,7 +88,7 @@ def write_gguf(folder: Path, out: Path, dtype: str, *, name: str, tokenizer: boo
 
 
 def check_family(config: PretrainedConfig) -> None:
-    """Refuse a model that is unknown here, or that llama.cpp would compute in another way.
+    """Refuse a model whose family is not supported, or that llama.cpp would compute differently.
 
     Raises:
         ValueError: the model is refused.
@@ -133,8 +133,8 @@ def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, size: int) -> None:
     """Add vocabulary, merges, special tokens and chat template. ``size``: rows of the embedding.
 
     Raises:
-        ValueError: the tokenizer is not a byte-level BPE, llama.cpp does not have its splitting, or more than three
-            tokens end a reply.
+        ValueError: the tokenizer is not a byte-level BPE, llama.cpp cannot split texts in the same way, or more than
+            three tokens end a reply.
     """
     tokenizer = load_tokenizer(str(folder))
     file = folder / "tokenizer.json"
@@ -163,8 +163,8 @@ def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, size: int) -> None:
 
 
 def add_ends(writer: gguf.GGUFWriter, ends: Sequence[int], eos: int | None) -> None:
-    """Add the tokens that end a reply: the end of a text and, if there are more, of a turn and of a message, as in
-    Llama 3.1.
+    """Add the tokens that end a reply. The first one ends a text. As in Llama 3.1, a second one ends a turn, and a
+    third one ends a message.
 
     Raises:
         ValueError: there are more than three such tokens.
@@ -174,7 +174,7 @@ def add_ends(writer: gguf.GGUFWriter, ends: Sequence[int], eos: int | None) -> N
     adders = (writer.add_eos_token_id, writer.add_eot_token_id, writer.add_eom_token_id)
     if len(ids) > len(adders):
         raise ValueError(
-            f"{len(ids)} tokens end a reply, and GGUF takes three: shorten eos_token_id in generation_config.json"
+            f"{len(ids)} tokens end a reply, but GGUF allows three: shorten eos_token_id in generation_config.json"
         )
     for add, number in zip(adders, ids, strict=False):
         add(number)
@@ -196,7 +196,7 @@ def vocabulary(tokenizer: Tokenizer, size: int) -> tuple[list[str], list[int]]:
 
 
 def splitting(content: Mapping[str, Any]) -> str:
-    """llama.cpp's name for the way in which a tokenizer splits texts. ``content``: of its tokenizer.json.
+    """llama.cpp's name for the way in which a tokenizer splits texts. ``content``: the content of tokenizer.json.
 
     Raises:
         ValueError: the tokenizer is not a byte-level BPE, or llama.cpp has no name for its splitting.
@@ -207,10 +207,10 @@ def splitting(content: Mapping[str, Any]) -> str:
     refused = (
         f"the tokenizer ({' and '.join(kinds)}, {model.get('type', 'no tokenizer.json')}) has no name in llama.cpp"
     )
-    remedy = "--no-tokenizer leaves it out, and programs then accept only token ids"
+    remedy = "--no-tokenizer leaves the tokenizer out, and programs then accept only token ids"
     if model.get("type") != "BPE" or model.get("byte_fallback") or kinds[-1] != "ByteLevel":
         raise ValueError(f"{refused}: {remedy}; {CONVERTER}")
-    # llama.cpp changes no text before it splits it; it does without NFC of Qwen's tokenizers
+    # llama.cpp does not normalize a text before it splits it; it also ignores the NFC of Qwen's tokenizers
     if (changes := (content.get("normalizer") or {}).get("type")) not in (None, "NFC"):
         raise ValueError(f"the tokenizer's normalizer, {changes}, has no name in llama.cpp: {remedy}; {CONVERTER}")
     if parts[-1].get("add_prefix_space"):
@@ -227,7 +227,7 @@ def splitting(content: Mapping[str, Any]) -> str:
             pattern = pattern.replace(other, written)
         name = SPLITS.get(pattern)
         if name == "llama-bpe" and not model.get("ignore_merges"):
-            return "dbrx"  # the same splitting; a whole word that is a token is merged all the same
+            return "dbrx"  # the same splitting, but merges also apply to a whole word that is a token
         if name is not None:
             return name
     raise ValueError(f"{refused}: {remedy}; {CONVERTER}")
@@ -287,7 +287,7 @@ def _interleaved(name: str, weight: torch.Tensor, config: PretrainedConfig) -> t
 
 
 def rope_factors(config: PretrainedConfig) -> np.ndarray | None:
-    """The divisors of the frequencies for Llama 3's ``rope_type``, [head_dim / 2] float32; None for plain positions."""
+    """The divisors of the frequencies for Llama 3's ``rope_type``, [head_dim / 2] float32; None for other types."""
     rope = rope_of(config)
     if rope["rope_type"] != "llama3":
         return None

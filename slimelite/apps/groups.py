@@ -17,7 +17,7 @@ from slimelite.tracking.metrics_file import axis_of, unknown_metrics
 SEEDS = ("--seed", "--rollout-seed")
 TEST = (
     "unpaired two-sided permutation test of the difference of means, over all ways to divide the runs into the two "
-    f"groups, or {DRAWS:,} random ones if there are more than {EXACT:,}"
+    f"groups, or {DRAWS:,} random ways if there are more than {EXACT:,}"
 )
 PAIRED_TEST = "two-sided sign-flip permutation test of the differences between runs with the same seed"
 
@@ -45,14 +45,17 @@ def read_groups(words: Sequence[Sequence[str]]) -> dict[str, list[Run]]:
 def grouped(groups: Groups, metrics: Sequence[str] = ()) -> Facts:
     """Everything that ``slimelite compare --group --json`` prints.
 
-    ``flags``: name -> its value in each group, for flags that differ between groups but not within one. ``test``,
+    ``flags``: name -> its value in each group, for flags that differ only between groups. ``test``,
     ``paired_test``: the meaning of p. ``groups``: a dict for each group, with ``name``, ``runs``, ``seeds`` and
-    ``measures``. A measure is each run's last score of a dataset, or the mean ``reward`` or ``loss`` of its last
-    rollouts; with ``metrics`` it is each of these instead: the last value of a metric of evaluations, or the mean of
-    its last rollouts. It has ``values``, ``mean``, ``standard_error``, ``at`` and, from the second group on,
-    ``against_first`` (see `Unpaired`, or ``why_not``), and ``paired`` if the seeds of both groups match: ``pairs``,
-    ``difference``, ``standard_error``, ``p`` and ``least_p``. ``same``: see `same_notes`. ``order``: a sentence about
-    groups whose runs saw the same prompts in the same order.
+    ``measures``. ``same``: see `same_notes`. ``order``: a sentence about groups whose runs saw the same prompts in the
+    same order.
+
+    By default, a measure is the last score of a dataset, or the mean ``reward`` or ``loss`` of the last rollouts. With
+    ``metrics``, there is one measure for each of these metrics: the last value of a metric of evaluations, or the mean
+    of another metric over the last rollouts. A measure has ``values`` (one for each run), ``mean``,
+    ``standard_error`` and ``at``. From the second group on, it also has ``against_first`` (see `Unpaired`, or
+    ``why_not``). If the seeds of both groups match, it has ``paired``: ``pairs``, ``difference``, ``standard_error``,
+    ``p`` and ``least_p``.
 
     Raises:
         ValueError: a run has none of the values of one of ``metrics``.
@@ -86,8 +89,8 @@ def grouped(groups: Groups, metrics: Sequence[str] = ()) -> Facts:
 
 
 def _pairs(first: Sequence[Run], other: Sequence[Run]) -> list[tuple[int, int]]:
-    """Positions of the runs with the same seeds in both groups; empty if the seeds of the groups are not the same, or
-    if a group has a seed twice."""
+    """For each seed, the positions of its runs in the two groups. Empty if the groups have different seeds, or if a
+    group has a seed twice."""
     seeds = [[(run.config.get("seed"), run.config.get("rollout_seed")) for run in runs] for runs in (first, other)]
     known = all(None not in pair for of_group in seeds for pair in of_group)
     matching = set(seeds[0]) == set(seeds[1]) and len(set(seeds[0])) == len(seeds[0]) == len(seeds[1])
@@ -95,7 +98,7 @@ def _pairs(first: Sequence[Run], other: Sequence[Run]) -> list[tuple[int, int]]:
 
 
 def _paired(first: Sequence[float], other: Sequence[float], pairs: Sequence[tuple[int, int]]) -> Facts:
-    if not len(first) == len(other) == len(pairs):  # a run has no value
+    if not len(first) == len(other) == len(pairs):  # a run lacks a value
         return {}
     facts = paired_test(np.array([other[j] - first[i] for i, j in pairs]))._asdict()
     least = max(2.0 ** (1 - len(pairs)), 1 / (SIGN_DRAWS + 1))
@@ -114,8 +117,8 @@ def _order(groups: Groups) -> list[str]:
     if not names:
         return []
     return [
-        f"Within {' and '.join(names)}, all runs read the same prompts in the same order, because they have no "
-        "--rollout-shuffle: ± and p say nothing about the choice and the order of prompts."
+        f"Within {' and '.join(names)}, all runs read the same prompts in the same order, because "
+        "--rollout-shuffle is off. ± and p therefore do not include the variation that other prompts would cause."
     ]
 
 
@@ -131,7 +134,8 @@ def _flags(groups: Groups) -> dict[str, list[object]]:
 
 
 def _measures(runs: Sequence[Run], metrics: Sequence[str]) -> dict[str, Facts]:
-    """Name -> the value of each run that has it, their mean, and its standard error, s / sqrt(n) with s² over n − 1."""
+    """Name -> the values of the runs that have it, their mean, and the standard error of the mean, s / sqrt(n), where
+    s² divides by n − 1."""
     names = dict.fromkeys(name for run in runs for name in run.scores)
     named = {name.removeprefix("eval/"): name for name in names}
     rewarded = any("rollout/raw_reward" in run.series for run in runs)
@@ -208,7 +212,7 @@ def _rows(groups: Sequence[Facts]) -> Iterator[Row]:
 
 
 def _digits(values: Sequence[float]) -> int:
-    """Decimals: three, or as many as four digits of the largest value need.
+    """The number of decimals: three, or more if the largest value needs more to show four digits.
 
     >>> _digits([0.61, 0.64]), _digits([0.00012, 0.0002])
     (3, 7)

@@ -1,4 +1,5 @@
-"""HTML pages in one file. Style and program are inside it, and a content security policy allows nothing else."""
+"""Makes an HTML page of one file. The file contains its styles and scripts, and a content security policy allows no
+others."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from hashlib import sha256
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 
-# the programs of slimelite/apps/page, which all pages have
+# the scripts of slimelite/apps/page that every page has
 SHARED = ("elements.js", "token_box.js")
 PAGE = """<!DOCTYPE html>
 <html lang="en">
@@ -20,7 +21,7 @@ PAGE = """<!DOCTYPE html>
 <style>{style}</style>
 </head>
 <body>
-<noscript>This page draws itself with JavaScript, which is switched off.</noscript>
+<noscript>This page needs JavaScript, but JavaScript is switched off.</noscript>
 <script type="application/json" id="data">{data}</script>
 <script>{script}</script>
 </body>
@@ -29,8 +30,8 @@ PAGE = """<!DOCTYPE html>
 
 
 def document(scripts: Sequence[Traversable], styles: Sequence[Traversable], data: str, *, asks: bool = False) -> str:
-    """A page made of these files, after the `SHARED` ones, with the JSON text ``data`` in an element of this id.
-    ``asks``: the page may send requests, but only to the server that it came from.
+    """Make a page from the `SHARED` scripts and these files. ``data``: JSON text for the element with the id "data".
+    ``asks``: the page may send requests, but only to its own server.
     """
     shared = files("slimelite.apps") / "page"
     script = "\n".join(file.read_text(encoding="utf-8") for file in (*map(shared.joinpath, SHARED), *scripts))

@@ -4,10 +4,10 @@
     python train.py --loss-type dpo_loss --prompt-data pairs.parquet --input-key prompt ...
 
 Responses of one group are compared by their reward. A pair is left out if its rewards are equal or closer than
-``--margin``, or if its texts are equal. Some responses are left out too: one that did not end by itself (truncated,
-aborted), one that a plugin removed, and one with masked tokens, such as those of a tool. DPO would train on their
-tokens. Texts are the sampled ones: the prompt with its chat template, and the response with its end token. Training
-does not add a second end token.
+``--margin``, or if its texts are equal. Some responses are left out too: those that did not end by themselves
+(truncated, aborted), those that a plugin removed, and those with masked tokens, such as the tokens of a tool. DPO would
+train on the masked tokens too. Texts are the sampled ones: the prompt with its chat template, and the response with its
+end token. Training does not add a second end token.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def pairs_of(table: SampleTable, margin: float, most: int, left_out: Counter[str
 
     Args:
         margin: the smallest difference of rewards; 0 accepts every difference.
-        left_out: counts the responses and groups that give no pair, by reason.
+        left_out: reason -> number of responses or groups that give no pair. This function adds to it.
     """
     for group in dict.fromkeys(table.group_id.tolist()):
         usable = []
@@ -93,7 +93,7 @@ def main(argv: Sequence[str]) -> int:
     if args.out.suffix != ".parquet":
         parser.error(f"-o {args.out}: name a file that ends with .parquet")
     if args.max_pairs_per_group < 1 or not args.margin >= 0:
-        parser.error("--max-pairs-per-group is at least 1, and --margin at least 0")
+        parser.error("--max-pairs-per-group must be at least 1, and --margin at least 0")
     left_out: Counter[str] = Counter()
     pairs: list[dict[str, Any]] = []
     for file in [file for source in args.sources for file in rollout_files(source)]:

@@ -27,7 +27,7 @@ def write_merged(source: Path, base: str, folder: Path, dtype: str) -> None:
     Args:
         source: a folder with an adapter in peft's format, or a checkpoint of ``--save``.
         base: Hugging Face folder or hub id.
-        dtype: of the weights in ``folder``, "float32" or "bfloat16". They are computed in fp32.
+        dtype: the dtype of the weights in ``folder``, "float32" or "bfloat16". The merge is computed in fp32.
 
     Raises:
         ValueError: there is no model at ``base``, or ``source`` is damaged or belongs to another model.
@@ -38,17 +38,17 @@ def write_merged(source: Path, base: str, folder: Path, dtype: str) -> None:
     except ValueError as error:
         why = " ".join(str(error).split())
         raise ValueError(
-            f"{source} changes {base}, which does not exist: name its base model with --base ({why})"
+            f"{source} belongs to the base model {base}, which does not exist: name the base with --base ({why})"
         ) from error
     if adapter and not has_weights(base):
-        raise ValueError(f"{base} holds no weights that the adapter in {source} could change")
+        raise ValueError(f"{base} has no weights that the adapter in {source} could change")
     hf = load_model(base, config, seed=0, attention="eager", empty=False)
     if adapter:
         add_adapters(hf, LoraArgs(lora_adapter_path=str(source), **read_adapter(str(source))), seed=0)
     else:
         try:
             _read_checkpoint(source, hf, base)
-        except ValueError as error:  # which may say what resumes a run
+        except ValueError as error:  # the message may advise how to resume a run
             raise ValueError(str(error).replace(REMEDY, "name the folder of another checkpoint")) from error
     for _, module in adapters(hf):
         module.weight.data = gathered(module, torch.float32, None)
@@ -62,19 +62,19 @@ def write_merged(source: Path, base: str, folder: Path, dtype: str) -> None:
 
 
 def _read_checkpoint(source: Path, hf: PreTrainedModel, base: str) -> None:
-    """Fill ``hf`` from a checkpoint. It has all weights, or adapters, which are then added to ``hf``."""
+    """Load a checkpoint into ``hf``. If the checkpoint has adapters, they are added to ``hf`` first."""
     reader = CheckpointReader(source)
     saved = {name.removeprefix("model.") for name in reader.tensors if name.startswith("model.")}
     if lora := read_state(source).get(ADAPTER):
         targets = tuple(sorted(name.removesuffix(".lora_A") for name in saved if name.endswith(".lora_A")))
-        # the saved scaling already has what --lora-type makes of rank and alpha
+        # the saved scaling already includes the effect of --lora-type on rank and alpha
         flags = {"lora_rank": lora["rank"], "lora_alpha": lora["scaling"] * lora["rank"], "lora_targets": targets}
         add_adapters(hf, LoraArgs(**flags), seed=0)
     trained: dict[str, Tensor] = {name: p for name, p in hf.named_parameters() if p.requires_grad}
     other = {name for name in saved & trained.keys() if reader.tensors[f"model.{name}"].size != trained[name].shape}
     if odd := (saved ^ trained.keys()) | other:
         what = "has another shape" if min(odd) in other else "is missing in one of them"
-        raise ValueError(f"{source} is no checkpoint of {base}: {min(odd)} {what}; name its model with --base")
+        raise ValueError(f"{source} is not a checkpoint of {base}: {min(odd)} {what}; name its model with --base")
     with warnings.catch_warnings():  # torch warns that there is no process group
         warnings.simplefilter("ignore", UserWarning)
         reader.load({"model": trained})

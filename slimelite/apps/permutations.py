@@ -1,4 +1,4 @@
-"""The permutation tests of `slimelite compare`: of paired differences, and of two groups."""
+"""The permutation tests of `slimelite compare`: a test of paired differences, and a test of two groups."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-# up to so many differences that are not 0, every pattern of signs is tried
+# up to this many differences that are not 0, every pattern of signs is tried
 EXACT_SIGNS = 14
 SIGN_DRAWS = 10_000
 DRAWS_AT_ONCE = 256
-# up to so many ways to deal the runs to two groups, each is tried
+# up to this many ways to divide the runs into two groups, every way is tried
 EXACT = 20_000
 DRAWS = 20_000
 
 
 class Paired(NamedTuple):
-    """How the scores of two runs on the same prompts differ.
+    """The difference between the scores of two runs on the same prompts.
 
-    ``standard_error``: of ``difference``; None for one prompt. ``p``: the two-sided sign-flip permutation test.
+    ``standard_error``: the standard error of ``difference``; None for one prompt. ``p``: the p-value of the two-sided
+    sign-flip permutation test.
     """
 
     prompts: int
@@ -33,10 +34,10 @@ class Paired(NamedTuple):
 def paired_test(differences: np.ndarray) -> Paired:
     """Test whether the mean of ``differences``, [prompts] float64, is 0.
 
-    If the two sides were equally good, each pair's difference could have the other sign just as well. ``p`` is the
-    share of all sign patterns whose mean is at least as far from 0 as the observed mean. With more than `EXACT_SIGNS`
-    differences other than 0, it is estimated from `SIGN_DRAWS` random patterns. The observed pattern counts too, so
-    ``p`` is never 0. The same differences give the same ``p``.
+    If both runs were equally good, both signs of each difference would be equally likely. ``p`` is the share of sign
+    patterns for which the mean is at least as far from 0 as the observed mean. With more than `EXACT_SIGNS` differences
+    other than 0, ``p`` is estimated from `SIGN_DRAWS` random patterns. The observed pattern counts too, so ``p`` is
+    never 0. The same differences always give the same ``p``.
 
     Raises:
         ValueError: there are no differences to test.
@@ -48,8 +49,8 @@ def paired_test(differences: np.ndarray) -> Paired:
 
 
 def _sign_flip(values: np.ndarray) -> float:
-    """The p-value; ``values``: differences that are not 0."""
-    # sums that differ by rounding alone are equal
+    """The p-value of the sign-flip test. ``values``: the differences that are not 0."""
+    # sums that differ only by rounding are equal
     observed = abs(values.sum()) - 1e-9 * np.abs(values).sum()
     if len(values) <= EXACT_SIGNS:
         patterns = np.arange(2 ** len(values))[:, None] >> np.arange(len(values)) & 1
@@ -64,10 +65,10 @@ def _sign_flip(values: np.ndarray) -> float:
 
 
 class Unpaired(NamedTuple):
-    """The difference between the means of a second group and the first.
+    """The mean of a second group minus the mean of the first group.
 
-    ``standard_error``: of ``difference``, sqrt(s₁²/n₁ + s₂²/n₂). ``p``: of the permutation test. ``least_p``: the
-    smallest p that so few runs can give.
+    ``standard_error``: the standard error of ``difference``, sqrt(s₁²/n₁ + s₂²/n₂). ``p``: the p-value of the
+    permutation test. ``least_p``: the smallest p-value that this number of runs can give.
     """
 
     difference: float
@@ -79,16 +80,16 @@ class Unpaired(NamedTuple):
 def unpaired_test(first: Sequence[float], other: Sequence[float]) -> Unpaired:
     """Test whether two groups of runs have the same mean: Fisher's randomization test (Design of Experiments, 1935).
 
-    If the groups were alike, each run could be in the other group just as well. ``p`` is the share of all ways to split
-    the n₁ + n₂ values into groups of n₁ and n₂ whose means differ at least as much, in either direction, as the
-    observed means. The test needs no normal distribution. It needs at least seven runs, such as 3 + 4, to reach a p
-    below 0.05. If there are more than `EXACT` ways, `DRAWS` random ones are used, and the observed one counts too
-    (Phipson and Smyth, 2010, doi:10.2202/1544-6115.1585).
+    If the groups were alike, every division of the n₁ + n₂ values into groups of n₁ and n₂ would be equally likely.
+    ``p`` is the share of divisions for which the means differ at least as much as the observed means, in either
+    direction. The test does not assume a normal distribution. It needs at least seven runs, such as 3 + 4, to reach a p
+    below 0.05. If there are more than `EXACT` divisions, `DRAWS` random divisions are used, and the observed division
+    counts too (Phipson and Smyth, 2010, doi:10.2202/1544-6115.1585).
     """
     values, count = np.array([*first, *other], np.float64), len(other)
     difference = values[-count:].mean() - values[:-count].mean()
     error = math.sqrt(sum(np.var(group, ddof=1) / len(group) for group in (first, other)))
-    # sums that differ by rounding alone are equal
+    # sums that differ only by rounding are equal
     observed = abs(difference) * (1 - 1e-9) - 1e-12 * np.abs(values).max(initial=0.0)
 
     def distances(chosen: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The text of each token of a response: its exact piece of the response, as the page shows it."""
+"""Finds the exact piece of a response's text for each of its tokens, so that the page can show the tokens."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 FILE = "tokenizer.json"
-BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # how tokenizers with byte fallback write a byte
+BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a byte in a vocabulary with byte fallback
 
 
 class Pieces:
-    """A vocabulary of (token id, bytes of its piece), which grows with the tables that are encoded.
+    """A vocabulary of pairs: a token id and the bytes of its piece. Each encoded table adds the pairs that it needs.
 
-    Pieces are bytes, because a token may be a part of a UTF-8 character. The pieces of a response, joined and decoded
-    (invalid bytes as U+FFFD), are the response. A token may have several pieces. For example, the first token of a
-    response may lack the space that it has elsewhere.
+    Pieces are bytes, because a token may be a part of a UTF-8 character. If the pieces of a response are joined and
+    decoded (invalid bytes as U+FFFD), they give the response. A token id may have several pieces. For example, the
+    first token of a response may lack the space that it has elsewhere.
     """
 
     def __init__(self, file: Path) -> None:
@@ -40,7 +40,7 @@ class Pieces:
         try:
             self._tokenizer: Tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # tokenizers raises bare exceptions
-            raise ValueError(f"{file} is no tokenizer: {error}") from error
+            raise ValueError(f"{file} is not a tokenizer: {error}") from error
         decoder = json.dumps(json.loads(file.read_text(encoding="utf-8")).get("decoder"), ensure_ascii=False)
         self._byte_level, self._spaced = '"ByteLevel"' in decoder, "▁" in decoder
         self._added = self._tokenizer.get_added_tokens_decoder()
@@ -50,21 +50,21 @@ class Pieces:
 
     @classmethod
     def of_run(cls, run: Run) -> tuple[Pieces | None, str | None]:
-        """The vocabulary of the run's tokenizer, or (None, a sentence that says why there is none)."""
+        """The vocabulary of the run's tokenizer, or None and a sentence with the reason."""
         name = run.config.get("tokenizer") or run.config.get("hf_checkpoint")
-        without = "responses are shown without the limits and numbers of their tokens"
+        without = "responses are shown without their tokens and without numbers for each token"
         if not name:
-            return None, f"The run names no tokenizer: {without}."
+            return None, f"The run's configuration does not name a tokenizer: {without}."
         file = _find(run, str(name))
         if file is None:
-            return None, f"The run's tokenizer is not there any more (no {FILE} in {name}): {without}."
+            return None, f"The run's tokenizer does not exist any more (no {FILE} in {name}): {without}."
         try:
             return cls(file), None
         except ValueError as error:
             return None, f"The run's tokenizer cannot be read ({error}): {without}."
 
     def encode(self, table: SampleTable) -> tuple[np.ndarray, list[bool]]:
-        """([response tokens] entries of the vocabulary, [rows] whether the row's pieces make its response)."""
+        """([response tokens] entries of the vocabulary, [rows] whether the row's joined pieces equal its response)."""
         used, inverse = np.unique(table.response_tokens, return_inverse=True)
         pieces = [self._piece(int(i)) for i in used]
         own = np.array([self._entry(int(i), piece) for i, piece in zip(used, pieces, strict=True)], np.int64)
@@ -92,9 +92,10 @@ class Pieces:
         }
 
     def _fitted(self, ids: Sequence[int], pieces: list[bytes], response: str) -> list[bytes]:
-        """Other pieces that make ``response``, or [] if no known reason explains the difference.
+        """Other pieces that together give ``response``, or [] if no known reason explains the difference.
 
-        Special tokens may have been left out, the first space removed, or the end cut off, as with a stop string.
+        The known reasons: special tokens were left out, the first space was removed, or the end was cut off (for
+        example by a stop string).
         """
         named = [b"" if i in self._added and self._added[i].special else p for i, p in zip(ids, pieces, strict=True)]
         for candidate in (pieces, named, self._marked(ids, pieces), self._marked(ids, named)):
@@ -106,7 +107,7 @@ class Pieces:
         return []
 
     def _marked(self, ids: Sequence[int], pieces: list[bytes]) -> list[bytes]:
-        """The pieces, with U+FFFD for each byte of neighbouring byte tokens that make no text, as in decoding."""
+        """The pieces. If neighbouring byte tokens are not valid UTF-8, each becomes U+FFFD, as in the decoder."""
         marked = []
         for is_byte, run in groupby(zip(ids, pieces, strict=True), lambda pair: pair[0] in self._bytes):
             run_pieces = [piece for _, piece in run]
@@ -138,7 +139,7 @@ class Pieces:
 
 
 def _part(pieces: Sequence[bytes], start: int, end: int) -> list[bytes]:
-    """The bytes from ``start`` to ``end`` of all pieces together, split into pieces."""
+    """The bytes from ``start`` to ``end`` of the joined pieces, still divided into pieces."""
     kept, at = [], 0
     for piece in pieces:
         kept.append(piece[max(start - at, 0) : max(end - at, 0)])
@@ -147,7 +148,7 @@ def _part(pieces: Sequence[bytes], start: int, end: int) -> list[bytes]:
 
 
 def _find(run: Run, name: str) -> Path | None:
-    """The tokenizer.json of a folder or hub id. A relative folder may be relative to a folder above the run's."""
+    """The tokenizer.json of a folder or hub id. A relative path may start from any folder above the run's."""
     for base in (Path(), *run.folder.resolve().parents):
         if (base / name / FILE).is_file():
             return base / name / FILE
@@ -157,13 +158,14 @@ def _find(run: Run, name: str) -> Path | None:
 
     try:
         cached: object = try_to_load_from_cache(name, FILE)
-    except ValueError:  # no name that the hub would give
+    except ValueError:  # not a valid name on the hub
         return None
     return Path(cached) if isinstance(cached, str) else None
 
 
 def _byte_chars() -> dict[str, int]:
-    """How byte-level tokenizers write bytes: printable Latin-1 as itself, the others from U+0100 on."""
+    """Character of a byte-level tokenizer -> byte. Printable Latin-1 bytes are written as themselves, and the other
+    bytes as characters from U+0100 on."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}

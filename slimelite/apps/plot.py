@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from slimelite.apps.runs import Run, read_runs, same_notes
 from slimelite.tracking.plot import BANDS, draw_run, draw_runs
 
-MANY = "draw this metric; may be given several times. With more than four runs, each metric has its own panel"
+MANY = "draw this metric; may be given several times. With more than four runs, each metric gets its own panel"
 EXAMPLES = """examples:
   slimelite plot runs/a runs/b -o curves.png                     a line for each run
-  slimelite plot --band "10 seeds" runs/seed-* -o curves.png     the median, and from minimum to maximum
+  slimelite plot --band "10 seeds" runs/seed-* -o curves.png     the median, with a band from minimum to maximum
   slimelite plot --band mean-se --band a runs/a-* --band b runs/b-*   two groups: mean ± standard error
   slimelite plot runs/a --metric eval/gsm8k --metric train/loss  two panels
 """
@@ -37,9 +37,9 @@ def main(argv: Sequence[str]) -> int:
         action="append",
         default=[],
         metavar=("NAME", "RUN"),
-        help="several runs under one name, drawn as their median with a band from minimum to maximum. --band mean-se, "
-        "minmax or quantiles without run folders chooses the kind of all bands: mean ± standard error, median "
-        "and extremes, or median and quartiles",
+        help="several runs under one name, drawn as their median with a band from minimum to maximum. Another --band "
+        "without run folders chooses the kind of all bands: mean-se (mean ± standard error), minmax (median and "
+        "extremes) or quantiles (median and quartiles)",
     )
     parser.add_argument("--metric", action="append", default=[], help=MANY)
     parser.add_argument("-o", "--out", default="curves.png", metavar="FILE", help="PNG to write (default: %(default)s)")

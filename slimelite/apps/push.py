@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("repo", metavar="ORG/NAME", help="the repository; it is created if it does not exist")
     parser.add_argument("--private", action="store_true", help="a new repository is private")
     parser.add_argument("--branch", help="the branch; it is created if it does not exist (default: main)")
-    parser.add_argument("--message", help="message of the commit (default: the name of the folder or file)")
+    parser.add_argument("--message", help="message of the commit (default: Upload NAME with slimelite)")
     args = parser.parse_args(argv)
     if (why := refusal(args.repo)) is not None:
         raise ValueError(why)
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _model(what: str) -> Path:
-    """The folder of a model or adapter. For a run, its newest one."""
+    """The folder of a model or adapter. For a run, it is the newest model or adapter of the run."""
     if not Path(what).exists():
         raise ValueError(f"{what}: no such folder or file")
     path = Path(resolve_model(what).path)

@@ -24,7 +24,7 @@ from slimelite.stages import RECORD
 
 # the rollout of an evaluation before the first step
 BEFORE_TRAINING = -1
-# the folder of a journey with what `slimelite eval` found for each stage, and the task that shows answers
+# the folder of a journey with the results of `slimelite eval` for each stage; the task whose answers are shown
 EVALUATIONS, ANSWERS = "eval", "answers"
 PROMPTS = ("Who are you?", "Why is the sky blue?", "12 + 7 =", "The capital of France is")
 STYLE = (
@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
     add("--data", metavar="DIR", help="the rows of the tasks are read from files in this folder")
     add("--limit", type=int, metavar="N", help="read only the first N rows of each task")
     add("--prompts", nargs="*", default=PROMPTS, metavar="TEXT", help="prompts that the model of every stage answers")
-    add("--max-tokens", type=int, default=64, metavar="N", help="most tokens of such an answer (%(default)s)")
+    add("--max-tokens", type=int, default=64, metavar="N", help="most tokens of an answer to --prompts (%(default)s)")
     args = parser.parse_args(argv)
     stages = read_stages(args.journey)
     _evaluate(args, stages)
@@ -87,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def read_stages(journey: Path) -> list[Run]:
-    """The runs of the stages that have begun, in order. Their names are those of their folders.
+    """The runs of the stages that have begun, in order. A run has the name of its folder.
 
     Raises:
         ValueError: no stage has begun.
@@ -104,7 +104,8 @@ def _model(run: Run) -> Path:
 
 
 def _evaluate(args: argparse.Namespace, stages: Sequence[Run]) -> None:
-    """Evaluate each stage's model in `EVALUATIONS` of the journey. Known results are not computed again."""
+    """Evaluate the model of each stage. The results go to the journey's folder `EVALUATIONS`. Known results are not
+    computed again."""
     from slimelite.apps import eval as evaluation  # it needs transformers
 
     tasks = [task for task in (args.tasks or "").split(",") if task.strip()]
@@ -113,10 +114,10 @@ def _evaluate(args: argparse.Namespace, stages: Sequence[Run]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         rows = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in args.prompts)
         task = {"name": ANSWERS, "data": f"{ANSWERS}.jsonl", "prompt": "{{ prompt }}", "label": "0"}
-        # the score, of a number that nobody asked for, is not shown
+        # a task needs a scorer; the score has no meaning here and is not shown
         content = json.dumps({**task, "scorer": "last_number", "max_tokens": args.max_tokens})  # JSON is YAML
         for file, text in ((folder / f"{ANSWERS}.jsonl", rows), (folder / f"{ANSWERS}.yaml", content)):
-            if not file.is_file() or file.read_text(encoding="utf-8") != text:  # a new file would be asked anew
+            if not file.is_file() or file.read_text(encoding="utf-8") != text:  # a new file is evaluated again
                 file.write_text(text, encoding="utf-8")
         tasks.append(str(folder / f"{ANSWERS}.yaml"))
     options = [
@@ -127,15 +128,15 @@ def _evaluate(args: argparse.Namespace, stages: Sequence[Run]) -> None:
         if not tasks or not model.is_dir():
             continue
         words = [str(model), "--tasks", ",".join(tasks), "--output", str(folder / run.folder.name), "--json"]
-        with redirect_stdout(StringIO()):  # the table of each alone says nothing; the page has all
+        with redirect_stdout(StringIO()):  # the page shows all results, so the tables are not printed
             status = evaluation.main([*words, *options])
         if status:
             raise ValueError(f"{model} could not be evaluated on {','.join(tasks)}")
 
 
 def evaluated(journey: Path, run: Run) -> Run | None:
-    """The results of `_evaluate`, or of ``slimelite eval --output JOURNEY/eval/STAGE``, for a stage; None if there are
-    none."""
+    """The evaluation results of a stage, from `_evaluate` or from ``slimelite eval --output JOURNEY/eval/STAGE``. None
+    if there are no results."""
     files = sorted((journey / EVALUATIONS / run.folder.name).rglob("results.json"))
     return Run.read(files[-1].parent) if files else None
 
@@ -183,10 +184,10 @@ def _amounts(tokens: float, flops: float, hours: float) -> list[str]:
 
 def spent(run: Run) -> tuple[float, float, float]:
     """Three numbers: the tokens that were trained on (prompts included), the floating-point operations of training, and
-    hours. Hours run from the first record of each start to its last, so neither the start itself nor the time between
-    two starts counts.
+    the hours. The hours of each process are counted from its first record to its last one. So neither the startup of a
+    process nor the time between two processes counts.
 
-    None of them counts work that a resume made invalid.
+    Work that a resume made invalid does not count in any of the three numbers.
     """
     tokens = flops = seconds = 0.0
     ranks = max(
@@ -205,9 +206,10 @@ def spent(run: Run) -> tuple[float, float, float]:
 
 
 def _scores(journey: Path, run: Run, later: Run | None) -> Iterator[tuple[str, str]]:
-    """(name, score with its error) after the stage. The best source comes last. The sources are: the evaluation of the
-    ``later`` stage before its first step (if it began with this stage's model), the stage's own last evaluation, and
-    `EVALUATIONS`.
+    """(name, score with its error) after the stage. If a name comes several times, its last score is the best one.
+
+    There are three sources, in this order: the evaluation of the ``later`` stage before its first step (if that stage
+    began with this stage's model), the stage's own last evaluation, and `EVALUATIONS`.
     """
     if later is not None and Path(str(later.config.get("hf_checkpoint"))) == _model(run):
         yield from _scores_of(later, 0, lambda steps: steps[0] == BEFORE_TRAINING)
@@ -228,7 +230,7 @@ def _scores_of(
 
 
 def _answers(journey: Path, run: Run) -> Iterator[tuple[str, str]]:
-    """(prompt, answer) for the prompts that the models of all stages were given."""
+    """(prompt, answer of the stage's model) for the prompts of ``--prompts``."""
     from slimelite.samples.sample import ROW
     from slimelite.samples.table import SampleTable
 
@@ -238,7 +240,7 @@ def _answers(journey: Path, run: Run) -> Iterator[tuple[str, str]]:
     rows = (journey / EVALUATIONS / f"{ANSWERS}.jsonl").read_text(encoding="utf-8").splitlines()
     table = SampleTable.from_parquet(max(source.evals[ANSWERS].items())[1])
     for metadata, answer in zip(table.metadata, table.response, strict=True):
-        number = int(json.loads(metadata)[ROW].split()[1])  # "row 3 (line 4)": a prompt without an answer has no row
+        number = int(json.loads(metadata)[ROW].split()[1])  # "row 3 (line 4)"; the table may lack rows
         yield str(json.loads(rows[number])["prompt"]), answer
 
 

@@ -1,5 +1,5 @@
-"""What commands with the argument MODEL|RUN|CHECKPOINT run: a model, or one that is made from the results of
-training."""
+"""Finds the model for the argument MODEL|RUN|CHECKPOINT of a command. An adapter or a checkpoint is merged with its
+base model."""
 
 from __future__ import annotations
 
@@ -30,14 +30,13 @@ from slimelite.models.checkpoints import (
     whats_wrong,
 )
 
-# in the folder of a merged model: what it was made of, see `merged`
+# the file in the folder of a merged model that describes its sources; see `merged`
 MADE_OF = "merged_from.json"
 
 
 class Source(NamedTuple):
-    """What a command runs. Without ``base``, ``path`` is a Hugging Face folder or hub id. With ``base``,
-    ``base`` is such a folder or id, and the folder ``path`` has an adapter or a checkpoint of ``--save``. The adapter
-    or checkpoint changes the weights of ``base``.
+    """The model that a command runs. Without ``base``, ``path`` is a Hugging Face folder or hub id. With ``base``,
+    the folder ``path`` has an adapter or a checkpoint of ``--save``, which changes the weights of the model ``base``.
     """
 
     path: str
@@ -48,7 +47,7 @@ def resolve_models(paths: Sequence[str], base: str | None) -> list[Source]:
     """The source of each of ``paths``; see `resolve_model`.
 
     Raises:
-        ValueError: there is no model; or ``base`` is given, but no path changes the weights of another model.
+        ValueError: there is no model; or ``base`` is given, but no path is an adapter or a checkpoint.
     """
     sources = [resolve_model(path, base) for path in paths]
     if base is not None and all(source.base is None for source in sources):
@@ -61,14 +60,14 @@ def resolve_model(path: str, base: str | None = None) -> Source:
     newest one counts), or a run folder (the newest model or adapter of ``--save-hf`` counts, else the newest
     checkpoint).
 
-    ``base``: the model that an adapter or a checkpoint began from. It replaces the one that the source names.
+    ``base``: the model that an adapter or a checkpoint began from. It replaces the base model that the source names.
 
     Raises:
         ValueError: there is no model. The message says how to get one.
     """
     folder = Path(path)
     if not folder.exists() and HUB_ID.fullmatch(path):
-        try:  # without the hub each file of it that is asked for takes half a minute
+        try:  # if the hub does not answer, each request for a file takes half a minute
             read_config(path)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
@@ -80,7 +79,7 @@ def resolve_model(path: str, base: str | None = None) -> Source:
     if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file():
         named = base or read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
         if not named:
-            raise ValueError(f"{path} is an adapter that does not name its model: give it with --base")
+            raise ValueError(f"{path} is an adapter that does not name its base model: name the model with --base")
         return _changes(path, str(named))
     config = read_json(folder / "config.json")
     return _resolve_run(path, config, base) if "hf_checkpoint" in config else Source(path)
@@ -98,13 +97,13 @@ def _resolve_checkpoint(folder: Path, base: str | None) -> Source:
         raise ValueError(f"{wrong}: name the folder of another checkpoint")
     named = base or read_state(directory).get(BASE)
     if named is None:
-        raise ValueError(f"{directory} does not name its model: give it with --base")
+        raise ValueError(f"{directory} does not name its base model: name the model with --base")
     return _changes(str(directory), str(named))
 
 
 def _changes(path: str, base: str) -> Source:
     if not Path(base).is_dir() and not may_be_hub_id(base):
-        raise ValueError(f"{path} changes {base}, which does not exist: name its base model with --base")
+        raise ValueError(f"{path} belongs to the base model {base}, which does not exist: name the base with --base")
     return Source(path, base)
 
 
@@ -139,7 +138,7 @@ def runnable(source: Source, dtype: str) -> Iterator[str]:
 
 
 def merged(source: Source, folder: Path, dtype: str) -> str:
-    """Write the model that an adapter or a checkpoint makes of its base to ``folder``, unless it is there already.
+    """Merge an adapter or a checkpoint with its base into ``folder``, unless the merged model is already there.
 
     ``dtype``: the type of the written weights, "float32" or "bfloat16". Returns the folder.
 
@@ -153,7 +152,7 @@ def merged(source: Source, folder: Path, dtype: str) -> str:
     made_of = {**source._asdict(), "dtype": dtype, "files": times}
     there = read_json(folder / MADE_OF) if (folder / MADE_OF).is_file() else {}
     if there.get("path", source.path) != source.path:
-        raise ValueError(f"the model in {folder} was made from {there['path']}: give --output another folder")
+        raise ValueError(f"the model in {folder} was made from {there['path']}: name another folder with --output")
     if there != made_of:
         from slimelite.apps.merging import write_merged
 

@@ -1,4 +1,4 @@
-"""Reads a run folder. The page, the comparison and the plots use only `Run` to know a run."""
+"""Reads a run folder. The page, the comparison and the plots read a run only through `Run`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from slimelite.base.lifecycle import read_status
 from slimelite.tracking.metrics_file import FILE_NAME, Record, axis_of, eval_metrics, read_metrics, series
 from slimelite.tracking.run_folder import SOURCES
 
-# the name of the evaluation before training: eval/gsm8k-start.parquet; its eval/step is -1
+# the evaluation before training has this in its file name, as in eval/gsm8k-start.parquet; its eval/step is -1
 START = "start"
 
-# reward is the mean of so many last rollouts
+# the reward is the mean over this many last rollouts
 LAST = 10
 FLOPS = "perf/actor_train_flops"
 # (x on the metric's axis, values), both float64 [points], sorted by x
@@ -29,7 +29,7 @@ Series = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class Run:
-    """The content of a run folder at the moment of reading. A missing file is an empty dict.
+    """The content of a run folder at the moment of reading. A missing file is read as an empty dict.
 
     ``name``: a short name, see `read_runs`. ``records``: the lines of metrics.jsonl that no later resume made invalid.
     """
@@ -42,10 +42,11 @@ class Run:
     def read(cls, folder: str | Path, name: str | None = None) -> Run:
         """Read the run in ``folder``. ``name`` defaults to the folder's name.
 
-        If the run is still going, a half-written line of metrics.jsonl is left out.
+        While the run is still running, a half-written line of metrics.jsonl is left out.
 
         Raises:
-            ValueError: it is not a run folder, has neither metrics nor samples, or a line of its metrics is not JSON.
+            ValueError: ``folder`` is not a run folder, has neither metrics nor samples, or a line of its metrics is not
+                JSON.
         """
         folder = Path(folder)
         if not folder.is_dir():
@@ -83,7 +84,7 @@ class Run:
     @cached_property
     def series(self) -> dict[str, Series]:
         """Metric -> (x, values), each on its own axis. Of two values at one x, the later one counts. ``rollout/flops``
-        is the sum of training's operations so far.
+        is the number of floating-point operations of training so far.
         """
         names = dict.fromkeys(n for r in self.records for n in r if "/" in n and n != axis_of(n))
         points = {name: series(self.records, name) for name in names}
@@ -104,12 +105,12 @@ class Run:
 
     @cached_property
     def dropped(self) -> dict[int, Path]:
-        """Rollout -> the parquet file of groups that it did not train on."""
+        """Rollout -> the parquet file of its groups that were not trained on."""
         return self._numbered("dropped")
 
     @cached_property
     def token_stats(self) -> dict[int, Path]:
-        """Rollout -> the parquet file of the trainer's log-probs and entropies of its tokens."""
+        """Rollout -> the parquet file with the trainer's log-probs and entropies for the rollout's tokens."""
         return self._numbered("token_stats")
 
     @cached_property
@@ -155,7 +156,8 @@ class Run:
 
 
 def read_runs(folders: Iterable[str | Path]) -> list[Run]:
-    """The runs in ``folders``. Names are the shortest different ends of their paths, such as ``a/grpo``, ``b/grpo``.
+    """The runs in ``folders``. The name of a run is the shortest end of its path that no other run has, such as
+    ``a/grpo`` and ``b/grpo``.
 
     Raises:
         ValueError: see `Run.read`; also if a folder is given twice.
@@ -178,11 +180,11 @@ def flag_names(runs: Sequence[Run]) -> list[str]:
 
 
 def differing_flags(runs: Sequence[Run]) -> dict[str, list[object]]:
-    """Flag -> its value in each run, for flags that differ. None may also mean that only another run's plugin has the
-    flag.
+    """Flag -> its value in each run, for flags that differ. A value may also be None because only a plugin of another
+    run has the flag.
 
-    Two kinds are left out: flags that only say where arguments come from or where the run folder is, and values that
-    every run derived from others.
+    Two kinds are left out: flags that only name the source of arguments or the run folder, and flags whose values every
+    run derived from other flags.
     """
     differing = {}
     for name in [name for name in flag_names(runs) if name not in SOURCES]:
@@ -193,7 +195,7 @@ def differing_flags(runs: Sequence[Run]) -> dict[str, list[object]]:
     return differing
 
 
-# what two runs with seeds of their own do not have in common to the last digit
+# two runs with different seeds never agree in these metrics to the last digit
 MEASURED = ("rollout/raw_reward", "rollout/response_len/mean", "train/loss", "train/grad_norm")
 
 

@@ -1,4 +1,4 @@
-"""``slimelite serve``: a model behind the HTTP front, until you interrupt it."""
+"""``slimelite serve``: serves a model over HTTP until you interrupt it."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve; returns 0 after an interrupt.
+    """Serve a model. Returns 0 after an interrupt.
 
     Raises:
-        ValueError: there is no such model, or the server would listen to everybody without a key.
-        OSError: the port is taken, or the address is not this machine's.
+        ValueError: there is no such model, or other machines could use the server without a key.
+        OSError: the port is taken, or the address does not belong to this machine.
     """
     args = _parser().parse_args(argv)
-    if args.api_key == "":  # `--api-key "$KEY"` without a KEY would let everybody in
+    if args.api_key == "":  # `--api-key "$KEY"` with an unset KEY would allow everybody
         raise ValueError("--api-key is empty: give a key, or leave the flag out")
     if not 0 <= args.port < 1 << 16:
         raise ValueError(f"--port must be a number from 0 to 65535, not {args.port}")
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
             raise ValueError(
                 f"--cors-origin {origin} is not an origin: write it as https://chat.example.org, without a path"
             )
-    # as browsers send them: small letters, and no port that is the usual one
+    # as browsers send them: in lower case, and without the default port
     args.cors_origin = [
         re.sub(r"^(http://.*):80$|^(https://.*):443$", r"\1\2", each.lower()) for each in args.cors_origin
     ]
@@ -72,9 +72,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--host",
         default="127.0.0.1",
-        help="address to listen on; any address that other machines can reach needs a key",
+        help="address to listen on; an address that other machines can reach needs an --api-key",
     )
-    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0 takes a free port")
     parser.add_argument(
         "--api-key", help="key that clients must send; without one, everyone who can reach the port may use the server"
     )
@@ -97,17 +97,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-MODEL_HELP = (
-    "Hugging Face folder, hub id, adapter, checkpoint of --save, or run folder, of which the newest model is taken"
-)
+MODEL_HELP = "Hugging Face folder, hub id, adapter, checkpoint of --save, or run folder (its newest model is used)"
 
 
-# what SGLang and vLLM take of a generation_config.json; and the flag that turns it off
+# the settings that SGLang and vLLM read from a generation_config.json; and the flag that turns this off
 DEFAULTS, NEUTRAL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"), "--sampling-defaults openai"
 
 
 def add_model_flags(parser: argparse._ActionsContainer) -> None:
-    """The flags that `serving` reads in addition to those of the server."""
+    """Add the flags that `serving` reads, except the flags of the server itself."""
     parser.add_argument(
         "--base",
         metavar="MODEL",
@@ -115,16 +113,17 @@ def add_model_flags(parser: argparse._ActionsContainer) -> None:
     )
     parser.add_argument("--engine", default="embedded", choices=list(ENGINES), help="what computes")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: a GPU if there is one")
-    parser.add_argument("--context-length", type=int, help="most tokens of prompt and response together")
+    parser.add_argument("--context-length", type=int, help="maximum tokens of prompt and response together")
     parser.add_argument(
         "--sampling-defaults",
         choices=["model", "openai"],
         default="model",
-        help="model: temperature, top-p, top-k, min-p and repetition penalty of generation_config.json if a request "
-        "does not set them, like SGLang and vLLM; openai: temperature 1, and all tokens",
+        help="settings that a request does not set. model: temperature, top-p, top-k, min-p and repetition penalty "
+        "come from generation_config.json, as in SGLang and vLLM; openai: temperature 1, and every token is allowed",
     )
-    parser.add_argument("--tool-call-parser", choices=list(TOOL_FORMATS), help="default: by the chat template")
-    parser.add_argument("--reasoning-parser", choices=list(REASONING_FORMATS), help="default: by the chat template")
+    default = "default: found from the chat template"
+    parser.add_argument("--tool-call-parser", choices=list(TOOL_FORMATS), help=default)
+    parser.add_argument("--reasoning-parser", choices=list(REASONING_FORMATS), help=default)
 
 
 async def _serve(args: argparse.Namespace) -> None:
@@ -143,12 +142,12 @@ async def _serve(args: argparse.Namespace) -> None:
         await asyncio.wait({again, drained}, return_when=asyncio.FIRST_COMPLETED)
 
 
-# the files of slimelite/apps/page/chat that make the program of the chat page
+# the scripts of the chat page, in slimelite/apps/page/chat
 CHAT = [f"{name}.js" for name in ("tokens", "stream", "store", "rendered", "settings", "turns", "history", "chat")]
 
 
 class Served(NamedTuple):
-    """What is served: the model's folder or hub id, the URL, the engine, whether there is a chat template, and the
+    """A served model: its folder or hub id, the URL, the engine, whether there is a chat template, and the
     server."""
 
     path: str
@@ -162,13 +161,13 @@ class Served(NamedTuple):
 async def serving(
     args: argparse.Namespace, *, origins: frozenset[str] = frozenset(), logs: bool = False
 ) -> AsyncIterator[Served]:
-    """A server of ``args.model`` on the running event loop, until the block ends.
+    """A server of ``args.model`` on the running event loop. It runs until the block ends.
 
     ``origins``, ``logs``: see `Server`.
 
     Raises:
         ValueError: there is no such model.
-        OSError: the port is taken, or the address is not this machine's.
+        OSError: the port is taken, or the address does not belong to this machine.
     """
     from slimelite.data.messages import try_template
     from slimelite.data.tokenizer import check_files, load_tokenizer, stop_token_ids
@@ -187,14 +186,14 @@ async def serving(
     package = ENGINES[args.engine].package
     if package is not None and importlib.util.find_spec(package) is None:
         raise ValueError(
-            f"--engine {args.engine}: {package} is not installed: docs/install.md says how; or use embedded"
+            f"--engine {args.engine}: {package} is not installed: see docs/install.md, or use --engine embedded"
         )
     if args.device == "cuda" and not gpus:
         raise ValueError("--device cuda: torch finds no GPU")
     device = args.device or ("cuda" if gpus else "cpu")
     parsers = {"tool_parser": args.tool_call_parser, "reasoning_parser": args.reasoning_parser}
     async with AsyncExitStack() as stack:
-        # mistakes are answered before transformers is imported and a model is loaded
+        # report mistakes before transformers is imported and a model is loaded
         (source,) = resolve_models([args.model], args.base)
         if source.base is None:
             check_files(source.path)
@@ -206,7 +205,7 @@ async def serving(
         ends = stop_token_ids(path, tokenizer)
         chat_format = ChatFormat(tokenizer, end_ids=ends, **parsers)
         if not has_weights(path):
-            print(f"warning: {path} contains no weights: the server answers with random ones", file=sys.stderr)
+            print(f"warning: {path} contains no weights: the server uses random weights", file=sys.stderr)
         known = text_config(read_config(path)).get("max_position_embeddings")
         if known is not None and (args.context_length or 0) > known:
             what = f"--context-length {args.context_length} is more than the model's {known} tokens"
@@ -251,13 +250,13 @@ async def _try_address(host: str, port: int) -> None:
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise
-        raise ValueError(f"--port {port} is taken on {host}: choose another one, or 0 for a free one") from error
+        raise ValueError(f"--port {port} is taken on {host}: choose another port, or 0 for a free port") from error
     server.close()
     await server.wait_closed()
 
 
 def chat_page() -> str:
-    """The page for a chat with the model: one HTML file that sends requests to the server that it came from."""
+    """The page for a chat with the model: one HTML file that sends its requests to its own server."""
     folder = files("slimelite.apps") / "page" / "chat"
     scripts = [folder / name for name in CHAT]
     return document(scripts, [folder / "chat.css"], "{}", asks=True)
@@ -282,7 +281,7 @@ async def _interrupt() -> None:
 
 @asynccontextmanager
 async def _engine(args: argparse.Namespace, path: str, device: str, codec: Codec) -> AsyncIterator[Engine]:
-    """The engine. If it is a server, its process runs until the block ends."""
+    """Start the engine. If it is a server, its process runs until the block ends."""
     kind, process = ENGINES[args.engine], None
     with tempfile.TemporaryDirectory(prefix="slimelite-serve-") as folder:
         log, length = Path(folder) / "engine.log", args.context_length

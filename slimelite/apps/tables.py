@@ -12,13 +12,13 @@ from rich.text import Text
 
 from slimelite.tracking.console import one_line
 
-Row = tuple[str, list[str]]  # what it is, and its text for each run
+Row = tuple[str, list[str]]  # a title, and a text for each run
 
 
 def print_table(names: Sequence[str], blocks: Iterable[Iterable[Row]], notes: Sequence[str]) -> None:
-    """Print rows with a column for each of ``names``, and notes below. Blocks are separated.
+    """Print rows with a column for each of ``names``, and the notes below the table. An empty line separates blocks.
 
-    The table is as wide as the terminal. Without a terminal it is as wide as it needs to be.
+    The table fits the width of the terminal. Without a terminal, its width is not limited.
     """
     console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
@@ -47,5 +47,5 @@ def plus_minus(standard_error: float | None) -> str:
 
 
 def plain(value: object) -> str:
-    """A flag's value as a user writes it; "-" for None."""
+    """A flag's value as a user would write it; "-" for None."""
     return "-" if value is None else one_line(value) if isinstance(value, str) else json.dumps(value)

@@ -14,7 +14,7 @@ def main(argv: Sequence[str]) -> NoReturn:
     """Run ``train.py`` as a program.
 
     Raises:
-        SystemExit: with its exit status.
+        SystemExit: always, with the exit status of ``train.py``.
     """
     loop = str(beside_package("train.py"))
     sys.argv = [loop, *argv]

@@ -1,4 +1,4 @@
-"""``slimelite view``: one HTML file that shows runs. The file has its data, style and program inside, and needs no
+"""``slimelite view``: one HTML file that shows runs. The file contains its data, styles and scripts, and needs no
 network."""
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from slimelite.base.files import write_text
 from slimelite.tracking.metrics_file import DEFAULT_AXIS
 from slimelite.tracking.panels import GROUPS, unit
 
-# the files of slimelite/apps/page/view that make the program, in the order in which their tabs appear
+# the scripts of the page, in slimelite/apps/page/view, in the order of their tabs
 SAMPLES = tuple(f"samples{part}.js" for part in ("_data", "_text", "_tokens", "_episode", "_sample", "_rows", ""))
 SCRIPTS = ("core.js", "chart.js", "overview.js", "curves.js", *SAMPLES, "agents.js", "time.js", "flags.js")
 STYLES = ("page.css", "charts.css", "samples.css")
-COLORS = 8  # page.css has so many colours of runs, a light and a dark one of each
-FOLLOW_EVERY = 10  # seconds at least between two looks at a run that goes on
+COLORS = 8  # number of run colours in page.css; each has a light and a dark version
+FOLLOW_EVERY = 10  # least time between two reads of a run that is still running [s]
 
 EXAMPLES = """examples:
   slimelite view runs/a                       writes runs/a/view.html
   slimelite view runs/a runs/b -o two.html    both runs in the same panels
-  slimelite view runs/a --follow              writes it again while the run goes on
+  slimelite view runs/a --follow              writes the file again while the run continues
 """
 
 
@@ -65,12 +65,12 @@ def main(argv: Sequence[str]) -> int:
         began = time.monotonic()
         unread = write_page(runs, out, live=args.follow)
         print(out)
-        if not args.follow:  # a run that goes on may have removed the file meanwhile
+        if not args.follow:  # a run that is still running may remove a file while it is read
             for note in unread:
                 print(f"slimelite view: {note}", file=sys.stderr)
         took = time.monotonic() - began
         while args.follow and any(run.status.get("status") == "running" for run in runs):
-            # the run itself may need the processor: writing takes a twentieth of one core at most
+            # the run itself may need the processor, so writing takes at most a twentieth of one core
             time.sleep(max(FOLLOW_EVERY, 20 * took))
             fresh = read_runs(args.runs)
             ended = all(run.status.get("status") != "running" for run in fresh)
@@ -81,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def write_page(runs: Sequence[Run], out: Path, *, live: bool = False) -> list[str]:
-    """Write the page about ``runs``. It appears complete or not at all. ``live``: the page offers to reload itself.
+    """Write the page about ``runs``, completely or not at all. ``live``: the page offers to reload itself.
 
     Returns a line for each file of samples that could not be read. The page shows these lines too.
     """
@@ -95,7 +95,7 @@ def write_page(runs: Sequence[Run], out: Path, *, live: bool = False) -> list[st
         "units": {name: unit(name) for run in runs for name in run.series},
         "runs": [_run(run, _color(i), BUDGET // len(runs)) for i, run in enumerate(runs)],
     }
-    # "<" begins a tag, and so the end of the script element, only where it stands as itself
+    # an escaped "<" cannot begin a tag, so no text in the data can end the script element
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     folder = files("slimelite.apps") / "page" / "view"
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -104,8 +104,8 @@ def write_page(runs: Sequence[Run], out: Path, *, live: bool = False) -> list[st
 
 
 def _color(i: int) -> str:
-    """The colour of run ``i`` in CSS. After the colours of page.css come lighter ones, whose hues are a golden angle
-    apart."""
+    """The colour of run ``i`` in CSS. After the colours of page.css come lighter colours. Their hues are a
+    golden angle apart."""
     hue = (95 + i * 137.508) % 360
     return f"var(--run-{i})" if i < COLORS else f"light-dark(oklch(0.68 0.15 {hue:.0f}), oklch(0.88 0.1 {hue:.0f}))"
 
@@ -123,7 +123,7 @@ def _run(run: Run, color: str, budget: int) -> dict[str, object]:
         "status": run.status,
         "seconds": wall_seconds(run),
         "versions": run.versions,
-        # NaN and Infinity are no JSON, although Python writes and reads them
+        # NaN and Infinity are not valid JSON, although Python writes and reads them
         "config": json.loads(json.dumps(run.config), parse_constant=str),
         "derivations": run.derivations,
         "scores": run.scores,
@@ -151,7 +151,7 @@ def _in_rollouts(run: Run) -> dict[str, Series]:
 
 
 def _numbers(values: np.ndarray) -> list[float | str]:
-    """Each number with six digits. Numbers that JSON cannot write are texts, as in metrics.jsonl."""
+    """Each number with six digits. NaN and infinities, which JSON lacks, become strings, as in metrics.jsonl."""
     numbers: list[float | str] = []
     for value in values.tolist():
         short = float(f"{value:.6g}")

@@ -1,7 +1,8 @@
-"""The samples of a run in the form of the page: columns, a vocabulary of token texts, and deflate. See docs/view.md.
+"""The samples of a run in the format of the page: columns and a vocabulary of token texts, compressed with deflate.
+See docs/view.md.
 
-A run has four parts: an index (numbers of every sample, for the lists), its prompts (each once), a vocabulary, and a
-chunk for each file of samples. The page decodes a chunk when one of its samples is opened.
+A run has four parts: an index (the numbers of every sample, for the lists), its prompts (each once), a vocabulary, and
+a chunk for each file of samples. The page decodes a chunk when the user opens one of its samples.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from slimelite.environments.registry import FACTS
 from slimelite.samples.sample import UNSTAMPED, label_text
 from slimelite.samples.table import SampleTable
 
-# a page holds about so many bytes of samples; a run with more is sampled down to whole groups
+# a page has at most about this many bytes of samples; from a larger run, it takes only some groups
 BUDGET = 14_000_000
-# what a response token costs with its numbers, and a sample with its row of the index, after deflate and base64
+# bytes of a response token with its numbers, and of a sample with its row of the index, after deflate and base64
 TOKEN_BYTES, SAMPLE_BYTES = 7.0, 24.0
-TEXTS = ("prompt", "label", "metadata", "reward_components")  # their size is about what parquet compresses them to
+TEXTS = ("prompt", "label", "metadata", "reward_components")  # their size is about their compressed size in parquet
 LIGHT = ("group_id", "reward", "prompt", "status", "response_tokens")
 # steps of fixed-point numbers: 3 decimals, but 4 for the difference of two log-probs
 STEP, FINE_STEP = 1e-3, 1e-4
@@ -48,8 +49,8 @@ class Source(NamedTuple):
 
 @dataclass
 class Part:
-    """The part of a source that the page has: all groups, or some. ``facts`` and ``versions`` describe the whole
-    file."""
+    """The part of a source that the page has: all its groups or some of them. ``facts`` and ``versions`` describe the
+    whole file."""
 
     source: Source
     light: pa.Table
@@ -59,8 +60,8 @@ class Part:
     rows: np.ndarray  # [kept rows]
 
     def groups(self) -> tuple[np.ndarray, np.ndarray]:
-        """([rows] each row's group, counted from 0; [groups] each group's first row). Groups are in the file's
-        order."""
+        """([rows] the group of each row, counted from 0; [groups] the first row of each group). Groups are in the order
+        of the file."""
         ids = self.light.column("group_id").to_numpy()
         _, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
         order = np.argsort(first, kind="stable")
@@ -72,22 +73,22 @@ class Part:
 def samples(run: Run, budget: int = BUDGET) -> dict[str, object]:
     """The samples of ``run`` for the page, in at most about ``budget`` bytes.
 
-    ``index``, ``prompts``, ``vocabulary`` and ``chunks`` come from `pack`. ``sources`` describes each chunk, and says
-    how many of its samples belong to ``episodes``. ``notes`` are sentences about missing data.
+    ``index``, ``prompts``, ``vocabulary`` and ``chunks`` come from `pack`. ``sources`` describes each chunk. Its
+    field ``episodes`` is the number of samples that belong to an episode. ``notes`` are sentences about missing data.
     """
     parts, notes = [], []
     for source in _sources(run):
         try:
             parts.append(_part(source))
-        except (OSError, ValueError, KeyError) as error:  # a run that goes on may have removed the file meanwhile
+        except (OSError, ValueError, KeyError) as error:  # a run that is still running may remove files
             notes.append(UNREADABLE.format(source.path, error))
     total = sum(len(part.light) for part in parts)
     if sum(_cost(part).sum() for part in parts) > budget:
         _sample_down(parts, budget)
         kept = sum(len(part.rows) for part in parts)
         notes.append(
-            f"This page holds {kept:,} of the run's {total:,} saved samples, as whole groups: dropped groups first, "
-            "then the best and the worst group of each rollout, then all groups of some prompts, chosen by chance. "
+            f"This page has {kept:,} of the run's {total:,} saved samples, in whole groups. First come dropped groups, "
+            "then the best and the worst group of each rollout, then all groups of some prompts, chosen at random. "
             "The numbers in the list of rollouts cover all samples."
         )
     parts = [part for part in parts if len(part.rows) or part.source.kind == "rollout"]
@@ -95,7 +96,7 @@ def samples(run: Run, budget: int = BUDGET) -> dict[str, object]:
     for part in parts:
         try:
             opened.append((part, SampleTable.from_arrow(_read(part.source.path).take(pa.array(part.rows)))))
-        except (OSError, ValueError) as error:  # not written by us, or removed meanwhile
+        except (OSError, ValueError) as error:  # not a file of slimelite, or just removed
             notes.append(UNREADABLE.format(part.source.path, error))
     parts, tables = [part for part, _ in opened], [table for _, table in opened]
     pieces, gone = Pieces.of_run(run)
@@ -124,10 +125,10 @@ def samples(run: Run, budget: int = BUDGET) -> dict[str, object]:
 
 
 def pack(header: Mapping[str, object], columns: Mapping[str, np.ndarray]) -> str:
-    """Base64 of the deflated bytes of: the length of the header (uint32), the JSON header, the columns.
+    """Pack three parts with deflate and base64: the length of the header (uint32), the JSON header, and the columns.
 
     ``header["columns"]`` becomes a list of [name, dtype, entries]. A column is little-endian. Its bytes are ordered by
-    significance: all lowest bytes, then all second-lowest, and so on, because equal neighbours deflate better.
+    significance: all lowest bytes, then all second-lowest, and so on. Equal neighbours compress better.
     """
     arrays = {name: np.ascontiguousarray(a, a.dtype.newbyteorder("<")) for name, a in columns.items()}
     listed = [[name, f"{a.dtype.kind}{a.dtype.itemsize}", len(a)] for name, a in arrays.items()]
@@ -204,16 +205,17 @@ def _six_digits(value: float) -> float:
 
 
 def _cost(part: Part) -> np.ndarray:
-    """[rows] about how many bytes of the page each row needs."""
+    """[rows] the approximate number of bytes that each row needs in the page."""
     return part.light.column("length").to_numpy() * TOKEN_BYTES + part.bytes_per_row
 
 
 def _sample_down(parts: Sequence[Part], budget: int) -> None:
     """Set ``rows`` of each part to whole groups that together fit into ``budget``.
 
-    Groups are taken in this order: dropped ones; the best and the worst of each rollout; then by a hash of the prompt.
-    So a prompt that is shown is shown in all rollouts and evaluations. Within the first two, parts come in the order of
-    halves, quarters and so on of the run, so that a cut leaves the run evenly covered.
+    First come dropped groups, then the best and the worst group of each rollout, then the other groups in the order of
+    a hash of the prompt. All groups of a prompt have the same hash, so they come together, from all rollouts and
+    evaluations. Dropped, best and worst groups come first from the halves of the run, then from the quarters, and so
+    on. So the groups that fit cover the run evenly.
     """
     levels, keys, costs, owners = [], [], [], []
     for i, part in enumerate(parts):
@@ -223,7 +225,7 @@ def _sample_down(parts: Sequence[Part], budget: int) -> None:
         key = np.array([zlib.crc32(text.encode()) for text in part.light.column("prompt").take(first).to_pylist()])
         if part.source.kind == "rollout" and len(first):
             level[[means.argmax(), means.argmin()]] = 1
-        spread = int(f"{i:032b}"[::-1], 2)  # the bits of i from the last to the first
+        spread = int(f"{i:032b}"[::-1], 2)  # the bits of i in reverse order
         levels.append(level)
         keys.append(np.where(level < 2, spread, key))
         costs.append(np.bincount(group, _cost(part)))
@@ -239,7 +241,7 @@ def _sample_down(parts: Sequence[Part], budget: int) -> None:
 
 
 def _index(run: Run, parts: Sequence[Part], tables: Sequence[SampleTable], prompts: dict[str, int]) -> str:
-    """The numbers of all samples. A number that a sample lacks is NaN. Fills ``prompts``: text -> place in the list."""
+    """The numbers of all samples. A number that a sample lacks is NaN. Fills ``prompts``: text -> list position."""
     newest = _newest(run, parts)
     statuses: dict[str, int] = {}
     reasons: dict[str, int] = {"": 0}
@@ -277,7 +279,8 @@ def _index(run: Run, parts: Sequence[Part], tables: Sequence[SampleTable], promp
 
 
 def _compact(values: np.ndarray) -> np.ndarray:
-    """The column in the smallest type that fits. int64 beyond 32 bits becomes float64, because JavaScript has that."""
+    """The column in the smallest type that fits. Integers that need more than 32 bits become float64, the number type
+    of JavaScript."""
     if values.dtype.kind == "f":
         return values.astype(np.float32)
     if values.dtype.kind == "b":
@@ -290,7 +293,7 @@ def _compact(values: np.ndarray) -> np.ndarray:
 
 
 def _advantages(table: SampleTable) -> np.ndarray:
-    """[rows] the advantage. If each token has its own, their mean over the tokens in the loss."""
+    """[rows] the advantage. If each token has its own advantage, this is the mean over the tokens in the loss."""
     if table.advantages is None:
         return table.advantage
     seen = table.loss_mask & np.isfinite(table.advantages)
@@ -301,9 +304,9 @@ def _advantages(table: SampleTable) -> np.ndarray:
 
 
 def _newest(run: Run, parts: Sequence[Part]) -> dict[int, float]:
-    """Rollout -> version of the weights with which it was trained.
+    """Rollout -> version of the weights when the rollout was trained on.
 
-    The metrics have the age of its oldest token. So the version is known even if no token has it.
+    The metrics have the age of the rollout's oldest token. So this version is known even if no token has it.
     """
     ages = dict(zip(*(axis.tolist() for axis in run.series.get(STALENESS, (np.zeros(0),) * 2)), strict=True))
     newest = {}
@@ -324,8 +327,8 @@ def _staleness(table: SampleTable, newest: float | None) -> np.ndarray:
 
 
 def _chunk(run: Run, part: Part, table: SampleTable, pieces: Pieces | None) -> str:
-    """Texts and per-token numbers of the samples of a source. ``responses``: null if the tokens' texts make the
-    response."""
+    """Texts and per-token numbers of the samples of a source. ``responses``: null for a response that equals
+    the joined texts of its tokens."""
     responses: list[str | None] = list(table.response)
     tokens: dict[str, np.ndarray] = {}
     if pieces is not None:
@@ -363,7 +366,7 @@ def _token_columns(run: Run, part: Part, table: SampleTable) -> dict[str, np.nda
 
 
 def _stats(run: Run, part: Part, table: SampleTable) -> tuple[np.ndarray, np.ndarray]:
-    """([response tokens] the trainer's log-probs, [response tokens] entropies); NaN where it computed none."""
+    """([response tokens] the trainer's log-probs, [response tokens] entropies); NaN for tokens without them."""
     missing = np.full(len(table.response_tokens), np.nan, np.float32)
     path = run.token_stats.get(part.source.number)
     if part.source.kind != "rollout" or path is None or not path.is_file():

@@ -1,7 +1,7 @@
-"""The command line. Dataclass groups, a few related ones in each file, are composed into one flat, frozen, typed
-`Args`.
+"""The command line. Each file defines a few related groups of flags as dataclasses. All groups are composed into one
+flat, frozen, typed `Args`.
 
-Only the standard library is imported here, so that ``train.py --help`` is fast.
+This package imports only the standard library, because ``train.py --help`` must be fast.
 """
 
 from slimelite.arguments.algorithm import AlgorithmArgs, CorrectionArgs, CriticArgs, DistillationArgs, PreferenceArgs

@@ -1,4 +1,4 @@
-"""Advantages and losses, with the flags that belong to them. docs/algorithms.md has the formulas."""
+"""Flags of advantages and losses. docs/algorithms.md has the formulas."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from slimelite.arguments.flags import ALWAYS, flag, plugin, resolved
 from slimelite.arguments.rollout import RewardArgs
 from slimelite.arguments.sources import PRESETS
 
-# this plugin gets the arguments: it may read reward flags that nothing else reads
+# this plugin gets all arguments, so it may read reward flags that no other code reads
 POST_PROCESS = use_of("--custom-reward-post-process-path")
 BOUNDED_BELOW = named(MODES, lambda mode: "mis_lower_bound" in mode.reads)
 COMPARES = when("an --advantage-estimator that compares the responses to a prompt", lambda a: a.estimator.group)
@@ -56,8 +56,8 @@ class AlgorithmArgs(OfJob):
 
     preset: list[str] = flag(
         [],
-        "each name stands for a set of flags, which the command line and --config override; docs/algorithms.md lists "
-        "the flags of each: " + ", ".join(PRESETS),
+        "each name stands for a set of flags. The command line and --config override these flags. docs/algorithms.md "
+        "lists the flags of each preset. The presets are " + ", ".join(PRESETS),
         ALWAYS,
         metavar="NAME",
     )
@@ -74,31 +74,31 @@ class AlgorithmArgs(OfJob):
     )
     compute_advantages_and_returns: bool = flag(
         True,
-        "the run computes no advantages from rewards, for a loss that uses none, such as a custom_loss",
+        "the run computes no advantages. Use this switch with a loss that needs none, such as a custom_loss",
         POLICY,
         negative="--disable-compute-advantages-and-returns",
     )
     rewards_normalization: bool = flag(
         True,
-        "rewards are not normalized within their group: the raw reward is the advantage",
+        "rewards are not normalized within their group; the raw reward is then the advantage",
         POST_PROCESS | (ADVANTAGES & COMPARES),
         negative="--disable-rewards-normalization",
     )
     grpo_std_normalization: bool = flag(
         True,
-        "the advantages of a group are not divided by its standard deviation, as in Dr.GRPO",
+        "the advantages of a group are not divided by the standard deviation of its rewards, as in Dr.GRPO",
         POST_PROCESS
         | (
             ADVANTAGES
             & chosen(ESTIMATORS, lambda e: e.divides_by_std)
-            & when("rewards normalized within their group", lambda a: a.rewards_normalization)
+            & when("a run without --disable-rewards-normalization", lambda a: a.rewards_normalization)
         ),
         negative="--disable-grpo-std-normalization",
     )
     normalize_advantages: bool = flag(
         False,
-        "the advantages of the whole batch are whitened; some estimators always do this, because their definition "
-        "includes it",
+        "the advantages of the whole batch are whitened. Some estimators always whiten, because whitening is part of "
+        "their definition",
         TRAINING & ADVANTAGES,
     )
     gamma: float = flag(
@@ -110,15 +110,19 @@ class AlgorithmArgs(OfJob):
         at_most=1,
     )
     lambd: float = flag(
-        1.0, "GAE weights longer returns by this factor per token (lambda)", CRITIC, at_least=0, at_most=1
+        1.0, "lambda of GAE: longer returns are weighted by this factor per token", CRITIC, at_least=0, at_most=1
     )
 
     eps_clip: float = flag(
-        0.2, "the ratio of new to old policy is clipped at 1 minus this", POLICY_TRAINING, at_least=0, infinite=True
+        0.2,
+        "the ratio of new to old policy is clipped at 1 minus this value",
+        POLICY_TRAINING,
+        at_least=0,
+        infinite=True,
     )
     eps_clip_high: float = flag(
         None,
-        "the ratio of new to old policy is clipped at 1 plus this",
+        "the ratio of new to old policy is clipped at 1 plus this value",
         POLICY_TRAINING,
         at_least=0,
         infinite=True,
@@ -126,56 +130,63 @@ class AlgorithmArgs(OfJob):
     )
     eps_clip_c: float | None = flag(
         None,
-        "dual clip: for negative advantages, the loss is bounded at this ratio",
+        "dual clip: for a negative advantage, this ratio bounds the loss",
         POLICY_TRAINING & chosen(ESTIMATORS, lambda e: e.dual_clip),
         above=1,
         infinite=True,
     )
     value_clip: float = flag(
         0.2,
-        "the value loss clips a new value to within this distance of the old value",
+        "in the value loss, a new value is clipped to within this distance of the old value",
         CRITIC,
         at_least=0,
         infinite=True,
     )
-    entropy_coef: float = flag(0.0, "the entropy bonus has this weight", POLICY_TRAINING)
+    entropy_coef: float = flag(0.0, "weight of the entropy bonus", POLICY_TRAINING)
     calculate_per_token_loss: bool = flag(
         False, "the loss is a mean over tokens, as with --loss-aggregation token", TRAINING
     )
     loss_aggregation: str = flag(
         "rollout",
-        "rollout: the mean over responses of each response's token mean; token: the mean over all tokens; constant: "
-        "the sum over tokens divided by a constant length (Dr.GRPO)",
+        "the loss is the mean over responses of their token means (rollout), the mean over all tokens (token), or the "
+        "sum over tokens divided by a constant length (constant, as in Dr.GRPO)",
         TRAINING,
         choices=AGGREGATIONS,
     )
 
     kl_coef: float = flag(
         0.0,
-        "the KL to the reference is subtracted from the reward with this weight, if the estimator supports it; "
-        "--use-kl-loss adds the KL to the loss instead",
+        "the KL to the reference model is subtracted from the reward with this weight. Some estimators do not support "
+        "this. --use-kl-loss adds the KL to the loss instead",
         POLICY_TRAINING,
         at_least=0,
     )
     use_kl_loss: bool = flag(
-        False, "the KL to the reference is added to the loss, weighted by --kl-loss-coef", POLICY_TRAINING
+        False, "the KL to the reference model is added to the loss, weighted by --kl-loss-coef", POLICY_TRAINING
     )
     kl_loss_coef: float = flag(
         0.0,
-        "the KL has this weight in the loss; with 0 no reference model is loaded",
+        "weight of the KL in the loss. With 0, no reference model is loaded",
         POLICY_TRAINING & when("--use-kl-loss", lambda a: a.use_kl_loss or not a.job.sampled).strictly(),
         at_least=0,
     )
     kl_loss_type: str = flag(
-        "low_var_kl", "this estimator computes the KL", POLICY_TRAINING & REFERENCE, choices=KL_KINDS
+        "low_var_kl",
+        "this estimator computes the KL to the reference model",
+        POLICY_TRAINING & REFERENCE,
+        choices=KL_KINDS,
     )
     use_unbiased_kl: bool = flag(
         False, "the KL estimate is weighted by the ratio of new to old policy", POLICY_TRAINING & REFERENCE
     )
-    log_ref_kl: bool = flag(False, "the KL to the reference is logged even if no coefficient uses it", POLICY_TRAINING)
+    log_ref_kl: bool = flag(
+        False,
+        "the KL to the reference model is logged, even if it is not part of the loss or the reward",
+        POLICY_TRAINING,
+    )
 
     use_rollout_logprobs: bool = flag(
-        False, "the loss takes the engine's log-probs as those of the old policy", POLICY_TRAINING
+        False, "the loss uses the engine's log-probs as the log-probs of the old policy", POLICY_TRAINING
     )
 
     custom_loss_function_path: str | None = plugin(
@@ -190,7 +201,7 @@ class AlgorithmArgs(OfJob):
 
     # whether a reference model is needed
     use_reference: bool = resolved(False)
-    # estimator of the KL in the reward; k1 is unbiased, and its zero mean gradient would matter only in a loss
+    # estimator of the KL in the reward. k1 is unbiased. Its mean gradient is 0, which would matter only in a loss
     kl_reward_type: str = resolved("k1")
 
     @property
@@ -208,7 +219,8 @@ class AlgorithmArgs(OfJob):
 class PreferenceArgs(AlgorithmArgs):
     """Preferences and reward models.
 
-    Pairs (dpo_loss, orpo_loss, reward_model_loss) have their prompt in --input-key, and batch sizes count pairs.
+    The losses dpo_loss, orpo_loss and reward_model_loss train on pairs of replies. --input-key names the column of the
+    prompt. Batch sizes count pairs.
     """
 
     chosen_key: str = flag(
@@ -219,7 +231,7 @@ class PreferenceArgs(AlgorithmArgs):
     rejected_key: str = flag("rejected", "this column contains the rejected reply", NEW_ROLLOUTS & PAIRS)
     dpo_loss: str = flag(
         "sigmoid",
-        "this loss is computed for each pair; ipo averages over a reply's tokens",
+        "loss of each pair. ipo averages over the tokens of a reply",
         TRAINING & DPO,
         choices=DPO_KINDS,
     )
@@ -231,13 +243,13 @@ class PreferenceArgs(AlgorithmArgs):
     )
     dpo_label_smoothing: float = flag(
         0.0,
-        "the loss assumes that the chosen and the rejected reply are swapped in this fraction of the pairs",
+        "the loss assumes that this fraction of the pairs has the chosen and the rejected reply swapped",
         TRAINING & DPO & chosen(DPO_KINDS, lambda kind: "dpo_label_smoothing" in kind.reads),
         at_least=0,
         below=0.5,
     )
     kto_desirable_weight: float = flag(1.0, "desirable replies have this weight", TRAINING & KTO, at_least=0)
-    kto_undesirable_weight: float = flag(1.0, "the other replies have this weight", TRAINING & KTO, at_least=0)
+    kto_undesirable_weight: float = flag(1.0, "undesirable replies have this weight", TRAINING & KTO, at_least=0)
     orpo_lambda: float = flag(
         0.1, "the odds-ratio term is added to the likelihood term with this weight", TRAINING & ORPO, at_least=0
     )
@@ -247,41 +259,49 @@ class PreferenceArgs(AlgorithmArgs):
 class CorrectionArgs(AlgorithmArgs):
     """Train/inference mismatch.
 
-    The ratio is the trainer's probability of a token divided by the engine's. Its metrics are always logged.
+    The ratio of a token is its probability in the trainer, divided by its probability in the engine. Metrics of this
+    ratio are always logged.
     """
 
     correction: str = flag(
         "none",
-        "tokens are weighted or dropped by that ratio: tis truncates it, icepop masks outliers, mis follows the "
-        "--mis-... flags",
+        "the ratio of trainer to engine probability weights or drops tokens. tis truncates the ratio, icepop masks "
+        "outliers, mis follows the --mis-... flags, and custom calls --custom-tis-function-path",
         POLICY_LOSS,
         choices=CORRECTIONS,
     )
-    use_tis: bool = flag(False, "this is slime's spelling of --correction tis", POLICY_LOSS)
-    tis_clip: float = flag(2.0, "the ratio is bounded from above by this", TIS, above=0, infinite=True)
-    tis_clip_low: float = flag(0.0, "the ratio is bounded from below by this", TIS, at_least=0)
+    use_tis: bool = flag(False, "slime's name for --correction tis", POLICY_LOSS)
+    tis_clip: float = flag(
+        2.0, "upper bound of the ratio of trainer to engine probability", TIS, above=0, infinite=True
+    )
+    tis_clip_low: float = flag(0.0, "lower bound of the ratio of trainer to engine probability", TIS, at_least=0)
     mis_level: str = flag(
         "token",
-        "the ratio of each token is its own (token), or its response's product (sequence) or geometric mean "
-        "(geometric) of token ratios",
+        "each token gets its own ratio (token), or the product (sequence) or the geometric mean (geometric) of the "
+        "token ratios of its response",
         MIS,
         choices=LEVELS,
         aliases=("--tis-level",),
     )
     mis_mode: str = flag(
         "truncate",
-        "the weight is min(ratio, upper) with truncate, the ratio inside the bounds and 0 outside with mask, the "
-        "ratio clamped to the bounds with clip, and always 1 with none",
+        "the weight of a token is min(ratio, upper bound) (truncate), the ratio inside the bounds and 0 outside "
+        "(mask), the ratio clamped to the bounds (clip), or always 1 (none)",
         MIS,
         choices=MODES,
         aliases=("--tis-mode",),
     )
     mis_upper_bound: float = flag(
-        2.0, "the ratio is bounded from above by this", MIS, above=0, infinite=True, aliases=("--tis-upper-bound",)
+        2.0,
+        "upper bound of the ratio of trainer to engine probability",
+        MIS,
+        above=0,
+        infinite=True,
+        aliases=("--tis-upper-bound",),
     )
     mis_lower_bound: float | None = flag(
         None,
-        "the modes mask and clip bound the ratio from below by this",
+        "lower bound of the ratio of trainer to engine probability, for the modes mask and clip",
         MIS
         & when(
             lambda: BOUNDED_BELOW() + ", or with --mis-rejection-level",
@@ -299,7 +319,7 @@ class CorrectionArgs(AlgorithmArgs):
     )
     mis_rejection_level: str | None = flag(
         None,
-        "tokens or responses whose ratio at this level is outside the rejection bounds are dropped as well",
+        "tokens or responses are also dropped if their ratio at this level is outside the rejection bounds",
         MIS,
         choices=LEVELS,
         aliases=("--rs-level",),
@@ -323,7 +343,7 @@ class CorrectionArgs(AlgorithmArgs):
     )
     mis_veto_threshold: float | None = flag(
         None,
-        "a response is dropped if one of its tokens has a ratio below this",
+        "a response is dropped if one of its tokens has a ratio below this value",
         MIS,
         above=0,
         below=1,
@@ -331,19 +351,19 @@ class CorrectionArgs(AlgorithmArgs):
     )
     use_rs: bool | None = flag(
         None,
-        "slime's switch for rejection: on, it rejects at --mis-rejection-level (by default token); off, it rejects "
-        "nothing",
+        "slime's switch for rejection. --use-rs rejects at --mis-rejection-level, by default token. --no-use-rs turns "
+        "rejection off",
         MIS,
     )
     custom_tis_function_path: str | None = plugin(
-        "computes your own correction",
+        "computes the correction",
         POLICY_LOSS & when("--correction custom", lambda a: a.correction == "custom"),
         required=True,
     )
     use_opsm: bool = flag(False, "off-policy responses with a negative advantage are dropped", POLICY_LOSS)
     opsm_delta: float = flag(
         1e-4,
-        "a response whose mean log-ratio is above this is off-policy",
+        "a response is off-policy if its mean log-ratio is above this value",
         POLICY_LOSS & use_of("--use-opsm"),
         at_least=0,
     )
@@ -353,8 +373,8 @@ class CorrectionArgs(AlgorithmArgs):
 class CriticArgs(AlgorithmArgs):
     """Critic.
 
-    With --advantage-estimator ppo, a second model is trained on the trainer's ranks. For everything else it uses the
-    settings of the policy.
+    With --advantage-estimator ppo, a second model, the critic, is trained on the trainer's ranks. Other settings of
+    the critic are the policy's.
     """
 
     critic_lr: float = flag(None, "peak learning rate of the critic (AdamW)", CRITIC, at_least=0, auto="--lr")
@@ -362,7 +382,7 @@ class CriticArgs(AlgorithmArgs):
         0, "the critic's learning rate warms up over this many optimizer steps", CRITIC, at_least=0
     )
     num_critic_only_steps: int = flag(
-        0, "this many rollouts at the start of the run train the critic alone", CRITIC, at_least=0
+        0, "only the critic is trained in this many rollouts at the start of the run", CRITIC, at_least=0
     )
     critic_load: str | None = flag(
         None,
@@ -385,14 +405,14 @@ class DistillationArgs(AlgorithmArgs, RewardArgs):
     )
     opd_type: Literal["trainer", "sglang", "megatron"] | None = flag(
         None,
-        "trainer: the teacher is loaded next to the trainer (--opd-teacher-load); sglang: the teacher is a server "
-        "(--rm-url); megatron means trainer",
+        "the teacher is a model next to the trainer (trainer, with --opd-teacher-load), or a server (sglang, with "
+        "--rm-url). megatron means trainer",
         DISTILLATION,
     )
-    opd_kl_coef: float = flag(1.0, "the reverse KL to the teacher has this weight", TRAINING & DISTILLATION, at_least=0)
+    opd_kl_coef: float = flag(1.0, "weight of the reverse KL to the teacher", TRAINING & DISTILLATION, at_least=0)
     opd_teacher_load: str | None = flag(
         None,
-        "the teacher is this Hugging Face folder or hub id",
+        "the teacher is the model in this Hugging Face folder, or with this hub id",
         TRAINING
         & DISTILLATION.strictly()
         & when("--opd-type trainer", lambda a: a.use_opd and a.opd_type == "trainer"),

@@ -17,7 +17,7 @@ from slimelite.arguments.tracking import DebugArgs, ProfilingArgs, TrackingArgs
 from slimelite.arguments.training import LoraArgs, OptimizerArgs, PerfArgs
 from slimelite.plan.devices import Machine
 
-# fixed values for slime's plugins, of flags that have no field here; the command line cannot change them
+# fixed values of flags that have no field here, for slime's plugins; the command line cannot change them
 PLUGIN_CONSTANTS: dict[str, object] = {
     **dict.fromkeys(["tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"], 1),
     **dict.fromkeys(["expert_model_parallel_size", "expert_tensor_parallel_size", "sglang_dp_size"], 1),
@@ -36,7 +36,7 @@ class Derivation(NamedTuple):
     reason: str
 
 
-# a group builds on those, further down, whose flags its own meaning needs: an evaluation falls back on a rollout's
+# a group inherits from the groups further down whose flags it reads: `EvalArgs` reads flags of `RolloutArgs`
 @dataclass(frozen=True)
 class Args(
     DebugArgs,
@@ -63,19 +63,21 @@ class Args(
     ArchitectureArgs,
     ClusterArgs,
 ):
-    """Every argument of a run as a flat attribute: ``args.rollout_temperature``. ``--help-all`` lists the base classes
-    from right to left."""
+    """Every argument of a run as an attribute, such as ``args.rollout_temperature``.
 
-    # what the command line and its files gave, by field, before anything was derived
+    ``--help-all`` lists the base classes from right to left.
+    """
+
+    # values from the command line and its files, by field name, before any value is derived
     user_values: dict[str, object] = resolved({})
     derivations: tuple[Derivation, ...] = resolved(())
     notes: tuple[str, ...] = resolved(())
-    # keys of --custom-config-path that are no flags; a plugin reads them as attributes
+    # keys of --custom-config-path that are not flags; a plugin reads them as attributes
     custom_config: dict[str, object] = resolved({})
-    # flags that were given and change nothing here -> why
+    # flags that were given but have no effect -> the reason
     no_effect: tuple[tuple[str, str], ...] = resolved(())
 
-    if not TYPE_CHECKING:  # hidden, because with it a type checker accepts every misspelt field
+    if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept every misspelt field
 
         def __getattr__(self, name: str) -> object:
             """``args.key`` for a key of ``--custom-config-path`` or of ``PLUGIN_CONSTANTS``."""
@@ -102,7 +104,7 @@ class Draft:
         self.derivations.append(Derivation(name, value, reason))
 
     def default(self, name: str, value: object, reason: str) -> None:
-        """Like `set`, unless the field has a value already."""
+        """Set the field like `set`, unless it already has a value."""
         if getattr(self.args, name) is None:
             self.set(name, value, reason)
 

@@ -1,5 +1,7 @@
-"""The kind of run that the flags ask for. It is derived only here, and read as ``args.job`` everywhere. Also the
-conditions under which flags have an effect: tests of the complete arguments, with words for messages ("needs ...").
+"""The kind of a run, and the conditions under which flags have an effect.
+
+Only this module derives the kind of a run from its flags; other modules read it as ``args.job``. A condition is a test
+of the complete arguments, with words for messages ("needs ...").
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ class Job:
     """The kind of a run.
 
     ``trains``: the run has training ranks. ``engines``: who owns the inference engines ("own" or "external"); None: the
-    run has no engines. ``servers``: engines are servers, which are reached over HTTP. ``syncs``: trained weights are
+    run has no engines. ``servers``: engines are HTTP servers. ``syncs``: trained weights are
     sent to engines. ``evaluates``: the run has evaluations. ``sampled``: the run learns from responses that were
     sampled, in this run or an earlier one. Otherwise the responses are in the data, and have no temperature and no old
     policy. ``saved``: the files of rollouts to replay, with ``{rollout_id}``; None: rollouts are generated.
@@ -73,7 +75,7 @@ class Job:
 
 
 class OfJob:
-    """Base class of the flag groups. Through it each group knows what kind of run its flags belong to."""
+    """Base class of the flag groups. It gives each group the kind of the run."""
 
     @cached_property
     def job(self) -> Job:
@@ -82,7 +84,7 @@ class OfJob:
 
 
 def gpus_of(config: Mapping[str, Any]) -> int:
-    """How many GPUs a run with the resolved arguments ``config`` (config.json) holds; 0 on a CPU."""
+    """The number of GPUs of a run with the resolved arguments ``config`` (config.json); 0 on a CPU."""
     if config.get("device") != "cuda":
         return 0
     ranks = 0 if config["debug_rollout_only"] else config["actor_num_nodes"] * config["actor_num_gpus_per_node"]
@@ -91,7 +93,7 @@ def gpus_of(config: Mapping[str, Any]) -> int:
 
 
 def when(words: Words, holds: Callable[[Any], object], why_not: str = "") -> Needs:
-    """One condition: ``holds`` tests the arguments; messages describe it by ``words``, then ``why_not``."""
+    """One condition. ``holds`` tests the arguments. Messages describe it by ``words``, followed by ``why_not``."""
     return Needs((Condition(words, holds, why_not),))
 
 
@@ -102,8 +104,8 @@ def use_of(option: str) -> Needs:
 
 
 def rule_reads(flag: str) -> Needs:
-    """The condition that a rule which reads ``flag`` may run. Without --rm-type any sample may name such a rule, so it
-    holds."""
+    """The condition that the run may use a reward rule that reads ``flag``. Without --rm-type, the condition holds,
+    because any sample may name such a rule."""
 
     def reads(name: str) -> bool:
         return name in RULES and flag in (RULES[name].needs, *RULES[name].reads)
@@ -116,23 +118,28 @@ def rule_reads(flag: str) -> Needs:
 
 
 def named(registry: Registry[R], fact: Callable[[R], object]) -> Callable[[], str]:
-    """Words for the option of ``registry``, with the names of its present records for which ``fact`` holds."""
-    return lambda: f"{registry.option} " + " or ".join(name for name, record in registry.items() if fact(record))
+    """A function that returns words: the option of ``registry``, and the names of its records that satisfy ``fact``."""
+
+    def words() -> str:
+        names = [name for name, record in registry.items() if fact(record)]
+        return f"{registry.option} " + " or ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
+
+    return words
 
 
 def chosen(registry: Registry[R], fact: Callable[[R], object]) -> Needs:
-    """The condition that the option of ``registry`` names a record for which ``fact`` holds."""
+    """The condition that the option of ``registry`` names a record that satisfies ``fact``."""
     name = registry.option.removeprefix("--").replace("-", "_")
     return when(named(registry, fact), lambda args: fact(registry[getattr(args, name)]))
 
 
-# which halves of the loop run
-TRAINING = when("training", lambda a: a.job.trains, ", and --debug-rollout-only runs none")
-INFERENCE = when("engines", lambda a: a.job.engines, ", and --debug-train-only runs none")
+# which parts of the loop run
+TRAINING = when("training", lambda a: a.job.trains, ", which --debug-rollout-only turns off")
+INFERENCE = when("engines", lambda a: a.job.engines, ", which --debug-train-only turns off")
 SYNC = TRAINING & INFERENCE
-NEW_ROLLOUTS = when("new rollouts", lambda a: not a.job.saved, ", and --load-debug-rollout-data replays saved ones")
-# --loss-type sft_loss without evaluation runs no engine; a rollout function of the user's may sample without one
-SAMPLING = when("responses to sample", lambda a: a.job.engines or (a.rollout_function_path and a.job.sampled))
+NEW_ROLLOUTS = when("new rollouts", lambda a: not a.job.saved, ", but --load-debug-rollout-data replays saved rollouts")
+# --loss-type sft_loss without evaluation runs no engine; a user's rollout function may sample without an engine
+SAMPLING = when("a run that samples responses", lambda a: a.job.engines or (a.rollout_function_path and a.job.sampled))
 EVALUATION = INFERENCE & use_of("--eval-interval")
 MEASURED = when("engines or --eval-bpb", lambda a: a.job.engines or a.eval_bpb)
 SCORES = MEASURED & use_of("--eval-interval")
@@ -140,7 +147,7 @@ TASKS = EVALUATION & when("--eval-tasks", lambda a: a.eval_tasks or any(d.task f
 
 # where it runs
 GPUS = when("GPUs", lambda a: a.job.gpus)
-OWN_ENGINES = INFERENCE & when("no --rollout-external-engine-addrs", lambda a: a.job.engines == "own")
+OWN_ENGINES = INFERENCE & when("a run without --rollout-external-engine-addrs", lambda a: a.job.engines == "own")
 EMBEDDED = INFERENCE & when("--rollout-backend embedded", lambda a: a.rollout_backend == "embedded")
 SGLANG = INFERENCE & when("--rollout-backend sglang", lambda a: a.job.servers)
 
@@ -170,7 +177,7 @@ DISTILLATION = use_of("--use-opd")
 # one flag needs another
 DRY_RUN = use_of("--dry-run")
 LOAD = use_of("--load")
-CHECKPOINT = TRAINING & when("a checkpoint to --load", lambda a: a.load and a.load != a.hf_checkpoint)
+CHECKPOINT = TRAINING & when("a checkpoint in --load", lambda a: a.load and a.load != a.hf_checkpoint)
 SAVE = TRAINING & use_of("--save")
 LORA = TRAINING & when("--lora-rank", lambda a: a.lora_rank or a.critic_lora_rank)
 DYNAMIC_BATCH = TRAINING & use_of("--use-dynamic-batch-size")
@@ -190,6 +197,10 @@ WANDB = use_of("--use-wandb")
 TENSORBOARD = use_of("--use-tensorboard")
 PROMETHEUS = use_of("--use-prometheus")
 PROFILER = use_of("--use-pytorch-profiler")
-PROFILED_STEPS = TRAINING & PROFILER & when("no --profile-rollouts (which wins)", lambda a: not a.profile_rollouts)
+PROFILED_STEPS = (
+    TRAINING
+    & PROFILER
+    & when("a run without --profile-rollouts (which overrides this flag)", lambda a: not a.profile_rollouts)
+)
 MEMORY_HISTORY = TRAINING & use_of("--record-memory-history")
 CI = TRAINING & use_of("--ci-test")

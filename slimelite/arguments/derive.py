@@ -1,4 +1,4 @@
-"""Derived values: fills in open fields after all sources are merged, and replaces some values. Each has a reason."""
+"""Fills in open fields after all sources are merged, and replaces some values. Each change has a reason."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from slimelite.plan.devices import Machine
 from slimelite.plan.memory import BESIDE_ENGINES, USABLE, left_behind, total, training_load
 
 _ROLLOUTS = ("rollout.sglang_rollout.generate_rollout", "rollout.fully_async_rollout.generate_rollout_fully_async")
-# slime's names for what runs here by default: a flag with one of them is treated as not given
+# slime's names of functions that run here by default. A flag with one of these names counts as not given
 SLIME_DEFAULTS = {
     "rollout_function_path": _ROLLOUTS,
     "eval_function_path": _ROLLOUTS,
@@ -94,7 +94,7 @@ def derive(args: Args, explicit: frozenset[str], machine: Machine, settings: Set
 
 
 def _modes(draft: Draft) -> None:
-    """Which parts of the loop run, which rollouts are dumped, and which plugins run."""
+    """Decide which parts of the loop run, which rollouts are dumped, and which plugins run."""
     args, job = draft.args, draft.args.job
     if args.train_backend == "megatron":
         draft.set("train_backend", "fsdp", "--train-backend megatron: FSDP2 trains the Hugging Face model instead")
@@ -109,17 +109,17 @@ def _modes(draft: Draft) -> None:
         draft.default("rollout_function_path", OFFLINE_ROLLOUT, why)
     datasets = args.eval_prompt_data or args.eval_config or args.eval_tasks or args.eval_function_path
     if not job.sampled and job.syncs and (args.eval_interval is None or (args.eval_bpb and not datasets)):
-        draft.set("debug_train_only", True, f"--loss-type {args.loss_type} needs no engine but for eval datasets")
+        draft.set("debug_train_only", True, f"--loss-type {args.loss_type} needs engines only for eval datasets")
     if args.loss.scores:
-        draft.set("token_stats", "none", f"--loss-type {args.loss_type} has scores, and no log-probs")
+        draft.set("token_stats", "none", f"--loss-type {args.loss_type} computes scores, not log-probs")
     if job.loss == "paired" and args.n_samples_per_prompt != 1:
-        draft.set("n_samples_per_prompt", 1, f"--loss-type {args.loss_type}: a prompt has its one pair")
+        draft.set("n_samples_per_prompt", 1, f"--loss-type {args.loss_type}: each prompt has exactly one pair")
     if job.saved and job.engines:
         draft.set("debug_train_only", True, "--load-debug-rollout-data needs no engine")
     if not job.trains and args.colocate:
-        draft.set("colocate", False, "--debug-rollout-only has no trainer to share with")
+        draft.set("colocate", False, "--debug-rollout-only starts no trainer to share GPUs with")
     if args.save_rollouts in ("none", "0"):
-        draft.set("token_stats", "none", f"--save-rollouts {args.save_rollouts}: they belong to a rollout's samples")
+        draft.set("token_stats", "none", f"--save-rollouts {args.save_rollouts}: token stats belong to saved samples")
     if args.dump_details:
         folder = args.dump_details.rstrip("/")
         draft.default("save_debug_rollout_data", f"{folder}/rollout_data/{{rollout_id}}.parquet", "--dump-details")
@@ -132,7 +132,7 @@ def _modes(draft: Draft) -> None:
 
 
 def _environment(draft: Draft) -> None:
-    """Agents: episodes or programs make the responses. Prompts stay messages until a request renders them."""
+    """Set up agents: episodes or programs make the responses. Prompts stay messages until a request renders them."""
     args = draft.args
     if args.agent_command is not None:
         draft.default("custom_generate_function_path", PROGRAM, "--agent-command: programs make the responses")
@@ -150,11 +150,11 @@ def _environment(draft: Draft) -> None:
     if args.apply_chat_template:
         draft.set("apply_chat_template", False, "--environment: an episode renders its messages itself")
     if kinds and kinds[0].rows and not (args.prompt_data or args.data_source_path or args.job.saved):
-        draft.set("prompt_data", [f"environment:{args.environment}"], "the environment brings its own")
+        draft.set("prompt_data", [f"environment:{args.environment}"], "the environment has its own prompts")
 
 
 def _devices(draft: Draft) -> None:
-    """The device, the number of ranks on a node, and whether trainer and engines release memory for each other."""
+    """Set the device, the ranks of a node, and whether trainer and engines release memory for each other."""
     args, gpus = draft.args, draft.machine.gpus
     if args.device == "auto":
         reason = f"{gpus} GPU(s) {'of --plan-gpu' if args.plan_gpu else 'found'}" if gpus else "no GPU found"
@@ -184,17 +184,17 @@ def _devices(draft: Draft) -> None:
 
 
 def _engines(draft: Draft) -> None:
-    """The kind and number of inference engines, and how often they get weights."""
+    """Set the kind and number of inference engines, and how often they get weights."""
     args = draft.args
     if not args.async_rollout and args.update_weights_interval > 1:
-        draft.set("update_weights_interval", 1, "without --async-rollout every rollout is made with the newest weights")
+        draft.set("update_weights_interval", 1, "without --async-rollout, every rollout uses the newest weights")
     cuda = args.job.gpus
     repeats = ENGINES["sglang"].repeats_with(draft.settings.sglang)
     if args.rollout_backend == "auto":
         if args.rollout_external_engine_addrs:
             draft.set("rollout_backend", "sglang", "--rollout-external-engine-addrs")
         elif cuda and draft.machine.sglang and args.deterministic_mode and not repeats:
-            draft.set("rollout_backend", "embedded", "SGLang needs --sglang-enable-deterministic-inference for this")
+            draft.set("rollout_backend", "embedded", "SGLang would need --sglang-enable-deterministic-inference")
         elif cuda and draft.machine.sglang:
             planned_for = "--plan-gpu plans for a machine with SGLang, unless --rollout-backend embedded is given"
             draft.set("rollout_backend", "sglang", planned_for if args.plan_gpu else "GPUs, and SGLang is installed")
@@ -216,7 +216,7 @@ def _engines(draft: Draft) -> None:
     elif not args.job.trains:
         draft.default("rollout_num_gpus", ranks, "--debug-rollout-only: every GPU")
     elif args.rollout_num_gpus is None:
-        none = "" if draft.machine.gpus else "; no GPU is found here, and --device cpu needs none"
+        none = "" if draft.machine.gpus else "; this machine has no GPU, so use --device cpu"
         draft.complain(
             "--rollout-num-gpus",
             f"is missing: give the number of GPUs for inference, or share those of training with --colocate{none}",
@@ -224,15 +224,15 @@ def _engines(draft: Draft) -> None:
         draft.args = replace(draft.args, rollout_num_gpus=ranks)
     total, width = draft.args.rollout_num_gpus, args.rollout_num_gpus_per_engine
     if args.sglang_config and draft.args.job.servers:
-        return  # its groups say how many engines there are, and how wide
+        return  # its groups define the number and the width of the engines
     if width < 1 or total % width:
         draft.complain("--rollout-num-gpus", f"{total} is not a multiple of --rollout-num-gpus-per-engine {width}")
         return
-    draft.set("num_engines", total // width if args.job.engines else 0, f"{total} / {width} of one engine")
+    draft.set("num_engines", total // width if args.job.engines else 0, f"{total} GPU(s), {width} for each engine")
 
 
 def _engine_groups(draft: Draft, path: str) -> None:
-    """A place for each engine of ``--sglang-config``. Unsupported settings become problems."""
+    """Set a place for each engine of ``--sglang-config``. Unsupported settings become problems."""
     args, option = draft.args, "--sglang-config"
     content = load_yaml(path, option, draft.settings)
     if content is None:
@@ -248,26 +248,26 @@ def _engine_groups(draft: Draft, path: str) -> None:
 
 
 def _transport(draft: Draft) -> None:
-    """How weights reach engines that are servers: as the user chose, or else in a way that fits where the servers run.
+    """Choose how weights reach engines that are servers. The choice depends on the place of the servers.
 
-    Gloo on a CPU is many times faster than HTTP (docs/benchmarks.md). External servers may be on
-    any machine, so their default is HTTP.
+    On a CPU, gloo is many times faster than HTTP (docs/benchmarks.md). External servers may be on any machine, so their
+    default is HTTP.
     """
     args, job = draft.args, draft.args.job
     if not job.servers:
         if not job.gpus and job.syncs and "update_weight_buffer_size" not in draft.explicit:
-            # a larger buffer is memory that the kernel has to clear anew for each sync; up to 32 MiB (`base.heap`)
-            # the process that trains keeps it, and a bucket ends with the tensor that fills it
+            # The kernel has to clear a larger buffer anew for each sync. The training process keeps buffers of up to
+            # 32 MiB (`base.heap`). A bucket ends with the tensor that fills it.
             size = (16 if job.local else 64) * 1024**2
             draft.set("update_weight_buffer_size", size, "larger buckets save no requests on a CPU")
         return
     shared = args.colocate and job.gpus
     if args.update_weight_transport == "nccl" and shared:
-        draft.set("update_weight_transport", "ipc", "NCCL allows one rank per GPU, so engines need GPUs of their own")
+        draft.set("update_weight_transport", "ipc", "NCCL allows one rank per GPU, but trainer and engines share GPUs")
     elif args.update_weight_disk_dir:
         draft.default("update_weight_transport", "disk", "--update-weight-disk-dir")
     elif args.rollout_external_engine_addrs:
-        draft.default("update_weight_transport", "http", "external servers may be anywhere")
+        draft.default("update_weight_transport", "http", "external servers may be on any machine")
     elif shared:
         draft.default("update_weight_transport", "ipc", "trainer and engines share their GPUs")
     else:
@@ -275,7 +275,7 @@ def _transport(draft: Draft) -> None:
 
 
 def _initial_weights(draft: Draft, load: str) -> None:
-    """``--load`` with a Hugging Face folder. Tokenizer and reference model are still those of ``--hf-checkpoint``."""
+    """Take the weights from the Hugging Face folder ``--load``. ``--hf-checkpoint`` keeps tokenizer and reference."""
     if (named := draft.args.hf_checkpoint) is not None:
         draft.default("tokenizer", named, "as --hf-checkpoint")
         draft.default("ref_load", named, "as --hf-checkpoint")
@@ -283,7 +283,7 @@ def _initial_weights(draft: Draft, load: str) -> None:
 
 
 def _lora(draft: Draft) -> None:
-    """The modules that get an adapter, and the settings in the adapter of ``--lora-adapter-path``."""
+    """Set the modules that get an adapter, and the settings from the adapter of ``--lora-adapter-path``."""
     args = draft.args
     for name, modules in (("lora_targets", args.lora_target_modules), ("lora_excluded", args.lora_exclude_modules)):
         if modules:
@@ -298,7 +298,7 @@ def _lora(draft: Draft) -> None:
         for name, value in adapter.items():
             flag, option = getattr(args, name), "--" + name.replace("_", "-")
             if name in draft.explicit and flag != value and {flag, value} != {"lora", "canonical_lora"}:
-                draft.complain(option, f"{flag}: the adapter of --lora-adapter-path has {value}; leave it out")
+                draft.complain(option, f"{flag}: the adapter of --lora-adapter-path has {value}; leave the flag out")
             draft.set(name, value, "--lora-adapter-path")
         if not (args.lora_target_modules or args.lora_exclude_modules):
             for name, value in targets.items():
@@ -307,11 +307,11 @@ def _lora(draft: Draft) -> None:
         return
     own = args.engine_kind.adapters and not (args.rollout_external_engine_addrs or args.load_in_4bit)
     alone = own and set(draft.args.lora_modules) <= set(INNER)
-    draft.default("lora_sync", "adapter" if alone else "merged", "what the engines take")
+    draft.default("lora_sync", "adapter" if alone else "merged", "this is what the engines accept")
     if args.lora_dropout:
         draft.notes.append(
-            f"--lora-dropout {args.lora_dropout}: with dropout, the trained policy differs from the one that "
-            "generated, and only the latter is compared with the reference and the engines; use 0 in RL"
+            f"--lora-dropout {args.lora_dropout}: the policy in training differs from the policy that generated. Only "
+            "the policy without dropout is compared with the reference and the engines. Use 0 in RL"
         )
 
 
@@ -331,11 +331,11 @@ def _model(draft: Draft) -> None:
     }
     wanted = [option for option, on in compared.items() if on and args.job.sampled]
     if wanted:
-        draft.set("use_reference", True, f"{' and '.join(wanted)} compare{'s' * (len(wanted) == 1)} with it")
+        draft.set("use_reference", True, f"{' and '.join(wanted)} need{'s' * (len(wanted) == 1)} a reference model")
     elif args.loss.compares:
-        draft.set("use_reference", True, f"--loss-type {args.loss_type} compares with it")
+        draft.set("use_reference", True, f"--loss-type {args.loss_type} needs a reference model")
     else:
-        draft.set("use_reference", False, "nothing compares with a reference model, so none is loaded")
+        draft.set("use_reference", False, "no flag needs a reference model, so none is loaded")
     if args.use_kl_loss and args.kl_loss_coef == 0 and args.job.sampled and not args.log_ref_kl:
         draft.notes.append(
             "--use-kl-loss with --kl-loss-coef 0 loads no reference model; --log-ref-kl logs the KL anyway"
@@ -353,7 +353,7 @@ def _model(draft: Draft) -> None:
 
 
 def _new_model(draft: Draft) -> None:
-    """There is no config.json, so the architecture flags define the model."""
+    """Define the model by the architecture flags, because there is no config.json."""
     args = draft.args
     if not args.describes_model:
         where = f"{path}: {why_no_model(path)}; name" if (path := args.hf_checkpoint) else "is missing: name"
@@ -364,7 +364,7 @@ def _new_model(draft: Draft) -> None:
     except ValueError as error:
         draft.complain("--num-layers", str(error))
     if args.tokenizer is None:
-        draft.complain("--tokenizer", "is missing: a new model needs one")
+        draft.complain("--tokenizer", "is missing: a new model needs a tokenizer")
 
 
 def _not_hugging_face(path: str) -> str | None:
@@ -376,7 +376,7 @@ def _not_hugging_face(path: str) -> str | None:
 
 
 def _batches(draft: Draft) -> None:
-    """Samples, optimizer steps and micro-batches."""
+    """Set the numbers of samples, optimizer steps and micro-batches."""
     args = draft.args
     if not args.rollout_batch_size:
         if args.rollout_batch_size is None:
@@ -402,14 +402,14 @@ def _batches(draft: Draft) -> None:
     if last := samples % size:
         step = "the only step" if fitting == 1 else f"the last of {fitting} steps"
         draft.notes.append(
-            f"{total}: {step} of each rollout has {last} {counted} instead of {size}, and its own divisor"
+            f"{total}: {step} of each rollout has {last} {counted} instead of {size}, and averages its loss over them"
         )
     if args.use_dynamic_batch_size:
         draft.default("log_probs_max_tokens_per_gpu", args.max_tokens_per_gpu, "as --max-tokens-per-gpu")
 
 
 def _lengths(draft: Draft) -> None:
-    """Prompt and response lengths."""
+    """Set the prompt and response lengths."""
     args = draft.args
     if args.rollout_max_context_len is not None:
         draft.default("rollout_max_prompt_len", args.rollout_max_context_len - 1, "--rollout-max-context-len minus 1")
@@ -418,7 +418,7 @@ def _lengths(draft: Draft) -> None:
 
 
 def _context(draft: Draft) -> None:
-    """The engines' context: the longest one of training rollouts and evaluations."""
+    """Set the engines' context: the longest context of training rollouts and evaluations."""
     longest = draft.args.rollout_max_context_len
     if longest is not None:
         longest = max([longest, *(d.max_context_len or 0 for d in draft.args.eval_datasets)])
@@ -426,7 +426,7 @@ def _context(draft: Draft) -> None:
 
 
 def _algorithm(draft: Draft) -> None:
-    """Clip bounds, whitening and reduction."""
+    """Set the clip bounds, whitening and reduction."""
     args = draft.args
     draft.default("eps_clip_high", args.eps_clip, "as --eps-clip")
     if args.estimator.whitens and not args.normalize_advantages:
@@ -443,13 +443,13 @@ def _algorithm(draft: Draft) -> None:
         draft.set("kl_reward_type", args.kl_loss_type, "--kl-loss-type was given")
     if args.estimator.open_below and args.eps_clip < 1:
         draft.notes.append(
-            f"{args.advantage_estimator} with --eps-clip {args.eps_clip} also clips from below; its paper uses "
-            "--eps-clip 1.0"
+            f"{args.advantage_estimator} with --eps-clip {args.eps_clip} also clips from below; the paper of "
+            f"{args.advantage_estimator} uses --eps-clip 1.0"
         )
     if args.use_opsm and args.num_steps_per_rollout == 1 and not args.use_rollout_logprobs:
         draft.notes.append(
-            "--use-opsm with one optimizer step per rollout never drops anything, because the old log-probs come "
-            "from the same weights; give --num-steps-per-rollout 2 or more, or --use-rollout-logprobs"
+            "--use-opsm with one optimizer step per rollout drops no response, because the old log-probs come from the "
+            "same weights; give --num-steps-per-rollout 2 or more, or --use-rollout-logprobs"
         )
     if args.eval_reward_key is None and args.reward_key is not None:
         draft.set("eval_reward_key", args.reward_key, "as --reward-key")
@@ -458,7 +458,7 @@ def _algorithm(draft: Draft) -> None:
 
 
 def _memory(draft: Draft) -> None:
-    """Whether activations are recomputed, and when ranks add up their gradients."""
+    """Decide whether activations are recomputed, and when ranks add up their gradients."""
     args = draft.args
     if args.recompute_granularity is not None:
         draft.default("gradient_checkpointing", True, f"--recompute-granularity {args.recompute_granularity}")
@@ -482,16 +482,16 @@ def _memory(draft: Draft) -> None:
         usable -= left_behind(args.rollout_num_gpus_per_engine)
     plain, saving = needs(checkpointing=False), needs(checkpointing=True)
     has = f"a GPU has {usable / 1e9:.0f} GB for training"
-    reason = f"without it a micro-batch of {load.tokens} tokens takes about {plain / 1e9:.0f} GB"
+    reason = f"without checkpointing, a micro-batch of {load.tokens} tokens takes about {plain / 1e9:.0f} GB"
     if plain > usable:
-        reason += f", with it {saving / 1e9:.0f} GB"
+        reason += f", with checkpointing {saving / 1e9:.0f} GB"
     draft.default("gradient_checkpointing", plain > usable, f"{reason}; {has}")
     chosen = draft.args.gradient_checkpointing
     if needs(checkpointing=chosen) > usable:
         draft.notes.append(
-            f"training takes about {needs(checkpointing=chosen) / 1e9:.0f} GB of a GPU, and {has}: it may run out of "
+            f"training takes about {needs(checkpointing=chosen) / 1e9:.0f} GB of a GPU, but {has}: it may run out of "
             f"memory. {'A' if chosen else '--gradient-checkpointing, a'} lower --max-tokens-per-gpu, more GPUs or "
-            "--fsdp-cpu-offload take less"
+            "--fsdp-cpu-offload take less memory"
         )
     whole = needs(checkpointing=chosen, whole_grads=True)
     reason = f"with whole gradients on every rank a step takes about {whole / 1e9:.0f} GB; {has}"
@@ -501,7 +501,7 @@ def _memory(draft: Draft) -> None:
 
 
 def _checkpoint(draft: Draft, load: str) -> None:
-    """The checkpoint to resume from, if there is one."""
+    """Find the checkpoint to resume from, if there is one."""
     args = draft.args
     if holds_model(load) and args.ckpt_step is None:
         return
@@ -520,7 +520,7 @@ def _checkpoint(draft: Draft, load: str) -> None:
 
 
 def _rollout_seed(draft: Draft) -> None:
-    """The rollout seed. Runs with different --seed sample differently, and a resumed run keeps its seed."""
+    """Set the rollout seed. Runs with different --seed sample differently, and a resumed run keeps its seed."""
     args = draft.args
     if "rollout_seed" in draft.explicit:
         return
@@ -533,7 +533,7 @@ def _rollout_seed(draft: Draft) -> None:
 
 
 def _tracking(draft: Draft) -> None:
-    """The run folder. Its default name avoids characters of an environment's spec that a shell would read."""
+    """Set the run folder. Its default name has no characters that a shell would interpret."""
     args = draft.args
     name = Path(args.hf_checkpoint or args.tokenizer or "model").name
     if args.prompt_data:
@@ -544,7 +544,7 @@ def _tracking(draft: Draft) -> None:
 
 
 def _correction(draft: Draft) -> None:
-    """Choose ``--correction`` as slime's flags do, and fill in its bounds; the lower is 1 / the upper by default."""
+    """Choose ``--correction`` like slime's flags, and its bounds. By default, the lower bound is 1 / the upper one."""
     args = draft.args
     if args.custom_tis_function_path is not None:
         _resolve_plugin(draft, args.custom_tis_function_path)
@@ -573,7 +573,7 @@ def _inverse(upper: float | None) -> float:
 
 def _resolve_plugin(draft: Draft, path: str) -> None:
     name = path.replace("/", ".").replace(".py:", ".").replace(":", ".")
-    name = name.replace("examples.infra_features.", "examples.")  # where miles has slime's file
+    name = name.replace("examples.infra_features.", "examples.")  # miles keeps slime's file there
     ours = next((record.name for record in CORRECTIONS.values() if record.slime == name), None)
     if "correction" not in draft.explicit:
         draft.set("correction", ours or "custom", "--custom-tis-function-path")
@@ -584,17 +584,17 @@ def _resolve_plugin(draft: Draft, path: str) -> None:
 
 
 def _distillation(draft: Draft) -> None:
-    """slime's name for a teacher inside the trainer, and the reward rule of a run without a task reward."""
+    """Replace slime's name for a teacher in the trainer, and set the reward rule of a run without a task reward."""
     args = draft.args
     if args.opd_type == "megatron":
         draft.set("opd_type", "trainer", "--opd-type megatron: the teacher is a Hugging Face model beside the trainer")
     if args.rm_type is None and args.custom_rm_path is None:
         draft.set("rm_type", "zero", "--use-opd without a reward: pure distillation")
     elif args.custom_rm_path is None and args.label_key is None:
-        reason = "--use-opd without --label-key: a reward that needs a label is 0, so only the teacher counts"
+        reason = "--use-opd without --label-key: a reward that needs a label is 0, so only the teacher matters"
         draft.set("unlabelled_is_zero", True, reason)
     if args.n_samples_per_prompt == 1 and args.rewards_normalization and args.estimator.group is not None:
         draft.notes.append(
             f"--use-opd with --n-samples-per-prompt 1: {args.advantage_estimator} has no other response to compare "
-            "with, so the reward is only reported, and only the teacher counts"
+            "with, so the reward is only reported, and the policy learns only from the teacher"
         )

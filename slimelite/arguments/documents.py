@@ -12,14 +12,14 @@ from slimelite.arguments.args import Draft
 from slimelite.arguments.model import ArchitectureArgs, model_config_from_flags
 from slimelite.plan.memory import Shapes, model_shapes
 
-# the largest share of the weights that a step of Muon may forget
+# one step of Muon may decay the weights by at most this share
 FORGOTTEN = 0.1
-# ``--depth``: the depth, the batch [tokens] and the settings that others are scaled from (docs/from_bytes.md)
+# ``--depth`` scales its settings from these: a depth, its batch [tokens] and its settings (docs/from_bytes.md)
 DEPTH, BATCH, MUON_LR, LR, WEIGHT_DECAY, RATIO = 12, 2**19, 0.02, 3e-3, 0.1, 20.0
 
 
 def pack_documents(draft: Draft) -> None:
-    """Each packed sequence is a sample, and a forward pass takes whole samples."""
+    """Set the batch sizes for documents. A packed sequence is a sample, and a forward pass takes whole samples."""
     draft.default("tokenizer_workers", len(os.sched_getaffinity(0)), "the cores of this machine")
     args, reason = draft.args, f"--loss-type {draft.args.loss_type}"
     datasets = args.eval_prompt_data or args.eval_config or args.eval_tasks
@@ -35,7 +35,7 @@ def pack_documents(draft: Draft) -> None:
     if args.global_batch_size:
         steps = args.num_steps_per_rollout or 1
         draft.default("rollout_batch_size", args.global_batch_size * steps, f"{steps} step(s) of --global-batch-size")
-    draft.set("use_dynamic_batch_size", True, f"{reason}: a forward pass is as long as its sequences")
+    draft.set("use_dynamic_batch_size", True, f"{reason}: a forward pass takes whole sequences")
     draft.default("max_tokens_per_gpu", args.micro_batch_size * args.seq_length, "--micro-batch-size x --seq-length")
     draft.set("share_prefixes", False, f"{reason}: documents have no prompt in common")
     _choose(draft, {"loss_aggregation": "token", "save_rollouts": "none", "token_stats": "none"}, reason)
@@ -49,29 +49,31 @@ def spend(draft: Draft) -> None:
         return
     option = "--" + budgets[0].replace("_", "-")
     if len(budgets) > 1 or "num_rollout" in draft.explicit or args.num_epoch is not None:
-        draft.complain(option, "says how long the run is; leave --num-rollout, --num-epoch and other budgets out")
+        draft.complain(option, "sets the length of the run; leave --num-rollout, --num-epoch and other budgets out")
         return
     shapes = model_shapes(args)
     if shapes is None and not args.train_tokens:
-        draft.complain(option, "needs the model's shapes, which are not known here: give --train-tokens")
+        draft.complain(option, "needs the shapes of the model, which are not known here: give --train-tokens instead")
         return
     tokens = args.train_tokens or 0.0
     if shapes is not None and not tokens:
         each = flops_per_token(shapes, args.seq_length)
         tokens = args.train_flops / each if args.train_flops else (args.tokens_per_parameter or 0) * matrices(shapes)
     of_rollout = args.rollout_batch_size * args.seq_length
-    draft.set("num_rollout", math.ceil(tokens / of_rollout), f"{option}: {tokens:.3g} tokens, {of_rollout} a rollout")
+    draft.set(
+        "num_rollout", math.ceil(tokens / of_rollout), f"{option}: {tokens:.3g} tokens, {of_rollout} in each rollout"
+    )
 
 
 def matrices(shapes: Shapes) -> int:
-    """The number of parameters that a token is multiplied with: the matrices of layers, and the LM head."""
+    """The number of parameters in the matrix products for one token: the matrices of layers, and the LM head."""
     return shapes.layers * shapes.active + shapes.head
 
 
 def flops_per_token(shapes: Shapes, length: int) -> float:
     """Operations of forward and backward for one token of a full sequence of ``length`` (arXiv:2001.08361, section
-    2.1). Each parameter of `matrices` takes 6. Each layer takes 12 times the width of its queries for half of the
-    sequence.
+    2.1). Each parameter of `matrices` takes 6 operations. In each layer, attention takes 12 operations for each
+    element of a query and each position in half of the sequence.
     """
     return 6.0 * matrices(shapes) + 12.0 * shapes.layers * shapes.query * length / 2
 
@@ -91,14 +93,14 @@ def _scale(draft: Draft, depth: int) -> None:
     try:
         mine = Shapes.of(model_config_from_flags(args))
     except ValueError:
-        return  # it is reported where the model is made
+        return  # `derive` reports the error when it defines the model
     other = Shapes.of(model_config_from_flags(ArchitectureArgs(**_architecture(DEPTH, vocabulary))))
     assert mine is not None
     assert other is not None
     budget = args.train_tokens or args.train_flops or args.tokens_per_parameter
     if args.num_rollout is None and args.num_epoch is not None and not budget:
-        remedy = "give --num-rollout, --train-tokens, or none of them"
-        draft.complain("--num-epoch", f"does not say how many tokens --depth scales its settings for: {remedy}")
+        remedy = "replace it by --num-rollout or --train-tokens, or leave it out"
+        draft.complain("--num-epoch", f"does not give the number of tokens, which --depth needs: {remedy}")
         return
     each = args.num_steps_per_rollout or 1
     rows = args.global_batch_size or (args.rollout_batch_size or 0) // each
@@ -111,7 +113,7 @@ def _scale(draft: Draft, depth: int) -> None:
     elif rows:
         tokens = float(max(1, args.num_rollout) * (args.rollout_batch_size or rows * each) * args.seq_length)
     else:
-        return  # the missing batch is reported
+        return  # `derive` reports the missing batch size
     longer = tokens / (RATIO * matrices(other))
     if not rows:
         rows = max(1, 2 ** round(math.log2(BATCH * longer**0.383)) // args.seq_length)
@@ -123,7 +125,7 @@ def _scale(draft: Draft, depth: int) -> None:
         "optimizer": "muon",
         "muon_lr": MUON_LR * scale,
         "lr": LR * scale * width,
-        # in a run of a few steps a step would take more of the weights than there is
+        # in a run of a few steps, the decay of one step could otherwise be larger than the weights
         "weight_decay": min(WEIGHT_DECAY * scale / longer, FORGOTTEN / (MUON_LR * scale)),
         "lr_decay_style": "WSD",
         "lr_wsd_decay_style": "linear",
@@ -147,7 +149,7 @@ def _architecture(depth: int, vocabulary: int) -> dict[str, Any]:
 
 
 def _vocabulary(tokenizer: str | None) -> int | None:
-    """How many ids the ``tokenizer.json`` of a folder has; None if there is none."""
+    """How many ids the ``tokenizer.json`` of a folder has; None if there is no such file."""
     try:
         content = json.loads((Path(tokenizer or "") / "tokenizer.json").read_text(encoding="utf-8"))
         added = [int(each["id"]) for each in content.get("added_tokens") or ()]

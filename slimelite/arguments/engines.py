@@ -19,7 +19,7 @@ FAULT_TOLERANCE = SGLANG & use_of("--use-fault-tolerance")
 class SglangArgs(RolloutArgs):
     """SGLang.
 
-    Every other option of SGLang's server is taken as --sglang-<option>.
+    Every other option of SGLang's server can be given as --sglang-<option>.
     """
 
     sglang_mem_fraction_static: float | None = flag(
@@ -30,7 +30,7 @@ class SglangArgs(RolloutArgs):
     )
     sglang_max_running_requests: int | None = flag(
         None,
-        "an engine decodes at most this many sequences at once; this holds for the embedded engine too",
+        "an engine decodes at most this many sequences at once. This limit also applies to the embedded engine",
         OWN_ENGINES,
         at_least=1,
     )
@@ -39,7 +39,7 @@ class SglangArgs(RolloutArgs):
         "an engine's context is at most this long [tokens]",
         INFERENCE,
         at_least=1,
-        auto="--rollout-max-context-len, or the model's, within its cache",
+        auto="--rollout-max-context-len, else the model's context, limited by the engine's cache",
     )
 
     sglang_config: str | None = flag(
@@ -58,8 +58,8 @@ class SglangArgs(RolloutArgs):
     )
     use_fault_tolerance: bool = flag(
         False,
-        "an engine that does not answer is restarted, and other engines take over its requests; under Ray, a dead "
-        "engine is restarted without this flag",
+        "an engine that does not answer is restarted, and other engines take over its requests. Under Ray, an engine "
+        "that died is restarted even without this flag",
         SGLANG,
     )
     rollout_health_check_interval: float = flag(
@@ -69,7 +69,7 @@ class SglangArgs(RolloutArgs):
         30.0, "an engine that does not answer for this long is considered dead [s]", FAULT_TOLERANCE, at_least=1
     )
 
-    # where a generate plugin finds an engine; set for each call
+    # address of the engine for a generate plugin; it is set for each call
     sglang_router_ip: str | None = resolved(None)
     sglang_router_port: int | None = resolved(None)
     # the other --sglang-* options, by SGLang's field names
@@ -88,15 +88,15 @@ class WeightSyncArgs:
 
     update_weight_buffer_size: int = flag(
         512 * 1024**2,
-        "weights go to the engines in buckets of this size, rounded up to whole tensors [bytes]; 67108864 is the "
-        "default for embedded engines on a CPU, 16777216 with --launcher local",
+        "weights are sent to the engines in buckets of this size, rounded up to whole tensors [bytes]. For embedded "
+        "engines on a CPU, the default is 67108864, or 16777216 with --launcher local",
         SYNC,
         at_least=1,
     )
     update_weight_transport: Transport | None = flag(
         None,
-        "how weights reach SGLang: by CUDA IPC (ipc), a process group, which is gloo on a CPU (nccl), HTTP requests "
-        "(http), or a shared folder (disk)",
+        "weights reach SGLang by CUDA IPC (ipc), by a process group, with gloo on a CPU (nccl), by HTTP requests "
+        "(http), or by a shared folder (disk)",
         SYNC & SGLANG,
         auto="disk with --update-weight-disk-dir, http for external servers, ipc with --colocate on GPUs, else nccl",
     )
@@ -109,7 +109,7 @@ class WeightSyncArgs:
     )
     update_weight_disk_keep_files: bool = flag(
         False,
-        "earlier versions of the weights are kept in the folder",
+        "earlier versions of the weights are kept in --update-weight-disk-dir",
         SYNC & SGLANG & use_of("--update-weight-disk-dir"),
     )
     check_weight_update_equal: bool = flag(
@@ -124,7 +124,7 @@ GROUP_KEYS = {"worker_type", "num_gpus", "num_gpus_per_engine", "overrides"}
 
 
 def engine_places(content: object, checkpoint: str | None, gpus: int, width: int) -> Iterator[EnginePlace]:
-    """The place of each engine in the ``content`` of ``--sglang-config``.
+    """The place of each engine that the ``content`` of ``--sglang-config`` defines.
 
     The content lists groups of engines, each with a size and settings, in slime's format::
 
@@ -137,7 +137,7 @@ def engine_places(content: object, checkpoint: str | None, gpus: int, width: int
 
     Args:
         content: the content of the YAML file.
-        checkpoint: ``--hf-checkpoint``, which tells the policy from other models.
+        checkpoint: ``--hf-checkpoint``. A model with this path is the policy.
         gpus: ``--rollout-num-gpus``, the GPUs of all groups together.
         width: ``--rollout-num-gpus-per-engine``, for groups without a width.
 
@@ -152,11 +152,11 @@ def engine_places(content: object, checkpoint: str | None, gpus: int, width: int
     ours = [model for model in models if _is_policy(model, checkpoint)]
     if frozen := [str(model.get("name")) for model in models if model not in ours]:
         raise ValueError(
-            f"model {', '.join(map(repr, frozen))} is frozen, and only engines of the policy run here: start a server "
-            "for it yourself, which a reward (--rm-url) or a generate function asks"
+            f"model {', '.join(map(repr, frozen))} is frozen, but a run starts engines only for the policy: start a "
+            "server for this model yourself, and call it from a reward (--rm-url) or a generate function"
         )
     if len(ours) > 1:
-        raise ValueError(f"{len(ours)} models are the policy; put their server_groups under one")
+        raise ValueError(f"{len(ours)} models are the policy; put all their server_groups under one model")
     width = ours[0].get("num_gpus_per_engine") or width
     groups = ours[0].get("server_groups") or ours[0].get("engine_groups")
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
@@ -166,21 +166,21 @@ def engine_places(content: object, checkpoint: str | None, gpus: int, width: int
         yield from _engines_of(group, f"server group {number}", first, width)
         first += group["num_gpus"]
     if first != gpus:
-        raise ValueError(f"its groups have {first} GPUs, and --rollout-num-gpus is {gpus}")
+        raise ValueError(f"the server groups have {first} GPUs, but --rollout-num-gpus is {gpus}; make them equal")
 
 
 def _engines_of(group: dict[str, Any], where: str, first: int, width: int) -> Iterator[EnginePlace]:
     _check_keys(where, group, GROUP_KEYS)
     kind, gpus = group.get("worker_type", "regular"), group.get("num_gpus")
     if not isinstance(gpus, int) or gpus < 1:
-        raise ValueError(f"{where}: num_gpus is {gpus!r}; it is a number of GPUs, at least 1")
+        raise ValueError(f"{where}: num_gpus is {gpus!r}, but it must be a whole number, at least 1")
     if kind == "placeholder":
         return
     if kind != "regular":
-        raise ValueError(f"{where}: worker_type {kind} is not supported: every engine takes prompts and decodes them")
+        raise ValueError(f"{where}: worker_type {kind} is not supported: every engine does both prefill and decoding")
     width = group.get("num_gpus_per_engine") or width
     if gpus % width:
-        raise ValueError(f"{where}: {gpus} GPUs do not divide into engines of {width}")
+        raise ValueError(f"{where}: {gpus} GPUs cannot be divided into engines of {width} GPUs")
     overrides = {str(name).replace("-", "_"): value for name, value in (group.get("overrides") or {}).items()}
     known, set_here = {option.field for option in sglang_options().values()}, known_tables()["sglang_set_here"]
     for name in overrides:
@@ -198,4 +198,4 @@ def _is_policy(model: Mapping[str, object], checkpoint: str | None) -> bool:
 
 def _check_keys(where: str, entry: Mapping[str, object], known: set[str]) -> None:
     if unknown := sorted(set(entry) - known):
-        raise ValueError(f"{where}: unknown keys {', '.join(unknown)}; it takes {', '.join(sorted(known))}")
+        raise ValueError(f"{where}: unknown keys {', '.join(unknown)}; known keys are {', '.join(sorted(known))}")

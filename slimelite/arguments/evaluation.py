@@ -28,7 +28,7 @@ from slimelite.rewards.rules import RULES
 SHIPPED = Path(__file__).parents[1] / "data" / "tasks"
 # suffixes of files with rows, as in `slimelite.data.prompts`
 SUFFIXES = (".parquet", ".jsonl", ".json", ".jsonl.gz", ".csv", ".arrow")
-# score the choices of a row, and the text that follows
+# generate functions that score the choices of a row, and the text that follows a prompt
 CHOOSE, CONTINUE = "slimelite.rollout.evaluation.choose", "slimelite.rollout.evaluation.go_on"
 
 
@@ -36,50 +36,61 @@ CHOOSE, CONTINUE = "slimelite.rollout.evaluation.choose", "slimelite.rollout.eva
 class Task:
     """The content of a task file.
 
-    Templates and expressions are Jinja's. They see the columns of a row, and ``chat``, which says whether the chat
-    template is applied.
+    Templates and expressions are written in Jinja. Their variables are the columns of a row, and ``chat``, which is
+    true if the chat template is applied.
     """
 
-    name: str = flag(None, "its score is called `eval/<name>`", ALWAYS)
-    about: str = flag("", "one line for the table of tasks", ALWAYS)
+    name: str = flag(None, "the score of the task is called `eval/<name>`", ALWAYS)
+    about: str = flag("", "one-line description for the table of tasks", ALWAYS)
     kind: Literal["generate", "multiple-choice", "continuation"] = flag(
         "generate",
-        "generate: the scorer reads what the model writes; multiple-choice: the likeliest choice is the answer; "
-        "continuation: each token of the label must be the likeliest",
+        "generate: the model writes a response, and the scorer reads it; multiple-choice: the likeliest choice is the "
+        "answer; continuation: each token of the label must be the likeliest next token",
         ALWAYS,
     )
     data: str | None = flag(
-        None, "the rows: a hub dataset `owner/name[:config][:split]`, or a file beside the task file", ALWAYS
+        None, "source of the rows: a hub dataset `owner/name[:config][:split]`, or a file next to the task file", ALWAYS
     )
     files: list[str] = flag(
-        [], "patterns of file names; in a folder of data, the first file that matches has the rows", ALWAYS
+        [],
+        "patterns of file names, tried in this order in the folder of the data; the first file that matches has the "
+        "rows",
+        ALWAYS,
     )
-    examples: str | None = flag(None, "few-shot examples, as data; by default the first rows of the data", ALWAYS)
-    example_files: list[str] = flag([], "few-shot examples, as files", ALWAYS)
+    examples: str | None = flag(
+        None,
+        "source of the few-shot examples, written as for `data`; the default is the first rows of the data",
+        ALWAYS,
+    )
+    example_files: list[str] = flag(
+        [], "patterns of file names for the few-shot examples, written as for `files`", ALWAYS
+    )
     same: str | None = flag(
         None,
-        "expression such as `subject`; a question gets only examples for which it has the same value",
+        "expression such as `subject`; an example is used for a question only if the expression has the same value "
+        "for both",
         ALWAYS,
     )
     prompt: str = flag(None, "template of the question", ALWAYS)
     answer: str | None = flag(
-        None, "template of the answer that an example shows; the default is the right answer", ALWAYS
+        None, "template of the answer in a few-shot example; the default is the right answer", ALWAYS
     )
     delimiter: str = flag(" ", "text between question and answer if no chat template is applied", ALWAYS)
     label: str | None = flag(
-        None, "expression of the label; for several choices it is the index of the right one", ALWAYS
+        None, "expression of the label; in a multiple-choice task, the label is the index of the right choice", ALWAYS
     )
-    choices: str | None = flag(None, "expression of the list of choices, each a text", ALWAYS)
+    choices: str | None = flag(None, "expression of the list of choices; each choice is a text", ALWAYS)
     shared: str | None = flag(
         None,
-        "expression of a text that follows every choice; the answer is the choice after which this text is likeliest",
+        "expression of a text that follows every choice; the answer is the choice that makes this text likeliest",
         ALWAYS,
     )
-    metadata: dict[str, Any] = flag({}, "expressions of other values that the scorer reads, by name", ALWAYS)
+    metadata: dict[str, Any] = flag({}, "other values for the scorer: a mapping from names to expressions", ALWAYS)
     scorer: str | None = flag(None, "a rule of --rm-type, or a function like that of --custom-rm-path", ALWAYS)
     metric: Literal["acc", "acc_norm", "acc_token"] = flag(
         "acc",
-        "how likelihoods are compared. acc: as they are; acc_norm: per character; acc_token: per token, as in CORE",
+        "how the likelihoods of the choices are compared. acc: unchanged; acc_norm: per character; acc_token: per "
+        "token, as in CORE",
         ALWAYS,
     )
     stop: list[str] = flag([], "these texts end a response if no chat template is applied", ALWAYS)
@@ -96,22 +107,22 @@ class Task:
         return {"multiple-choice": CHOOSE, "continuation": CONTINUE}.get(self.kind)
 
     def problem(self) -> str | None:
-        """What is wrong with the file, or None."""
+        """The error in the file, or None if there is no error."""
         if not self.name or not self.prompt:
             return "needs a name and a prompt"
         if self.data is None and not self.files:
-            return "needs data (a hub dataset, or a file beside it), or files in a folder of data"
+            return "needs `data` (a hub dataset, or a file next to the task file), or `files` (in a folder of data)"
         if self.chooses and (self.choices is None or self.label is None):
-            return "a task of kind multiple-choice needs choices, and the index of the right one as label"
+            return "a task of kind multiple-choice needs `choices`, and as `label` the index of the right choice"
         if self.kind == "continuation" and self.label is None:
-            return "a task of kind continuation needs the text that follows as label"
+            return "a task of kind continuation needs a `label`: the text that follows the prompt"
         if self.shared is not None and not self.chooses:
-            return "shared is the text after each choice: it needs the kind multiple-choice"
+            return "`shared` is the text after each choice, so the task must have the kind multiple-choice"
         if self.kind == "generate" and self.scorer is None:
             return f"needs a scorer: one of {', '.join(RULES)}, or a function"
         if self.scorer is not None and self.scorer not in RULES and not {".", ":"} & set(self.scorer):
             near = get_close_matches(self.scorer, RULES, 1) or [", ".join(RULES)]
-            return f"scorer {self.scorer}: there is no such rule ({near[0]}?), and it is no path of a function"
+            return f"scorer {self.scorer} is not a rule ({near[0]}?), and not the path of a function"
         return None
 
     def settings(self, spec: str, folder: str | None, shots: int, *, chat: bool) -> dict[str, Any]:
@@ -146,17 +157,17 @@ class Task:
             return str(Path(spec).parent / data)
         if folder is None:
             if data is None:
-                raise ValueError(f"task {self.name}: it has no hub dataset; give the folder of its data")
+                raise ValueError(f"task {self.name} has no hub dataset; give the folder of its data")
             return data
         if not Path(folder).is_dir():
-            raise ValueError(f"{folder}: no such folder of data")
+            raise ValueError(f"{folder}: this folder of data does not exist")
         for pattern in files:
             matches = sorted(str(path) for path in Path(folder).glob(pattern) if path.name.endswith(SUFFIXES))
             if len(matches) > 1:
-                raise ValueError(f"task {self.name}: its rows are one file, and {pattern} matches {', '.join(matches)}")
+                raise ValueError(f"task {self.name}: only one file may match {pattern}, not {', '.join(matches)}")
             if matches:
                 return matches[0]
-        raise ValueError(f"task {self.name}: {folder} has none of {', '.join(files)}")
+        raise ValueError(f"task {self.name}: no file in {folder} matches {', '.join(files)}")
 
 
 def shipped_tasks() -> list[str]:
@@ -174,7 +185,11 @@ def load_task(spec: str) -> Task:
     if not spec.endswith((".yaml", ".yml")):
         if spec not in (known := shipped_tasks()):
             near = get_close_matches(spec, known, 1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}; others are YAML files"
+            hint = (
+                f"did you mean {near[0]}?"
+                if near
+                else f"the tasks are {', '.join(known)}; your own tasks are YAML files"
+            )
             raise ValueError(f"{spec}: there is no such task; {hint}")
         path = str(SHIPPED / f"{spec}.yaml")
     settings = Settings()
@@ -206,34 +221,34 @@ BEST_EVALUATION = SCORES & when("--early-stop-patience or --save-best", seeks_be
 class EvalDataset:
     """One evaluation dataset.
 
-    A setting comes from the first of these that has it: the dataset, ``eval.defaults`` of --eval-config, --eval-*,
-    --rollout-*.
+    A setting comes from the first of these sources that has it: the dataset, ``eval.defaults`` of --eval-config, the
+    --eval-* flags, the --rollout-* flags.
     """
 
-    name: str = flag(None, "its metrics are called eval/<name>", ALWAYS)
+    name: str = flag(None, "the metrics of the dataset are called eval/<name>", ALWAYS)
     path: str = flag(
-        None, "its rows are in this jsonl or parquet file, or hub dataset id; path@[a:b] takes a slice", ALWAYS
+        None, "the rows come from this file (jsonl or parquet) or hub dataset; path@[a:b] takes a slice", ALWAYS
     )
     task: str | None = flag(None, "prompts, labels and the settings below come from this task", ALWAYS)
     fewshot: int = flag(0, "each prompt of the task begins with this many examples", ALWAYS, at_least=0)
-    examples: str | None = flag(None, "this file or hub dataset has the examples of the task", ALWAYS)
-    input_key: str = flag("input", "this column has the prompt", ALWAYS)
-    label_key: str | None = flag(None, "this column has the label", ALWAYS)
-    tool_key: str = flag("tools", "this column has the tools", ALWAYS)
-    metadata_key: str = flag("metadata", "this column has a dict that the reward and plugins see", ALWAYS)
+    examples: str | None = flag(None, "the few-shot examples of the task come from this file or hub dataset", ALWAYS)
+    input_key: str = flag("input", "this column contains the prompt", ALWAYS)
+    label_key: str | None = flag(None, "this column contains the label", ALWAYS)
+    tool_key: str = flag("tools", "this column contains the tools", ALWAYS)
+    metadata_key: str = flag("metadata", "this column contains a dict that the reward and plugins can read", ALWAYS)
     metadata_overrides: dict[str, Any] = flag({}, "these entries are set in the metadata of every sample", ALWAYS)
     apply_chat_template: bool = flag(False, "the tokenizer's chat template turns messages into a prompt", ALWAYS)
     apply_chat_template_kwargs: dict[str, Any] = flag({}, "the chat template gets these arguments", ALWAYS)
-    rm_type: str | None = flag(None, "this rule makes the reward", ALWAYS)
-    custom_rm_path: str | None = flag(None, "this plugin makes the reward", ALWAYS)
-    custom_generate_function_path: str | None = flag(None, "this plugin makes one response", ALWAYS)
+    rm_type: str | None = flag(None, "this rule computes the reward", ALWAYS)
+    custom_rm_path: str | None = flag(None, "this plugin computes the reward", ALWAYS)
+    custom_generate_function_path: str | None = flag(None, "this plugin generates one response", ALWAYS)
     n_samples_per_eval_prompt: int = flag(1, "each prompt gets this many responses", ALWAYS, at_least=1)
-    pass_at_k: list[int] = flag([], "pass@k is measured for these k, and for 1, 2, 4 and so on", ALWAYS, at_least=1)
+    pass_at_k: list[int] = flag(
+        [], "pass@k is measured for these values of k, and for 1, 2, 4 and so on", ALWAYS, at_least=1
+    )
     temperature: float = sampling_setting("temperature")
     max_response_len: int = sampling_setting("max_new_tokens")
-    max_prompt_len: int | None = flag(
-        None, "prompts that are longer than this are left out [tokens]", ALWAYS, at_least=1
-    )
+    max_prompt_len: int | None = flag(None, "prompts with more than this many tokens are left out", ALWAYS, at_least=1)
     max_context_len: int | None = flag(
         None, "prompt and response together have at most this length [tokens]", ALWAYS, at_least=1
     )
@@ -242,18 +257,18 @@ class EvalDataset:
         """A message for each invalid setting, whichever flag or file set it."""
         if len(self.name.encode()) > NAME_BYTES:
             name = f"{self.name[:40]}..."
-            yield f"eval dataset {name}: its files are called after it: a name of {NAME_BYTES} bytes or less"
+            yield f"eval dataset {name}: the name is part of file names, so it may have at most {NAME_BYTES} bytes"
         if re.search(r"/|-pass@|-stderr$|-truncated_ratio$|-centred$|^(step|reward_errors)$", self.name):
             yield (
-                f"eval dataset {self.name}: eval/{self.name} would not be known as a score, as other metrics have "
-                "such names; choose another one, such as math_500 for math/500"
+                f"eval dataset {self.name}: eval/{self.name} would not be recognized as a score, because other metrics "
+                "have such names; choose another name, such as math_500 for math/500"
             )
         if self.max_response_len is None:
-            yield f"eval dataset {self.name}: give --eval-max-response-len"
+            yield f"eval dataset {self.name}: the maximum length of a response is missing: give --eval-max-response-len"
         if self.task is not None and self.temperature == 0 and self.n_samples_per_eval_prompt > 1:
             yield (
                 f"eval dataset {self.name}: {self.n_samples_per_eval_prompt} greedy responses to a prompt are all "
-                "alike: give --eval-temperature"
+                "equal: give an --eval-temperature above 0"
             )
         for setting in group_flags(EvalDataset):
             value = getattr(self, setting.name)
@@ -261,8 +276,8 @@ class EvalDataset:
                 yield f"eval dataset {self.name}: {setting.name} {value}: {wrong}"
         if (most := max(self.pass_at_k, default=0)) > self.n_samples_per_eval_prompt:
             yield (
-                f"eval dataset {self.name}: pass@{most} needs {most} responses to a prompt, and "
-                f"n_samples_per_eval_prompt is {self.n_samples_per_eval_prompt}: raise it, or lower pass_at_k"
+                f"eval dataset {self.name}: pass@{most} needs {most} responses to a prompt, but only "
+                f"{self.n_samples_per_eval_prompt} are sampled: raise n_samples_per_eval_prompt, or lower pass_at_k"
             )
 
     def metrics(self) -> list[str]:
@@ -279,7 +294,7 @@ class EvalDataset:
 
 
 def _setting(name: str, auto: str | None = None) -> Any:
-    """A flag that sets ``name`` for every dataset without its own value. The bounds are checked on the datasets."""
+    """A flag that sets ``name`` for every dataset that does not set it. The bounds are checked on the datasets."""
     help = next(setting.help for setting in group_flags(EvalDataset) if setting.name == name)
     return flag(None, help, EVALUATION, auto=auto)
 
@@ -291,7 +306,7 @@ class EvalArgs(RewardArgs, CheckpointArgs, ClusterArgs):
 
     eval_interval: int | None = flag(
         None,
-        "evaluation runs after every N rollouts, and also before the first and after the last one",
+        "evaluation runs after every N rollouts, and also before the first rollout and after the last one",
         MEASURED,
         at_least=1,
     )
@@ -303,13 +318,13 @@ class EvalArgs(RewardArgs, CheckpointArgs, ClusterArgs):
     )
     eval_config: str | None = flag(
         None,
-        "this YAML file lists the datasets and their settings, instead of --eval-prompt-data",
+        "this YAML file lists the evaluation datasets and their settings; it replaces --eval-prompt-data",
         EVALUATION,
         metavar="FILE",
     )
     eval_tasks: list[str] = flag(
         [],
-        "the run is also evaluated on these tasks: gsm8k and others of docs/evaluation.md, or task files",
+        "the run is also evaluated on these tasks: names from docs/evaluation.md, such as gsm8k, or task files",
         EVALUATION,
         metavar="TASK",
     )
@@ -333,27 +348,28 @@ class EvalArgs(RewardArgs, CheckpointArgs, ClusterArgs):
     eval_max_prompt_len: int | None = _setting("max_prompt_len")
     eval_max_context_len: int | None = _setting("max_context_len", auto="--rollout-max-context-len")
     eval_function_path: str | None = plugin(
-        "makes the rollout of an evaluation, as --rollout-function-path does for training", EVALUATION
+        "generates the rollout of an evaluation, like --rollout-function-path in training", EVALUATION
     )
     early_stop_patience: int | None = flag(
         None,
-        "the run ends after this many evaluations in a row that were no better than the best before them",
+        "the run ends after this many evaluations in a row without a new best --early-stop-metric",
         TRAINING.strictly() & SCORES.strictly(),
         at_least=1,
     )
     early_stop_metric: str | None = flag(
         None,
-        "this metric decides which evaluation is best, such as eval/gsm8k-pass@4",
+        "this metric, such as eval/gsm8k-pass@4, decides which evaluation is best",
         BEST_EVALUATION,
         auto="the score of the first dataset",
     )
     early_stop_mode: Literal["max", "min"] = flag(
         "max",
-        "max: a higher --early-stop-metric is better; min: a lower one is",
+        "the best evaluation has the highest (max) or the lowest (min) --early-stop-metric",
         BEST_EVALUATION,
     )
     custom_eval_rollout_log_function_path: str | None = plugin(
-        "logs an evaluation; if it returns true, the default log is skipped: fn(rollout_id, args, data, metrics)",
+        "logs an evaluation: fn(rollout_id, args, data, metrics). If the function returns true, the default log is "
+        "skipped",
         EVALUATION,
     )
 
@@ -381,7 +397,7 @@ def resolve_eval_datasets(args: EvalArgs, settings: Settings) -> tuple[EvalDatas
 
 
 def _flag_values(args: EvalArgs) -> dict[str, Any]:
-    """Settings of every dataset: the ``--eval-*`` flags, or ``--rollout-*`` for those that were not given."""
+    """Settings of every dataset: the ``--eval-*`` flags, or ``--rollout-*`` where no ``--eval-*`` flag was given."""
 
     def first(value: object, fallback: object) -> object:
         return fallback if value is None else value
@@ -405,7 +421,7 @@ def _flag_values(args: EvalArgs) -> dict[str, Any]:
 
 
 def _read_prompt_data(words: list[str], settings: Settings) -> list[dict[str, Any]]:
-    if len(words) == 1:  # slime names such a dataset "aime", whatever it is
+    if len(words) == 1:  # slime always names such a dataset "aime"
         return [{"name": Path(words[0].partition("@[")[0]).stem, "path": words[0]}]
     if len(words) % 2:
         settings.complain(
@@ -423,10 +439,12 @@ def _read_eval_config(path: str, settings: Settings) -> tuple[dict[str, Any], li
         return {}, []
     root = content.get("eval", content) if isinstance(content, dict) else None
     if not isinstance(root, dict) or not isinstance(root.get("datasets"), list | dict) or not root["datasets"]:
-        settings.complain("--eval-config", f"{path}: needs datasets: a list, or a mapping by name")
+        settings.complain("--eval-config", f"{path}: needs the key datasets, with a list or a mapping by name")
         return {}, []
     if unknown := sorted(set(root) - {"defaults", "datasets"}):
-        settings.complain("--eval-config", f"{path}: unknown keys {', '.join(unknown)}; it takes defaults and datasets")
+        settings.complain(
+            "--eval-config", f"{path}: unknown keys {', '.join(unknown)}; known keys are defaults and datasets"
+        )
     entries = root["datasets"]
     if isinstance(entries, dict):
         entries = [{"name": name, **entry} if isinstance(entry, dict) else entry for name, entry in entries.items()]
@@ -451,7 +469,7 @@ def _dataset(
         values["custom_rm_path"] = None  # a dataset's own rule overrides the run's --custom-rm-path
     if (spec := own.get("task")) is not None:
         if args.custom_generate_function_path in (EPISODE, PROGRAM):
-            # agents talk by the chat template; the flag is off so that their own prompts stay messages
+            # agents use the chat template; the flag is off only because their prompts must stay messages
             base = {**base, "apply_chat_template": True}
         try:
             values = {**base, **_task_settings(args, spec, {**base, **own}), **own}
@@ -466,7 +484,7 @@ def _dataset(
 
 
 def _task_settings(args: EvalArgs, spec: str, values: dict[str, Any]) -> dict[str, Any]:
-    """The settings that the task file ``spec`` gives its dataset. --eval-* flags of the command line override them.
+    """The settings of the dataset from the task file ``spec``. --eval-* flags of the command line override them.
 
     A task that scores texts takes one sample of each row, because its score does not depend on sampling.
     """

@@ -11,11 +11,11 @@
 
         shout_bonus: float = flag(0.5, "This is added to the reward for an exclamation mark.", at_least=0)
 
-gives ``--shout-bonus 0.7`` on the command line, ``shout_bonus: 0.7`` in a config file, a section "Shouting" in
-``--help`` and a typed ``args.shout_bonus``. The annotation says how a value is read: ``bool`` (a switch, which
+This group adds ``--shout-bonus 0.7`` to the command line, ``shout_bonus: 0.7`` to config files, a section "Shouting" to
+``--help`` and a typed ``args.shout_bonus``. The annotation decides how a value is read: ``bool`` (a switch, which
 ``--no-`` turns off), ``int``, ``float``, ``str``, ``Literal`` (choices), ``list[...]``, ``dict`` (JSON), and ``X |
-None``, where None means "not given". If a field's annotation excludes None but its default is None, `derive` fills it
-in.
+None``, where None means "not given". If a field's annotation excludes None but its default is None, `derive` fills
+the field in.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ArgumentError(ValueError):
         super().__init__("\n".join(self.problems))
 
 
-# a text, or a function that returns one, for a text that lists the names in a registry
+# a text, or a function that returns the text if it lists the names in a registry
 Words = str | Callable[[], str]
 
 
@@ -52,11 +52,10 @@ def spoken(words: Words) -> str:
 
 
 class Condition(NamedTuple):
-    """One condition that a flag may need: a description, which follows "needs" in messages, and a test of the
-    arguments.
+    """One condition that a flag may need: a test of the arguments, and a description for messages ("needs ...").
 
-    ``why_not``: the usual reason why the test fails, appended to the description. ``strict``: it is an error to give
-    the flag while the test fails. Otherwise the flag is only listed under "no effect here".
+    ``why_not``: the usual reason why the test fails; messages append it to the description. ``strict``: giving the flag
+    while the test fails is an error. Otherwise the flag is only listed under "no effect here".
     """
 
     description: Words
@@ -72,7 +71,7 @@ class Condition(NamedTuple):
 
 @dataclass(frozen=True)
 class Needs:
-    """The conditions under which a flag has an effect. All of them must hold."""
+    """The conditions under which a flag has an effect. All conditions must hold."""
 
     conditions: tuple[Condition, ...]
 
@@ -81,7 +80,7 @@ class Needs:
 
     def __or__(self, other: Needs) -> Needs:
         def words() -> str:
-            one, another = (listed(condition.words for condition in needs.conditions) for needs in (self, other))
+            one, another = (" and ".join(each.words for each in needs.conditions) for needs in (self, other))
             return f"either {one.removeprefix('either ')}, or {another}"
 
         return Needs((Condition(words, lambda args: not (self.missing(args) and other.missing(args))),))
@@ -91,8 +90,8 @@ class Needs:
         return Needs(tuple(condition._replace(strict=True) for condition in self.conditions))
 
     def missing(self, args: object, *, strict: bool = False) -> str | None:
-        """The words of the first condition that ``args`` do not meet, or None. With ``strict`` only strict conditions
-        count, without it only the others."""
+        """The words of the first condition that ``args`` do not meet, or None. With ``strict``, only strict conditions
+        count. Without ``strict``, only the other conditions count."""
         for condition in self.conditions:
             if condition.strict == strict and not condition.holds(args):
                 return condition.words + condition.why_not
@@ -133,22 +132,22 @@ def flag(
     """A dataclass field that is also a command-line flag.
 
     Args:
-        default: value when no source gives one; lists and dicts are copied.
-        help: a sentence or two, with units in brackets; a function if the text lists the names in a registry.
+        default: value if no source sets the flag; lists and dicts are copied.
+        help: a sentence or two, with units in brackets. It is a function if the text lists the names in a registry.
         needs: the conditions under which the flag has an effect; `ALWAYS` if there are none. If the flag is given while
-            they do not hold, the start of the run lists it under "no effect here".
+            a condition does not hold, the start of the run lists the flag under "no effect here".
         required: the flag must be given if the last condition of ``needs`` holds.
         choices: the allowed values. A `Registry` stands for its names, either alone or as in ``("auto", REGISTRY)``. A
             ``Literal`` annotation sets the allowed values too.
         at_least: lower bound of a number; None means that there is none.
-        at_most: upper bound of a number, likewise.
-        above: lower bound that is not allowed itself.
-        below: upper bound that is not allowed itself.
+        at_most: upper bound of a number; None means that there is none.
+        above: lower bound; the bound itself is not allowed.
+        below: upper bound; the bound itself is not allowed.
         except_for: a number outside these bounds with a special meaning, such as -1 for "all".
-        infinite: the number may be ``inf``, for "no bound".
+        infinite: the number may be ``inf``, which means "no bound".
         negative: name of the switch that turns off a field whose default is True (``--disable-...``).
         metavar: what the value is called in ``--help``.
-        repeat: the flag may be given several times, and each time adds to a list. Otherwise the last one wins.
+        repeat: the flag may be given several times, and each time adds to a list. Otherwise the last value wins.
         auto: how the value is found when none is given, as text for ``--help``.
         aliases: other spellings of the option, such as slime's ``--tis-level`` for ``--mis-level``.
     """
@@ -223,7 +222,7 @@ class Flag:
 
     @property
     def bounds(self) -> str:
-        """What a number must be, in words: "at least 1", "between 0 and 1"; "" if every number is allowed."""
+        """The bounds of a number in words: "at least 1", "between 0 and 1"; "" if every number is allowed."""
         if self.at_least is not None and self.at_most is not None:
             words = f"between {self.at_least} and {self.at_most}"
         else:
@@ -297,12 +296,12 @@ def _read_field(f: dataclasses.Field[object], hint: object) -> Flag:
 
 
 T = TypeVar("T")
-# types of settings and flags, where those of the parameters are others
+# types of settings and flags, if they differ from the types of the sampling parameters
 LISTS = {"tuple[str, ...]": "list[str]", "tuple[int, ...]": "list[int]"}
 
 
 def sampling_setting(name: str, needs: Needs = ALWAYS, *, optional: bool = False, **options: Any) -> Any:
-    """The `flag` of a sampling parameter. An ``optional`` one is None unless it is given."""
+    """The `flag` of a sampling parameter. An ``optional`` flag is None unless it is given."""
     (known,) = (f for f in fields(SamplingParams) if f.name == name)
     default = None if optional or known.default is MISSING else known.default
     default = list(default) if isinstance(default, tuple) else default
@@ -311,8 +310,8 @@ def sampling_setting(name: str, needs: Needs = ALWAYS, *, optional: bool = False
 
 
 def with_sampling(place: Literal["rollout", "eval", "dataset"], needs: Needs = ALWAYS) -> Callable[[type[T]], type[T]]:
-    """A decorator that goes below `dataclass`. The class gets the sampling parameters of ``place``, after its
-    temperature.
+    """A decorator, to be written below `dataclass`. It adds the sampling parameters of ``place`` to the class, after
+    the temperature.
 
     Parameters that the class declares itself stay unchanged. ``--eval-*`` flags are None unless they are given, because
     the datasets check the bounds.

@@ -25,12 +25,12 @@ INTRODUCTION = """\
 usage: train.py --flag value ...
 
 If a flag is given twice, the last one wins. --no-<switch> turns a switch off. --config FILE reads the same names from
-a YAML file. docs/arguments.md says more."""
+a YAML file. See docs/arguments.md."""
 EXAMPLE = """\
   python train.py --hf-checkpoint Qwen/Qwen2.5-0.5B-Instruct --prompt-data train.parquet --input-key messages \\
       --label-key label --apply-chat-template --rm-type math --num-rollout 100 --rollout-batch-size 32 \\
       --n-samples-per-prompt 8 --rollout-max-response-len 1024 --colocate --dry-run"""
-# the flags people use: what ``--help`` lists
+# the flags that ``--help`` lists, because people use them most
 USED = {
     "model and checkpoints": ("hf_checkpoint", "ref_load", "load", "save", "save_interval", "save_hf"),
     "prompts and batches": (
@@ -63,8 +63,8 @@ def is_asked(argv: Sequence[str]) -> bool:
 def help_text(args_type: type, argv: Sequence[str]) -> str:
     """The help that ``argv`` asks for, wrapped to the width of the terminal, at most 120 columns.
 
-    ``--help-all``: every flag. ``--help reward``: a group. ``--help lr``, or ``--help --lr`` at the end: a flag.
-    ``--help kl``: every flag whose name has these letters. Otherwise: the flags that people use most.
+    ``--help-all``: every flag. ``--help reward``: a group of flags. ``--help lr``, or ``--help --lr`` at the end: a
+    flag. ``--help kl``: every flag whose name contains these letters. Otherwise: the flags that people use most.
 
     Raises:
         ArgumentError: there is no such group or flag.
@@ -75,7 +75,7 @@ def help_text(args_type: type, argv: Sequence[str]) -> str:
     place = min(argv.index(word) for word in ("-h", "--help") if word in argv)
     topic = argv[place + 1] if place + 1 < len(argv) else ""
     if topic.startswith("--") and place + 2 < len(argv):
-        topic = ""  # the command line goes on after --help
+        topic = ""  # the command line continues after --help
     return _about(args_type, topic, width) if topic else _short(args_type, width)
 
 
@@ -88,7 +88,9 @@ def _short(args_type: type, width: int) -> str:
     flags, groups = all_flags(args_type), groups_of(args_type)
     own = [group for group in groups if group not in groups_of(Args)]
     count = f"{sum(map(len, USED.values()))} of {len(flags)}"
-    parts = [f"usage: train.py --flag value ...\n\nThese are the flags people use, {count}. An example:\n{EXAMPLE}"]
+    parts = [
+        f"usage: train.py --flag value ...\n\nThese are the flags that people use most, {count}. An example:\n{EXAMPLE}"
+    ]
     for title, names in USED.items():
         used = [flags[name] for name in names]
         lines = [_line(usage(flag), _sentence(flag) + _default(flag), width, most=2) for flag in used]
@@ -118,18 +120,19 @@ def _about(args_type: type, topic: str, width: int) -> str:
         return _entry(flag, (), width)
     if name in known_flags():
         known = known_flags()[name]
-        why = f"{'It is refused' if known.refused else 'It is known, and has no effect here'}: {known.why}."
+        what = "This flag is refused" if known.refused else "This flag is accepted, but has no effect here"
+        why = f"{what}: {known.why}."
         return _line(f"--{name}", why, width)
     if name.removeprefix("sglang-") in sglang_options() and name.startswith("sglang-"):
-        return _line(f"--{name}", "It is an option of SGLang's server, and goes to every server of the run.", width)
+        return _line(f"--{name}", "This option of SGLang is passed to every SGLang server of the run.", width)
     near = get_close_matches(name, groups, 1, 0.8)
     alike = [flag for flag in all_flags(args_type).values() if name in (flag.negative or flag.option)]
     if alike and not near and not topic.startswith("--"):
         return "\n".join([f'FLAGS WITH "{topic}" IN THEIR NAMES', *(_entry(flag, (), width) for flag in alike)])
     near += filter(None, [vocabulary.nearest("--" + name)])
     near += get_close_matches(name, groups, 1, SIMILAR)
-    meant = f"did you mean {near[0]}?" if near else f"groups are {', '.join(groups)}; --help-all lists every flag"
-    raise ArgumentError([f"--help {topic}: no group and no flag has this name; {meant}"])
+    meant = f"did you mean {near[0]}?" if near else f"the groups are {', '.join(groups)}; --help-all lists every flag"
+    raise ArgumentError([f"--help {topic}: there is no group or flag with this name; {meant}"])
 
 
 def _everything(args_type: type, width: int) -> str:
@@ -161,7 +164,7 @@ def _contents(group: type) -> str:
 
 
 def _line(name: str, text: str, width: int, *, at: int = TEXT_AT, most: int | None = None) -> str:
-    """A line of help: ``name``, then ``text`` from column ``at`` on, cut after ``most`` lines."""
+    """A line of help: ``name``, then ``text`` from column ``at`` on. The text is cut after ``most`` lines."""
     lines = textwrap.wrap(text, max(width - at, 30), max_lines=most, placeholder=" …", break_on_hyphens=False)
     first = f"  {name} ".ljust(at)
     if len(first) > at:
@@ -179,7 +182,7 @@ def _names(title: str, names: Iterable[str], width: int) -> str:
 def usage(flag: Flag) -> str:
     """How the flag is written: ``--lr FLOAT``, or ``--mis-level, --tis-level TEXT`` if it has an alias.
 
-    Many choices take several lines.
+    A long list of choices is wrapped.
     """
     option = ", ".join((flag.option, *flag.aliases))
     if flag.kind is bool:
@@ -189,7 +192,9 @@ def usage(flag: Flag) -> str:
     words = f"{option} {value}" + (" ..." if flag.many else "")
     if not flag.choices:
         return words
-    inside = " " * (len(option) + 4)  # below the first choice, in a list that is indented by two
+    inside = " " * (
+        len(option) + 4
+    )  # continuation lines begin below the first choice; the list itself is indented by two
     return textwrap.fill(words.replace(",", ", "), 96, subsequent_indent=inside).replace(", ", ",")
 
 
@@ -211,19 +216,27 @@ def shared_needs(group: type) -> set[str]:
 def description(group: type) -> str:
     """The text below the title of a group."""
     shared = shared_needs(group)
-    needs = f" These flags need {listed(sorted(shared))}." if shared else ""
+    needs = f" These flags need {_together(sorted(shared))}." if shared else ""
     return f"{group_title(group)[1]}{needs}".strip()
 
 
 def meaning(flag: Flag, shared: Collection[str] = ()) -> str:
-    """What a flag does, its bounds, and the conditions that it needs in addition to ``shared``."""
+    """The effect of a flag, its bounds, and its conditions that are not in ``shared``."""
     sentences = [_sentence(flag)]
     if flag.bounds:
-        sentences.append(f"It must be {flag.bounds}.")
+        sentences.append(f"The value must be {flag.bounds}.")
     needs = [condition.words for condition in (flag.needs or ALWAYS).conditions]
     if own := [words for words in needs if words not in shared]:
-        sentences.append(f"It needs {listed(own)}{', and is required there' if flag.required else ''}.")
+        sentences.append(f"The flag needs {_together(own)}.")
+    if flag.required:
+        sentences.append(f"It is required with {needs[-1]}.")
     return " ".join(sentences)
+
+
+def _together(conditions: Sequence[str]) -> str:
+    """``conditions`` in one sentence. If one of them has an "or" or a comma, semicolons separate them."""
+    parted = len(conditions) > 1 and any(" or " in words or ", " in words for words in conditions)
+    return f"all of these: {'; '.join(conditions)}" if parted else listed(conditions)
 
 
 def _entry(flag: Flag, shared: Collection[str], width: int) -> str:

@@ -36,19 +36,22 @@ class EnginePlace(NamedTuple):
 class ClusterArgs(OfJob):
     """Cluster.
 
-    A "GPU" here is a training rank or an engine on a machine without GPUs, where every count defaults to 1.
+    On a machine without GPUs, a "GPU" in these flags means a training rank or an engine, and every count defaults to 1.
     """
 
     train_backend: Literal["fsdp", "megatron"] = flag(
-        "fsdp", "FSDP2 trains a Hugging Face model; megatron, which slime's scripts use, means the same here", ALWAYS
+        "fsdp",
+        "both values mean that FSDP2 trains a Hugging Face model; megatron is the name in slime's scripts",
+        ALWAYS,
     )
     device: Literal["auto", "cpu", "cuda"] = flag(
         "auto", "training and inference run on this device", ALWAYS, auto="cuda if a GPU is found, else cpu"
     )
     launcher: Literal["ray", "local", "torchrun"] = flag(
         None,
-        "ray: workers are Ray actors; local: the same classes run in this one process, for debugging; torchrun: the "
-        "processes of `torchrun --nproc-per-node 8 train.py ...` are the training ranks, and no engine runs",
+        "with ray, workers are Ray actors. With local, the same classes run in this one process, for debugging. With "
+        "torchrun, the processes of `torchrun --nproc-per-node 8 train.py ...` are the training ranks, and no engine "
+        "runs",
         ALWAYS,
         auto="torchrun under torchrun, else ray",
     )
@@ -65,16 +68,20 @@ class ClusterArgs(OfJob):
         "inference runs on this many GPUs",
         OWN_ENGINES,
         at_least=0,
-        auto="those of training with --colocate, one engine on a CPU, else required",
+        auto="with --colocate, the GPUs of training; on a CPU, one engine; else required",
     )
     rollout_num_gpus_per_engine: int = flag(
-        1, "one engine takes this many GPUs (tensor parallel in SGLang)", OWN_ENGINES
+        1, "one engine uses this many GPUs (tensor parallelism in SGLang)", OWN_ENGINES
     )
-    colocate: bool = flag(False, "training and inference share the GPUs and take turns, so both offloads are on", SYNC)
-    offload: bool = flag(False, "turns on both --offload-train and --offload-rollout", SYNC & GPUS)
+    colocate: bool = flag(
+        False,
+        "training and inference share the GPUs and take turns. On GPUs, both offload flags are then on by default",
+        SYNC,
+    )
+    offload: bool = flag(False, "this flag turns on --offload-train and --offload-rollout", SYNC & GPUS)
     offload_train: bool = flag(
         None,
-        "the trainer moves to host memory while responses are generated",
+        "the trainer's state moves to host memory while responses are generated",
         SYNC & GPUS,
         auto="on with --colocate on GPUs",
     )
@@ -89,17 +96,17 @@ class ClusterArgs(OfJob):
     )
     hang_timeout: float = flag(
         60.0,
-        "the run ends with an error that names the worker if a worker is stopped (SIGSTOP), or all ranks hang, for "
-        "this long [s]; 0 turns this off (docs/reliability.md)",
+        "if a worker is stopped (SIGSTOP) or all ranks hang for this long [s], the run ends with an error that names "
+        "the worker. 0 turns this check off (docs/reliability.md)",
         ALWAYS,
         at_least=0,
     )
     max_restarts: int = flag(
         0,
-        "if a dead or frozen worker, Ray or a lost machine ends the run, the same command restarts it from the "
-        "newest checkpoint in --save, at most this many times (docs/reliability.md)",
+        "the run may be restarted this many times, if a dead or frozen worker, a failure of Ray or a lost machine "
+        "ends it. A restart resumes from the newest checkpoint in --save (docs/reliability.md)",
         SAVE.strictly()
-        & when("no torchrun, which has a --max-restarts of its own", lambda a: a.launcher != "torchrun"),
+        & when("a run without torchrun, which has its own --max-restarts", lambda a: a.launcher != "torchrun"),
         at_least=0,
     )
     restart_wait: float = flag(
@@ -110,11 +117,11 @@ class ClusterArgs(OfJob):
     )
     elastic: bool = flag(
         False,
-        "a restart uses the nodes that are left: if fewer nodes answer than the run asks for, ranks and engines are "
-        "reassigned to them (docs/reliability.md)",
+        "a restart may use fewer nodes than the run asked for. Ranks and engines are then reassigned to the nodes "
+        "that answer (docs/reliability.md)",
         use_of("--max-restarts")
         & when("--launcher ray", lambda a: a.launcher == "ray")
-        & when("no --sglang-config, which fixes the place of each engine", lambda a: not a.sglang_config),
+        & when("a run without --sglang-config, which fixes the place of each engine", lambda a: not a.sglang_config),
     )
     cpu_threads: int = flag(
         1,
@@ -125,14 +132,14 @@ class ClusterArgs(OfJob):
     )
     train_env_vars: dict[str, Any] = flag(
         {},
-        'training actors get these environment variables, as JSON: {"NAME": "value"}; export a secret before Ray '
-        "starts instead, because everyone on the machine can read a command line",
+        'training actors get these environment variables, as JSON: {"NAME": "value"}. Do not give a secret here, '
+        "because everyone on the machine can read a command line. Export it before Ray starts instead",
         TRAINING & when("--launcher ray (with another launcher, export the variables)", lambda a: a.launcher == "ray"),
     )
 
     # rollout_num_gpus / rollout_num_gpus_per_engine
     num_engines: int = resolved(1)
-    # one for each engine of --sglang-config; empty: engines of equal width take the GPUs one after the other
+    # the place of each engine of --sglang-config; if empty, engines of equal width take the GPUs one after the other
     engine_places: tuple[EnginePlace, ...] = resolved(())
 
     @property
@@ -150,8 +157,8 @@ class ClusterArgs(OfJob):
 class ArchitectureArgs:
     """Model architecture (Megatron's names).
 
-    With a checkpoint, these flags are checked against its config.json, and a mismatch is an error. With a tokenizer and
-    no weights, they define a new Qwen2, Qwen3 or Llama model.
+    If --hf-checkpoint has a config.json, these flags are compared with it, and a difference is an error. Otherwise the
+    flags define a new Qwen2, Qwen3 or Llama model, which needs a tokenizer.
     """
 
     num_layers: int | None = flag(None, "the model has this many transformer layers", ALWAYS, at_least=1)
@@ -160,7 +167,7 @@ class ArchitectureArgs:
     num_attention_heads: int | None = flag(None, "attention has this many query heads", ALWAYS, at_least=1)
     group_query_attention: bool = flag(
         False,
-        "there are --num-query-groups key/value heads instead of one for each query head",
+        "attention has --num-query-groups key/value heads, and not one for each query head",
         use_of("--num-query-groups"),
     )
     num_query_groups: int | None = flag(None, "attention has this many key/value heads", ALWAYS, at_least=1)
@@ -170,14 +177,14 @@ class ArchitectureArgs:
         None, "the model was built for contexts up to this length [tokens]", ALWAYS, at_least=1
     )
     normalization: Literal["RMSNorm", "LayerNorm"] | None = flag(
-        None, "kind of the norms; a new model has RMSNorm", ALWAYS
+        None, "type of the normalization layers; a new model has RMSNorm", ALWAYS
     )
-    norm_epsilon: float | None = flag(None, "epsilon of the norms", ALWAYS)
+    norm_epsilon: float | None = flag(None, "epsilon of the normalization layers", ALWAYS)
     rotary_base: float | None = flag(None, "base of the rotary embedding", ALWAYS)
-    rotary_percent: float | None = flag(None, "fraction of each head that is rotated", ALWAYS)
+    rotary_percent: float | None = flag(None, "this fraction of each head is rotated", ALWAYS)
     use_rotary_position_embeddings: bool = flag(False, "the model uses rotary position embeddings", ALWAYS)
     position_embedding_type: Literal["rope", "learned_absolute", "none"] | None = flag(
-        None, "kind of the position embedding", ALWAYS
+        None, "type of the position embedding", ALWAYS
     )
     use_rope_scaling: bool = flag(
         False, "the rotary embedding is scaled for long contexts, as in Llama 3.1 and later", ALWAYS
@@ -185,14 +192,16 @@ class ArchitectureArgs:
     rotary_scaling_factor: float | None = flag(
         None,
         "the rotary embedding is scaled by this factor",
-        when("--use-rope-scaling for a new model", lambda a: a.use_rope_scaling or a.model_config is None),
+        when("--use-rope-scaling if the model is new", lambda a: a.use_rope_scaling or a.model_config is None),
     )
     swiglu: bool = flag(False, "the MLP is a SwiGLU", ALWAYS)
     qk_layernorm: bool = flag(False, "queries and keys have a norm (Qwen3)", ALWAYS)
     add_qkv_bias: bool = flag(False, "the query, key and value projections have a bias (Qwen2)", ALWAYS)
-    disable_bias_linear: bool = flag(False, "all other linear layers have no bias", ALWAYS)
+    disable_bias_linear: bool = flag(
+        False, "linear layers other than the query, key and value projections have no bias", ALWAYS
+    )
     untie_embeddings_and_output_weights: bool = flag(
-        False, "the LM head has its own weights instead of sharing those of the embedding", ALWAYS
+        False, "the LM head has its own weights, and does not share those of the embedding", ALWAYS
     )
 
     @property
@@ -207,14 +216,14 @@ class ModelArgs(ArchitectureArgs, OfJob):
     """Model."""
 
     hf_checkpoint: str | None = flag(
-        None, "weights, config and tokenizer come from this Hugging Face model folder or hub id", ALWAYS, metavar="PATH"
+        None, "weights, config and tokenizer come from this Hugging Face folder or hub id", ALWAYS, metavar="PATH"
     )
     tokenizer: str = flag(
         None, "the tokenizer comes from this folder or hub id", ALWAYS, metavar="PATH", auto="--hf-checkpoint"
     )
     ref_load: str | None = flag(
         None,
-        "the reference model has these weights (Hugging Face format)",
+        "the reference model has the weights in this folder or of this hub id (Hugging Face format)",
         REFERENCE,
         metavar="PATH",
         auto="--hf-checkpoint",
@@ -236,8 +245,8 @@ class CheckpointArgs(OfJob):
 
     load: str | None = flag(
         None,
-        "the run resumes from the newest checkpoint in this folder; if there is none yet, it starts from the "
-        "beginning; if the folder is a Hugging Face model, the run starts with its weights",
+        "the run resumes from the newest checkpoint in this folder. If there is no checkpoint yet, a new run starts. "
+        "If the folder is a Hugging Face model, a new run starts with its weights",
         ALWAYS,
         metavar="DIR",
     )
@@ -248,37 +257,38 @@ class CheckpointArgs(OfJob):
         & when(
             "--save-interval",
             lambda a: a.save_interval or a.save_interval_minutes,
-            ": after how many rollouts? The last is saved too",
+            ": the number of rollouts from one checkpoint to the next",
         ).strictly(),
         metavar="DIR",
     )
     save_interval: int | None = flag(
         None,
         "a checkpoint is saved after every N rollouts, and after the last one",
-        TRAINING & when("--save", lambda a: a.save, ": in which folder?").strictly(),
+        TRAINING & when("--save", lambda a: a.save, ": the folder for checkpoints").strictly(),
         at_least=1,
     )
     save_interval_minutes: float | None = flag(
         None,
-        "a checkpoint is also saved after a rollout if the last save is at least this long ago [min]",
-        TRAINING & when("--save", lambda a: a.save, ": in which folder?").strictly(),
+        "a checkpoint is also saved after a rollout if the last checkpoint is at least this old [min]",
+        TRAINING & when("--save", lambda a: a.save, ": the folder for checkpoints").strictly(),
         above=0,
     )
     async_save: bool = flag(
         False,
-        "training continues while a checkpoint is written; its state is first copied to host memory, which must have "
-        "room for it",
+        "training continues while a checkpoint is written. The training state is first copied to host memory, which "
+        "must have room for the copy",
         SAVE,
     )
     save_retain_interval: int | None = flag(
         None,
-        "the checkpoint of every N-th rollout is kept; any other is deleted when the next one is complete",
+        "the checkpoint of every N-th rollout is kept. Any other checkpoint is deleted when the next one is complete",
         SAVE,
         at_least=1,
     )
     save_hf: str | None = flag(
         None,
-        "the model is also written here in Hugging Face format; {rollout_id} is replaced",
+        "the model is also written to this folder in Hugging Face format. {rollout_id} in the path is replaced by the "
+        "number of the rollout",
         TRAINING,
         metavar="TEMPLATE",
     )
@@ -292,24 +302,27 @@ class CheckpointArgs(OfJob):
     )
     push_to_hub: str | None = flag(
         None,
-        "at its end, the run uploads its last --save-hf model, or its best one with --save-best, to this repository "
-        "of the Hugging Face hub, and creates the repository if it does not exist",
+        "when the run ends, its last --save-hf model is uploaded to this repository of the Hugging Face hub. With "
+        "--save-best, the best model is uploaded. If the repository does not exist, it is created",
         TRAINING.strictly() & when("--save-hf", lambda a: a.save_hf).strictly(),
         metavar="ORG/NAME",
     )
     hub_private: bool = flag(
-        False, "a repository that --push-to-hub creates is private", when("--push-to-hub", lambda a: a.push_to_hub)
+        False,
+        "if --push-to-hub creates a repository, the repository is private",
+        when("--push-to-hub", lambda a: a.push_to_hub),
     )
     save_best: bool = flag(
         False,
-        "the model with the best evaluation so far is kept: its checkpoint under --save, named in "
-        "best_checkpointed_iteration.txt, and its model in the folder of --save-hf with -best at its end",
+        "the model with the best evaluation so far is kept. With --save, its checkpoint is kept and named in "
+        "best_checkpointed_iteration.txt. With --save-hf, the model is also written to a folder whose name ends with "
+        "-best",
         TRAINING.strictly()
         & SCORES.strictly()
-        & when("--save or --save-hf", lambda a: a.save or a.save_hf, ": where to?").strictly(),
+        & when("--save or --save-hf", lambda a: a.save or a.save_hf, ": the folder for the best model").strictly(),
     )
     ckpt_step: int | None = flag(
-        None, "the run resumes from the checkpoint of this rollout instead of the newest", LOAD.strictly()
+        None, "the run resumes from the checkpoint of this rollout instead of the newest checkpoint", LOAD.strictly()
     )
     load_fallback: bool = flag(
         False,
@@ -318,11 +331,11 @@ class CheckpointArgs(OfJob):
         CHECKPOINT,
     )
     no_save_optim: bool = flag(False, "checkpoints do not contain the optimizer state", SAVE)
-    no_load_optim: bool = flag(False, "the run resumes the weights only, with a fresh optimizer", CHECKPOINT)
+    no_load_optim: bool = flag(False, "the run resumes the weights, but starts with a fresh optimizer", CHECKPOINT)
     no_load_rng: bool = flag(False, "the run starts with a fresh random state", CHECKPOINT)
     finetune: bool = flag(
         False,
-        "the run takes only the weights of --load: optimizer, random state and rollout count start fresh",
+        "the run takes only the weights from --load. Optimizer, random state and rollout count start fresh",
         LOAD.strictly(),
     )
     start_rollout_id: int = flag(
@@ -342,16 +355,16 @@ def model_config_from_flags(args: ArchitectureArgs) -> dict[str, Any]:
     ``--add-qkv-bias`` makes it a Qwen2 and ``--qk-layernorm`` a Qwen3. Without both it is a Llama.
 
     Raises:
-        ValueError: flags are missing, or ask for something that these three families do not have.
+        ValueError: flags are missing, or ask for a feature that these three families do not have.
     """
     needed = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size")
     if missing := ["--" + name.replace("_", "-") for name in needed if getattr(args, name) is None]:
         raise ValueError(
-            f"a new model needs {', '.join(missing)} as well (or name an existing one with --hf-checkpoint)"
+            f"a new model needs {', '.join(missing)} as well (or name an existing model with --hf-checkpoint)"
         )
     if args.normalization == "LayerNorm" or args.position_embedding_type in ("learned_absolute", "none"):
         raise ValueError(
-            "a new model is a Qwen2, Qwen3 or Llama: RMSNorm and rotary positions, not --normalization "
+            "a new model is a Qwen2, Qwen3 or Llama. It has RMSNorm and rotary positions, not --normalization "
             f"{args.normalization} --position-embedding-type {args.position_embedding_type}"
         )
     kinds = [f for f in FAMILIES.values() if f.embedded and (f.qkv_bias is True) == args.add_qkv_bias]
@@ -359,7 +372,7 @@ def model_config_from_flags(args: ArchitectureArgs) -> dict[str, Any]:
     if family is None:
         raise ValueError("a new model has --add-qkv-bias (Qwen2) or --qk-layernorm (Qwen3), not both")
     if args.rotary_percent not in (None, 1.0):
-        raise ValueError(f"a new model rotates whole heads, not --rotary-percent {args.rotary_percent}")
+        raise ValueError(f"a new model rotates whole heads; leave out --rotary-percent {args.rotary_percent}")
     assert args.hidden_size is not None
     assert args.num_attention_heads is not None
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": args.rotary_base or 10000.0}

@@ -1,5 +1,5 @@
-"""From the command line to a complete, checked `Args`. The user's own flags, entries and plugins are available on every
-node."""
+"""Turns a command line into a complete, checked `Args`. The user's own flags, entries and plugins
+exist on every node."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ TAKEN = "the arguments already have an attribute of this name; choose another na
 
 
 class Origin(NamedTuple):
-    """Where another process, perhaps on another machine, finds a file, or the class ``name`` in it."""
+    """The place where another process, perhaps on another machine, finds a file, or the class ``name`` in this file."""
 
     file: str
-    # path from the working directory, which a Ray job has on every node
+    # path from the working directory; a Ray job has this directory on every node
     relative: str
     module: str = ""
     name: str = ""
@@ -51,12 +51,12 @@ class Origin(NamedTuple):
         return cls(os.path.abspath(path), os.path.relpath(path), module, name)
 
     def path(self) -> str:
-        """The path of the file on this machine. The relative path is used if only that one exists."""
+        """The path of the file on this machine. The relative path is used if only the relative path exists."""
         return self.relative if os.path.isfile(self.relative) and not os.path.isfile(self.file) else self.file
 
 
 class Origins(NamedTuple):
-    """What another process needs to unpickle arguments: the files of ``--import-file``, and groups of flags."""
+    """The origins that another process needs to unpickle arguments: files of ``--import-file``, and groups of flags."""
 
     files: tuple[Origin, ...] = ()
     groups: tuple[Origin, ...] = ()
@@ -99,22 +99,22 @@ def load_groups(paths: Sequence[str]) -> list[type]:
         if isinstance(group, type) and dataclasses.is_dataclass(group) and all_flags(group):
             groups.append(group)
         else:
-            problems.append(f"{GROUP} {path}: is no frozen dataclass with fields made by slimelite.arguments.flag")
+            problems.append(f"{GROUP} {path}: is not a frozen dataclass with fields made by slimelite.arguments.flag")
     if problems:
         raise ArgumentError(problems)
     return groups
 
 
 def attributes(kind: type[Args]) -> set[str]:
-    """Attribute names that the arguments have already, including those that plugins get."""
+    """Attribute names that the arguments already have, including the attributes that only plugins get."""
     return {*dir(kind), *kind.__dataclass_fields__, "rollout_context"}
 
 
 def compose(groups: Sequence[type], files: tuple[Origin, ...] = (), origins: Origins | None = None) -> type[Args]:
-    """`Args` with the fields of ``groups`` added. Unpickling an instance runs ``files`` first.
+    """`Args` with the fields of ``groups`` added. When an instance is unpickled, ``files`` run first.
 
-    Instances can be unpickled wherever the files exist. ``origins``: the origins of groups and files, if another
-    process sent them.
+    Instances can be unpickled on every machine that has the files. ``origins``: the origins of groups and files, if
+    another process sent them.
 
     Raises:
         ArgumentError: a flag of a group exists already, or a group is not a frozen dataclass.
@@ -187,7 +187,7 @@ def _find(origin: Origin) -> type:
 
 MASKED = (
     f"has {HIDDEN} in place of a secret, because a run does not save secrets. Give the flag with the secret on the "
-    "command line, or remove it from the file and export the variable before Ray starts"
+    "command line, or remove the flag from the file and export the environment variable before Ray starts"
 )
 
 
@@ -197,14 +197,14 @@ def parse_args(
     *,
     inspect: Callable[[Args], list[str]] = lambda _: [],
 ) -> Args:
-    """`make_args` for a command line. It prints the help that was asked for, or every problem on its own line, and
-    exits.
+    """`make_args` for a command line. If it asks for help, print the help and exit. If there are problems, print each
+    of them on its own line and exit.
 
     Args:
         argv: the words of a command line, without the program's name; None: this process's command line.
         groups: your own dataclasses of `flag` fields. The result is an instance of each.
-        inspect: finds more problems. It is called only for a dry run with wrong arguments, so that the dry run lists
-            all problems.
+        inspect: finds more problems. It is called only for a dry run with wrong arguments, because a dry run must
+            list all problems.
     """
     own_process = argv is None
     argv = sys.argv[1:] if argv is None else argv
@@ -212,7 +212,7 @@ def parse_args(
     try:
         if is_asked(argv):
             text = help_text(args_type(argv, groups), argv)
-            if own_process:  # `--help | head` ends without a word
+            if own_process:  # `--help | head` ends without an error message
                 signal.signal(signal.SIGPIPE, signal.SIG_DFL)
             print(text)
             raise SystemExit(0)
@@ -220,20 +220,20 @@ def parse_args(
     except ArgumentError as error:
         problems = error.problems
         if isinstance(error.args_so_far, Args) and error.args_so_far.dry_run:
-            again = tuple(problems)  # the pre-flight may meet a problem once more
+            again = tuple(problems)  # the pre-flight check may find the same problem again
             problems = [*problems, *(problem for problem in inspect(error.args_so_far) if not problem.endswith(again))]
         print("\n".join(f"train.py: {problem}" for problem in problems), file=sys.stderr)
         raise SystemExit(2) from None
 
 
 def make_args(argv: Sequence[str], groups: Sequence[type] = (), *, machine: Machine | None = None) -> Args:
-    """Complete arguments. Command line > ``--config`` > ``--custom-config-path`` > ``--preset`` > defaults; then
-    derived values.
+    """Complete arguments. The sources, from the strongest to the weakest: the command line, ``--config``,
+    ``--custom-config-path``, ``--preset``, defaults. Then open values are derived.
 
     Args:
         argv: as in `parse_args`.
         groups: as in `parse_args`.
-        machine: the device and the numbers of GPUs are derived from it; None: this machine.
+        machine: determines the device and the numbers of GPUs; None: this machine.
 
     Raises:
         ArgumentError: it lists every problem.
@@ -263,13 +263,13 @@ def make_args(argv: Sequence[str], groups: Sequence[type] = (), *, machine: Mach
         settings.complain("--plan-gpu", f"{draft.plan_gpu}: {error}")
         machine = this_machine()
     args = replace(derive(draft, explicit, machine, settings), custom_config=settings.custom)
-    if settings.custom:  # one may be a misspelt flag
+    if settings.custom:  # a key may be a misspelt flag
         near = {key: vocabulary.nearest("--" + key) for key in settings.custom}
         listed = ", ".join(f"{key} (the nearest flag is {flag})" if flag else key for key, flag in near.items())
         note = f"--custom-config-path: these keys are not flags of slimelite; plugins read them as args.<key>: {listed}"
         args = replace(args, notes=(*args.notes, note))
     later = settings.problems[len(misread) :] + validate(args)
-    # a flag that could not be read has its default here; problems that this default causes are left out
+    # a flag that could not be read has its default value here, and problems that this default causes are left out
     problems = misread + [p for p in later if not blamed.intersection(re.split(r"[\s:,;]+", p))]
     if problems:
         raise ArgumentError(dict.fromkeys(problems), args)
@@ -278,9 +278,9 @@ def make_args(argv: Sequence[str], groups: Sequence[type] = (), *, machine: Mach
 
 
 def args_type(argv: Sequence[str], groups: Sequence[type] = ()) -> type[Args]:
-    """`Args` with ``groups`` and with the groups of ``--args-group``, which the command line or ``--config`` may name.
+    """`Args` with ``groups`` and with the groups of ``--args-group`` from the command line or ``--config``.
 
-    The files of ``--import-file`` run first, so that flags accept the entries that they register.
+    The files of ``--import-file`` run first, because flags must accept the entries that these files register.
     """
     named = merge_sources(argv, Vocabulary(Args)).values
     if not (groups or named.get("import_file") or named.get("args_group")):

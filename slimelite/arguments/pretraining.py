@@ -12,9 +12,9 @@ from slimelite.arguments.flags import flag
 class PretrainingArgs(OfJob):
     """Pretraining.
 
-    With --loss-type pretrain_loss a rollout is --rollout-batch-size sequences of documents. The documents come from
-    --prompt-data: parquet, jsonl, jsonl.gz and txt files, folders and patterns of them, or hub datasets.
-    docs/from_bytes.md says more.
+    With --loss-type pretrain_loss, a rollout has --rollout-batch-size sequences of packed documents. --prompt-data
+    names the documents: parquet, jsonl, jsonl.gz or txt files, folders or patterns of such files, or hub datasets. See
+    docs/from_bytes.md.
     """
 
     seq_length: int = flag(2048, "documents are packed into sequences of this length [tokens]", TEXTS, at_least=2)
@@ -32,24 +32,30 @@ class PretrainingArgs(OfJob):
         None, "this many processes tokenise files", TEXTS, at_least=1, auto="the cores of this machine"
     )
     train_tokens: float | None = flag(
-        None, "the run trains on this many tokens, counted as full sequences", DOCUMENTS, above=0
+        None, "the run trains on this many tokens. Every sequence counts with its full length", DOCUMENTS, above=0
     )
     train_flops: float | None = flag(
-        None, "the run trains for this many floating-point operations, counted as full sequences", DOCUMENTS, above=0
+        None,
+        "the run trains for this many floating-point operations. Every sequence counts with its full length",
+        DOCUMENTS,
+        above=0,
     )
     tokens_per_parameter: float | None = flag(
-        None, "the run trains on this many tokens per parameter of the matrices and the LM head", DOCUMENTS, above=0
+        None,
+        "the run trains on this many tokens for each parameter of the layers' matrices and of the LM head",
+        DOCUMENTS,
+        above=0,
     )
     depth: int | None = flag(
         None,
-        "a new model has this many layers; its width, the number of tokens, the batch size and the optimizer's "
-        "settings follow from it unless flags set them; docs/from_bytes.md has the rules",
+        "a new model has this many layers. Its width, the number of tokens, the batch size and the optimizer's "
+        "settings are derived from this number, unless flags set them. docs/from_bytes.md has the rules",
         DOCUMENTS,
         at_least=1,
     )
     eval_bpb: list[str] = flag(
         [],
-        "an evaluation measures bits per byte (eval/bpb) on the documents in these files, folders or hub datasets",
+        "an evaluation measures the bits per byte (eval/bpb) of the documents in these files, folders or hub datasets",
         TRAINING & SCORES,
         metavar="PATH",
     )

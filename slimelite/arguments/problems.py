@@ -45,7 +45,7 @@ def validate(args: Args) -> list[str]:
 
 
 def without_effect(args: Args, explicit: frozenset[str]) -> Iterator[tuple[str, str]]:
-    """(flag, why) for each flag that was given but has no effect, such as --mis-level without --correction mis.
+    """(flag, reason) for each flag that was given but has no effect, such as --mis-level without --correction mis.
 
     These flags are not errors. The start of the run lists them under "no effect here".
     """
@@ -76,12 +76,12 @@ def _modes(args: Args) -> Iterator[str]:
     if args.max_restarts and (args.finetune or args.ckpt_step is not None):
         yield (
             "--max-restarts would resume from the newest checkpoint in --save, but --finetune and --ckpt-step ignore "
-            "it: give the model as --hf-checkpoint, or make the first start without --max-restarts"
+            "that checkpoint: give the model as --hf-checkpoint, or start the run first without --max-restarts"
         )
     if args.max_restarts and args.no_save_optim and not args.no_load_optim:
         yield (
-            "--max-restarts cannot resume the optimizer, which --no-save-optim leaves out of each checkpoint: remove "
-            "--no-save-optim, or add --no-load-optim, so that each restart begins with a fresh optimizer"
+            "--max-restarts cannot resume the optimizer, because --no-save-optim leaves it out of each checkpoint: "
+            "remove --no-save-optim, or add --no-load-optim to begin each restart with a fresh optimizer"
         )
     job = args.job
     if not (job.trains or job.engines):
@@ -89,8 +89,8 @@ def _modes(args: Args) -> Iterator[str]:
         yield f"--debug-rollout-only and {other} leave nothing to run; choose one"
     if args.num_rollout is None and args.num_epoch is None:
         yield (
-            "--num-rollout is missing: give the number of rollouts of the run, or --num-epoch, the number of passes "
-            "over the prompts"
+            "--num-rollout is missing: give the number of rollouts of the run, or with --num-epoch the number of "
+            "passes over the prompts"
         )
     elif args.num_rollout is None and job.saved:
         yield "--num-epoch with --load-debug-rollout-data: saved rollouts have no epochs; give --num-rollout"
@@ -101,7 +101,7 @@ def _modes(args: Args) -> Iterator[str]:
             "--load-debug-rollout-data)"
         )
     if args.curriculum_threshold is not None and (args.prompt_data_weights or not args.rollout_global_dataset):
-        yield "--curriculum-threshold works with a single data set, not with a mixture: remove --prompt-data-weights"
+        yield "--curriculum-threshold needs a single data set, not a mixture: remove --prompt-data-weights"
     rule = RULES[args.rm_type] if args.rm_type and args.rm_type in RULES and not args.custom_rm_path else None
     if (args.curriculum_threshold or 0) > 1 and rule is not None and rule.example is not None:
         yield (
@@ -117,7 +117,7 @@ def _modes(args: Args) -> Iterator[str]:
             yield f"{flag} and --custom-generate-function-path both make the responses; choose one"
     if args.agent_command and args.agent_network == "none" and (args.agent_sandbox or "none") != "none":
         yield (
-            "--agent-network none: the programs of --agent-command could not reach their model; use --agent-network "
+            "--agent-network none: the programs of --agent-command could not reach the model; use --agent-network "
             "loopback"
         )
     if not job.engines and job.sampled and not (job.saved or args.rollout_function_path):
@@ -126,7 +126,7 @@ def _modes(args: Args) -> Iterator[str]:
             "reads its responses from the data, such as sft_loss"
         )
     if not (job.trains or job.sampled):
-        yield f"--debug-rollout-only with --loss-type {args.loss_type}: this loss generates no rollouts; leave one out"
+        yield f"--debug-rollout-only with --loss-type {args.loss_type}: this loss generates no rollouts; choose one"
     if args.save_rollouts not in ("all", "none") and not re.fullmatch(r"\d{1,9}", args.save_rollouts):
         yield f"--save-rollouts {args.save_rollouts}: must be a number of rollouts, all or none"
     if args.use_pytorch_profiler and args.num_rollout is not None:
@@ -137,7 +137,7 @@ def _modes(args: Args) -> Iterator[str]:
                 f"--use-pytorch-profiler profiles {which} of the rollouts 0 to {args.num_rollout - 1}: name the "
                 "rollouts to profile, as in --profile-rollouts 0"
             )
-    # what is wrong in one of them has been said
+    # an error in one of these flags is already reported
     named = args.eval_config or args.eval_prompt_data or "".join(args.eval_tasks).strip(",")
     if args.eval_interval is not None and job.engines and not (named or args.eval_bpb):
         yield "--eval-interval needs --eval-prompt-data, --eval-config, --eval-tasks or --eval-bpb"
@@ -168,21 +168,22 @@ def _workers(args: RolloutArgs) -> Iterator[str]:
         )
     ranks = args.training_ranks
     if args.job.local and args.job.trains and ranks > 1:
-        yield f"--launcher local is one process: {ranks} training ranks need --launcher ray"
+        yield f"--launcher local runs one process: {ranks} training ranks need --launcher ray"
     if args.job.local and args.job.engines == "own" and args.num_engines > 1:
-        yield f"--launcher local is one process: {args.num_engines} engines need --launcher ray"
+        yield f"--launcher local runs one process: {args.num_engines} engines need --launcher ray"
 
 
 def _engines(args: Args) -> Iterator[str]:
     if args.rollout_temperature == 0:
         yield (
-            "--rollout-temperature 0.0: must be above 0: training divides the logits by it, and all responses of a "
-            "group would be the same; --eval-temperature 0 evaluates greedily"
+            "--rollout-temperature 0.0: must be above 0, because training divides the logits by it, and all responses "
+            "of a group would be equal. For greedy evaluation, use --eval-temperature 0"
         )
     external, engine = args.rollout_external_engine_addrs, args.engine_kind
     if external and not engine.server:
         yield (
-            f"--rollout-external-engine-addrs are SGLang servers: --rollout-backend {engine.name} runs none; choose one"
+            f"--rollout-external-engine-addrs names SGLang servers, which --rollout-backend {engine.name} cannot use; "
+            "choose one"
         )
     if external and args.colocate:
         yield (
@@ -194,7 +195,7 @@ def _engines(args: Args) -> Iterator[str]:
         if isinstance(engine.repeats, str):
             yield f"{what} needs --sglang-{engine.repeats.replace('_', '-')} (on GPUs)"
         else:
-            yield f"{what}: its samples are not reproducible; use embedded"
+            yield f"{what}: the samples of this engine are not reproducible; use embedded"
     if args.sglang_overrides.get("dp_size", 1) > 1 and not args.sglang_overrides.get("enable_dp_attention"):
         yield (
             "--sglang-dp-size: SGLang can update the weights of its replicas only with --sglang-enable-dp-attention; "
@@ -202,20 +203,20 @@ def _engines(args: Args) -> Iterator[str]:
         )
     widest = max((place.width for place in args.engine_places), default=args.rollout_num_gpus_per_engine)
     if engine.server and not args.job.gpus and widest > 1:
-        yield f"--rollout-num-gpus-per-engine {widest}: on a CPU a server is one process; leave it at 1"
+        yield f"--rollout-num-gpus-per-engine {widest}: on a CPU, a server is one process; leave the flag at 1"
     if args.sglang_config and external:
         yield (
             "--sglang-config starts servers, and --rollout-external-engine-addrs names servers that are already "
             "running; choose one"
         )
     if args.job.engines == "own" and args.rollout_num_gpus == 0:
-        yield "--rollout-num-gpus 0 leaves no engine to generate responses; raise it"
+        yield "--rollout-num-gpus 0 leaves no engine to generate responses; give at least 1"
     if not engine.wide and (size := args.rollout_num_gpus_per_engine) > 1:
-        yield f"--rollout-num-gpus-per-engine {size}: the {engine.name} engine runs on one device"
+        yield f"--rollout-num-gpus-per-engine {size}: the {engine.name} engine runs on only one device; give 1"
     shares = args.job.gpus and (args.colocate or args.job.local)
     if not engine.releases_memory and (args.offload_rollout or shares):
         yield (
-            f"--rollout-backend {engine.name} cannot release its memory: it does not work with --colocate, "
+            f"--rollout-backend {engine.name} cannot release its memory, so it does not work with --colocate, "
             "--offload-rollout or --launcher local on GPUs"
         )
 
@@ -234,7 +235,7 @@ def _weight_sync(args: Args) -> Iterator[str]:
     if shared and job.syncs and args.rollout_num_gpus > ranks:
         yield (
             f"--rollout-num-gpus {args.rollout_num_gpus} with --colocate: the engines share the GPUs of {ranks} "
-            f"training rank(s); lower it to {ranks}, or leave it out"
+            f"training rank(s); give {ranks}, or leave the flag out"
         )
     if job.syncs and job.servers and job.engines == "own" and not args.sends_adapter:
         every = [args.sglang_overrides, *(place.overrides for place in args.engine_places)]
@@ -244,40 +245,43 @@ def _weight_sync(args: Args) -> Iterator[str]:
     if args.check_weight_update_equal and (args.offload_rollout or args.offload_train):
         yield (
             "--check-weight-update-equal with --offload: right after a sync, the engines have no KV cache and the "
-            "trainer has no weights in memory, so they cannot be compared; use --ci-test instead, or "
+            "trainer has no weights in memory, so log-probs cannot be compared; use --ci-test instead, or "
             "--no-offload-train --no-offload-rollout"
         )
 
 
 def _quantized(options: Mapping[str, object]) -> Iterator[str]:
-    """SGLang replaces a layer's weights by quantized ones when it loads them, and then fails at the next weights that
-    arrive. Its ``flash_rl`` is made to accept them. In 0.5.20 it puts scales of keys and values into wrong rows if the
-    queries came in an earlier bucket, and it fails with several GPUs. In 0.5.23 it accepts only dense Qwen2 and Qwen3.
+    """Messages about SGLang options that quantize weights.
+
+    SGLang quantizes a layer's weights when it loads them. It then fails when new weights arrive. Its load format
+    ``flash_rl`` should accept new weights. But in 0.5.20, ``flash_rl`` puts scales of keys and values into wrong rows
+    if the queries came in an earlier bucket, and it fails with several GPUs. In 0.5.23, it accepts only dense Qwen2 and
+    Qwen3.
     """
     for name in ("quantization", "load_format"):
         value = options.get(name)
         if value and value != "unquant" and (name != "load_format" or value == "flash_rl"):
             yield (
                 f"--sglang-{name.replace('_', '-')} {value}: SGLang cannot load the trainer's weights into layers "
-                "that it has quantized; without this flag, engines compute in bfloat16 like the trainer"
+                "that it has quantized; leave the flag out, and engines compute in bfloat16 like the trainer"
             )
 
 
 def _data(args: Args) -> Iterator[str]:
-    """Prompts, lengths, sampling and groups."""
+    """Problems of prompts, lengths, sampling and groups."""
     context, prompt, response = args.rollout_max_context_len, args.rollout_max_prompt_len, args.rollout_max_response_len
     if response is None:
-        yield "--rollout-max-response-len is missing: give the most tokens that a response may have"
+        yield "--rollout-max-response-len is missing: give the largest number of tokens of a response"
     elif response < 1 and args.job.engines and not args.rollout_function_path:
         yield f"--rollout-max-response-len {response}: must be at least 1"
     if context is not None and prompt is not None and prompt > context - 1:
-        yield f"--rollout-max-prompt-len {prompt} leaves no room in --rollout-max-context-len {context}"
+        yield f"--rollout-max-prompt-len {prompt} leaves no room for a response in --rollout-max-context-len {context}"
     for dataset in args.eval_datasets:
         yield from dataset.problems()
         if dataset.custom_generate_function_path in (CHOOSE, CONTINUE) and not args.engine_kind.scores:
             yield (
-                f"eval dataset {dataset.name}: its choices are scored by their likelihood, which --rollout-backend "
-                f"{args.rollout_backend} does not return; use --rollout-backend embedded"
+                f"eval dataset {dataset.name}: choices are scored by their likelihoods, but --rollout-backend "
+                f"{args.rollout_backend} does not return likelihoods; use --rollout-backend embedded"
             )
     yield from _truncation(args)
     if args.prompt_data_weights and len(args.prompt_data_weights) != len(args.prompt_data):
@@ -290,21 +294,21 @@ def _data(args: Args) -> Iterator[str]:
         return
     if (args.dynamic_sampling_filter_path or "").split(".")[-1].split(":")[-1].startswith("check_reward_nonzero_std"):
         yield (
-            "--n-samples-per-prompt 1: the filter check_reward_nonzero_std drops every group with one response; "
-            "raise it"
+            "--n-samples-per-prompt 1: the filter check_reward_nonzero_std drops every group with one response; give "
+            "at least 2"
         )
     compares = args.job.loss == "policy" and (args.estimator.group is not None or args.estimator.compares)
     own_code = args.custom_reward_post_process_path or args.custom_advantage_function_path or args.rollout_function_path
     if compares and args.rewards_normalization and args.job.trains and not (own_code or args.use_opd):
         yield (
             f"--n-samples-per-prompt 1: {args.advantage_estimator} compares the responses to a prompt with each "
-            "other; raise it, or use the raw reward with --disable-rewards-normalization"
+            "other; give at least 2, or use the raw reward with --disable-rewards-normalization"
         )
 
 
 def _truncation(args: Args) -> Iterator[str]:
-    """What training needs if top-p, top-k, min-p or a grammar excluded tokens during sampling: the ids of the tokens
-    that were kept."""
+    """Problems if top-p, top-k, min-p or a grammar excludes tokens during sampling. Training then needs the ids of the
+    tokens that were kept."""
     params = SamplingParams.of(args, "rollout")
     if args.train_constrained and args.allow_truncated_sampling:
         yield "--train-constrained needs the token ids that --allow-truncated-sampling does not record; choose one"
@@ -319,18 +323,18 @@ def _truncation(args: Args) -> Iterator[str]:
     what, options = f"--rollout-{name.replace('_', '-')} {value}", args.sglang_overrides
     if not args.engine_kind.kept:
         yield (
-            f"{what}: --rollout-backend {args.rollout_backend} does not report which tokens it kept, so log-probs "
-            "would be those before truncation; use embedded or sglang, or accept this with "
+            f"{what}: --rollout-backend {args.rollout_backend} does not report which tokens it kept, so training would "
+            "use log-probs without truncation; use embedded or sglang, or accept this with "
             "--allow-truncated-sampling"
         )
     if params.top_k == 1:
-        yield "--rollout-top-k 1: is greedy, so all responses of a group would be the same; raise it"
+        yield "--rollout-top-k 1 samples greedily, so all responses of a group would be equal; give at least 2"
     if not args.job.servers:
         return
     if drafts := options.get(DRAFTS):
         yield (
             f"{what} with --sglang-speculative-algorithm {drafts}: with speculative decoding, SGLang does not report "
-            "which tokens it kept; leave one out, or accept this with --allow-truncated-sampling"
+            "which tokens it kept; leave one flag out, or accept this with --allow-truncated-sampling"
         )
     if params.top_k > (most := options.get("sampling_mask_max_tokens", SGLANG_MOST_KEPT)):
         yield (
@@ -344,7 +348,7 @@ def _truncation(args: Args) -> Iterator[str]:
 def _loss(args: Args) -> Iterator[str]:
     for registry, name in ((LOSSES, args.loss_type), (CORRECTIONS, args.correction)):
         if name not in registry.initial and registry[name].function is None:
-            yield f"{registry.option} {name}: its record has no function; give it one: function=..."
+            yield f"{registry.option} {name}: its record has no function; add function=... to the record"
     if args.use_reference and not args.ref_load:
         yield "--ref-load is missing: a KL term, DPO or KTO needs a reference model"
     penalised = args.job.sampled and args.kl_coef != 0
@@ -355,29 +359,29 @@ def _loss(args: Args) -> Iterator[str]:
         yield f"--kl-coef {args.kl_coef} has no effect with {args.advantage_estimator}: {instead}"
     in_loss = args.job.sampled and args.use_kl_loss and args.kl_loss_coef != 0
     if in_loss and not (KL_KINDS[args.kl_loss_type].pulls or args.use_unbiased_kl):
-        yield f"--kl-loss-type {args.kl_loss_type} has no gradient on average: use low_var_kl, or add --use-unbiased-kl"
+        yield f"--kl-loss-type {args.kl_loss_type} has a mean gradient of 0: use low_var_kl, or add --use-unbiased-kl"
     learner = f"the critic of {args.advantage_estimator}" if args.use_critic else "the policy loss"
     learns = args.use_critic or (args.job.loss == "policy" and args.job.trains)
     if learns and not args.compute_advantages_and_returns:
-        yield f"--disable-compute-advantages-and-returns leaves {learner} nothing to learn from; leave it out"
+        yield f"--disable-compute-advantages-and-returns leaves {learner} nothing to learn from; remove the flag"
     if args.calculate_per_token_loss and args.loss_aggregation != "token":
-        yield f"--calculate-per-token-loss is --loss-aggregation token, not {args.loss_aggregation}"
+        yield f"--calculate-per-token-loss means --loss-aggregation token, not {args.loss_aggregation}; choose one"
     if args.custom_pg_loss_reducer_function_path and args.loss_aggregation == "constant":
         yield "--loss-aggregation constant and --custom-pg-loss-reducer-function-path both reduce the loss; choose one"
     if args.loss_aggregation == "constant" and not args.rollout_max_response_len:
-        yield "--loss-aggregation constant divides by --rollout-max-response-len: give it"
+        yield "--loss-aggregation constant divides by --rollout-max-response-len, which is missing"
     if (args.job.loss == "paired" or args.loss.judged) and args.loss_aggregation != "rollout":
         how = "--calculate-per-token-loss" if args.calculate_per_token_loss else "--loss-aggregation"
         what = "replies" if args.loss.judged else "pairs"
         yield f"--loss-type {args.loss_type} is a mean over {what}: leave {how} out"
     if args.loss.judged and args.label_key is None and not args.job.saved:
-        yield f"--loss-type {args.loss_type} needs --label-key: the column that says which replies are desirable"
+        yield f"--loss-type {args.loss_type} needs --label-key: the name of the column that marks desirable replies"
     replies, size = (args.rollout_batch_size or 0) * args.n_samples_per_prompt, args.global_batch_size
     if args.loss.judged and size and (size == 1 or replies % size == 1):
         yield (
-            f"--loss-type {args.loss_type} --global-batch-size {size}: a step has only one of {replies} replies, but "
-            "the KL is measured on pairs of other prompts and replies; choose sizes that leave no step with one "
-            "reply"
+            f"--loss-type {args.loss_type} --global-batch-size {size}: one step has only one of {replies} replies, but "
+            "the KL is measured on replies to other prompts of the step; choose sizes that give every step at least "
+            "two replies"
         )
     if args.loss.scores and args.lora_rank:
         yield f"--loss-type {args.loss_type} trains all weights: leave --lora-rank out"
@@ -399,7 +403,7 @@ def _rewards(args: RewardArgs) -> Iterator[str]:
     shaped = args.overlong_buffer_len is not None or args.format_reward_coef != 0
     if shaped and args.custom_reward_post_process_path:
         yield (
-            "--custom-reward-post-process-path replaces the changes to the rewards: leave out --overlong-buffer-len "
+            "--custom-reward-post-process-path replaces all changes to the rewards: leave out --overlong-buffer-len "
             "and --format-reward-coef"
         )
     if args.format_regex is not None:
@@ -419,9 +423,9 @@ def _training(args: Args) -> Iterator[str]:
     if args.sends_adapter and not (args.engine_kind.adapters and not args.rollout_external_engine_addrs):
         yield "--lora-sync adapter is for SGLang servers that the run starts (--rollout-backend sglang); use merged"
     if args.lora_rank and args.optimizer == "muon" and args.job.trains:
-        yield "--optimizer muon with --lora-rank: Muon is for whole matrices, not for the two factors of one; use adam"
+        yield "--optimizer muon with --lora-rank: Muon trains whole matrices, not the factors of an adapter; use adam"
     if args.load_in_4bit and args.compile and args.job.trains:
-        yield "--load-in-4bit with --compile: torch.compile does not support the 4-bit matrix products; leave one out"
+        yield "--load-in-4bit with --compile: torch.compile does not support 4-bit matrix products; leave one flag out"
     if args.lr_warmup_fraction is not None and args.lr_warmup_iters:
         yield "--lr-warmup-fraction and --lr-warmup-iters both set the length of warm-up; choose one"
 
@@ -430,14 +434,14 @@ def _correction(args: CorrectionArgs) -> Iterator[str]:
     """Correction flags that contradict each other or change nothing."""
     chosen = args.correction
     if args.use_tis and chosen != "tis" and args.custom_tis_function_path is None:
-        yield f"--use-tis is --correction tis, not {chosen}; choose one"
+        yield f"--use-tis means --correction tis, not {chosen}; choose one"
     if args.custom_tis_function_path is not None and chosen != "custom":
         yield f"--custom-tis-function-path replaces --correction {chosen}; choose one of them"
     weighs = chosen != "none" and (chosen != "mis" or args.mis_mode != "none")
     if args.use_rollout_logprobs and weighs:
         yield (
             f"--use-rollout-logprobs and --correction {chosen}: with the engine's log-probs there is no mismatch to "
-            "correct; choose one (only --correction mis --mis-mode none, which rejects, goes with it)"
+            "correct; choose one. Only rejection, with --correction mis --mis-mode none, is possible together"
         )
     if args.tis_clip_low > args.tis_clip:
         yield f"--tis-clip-low {args.tis_clip_low} is above --tis-clip {args.tis_clip}"
@@ -455,7 +459,7 @@ def _distillation(args: DistillationArgs) -> Iterator[str]:
     """Distillation flags that contradict each other or are missing."""
     if not (args.job.sampled and args.compute_advantages_and_returns):
         cause = "--disable-compute-advantages-and-returns" if args.job.sampled else f"--loss-type {args.loss_type}"
-        yield f"--use-opd adds to the advantages, but {cause} has none"
+        yield f"--use-opd changes the advantages, but with {cause} there are no advantages"
     if args.opd_type is None:
         yield "--use-opd needs --opd-type: trainer (with --opd-teacher-load) or sglang (with --rm-url)"
     elif args.opd_type == "sglang":
@@ -465,22 +469,22 @@ def _distillation(args: DistillationArgs) -> Iterator[str]:
 def _teacher_server(args: DistillationArgs) -> Iterator[str]:
     if args.train_constrained:
         yield (
-            "--opd-type sglang with --train-constrained: the teacher's server gives log-probs over all tokens; leave "
-            "one of them out, or use --opd-type trainer"
+            "--opd-type sglang with --train-constrained: the teacher's server returns log-probs over all tokens; "
+            "leave one flag out, or use --opd-type trainer"
         )
     if SamplingParams.of(args, "rollout").truncation() and not args.allow_truncated_sampling:
         yield (
-            "--opd-type sglang with --rollout-top-p, --rollout-top-k or --rollout-min-p: the teacher's server gives "
-            "log-probs over the whole vocabulary; leave these out, or use --opd-type trainer"
+            "--opd-type sglang with --rollout-top-p, --rollout-top-k or --rollout-min-p: the teacher's server "
+            "returns log-probs over the whole vocabulary; leave these flags out, or use --opd-type trainer"
         )
     if args.opd_teacher_load is not None:
         yield "--opd-teacher-load with --opd-type sglang: the teacher is the server at --rm-url; choose one"
-    # code of the user's that makes whole samples may have had a teacher score them already
+    # user code that makes whole samples may already have their scores from a teacher
     scored_elsewhere = args.job.saved or args.rollout_function_path or args.custom_generate_function_path
     if args.rm_url is None and not scored_elsewhere:
         yield "--opd-type sglang needs --rm-url, the address of the teacher's /generate"
     elif args.rm_url is not None and not args.rm_url.startswith(("http://", "https://")):
-        yield f"--rm-url {args.rm_url}: an address starts with http:// or https://"
+        yield f"--rm-url {args.rm_url}: the address must start with http:// or https://"
     if args.rm_type and args.rm_type in RULES and RULES[args.rm_type].needs == "rm_url":
         yield f"--rm-type {args.rm_type} and --opd-type sglang both read --rm-url; write the reward as --custom-rm-path"
 
@@ -489,18 +493,18 @@ def _evaluation(args: Args) -> Iterator[str]:
     """Problems of the flags that choose the best evaluation."""
     metric, ours = args.early_stop_metric, not (args.eval_function_path or args.custom_eval_rollout_log_function_path)
     if args.eval_bpb and args.offload_train:
-        yield "--eval-bpb with --offload-train: trainers measure it while the engines occupy the GPUs; leave one out"
+        yield "--eval-bpb with --offload-train: trainers measure it while the engines occupy the GPUs; choose one"
     known, parts = ["eval/bpb"] * bool(args.eval_bpb), tuple[str, ...]()
     for dataset in args.eval_datasets:
         known += dataset.metrics()
         parts += (f"eval/{dataset.name}/reward/",)
     if metric is not None and known and ours and metric not in known and not metric.startswith(parts):
         near = difflib.get_close_matches(metric, known, n=1, cutoff=SIMILAR)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+        hint = f"did you mean {near[0]}?" if near else f"the metrics are {', '.join(known)}"
         yield f"--early-stop-metric {metric}: no evaluation measures this metric; {hint} (and eval/NAME/reward/PART)"
     if args.save_best and (args.eval_interval or 0) % args.update_weights_interval:
         yield (
             f"--save-best with --eval-interval {args.eval_interval} and --update-weights-interval "
-            f"{args.update_weights_interval}: an evaluation would use older weights than those that are saved; make "
-            "the first a multiple of the second"
+            f"{args.update_weights_interval}: an evaluation would use older weights than the saved model; make "
+            "--eval-interval a multiple of --update-weights-interval"
         )

@@ -38,7 +38,7 @@ OWN_GENERATE = when(
 )
 # runs that may need a loss mask of conversations; a plugin may call slime's mask generator
 CONVERSATIONS = SUPERVISED | when(
-    "a plugin that reads it", lambda a: a.custom_generate_function_path or a.rollout_function_path
+    "a plugin that reads this flag", lambda a: a.custom_generate_function_path or a.rollout_function_path
 )
 
 
@@ -48,32 +48,32 @@ class DataArgs(OfJob):
 
     prompt_data: list[str] = flag(
         [],
-        "prompts come from these files (jsonl or parquet) or hub dataset ids; path@[a:b] takes a slice; a single "
-        "YAML file defines a mixture of paths with weights",
+        "prompts come from these files (jsonl or parquet) or hub datasets. path@[a:b] takes a slice. A single YAML "
+        "file defines a mixture: paths with weights",
         NEW_ROLLOUTS,
         metavar="PATH",
     )
     prompt_data_weights: list[float] = flag(
         [],
-        "relative weights of the paths of --prompt-data, as in 3 1",
+        "relative weights of the paths of --prompt-data, such as 3 1",
         NEW_ROLLOUTS,
         above=0,
         auto="by their sizes",
     )
     input_key: str = flag("input", "this column contains the prompt: text or messages", NEW_ROLLOUTS)
     label_key: str | None = flag(
-        None, "this column contains the label, with which the reward compares the response", NEW_ROLLOUTS
+        None, "this column contains the label. The reward compares the response with the label", NEW_ROLLOUTS
     )
     metadata_key: str = flag(
         "metadata",
-        "this column contains a dict that rewards and plugins can read; the default column may be absent, one that "
-        "is named here may not",
+        "this column contains a dict that rewards and plugins can read. A column that this flag names must exist; the "
+        "default column may be absent",
         NEW_ROLLOUTS,
     )
     tool_key: str = flag(
         "tools",
-        "this column contains the tools that the chat template shows; the default column may be absent, one that is "
-        "named here may not",
+        "this column contains the tools that the chat template shows. A column that this flag names must exist; the "
+        "default column may be absent",
         NEW_ROLLOUTS,
     )
     apply_chat_template: bool = flag(False, "the tokenizer's chat template turns messages into a prompt", NEW_ROLLOUTS)
@@ -82,52 +82,55 @@ class DataArgs(OfJob):
     )
     rollout_max_prompt_len: int | None = flag(
         None,
-        "prompts that are longer than this are left out [tokens]",
+        "prompts with more than this many tokens are left out",
         ALWAYS,
         at_least=1,
         auto="--rollout-max-context-len minus 1",
     )
     curriculum_threshold: float | None = flag(
         None,
-        "curriculum: each task begins with the prompts of its lowest level (in their metadata) and moves to the next "
-        "level when the mean reward of its groups in a rollout is at least this",
-        NEW_ROLLOUTS & when("no --data-source-path", lambda a: a.data_source_path is None),
-        auto="prompts of all levels",
+        "threshold of a curriculum. Each task begins with the prompts of its lowest level (in their metadata). A task "
+        "moves to its next level when the mean reward of its groups in a rollout reaches the threshold",
+        NEW_ROLLOUTS & when("a run without --data-source-path", lambda a: a.data_source_path is None),
+        auto="no curriculum: prompts of all levels",
     )
     rollout_shuffle: bool = flag(
         False,
-        "prompts are shuffled again in every epoch; without this, every seed trains on the same prompts in the order "
-        "of the file",
+        "prompts are shuffled again in every epoch. Without this flag, runs with any seed train on the prompts in the "
+        "order of the file",
         NEW_ROLLOUTS,
     )
     rollout_seed: int = flag(
         42,
-        "seed of sampling, and of the order of prompts with --rollout-shuffle; if --seed is given, this follows it",
+        "seed of sampling, and of the order of prompts with --rollout-shuffle. If only --seed is given, this seed has "
+        "the same value",
         NEW_ROLLOUTS,
         at_least=0,
         at_most=SEEDS[-1],
     )
     rollout_global_dataset: bool = flag(
         True,
-        "the run has no dataset: prompts come from the data source plugin",
+        "the run has no dataset; prompts come from the plugin of --data-source-path or --rollout-function-path",
         NEW_ROLLOUTS,
         negative="--disable-rollout-global-dataset",
     )
     data_source_path: str | None = plugin("is a data source class of your own", NEW_ROLLOUTS)
     skip_bad_rows: bool = flag(
-        False, "malformed rows are skipped, counted and reported; without this flag they end the run", NEW_ROLLOUTS
+        False,
+        "malformed rows are skipped, counted and reported. Without this flag, a malformed row ends the run",
+        NEW_ROLLOUTS,
     )
     loss_mask_type: str = flag(
         "auto",
-        "how SFT finds the assistant's tokens; auto derives them from the chat template, and covers all the other "
-        "values",
+        "SFT finds the assistant's tokens by this method. auto derives them from the chat template, and covers the "
+        "templates of all other values",
         CONVERSATIONS,
         choices=LOSS_MASKS,
     )
 
     num_rollout: int = flag(
         None,
-        "the run has this many rollouts; this overrides --num-epoch",
+        "the run has this many rollouts. This flag overrides --num-epoch",
         ALWAYS,
         at_least=0,
         auto="--num-epoch times prompts / --rollout-batch-size",
@@ -135,14 +138,14 @@ class DataArgs(OfJob):
     num_epoch: int | None = flag(
         None,
         "the run makes this many passes over the prompts",
-        when("no --num-rollout (which overrides it)", lambda a: a.num_rollout is None),
+        when("a run without --num-rollout (which overrides this flag)", lambda a: a.num_rollout is None),
         at_least=1,
     )
     rollout_batch_size: int = flag(None, "a rollout has this many prompts (required)", ALWAYS, at_least=1)
     n_samples_per_prompt: int = flag(
         1,
         "each prompt gets this many responses",
-        when("generated responses (a pair has its two replies already)", lambda a: a.job.loss != "paired"),
+        when("generated responses (a pair already has its two replies)", lambda a: a.job.loss != "paired"),
         at_least=1,
     )
     global_batch_size: int = flag(
@@ -162,19 +165,20 @@ class DataArgs(OfJob):
     micro_batch_size: int = flag(
         1,
         "a forward pass takes this many samples",
-        TRAINING & when("no --use-dynamic-batch-size", lambda a: a.job.documents or not a.use_dynamic_batch_size),
+        TRAINING
+        & when("a run without --use-dynamic-batch-size", lambda a: a.job.documents or not a.use_dynamic_batch_size),
         at_least=1,
     )
     use_dynamic_batch_size: bool = flag(
-        False, "each forward pass is filled with samples up to --max-tokens-per-gpu", TRAINING
+        False, "each forward pass is filled with samples until it has --max-tokens-per-gpu tokens", TRAINING
     )
     max_tokens_per_gpu: int | None = flag(
         None, "a forward and backward pass has at most this many tokens", DYNAMIC_BATCH, required=True, at_least=1
     )
     share_prefixes: bool = flag(
         True,
-        "a prefix that several samples of a forward pass share, such as a group's prompt, is computed only once if "
-        "the model's layers allow it; --no-share-prefixes computes the same gradients more slowly, for comparison",
+        "a prefix that samples of a forward pass have in common, such as a group's prompt, is computed only once, if "
+        "the model's layers allow it. --no-share-prefixes computes the same gradients more slowly, for comparison",
         TRAINING,
     )
     log_probs_max_tokens_per_gpu: int | None = flag(
@@ -200,11 +204,11 @@ class RolloutArgs(DataArgs, ClusterArgs):
     )
     kv_cache_tokens: int | None = flag(
         None,
-        "size of the embedded engine's KV cache [tokens], for running and cached sequences; memory is allocated as "
-        "it is needed",
+        "the KV cache of the embedded engine holds this many tokens of running and cached sequences. Its memory is "
+        "allocated as needed",
         EMBEDDED,
         at_least=1,
-        auto="what fits 4 GiB on a CPU, 60 % of the free memory on a GPU",
+        auto="as many as fit into 4 GiB on a CPU, or into 60 % of the free memory on a GPU",
     )
     rollout_temperature: float = flag(
         1.0,
@@ -214,8 +218,8 @@ class RolloutArgs(DataArgs, ClusterArgs):
     )
     allow_truncated_sampling: bool = flag(
         False,
-        "training computes log-probs over the whole vocabulary even though sampling was truncated by top-p, top-k or "
-        "min-p; without this flag they are renormalised over the tokens that the engine kept",
+        "training computes log-probs over the whole vocabulary, although top-p, top-k or min-p truncated the "
+        "sampling. Without this flag, log-probs are renormalised over the tokens that the engine kept",
         when(
             "--rollout-top-p, --rollout-top-k or --rollout-min-p",
             lambda a: SamplingParams.of(a, "rollout").truncation(),
@@ -223,8 +227,9 @@ class RolloutArgs(DataArgs, ClusterArgs):
     )
     train_constrained: bool = flag(
         False,
-        "tokens that were sampled under a grammar, such as the JSON schema of an agent's request, are trained on, "
-        "with log-probs over the tokens that the grammar allowed; without this flag their loss mask is 0",
+        "the run also trains on tokens that were sampled under a grammar, such as the JSON schema of an agent's "
+        "request. Their log-probs are computed over the tokens that the grammar allowed. Without this flag, the loss "
+        "mask of these tokens is 0",
         POLICY,
     )
     rollout_max_context_len: int | None = flag(
@@ -235,15 +240,15 @@ class RolloutArgs(DataArgs, ClusterArgs):
     )
 
     over_sampling_batch_size: int = flag(
-        None, "this many prompts are kept in flight", POLICY_SAMPLING, auto="--rollout-batch-size"
+        None, "a rollout keeps this many prompts in flight", POLICY_SAMPLING, auto="--rollout-batch-size"
     )
     dynamic_sampling_filter_path: str | None = plugin(
         "decides whether to keep a group: fn(args, samples)", POLICY_SAMPLING
     )
     keep_dropped: int = flag(
         4,
-        "of each rollout, the run folder keeps this many of the groups that were filtered out, too stale or failed, "
-        "each with the reason",
+        "the run folder keeps this many dropped groups of each rollout, with the reasons. A group is dropped if a "
+        "filter removed it, it is too stale, or it failed",
         POLICY_SAMPLING,
         at_least=0,
     )
@@ -252,8 +257,8 @@ class RolloutArgs(DataArgs, ClusterArgs):
     )
     mask_offpolicy_in_partial_rollout: bool = flag(
         False,
-        "only tokens that the current weights sampled are trained on, in resumed responses and in finished ones that "
-        "were kept for a later rollout",
+        "the run trains only on tokens that the current weights sampled. The flag matters for resumed responses, and "
+        "for finished responses that were kept for a later rollout",
         POLICY_SAMPLING
         & when(
             "--partial-rollout, or --over-sampling-batch-size above --rollout-batch-size",
@@ -261,13 +266,16 @@ class RolloutArgs(DataArgs, ClusterArgs):
         ),
     )
     max_weight_staleness: int | None = flag(
-        None, "samples with tokens from weights older than this many updates are dropped", POLICY_SAMPLING, at_least=0
+        None,
+        "a sample is dropped if one of its tokens comes from weights that are older than this many updates",
+        POLICY_SAMPLING,
+        at_least=0,
     )
 
     async_rollout: bool = flag(
         False,
-        "the next rollout is generated while this one is trained on, and therefore with older weights (slime's "
-        "train_async.py)",
+        "the next rollout is generated during the training on the current rollout. It therefore uses older weights "
+        "(slime's train_async.py)",
         TRAINING,
     )
     update_weights_interval: int = flag(
@@ -278,36 +286,36 @@ class RolloutArgs(DataArgs, ClusterArgs):
     )
 
     rollout_function_path: str | None = plugin(
-        "makes the whole rollout: fn(args, rollout_id, data_source, evaluation=False)", NEW_ROLLOUTS
+        "generates the whole rollout: fn(args, rollout_id, data_source, evaluation=False)", NEW_ROLLOUTS
     )
     custom_generate_function_path: str | None = plugin(
-        "makes one response: async fn(args, sample, sampling_params)", SAMPLING
+        "generates one response: async fn(args, sample, sampling_params)", SAMPLING
     )
     generate_timeout: float = flag(
         3600.0,
-        "a custom generate function that takes longer than this counts as failed and is retried [s]",
+        "time limit of one call of the custom generate function [s]; after it the call fails and is repeated",
         SAMPLING & OWN_GENERATE,
         at_least=1,
     )
     tool_call_parser: str | None = flag(
         None,
-        "format in which an agent's model writes tool calls",
+        "an agent's model writes its tool calls in this format",
         SAMPLING & OWN_GENERATE,
         choices=TOOL_FORMATS,
-        auto="what the chat template shows",
+        auto="the format in the chat template",
     )
     reasoning_parser: str | None = flag(
         None,
-        "format in which an agent's model writes its thinking",
+        "an agent's model writes its thinking in this format",
         SAMPLING & OWN_GENERATE,
         choices=REASONING_FORMATS,
-        auto="what the chat template shows",
+        auto="the format in the chat template",
     )
     agent_sandbox: str | None = flag(
         None,
         lambda: (
-            "sandbox for the programs of --agent-command, the servers of --environment mcp and the code that a model "
-            "writes: "
+            "this sandbox runs the programs of --agent-command, the servers of --environment mcp and the code that a "
+            "model writes: "
             + "".join(f"{kind.name} ({kind.summary}), " for kind in SANDBOXES.values())
             + "or a class as path/to/file.py:Class"
         ),
@@ -317,7 +325,8 @@ class RolloutArgs(DataArgs, ClusterArgs):
     )
     rollout_sample_hook_path: list[str] = flag(
         [],
-        "this plugin sees a sample before its reward: fn(args, sample); it may be given several times",
+        "this plugin gets each sample before its reward is computed: fn(args, sample). The flag may be given several "
+        "times",
         SAMPLING,
         metavar="PLUGIN",
         repeat=True,
@@ -326,16 +335,16 @@ class RolloutArgs(DataArgs, ClusterArgs):
         "sets remove_sample on the samples that training must leave out: fn(args, groups)", POLICY_SAMPLING
     )
     rollout_all_samples_process_path: str | None = plugin(
-        "sees every finished group, dropped ones too: fn(args, groups, data_source)", POLICY_SAMPLING
+        "gets every finished group, including dropped groups: fn(args, groups, data_source)", POLICY_SAMPLING
     )
     buffer_filter_path: str | None = plugin(
-        "picks groups from the buffer of those that were returned to it: fn(args, rollout_id, buffer, n)",
+        "picks groups from the buffer of groups that were returned to the data source: fn(args, rollout_id, buffer, n)",
         POLICY_SAMPLING,
         auto="first in, first out",
     )
     custom_rollout_log_function_path: str | None = plugin(
-        "logs a rollout; if it returns true, the default log is skipped: fn(rollout_id, args, samples, metrics, "
-        "seconds)",
+        "logs a rollout: fn(rollout_id, args, samples, metrics, seconds). If the function returns true, the default "
+        "log is skipped",
         ALWAYS,
     )
 
@@ -356,10 +365,10 @@ class RewardArgs(RolloutArgs):
 
     rm_type: str | None = flag(
         None,
-        lambda: f"this rule computes the reward (a boxed_ rule reads only \\boxed{{}}): {' '.join(RULES)}",
-        SAMPLING & when("no --custom-rm-path (which overrides it)", lambda a: not a.custom_rm_path),
+        lambda: f"this rule computes the reward: {', '.join(RULES)}. A boxed_ rule reads only \\boxed{{}}",
+        SAMPLING & when("a run without --custom-rm-path (which overrides this flag)", lambda a: not a.custom_rm_path),
     )
-    reward_key: str | None = flag(None, "if a reward is a dict, this entry is the reward", SAMPLING)
+    reward_key: str | None = flag(None, "if a reward is a dict, its entry with this key is the reward", SAMPLING)
     group_rm: bool = flag(
         False,
         "one call of --custom-rm-path scores a whole group",
@@ -372,7 +381,7 @@ class RewardArgs(RolloutArgs):
         & (
             rule_reads("rm_url")
             | when("--use-opd --opd-type sglang", lambda a: a.use_opd and a.opd_type == "sglang")
-            | when("a plugin that reads it", lambda a: a.custom_rm_path or a.custom_generate_function_path)
+            | when("a plugin that reads this flag", lambda a: a.custom_rm_path or a.custom_generate_function_path)
         ),
         metavar="URL",
     )
@@ -382,8 +391,8 @@ class RewardArgs(RolloutArgs):
     )
     reward_error: Literal["zero", "drop", "fail"] = flag(
         "zero",
-        "if a reward function raises, times out or returns a value that is not finite: the reward is 0 (zero), the "
-        "sample is dropped (drop), or the run ends (fail)",
+        "if a reward function raises an error, times out or returns a value that is not finite, the reward is 0 "
+        "(zero), the sample is dropped (drop), or the run ends (fail)",
         SAMPLING,
     )
     reward_timeout: float = flag(30.0, "a reward that takes longer than this counts as an error [s]", SAMPLING, above=0)
@@ -392,19 +401,19 @@ class RewardArgs(RolloutArgs):
     )
     code_memory_mb: int = flag(
         1024,
-        "address-space limit of the program under test, which must be below that of the grading process [MiB]",
+        "address-space limit of the tested program [MiB]. It must be below the limit of the grading process",
         SAMPLING & rule_reads("code_memory_mb"),
         at_least=64,
         below=GRADER_MEMORY_MB,
     )
     reward_model_path: str | None = flag(
         None,
-        "the reward model: a Hugging Face sequence classification model with one output",
+        "the reward model is this Hugging Face model for sequence classification, with one output",
         SAMPLING & rule_reads("reward_model_path"),
     )
     reward_model_device: Literal["auto", "cpu", "cuda"] = flag(
         "auto",
-        "the reward model runs on this device; auto: on a GPU if its process sees one",
+        "the reward model runs on this device. With auto, it runs on a GPU if its process sees one",
         SAMPLING & use_of("--reward-model-path"),
     )
     reward_model_batch_size: int = flag(
@@ -415,28 +424,30 @@ class RewardArgs(RolloutArgs):
     )
     format_regex: str | None = flag(
         None,
-        "the rule format accepts a response that matches this regular expression as a whole; by default "
+        "the rule `format` accepts a response if all of it matches this regular expression. The default is "
         "<think>...</think><answer>...</answer>",
         SAMPLING & (rule_reads("format_regex") | use_of("--format-reward-coef")),
     )
     format_reward_coef: float = flag(
-        0.0, "in training, this is added to the reward of a response that the rule format accepts", POLICY_SAMPLING
+        0.0,
+        "in training, this value is added to the reward of a response that the rule `format` accepts",
+        POLICY_SAMPLING,
     )
     overlong_buffer_len: int | None = flag(
         None,
-        "in training, a response is penalized if its length is within this distance of --rollout-max-response-len "
-        "[tokens]",
+        "length of the overlong buffer [tokens], which ends at --rollout-max-response-len. In training, a response "
+        "that ends in the buffer is penalized",
         POLICY_SAMPLING,
         at_least=1,
     )
     overlong_penalty_factor: float = flag(
         1.0,
-        "the penalty of --overlong-buffer-len grows from 0 at the start of the buffer to this at its end",
+        "the penalty of --overlong-buffer-len grows from 0 at the start of the buffer to this value at its end",
         POLICY_SAMPLING & use_of("--overlong-buffer-len"),
         at_least=0,
     )
 
-    # whether a sample without a label gets the rule's 0, where it would be an error otherwise
+    # whether a sample without a label gets the reward 0; otherwise a missing label is an error
     unlabelled_is_zero: bool = resolved(False)
 
 
@@ -444,10 +455,11 @@ class RewardArgs(RolloutArgs):
 EPISODE, PROGRAM = "slimelite.rollout.episodes.play", "slimelite.rollout.episodes.run"
 PROGRAMS = SAMPLING & NEW_ROLLOUTS & use_of("--agent-command")
 EPISODES = SAMPLING & NEW_ROLLOUTS & use_of("--environment")
-BOXED = SAMPLING & when("an --agent-sandbox of programs", lambda a: (a.agent_sandbox or "none") != "none")
-CONTAINED = SAMPLING & when("an --agent-sandbox of containers", lambda a: is_container(a.agent_sandbox))
+BOXED = SAMPLING & when("an --agent-sandbox other than none", lambda a: (a.agent_sandbox or "none") != "none")
+CONTAINED = SAMPLING & when("an --agent-sandbox that uses containers", lambda a: is_container(a.agent_sandbox))
 IN_THIS_RUN = EPISODES & when(
-    "an environment that is not a server's address", lambda a: a.environment is None or not is_address(a.environment)
+    "an environment that is not on a server",
+    lambda a: a.environment is None or not is_address(a.environment),
 )
 
 
@@ -455,7 +467,7 @@ IN_THIS_RUN = EPISODES & when(
 class EnvironmentArgs(RolloutArgs):
     """Environments.
 
-    In an episode, the model's replies and the steps of an environment take turns. docs/agents.md says more.
+    In an episode, the model and an environment take turns: a reply, a step, a reply, and so on. See docs/agents.md.
     """
 
     environment: str | None = flag(
@@ -471,28 +483,28 @@ class EnvironmentArgs(RolloutArgs):
     environment_max_turns: int = flag(16, "an episode has at most this many replies", EPISODES, at_least=1)
     environment_max_tokens: int | None = flag(
         None,
-        "all replies of an episode together have at most this many tokens; --rollout-max-response-len limits each "
-        "reply",
+        "all replies of an episode together have at most this many tokens. --rollout-max-response-len limits each "
+        "single reply",
         EPISODES,
         at_least=1,
         auto="what --rollout-max-context-len leaves",
     )
     environment_timeout: float = flag(
-        600.0, "the environment's part of an episode takes at most this long [s]", EPISODES, above=0
+        600.0, "the calls of the environment in one episode together take at most this long [s]", EPISODES, above=0
     )
     environment_call_timeout: float = flag(
-        60.0, "one call of the environment, such as a tool's, takes at most this long [s]", EPISODES, above=0
+        60.0, "one call of the environment, such as a tool call, takes at most this long [s]", EPISODES, above=0
     )
     environment_processes: int = flag(
         0,
-        "environments run in this many separate processes; with 0 they run in the rollout's process",
+        "environments run in this many separate processes. With 0, they run in the process of the rollout",
         IN_THIS_RUN,
         at_least=0,
     )
     agent_command: str | None = flag(
         None,
-        "this program answers each prompt: it gets the row as JSON on stdin, reaches the model at OPENAI_BASE_URL, and "
-        'prints {"reward": 1.0} as its last line; if it prints no reward, --rm-type computes it',
+        "this program answers each prompt. It gets the row as JSON on stdin, calls the model at OPENAI_BASE_URL, and "
+        'prints {"reward": 1.0} as its last line. If it prints no reward, --rm-type computes the reward',
         SAMPLING & NEW_ROLLOUTS,
         metavar="COMMAND",
     )
@@ -505,14 +517,15 @@ class EnvironmentArgs(RolloutArgs):
     )
     agent_sandbox_read: list[str] = flag(
         [],
-        "a program in a sandbox may read these files and folders, in addition to those of the system and those that "
-        "its command names",
+        "a program in a sandbox may also read these files and folders. It may always read the system's files, and the "
+        "files that its command names",
         BOXED,
         metavar="PATH",
     )
     agent_image: str | None = flag(
         None,
-        "image for the containers of --agent-sandbox podman or docker; it must be on this machine and contain a shell",
+        "the containers of --agent-sandbox podman or docker use this image. The image must be on this machine and "
+        "contain a shell",
         CONTAINED,
         metavar="IMAGE",
     )

@@ -1,4 +1,4 @@
-"""Knows which arguments are secret. Code that shows, saves or logs arguments calls this module and writes ``***``."""
+"""Decides which arguments are secret. Code that shows, saves or logs arguments calls it, and writes ``***``."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def without(words: Sequence[str], message: str) -> str:
 
 
 def may_hold_secrets(option: str) -> bool:
-    """Whether the value of ``--option`` may be a secret, which no message may repeat."""
+    """Whether the value of ``--option`` may be a secret. No message may repeat a secret."""
     name = option.removeprefix("--").replace("-", "_")
     return name in (*WHOLE, *HOLDERS) or (name.startswith(("sglang_", "router_")) and _is_telling(name))
 

@@ -1,6 +1,8 @@
-"""The sources of arguments: the command line, YAML files, and presets, which are named sets of flags. An option means
-the same in all of them, and its words are read in the same way. It is a flag of a group, an option of SGLang's server,
-or a flag of slime or Megatron that has no effect here or is refused (``known_flags.toml``).
+"""The sources of arguments: the command line, YAML files, and presets, which are named sets of flags.
+
+An option has the same meaning in all sources, and its words are read in the same way. An option is a flag of a group,
+an option of SGLang's server, or a flag of slime or Megatron that has no effect here or is refused
+(``known_flags.toml``).
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from slimelite.base.registry import Registry
 
 KINDS: dict[str, type] = {"int": int, "float": float, "str": str, "json": dict}
 SWITCHES = {"bool": True, "switch": True, "off": False}
-# difflib's ratio from which an unknown name is taken for a misspelling of a known one
+# an unknown name with at least this difflib ratio counts as a misspelling of a known name
 SIMILAR = 0.7
 SAME = 0.9
 
@@ -35,10 +37,10 @@ class Settings:
     values: dict[str, Any] = field(default_factory=dict)
     sglang: dict[str, object] = field(default_factory=dict)
     no_effect: dict[str, str] = field(default_factory=dict)
-    # keys of --custom-config-path that are no flags: for the user's plugins
+    # keys of --custom-config-path that are not flags; the user's plugins read them
     custom: dict[str, object] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
-    # options that have a problem already: later problems that name one of them are left out
+    # options that already have a problem; later problems that name one of these options are left out
     blamed: set[str] = field(default_factory=set)
 
     def complain(self, option: str, what: str, *also: str) -> None:
@@ -47,7 +49,7 @@ class Settings:
         self.blamed.update((option, *also))
 
     def over(self, below: Settings) -> Settings:
-        """These settings, which override those of ``below``."""
+        """The settings of both; these settings override those of ``below``."""
         return Settings(
             {**below.values, **self.values},
             {**below.sglang, **self.sglang},
@@ -79,13 +81,13 @@ class SglangOption:
 
 
 def recorded(file: str) -> str:
-    """The text of a table beside this module."""
+    """The text of a file in the folder of this module."""
     return (files("slimelite.arguments") / file).read_text(encoding="utf-8")
 
 
 @cache
 def known_tables() -> dict[str, dict[str, str]]:
-    """``known_flags.toml`` ordered by name instead of by reason: table -> name -> why."""
+    """``known_flags.toml``, by name instead of by reason: table -> name -> reason."""
     tables = tomllib.loads(recorded("known_flags.toml"))
     return {table: {name: why for why, names in rows.items() for name in names} for table, rows in tables.items()}
 
@@ -106,8 +108,7 @@ def known_flags(refused: bool | None = None) -> dict[str, KnownFlag]:
 
 
 def known_flag(name: str) -> KnownFlag | None:
-    """The known flag called ``name``, which is without leading dashes. The entry ``eval-sglang-*`` stands for many
-    names."""
+    """The known flag called ``name`` (without leading dashes). The entry ``eval-sglang-*`` stands for many names."""
     of_eval = name.startswith("eval-sglang-") and name[12:] in sglang_options()
     return known_flags().get("eval-sglang-*" if of_eval else name)
 
@@ -182,34 +183,34 @@ class Vocabulary:
             into.complain(option, without(words, str(error)) if may_hold_secrets(option) else str(error))
 
     def nearest(self, option: str) -> str | None:
-        """The known option that is most similar to ``option``. None if no option is similar, or if that one is
+        """The known option that is most similar to ``option``. None if no option is similar, or if the option is
         refused."""
         name = option[2:].replace("_", "-")
-        # a prefix that they share does not make two names alike
+        # two names are not similar only because they share a prefix
         prefix = next((prefix for prefix in ("sglang-", "router-") if name.startswith(prefix)), "")
         sglang = [f"sglang-{name}" for name in sglang_options()]
         names = [*self.switches_on, *self.switches_off, *known_flags(), *sglang]
         known = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
         near = difflib.get_close_matches(name.removeprefix(prefix), known, n=1, cutoff=SIMILAR)
         nearest = f"{prefix}{near[0]}" if near else ""
-        # only a slip of the pen away: the names of other projects stand for flags of another kind, too
+        # only for a very similar name, because names of other projects may also mean flags of a different kind
         elsewhere = known_tables()["elsewhere"]
         if near := difflib.get_close_matches(name, elsewhere, n=1, cutoff=SAME):
             nearest = elsewhere[near[0]]
         return f"--{nearest}" if nearest and not self._is_refused(nearest) else None
 
     def _is_refused(self, name: str) -> bool:
-        """Whether the option is refused with a message that says what to write instead."""
+        """Whether the option is refused with a message that names the replacement."""
         option = sglang_options().get(name.removeprefix("sglang-"))
         set_here = option is not None and option.field in known_tables()["sglang_set_here"]
         return name in known_flags(refused=True) or (set_here and name not in self.switches_on)
 
 
 def read_flag(flag: Flag, words: Sequence[str]) -> Any:
-    """The value that ``words`` give a flag. The flag must not be a switch.
+    """The value of a flag with these ``words``. The flag must not be a switch.
 
     Raises:
-        ValueError: the words do not fit the flag. The message does not repeat its name.
+        ValueError: the words do not fit the flag. The message does not contain the flag's name.
     """
     values = _read_words(flag.kind, words, flag.choices, many=flag.many)
     if flag.kind is dict and not isinstance(values, dict):
@@ -218,20 +219,20 @@ def read_flag(flag: Flag, words: Sequence[str]) -> Any:
 
 
 def read_yaml(flag: Flag, value: object) -> object:
-    """The value that a YAML file gives a flag.
+    """The value of a flag in a YAML file.
 
     Raises:
-        ValueError: the value does not fit the flag. The message does not repeat its name.
+        ValueError: the value does not fit the flag. The message does not contain the flag's name.
     """
     if flag.kind is bool:
         if not isinstance(value, bool):
-            raise ValueError(f"is true or false, not {value!r}")
+            raise ValueError(f"must be true or false, not {value!r}")
         return value
     return [] if flag.many and value == [] else read_flag(flag, as_words(value))
 
 
 def as_words(value: object) -> list[str]:
-    """The command-line words for a value of a YAML file. For true there are none, because a switch takes no words."""
+    """The command-line words for a value of a YAML file. The value true has no words, because a switch takes none."""
     if value is True:
         return []
     if isinstance(value, dict):
@@ -261,7 +262,7 @@ def _same(word: str, value: str) -> bool:
 
 def _read_sglang(option: SglangOption, words: Sequence[str], into: Settings) -> None:
     if why := known_tables()["sglang_set_here"].get(option.field):
-        raise ValueError(f"is not taken: {why}")
+        raise ValueError(f"cannot be given: {why}")
     if option.kind in SWITCHES:
         _expect(words, 0)
         into.sglang[option.field] = SWITCHES[option.kind]
@@ -287,12 +288,12 @@ def _expect(words: Sequence[str], count: int | None) -> None:
 
 
 def _read_words(kind: type, words: Sequence[str], choices: Collection[str], *, many: bool) -> object:
-    """``words`` as one value of ``kind``, or with ``many`` as a list of such values. ``dict`` stands for any JSON."""
+    """``words`` as one value of ``kind``, or with ``many`` as a list of such values. ``dict`` means any JSON value."""
     _expect(words, -1 if many else 1)
     values = [_read_word(kind, word) for word in words]
     for value in values if choices else ():
         if str(value) not in choices:
-            raise ValueError(f"is one of {', '.join(choices)}, not {value!r}")
+            raise ValueError(f"must be one of {', '.join(choices)}, not {value!r}")
     return values if many else values[0]
 
 
@@ -315,7 +316,7 @@ def _read_word(kind: type, word: str) -> object:
 
 # flags that name a file of arguments
 FILES = ("--config", "--custom-config-path")
-# most bytes of a YAML file, and most values that it has once its aliases are written out
+# most bytes of a YAML file, and most values in it after its aliases are replaced
 YAML_BYTES, YAML_VALUES = 250_000, 100_000
 # metavars in `--help` of the other flags that name files or folders
 PATHS = ("PATH", "DIR", "TEMPLATE", "NAME PATH")
@@ -357,13 +358,13 @@ def read_command_line(argv: Sequence[str], vocabulary: Vocabulary) -> Settings:
     """
     settings = Settings()
     calls, stray = split_words(argv)
-    settings.problems += [f"{word} stands before the first flag; flags begin with --" for word in stray]
+    settings.problems += [f"{word} comes before the first flag; flags begin with --" for word in stray]
     for option, words in calls:
         vocabulary.read(option, words, settings)
     for option in FILES:
         if [option for option, _ in calls].count(option) > 1:
             settings.complain(
-                option, "is given twice: keep one file, and override its values by flags on the command line"
+                option, "is given twice: give one file, and override its values by flags on the command line"
             )
     return settings
 
@@ -376,7 +377,7 @@ def read_config(path: str, option: str, vocabulary: Vocabulary, *, own_keys: boo
     settings = Settings()
     content = load_yaml(path, option, settings)
     if content is not None and not isinstance(content, dict):
-        settings.complain(option, f"{path}: must be a mapping of arguments, as in `lr: 1e-5`")
+        settings.complain(option, f"{path}: the whole file must be a mapping of arguments, as in `lr: 1e-5`")
     if not isinstance(content, dict):
         return settings
     before = len(settings.problems)
@@ -386,7 +387,7 @@ def read_config(path: str, option: str, vocabulary: Vocabulary, *, own_keys: boo
             settings.complain(f"--{name}", "is given twice, once with - and once with _")
         elif own_keys and not vocabulary.knows(name):
             try:
-                json.dumps(value, default=str)  # the run writes it into config.json
+                json.dumps(value, default=str)  # the run writes the value into config.json
                 settings.custom[name.replace("-", "_")] = value
             except (TypeError, ValueError, RecursionError) as error:
                 settings.complain(f"--{name}", f"cannot be written as JSON: {error}")
@@ -398,13 +399,13 @@ def read_config(path: str, option: str, vocabulary: Vocabulary, *, own_keys: boo
 
 def load_yaml(path: str, option: str, settings: Settings) -> object:
     """The content of a YAML file. If the file cannot be read, ``option`` gets a problem and the result is None."""
-    import yaml  # here, so that --help needs the standard library only
+    import yaml  # imported here, because --help needs only the standard library
 
     try:
         loader = yaml.SafeLoader(_short_text(path))
         node = loader.get_single_node()
         if _written_out(node, {}) > YAML_VALUES:
-            raise ValueError(f"has more than {YAML_VALUES:,} values once its aliases are written out")
+            raise ValueError(f"has more than {YAML_VALUES:,} values after its aliases are replaced")
         _check_keys(node)
         content = None if node is None else loader.construct_document(node)
     except OSError as error:
@@ -421,8 +422,8 @@ def load_yaml(path: str, option: str, settings: Settings) -> object:
 
 
 def read_mixture(args: Any, settings: Settings) -> dict[str, list[Any]]:
-    """The values of prompt_data and prompt_data_weights in the YAML file of --prompt-data, which has lines ``path:
-    weight``. Empty if --prompt-data is not such a file."""
+    """The values of prompt_data and prompt_data_weights in the YAML file of --prompt-data. The file has lines ``path:
+    weight``. The result is empty if --prompt-data is not such a file."""
     name = args.prompt_data[0] if len(args.prompt_data) == 1 else ""
     content = load_yaml(name, "--prompt-data", settings) if name.endswith((".yaml", ".yml")) else None
     if content is None:
@@ -438,9 +439,9 @@ def read_mixture(args: Any, settings: Settings) -> dict[str, list[Any]]:
 
 
 def _short_text(path: str) -> str:
-    """The text of a file. It refuses pipes and devices, which may never end."""
+    """The text of a file. Pipes and devices are refused, because they may never end."""
     mode = os.stat(path).st_mode
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # of a folder the system has its own words
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # for a folder, the system's own error is clear
         raise ValueError("is a pipe or a device; give a regular file")
     with open(path, "rb") as file:
         text = file.read(YAML_BYTES + 1)
@@ -452,8 +453,8 @@ def _short_text(path: str) -> str:
 
 
 def _written_out(node: Any, known: dict[int, int]) -> int:
-    """How many values a YAML node has after its aliases are replaced. An alias inside the value that it stands for does
-    not count."""
+    """How many values a YAML node has after its aliases are replaced. An alias inside its own value does not
+    count."""
     if node is None or isinstance(node.value, str):
         return 1
     if id(node) not in known:
@@ -468,8 +469,8 @@ def read_entry(
 ) -> dict[str, Any]:
     """The values of a mapping in a YAML file whose keys are the flags of ``group``. null means "not given".
 
-    ``refused``: other keys -> why they are not supported. Problems are recorded for ``option`` and name the place
-    ``where``.
+    ``refused``: other keys -> the reason why they are not supported. Problems are recorded for ``option``, and name the
+    place ``where``.
     """
     flags = {f.name: f for f in group_flags(group)}
     values: dict[str, Any] = {}
@@ -482,7 +483,7 @@ def read_entry(
             settings.complain(option, f"{where}: {key} is not supported: {why}")
         elif name not in flags:
             near = difflib.get_close_matches(name, flags, n=1, cutoff=SIMILAR)
-            hint = f"; did you mean {near[0]}?" if near else f"; it takes {', '.join(flags)}"
+            hint = f"; did you mean {near[0]}?" if near else f"; known keys are {', '.join(flags)}"
             settings.complain(option, f"{where}: {key} is not a known key{hint}")
         elif value is not None:
             try:
@@ -528,7 +529,7 @@ def _read_key(name: str, value: object, vocabulary: Vocabulary, settings: Settin
         elif name in vocabulary.switches_off:
             flag = vocabulary.switches_off[name]
             settings.values[flag.name] = not read_yaml(flag, value)
-        elif value is not False or not vocabulary.knows(name):  # else false means "not given"
+        elif value is not False or not vocabulary.knows(name):  # otherwise false means "not given"
             vocabulary.read("--" + name, as_words(value), settings)
     except (ValueError, RecursionError) as error:
         settings.complain("--" + name, str(error))
@@ -539,8 +540,8 @@ def read_presets(
 ) -> tuple[Settings, dict[str, str]]:
     """The settings of all presets, and the name of the preset that set each field.
 
-    Two presets must not give a field different values, unless the field is in ``explicit``, because other sources
-    override presets.
+    Two presets must not give a field different values. Fields in ``explicit`` are exempt, because another source
+    overrides the presets there.
     """
     settings, owner = Settings(), dict[str, str]()
     for name in names:
@@ -554,7 +555,7 @@ def read_presets(
                 option = "--" + key.replace("_", "-")
                 settings.complain(
                     "--preset",
-                    f"{owner[key]} and {name} disagree about {option}: use one, or give the flag",
+                    f"{owner[key]} and {name} give {option} different values: use one preset, or give the flag",
                 )
             owner.setdefault(key, name)
         settings.problems += preset.problems
@@ -562,7 +563,7 @@ def read_presets(
 
 
 def drop_unusable_paths(settings: Settings, vocabulary: Vocabulary) -> None:
-    """Remove each path that cannot be looked up, because later checks would fail on it, and report it as a problem."""
+    """Remove each path that the system cannot look up, and report it as a problem. Later checks would fail on it."""
     for flag in vocabulary.flags.values():
         if flag.metavar not in PATHS or flag.name not in settings.values:
             continue

@@ -1,4 +1,4 @@
-"""The launcher, and the ranks of a run that torchrun has started."""
+"""Choose the launcher, and set the ranks of a run that torchrun has started."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from slimelite.arguments.args import Draft
 def choose_launcher(draft: Draft) -> None:
     """Choose the launcher: torchrun if torchrun has started this process, else Ray."""
     started = "TORCHELASTIC_RUN_ID" in os.environ
-    draft.default("launcher", "torchrun" if started else "ray", "torchrun has started this" if started else "the usual")
+    draft.default(
+        "launcher", "torchrun" if started else "ray", "torchrun has started this process" if started else "the default"
+    )
     if (draft.args.launcher == "torchrun") != started:
-        remedy = "leave --launcher out" if started else "start it with torchrun --nproc-per-node 8 train.py ..."
+        remedy = "leave --launcher out" if started else "start the run with torchrun --nproc-per-node 8 train.py ..."
         draft.complain("--launcher", f"{draft.args.launcher}: {remedy}")
         return
     if not started:

@@ -1,4 +1,4 @@
-"""Logging of a run, and flags to run half of the loop, to dump rollouts and to check the run itself."""
+"""Flags that log a run, run only half of the loop, dump rollouts, or check the run itself."""
 
 from __future__ import annotations
 
@@ -32,36 +32,39 @@ class TrackingArgs(DataArgs, CheckpointArgs):
 
     run_dir: str = flag(
         None,
-        "the run writes config, metrics, rollouts and plots to this folder; runs must not share one",
+        "the run writes config, metrics, rollouts and plots to this folder. Two runs must not share a folder",
         ALWAYS,
         metavar="DIR",
         auto="runs/<name>-<time>",
     )
     save_rollouts: str = flag(
         "all",
-        "the run folder keeps the samples, dropped groups and token stats of this many of the newest rollouts, of "
-        "all of them (all), or of none; the answers of evaluations are always kept",
+        "the run folder keeps the samples, dropped groups and token stats of this many of the newest rollouts. all "
+        "keeps all rollouts, and none keeps no rollout. The answers of evaluations are always kept",
         ALWAYS,
         metavar="N",
     )
-    use_wandb: bool = flag(False, "metrics go to Weights & Biases", ALWAYS)
+    use_wandb: bool = flag(False, "the run sends metrics to Weights & Biases", ALWAYS)
     wandb_mode: Literal["online", "offline", "disabled"] | None = flag(
         None,
-        "online: wandb uploads the metrics; offline: it writes files for a later wandb sync; disabled: it does nothing",
+        "wandb uploads the metrics (online), writes files for a later `wandb sync` (offline), or does nothing "
+        "(disabled)",
         WANDB,
     )
     wandb_dir: str | None = flag(
-        None, "wandb writes its files to this folder", WANDB, metavar="DIR", auto="the run folder"
+        None, "the files of wandb go to this folder", WANDB, metavar="DIR", auto="the run folder"
     )
     wandb_key: str | None = flag(
-        None, "the API key; the environment variable WANDB_API_KEY is a safer place for it", WANDB
+        None, "API key of wandb; the environment variable WANDB_API_KEY is a safer place for the key", WANDB
     )
     wandb_host: str | None = flag(None, "address of your own wandb server", WANDB, metavar="URL")
     wandb_team: str | None = flag(None, "the run belongs to this team (entity)", WANDB)
     wandb_project: str | None = flag(None, "the run belongs to this project", WANDB, auto="slimelite")
-    wandb_group: str | None = flag(None, "group of the run, and the default of its name", WANDB)
+    wandb_group: str | None = flag(
+        None, "the run belongs to this group. The group is also the default of --wandb-run-name", WANDB
+    )
     wandb_run_name: str | None = flag(None, "the run has this name", WANDB, auto="the group")
-    wandb_run_id: str | None = flag(None, "wandb continues the run with this id", WANDB)
+    wandb_run_id: str | None = flag(None, "the run continues the wandb run with this id", WANDB)
     wandb_random_suffix: bool = flag(
         True,
         "no random letters are added to the group's name",
@@ -69,26 +72,26 @@ class TrackingArgs(DataArgs, CheckpointArgs):
         negative="--disable-wandb-random-suffix",
     )
     wandb_always_use_train_step: bool = flag(False, "the x-axis of every metric is the optimizer step", WANDB)
-    use_tensorboard: bool = flag(False, "metrics are written for TensorBoard", ALWAYS)
+    use_tensorboard: bool = flag(False, "the run writes metrics for TensorBoard", ALWAYS)
     tensorboard_dir: str | None = flag(
-        None, "TensorBoard's files go to this folder", TENSORBOARD, metavar="DIR", auto="in the run folder"
+        None, "the files of TensorBoard go to this folder", TENSORBOARD, metavar="DIR", auto="in the run folder"
     )
-    tb_project_name: str | None = flag(None, "metrics go to this subfolder of TensorBoard's folder", TENSORBOARD)
-    tb_experiment_name: str | None = flag(None, "metrics go to this subfolder of the project's folder", TENSORBOARD)
+    tb_project_name: str | None = flag(None, "metrics go to this subfolder of --tensorboard-dir", TENSORBOARD)
+    tb_experiment_name: str | None = flag(None, "metrics go to this subfolder of --tb-project-name", TENSORBOARD)
     use_prometheus: bool = flag(
         False, "during the run, Prometheus can read the newest value of every metric at /metrics", ALWAYS
     )
     prometheus_port: int = flag(
         9090,
-        "port of /metrics; 0 takes a free one and prints it",
+        "port of /metrics; with 0, the run takes a free port and prints it",
         PROMETHEUS,
         at_least=0,
         at_most=65535,
     )
     prometheus_host: str = flag(
         "127.0.0.1",
-        "address on which /metrics listens; with 0.0.0.0 it listens on all addresses of the machine, and everyone "
-        "who can reach one of them can read it",
+        "/metrics listens on this address. With 0.0.0.0, it listens on all addresses of the machine, and everyone who "
+        "can reach the machine can read the metrics",
         PROMETHEUS,
     )
     prometheus_run_name: str | None = flag(
@@ -96,13 +99,13 @@ class TrackingArgs(DataArgs, CheckpointArgs):
     )
     token_stats: Literal["computed", "all", "none"] = flag(
         "computed",
-        "the subfolder token_stats/ of the run folder gets the trainer's log-prob and entropy of each response token: "
-        "only of the samples for which a forward pass computes them anyway (computed), of all samples, "
-        "which costs one more pass over the others (all), or of no samples (none)",
+        "the folder token_stats/ in the run folder gets the trainer's log-prob and entropy of each response token. "
+        "computed: only of samples for which a forward pass computes them anyway; all: of all samples, which costs "
+        "one more pass over the other samples; none: of no samples",
         TRAINING,
     )
-    log_multi_turn: bool = flag(False, "metrics of multi-turn responses are logged", POLICY)
-    log_passrate: bool = flag(False, "pass@k of the training samples is logged", POLICY)
+    log_multi_turn: bool = flag(False, "the run logs metrics of multi-turn responses", POLICY)
+    log_passrate: bool = flag(False, "the run logs pass@k of the training samples", POLICY)
     log_reward_category: str | None = flag(
         None, "if a reward is a dict, the values of this key are counted and logged as rollout/error_cat/*", POLICY
     )
@@ -120,7 +123,7 @@ class ProfilingArgs(TrackingArgs):
 
     trace: bool = flag(
         False,
-        "the run writes a timeline of every worker's work to trace.json in the run folder; open it with "
+        "the run writes a timeline of the work of every worker to trace.json in the run folder. Open it with "
         "ui.perfetto.dev or chrome://tracing",
         ALWAYS,
     )
@@ -137,15 +140,15 @@ class ProfilingArgs(TrackingArgs):
     profile_step_end: int = flag(12, "the first rollout that is no longer profiled", PROFILED_STEPS, at_least=1)
     profile_target: list[Literal["train_overall", "train_actor", "train_log_probs"]] = flag(
         ["train_overall"],
-        "what is profiled: all of the training on a rollout (train_overall), its forward and backward passes "
+        "the profile contains all of the training on a rollout (train_overall), its forward and backward passes "
         "(train_actor), or its log-probs (train_log_probs)",
         TRAINING & PROFILER,
     )
     record_memory_history: bool = flag(
         False,
-        "each training rank records CUDA memory allocations and writes them to a file when memory runs out, after "
+        "each training rank records CUDA memory allocations. It writes them to a file when memory runs out, after "
         "--memory-snapshot-num-steps, and when the run ends",
-        TRAINING & when("GPUs", lambda a: a.job.gpus, ": PyTorch keeps the history of CUDA's memory alone").strictly(),
+        TRAINING & when("GPUs", lambda a: a.job.gpus, ": PyTorch records only the history of CUDA memory").strictly(),
     )
     memory_snapshot_dir: str | None = flag(
         None,
@@ -155,12 +158,12 @@ class ProfilingArgs(TrackingArgs):
         auto="profile/ of the run folder",
     )
     memory_snapshot_num_steps: int | None = flag(
-        None, "the memory history ends after this many rollouts", MEMORY_HISTORY, at_least=1, auto="all of the run"
+        None, "the memory history ends after this many rollouts", MEMORY_HISTORY, at_least=1, auto="the whole run"
     )
 
     @property
     def profiled_rollouts(self) -> Sequence[int]:
-        """The rollouts whose training ``--use-pytorch-profiler`` records."""
+        """The rollouts on which ``--use-pytorch-profiler`` profiles the training."""
         return self.profile_rollouts or range(self.profile_step_start, self.profile_step_end)
 
 
@@ -171,29 +174,29 @@ class DebugArgs(OfJob):
     seed: int = flag(1234, "seed of the whole run", ALWAYS, at_least=SEEDS[0], at_most=SEEDS[-1])
     dry_run: bool = flag(
         False,
-        "checks everything that can be checked before a run, prints the resolved arguments and the expected memory, "
-        "time and traffic, and stops",
+        "the command checks everything that can be checked before a run. It prints all arguments and the expected "
+        "memory, time and traffic, and stops",
         ALWAYS,
     )
     plan_gpu: str | None = flag(
         None,
-        "--dry-run plans for these GPUs of one node instead of this machine's: h100:8, l40s:1 or rtx4090:1 "
-        "(docs/planner.md lists the names). The plan has --actor-num-nodes such nodes; h100:8x3 has 3",
+        "--dry-run plans for a node with these GPUs instead of this machine's GPUs: h100:8, l40s:1 or rtx4090:1 "
+        "(docs/planner.md lists the names). The plan has --actor-num-nodes such nodes; h100:8x3 means 3 nodes",
         DRY_RUN.strictly(),
         metavar="NAME:COUNT[xNODES]",
     )
     import_file: list[str] = flag(
         [],
-        "this Python file runs before the command line is read, and in every worker; what it registers, such as an "
-        "advantage estimator, can be used like a built-in one; may be given several times",
+        "this Python file runs before the command line is read, and in every worker. What the file registers, such as "
+        "an advantage estimator, can be used like a built-in entry. The flag may be given several times",
         needs=ALWAYS,
         repeat=True,
         metavar="FILE",
     )
     args_group: list[str] = flag(
         [],
-        "this dataclass, as my_file.py:MyArgs, defines your own flags: on the command line, in --help, in config "
-        "files and as args.my_flag in plugins; it may be given several times",
+        "this dataclass, such as my_file.py:MyArgs, defines your own flags. They work on the command line, in --help "
+        "and in config files, and plugins read them as args.my_flag. The flag may be given several times",
         ALWAYS,
         repeat=True,
         metavar="CLASS",
@@ -203,14 +206,15 @@ class DebugArgs(OfJob):
     )
     stages: list[str] = flag(
         [],
-        "each of these YAML files is a run; the runs follow one another, and each starts from the final model of the "
-        "run before it; all other flags apply to every run",
+        "each of these YAML files is one run. The runs follow one another, and each starts from the final model of "
+        "the previous run. All other flags apply to every run",
         ALWAYS,
         metavar="FILE",
     )
     custom_config_path: str | None = flag(
         None,
-        "a second YAML file, which --config overrides; a key that is not a flag reaches plugins as args.<key>",
+        "this second YAML file contains arguments, too; --config overrides it. Plugins read a key that is not a flag "
+        "as args.<key>",
         ALWAYS,
         metavar="FILE",
     )
@@ -220,35 +224,37 @@ class DebugArgs(OfJob):
     )
     save_debug_rollout_data: str | None = flag(
         None,
-        "each rollout is written to this file; {rollout_id} is replaced (eval_<id> for evaluations)",
+        "each rollout is written to this file. {rollout_id} in the path is replaced by the rollout's number, or by "
+        "eval_<number> for an evaluation",
         ALWAYS,
         metavar="TEMPLATE",
     )
     load_debug_rollout_data: str | None = flag(
         None,
-        "the run trains on these saved rollouts and generates none; {rollout_id} is replaced",
+        "the run trains on these saved rollouts and generates none. {rollout_id} in the path is replaced by the "
+        "rollout's number",
         ALWAYS,
         metavar="TEMPLATE",
     )
     load_debug_rollout_data_subsample: float | None = flag(
         None,
-        "only this fraction of the groups of a saved rollout is used",
+        "the run uses only this fraction of the groups of a saved rollout",
         use_of("--load-debug-rollout-data").strictly(),
         above=0,
         at_most=1,
     )
     dump_details: str | None = flag(
         None,
-        "rollouts are written to this folder, as --save-debug-rollout-data does",
+        "rollouts are written to this folder, in the format of --save-debug-rollout-data",
         when(
-            "no --save-debug-rollout-data (which overrides it)",
+            "a run without --save-debug-rollout-data (which overrides this flag)",
             lambda a: str(a.save_debug_rollout_data).startswith(f"{a.dump_details}".rstrip("/")),
         ),
         metavar="DIR",
     )
     ci_test: bool = flag(
         False,
-        "the run fails if its first step violates what must be true, such as a KL of 0 to an identical reference",
+        "the run fails if its first step violates a known property, such as a KL of 0 to an identical reference model",
         TRAINING,
     )
     ci_metric_checker_key: str | None = flag(
@@ -256,27 +262,27 @@ class DebugArgs(OfJob):
         "the run fails at its end unless this metric, such as eval/gsm8k, reached --ci-metric-checker-threshold at "
         "least once",
         when(
-            "--ci-metric-checker-threshold (they come together)", lambda a: a.ci_metric_checker_threshold is not None
+            "--ci-metric-checker-threshold (give both flags)", lambda a: a.ci_metric_checker_threshold is not None
         ).strictly(),
     )
     ci_metric_checker_threshold: float | None = flag(
         None,
-        "lowest value of that metric that counts as a success",
-        when("--ci-metric-checker-key (they come together)", lambda a: a.ci_metric_checker_key is not None).strictly(),
+        "lowest value of the metric --ci-metric-checker-key that counts as a success",
+        when("--ci-metric-checker-key (give both flags)", lambda a: a.ci_metric_checker_key is not None).strictly(),
     )
     ci_save_grad_norm: str | None = flag(
-        None, "train/grad_norm of each optimizer step is written to this JSON file", TRAINING, metavar="FILE"
+        None, "this JSON file gets the train/grad_norm of each optimizer step", TRAINING, metavar="FILE"
     )
     ci_load_grad_norm: str | None = flag(
         None,
-        "the run fails if a step's train/grad_norm differs by more than 3 % from the one in this file",
+        "the run fails if the train/grad_norm of a step differs by more than 3 % from its value in this file",
         TRAINING,
         metavar="FILE",
     )
     ci_disable_kl_checker: bool = flag(False, "--ci-test does not check the KL", CI)
     ci_train_rollout_logprob_abs_diff_threshold: float = flag(
         0.1,
-        "--ci-test accepts this difference of trainer and engine log-probs; in fp32 at most 0.001",
+        "--ci-test accepts this difference between the log-probs of trainer and engine; in fp32, at most 0.001",
         CI,
         at_least=0,
     )

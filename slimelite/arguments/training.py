@@ -39,12 +39,12 @@ class OptimizerArgs:
     lr: float = flag(1e-6, "peak learning rate", TRAINING, at_least=0)
     weight_decay: float = flag(
         0.0,
-        "AdamW's weight decay; norms and biases are not decayed",
+        "weight decay of AdamW. Norms and biases are not decayed",
         TRAINING,
         at_least=0,
     )
-    adam_beta1: float = flag(0.9, "decay rate of the first moment", TRAINING, at_least=0, at_most=1)
-    adam_beta2: float = flag(0.95, "decay rate of the second moment", TRAINING, at_least=0, at_most=1)
+    adam_beta1: float = flag(0.9, "decay rate of AdamW's first moment (beta 1)", TRAINING, at_least=0, at_most=1)
+    adam_beta2: float = flag(0.95, "decay rate of AdamW's second moment (beta 2)", TRAINING, at_least=0, at_most=1)
     adam_eps: float = flag(1e-8, "epsilon that AdamW adds to the denominator of its step", TRAINING, at_least=0)
     muon_lr: float = flag(0.02, "peak learning rate of the matrices that Muon trains", MUON, at_least=0)
     muon_momentum: float = flag(0.95, "momentum of Muon", MUON, at_least=0, at_most=1)
@@ -56,7 +56,9 @@ class OptimizerArgs:
         infinite=True,
     )
     nonfinite_grad: Literal["skip", "fail"] = flag(
-        "skip", "if a loss or gradient is inf or nan: skip leaves the step out, fail ends the run", TRAINING
+        "skip",
+        "if a loss or gradient is inf or nan, the step is left out (skip), or the run ends (fail)",
+        TRAINING,
     )
     reset_optimizer_states: bool = flag(
         False, "the optimizer's moments are reset at the start of every rollout", TRAINING
@@ -79,7 +81,7 @@ class OptimizerArgs:
     )
     min_lr: float = flag(0.0, "lowest learning rate of the schedule", DECAY, at_least=0)
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = flag(
-        "exponential", "how the learning rate falls in the last phase of WSD", WSD
+        "exponential", "in the last phase of WSD, the learning rate decays with this shape", WSD
     )
     lr_wsd_decay_iters: int | None = flag(
         None, "the last phase of WSD takes this many optimizer steps", WSD, required=True, at_least=1
@@ -92,39 +94,44 @@ class PerfArgs(ClusterArgs):
 
     gradient_checkpointing: bool = flag(
         None,
-        "the backward pass recomputes activations, which is slower and takes far less memory",
+        "the backward pass recomputes activations. This is slower, but takes far less memory",
         TRAINING,
-        auto="on where the model's shapes and the GPUs' memory need it; off on a CPU",
+        auto="on if training may not fit the GPUs' memory without it; off on a CPU",
     )
     recompute_granularity: Literal["full", "selective"] | None = flag(
         None,
-        "full is Megatron's spelling of --gradient-checkpointing; selective keeps the outputs of matrix products and "
-        "attention, and recomputes the rest",
-        TRAINING & when("the value full with --compile", lambda a: a.recompute_granularity == "full" or not a.compile),
+        "the value full is Megatron's name for --gradient-checkpointing. The value selective keeps the outputs of "
+        "matrix products and attention, and recomputes the rest",
+        TRAINING
+        & when(
+            "a run without --compile, or the value full", lambda a: a.recompute_granularity == "full" or not a.compile
+        ),
     )
     compile: bool = flag(
         False,
-        "torch.compile fuses the operations between matrix products in layers and LM head; this helps on GPUs, not "
-        "on a CPU",
+        "the operations between matrix products in layers and LM head are fused by torch.compile. This makes GPUs "
+        "faster, but not a CPU",
         TRAINING,
     )
     log_probs_chunk_size: int = flag(
         -1,
-        "the LM head processes this many rows of hidden states at a time; -1 chooses a number that suits the "
+        "the LM head processes this many rows of hidden states at a time. With -1, the number depends on the "
         "vocabulary size",
         TRAINING,
     )
     fsdp_cpu_offload: bool = flag(False, "parameters and optimizer state stay in host memory", TRAINING & GPUS)
-    optimizer_cpu_offload: bool = flag(False, "this is Megatron's spelling of --fsdp-cpu-offload", TRAINING & GPUS)
+    optimizer_cpu_offload: bool = flag(False, "Megatron's name for --fsdp-cpu-offload", TRAINING & GPUS)
     dp_replicate_size: int = flag(
         1,
-        "number of replicas of the sharded model (HSDP); each replica is sharded over ranks / this many ranks",
+        "number of replicas of the sharded model (HSDP). Each replica is sharded over the training ranks divided by "
+        "this number",
         TRAINING,
         at_least=1,
     )
     deterministic_mode: bool = flag(
         False,
-        "the run is reproducible bit for bit: it uses deterministic kernels and keeps the order of submission",
+        "the run is reproducible bit for bit: it uses deterministic kernels, and keeps samples in the order of their "
+        "submission",
         ALWAYS,
     )
 
@@ -133,14 +140,14 @@ class PerfArgs(ClusterArgs):
 
     @property
     def recomputes_selectively(self) -> bool:
-        """Whether recomputation skips matrix products and attention. Compiled code hides which operations these are."""
+        """Whether recomputation skips matrix products and attention. Compiled code does not show these operations."""
         return bool(self.gradient_checkpointing) and self.recompute_granularity == "selective" and not self.compile
 
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ALL_LINEAR = "all-linear"
-# names that stand for several modules: miles' and Megatron's
+# names in miles and Megatron that mean several modules
 GROUPS = {
     "attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "mlp": ("gate_proj", "up_proj", "down_proj"),
@@ -151,13 +158,13 @@ GROUPS = {
     "linear_fc2": ("down_proj",),
 }
 INNER = (*GROUPS["attn"], *GROUPS["mlp"])
-# fields of an adapter_config.json with a meaning that the adapters here do not have, unless empty
+# fields of an adapter_config.json that are supported here only if they are empty
 UNKNOWN_TO_US = (
     *("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform", "fan_in_fan_out"),
     *("lora_bias", "megatron_config", "trainable_token_indices", "layer_replication"),
     *("use_qalora", "alora_invocation_tokens"),
 )
-# ways to begin an adapter that change the frozen weights too, so that the adapter alone is another model
+# initializations that also change the frozen weights: with the original weights, the adapter is a different model
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
 
 
@@ -165,36 +172,38 @@ CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
 class LoraArgs(CheckpointArgs, ModelArgs):
     """LoRA.
 
-    Low-rank adapters are trained, and the weights stay unchanged; docs/lora.md says more.
+    Low-rank adapters are trained, and the model's own weights stay unchanged. See docs/lora.md.
     """
 
     lora_rank: int = flag(
         0,
-        "adapters of this rank are trained instead of the weights; 0 trains the weights",
+        "the run trains adapters of this rank instead of the weights; 0 trains the weights",
         TRAINING,
         at_least=0,
     )
-    lora_alpha: float = flag(16.0, "an adapter's output is scaled by this divided by its rank", LORA, above=0)
+    lora_alpha: float = flag(
+        16.0, "an adapter's output is multiplied by this value divided by the adapter's rank", LORA, above=0
+    )
     lora_dropout: float = flag(
         0.0,
-        "dropout rate of an adapter's inputs in training; above 0, the trained policy differs from the one that "
-        "generated",
+        "dropout rate of an adapter's inputs in training. Above 0, the policy in training differs from the policy "
+        "that generated the responses",
         LORA,
         at_least=0,
         below=1,
     )
     lora_type: Literal["lora", "canonical_lora", "rslora"] = flag(
         "lora",
-        "rslora scales by alpha divided by the square root of the rank; canonical_lora, Megatron's name for one "
-        "adapter per matrix, is the same as lora",
+        "the scale is alpha divided by the rank (lora), or by the square root of the rank (rslora). canonical_lora, "
+        "Megatron's name for one adapter per matrix, is the same as lora",
         LORA,
     )
     lora_target_modules: list[str] = flag(
         [],
         "modules with these names get an adapter: names such as q_proj, the groups attn, mlp and unembed, or "
-        "Megatron's names such as linear_qkv; separate them by spaces or commas",
+        "Megatron's names such as linear_qkv. Separate the names by spaces or commas",
         LORA,
-        auto=f"{ALL_LINEAR}: every linear layer but the LM head",
+        auto=f"{ALL_LINEAR}: every linear layer except the LM head",
         aliases=("--target-modules",),
     )
     lora_exclude_modules: list[str] = flag(
@@ -202,18 +211,19 @@ class LoraArgs(CheckpointArgs, ModelArgs):
     )
     lora_adapter_path: str | None = flag(
         None,
-        "training starts from the adapter in this folder, in peft's format, with its rank, alpha, kind and modules",
+        "training starts from the adapter in this folder, in peft's format. It takes over the adapter's rank, alpha, "
+        "type and modules",
         TRAINING,
         metavar="DIR",
     )
     lora_merge: bool = flag(
         False,
-        "--save-hf writes the whole model with the adapter merged into it, instead of the adapter",
+        "--save-hf writes the whole model with the adapter merged into it, and not only the adapter",
         LORA & use_of("--save-hf"),
     )
     lora_sync: Literal["adapter", "merged"] | None = flag(
         None,
-        "what a weight sync sends: only the adapter, which the engines apply to the frozen weights (adapter), or the "
+        "a weight sync sends only the adapter, which the engines apply to the frozen weights (adapter), or the "
         "changed matrices, with the adapter merged into them (merged)",
         LORA & INFERENCE,
         auto="adapter, if the run starts SGLang servers, no adapter is on the embedding or LM head, and "
@@ -226,18 +236,19 @@ class LoraArgs(CheckpointArgs, ModelArgs):
     )
     critic_lora_rank: int = flag(
         0,
-        "the critic's weights are frozen too, and only its adapters of this rank and its head are trained",
+        "the critic is trained with adapters of this rank: only the adapters and its head are trained, and its other "
+        "weights are frozen",
         CRITIC,
         at_least=0,
     )
 
-    # modules that get an adapter and those that do not: words of the flags, or of the adapter's config
+    # names of modules that get an adapter, and of modules that get none, from the flags or from the adapter's config
     lora_targets: tuple[str, ...] = resolved((ALL_LINEAR,))
     lora_excluded: tuple[str, ...] = resolved(())
 
     @property
     def lora_modules(self) -> tuple[str, ...]:
-        """The last parts of the names of modules that may get an adapter, in a model whose layers have Llama's
+        """The last parts of the names of modules that may get an adapter, if the layers of the model have Llama's
         names."""
         named = [INNER if name == ALL_LINEAR else GROUPS.get(name, (name,)) for name in self.lora_targets]
         return tuple(dict.fromkeys(name.rpartition(".")[2] for names in named for name in names))
@@ -259,10 +270,10 @@ def words(texts: list[str]) -> tuple[str, ...]:
 
 
 def read_adapter(folder: str) -> dict[str, Any]:
-    """The values of our flags, by field name, that the adapter in ``folder`` was made with.
+    """The values of flags, by field name, with which the adapter in ``folder`` was trained.
 
     Raises:
-        ValueError: there is no adapter, or it has a form that is not supported here.
+        ValueError: there is no adapter, or it is of a kind that is not supported here.
     """
     file = Path(folder) / ADAPTER_CONFIG
     try:
@@ -274,7 +285,7 @@ def read_adapter(folder: str) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"no adapter: {file} cannot be read ({error.strerror})") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{file} is no config of a peft adapter ({error!r:.100})") from error
+        raise ValueError(f"{file} is not the config of a peft adapter ({error!r:.100})") from error
     odd = [name for name in UNKNOWN_TO_US if config.get(name)]
     begun = str(config.get("init_lora_weights", "")).lower()
     odd += [f"init_lora_weights {begun}"] if begun.startswith(CHANGES_BASE) else []
@@ -284,8 +295,8 @@ def read_adapter(folder: str) -> dict[str, Any]:
     odd += [f"target_parameters {name}" for name in weights if not name.endswith(".weight")]
     if kind != "LORA" or odd or rank < 1:
         raise ValueError(
-            f"{file}: an adapter here is a plain LoRA, not {', '.join(odd) or kind}; merge it with peft's "
-            "merge_and_unload, save the model and give that as --hf-checkpoint"
+            f"{file}: only plain LoRA adapters are supported, not {', '.join(odd) or kind}; merge the adapter with "
+            "peft's merge_and_unload, save the merged model, and give its folder as --hf-checkpoint"
         )
     targets, excluded = config.get("target_modules") or (), config.get("exclude_modules") or ()
     if any(isinstance(names, str) and names not in ("", ALL_LINEAR) for names in (targets, excluded)):

@@ -1,1 +1,1 @@
-"""Helpers that every package uses and that depend on none of them: files, locks, processes, HTTP, registries."""
+"""Helpers for every package: files, locks, processes, HTTP, registries. They do not depend on other packages."""

@@ -7,14 +7,14 @@ from collections.abc import Iterable
 
 
 def best_fit(sizes: Iterable[int], capacity: int) -> list[list[int]]:
-    """The numbers of the pieces in each bin. A piece goes into the bin where it leaves the least room, or into a new
-    bin.
+    """Pack pieces into bins. Returns the indices of the pieces in each bin.
 
-    Pieces are taken in the given order. If that is from the largest to the smallest, this is best-fit decreasing. A
-    piece that is larger than ``capacity`` gets its own bin.
+    A piece goes into the bin where it leaves the least free space, or into a new bin if it fits nowhere. Pieces are
+    taken in the given order. If the largest piece comes first, this is best-fit decreasing. A piece that is larger than
+    ``capacity`` gets its own bin.
     """
     bins: list[list[int]] = []
-    # the bins with room, by how much there is
+    # the bins with free space, sorted by their free space
     room: list[tuple[int, int]] = []
     for piece, size in enumerate(sizes):
         at = bisect_left(room, (size, -1))

@@ -1,9 +1,8 @@
-"""Files that are written completely or not at all, the message about a full disk, and the format number of files that
-outlive a run.
+"""Writes files completely or not at all, explains a full disk, and checks the format number of files.
 
-Two runs never write to the same folder: `hold` locks a file in it that names the run. The kernel holds the lock
-(flock), and releases it whenever the run's process ends. On a network file system, other machines see the lock only if
-the file system supports that, as NFS does.
+Two runs never write to the same folder: `hold` creates and locks a file in the folder that names the run. The kernel
+holds the lock (flock), and releases it when the run's process ends. On a network file system, other machines see the
+lock only if the file system supports such locks, like NFS.
 """
 
 from __future__ import annotations
@@ -19,21 +18,21 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-# errors for: no space left, no quota left, file too large for the file system
+# error numbers of a full disk: no space left, no quota left, file too large for the file system
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# the format of what lasts: checkpoints, saved tables, run folders, stages. A file that names none has this one
+# the format number of checkpoints, saved tables, run folders and stages. A file without a number has this format
 FORMAT = 1
 
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """A temporary path to write to. When the block ends, it is renamed to ``path``; after an error it is removed.
+    """A path of a temporary file. When the block ends, the file is renamed to ``path``. After an error it is removed.
 
     Raises:
         OSError: the disk is full (the message has the path and the free space), or ``path`` is a folder.
     """
     if path.is_dir():
-        raise IsADirectoryError(errno.EISDIR, "is a folder; name a file", str(path))
+        raise IsADirectoryError(errno.EISDIR, "is a folder: name a file", str(path))
     partial = path.with_name(path.name + ".partial")
     try:
         with named(path):
@@ -45,7 +44,7 @@ def whole(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write ``text`` to ``path`` as `whole` does, in UTF-8."""
+    """Write ``text`` in UTF-8 to ``path``, completely or not at all; see `whole`."""
     with whole(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
@@ -58,35 +57,37 @@ def check_format(path: Path, number: object) -> None:
     """
     if number is not None and str(number) != str(FORMAT):
         raise ValueError(
-            f"{path}: has format {number}, and this slimelite reads format {FORMAT}: use the slimelite that wrote it"
+            f"{path}: has format {number}, but this slimelite reads format {FORMAT}: use the slimelite that wrote it"
         )
 
 
 @contextmanager
 def named(path: Path) -> Iterator[None]:
-    """If the disk is full while the block writes ``path``, add the path and the free space to the error."""
+    """If the block cannot write ``path`` because the disk is full, add the path and the free space to the error."""
     try:
         yield
     except OSError as error:
         if error.errno not in FULL:
             raise
-        remedy = f"{free_space(path.parent)} are free there: make room, and resume from the last checkpoint with --load"
+        free = free_space(path.parent)
+        remedy = f"{free} are free there: free more space, and resume from the last checkpoint with --load"
         raise OSError(error.errno, f"{os.strerror(error.errno)}; {remedy}", str(path)) from error
 
 
 def beside_package(name: str) -> Path:
-    """A file that is in the top folder of a checkout, and inside the package of a wheel: train.py, constraints.txt."""
+    """The path of train.py or constraints.txt. They are in the top folder of a checkout, but in the package of a
+    wheel."""
     package = Path(__file__).parents[1]
     return next((path for path in (package / name, package.parent / name) if path.is_file()), package / name)
 
 
 def free_space(folder: Path) -> str:
-    """The free space of the disk that has ``folder``, as text."""
+    """The free space of the disk of ``folder``, as text."""
     return in_units(shutil.disk_usage(folder).free)
 
 
 def in_units(size: float) -> str:
-    """A number of bytes as people read it: 1.5 GB."""
+    """A number of bytes as text, such as 1.5 GB."""
     for unit in ("bytes", "kB", "MB"):
         if size < 1000:
             return f"{size:.3g} {unit}"
@@ -95,7 +96,7 @@ def in_units(size: float) -> str:
 
 
 logger = logging.getLogger(__name__)
-# file in a checkpoint folder or run folder that names the run which writes there
+# the file in a checkpoint folder or run folder that names the run that writes there
 LOCK = "run.lock"
 
 
@@ -120,10 +121,10 @@ def _folder_lock(folder: Path, flag: str) -> Iterator[None]:
     while True:
         with path.open("a+", encoding="utf-8") as file:
             _lock(file.fileno(), path, flag)
-            # the run that had it before may have removed the file since it was opened
+            # another run may have removed the file after it was opened here
             if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 continue
-            # a child that this process forks, as a plugin's pool does, would hold the lock too, and may outlive it
+            # a forked child, such as a process of a plugin's pool, would keep the lock and may outlive this process
             os.register_at_fork(after_in_child=file.close)
             try:
                 with named(path):
@@ -140,7 +141,7 @@ def _lock(file: int, path: Path, flag: str) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        run = os.pread(file, 1000, 0).decode().strip()  # by now that run may have ended and removed the file
+        run = os.pread(file, 1000, 0).decode().strip()  # that run may have ended and removed the file
         raise ValueError(
             f"{flag} {path.parent}: another run writes to this folder: {run}. Name another folder, or end that run"
         ) from None

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-# our own code: the package
+# the folder of our own package
 PACKAGE = Path(__file__).parents[1]
 
 
@@ -21,7 +21,7 @@ class PluginError(ValueError):
 
 
 def guarded(function: Callable[..., Any], path: str, flag: str | None) -> Callable[..., Any]:
-    """``function``, with its errors converted as `load_function` describes."""
+    """Wrap ``function`` to convert its errors; `load_function` describes the conversion."""
 
     async def awaited(coroutine: Any) -> Any:
         with _guard(function, path, flag):
@@ -44,14 +44,14 @@ def guarded(function: Callable[..., Any], path: str, flag: str | None) -> Callab
 
 @contextmanager
 def _guard(function: Callable[..., Any], path: str, flag: str | None) -> Iterator[None]:
-    """Convert errors of the block into `PluginError`, as `load_function` describes."""
+    """Convert errors of the block into `PluginError`; `load_function` describes the conversion."""
     try:
         yield
     except (PluginError, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError):
         raise
     except BaseException as error:
         frames = traceback.extract_tb(error.__traceback__)
-        # one of our own messages, raised by our code that the plugin called, says enough
+        # if the plugin called our code and that code raised a ValueError, its message is clear enough
         ours = isinstance(error, ValueError) and Path(frames[-1].filename).is_relative_to(PACKAGE)
         if isinstance(error, Exception) and (flag is None or ours):
             raise
@@ -62,7 +62,7 @@ def _guard(function: Callable[..., Any], path: str, flag: str | None) -> Iterato
 
 
 def _place(frames: Sequence[traceback.FrameSummary]) -> str:
-    """The last of ``frames`` for a message: `` (file, line 3, in reward)``; empty without any."""
+    """The last of ``frames`` for a message: `` (file, line 3, in reward)``; empty if there are no frames."""
     return f" ({frames[-1].filename}, line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
 
 
@@ -71,10 +71,10 @@ def named_error(error: BaseException) -> str:
 
 
 def own_traceback(error: BaseException) -> str:
-    """The traceback of a plugin's error, starting at the plugin's first line. It leaves out our own calls above that
-    line.
+    """The traceback of a plugin's error, without our own calls above the plugin's first line.
 
-    If it has no line of the plugin, it is complete. asyncio loses these lines for a TimeoutError from another thread.
+    If the traceback has no line of the plugin, it is complete. For a TimeoutError from another thread, asyncio loses
+    the lines of the plugin.
     """
     first = error.__traceback__
     while first is not None and Path(first.tb_frame.f_code.co_filename).is_relative_to(PACKAGE):
@@ -83,19 +83,19 @@ def own_traceback(error: BaseException) -> str:
 
 
 def raised_at(error: BaseException) -> str:
-    """Where a plugin raised ``error``, for a message: `` (file, line 3, in reward)``; empty if not known."""
+    """The line of a plugin that raised ``error``, for a message: `` (file, line 3, in reward)``; empty if unknown."""
     frames = traceback.extract_tb(error.__traceback__)
-    # a syntax error is raised in Python's own import, and its message has the file and the line
+    # a syntax error is raised in Python's import system, and its message has the file and the line
     own = [f for f in frames if not (Path(f.filename).is_relative_to(PACKAGE) or f.filename.startswith("<frozen"))]
     return _place(own)
 
 
 def defined_at(thing: Callable[..., object]) -> str:
-    """Where a user's function, method or class is defined, for a message: `` (file, line 3)``; empty if unknown, or if
-    it is ours."""
+    """The line where a user's function, method or class is defined, for a message: `` (file, line 3)``. Empty if the
+    line is unknown or in our package."""
     try:
         file, (_, line) = inspect.getsourcefile(inspect.unwrap(thing)), inspect.getsourcelines(inspect.unwrap(thing))
-    except (TypeError, OSError):  # of a C function, or without its file
+    except (TypeError, OSError):  # a C function, or its file is missing
         return ""
     return f" ({file}, line {line})" if file is not None and not Path(file).is_relative_to(PACKAGE) else ""
 
@@ -105,7 +105,7 @@ def import_failure(option: str, path: str, error: BaseException) -> str:
     file = str(Path(path).resolve())
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
     what = " ".join((str(error) if isinstance(error, ValueError) else named_error(error)).split())
-    place = f" {path}, line {lines[-1]}" if lines else ""  # else the message names the file
+    place = f" {path}, line {lines[-1]}" if lines else ""  # without a line, the message still names the file
     return f"{option}{place}: {what}"
 
 

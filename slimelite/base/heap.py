@@ -1,5 +1,5 @@
-"""Settings of a process's memory: how much freed heap memory it keeps (this needs glibc), and how often Python looks
-for unreachable objects.
+"""Settings of a process's memory: the freed heap memory that it keeps (this needs glibc), and how often Python's
+garbage collector runs.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import ClassVar
 
-# larger blocks are mapped one by one, whatever a trainer keeps: the most that glibc allows, and with
-# --gradient-checkpointing, which gives time for memory [bytes]
+# larger blocks are always mapped one by one [bytes]: the maximum of glibc; and a lower limit for
+# --gradient-checkpointing, which uses more time to save memory
 LARGEST_IN_HEAP, LARGEST_IN_TIGHT_HEAP = 2**25, 2**20
 # parameters of mallopt, from malloc.h
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-# while a process loads, Python looks for unreachable objects after this many new ones; otherwise after 700
+# while a process loads, the garbage collector runs after this many new objects; otherwise after 700
 SELDOM = 50_000
 
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """Inside this block Python's garbage collector seldom runs. Imported modules stay in memory, so it finds little.
+    """Run Python's garbage collector seldom inside this block. Imported modules stay in memory, so it finds little.
 
-    Looking through all modules again and again took a tenth to a fifth of the CPU time of a trainer's imports.
+    Without this setting, garbage collection took a tenth to a fifth of the CPU time of a trainer's imports.
     """
     usual = gc.get_threshold()
     gc.set_threshold(SELDOM, *usual[1:])
@@ -35,8 +35,8 @@ def loading() -> Iterator[None]:
 
 
 def set_heap(*, mapped_above: int, trimmed_above: int) -> None:
-    """Set which blocks are mapped one by one outside the heap, and how much free memory at the end of the heap is
-    returned to the system at once. Both are in bytes; -1 means never.
+    """Set two limits in bytes; -1 means never. Blocks above ``mapped_above`` are mapped one by one, outside the heap.
+    Free memory above ``trimmed_above`` at the end of the heap is returned to the system at once.
     """
     if GLIBC is not None:
         GLIBC.mallopt(M_MMAP_THRESHOLD, mapped_above)
@@ -46,19 +46,19 @@ def set_heap(*, mapped_above: int, trimmed_above: int) -> None:
 def keep_freed_memory(*, tight: bool) -> None:
     """Let the heap of this process keep freed memory for the next tensors. ``tight``: only for tensors up to 1 MiB.
 
-    By default, glibc maps each larger tensor from the system, and returns it when it is freed. Then every page costs a
-    page fault: a third of the CPU time of a step of a tiny model, and a tenth at 135M parameters. On the other hand,
-    the heap seldom has a hole for an aligned tensor of the same size. At 135M parameters a step takes up to 1.5 times
-    the memory of its tensors.
+    By default, glibc maps each larger tensor from the system, and returns its memory when the tensor is freed. Every
+    page of a new tensor then causes a page fault. Page faults take a third of the CPU time of a step of a tiny model,
+    and a tenth at 135M parameters. On the other hand, the heap seldom has a free block that fits an aligned tensor of
+    the same size. At 135M parameters, a step therefore takes up to 1.5 times the memory of its tensors.
     """
     set_heap(mapped_above=LARGEST_IN_TIGHT_HEAP if tight else LARGEST_IN_HEAP, trimmed_above=-1)
 
 
 def return_freed_memory(*, above: int = 2**30) -> None:
-    """If more than ``above`` bytes of the heap are free, return them to the system, where other processes may need
-    them.
+    """If more than ``above`` bytes of the heap are free, return them to the system for other processes.
 
-    The default keeps what a trainer's next rollout will use again. Activations of a large micro-batch take gigabytes.
+    The default keeps the memory that a trainer's next rollout will use again. A large micro-batch has gigabytes of
+    activations.
     """
     if GLIBC is None:
         return
@@ -78,7 +78,7 @@ class _MallocInfo(ctypes.Structure):
 
 def _glibc() -> ctypes.CDLL | None:
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if libc is None or not hasattr(libc, "mallopt"):  # musl has none
+    if libc is None or not hasattr(libc, "mallopt"):  # musl has no mallopt
         return None
     if hasattr(libc, "mallinfo2"):
         libc.mallinfo2.restype = _MallocInfo

@@ -1,5 +1,5 @@
-"""Request bodies as pydantic models. They are checked once, errors name the place, and the OpenAPI schema comes from
-them.
+"""Request bodies as pydantic models. The models check a body once, name the wrong place in an error, and give the
+OpenAPI schema.
 
 A field that is null counts as a field that was not sent.
 """
@@ -52,7 +52,7 @@ B = TypeVar("B", bound=Body)
 
 
 class Like:
-    """For a value that is passed on unchanged after it was checked against ``shape``."""
+    """An annotation for a value that is checked against ``shape`` and then passed on unchanged."""
 
     def __init__(self, shape: Any) -> None:
         self.shape = shape
@@ -71,16 +71,16 @@ def _only(sent: object, *, value: object) -> object:
     return sent
 
 
-# text that UTF-8 can encode: JSON may have half a surrogate pair
+# text that UTF-8 can encode; JSON text may have half a surrogate pair, which UTF-8 cannot encode
 Text = Annotated[str, AfterValidator(lambda text: text.encode().decode())]
 L = TypeVar("L")
-# a list whose first wrong entry is the error: a million of them would take seconds to list
+# a list for which only the first wrong entry is reported: a list of a million errors would take seconds
 FirstError = Annotated[L, Field(fail_fast=True)]
 Ids = FirstError[list[int]]
 
 
 def with_fields(fields: Mapping[str, tuple[Any, Any]]) -> Callable[[type[B]], type[B]]:
-    """A decorator that adds fields to a body, name -> (type, default), unless the body has a field of that name."""
+    """A decorator that adds ``fields``, name -> (type, default), to a body. Fields that the body has are kept."""
 
     def decorated(body: type[B]) -> type[B]:
         new: dict[str, Any] = {name: kind for name, kind in fields.items() if name not in body.model_fields}
@@ -90,8 +90,8 @@ def with_fields(fields: Mapping[str, tuple[Any, Any]]) -> Callable[[type[B]], ty
 
 
 def unread(*names: str, **only: object) -> Mapping[str, tuple[Any, Any]]:
-    """Ignored fields, for `with_fields`. ``names`` may have any value, and ``only`` must have the given value, which
-    asks for nothing."""
+    """Ignored fields, for `with_fields`. Fields of ``names`` may have any value. Fields of ``only`` must have the value
+    that has no effect."""
     fields: dict[str, tuple[Any, Any]] = dict.fromkeys(names, (Any, None))
     for name, value in only.items():
         check = AfterValidator(partial(_only, value=value))
@@ -108,26 +108,26 @@ def checked(kind: type[B], body: Any) -> B:
     """``body``, parsed from JSON, as an object of ``kind``.
 
     Raises:
-        RequestError: the body does not fit. The message names the place and what should be there.
+        RequestError: the body does not fit. The message names the wrong place and the expected value.
     """
     try:
         return kind.model_validate(body)
     except ValidationError as error:
         errors = error.errors(include_url=False)
-        # of a value that may have several types, the error of the type that goes deepest says what is wrong
+        # if a value may have several types, the error that is deepest in the body is the relevant one
         first = [each for each in errors if each["loc"][:1] == errors[0]["loc"][:1]]
         deepest = max(first, key=lambda each: len(each["loc"]))
         place, reason = _place(deepest, body), deepest["type"]
         wanted = " or ".join(dict.fromkeys(each["msg"] for each in first if _place(each, body) == place))
         if reason == "extra_forbidden":
-            wanted = "unknown parameter, leave it out"
+            wanted = "unknown parameter: leave it out"
         value = "" if reason in ("missing", "extra_forbidden") else f" (got {deepest['input']!r:.60})"
         raise RequestError(f"{place}: {wanted}{value}", param=place, code=CODES.get(reason)) from None
 
 
 def _place(error: ErrorDetails, body: Any) -> str:
-    """Where in the body an error is: ``messages[1].content``. Steps that only select one of several types are left
-    out."""
+    """The place of an error in the body, such as ``messages[1].content``. Steps that only select one of several types
+    are left out."""
     place = ""
     for number, step in enumerate(error["loc"], 1):
         if isinstance(step, int):
@@ -142,7 +142,7 @@ def document(bodies: Mapping[str, type[Body]]) -> dict[str, Any]:
     schemas, known = models_json_schema(
         [(body, "validation") for body in bodies.values()], ref_template="#/components/schemas/{model}"
     )
-    error = {"description": "what is wrong with the request, in a sentence"}
+    error = {"description": "a sentence about the fault of the request"}
     paths = {
         path: {
             "post": {

@@ -1,4 +1,4 @@
-"""The HTTP client for all requests to servers. It sends and reads JSON, and retries.
+"""The HTTP client for all requests to servers. It sends and reads JSON, and retries failed requests.
 
 It ignores the proxies of the environment, because the servers belong to the run or were named by the user.
 """
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CONNECT_S = 10.0
-# below the 5 s after which uvicorn closes an idle connection, so that no request is sent on a closing one
+# uvicorn closes an idle connection after 5 s; with a shorter time, no request uses a connection that is being closed
 KEEP_ALIVE_S = 3.0
 # statuses below 500 after which the same request may succeed
 TRANSIENT = (408, 425, 429)
-# of one message of a WebSocket
+# size limit of one WebSocket message
 MESSAGE_BYTES = 100 << 20
-# length limit for a server's text in a message
+# length limit for a server's text in an error message
 CHARACTERS = 500
-# random numbers for waits; the global generator stays untouched, so that runs repeat
+# random numbers for waits; the global generator is not used, so runs stay reproducible
 _chance = random.Random()
 
 
@@ -38,7 +38,7 @@ class HttpError(Exception):
 
 
 class NoAnswer(HttpError, ConnectionError):
-    """Nobody answered, or the connection was lost."""
+    """No server answered, or the connection was lost."""
 
 
 class Refused(HttpError, RuntimeError):
@@ -56,10 +56,10 @@ class Refused(HttpError, RuntimeError):
 
 @dataclass(frozen=True)
 class Retry:
-    """How often a request is tried. A request is repeated after a lost connection, so the server may receive it twice.
+    """When and how often a request is sent again. After a lost connection, the server may receive a request twice.
 
-    ``first_s``: wait before the second attempt. The wait doubles each time up to ``most_s``, plus a random 0 to 50 %.
-    ``refused``: retry also if the answer is a transient error, for example from a busy server.
+    ``first_s``: the wait before the second attempt. Each wait is twice as long as the one before, up to ``most_s``. A
+    random 0 to 50 % is added. ``refused``: also retry after a transient error, for example from a busy server.
     """
 
     attempts: int = 1
@@ -68,7 +68,7 @@ class Retry:
     refused: bool = False
 
     def again(self, error: HttpError, attempt: int) -> bool:
-        """Whether to try again after ``error`` in attempt number ``attempt`` (from 1 on)."""
+        """Whether to retry after ``error`` in attempt number ``attempt``, counted from 1."""
         may = isinstance(error, NoAnswer) or (self.refused and isinstance(error, Refused) and error.is_transient)
         return may and attempt < self.attempts
 
@@ -107,10 +107,11 @@ class Conversation:
 
 
 class Client:
-    """Sends requests from the event loop of its first request, over connections that are kept open.
+    """Sends requests over connections that stay open. All requests use the event loop of the first request.
 
-    ``timeout_s``: limit of one attempt; None: no limit, which generation needs. ``connections``: the most connections
-    at once; 0: no limit. ``texts``: return an answer that is not JSON as text, instead of raising an error.
+    ``timeout_s``: the time limit of one attempt. None means no limit, which generation needs. ``connections``: the
+    maximum number of connections at once. 0 means no limit. ``texts``: return an answer that is not JSON as text,
+    instead of raising an error.
     """
 
     def __init__(
@@ -147,7 +148,7 @@ class Client:
             body: sent as JSON; bytes are sent unchanged, because they are JSON already.
 
         Raises:
-            NoAnswer: nobody answers at that address.
+            NoAnswer: no server answers at that address.
             Refused: the server answers with an error.
         """
         data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
@@ -160,7 +161,7 @@ class Client:
                 if not self._retry.again(error, attempt):
                     raise
                 wait = self._retry.wait_s(attempt)
-                logger.info("%s; attempt %d of %d, again in %.1f s", error, attempt, self._retry.attempts, wait)
+                logger.info("%s; attempt %d of %d, next attempt in %.1f s", error, attempt, self._retry.attempts, wait)
             await asyncio.sleep(wait)
             attempt += 1
 
@@ -168,7 +169,7 @@ class Client:
         """POST ``body``, and yield the parsed server-sent events of the answer up to "[DONE]".
 
         Raises:
-            NoAnswer: nobody answers, or the connection is lost before the end.
+            NoAnswer: no server answers, or the connection is lost before the end.
             Refused: the server answers with an error, or with something other than events.
         """
         import aiohttp
@@ -179,7 +180,7 @@ class Client:
             async with self._opened().post(url, data=data, headers=headers) as answer:
                 if answer.content_type != "text/event-stream":
                     _read(await answer.text(), answer.status, shown(url), texts=False)
-                    raise Refused(f"{shown(url)} does not stream", answer.status)
+                    raise Refused(f"{shown(url)} answered without a stream of events", answer.status)
                 rest = b""
                 async for piece in answer.content.iter_any():
                     *lines, rest = (rest + piece).split(b"\n")
@@ -193,10 +194,10 @@ class Client:
             raise NoAnswer(f"{shown(url)} ended its answer too early")
 
     async def connect(self, url: str) -> Conversation:
-        """A WebSocket to ``url``.
+        """Open a WebSocket to ``url``.
 
         Raises:
-            NoAnswer: nobody answers at the address, or the answer is not a WebSocket.
+            NoAnswer: no server answers at the address, or the answer is not a WebSocket.
         """
         import aiohttp
 
@@ -233,7 +234,7 @@ class Client:
 
 
 def ask(method: str, url: str, body: object = None, retry: Retry | None = None, timeout_s: float | None = None) -> Any:
-    """Send one request from code without an event loop, and wait for the answer, which is JSON or text; see
+    """Send one request from code without an event loop, and wait for the answer. It may be JSON or text; see
     `Client.ask`."""
 
     async def once() -> object:
@@ -254,7 +255,7 @@ def _read(text: str, status: int, url: str, texts: bool) -> object:
         parsed = json.loads(text) if text else None
     except ValueError:
         if status < 400 and not texts:
-            raise Refused(f"{url} answered, not with JSON: {text[:CHARACTERS]}", status) from None
+            raise Refused(f"{url} answered with text that is not JSON: {text[:CHARACTERS]}", status) from None
         parsed = text
     if status < 400:
         return parsed

@@ -1,7 +1,8 @@
-"""The base of our HTTP servers: who may use them, JSON and server-sent events, errors as JSON.
+"""The base of our HTTP servers: access control, JSON and server-sent events, errors as JSON.
 
 The key is a bearer token, the header ``x-api-key``, or the password of an address: ``http://:KEY@host:port``. A server
-without a key answers only this machine. It refuses requests from other sites' pages, even in a browser on this machine.
+without a key answers only requests from this machine. It refuses requests from the pages of other sites, even in a
+browser on this machine.
 """
 
 from __future__ import annotations
@@ -26,22 +27,22 @@ from aiohttp import BasicAuth, web
 logger = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-# what a request is answered with: an object, or server-sent events
+# the answer to a request: an object, or server-sent events
 Answer = dict[str, object] | AsyncGenerator[bytes]
-# a stop waits so long for requests that run, and a client that is told to come again waits so long [s]
+# time limits [s]: a stop waits this long for running requests; a client waits this long before it retries
 LAST_S, RETRY_S = 1.0, 1
-# a connection has so long to send the head of a request, and a request to send its body [s]
+# time limits [s]: for the headers of a request after the connection, and for its body
 HEAD_S, BODY_S = 75.0, 120.0
-# a line of the access log: who, what, status, bytes of the answer, seconds
+# a line of the access log: client, request line, status, bytes of the answer, seconds
 LINE = '%a "%r" %s %b %Tf'
-# how a body that gzip packed begins, and no JSON
+# a gzip-compressed body begins with these bytes, and JSON never does
 GZIP = b"\x1f\x8b"
 
 
 class RequestError(ValueError):
-    """A request that cannot be served: an HTTP ``status``, the ``param`` that is wrong, and OpenAI's ``code``.
+    """A request that cannot be served. ``status``: of HTTP. ``param``: the wrong parameter. ``code``: OpenAI's code.
 
-    ``details``: what Anthropic's clients read of an error, for those that they handle themselves.
+    ``details``: fields of the error that Anthropic's clients read, for errors that these clients handle themselves.
     """
 
     def __init__(
@@ -57,11 +58,12 @@ class RequestError(ValueError):
 
 
 class Server(ABC):
-    """A server in the event loop of the caller that starts it. A subclass defines `_routes`.
+    """A server in the event loop of its caller. A subclass defines `_routes`.
 
-    ``most_bytes``: longer bodies are refused without being read. ``key``: every request needs it, except to handlers of
-    `_public`; None: no key, see the top of this file. ``origins``: sites whose pages may send requests; "*" for all.
-    Set them before the start. ``logs``: each request is written to the log ``slimelite.access``.
+    ``most_bytes``: longer bodies are refused without being read. ``key``: every request needs this key, except requests
+    to the handlers of `_public`. None means no key; see the top of this file. ``origins``: sites whose pages may send
+    requests; "*" for all. Set ``origins`` before the start. ``logs``: write each request to the log
+    ``slimelite.access``.
     """
 
     def __init__(self, most_bytes: int, host: str, port: int, key: str | None = None) -> None:
@@ -71,7 +73,7 @@ class Server(ABC):
         self._most_bytes, self._host, self._port = most_bytes, host, port
         self._runner: web.AppRunner | None = None
         self._answering: set[asyncio.Task[Any]] = set()
-        self._drains = self._ends = False  # nothing new is answered; and what runs ends with an error
+        self._drains = self._ends = False  # refuse new requests; end running requests with an error
 
     async def start(self) -> str:
         """Listen, and return the base URL.
@@ -138,13 +140,11 @@ class Server(ABC):
             RequestError: the key is wrong, or the server has no key and the page of another site sent the request.
         """
         if http.match_info.handler not in self._public():
-            # what has no key listens to this machine alone, whose browser may be showing somebody's page
+            # without a key, the server serves only this machine, but a browser here may show a page of another site
             if self.key is None and not _is_asked_from_here(http, self.origins):
-                raise RequestError(
-                    "a page of another site may not use this server, because the server has no API key", 403
-                )
+                raise RequestError("the server has no API key, so pages of other sites may not use it: set a key", 403)
             if not self._opens(http, request_key(http)):
-                raise RequestError("this needs the server's API key", 401, code="invalid_api_key")
+                raise RequestError("this request needs the server's API key", 401, code="invalid_api_key")
         return await handler(http)
 
     async def _health(self, _: web.Request) -> web.StreamResponse:
@@ -155,12 +155,12 @@ class Server(ABC):
         return {"error": {"message": str(error)}}
 
     def _last(self, http: web.Request, described: dict[str, Any], written: int) -> bytes:  # noqa: ARG002
-        """The event that ends a stream with an error. ``written``: how many events were sent before."""
+        """The event that ends a stream with an error. ``written``: the number of events before it."""
         return sse(described, described.get("type"))
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.method == "OPTIONS" and self._is_shared(request):  # what a browser asks before a page's request
+        if request.method == "OPTIONS" and self._is_shared(request):  # a browser's preflight request
             names = request.headers.get("Access-Control-Request-Headers", "*")
             may = {"Access-Control-Allow-Methods": "GET, POST, DELETE", "Access-Control-Allow-Headers": names}
             return web.Response(status=204, headers={**may, "Access-Control-Max-Age": "600"})
@@ -178,7 +178,7 @@ class Server(ABC):
             return web.json_response(self._described(request, problem, status), status=status, headers=headers)
 
     def _problem(self, error: BaseException) -> Exception:
-        """The error that a client sees. A request that `drain` cancelled gets an error that says so."""
+        """The error that a client sees. A request that `drain` cancelled gets the error 503."""
         if isinstance(error, asyncio.CancelledError):
             if not self._ends:
                 raise error
@@ -189,7 +189,7 @@ class Server(ABC):
         return error
 
     def _stopping(self) -> RequestError:
-        return RequestError("the server is stopping; ask again when it is back", 503)
+        return RequestError("the server is stopping: send the request again when the server is back", 503)
 
     async def _respond(self, http: web.Request, answer: Answer) -> web.StreamResponse:
         """Send an answer. Events are sent as they come. An error before the first event sets the status. A later error
@@ -208,7 +208,7 @@ class Server(ABC):
                     await response.write(event)
                     written += 1
             except (ConnectionResetError, ConnectionAbortedError):
-                return response  # the client has gone
+                return response  # the client has disconnected
             except (Exception, asyncio.CancelledError) as error:
                 problem = self._problem(error)
                 await response.write(self._last(http, self._described(http, problem, _status(problem)), written))
@@ -224,12 +224,12 @@ def is_loopback(host: str) -> bool:
 
 
 def _is_asked_from_here(http: web.Request, origins: Collection[str]) -> bool:
-    """Whether the request is addressed to this machine, and comes from a page of this machine or of ``origins``, if
-    from a page at all."""
+    """Whether the request is addressed to this machine. If a page sent it, the page must also belong to this machine or
+    to ``origins``."""
     try:
         pages = [origin for origin in http.headers.getall("Origin", []) if origin not in origins]
         names = [http.url.host, *(urlsplit(origin).hostname for origin in pages)]
-    except ValueError:  # no address at all
+    except ValueError:  # not an address
         return False
     return all(is_loopback(name or "") for name in names)
 
@@ -240,9 +240,9 @@ def with_key(url: str, key: str | None) -> str:
 
 
 def request_key(http: web.Request) -> str:
-    """The key in a request; "" without one."""
+    """The key in a request; "" if the request has none."""
     header = http.headers.get("Authorization", "")
-    scheme, _, token = header.partition(" ")  # in small or capital letters (RFC 9110)
+    scheme, _, token = header.partition(" ")  # in lower or upper case (RFC 9110)
     if scheme.lower() == "basic" and "x-api-key" not in http.headers:
         with suppress(ValueError, binascii.Error):
             return BasicAuth.decode(header).password
@@ -252,16 +252,16 @@ def request_key(http: web.Request) -> str:
 async def listen(
     app: web.Application, host: str, port: int, *, unpacks: bool = True, log: logging.Logger | None = None
 ) -> tuple[web.AppRunner, str]:
-    """Serve ``app`` from the running event loop. Returns the object that stops it, and the base URL. Port 0 means a
-    free port.
+    """Serve ``app`` from the running event loop. Returns the object that stops the server, and the base URL. Port 0
+    means a free port.
 
-    ``unpacks``: aiohttp unpacks bodies before a handler sees them. A body that it cannot unpack never reaches the
-    handler, and gets a plain-text answer. ``log``: this logger gets a line for each request.
+    ``unpacks``: aiohttp decompresses a body before a handler sees it. If aiohttp cannot decompress the body, the
+    request does not reach the handler and gets a plain-text answer. ``log``: this logger gets a line for each request.
 
     Raises:
         OSError: the host is not an address of this machine, or the port is taken.
     """
-    # when a client disconnects, its handler is cancelled, which aborts the request
+    # when a client disconnects, the handler of its request is cancelled
     runner = web.AppRunner(
         app,
         handler_cancellation=True,
@@ -287,7 +287,7 @@ async def read_json(http: web.Request) -> dict[str, Any]:
     """The request's body, which must be a JSON object.
 
     Raises:
-        RequestError: the body is not a JSON object, or longer than the limit.
+        RequestError: the body is not a JSON object, is too long, or does not arrive in time.
     """
     try:
         data, most = await asyncio.wait_for(http.read(), BODY_S), http.client_max_size
@@ -297,12 +297,12 @@ async def read_json(http: web.Request) -> dict[str, Any]:
             raise web.HTTPRequestEntityTooLarge(most, len(data))
         body = json.loads(data)
     except web.HTTPRequestEntityTooLarge as error:
-        message = f"the body is larger than the engine's context can need: {error.text}"
+        message = f"the body is larger than the context of the engine can require: {error.text}"
         raise RequestError(message, error.status) from error
     except TimeoutError as error:
         raise RequestError(f"the body did not arrive within {BODY_S:g} s", 408) from error
     except web.RequestPayloadError as error:
-        raise RequestError(f"the body does not arrive whole: {error}") from error
+        raise RequestError(f"the body does not arrive completely: {error}") from error
     except (ValueError, RecursionError, gzip.BadGzipFile, EOFError, zlib.error) as error:
         encoding = http.headers.get("Content-Encoding")
         packed = f"; its Content-Encoding is {encoding:.20}, but only gzip is supported" if encoding else ""

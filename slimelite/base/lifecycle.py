@@ -1,6 +1,6 @@
-"""How a run ends early: by Ctrl-C, by SIGTERM, or without a chance to react (SIGKILL, out of memory).
+"""Handles the early end of a run: by Ctrl-C, by SIGTERM, or without a chance to react (SIGKILL, out of memory).
 
-This file is also the watchdog program, so it imports only the standard library.
+This file is also the program of the watchdog process, so it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, ClassVar
 
-# environment variables of a run's child processes. The first marks them. The second is for setproctitle, with which
-# Ray names its processes: it stops a long name from overwriting the environment in /proc
+# environment variables of a run's child processes. The first one marks them. The second one is for setproctitle, with
+# which Ray names its processes: then a long name does not overwrite the environment in /proc
 MARK, KEEP = "SLIMELITE_RUN", "SPT_NOENV"
-# how often `--max-restarts` has started this run again; without the flag it is not there
+# number of times that `--max-restarts` has restarted this run; not set without the flag
 ATTEMPT = "SLIMELITE_ATTEMPT"
 WITHOUT_A_WORD = "stopped without a word"
 KILLED = "train.py was killed (SIGKILL), by hand, by a job scheduler, or because the machine ran out of memory"
-# launchers may send a signal to a process and again to its group: within this time both count as one [s]
+# a launcher may signal a process and then its group; two signals within this time count as one [s]
 SAME_SIGNAL_S = 1.0
 SWEEP_S = 10.0
 ALL_IS_WELL = b"."
@@ -40,7 +40,7 @@ class Stopped(KeyboardInterrupt):
     """Ctrl-C or SIGTERM, raised in the main thread. ``status``: the exit status, 128 + the signal's number."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(number)  # torch's checkpointing pickles it and rebuilds it from these arguments
+        super().__init__(number)  # torch's checkpointing pickles this exception and rebuilds it from its arguments
         self._name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         self.status = 128 + number
 
@@ -52,7 +52,7 @@ class RolloutError(ValueError):
     """A rollout cannot be finished. ``metrics`` (``rollout/...``): the counts so far."""
 
     def __init__(self, message: str, metrics: Mapping[str, float]) -> None:
-        super().__init__(message, metrics)  # Ray pickles it and rebuilds it from these arguments
+        super().__init__(message, metrics)  # Ray pickles this exception and rebuilds it from its arguments
         self.metrics = metrics
 
     def __str__(self) -> str:
@@ -60,15 +60,15 @@ class RolloutError(ValueError):
 
 
 class StopSignals:
-    """Inside this block, the first Ctrl-C or SIGTERM raises `Stopped`. A second one ends the process at once.
+    """Inside this block, the first Ctrl-C or SIGTERM raises `Stopped`. A second signal ends the process at once.
 
-    The block catches `Stopped`, and ``status`` is then the exit status. Python drops an exception that a signal raises
-    inside a finalizer (``__del__``, for example of a pyarrow file). So code that waits calls `check`, which raises it
-    again.
+    The block catches `Stopped`, and ``status`` is then the exit status. If a signal arrives inside a finalizer
+    (``__del__``, for example of a pyarrow file), Python drops the exception. So code that waits calls `check`, which
+    raises `Stopped` again.
     """
 
     status = 0
-    _number: ClassVar[int | None] = None  # the first signal's number, while the context lasts
+    _number: ClassVar[int | None] = None  # number of the first signal, inside the block
 
     def __init__(self) -> None:
         self._before: dict[int, Any] = {}
@@ -77,7 +77,7 @@ class StopSignals:
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
-                if signal.getsignal(number) is not signal.SIG_IGN:  # nohup and & start us with Ctrl-C ignored
+                if signal.getsignal(number) is not signal.SIG_IGN:  # nohup and & ignore Ctrl-C
                     self._before[number] = signal.signal(number, self) or signal.SIG_DFL
         return self
 
@@ -106,16 +106,15 @@ class StopSignals:
 
 
 def _say(text: str) -> None:
-    # not print: the main thread may be inside a print; the newline is for a progress bar on a terminal
+    # no print(): the main thread may be inside one. The first newline ends a progress bar on a terminal
     with suppress(OSError):
         os.write(1, ("\n" * os.isatty(1) + text + "\n").encode())
 
 
 def start_module(module: str, *words: str, **options: Any) -> subprocess.Popen[Any]:
-    """Start ``python -m module words``, with the ``options`` of Popen. The process finds our package wherever the
-    package is.
+    """Start ``python -m module words``, with the ``options`` of Popen. The process can import our package.
 
-    Ctrl-C reaches only its parent.
+    Ctrl-C reaches only the parent of the process.
     """
     path = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     return subprocess.Popen(
@@ -127,11 +126,11 @@ def start_module(module: str, *words: str, **options: Any) -> subprocess.Popen[A
 
 
 class Watchdog:
-    """A small process that outlives this one. It kills processes that this one started and could not end.
+    """A small process that outlives this process. It kills the processes that this process started and could not end.
 
-    It acts when this process dies or leaves the block with an error. It kills every process that has our mark in its
-    environment (Ray's daemons, actors, servers). If the run could not write its status, it writes that too. ``folder``:
-    the run folder. ``explain``: a command that prints why the run may have been killed.
+    The watchdog acts when this process dies or leaves the block with an error. It kills every process with our mark in
+    its environment (Ray's daemons, actors, servers). If the run could not write its status, the watchdog writes it.
+    ``folder``: the run folder. ``explain``: a command that prints a possible reason why the run was killed.
     """
 
     _current: ClassVar[Watchdog | None] = None
@@ -147,7 +146,7 @@ class Watchdog:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},  # for ``explain``; -I leaves it out here
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},  # for ``explain``; -I ignores it
             start_new_session=True,
         )
         self._before = {name: os.environ.get(name) for name in (MARK, KEEP)}
@@ -169,7 +168,7 @@ class Watchdog:
 
     @classmethod
     def note_session(cls, session: Path) -> None:
-        """Let the watchdog remove this folder of Ray when this process ends. Ray's daemons may be gone before that."""
+        """Let the watchdog remove this folder of Ray when this process ends, even if Ray's daemons are already gone."""
         if cls._current is not None and (stdin := cls._current._process.stdin) is not None:
             with suppress(BrokenPipeError):
                 stdin.write(f"{session}\n".encode())
@@ -182,14 +181,14 @@ def this_process() -> dict[str, object]:
 
 
 def is_gone(process: Mapping[str, Any]) -> bool:
-    """Whether the process that `this_process` described is dead. False for a process of another host, because that is
-    unknown."""
+    """Whether the process that `this_process` described is dead. False for a process on another host, because its state
+    is unknown."""
     return process.get("host") == socket.gethostname() and process.get("started") != _started(process["pid"])
 
 
 def _started(pid: int) -> int | None:
     try:
-        # fields 3 and up, after the process name, which may contain spaces and brackets
+        # the fields from number 3 on; the process name before them may contain spaces and brackets
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
         return None
@@ -199,8 +198,8 @@ def _started(pid: int) -> int | None:
 def read_status(folder: str | Path) -> dict[str, Any]:
     """The content of status.json in a run folder; empty if there is no such file.
 
-    If the status is "running" but the process is gone, the result says "stopped without a word". The watchdog died with
-    the run then: a scheduler killed the whole job, or the machine went down.
+    If the file has the status "running" but the process is gone, the result has the status "stopped without a word". In
+    this case the watchdog died with the run: a scheduler killed the whole job, or the machine went down.
     """
     try:
         status: Any = json.loads((Path(folder) / "status.json").read_text(encoding="utf-8"))
@@ -219,7 +218,7 @@ def _watch(pid: int, mark: str, folder: Path, explain: list[str]) -> None:
         signal.signal(number, signal.SIG_IGN)
     waiting = select.poll()
     waiting.register(0, select.POLLIN)
-    with suppress(OSError):  # an old kernel; the pipe's end shows it too, unless a child holds the pipe open
+    with suppress(OSError):  # an old kernel: then only the closed pipe shows the end of the process
         waiting.register(os.pidfd_open(pid), select.POLLIN)
     *noted, last = _words(waiting).split(b"\n")
     if last == ALL_IS_WELL:
@@ -237,7 +236,8 @@ def _watch(pid: int, mark: str, folder: Path, explain: list[str]) -> None:
 
 
 def _words(waiting: select.poll) -> bytes:
-    """What the process has written until it ends or leaves its block: a line per session, and whether all is well."""
+    """The text that the process wrote before it ended or left its block: a line for each session, and `ALL_IS_WELL` if
+    there was no error."""
     words = b""
     os.set_blocking(0, False)
     while True:
@@ -245,13 +245,13 @@ def _words(waiting: select.poll) -> bytes:
         with suppress(BlockingIOError):
             while part := os.read(0, 1 << 16):
                 words += part
-            return words  # it has closed the pipe
+            return words  # the process has closed the pipe
         if gone:
             return words
 
 
 def _marked(mark: str) -> Iterator[int]:
-    """Processes with the mark in their environment."""
+    """Process ids of the processes with ``mark`` in their environment."""
     entry = f"{MARK}={mark}".encode()
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -260,7 +260,7 @@ def _marked(mark: str) -> Iterator[int]:
 
 
 def end_session(session: Path) -> None:
-    """Remove the folder of this process's Ray after it has ended, and end the processes that a killed daemon left."""
+    """Remove the folder of this process's Ray after Ray has ended, and kill processes that a killed daemon left."""
     if mark := os.environ.get(MARK):
         for child in _marked(mark):
             with suppress(OSError):
@@ -297,13 +297,13 @@ def _set_status(folder: Path, pid: int, explain: list[str]) -> None:
     _write_status(folder, status)
     if explain:
         done = subprocess.run(explain, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-        # that took seconds, in which another run may have begun in the folder
+        # the command took seconds; another run may have begun in the folder during that time
         if done.stdout.strip() and _status_of(folder, pid) is not None:
             _write_status(folder, status | {"message": f"{status['message']}. {done.stdout.strip()}"})
 
 
 def _status_of(folder: Path, pid: int) -> dict[str, Any] | None:
-    """The status in ``folder`` if it belongs to process ``pid``, and that process died without writing a status."""
+    """The status in ``folder``, if process ``pid`` wrote it and then died without writing its final status."""
     status = read_status(folder)
     return status if status.get("pid") == pid and status["status"] == WITHOUT_A_WORD else None
 

@@ -1,4 +1,4 @@
-"""Processes of this machine as /proc shows them: which are stopped, which do nothing, and where each one stands."""
+"""Reads the state of this machine's processes from /proc: stopped processes, idle processes, and their stacks."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-# a process that was told to show its stack has this long to do so [s]
+# a process has this long to write its stack after the signal [s]
 STACK_S = 3.0
-# a process stands still if it computes less than this share of a time, and loads fewer pages and reads fewer bytes than
-# this a second
+# a worker does nothing if its CPU share, page faults per second and bytes read per second are below these limits
 IDLE_SHARE, IDLE_FAULTS, IDLE_BYTES = 0.02, 1.0, 1000.0
-# a worker that dies within this time after a kill of the kernel's was probably the one [s]
+# if the kernel killed a process, a worker that dies within this time was probably that process [s]
 RECENT_S = 30.0
 TICKS = os.sysconf("SC_CLK_TCK")
 SHOW_STACK = signal.SIGUSR2
 FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$')
-# where a thread of ours waits for work, and what a message need not name
+# the files in which our threads wait for work; messages leave these files out
 WAITING_FILES = ("threading.py", "queue.py", "selectors.py", "base_events.py", ">")
 
 
@@ -53,8 +52,8 @@ class Stopped:
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """The result of `Machine.look`. ``pids``: process ids of the workers, by log. ``still``: how long each worker has
-    done nothing [s]."""
+    """The result of `Machine.look`. ``pids``: log -> process id of the worker. ``still``: log -> time for which the
+    worker has done nothing [s]."""
 
     pids: Mapping[str, int]
     still: Mapping[str, float]
@@ -63,7 +62,7 @@ class Sight:
 
 @dataclass(slots=True)
 class _Window:
-    """When a worker and its children last moved, and what they had done until then."""
+    """The time when a worker and its children were last active, and their counters at that time."""
 
     since: float
     cpu: float
@@ -73,10 +72,10 @@ class _Window:
 
 @dataclass(slots=True)
 class Machine:
-    """Looks at the processes of this machine in a loop. ``limit``: a worker may stand still for this long [s].
+    """Observes the processes of this machine. ``limit``: a worker may do nothing for this long [s].
 
-    A worker is recognised by its log, because that is its stderr. Processes that it or this process has started belong
-    to the run too.
+    A worker is recognised by its log, because the log is its stderr. The processes that a worker or this process has
+    started also belong to the run.
     """
 
     limit: float
@@ -88,7 +87,7 @@ class Machine:
     def look(self, logs: Sequence[str]) -> Sight:
         """The state of the workers with these logs, and every stopped process of the run."""
         now, processes = time.monotonic(), {each.pid: each for each in snapshot()}
-        if now - self._looked > max(self.limit / 2, 1.0):  # nobody looked: this process was stopped too, or the machine
+        if now - self._looked > max(self.limit / 2, 1.0):  # this process or the machine was stopped
             self._windows.clear()
             self._stopped.clear()
         self._looked = now
@@ -121,14 +120,14 @@ class Machine:
         read = sum(bytes_read(each.pid) for each in family)
         key = log, family[0].pid
         window = self._windows.setdefault(key, _Window(now, cpu, faults, read))
-        # a child that ended takes its seconds along: that is a movement too
+        # when a child ends, the sum loses its CPU seconds; that counts as activity too
         moved = not 0 <= cpu - window.cpu <= IDLE_SHARE * self.limit
         moved = moved or not 0 <= faults - window.faults <= IDLE_FAULTS * self.limit
         moved = moved or not 0 <= read - window.read <= IDLE_BYTES * self.limit
         states = set() if moved or now - window.since < self.limit else _states(family)
-        if moved or "D" in states:  # in the kernel, for a disk or a file server: it is slow there, not stuck
+        if moved or "D" in states:  # D: it waits for a disk or a file server, which may be slow
             self._windows[key] = window = _Window(now, cpu, faults, read)
-        return 0.0 if "R" in states else now - window.since  # R: it would go on if the machine had a core for it
+        return 0.0 if "R" in states else now - window.since  # R: it waits only for a free core
 
     def _find_stopped(
         self, processes: Mapping[int, Process], owners: Mapping[int, str | None], now: float
@@ -162,22 +161,22 @@ def snapshot() -> Iterator[Process]:
 
 
 class MemoryKills:
-    """Counts the processes that the kernel has killed on this machine because the machine, or a control group, had no
-    memory left."""
+    """Counts the processes that the kernel has killed because the machine or a control group was out of memory."""
 
     def __init__(self) -> None:
         self._noted = deque[tuple[float, int]]()
         self.look()
 
     def look(self) -> None:
-        """Note the kernel's count. The monitor calls this several times in `RECENT_S`."""
+        """Record the kernel's count of kills. The monitor calls this several times per `RECENT_S` seconds."""
         if (count := _memory_kills()) is not None:
             self._noted.append((time.monotonic(), count))
         while len(self._noted) > 1 and self._noted[1][0] < time.monotonic() - RECENT_S:
             self._noted.popleft()
 
     def recent(self) -> int | None:
-        """The kills of the last `RECENT_S`; None if this kernel does not count them, or if nobody looked lately."""
+        """The number of kills in the last `RECENT_S` seconds; None if this kernel does not count them, or if
+        nobody looked lately."""
         count = _memory_kills()
         if count is None or not self._noted:
             return None
@@ -211,7 +210,7 @@ def is_stopped(pid: int) -> bool:
 def waited(pid: int | None = None) -> float:
     """Seconds for which a thread was ready to run but had no processor; 0 if the kernel does not report it.
 
-    ``pid``: a process; the thread of it that waited longest counts. None: only the calling thread counts.
+    ``pid``: a process. The thread of the process that waited longest counts. None: only the calling thread counts.
     """
     files = [Path("/proc/thread-self/schedstat")] if pid is None else Path(f"/proc/{pid}/task").glob("*/schedstat")
     longest = 0.0
@@ -223,7 +222,7 @@ def waited(pid: int | None = None) -> float:
 
 
 def command(pid: int) -> str:
-    """The command line of a process, empty if it is gone."""
+    """The command line of a process; empty if the process is gone."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
     return ""
@@ -258,9 +257,10 @@ def show_stacks() -> None:
 
 
 def stack(pid: int, log: str) -> str:
-    """The stack of a process that called `show_stacks`, innermost call first, as "file:line in function < ..."; empty
-    if the process does not answer. The process writes the stacks of all its threads to ``log``. A stopped process
-    continues for this.
+    """The stack of a process that called `show_stacks`, as "file:line in function < ...", innermost call first.
+    Empty if the process does not answer.
+
+    The process writes the stacks of all its threads to ``log``. A stopped process is continued for this.
     """
     with suppress(OSError, ValueError):
         caught = int(re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.M)[1], 16)  # type: ignore[index]
@@ -280,7 +280,7 @@ def stack(pid: int, log: str) -> str:
 
 
 def busiest(dump: str) -> str:
-    """Of all threads in faulthandler's output, the stack of the one that is deepest in our code."""
+    """The stack of one thread in faulthandler's output: of the thread with the most calls in our code."""
     stacks = []
     for part in re.split(r"^(?:Current thread|Thread) .*$", dump, flags=re.M)[1:]:
         frames = [match.groups() for line in part.splitlines() if (match := FRAME.match(line))]

@@ -1,4 +1,4 @@
-"""Numbers in Prometheus' text format, for each of our ``/metrics`` pages."""
+"""Metrics in Prometheus' text format, for our ``/metrics`` pages."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ class Collected:
         self.registry.register(self)
 
     def text(self) -> str:
-        """The text that a scrape gets."""
+        """The answer to a scrape, as text."""
         return generate_latest(self.registry).decode()

@@ -1,4 +1,5 @@
-"""The progress of a process that reads a large model. The process prints it, and others find it in its log."""
+"""The progress of a process that reads a large model. The process prints it, and other processes read it in the
+log."""
 
 from __future__ import annotations
 
@@ -9,12 +10,12 @@ from slimelite.base.files import in_units
 
 # interval between two lines [s]
 SAY_S = 5.0
-# how a line begins
+# the beginning of each line
 READ = "read"
 
 
 class Reading:
-    """Prints from time to time how much of ``total`` bytes has been read, and how fast. The output goes to the rank's
+    """Prints the progress and the speed of reading ``total`` bytes from time to time. The output goes to the rank's
     log."""
 
     def __init__(self, total: int) -> None:
@@ -29,7 +30,7 @@ class Reading:
             self._say()
 
     def add(self, count: int) -> None:
-        """Note ``count`` more bytes."""
+        """Add ``count`` to the number of bytes read so far."""
         self._done += count
         if time.monotonic() - self._printed > SAY_S:
             self._say()

@@ -7,8 +7,8 @@
     ESTIMATORS.add(Estimator("mine", ...))
 
 in a file of ``--import-file`` adds a record. Choices, dispatch, checks, help and docs all read the records, so there is
-no second list of names. Records need only the standard library. A function that imports torch is written as
-``"package.module:function"`` and imported at the first call (`function`).
+no second list of names. Records need only the standard library. A record names a function that imports torch as
+``"package.module:function"``. The first call of the function imports it (`function`).
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Registry(dict[str, R], Generic[R]):
     def __init__(
         self, what: str, option: str, records: Iterable[R] = (), instead: str = "", closed: bool = False
     ) -> None:
-        """``what``: what messages call an entry, such as "advantage estimator". ``option``: the flag that takes the
-        name. ``records``: the `initial` ones. ``closed``: no other records may be added. ``instead``: a hint for a name
-        that is not similar to any known name.
+        """``what``: the name of an entry in messages, such as "advantage estimator". ``option``: the flag whose value
+        selects an entry. ``records``: the `initial` records. ``closed``: no other records may be added. ``instead``: a
+        hint for a name that is not similar to any known name.
         """
         super().__init__()
         self.what = what
@@ -60,7 +60,7 @@ class Registry(dict[str, R], Generic[R]):
             ValueError: the name is taken, or the registry is closed.
         """
         if self.closed:
-            raise ValueError(f"{self.option} does not accept a new {self.what}; the known ones are {', '.join(self)}")
+            raise ValueError(f"{self.option} does not accept a new {self.what}; choose a known one: {', '.join(self)}")
         if record.name in self:
             raise ValueError(f"another {self.what} is already called {record.name!r}; choose another name for yours")
         self[record.name] = record
@@ -73,15 +73,15 @@ class Registry(dict[str, R], Generic[R]):
             ValueError: always. The message has the nearest name.
         """
         near = get_close_matches(name, self, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(self)}{self.instead}"
+        hint = f"did you mean {near[0]}?" if near else f"the known names are {', '.join(self)}{self.instead}"
         raise ValueError(f"{self.option} {name}: there is no such {self.what}; {hint}")
 
 
 def function(reference: Function, option: str = "", name: str = "") -> Callable[..., Any]:
     """The function that a record names: ``reference`` itself, or the function at ``"package.module:function"``.
 
-    If ``option`` and ``name`` are given, an error of a user's function becomes a `plugins.PluginError` with them and
-    its line.
+    If ``option`` and ``name`` are given, an error of a user's function becomes a `plugins.PluginError`. Its message
+    names the option, the record and the line of the error.
 
     Raises:
         ValueError: there is no such module or function.
@@ -93,7 +93,7 @@ def function(reference: Function, option: str = "", name: str = "") -> Callable[
             target = getattr(importlib.import_module(module), attribute, None)
         except ModuleNotFoundError as error:
             if not module.startswith(error.name or ":"):
-                raise  # something that the module imports is missing
+                raise  # the module exists, but one of its imports is missing
             target = None
         if target is None:
             raise ValueError(f"{reference!r} of a record is not a function; write package.module:function")
@@ -102,6 +102,6 @@ def function(reference: Function, option: str = "", name: str = "") -> Callable[
     ours = str(getattr(target, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]
     if ours or not option:
         return target
-    from slimelite.base.guard import guarded  # parsing the command line does without it
+    from slimelite.base.guard import guarded  # not needed to parse the command line
 
     return guarded(target, name, option)

@@ -1,7 +1,7 @@
-"""``--max-restarts N``: if a machine, Ray or the network ends a run, the same command restarts it.
+"""``--max-restarts N``: if a machine, Ray or the network ends a run, the same command restarts the run.
 
 The command then has two processes: the run itself, and its parent, which only waits. The parent does not use Ray, so a
-failure of Ray does not reach it.
+failure of Ray does not affect the parent.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from typing import IO, Any, Protocol
 
 from slimelite.base.lifecycle import ATTEMPT, WITHOUT_A_WORD, Stopped, read_status
 
-# the first pause before a restart, doubled after each one without a new rollout, up to the most [s]
+# the first and the longest pause before a restart [s]; each restart without a new rollout doubles the pause
 FIRST_PAUSE_S, MOST_PAUSE_S = 1.0, 60.0
-# a run that fails so often in the same rollout would fail there again
+# a run that fails this many times in the same rollout would fail there again
 SAME_ROLLOUT = 3
-# what a run fails with, beside an OSError, if not by a mistake of the user's
+# errors, besides OSError, that are not a mistake of the user
 OUTSIDE = ("ClusterError:", "EngineLostError:")
 PR_SET_PDEATHSIG = 1
-# the program that plans ranks and engines for the machines that are left
+# the program that plans ranks and engines for the remaining machines
 ELASTIC = "slimelite.cluster.elastic"
 
 
@@ -48,11 +48,11 @@ class Settings(Protocol):
 
 
 def keep_running(program: str, argv: Sequence[str], args: Settings) -> int:
-    """Run ``program`` with ``argv`` until it finishes, or until it fails by a mistake of the user. Returns its exit
+    """Run ``program`` with ``argv`` until it finishes, or fails because of a mistake of the user. Returns its exit
     status.
 
-    A restart resumes from the newest complete checkpoint in ``--save``; without one, the run begins again. Ctrl-C and
-    SIGTERM are passed on to the run.
+    A restart resumes from the newest complete checkpoint in ``--save``. Without a checkpoint, the run begins again.
+    Ctrl-C and SIGTERM are passed on to the run.
 
     Raises:
         Stopped: Ctrl-C or SIGTERM was received between two starts.
@@ -88,10 +88,10 @@ def _say(text: str) -> None:
 
 
 def _mishap(run_dir: str, code: int, pid: int) -> str | None:
-    """Why process ``pid`` of the run ended, if a restart may help. None if the run is finished, or if it would fail
-    again."""
+    """The reason why process ``pid`` of the run ended, if a restart may help. None if the run is finished, or if it
+    would fail again."""
     status = read_status(run_dir)
-    if code == 0 or status.get("pid") != pid:  # the second: it ended before it began to work
+    if code == 0 or status.get("pid") != pid:  # another pid: it ended before it began to work
         return None
     message = str(status.get("message"))
     kind = getattr(builtins, message.partition(":")[0], None)
@@ -101,10 +101,10 @@ def _mishap(run_dir: str, code: int, pid: int) -> str | None:
 
 
 class _Parent:
-    """Starts processes, and passes signals on to the running one.
+    """Starts processes, and passes signals on to the running process.
 
-    ``pid``: the id of the running process, or of the last one. ``stopped``: the number of the received signal, 0
-    without one.
+    ``pid``: the id of the running process, or of the last process. ``stopped``: the number of the received signal; 0 if
+    there was none.
     """
 
     def __init__(self) -> None:
@@ -139,12 +139,12 @@ class _Parent:
             self._child = None
 
     def plan(self, words: Sequence[str]) -> list[str]:
-        """Additional words that make the run of ``words`` fit the machines that are left. None are needed if it fits;
-        none are returned if no run fits.
+        """Additional flags that make the run of ``words`` fit the remaining machines.
 
-        In the second case the run itself waits for its machines, and says so.
+        The list is empty if the run fits already, or if no run fits the remaining machines. In the second case, the run
+        waits for machines, and prints a message about it.
         """
-        # a module of ours, wherever the run was started
+        # the path lets the process find our package, in whatever folder the run was started
         path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", ""))))
         with TemporaryFile("w+") as out:
             failed = self.run([sys.executable, "-m", ELASTIC, *words], 0, out, {"PYTHONPATH": path})

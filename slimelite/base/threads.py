@@ -1,4 +1,5 @@
-"""Threads: an event loop on its own thread, items gathered in one turn of a loop, and user functions that may block."""
+"""An event loop on its own thread, a collector of the items of one turn of a loop, and calls of functions that may
+block."""
 
 from __future__ import annotations
 
@@ -28,12 +29,12 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     async def result(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run ``work`` on the thread's event loop, and await its result on the caller's."""
+        """Run ``work`` on the thread's event loop, and await its result on the caller's event loop."""
         return await asyncio.wrap_future(self.submit(work))
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run ``work`` on the thread's event loop, and block until it is done. An exception in the wait, such as
-        Ctrl-C, cancels it."""
+        """Run ``work`` on the thread's event loop, and block until it is done. An exception during the wait, such as
+        Ctrl-C, cancels ``work``."""
         assert threading.current_thread() is not self._thread, f"the thread {self._thread.name} cannot wait for itself"
         future = self.submit(work)
         try:
@@ -58,13 +59,13 @@ class LoopThread:
             try:
                 self.loop.run_forever()
                 stopped = True
-            except SystemExit:  # of a plugin's task: asyncio raises it in whoever awaits the task, and here too
+            except SystemExit:  # from a plugin's task; asyncio raises it here and in the code that awaits the task
                 logger.warning("a plugin called sys.exit in a task of its own")
 
 
 class Gathered(Generic[T]):
-    """Collects the items that are added in one turn of an event loop. At the turn's end ``take`` gets them as one
-    list."""
+    """Collects the items that are added in one turn of an event loop. At the end of the turn, ``take`` is called with
+    the list of items."""
 
     def __init__(self, take: Callable[[list[T]], object]) -> None:
         self._take = take
@@ -80,7 +81,7 @@ class Gathered(Generic[T]):
 
 
 async def call(function: Callable[..., Any], *args: object, **named: object) -> Any:
-    """The result of an async function, or of a plain function in a daemon thread. A plain function that hangs does not
+    """The result of an async or plain function. A plain function runs in a daemon thread. If it hangs, it does not
     block the program's exit.
 
     Raises:
@@ -98,7 +99,7 @@ async def call(function: Callable[..., Any], *args: object, **named: object) -> 
     except Exception:
         raise
     except BaseException as error:
-        # cancelled by its caller, not by the function; or nobody waits any more, and the event loop may be gone
+        # the caller cancelled the call; or the caller does not wait any more, and the event loop may be gone
         if own is None or _task() is not own or own.cancelling():
             raise
         raise RuntimeError(repr(error)) from error
@@ -118,6 +119,6 @@ def _fill(future: Future[object], work: Callable[[], object]) -> None:
     try:
         future.set_result(work())
     except BaseException as error:
-        # unwrapped, SystemExit would end the loop that awaits this future, and StopIteration would never reach it
+        # wrap both: SystemExit would end the loop that awaits this future, and StopIteration would never reach the loop
         kept = isinstance(error, Exception) and not isinstance(error, StopIteration)
         future.set_exception(error if kept else RuntimeError(repr(error)).with_traceback(error.__traceback__))

@@ -1,8 +1,9 @@
-"""`--trace`: records what every worker of a run did and when, as a Chrome trace, which Perfetto opens too.
+"""`--trace`: records the work of every worker of a run over time, as a Chrome trace. Perfetto opens it too.
 
-The file is a JSON array with one event on each line. All processes of a machine append to it, each event with one
-`write`. So a killed process loses nothing, and nothing has to be merged. Both viewers open an array without its last
-bracket, which `finish` writes. Format: Chrome's "Trace Event Format", complete events ("X") and names ("M").
+The file is a JSON array with one event on each line. All processes of a machine append to the file, and each event is
+one `write`. So a killed process loses no events, and no files have to be merged. `finish` writes the last bracket, but
+both viewers also open an array without it. The format is Chrome's "Trace Event Format", with complete events ("X") and
+names ("M").
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from pathlib import Path
 from zlib import crc32
 
 FILE = "trace.json"
-# spans that take less are left out, such as polls of the progress [s]
+# shorter spans are left out, such as polls of the progress [s]
 SHORTEST = 1e-4
 END = b"\n]\n"
-# from the top of the viewer to the bottom
+# the order of the workers in the viewer, from top to bottom
 ORDER = ("driver", "rollout", "trainer", "engine")
 
 
@@ -93,7 +94,7 @@ _writer: _Writer | None = None
 
 def begin(path: Path, *, driver: bool = False) -> None:
     """From now on, record the spans of this process in the file at ``path``. The ``driver`` begins before the other
-    processes. If an earlier run has finished the file, it continues the file.
+    processes. If an earlier run has finished the file, the driver continues the file.
     """
     global _writer
     if _writer is not None:
@@ -109,7 +110,7 @@ def begin(path: Path, *, driver: bool = False) -> None:
 
 
 def finish() -> None:
-    """Stop recording, and finish the file. The driver calls it when all workers have ended."""
+    """Stop recording, and finish the file. The driver calls this function after all workers have ended."""
     global _writer
     if _writer is not None:
         _writer.close()
@@ -117,13 +118,13 @@ def finish() -> None:
 
 
 def call(worker: str, method: str, arguments: Iterable[object]) -> AbstractContextManager[dict[str, object]]:
-    """The span of a call of the worker's ``method``. It shows those arguments that are numbers or texts."""
+    """The span of a call of the worker's ``method``. It shows the arguments that are numbers or texts."""
     return span(worker, "calls", method, arguments=[each for each in arguments if isinstance(each, int | str)])
 
 
 @contextmanager
 def span(worker: str, track: str, name: str, **facts: object) -> Iterator[dict[str, object]]:
-    """Record how long the block takes, as a bar called ``name`` on a track of ``worker``. Without `begin` it does
+    """Record the time of the block as a bar called ``name`` on a track of ``worker``. Before `begin`, this does
     nothing.
 
     ``facts``: shown with the bar. The block gets this dict and may add to it.
@@ -133,7 +134,7 @@ def span(worker: str, track: str, name: str, **facts: object) -> Iterator[dict[s
         yield facts
         return
     lane = writer.take(worker, track)
-    # durations by the clock that is never set
+    # durations come from the monotonic clock
     at, began = time.time(), time.perf_counter()
     event = None
     try:

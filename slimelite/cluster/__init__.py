@@ -1,4 +1,4 @@
-"""Starts a run's workers, in this process or in Ray actors, and gives one handle for all of them."""
+"""Starts a run's workers in this process or in Ray actors. Returns one handle for all workers."""
 
 from __future__ import annotations
 
@@ -21,20 +21,19 @@ __all__ = ["Cluster", "ClusterError", "launch"]
 
 @contextmanager
 def launch(args: Args, progress: Progress = lambda _done, _total, _note: None) -> Iterator[Cluster]:
-    """Start the workers for ``args`` and yield the cluster. When the block ends, everything that was started is
-    stopped.
+    """Start the workers for ``args`` and yield the cluster. When the block ends, all workers are stopped.
 
-    ``progress`` is called with three values: the number of workers that are up, the number of all workers, and the text
-    of what the start waits for.
+    ``progress`` is called with three values: the number of workers that are ready, the number of all workers, and a
+    text that names the workers for which the start waits.
 
     Raises:
-        ClusterError: the machines cannot hold the job.
-        ValueError: a worker refused its arguments when it was built.
+        ClusterError: the machines have too few devices for the job.
+        ValueError: a worker cannot be created with its arguments.
     """
     if args.model_config is not None:
         from slimelite.data.tokenizer import write_new_model
 
-        # workers find a model that the architecture flags define as a folder without weights
+        # if the architecture flags define a new model, the workers load this folder, which has no weights
         folder = Path(args.run_dir).absolute() / "new_model"
         write_new_model(folder, args.model_config, str(args.tokenizer))
         args = replace(args, hf_checkpoint=str(folder))
@@ -55,17 +54,18 @@ def launch(args: Args, progress: Progress = lambda _done, _total, _note: None) -
                 cluster.complete_args()
             yield cluster
     except (RuntimeError, MemoryError, OSError) as error:
-        raise with_memory(error, args)  # noqa: B904 - it is the error itself, or has it as its cause
+        raise with_memory(error, args)  # noqa: B904 - the raised error is the same error, or has it as its cause
     finally:
         trace.finish()
 
 
 def _close_ray_to_others() -> None:
-    """Make the Ray that this process starts listen to this machine only, and make it require a secret token.
+    """Set up the Ray that this process starts. This Ray listens only on this machine, and requires a secret token.
 
-    Ray reads these variables when it is imported. The first variable is named after Windows and macOS, where Ray's
-    nodes have only the address 127.0.0.1 by default. Ray's processes get the token from their environment, which other
-    users cannot read. Without a token, Ray would write one to ~/.ray/auth_token, which others may be able to read.
+    Ray reads these variables when it is imported. The name of the first variable mentions Windows and macOS. On these
+    systems, Ray's nodes have only the address 127.0.0.1 by default. Ray's processes get the token from their
+    environment variables, which other users cannot read. Without a token, Ray would write a token to ~/.ray/auth_token,
+    and other users may be able to read this file.
     """
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))

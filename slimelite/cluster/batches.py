@@ -1,8 +1,8 @@
-"""Calls of an engine in another process, many in one message.
+"""Calls an engine in another process, and puts many calls into one message.
 
-A message between two processes costs about a millisecond of CPU time, like a decoding step of a tiny model. A rollout
-of 32 groups makes 32 calls of `Engine.generate` at once. They travel as one batch, and their results come back in a few
-messages.
+A message between two processes costs about a millisecond of CPU time. A decoding step of a tiny model costs the same. A
+rollout of 32 groups makes 32 calls of `Engine.generate` at the same time. These calls are sent as one batch, and their
+results come back in a few messages.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from slimelite.engines.protocol import Engine, EngineInfo, GenerateRequest, Gene
 
 P = ParamSpec("P")
 R = TypeVar("R")
-# after the first call of a batch is done, the others have this long to come with the same message [s]
+# after the first call of a batch is done, wait this time for other calls to send their results in the same message [s]
 GATHER_S = 0.02
-# an engine that is started again has loaded by then [s]
+# time limit for a restarted engine to load [s]
 START_S = 600.0
-# freed memory that an engine's process keeps for its next batch [bytes]
+# freed memory that stays allocated in an engine's process for the next batch [bytes]
 KEPT_BYTES = 2**26
 Results = list[GenerateResult]
-# (position in the batch, results) of calls that are done; None in place of the results: the call has failed
+# (position in the batch, results) of calls that are done; the results are None if the call has failed
 Done = list[tuple[int, Results | None]]
 
 
 class EngineDesk:
-    """Holds an engine in the engine's own process; `remote_engine` calls its methods.
+    """Wraps an engine in the engine's own process. `remote_engine` calls its methods from another process.
 
-    ``syncs``: whether the run sends weights to this engine. ``empty``: the engine's process was started again, and no
-    weights have arrived since.
+    ``syncs``: whether the run sends weights to this engine. ``empty``: whether the engine's process was restarted and
+    has not received weights since then.
     """
 
     def __init__(self, engine: Engine, *, syncs: bool = False) -> None:
@@ -50,11 +50,11 @@ class EngineDesk:
         return getattr(self._engine, name)
 
     def begin_again(self) -> None:
-        """Note that an earlier process of this engine has died."""
+        """Note that this process replaces an earlier process of the engine."""
         self.empty = self._syncs
 
     async def info(self) -> EngineInfo:
-        """See `Engine.info`; the weight version is -1 while the desk is empty."""
+        """See `Engine.info`. The weight version is -1 while the desk is empty."""
         info = await self._engine.info()
         return replace(info, weight_version=-1) if self.empty else info
 
@@ -70,13 +70,13 @@ class EngineDesk:
             ConnectionError: the desk is empty.
         """
         if self.empty:
-            raise ConnectionError("the engine was started again, and waits for its weights")
+            raise ConnectionError("the engine was restarted, and waits for its weights")
         self._batches[batch] = {asyncio.ensure_future(self._engine.generate(c)): i for i, c in enumerate(calls)}
         return await self.fetch(batch)
 
     async def fetch(self, batch: tuple[int, int]) -> Done:
-        """Wait until some calls of ``batch`` are done, and return their results. If a call failed, `error` raises its
-        error."""
+        """Wait until some calls of ``batch`` are done, and return their results. The error of a failed call is raised
+        by `error`."""
         tasks, done = self._batches[batch], Done()
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in (await asyncio.wait(tasks, timeout=GATHER_S))[0]:
@@ -95,22 +95,23 @@ class EngineDesk:
         return done
 
     async def cancel(self, batch: tuple[int, int], call: int | None = None) -> None:
-        """Cancel one ``call`` of ``batch``, because its caller is gone. None cancels all calls; nobody fetches the
-        batch afterwards."""
+        """Cancel one ``call`` of ``batch``, because its caller is gone. None cancels all calls. After that, nobody
+        fetches the batch."""
         tasks = self._batches.get(batch, {}) if call is not None else self._batches.pop(batch, {})
         for task in [task for task, number in tasks.items() if call in (None, number)]:
             task.cancel()
-        if call is None:  # nobody will ask for its errors either
+        if call is None:  # the errors of this batch will not be fetched either
             self._errors = {place: error for place, error in self._errors.items() if place[0] != batch}
 
     async def error(self, batch: tuple[int, int], call: int) -> None:
-        """Raise the error of a ``call`` of ``batch``, and forget it."""
+        """Raise the error of a ``call`` of ``batch``, and delete it."""
         raise self._errors.pop((batch, call))
 
 
 @dataclass(slots=True)
 class _Call:
-    """A call of `Engine.generate`. ``place``: its batch and its number in the batch, once it has been sent."""
+    """A call of `Engine.generate`. ``place``: the batch of the call, and its number in the batch. ``place`` is None
+    until the call is sent."""
 
     requests: Sequence[GenerateRequest]
     answer: asyncio.Future[Results]
@@ -118,7 +119,7 @@ class _Call:
 
 
 class _RemoteEngine:
-    """The methods of `Engine`; each calls the same method of a remote `EngineDesk`."""
+    """The methods of `Engine`. Each method calls the method with the same name in a remote `EngineDesk`."""
 
     def __init__(self, engine: Remote[Engine]) -> None:
         self._engine = engine
@@ -140,7 +141,7 @@ class _RemoteEngine:
         return call
 
     async def restart(self) -> None:
-        """Wait until the engine answers again; Ray restarts a dead process once.
+        """Wait until the engine answers again. Ray restarts its dead process.
 
         Raises:
             ConnectionError: the engine does not answer within `START_S`.
@@ -156,8 +157,8 @@ class _RemoteEngine:
             await asyncio.sleep(POLL_S)
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> Results:
-        """See `Engine.generate`. All calls that are made in one turn of the event loop are sent together. Cancelling
-        this coroutine ends the call."""
+        """See `Engine.generate`. All calls that are made in one turn of the event loop are sent together. If this
+        coroutine is cancelled, the call is cancelled too."""
         call = _Call(requests, asyncio.get_running_loop().create_future())
         self._leaving.add(call)
         try:
@@ -176,7 +177,7 @@ class _RemoteEngine:
         task.add_done_callback(self._sending.discard)
 
     async def _exchange(self, calls: list[_Call]) -> None:
-        """Send the calls, and fetch until each has its answer."""
+        """Send the calls, and fetch results until each call has its answer."""
         batch, left = (id(self), next(self._numbers)), len(calls)
         for number, call in enumerate(calls):
             call.place = batch, number
@@ -195,7 +196,7 @@ class _RemoteEngine:
                 answer.cancel()
             self._submit(EngineDesk.cancel, batch)
             raise
-        except Exception as error:  # of the process, or of the way there: no call of the batch will be answered
+        except Exception as error:  # the process or the connection failed, so no call of the batch will be answered
             failure = ConnectionError(str(error)) if isinstance(error, ClusterError) else error
             for answer in answers:
                 if not answer.done():
@@ -210,16 +211,16 @@ class _RemoteEngine:
             except Exception as error:
                 if not answer.done():
                     answer.set_exception(error)
-        elif not answer.done():  # its caller may have been cancelled
+        elif not answer.done():  # the caller may have been cancelled
             answer.set_result(results)
 
     def _submit(
         self, method: Callable[Concatenate[EngineDesk, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs
     ) -> Future[R]:
-        """Call a method of the `EngineDesk` that holds the engine."""
+        """Call a method of the engine's `EngineDesk`."""
         return self._engine.start(method.__name__, *args, **kwargs)
 
 
 def remote_engine(engine: Remote[Engine]) -> Engine:
-    """An `Engine` whose methods call the remote ``engine``, which is an `EngineDesk`."""
+    """An `Engine` that forwards its method calls to the remote ``engine``, which is an `EngineDesk`."""
     return cast(Engine, _RemoteEngine(engine))

@@ -1,4 +1,5 @@
-"""`Cluster`: the handle of a run, with a verb for each thing that trainers and engines do."""
+"""The class `Cluster`, the handle of a run. `Cluster` has a verb (method) for each operation of trainers and
+engines."""
 
 from __future__ import annotations
 
@@ -54,24 +55,24 @@ if TYPE_CHECKING:
 
     from slimelite.training.trainer import Trainer
 else:
-    Trainer = Names()  # the class needs torch, and this process does not
+    Trainer = Names()  # importing the class imports torch, and this process does not need torch
 
 P = ParamSpec("P")
 R = TypeVar("R")
 logger = logging.getLogger(__name__)
 MOVED_ON = (
     "every engine died while a rollout was generated ahead of training, and the trainer's weights have changed "
-    "since: resume from the last checkpoint with --load"
+    "since then: resume from the last checkpoint with --load"
 )
-# after a rank has missed another one in a collective, Ray has this long to say that it is dead [s]
+# if a rank gets no answer from another rank in a collective, wait this time for Ray to report a dead rank [s]
 VERDICT_S = 5.0
-# file in a checkpoint: the table of a rollout that was generated ahead
+# file in a checkpoint with the table of a rollout that was generated ahead
 AHEAD = "ahead.parquet"
 
 
 class Cluster:
-    """The handle of a run. Its verbs are methods such as `generate`, `train` and `save`. Each verb returns a future at
-    once. The results are the same as if each verb waited for the verb before it::
+    """The handle of a run. Its verbs are methods such as `generate`, `train` and `save`. Each verb returns a future
+    immediately. The results are the same as if each verb waited for the verb before it::
 
         with launch(parse_args()) as cluster:
             cluster.sync(0)
@@ -79,14 +80,14 @@ class Cluster:
             cluster.train(0, rollout.table)
             cluster.sync(1)
 
-    Verbs that need the trainers run one after the other, on a thread of the handle. With ``--launcher local`` they run
-    in the caller's thread, so that a debugger can follow them. `generate` and `evaluate` run beside the trainers. They
-    begin at once, unless an earlier verb still uses the engines (`sync`, `save`, another `generate`). Later verbs that
-    use the engines wait for them.
+    Verbs that need the trainers run one after the other, on a thread of the handle. With ``--launcher local`` these
+    verbs run in the caller's thread, so a debugger can follow them. `generate` and `evaluate` run in parallel to the
+    trainers. These two verbs begin immediately, unless an earlier verb still uses the engines (`sync`, `save`, another
+    `generate`). Later verbs that use the engines wait for them.
 
-    If a verb fails, queued verbs fail with the same error, and new verbs and the end of the ``with`` block raise it.
-    Verbs run again after `Pending.result` has raised the error to the caller. After `complete_args`, ``args`` has
-    values for ``start_rollout_id`` and ``num_rollout``. The other arguments are those of `Workers`.
+    If a verb fails, queued verbs fail with the same error. New verbs raise this error, and so does the end of the
+    ``with`` block. Verbs run again after `Pending.result` has raised the error to the caller. After `complete_args`,
+    ``args`` has values for ``start_rollout_id`` and ``num_rollout``. The other arguments are the fields of `Workers`.
     """
 
     def __init__(
@@ -100,16 +101,16 @@ class Cluster:
         self.args = args
         self._rollout, self._trainers, self._engines, self._others = rollout, trainers, engines, others
         self._turns = Turns(inline=args.job.local, explained=partial(with_memory, args=args))
-        # by id: rollouts that `generate` may return again or that a checkpoint may hold
+        # id -> rollout; `generate` may return these rollouts again, and a checkpoint may include them
         self._rollouts: dict[int, Pending[RolloutOutput]] = {}
-        self._ahead: dict[int, RolloutOutput] = {}  # from the loaded checkpoint, until `generate` takes it
+        self._ahead: dict[int, RolloutOutput] = {}  # rollouts from the loaded checkpoint, until `generate` takes them
         self._last_use: Future[Any] | None = None  # the last verb that uses the engines
-        self._version = 0  # of the engines' weights
-        self._moved = False  # whether the trainers' weights are newer
-        self._released: set[str] = set()  # memory of the engines that no verb has resumed
-        self._order = threading.RLock()  # keeps the order of calls the same on every rank
+        self._version = 0  # the version of the engines' weights
+        self._moved = False  # whether the trainers' weights are newer than the engines' weights
+        self._released: set[str] = set()  # tags of the engines' memory that is released
+        self._order = threading.RLock()  # ensures the same order of calls on every rank
         self._memory: dict[str, Future[float]] = {}
-        self._saving: Saving | None = None  # a checkpoint that is being written
+        self._saving: Saving | None = None  # the checkpoint that is being written
         self.last_saved: int | None = None  # the rollout after which this run saved its last checkpoint
 
     def __enter__(self) -> Cluster:
@@ -128,14 +129,15 @@ class Cluster:
                 whole = True
         finally:
             self._turns.close()
-            # cancel a rollout that nobody waits for; after an error, worker processes are killed anyway
+            # cancel a rollout that nobody waits for; this is not needed after an error, because then worker processes
+            # are killed
             if self._last_use is not None and not self._last_use.done() and (whole or self._turns.inline):
                 self._rollout.ask(RolloutManager.cancel)
                 wait([self._last_use], CANCEL_S)
 
     def generate(self, rollout_id: int) -> Pending[RolloutOutput]:
-        """Begin a rollout. Its result has the scored table of samples and the metrics. If this rollout has begun
-        already, and nobody has taken its result, the same future is returned.
+        """Begin a rollout. The result has the table of scored samples and the metrics. If this rollout has already
+        begun and its result was not taken, the same future is returned.
         """
         check_number("generate", "rollout_id", rollout_id)
         begun = self._rollouts.get(rollout_id)
@@ -155,9 +157,9 @@ class Cluster:
         return pending
 
     def evaluate(self, rollout_id: int, names: Sequence[str] = ()) -> Pending[EvalOutput]:
-        """Evaluate all eval datasets with the weights that the engines have. ``names``: only these datasets, if any are
-        given."""
-        if rollout_id != -1:  # before the first
+        """Evaluate eval datasets with the engines' current weights. ``names``: evaluate only these datasets. If it is
+        empty, evaluate all datasets."""
+        if rollout_id != -1:  # -1 means before the first rollout
             check_number("evaluate", "rollout_id", rollout_id)
         self._need_memory("evaluate")
         if not self.args.job.engines:
@@ -165,8 +167,8 @@ class Cluster:
         return self._begin(lambda: self._rollout.ask(RolloutManager.evaluate, rollout_id, names))
 
     def bits_per_byte(self) -> Pending[dict[str, float]]:
-        """``eval/bpb``: bits per byte of the texts of ``--eval-bpb`` under the trainers' weights. The bits for the end
-        of each document count too, because a decoder needs them. Without texts, the dict is empty.
+        """Compute ``eval/bpb``, the bits per byte of the texts of ``--eval-bpb`` with the trainers' weights. The bits
+        for the end of each document count too, because a decoder needs them. Without texts, the dict is empty.
         """
 
         def work() -> dict[str, float]:
@@ -180,14 +182,14 @@ class Cluster:
         return self._take(work)
 
     def train(self, rollout_id: int, table: SampleTable) -> Pending[TrainOutput]:
-        """Train on a whole rollout, with one optimizer step for every ``--global-batch-size`` samples; see
-        `Trainer.train`."""
+        """Train on a whole rollout, with one optimizer step for every ``--global-batch-size`` samples (see
+        `Trainer.train`)."""
         check_number("train", "rollout_id", rollout_id)
         check_table("train", table)
 
         def work() -> TrainOutput:
             if self._saving is not None and self._saving.failed:
-                self._finish_saving()  # raises
+                self._finish_saving()  # raises the error of the last save
             with self._memory_of("train"):
                 metrics = self._change(Trainer.train, rollout_id, self._shared(table))
             return TrainOutput(metrics, *self._trainers[0].ask(Trainer.outcome))
@@ -195,8 +197,8 @@ class Cluster:
         return self._take(work)
 
     def forward_backward(self, table: SampleTable) -> Pending[dict[str, float]]:
-        """Compute the gradient of ``table`` as one optimizer step, and add it to the gradient of earlier calls. Returns
-        the metrics."""
+        """Compute the gradient of ``table`` as for one optimizer step, and add it to the gradient of earlier calls.
+        Returns the metrics."""
         check_table("forward_backward", table)
         return self._take(lambda: self._all(Trainer.forward_backward, self._shared(table))[0])
 
@@ -221,11 +223,12 @@ class Cluster:
         return self._take(work, engines=True)
 
     def save(self, rollout_id: int) -> Pending[Path]:
-        """Save a checkpoint after ``rollout_id`` in ``--save``; `checkpoints.folder_of` gives the folder's name. It has
-        the state of the trainers and of the rollout side, and the next rollout if that has been generated already.
+        """Save a checkpoint after rollout ``rollout_id`` in the folder ``--save``. `checkpoints.folder_of` gives the
+        folder's name. The checkpoint has the state of the trainers and of the rollout side. The checkpoint also has the
+        next rollout if this rollout has already been generated.
         """
         check_number("save", "rollout_id", rollout_id)
-        # read here, since a rollout that begins later must wait for this save
+        # read this now, because a rollout that begins later must wait for this save
         begun = {
             later: r for later, r in self._rollouts.items() if later > rollout_id and not (r.taken and r.exception())
         }
@@ -236,7 +239,9 @@ class Cluster:
             ahead = {later: Future.result(rollout) for later, rollout in begun.items()}
             ahead |= {later: rollout for later, rollout in self._ahead.items() if later > rollout_id}
             if len(ahead) > 1:
-                raise ValueError(f"save: rollouts {', '.join(map(str, ahead))} are ahead; a checkpoint holds one")
+                raise ValueError(
+                    f"save: rollouts {', '.join(map(str, ahead))} are ahead, but a checkpoint can hold only one"
+                )
             self._finish_saving()
             final, size = folder_of(self.args.save, rollout_id), max(self._all(Trainer.checkpoint_size))
             retain = self.args.save_retain_interval
@@ -261,7 +266,7 @@ class Cluster:
         return self._take(work, engines=True)
 
     def finish_saving(self) -> Pending[None]:
-        """Wait until the checkpoint that ``--async-save`` is writing is complete."""
+        """Wait until the checkpoint of ``--async-save`` is completely written."""
         return self._take(self._finish_saving)
 
     def _finish_saving(self) -> None:
@@ -270,7 +275,7 @@ class Cluster:
             saving.finish()
 
     def _write_state(self, directory: Path, ahead: Mapping[int, RolloutOutput]) -> None:
-        """Write the rollout side's part of a checkpoint."""
+        """Write the part of a checkpoint that belongs to the rollout side."""
         state = {**self._rollout.ask(RolloutManager.state_dict), ROLLOUT_SEED: self.args.rollout_seed}
         for number, output in ahead.items():
             output.table.to_parquet(directory / AHEAD)
@@ -278,9 +283,10 @@ class Cluster:
         (directory / ROLLOUT_STATE).write_text(json.dumps(state))
 
     def load(self, folder: str | Path, step: int | None = None) -> Pending[int]:
-        """Load the newest checkpoint in ``folder``, or the one of rollout ``step``. Returns the id of the next rollout.
+        """Load the newest checkpoint in ``folder``, or the checkpoint of rollout ``step``. Returns the id of the next
+        rollout.
 
-        The engines get its weights at the next `sync`.
+        The engines get the checkpoint's weights at the next `sync`.
         """
         if not self.args.finetune:
             self._rollouts = {}
@@ -294,7 +300,7 @@ class Cluster:
         return self._take(work, engines=True)
 
     def save_hf(self, rollout_id: int | Literal["best"]) -> Pending[Path]:
-        """Save the model as a Hugging Face folder in ``--save-hf``; `checkpoints.model_folder` gives the folder's
+        """Save the model as a Hugging Face folder in ``--save-hf``. `checkpoints.model_folder` gives the folder's
         name."""
         if rollout_id != "best":
             check_number("save_hf", "rollout_id", rollout_id)
@@ -309,7 +315,7 @@ class Cluster:
         return self._take(work)
 
     def get_weights(self) -> Pending[dict[str, Tensor]]:
-        """All weights of the trainers, by Hugging Face name, on the CPU."""
+        """Return all weights of the trainers as CPU tensors, by their Hugging Face names."""
         return self._take(lambda: self._all(Trainer.get_weights)[0])
 
     def offload_trainers(self) -> Pending[None]:
@@ -321,29 +327,29 @@ class Cluster:
         return self._move(Trainer.onload, "wake_up")
 
     def release_engines(self) -> Pending[None]:
-        """Let the engines release all the device memory that they can. They can generate again after `resume_engines`
-        has resumed every tag."""
+        """Let the engines release as much device memory as possible. The engines can generate again after
+        `resume_engines` has resumed every tag."""
         pending = self._take(lambda: self._rollout.ask(RolloutManager.release_memory), engines=True)
         self._released = set(MEMORY_TAGS)
         return pending
 
     def resume_engines(self, *tags: str) -> Pending[None]:
-        """Let the engines allocate the memory of ``tags`` again; see `slimelite.engines.protocol.MEMORY_TAGS`."""
+        """Let the engines allocate the memory of ``tags`` again (see `slimelite.engines.protocol.MEMORY_TAGS`)."""
         pending = self._take(lambda: self._rollout.ask(RolloutManager.resume_memory, tags), engines=True)
         self._released -= set(tags)
         return pending
 
     def resources(self) -> Pending[dict[str, float]]:
-        """CPU time and memory that the run has used:
+        """Return the CPU time and the memory that the run has used, as metrics:
 
-        ``perf/cpu_seconds``: CPU time of this process and all workers since they began, without Ray's daemons [s].
+        ``perf/cpu_seconds``: CPU time of this process and of all workers since their start, without Ray's daemons [s].
         ``perf/memory_{phase}_{before,after}``: device memory of rank 0 around the last run of each phase [GB].
         """
 
         def work() -> dict[str, float]:
             workers: list[Remote[object]] = [self._rollout, *self._trainers]
             used = [worker.cpu_seconds() for worker in workers]
-            others = [worker.cpu_seconds() for worker in self._others]  # an engine may be dead, and come back
+            others = [worker.cpu_seconds() for worker in self._others]  # an engine may be dead and restart later
             memory = {name: future.result() for name, future in list(self._memory.items())}
             seconds = sum(future.result() for future in used)
             seconds += sum(future.result() for future in others if future.exception() is None)
@@ -352,7 +358,7 @@ class Cluster:
         return self._take(work)
 
     def complete_args(self) -> None:
-        """Load the checkpoint of ``--load``, and fill in the first rollout id and the number of rollouts."""
+        """Load the checkpoint of ``--load``, and set the first rollout id and the number of rollouts in ``args``."""
         args = self.args
         resumed = self._load(Path(args.resume_directory)) if args.resume_directory else 0
         start = resumed if args.start_rollout_id is None else args.start_rollout_id
@@ -369,11 +375,11 @@ class Cluster:
         if self._released:
             tags = ", ".join(repr(tag) for tag in MEMORY_TAGS if tag in self._released)
             raise ValueError(
-                f"{verb}: the engines have no memory since release_engines; call resume_engines({tags}) first"
+                f"{verb}: release_engines has released the engines' memory; call resume_engines({tags}) first"
             )
 
     def _begin(self, work: Callable[[], R]) -> Pending[R]:
-        """Start a verb on its own thread. It waits until no earlier verb uses the engines."""
+        """Start a verb on its own thread. The verb waits until no earlier verb uses the engines."""
         self._turns.check()
         pending: Pending[R] = Pending(self._turns, self._attend)
         before, self._last_use = self._last_use, pending
@@ -388,8 +394,8 @@ class Cluster:
         return pending
 
     def _take(self, work: Callable[[], R], *, engines: bool = False) -> Pending[R]:
-        """Run a verb when its turn comes. A verb that uses the ``engines`` also waits for earlier verbs on other
-        threads."""
+        """Run a verb after all earlier verbs of this thread. A verb that uses the ``engines`` also waits for earlier
+        verbs on other threads."""
         self._turns.check()
         pending: Pending[R] = Pending(self._turns)
         if not engines:
@@ -418,8 +424,7 @@ class Cluster:
         self._keep_weights()
 
     def _keep_weights(self) -> None:
-        """Send the current weights again if every engine died and was restarted, because generation waits for these
-        weights."""
+        """Send the current weights again if every engine died and was restarted. Generation waits for these weights."""
         if not self.args.job.revives:
             return
         with self._order:
@@ -427,7 +432,7 @@ class Cluster:
                 return
             if self._moved:
                 raise ClusterError(MOVED_ON)
-            logger.warning("every engine was restarted: sending weights %d again", self._version)
+            logger.warning("every engine was restarted, so weights %d are sent again", self._version)
             self._push(self._version)
 
     def _push(self, version: int) -> dict[str, float]:
@@ -445,10 +450,10 @@ class Cluster:
                 if not retries:
                     raise ClusterError(str(error)) from error
                 retries -= 1
-                logger.warning("%s; trying again, with every engine alive", error)
+                logger.warning("%s; waiting until every engine is alive, then sending again", error)
 
     def _check_engines(self, version: int) -> float:
-        from slimelite.training.loss import engine_threshold  # it needs torch
+        from slimelite.training.loss import engine_threshold  # imports torch
 
         table = self._rollout.ask(RolloutManager.probe)
         gaps = disagreement(table, self._all(Trainer.log_probs, self._trainers[0].share(table))[0], version)
@@ -456,15 +461,15 @@ class Cluster:
         if not (gaps <= limit).all():
             raise ClusterError(
                 f"--check-weight-update-equal: after sync {version} the log-probs of engines and trainer differ by "
-                f"{', '.join(f'{gap:.2e}' for gap in gaps)} (mean, each engine; inf: the engine still has another "
-                f"version), more than {limit}: an engine does not have the trainer's weights"
+                f"{', '.join(f'{gap:.2e}' for gap in gaps)} (mean of each engine; inf: the engine still has another "
+                f"version). This is more than {limit}, so an engine does not have the trainer's weights"
             )
         return float(gaps.max())
 
     def _load(self, directory: Path) -> int:
         if not self.args.job.trains:
             raise ValueError(
-                "--load with --debug-rollout-only: there is no trainer that could read the checkpoint; write the "
+                "--load with --debug-rollout-only: no trainer can read the checkpoint; write the "
                 "model with --save-hf and give that folder as --hf-checkpoint"
             )
         saved = self._all(Trainer.load, str(directory))[0]
@@ -484,7 +489,7 @@ class Cluster:
         return saved + 1
 
     def _change(self, method: Callable[Concatenate[Trainer, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call ``method`` on every rank and return rank 0's result. From now on the engines' weights are out of
+        """Call ``method`` on every rank and return rank 0's result. After this, the engines' weights are out of
         date."""
         with self._order:
             self._moved = True
@@ -492,13 +497,13 @@ class Cluster:
 
     def _all(self, method: Callable[Concatenate[Trainer, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         if not self._trainers:
-            raise ValueError(f"{method.__name__}: there is no trainer; leave --debug-rollout-only out")
+            raise ValueError(f"{method.__name__}: there is no trainer; leave out --debug-rollout-only")
         with self._order:
             futures = [trainer.submit(method, *args, **kwargs) for trainer in self._trainers]
-        # if one rank fails, the others hang in a collective, so do not wait for them: raise its error
+        # if one rank fails, the other ranks hang in a collective, so raise the error without waiting for them
         finished, left = wait(futures, return_when=FIRST_EXCEPTION)
         errors = [error for future in finished if (error := future.exception()) is not None]
-        if errors and left and SILENCE.search(str(errors[0])):  # the rank that is missed may be dead
+        if errors and left and SILENCE.search(str(errors[0])):  # the other rank may be dead
             later = wait(left, VERDICT_S, return_when=FIRST_EXCEPTION).done
             errors = [*(error for future in later if isinstance(error := future.exception(), ClusterError)), *errors]
         if errors:

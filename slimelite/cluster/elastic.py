@@ -1,8 +1,8 @@
-"""``--elastic``: plans a restart of ``--max-restarts`` for the machines that are left.
+"""Plans a restart with fewer machines, for ``--elastic`` and ``--max-restarts``.
 
-This is a separate program, because the parent process that restarts a run is not a Ray driver. Its arguments are the
-words of the run's command line. It prints, as JSON, the words that the next start adds to them. The next start derives
-all other values from these words.
+This is a separate program, because the parent process that restarts a run is not a Ray driver. The program's arguments
+are the command line of the run. The program prints further arguments as JSON. The next start appends these arguments to
+the command line, and derives all other values from them.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ from slimelite.cluster.placement import beside_ranks, nodes_of_bundles
 from slimelite.cluster.ray_session import connected
 from slimelite.cluster.remote import ClusterError
 
-# a node that is there answers within this time, the start of a process of Ray's included [s]
+# a node that is alive answers within this time [s]; this includes the start of a Ray process
 ANSWER_S = 20.0
 POLL_S = 1.0
 
 
 def smaller(args: Args, free: Mapping[str, int], *, first: str) -> list[str] | None:
-    """The words that make a run fit the nodes that are left; an empty list if the run fits unchanged. None means that
-    no smaller run fits either.
+    """The arguments that make a run fit the remaining nodes. The list is empty if the run fits unchanged. None: no
+    smaller run fits either.
 
-    The result keeps as many nodes of ranks as possible, and then as many engines.
+    The result first keeps the largest possible number of nodes with ranks, and then the largest possible number of
+    engines.
 
     Args:
-        free: node id -> its devices.
-        first: the node that comes first, as in `nodes_of_bundles`.
+        free: node id -> the number of its devices.
+        first: the node of rank 0, as in `nodes_of_bundles`.
     """
     for nodes, gpus in _sizes(args):
         count = gpus // args.rollout_num_gpus_per_engine if args.job.engines == "own" else 0
@@ -52,11 +53,12 @@ def smaller(args: Args, free: Mapping[str, int], *, first: str) -> list[str] | N
 
 
 def _sizes(args: Args) -> Iterator[tuple[int, int]]:
-    """Pairs (nodes of ranks, devices of engines), from the full request down to one node and one engine."""
+    """Yield pairs (number of nodes with ranks, number of devices for engines), from the full request down to one node
+    and one engine."""
     width = args.rollout_num_gpus_per_engine
     for nodes in range(args.actor_num_nodes, 0, -1):
         most = args.rollout_num_gpus
-        if args.colocate and nodes < args.actor_num_nodes:  # engines on the devices of the ranks
+        if args.colocate and nodes < args.actor_num_nodes:  # the engines use the devices of the ranks
             most = min(most, nodes * args.actor_num_gpus_per_node) // width * width
         least = width if args.job.engines == "own" else most
         yield from ((nodes, gpus) for gpus in range(most, least - 1, -width))
@@ -67,7 +69,8 @@ def _sizes(args: Args) -> Iterator[tuple[int, int]]:
 def _answering(device: str, patience: float) -> dict[str, int]:
     """The number of devices of each node that runs a test task.
 
-    Ray still counts a node that was lost half a minute ago, so this waits until every counted node answers.
+    Ray may count a node for half a minute after the node was lost. So this function waits until every counted node
+    answers.
     """
     deadline = time.monotonic() + patience
     while True:
@@ -90,16 +93,16 @@ def _answer() -> bool:
 
 
 def _has_run(task: ray.ObjectRef[bool]) -> bool:
-    """Whether the task has run; False if it failed because its node is gone."""
+    """Whether the task has run. Returns False if the task failed because its node is gone."""
     try:
         ray.get(task, timeout=0)
-    except RayError:  # also if it has not ended
+    except RayError:  # this also happens if the task has not ended
         return False
     return True
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the words. If nothing can be planned, the exit status is 1 and the reason is on stderr."""
+    """Print the arguments. If no run fits, the exit status is 1 and the reason is on stderr."""
     try:
         args = make_args(argv)
         with connected(1, args.restart_wait):
@@ -110,7 +113,10 @@ def main(argv: Sequence[str]) -> int:
         return 1
     words = smaller(args, free, first=here)
     if words is None:
-        print(f"--elastic: no ranks and engines fit the devices of the nodes, {list(free.values())}", file=sys.stderr)
+        print(
+            f"--elastic: not even the smallest run fits the devices of the nodes, {list(free.values())}",
+            file=sys.stderr,
+        )
         return 1
     print(json.dumps(words))
     return 0

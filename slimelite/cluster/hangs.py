@@ -1,8 +1,10 @@
-"""``--hang-timeout``: finds workers that are stopped or make no progress, names them, and ends them.
+"""Implements ``--hang-timeout``. The monitor finds workers that are stopped or make no progress, names them in a
+message, and ends them.
 
-A thread of the driver looks at the processes of the run. On other nodes an actor looks for it. The evidence comes from
-the kernel: a process is stopped, or all training ranks do nothing although they have work. A worker that computes,
-reads a disk or holds Python's lock never counts as hanging, however long it takes.
+A thread of the driver checks the processes of the run. On other nodes, an actor does this for the driver. The
+information comes from the kernel. A worker hangs if its process is stopped, or if all training ranks are idle although
+they have work. A worker that computes, reads a disk or holds Python's global lock never counts as hanging, even if this
+takes very long.
 """
 
 from __future__ import annotations
@@ -22,40 +24,42 @@ from typing import Any, Protocol
 from slimelite.base.processes import Machine, MemoryKills, Sight, Stopped
 
 logger = logging.getLogger(__name__)
-# shares of --hang-timeout: between two looks, and until somebody is ended, so that all of it fits
+# fractions of --hang-timeout: the time between two checks, and the time until a worker is ended; the sum stays below 1
 LOOK, END = 0.05, 0.85
-# Ray gives a node up whose daemons are silent for about half a minute: they go on before that [s]
+# if a node's daemons do not answer for about half a minute, Ray drops the node; so stopped daemons are continued after
+# this time [s]
 DAEMON_S = 10.0
-# others that nobody starts again: the run's watchdog, and wandb's process
+# processes that are continued, because nobody would restart them: Ray's daemons, the run's watchdog, wandb's process
 DAEMONS = re.compile(r"/ray/core/src/|/ray/_private/|^ray::\w*Agent|slimelite/base/lifecycle\.py|wandb-core")
-# what this process starts itself, and starts again when it is gone; and a worker of Ray's that has no log yet
+# processes that are ended, because this process would restart them; also Ray workers that have no log yet
 OURS = re.compile(r"slimelite\.(environments|rewards)|^ray::")
 PROGRESS, PUSH = "progress", "push_weights"
-# the code in which a rank waits for the other ones
+# source files of the code in which a rank waits for the other ranks
 COLLECTIVES = re.compile(r"distributed/|_functional_collectives")
 
 
 @dataclass(slots=True)
 class Calls:
-    """The calls that a worker has not answered yet: method and start time, by number."""
+    """The calls that a worker has not answered yet. ``open``: number of the call -> (method, start time)."""
 
     open: dict[int, tuple[str, float]] = field(default_factory=dict)
     _next: int = 0
 
     def begin(self, method: str, answer: Future[Any]) -> None:
-        """Note a call until ``answer`` is done."""
+        """Record a call. The call is removed when ``answer`` is done."""
         number, self._next = self._next, self._next + 1
         self.open[number] = method, time.monotonic()
         answer.add_done_callback(lambda _: self.open.pop(number, None))
 
     def oldest(self) -> tuple[str, float] | None:
-        """Method and age [s] of the call that has waited longest; ("", 0.0) if there is none."""
+        """The method and the age [s] of the oldest open call. ("", 0.0) if there is no open call."""
         method, since = min(list(self.open.values()), key=lambda call: call[1], default=("", 0.0))
         return (method, time.monotonic() - since) if method else None
 
 
 class Worker(Protocol):
-    """What the monitor needs to know about a worker. ``verdict``: why the monitor ended it, for later callers."""
+    """The attributes of a worker that the monitor needs. ``verdict``: why the monitor ended the worker, for later
+    callers."""
 
     name: str
     log: Any
@@ -74,8 +78,8 @@ class Place(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Seen:
-    """The state of a worker at one look: it runs on ``place`` in process ``pid``, and has not moved for ``still``
-    [s]."""
+    """The state of a worker at one check. The worker runs on ``place`` in process ``pid``, and has been idle for
+    ``still`` [s]."""
 
     worker: Worker
     place: Place
@@ -91,7 +95,8 @@ class Seen:
         return self.worker.name.startswith("trainer")
 
     def waits(self) -> float:
-        """How long the worker's oldest call has waited for an answer [s]; 0 without a call."""
+        """The time for which the worker's oldest call has waited for an answer [s]. The time is 0 if there is no
+        call."""
         oldest = self.worker.calls.oldest()
         return oldest[1] if oldest else 0.0
 
@@ -106,19 +111,19 @@ class Seen:
 
 
 def _host(place: Place, worker: Worker | None) -> str:
-    """The name of this machine, or the address of another one."""
+    """The name of this machine, or the address of another machine."""
     return socket.gethostname() if worker is None or isinstance(place, Machine) else worker.host
 
 
 class Monitor:
-    """Looks at all workers in a loop.
+    """Checks all workers periodically.
 
     Args:
-        timeout: a worker that is stopped or stands still is ended within this time [s]; 0: never.
-        workers: the workers of the run; more may be added later.
-        places: the machines of hosts other than this one.
+        timeout: a worker that is stopped or idle is ended within this time [s]. 0: workers are never ended.
+        workers: the workers of the run. More workers may be added later.
+        places: address of another host -> its machine.
 
-    ``memory_kills``: what the kernel of this machine has killed for its memory.
+    ``memory_kills``: the processes that the kernel of this machine has killed because memory was full.
     """
 
     def __init__(
@@ -128,7 +133,9 @@ class Monitor:
         self._workers, self._places = workers, places
         self._here: Place = Machine(self._limit)
         self.memory_kills = MemoryKills()
-        self._ended = -self._limit  # when a process was ended: others may have waited for it, and have a limit's time
+        # when a process was last ended; the other processes may have waited for it, so they get the full time limit
+        # again
+        self._ended = -self._limit
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._work, name="hangs", daemon=True)
 
@@ -144,7 +151,7 @@ class Monitor:
         while not self._over.wait(self._pause):
             try:
                 self._look()
-            except Exception:  # a node that goes away, say: whoever waits for its workers gets that error
+            except Exception:  # for example, a node is gone; callers that wait for its workers get this error
                 logger.info("checking the workers failed", exc_info=True)
 
     def _look(self) -> None:
@@ -160,7 +167,8 @@ class Monitor:
                 self._stopped(stopped, place, logs)
                 paused = paused or stopped.is_worker
             seen += [Seen(logs[log], place, pid, sight.still[log]) for log, pid in sight.pids.items()]
-        if not paused and time.monotonic() - self._ended > self._limit:  # else the others wait for that one
+        # otherwise the idle workers may wait for the stopped or ended process
+        if not paused and time.monotonic() - self._ended > self._limit:
             self._still(seen)
 
     def _stopped(self, stopped: Stopped, place: Place, workers: Mapping[str, Worker]) -> None:
@@ -177,13 +185,13 @@ class Monitor:
             self._end(seen, f"was stopped for {stopped.seconds:.1f} s (SIGSTOP)", seen.stack())
         elif owner is not None or OURS.search(stopped.command):
             stack = place.stack(stopped.pid, str(owner.log)) if owner else ""
-            where = f"; it stood at {stack}" * bool(stack)
-            whose = f"; {owner.name} had started it, whose log is {owner.log}" if owner else ""
+            where = f"; its stack: {stack}" * bool(stack)
+            whose = f"; it was started by {owner.name} (log: {owner.log})" if owner else ""
             logger.error("%s was stopped for %.1f s (SIGSTOP), so it is ended%s%s", what, stopped.seconds, where, whose)
             self._kill(place, stopped.pid)
 
     def _still(self, seen: Sequence[Seen]) -> None:
-        """End a rollout manager that does not answer, and the rank that all other ranks wait for."""
+        """End the rollout manager if it does not answer. Also end a rank if all other ranks wait for it."""
         long = [each for each in seen if each.waits() >= self._limit <= each.still]
         for each in long:
             if each.worker.name == "rollout" and each.method() == PROGRESS:
@@ -194,7 +202,7 @@ class Monitor:
         if busy or not ranks or (sends and not self._engines_still(seen)):
             return
         stacks = {each: each.stack() for each in ranks}
-        if not all(each.worker.calls.open for each in ranks):  # one was answered, or has died, meanwhile
+        if not all(each.worker.calls.open for each in ranks):  # meanwhile, a rank has answered or has died
             return
         culprits = [each for each in ranks if not COLLECTIVES.search(stacks[each].partition(" in ")[0])]
         if culprits:
@@ -202,17 +210,17 @@ class Monitor:
                 why = f"has done nothing for {each.still:.1f} s in {each.method()}"
                 self._end(each, why + ", and the other ranks wait for it" * (len(ranks) > 1), stacks[each])
         else:
-            others = "; ".join(f"{each} stands at {stacks[each]}" for each in ranks[1:])
+            others = "; ".join(f"{each}, stack: {stacks[each]}" for each in ranks[1:])
             self._end(ranks[0], f"and the other ranks wait for each other ({others})", stacks[ranks[0]])
 
     def _engines_still(self, seen: Sequence[Seen]) -> bool:
-        """Whether this run's engines stand still too, so that they are not the reason for a long wait (loading weights,
-        say). False for external engines, because nobody can look at them."""
+        """Whether this run's engines are idle too. If not, they may be the reason for the wait, for example because
+        they load weights. Returns False for external engines, because their processes cannot be checked."""
         engines = [each for each in seen if each.worker.name.startswith("engine")]
         return bool(engines) and all(each.still >= self._limit for each in engines)
 
     def _end(self, seen: Seen, why: str, stack: str) -> None:
-        seen.worker.verdict = f"{seen} {why}" + f"; it stood at {stack}" * bool(stack)
+        seen.worker.verdict = f"{seen} {why}" + f"; its stack: {stack}" * bool(stack)
         logger.error("%s; its log is %s", seen.worker.verdict, seen.worker.log)
         self._kill(seen.place, seen.pid)
 

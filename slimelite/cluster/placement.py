@@ -1,4 +1,4 @@
-"""Which node each rank and each engine of a run on Ray is on."""
+"""Chooses the node of each rank and each engine of a run on Ray."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from slimelite.arguments.engines import EnginePlace
 
 
 def beside_ranks(args: ClusterArgs, ranks: int, engines: Sequence[EnginePlace]) -> list[int]:
-    """The widths of the units that need devices beyond those of the ranks. A unit is an engine, or one device between
-    engines that stays free."""
+    """The widths [devices] of the units that need devices in addition to the ranks' devices. A unit is an engine, or
+    one device between engines that stays free."""
     first, taken, widths = (0 if args.colocate else ranks), ranks, list[int]()
     for place in engines:
         begin, end = max(first + place.first_gpu, taken), first + place.first_gpu + place.width
@@ -24,11 +24,13 @@ def beside_ranks(args: ClusterArgs, ranks: int, engines: Sequence[EnginePlace]) 
 def nodes_of_bundles(
     free: Mapping[str, int], *, first: str, nodes: int, ranks: int, widths: Sequence[int]
 ) -> list[str] | None:
-    """The node of each rank, and then the node of each device of the engines; None if there is no room.
+    """The node of each rank, and then the node of each device of the engines. Returns None if the nodes have too few
+    free devices.
 
-    Ranks are on exactly ``nodes`` nodes, the same number on each, and node ``first`` comes first. Engines of ``widths``
-    follow, each inside one node. The widest is placed first, on the node with the most free devices. If that does not
-    fit, each engine takes the fullest node that has room. If that does not fit either, another node comes first.
+    Ranks use exactly ``nodes`` nodes, with the same number of ranks on each. The ranks begin on node ``first``. Then
+    the engines of ``widths`` are placed, each inside one node. The widest engine is placed first, on the node with the
+    most free devices. If the engines do not fit in this way, each engine takes the fullest node that has enough free
+    devices. If this fails too, the ranks begin on another node.
 
     Args:
         free: node id -> number of free devices.
@@ -44,8 +46,8 @@ def nodes_of_bundles(
 def _placement(
     free: Mapping[str, int], first: str, nodes: int, per_node: int, widths: Sequence[int], *, spread: bool
 ) -> list[str] | None:
-    """See `nodes_of_bundles`. ``spread``: an engine takes the node with the most free devices, else the one with the
-    fewest that are enough."""
+    """See `nodes_of_bundles`. ``spread``: an engine takes the node with the most free devices. Without ``spread`` it
+    takes the node with the smallest sufficient number of free devices."""
     left = dict(free)
     room = sorted((n for n in left if left[n] >= per_node), key=lambda n: (n != first, -left[n], n))[:nodes]
     if len(room) < nodes:

@@ -1,4 +1,4 @@
-"""`--launcher ray`: one actor for each trainer rank, one for each engine, one for the rollout side."""
+"""`--launcher ray`: one actor for each trainer rank, one for each engine, and one for the rollout side."""
 
 from __future__ import annotations
 
@@ -56,29 +56,30 @@ P = ParamSpec("P")
 V = TypeVar("V")
 logger = logging.getLogger(__name__)
 
-# Trainer and engine of a colocated job share a bundle of one device: slime's fractions.
+# In a colocated job, trainer and engine share a bundle of one device. The fractions are the same as in slime.
 TRAINER_SHARE, ENGINE_SHARE = 0.4, 0.2
 WAIT_REPORT_S, WAIT_LIMIT_S, WAIT_POLL_S, GROUP_POLL_S = 10, 300, 0.1, 2
-# interval between two looks at the log of a rank that loads [s]
+# time between two checks of the log of a rank that loads [s]
 LOG_POLL_S = 1.0
-# other nodes see a new file in a shared folder within this time [s]
+# other nodes must see a new file in a shared folder within this time [s]
 SEEN_S = 10
-# label that Ray gives to each node, with its id
+# name of Ray's node label that has the node's id
 NODE_LABEL = "ray.io/node-id"
-# glibc would keep gigabytes of freed activations; above this size [bytes], freed blocks go back to the system at once
+# freed blocks above this size [bytes] go back to the system immediately; glibc would keep gigabytes
 BLOCK = 4 << 20
 
 
 class Host:
-    """An actor that holds an object of any class. The object may be made later than the actor.
+    """An actor with an object of any class. The object may be created later than the actor.
 
     Args:
-        folder: the driver's working directory, so that relative paths mean the same here.
-        log: this file gets all output of the process.
+        folder: the driver's working directory. The actor changes to it, so relative paths are the same in both
+            processes.
+        log: the file for all output of the process.
         name: the worker's name in the trace.
-        trace_file: the file of ``--trace``; None: no trace is written.
+        trace_file: the file of ``--trace``. None: no trace is written.
         env: environment variables. Ray's ``runtime_env`` could set them too, but then Ray starts each worker twice.
-        make: this function makes the object from ``args``.
+        make: the function that creates the object from ``args``.
     """
 
     returns_blocks = True
@@ -95,31 +96,31 @@ class Host:
     ) -> None:
         redirect_process_output(log)
         show_stacks()
-        os.environ.update(env)  # torch reads them when it is imported, which `make` does
+        os.environ.update(env)  # torch reads these variables when `make` imports it
         sys.path += [part for part in env.get("PYTHONPATH", "").split(os.pathsep) if part and part not in sys.path]
         if self.returns_blocks:
-            set_heap(mapped_above=BLOCK, trimmed_above=BLOCK)  # glibc reads the variables when a process begins
+            set_heap(mapped_above=BLOCK, trimmed_above=BLOCK)  # glibc read the variables when this process began
         self.name = name
         if trace_file is not None:
             trace.begin(trace_file)
         if os.path.isdir(folder):
             os.chdir(folder)
         else:
-            print(f"{folder} is not on this node: relative paths are those of {os.getcwd()}")
+            print(f"{folder} does not exist on this node, so relative paths start from {os.getcwd()}")
         with loading():
             self.target = make and make(*args)
         self.listener: socket.socket | None = None
 
     def rendezvous(self, host: str) -> str:
-        """host:port where other ranks reach the object. The socket listens from now on, so that no other process takes
+        """host:port at which other ranks reach the object. The socket listens from now on, so no other process can take
         the port. `make` passes the socket to the object.
         """
         self.listener = socket.create_server((host, 0))
         return f"{host}:{self.listener.getsockname()[1]}"
 
     def make(self, make: str, secrets: dict[str, str], *args: object) -> None:
-        """Make the object with the function ``make``, "package.module:function"; the driver need not import its module.
-        ``secrets``: environment variables that Ray must not write to logs or command lines.
+        """Create the object with the function ``make``, written as "package.module:function". So the driver need not
+        import the module. ``secrets``: environment variables that Ray must not write to logs or command lines.
         """
         os.environ.update(secrets)
         with loading():
@@ -131,11 +132,12 @@ class Host:
             return getattr(self.target, method)(*args, **kwargs)
 
     def cpu_seconds(self) -> float:
-        """CPU time of this process since it began."""
+        """The CPU time of this process since its start [s]."""
         return time.process_time()
 
     def sees(self, file: str) -> bool:
-        """Whether ``file`` exists. A network file system may show a new file late, so this waits up to `SEEN_S`."""
+        """Whether ``file`` exists. A network file system may show a new file late, so this method waits up to `SEEN_S`
+        seconds."""
         end = time.monotonic() + SEEN_S
         while not os.path.exists(file):
             if time.monotonic() > end:
@@ -145,10 +147,10 @@ class Host:
 
 
 class AsyncHost(Host):
-    """An actor around an object whose methods are coroutines. They run on the actor's event loop.
+    """An actor with an object of async methods. The methods run on the actor's event loop.
 
-    The object is an engine. It keeps freed memory, because each decoding step uses it again; `EngineDesk` returns it
-    after a rollout.
+    The object is an engine. Freed memory stays allocated in its process, because each decoding step needs it again.
+    `EngineDesk` returns the memory to the system after a rollout.
     """
 
     returns_blocks = False
@@ -165,10 +167,11 @@ class AsyncHost(Host):
 
 
 class RayRemote(Remote[T]):
-    """An object in a `Host`. Its errors are raised here unchanged. ``host``: the address of its machine.
+    """An object in a `Host`. Errors of the object are raised here unchanged. ``host``: the address of the object's
+    machine.
 
-    ``calls``: the calls that have no answer yet. ``verdict``: why the `Monitor` ended it. ``kills``: what the kernel of
-    its machine has killed; None if that is another machine.
+    ``calls``: the calls that have no answer yet. ``verdict``: why the `Monitor` ended the object's process. ``kills``:
+    the processes that the kernel of its machine has killed. ``kills`` is None if the object is on another machine.
     """
 
     verdict: str | None
@@ -178,10 +181,11 @@ class RayRemote(Remote[T]):
         self.calls, self.verdict = Calls(), None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RayRemote, (self.handle, self.name, self.log, self.host)  # the calls are those of one process
+        # open calls belong to one process, so they are not pickled
+        return RayRemote, (self.handle, self.name, self.log, self.host)
 
     def make(self, make: str, secrets: dict[str, str], *args: object) -> Future[None]:
-        """Make the object in an actor that was started without one; see `Host.make`."""
+        """Create the object in an actor that was started without an object (see `Host.make`)."""
         return self._noted("make", self.handle.make.remote(make, secrets, *args))
 
     def rendezvous(self) -> Future[str]:
@@ -211,7 +215,7 @@ class RayRemote(Remote[T]):
         return answer
 
     def future(self, ref: Any) -> Future[Any]:
-        """A future for the object that ``ref`` refers to."""
+        """A future for the result that ``ref`` refers to."""
         outer: Future[Any] = Future()
         outer.set_running_or_notify_cancel()  # the call cannot be cancelled
         ref.future().add_done_callback(lambda done: self._hand_over(done, outer))
@@ -225,15 +229,15 @@ class RayRemote(Remote[T]):
             outer.set_exception(self._explained(error))
 
     def _explained(self, error: BaseException) -> BaseException:
-        """The error that the object raised, with its traceback as a note. It is a `ClusterError` if the object's
-        process died."""
+        """The error that the object raised, with its traceback as a note. If the object's process died, it is a
+        `ClusterError`."""
         if isinstance(error, RayTaskError | UnserializableException):
-            # Ray raises a class derived from its own and the object's error; the original error is the cause, unless
-            # no process but its own can make it: one whose __init__ takes other arguments than its message, say
+            # the cause of Ray's error is the original error; it is missing if this process cannot create that error,
+            # for example because its __init__ takes other arguments
             original = getattr(error, "cause", None)
             cause = original if isinstance(original, Exception) else ClusterError(last_line(error))
-            if not isinstance(cause, RayError):  # else it comes from another object, which this one called
-                cause.add_note(f"in {self.name}, whose log is {self.log}:\n{error}")
+            if not isinstance(cause, RayError):  # otherwise the error comes from another object that this object called
+                cause.add_note(f"in {self.name} (log: {self.log}):\n{error}")
                 return cause
             error = cause
         if not isinstance(error, RayError):
@@ -244,7 +248,7 @@ class RayRemote(Remote[T]):
 
 @contextmanager
 def _one_message() -> Iterator[None]:
-    """Turn errors of Ray that belong to no worker into a `ClusterError`."""
+    """Convert Ray's errors that do not belong to a worker to a `ClusterError`."""
     try:
         yield
     except RayError as error:
@@ -254,8 +258,8 @@ def _one_message() -> Iterator[None]:
 class Actors:
     """The actors of a run on its placement group.
 
-    Colocated engines share the trainers' devices. Other engines get the devices after those. ``started``: all actors
-    are added to this list. ``kills``: see `Monitor`.
+    Colocated engines share the trainers' devices. Other engines get the devices that follow. ``started``: all actors
+    are added to this list. ``kills``: see ``memory_kills`` of `Monitor`.
     """
 
     def __init__(
@@ -269,8 +273,8 @@ class Actors:
         self._hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
 
     def trainers(self) -> list[RayRemote[Trainer]]:
-        """One actor for each rank; `start_workers` makes the trainers inside them."""
-        # a process may have to begin with variables of the user's, such as LD_LIBRARY_PATH
+        """Start one actor for each rank. `start_workers` creates the trainers in these actors."""
+        # some variables of the user, such as LD_LIBRARY_PATH, must be set at the start of a process
         shown = public_part(self.args.train_env_vars)[0]
         options, threads = {"runtime_env": {"env_vars": shown}} if shown else {}, self.args.cpu_threads
         return [
@@ -279,7 +283,7 @@ class Actors:
         ]
 
     def engines(self, count: int) -> list[RayRemote[Any]]:
-        """Actors for ``count`` engines, or for the processes of ``count`` servers."""
+        """Start actors for ``count`` engines, or for the processes of ``count`` servers."""
         args, actors = self.args, []
         first = 0 if args.colocate else self.world
         for n in range(count):
@@ -290,26 +294,27 @@ class Actors:
             # on a single node, engines listen on the loopback address only
             host = str(self._hosts[node]) if len(set(self._hosts.values())) > 1 else LOCAL_HOST
             if args.job.servers:
-                # other calls must be answered while a server restarts
+                # the actor must answer other calls while its server restarts
                 options |= {"max_concurrency": 4}
                 actors.append(self._start(Host, f"engine_{n}", node, options, env, self.factory.server, n, host))
             else:
-                options |= {"max_restarts": MOST_DEATHS}  # Ray starts it again, and the pool of engines takes it back
+                # Ray restarts the actor, and then the pool uses the engine again
+                options |= {"max_restarts": MOST_DEATHS}
                 actors.append(self._start(AsyncHost, f"engine_{n}", node, options, env, self.factory.desk, n, host))
         return actors
 
     def rollout(
         self, engines: Sequence[Target], processes: Sequence[Remote[ServerProcess]]
     ) -> RayRemote[RolloutManager]:
-        """The actor of the rollout side, on the driver's node; see `EngineFactory.rollout_manager`."""
+        """Start the actor of the rollout side on the driver's node (see `EngineFactory.rollout_manager`)."""
         here = NodeAffinitySchedulingStrategy(self._here, soft=False)
         options = {"num_cpus": 0, "max_concurrency": 4, "scheduling_strategy": here}
         make = (self.factory.rollout_manager, engines, processes)
         return self._start(Host, "rollout", self._here, options, _env(1), *make)
 
     def check_shared(self, trainers: Sequence[RayRemote[Trainer]]) -> None:
-        """Check that every node sees the folders that its ranks write to. Each rank writes to ``--save``; rank 0 writes
-        to ``--save-hf``.
+        """Check that every node sees the folders that its ranks write to. Every rank writes to ``--save``. Only rank 0
+        writes to ``--save-hf``.
 
         Raises:
             ClusterError: a rank on another node does not see a file that the driver wrote into such a folder.
@@ -328,11 +333,12 @@ class Actors:
                     raise ClusterError(
                         f"{flag} {folder}: {', '.join(blind)} cannot see the files that {platform.node()} writes "
                         "there. Each machine would save its part on its own disk, and a run could not resume from "
-                        "these parts: name a folder on a disk that all machines share"
+                        "these parts. Name a folder on a disk that all machines share"
                     )
 
     def machines(self) -> dict[str, RemoteMachine]:
-        """An actor on each other node, by the node's address. It looks at the processes there."""
+        """Start an actor on each other node. The actor checks the processes on this node. Returns address of the node
+        -> machine."""
         own = self._hosts[str(ray.get_runtime_context().get_node_id())]
         used = {self._hosts[node]: node for node in self._nodes.values()}
         limit = END * self.args.hang_timeout
@@ -344,7 +350,7 @@ class Actors:
         folder = Path(self.args.run_dir).absolute()
         log, trace_file = folder / "logs" / f"{name}.log", None
         if self.args.trace:
-            # several machines cannot append to one file
+            # several machines cannot append to the same file
             trace_file = folder / (trace.FILE if node == self._here else f"trace-{self._hosts[node]}.json")
         # `ps` shows the name of the class: ray::trainer
         actor = ray.remote(type(name.rstrip("_0123456789"), (kind,), {})).options(**options)
@@ -354,14 +360,14 @@ class Actors:
         return self.started[-1]
 
     def _place(self, bundle: int, share: float) -> dict[str, object]:
-        """Options of an actor that takes ``share`` of the device of ``bundle``."""
+        """The options of an actor that uses the fraction ``share`` of the device of ``bundle``."""
         strategy = PlacementGroupSchedulingStrategy(placement_group=self.group, placement_group_bundle_index=bundle)
         gpus = share if self.args.job.gpus else 0
         return {"num_cpus": share, "num_gpus": gpus, "scheduling_strategy": strategy}
 
     def _gpus_of(self, bundles: list[int]) -> dict[str, str]:
-        """Environment of an engine that spans several bundles. It makes the GPUs of all bundles visible, not only the
-        first one's."""
+        """The environment variables of an engine that spans several bundles. The variables make the GPUs of all bundles
+        visible, not only the GPU of the first bundle."""
         if not self.args.job.gpus or len(bundles) == 1:
             return {}
         probe = ray.remote(lambda: (ray.get_runtime_context().get_node_id(), ray.get_gpu_ids()))
@@ -370,14 +376,14 @@ class Actors:
         if len(set(nodes)) > 1:
             raise ClusterError(
                 f"an engine of {len(bundles)} GPUs (--rollout-num-gpus-per-engine) would span {len(set(nodes))} "
-                "nodes, but an engine must fit on one node: lower the flag, or free whole nodes"
+                "nodes, but an engine must fit on one node: lower this flag, or free whole nodes"
             )
         visible = ",".join(str(gpu) for ids in gpus for gpu in ids)
         return {"CUDA_VISIBLE_DEVICES": visible, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 
 
 class RemoteMachine:
-    """A `Machine` on another ``node`` of Ray, inside an ``actor`` there."""
+    """A `Machine` for another ``node`` of Ray. The `Machine` runs inside an actor on this node."""
 
     def __init__(self, node: str, limit: float) -> None:
         place = NodeAffinitySchedulingStrategy(node, soft=False)
@@ -403,10 +409,11 @@ class RemoteMachine:
 
 @contextmanager
 def ray_workers(args: Args, progress: Progress) -> Iterator[Workers]:
-    """``--launcher ray``: starts an actor for each trainer rank, for each engine and for the rollout side. It uses the
-    Ray cluster of ``RAY_ADDRESS`` (a `ray job` sets it), or starts a Ray for this run alone.
+    """Start the workers of ``--launcher ray``: an actor for each trainer rank, for each engine and for the rollout
+    side. The actors run on the Ray cluster of ``RAY_ADDRESS``, which a `ray job` sets. Without this variable, a new Ray
+    is started for this run only.
 
-    ``progress`` reports what the start waits for.
+    ``progress`` is called with a text that names the workers for which the start waits.
 
     Raises:
         ClusterError: the Ray cluster has too few devices, or they do not become free in time.
@@ -419,7 +426,8 @@ def ray_workers(args: Args, progress: Progress) -> Iterator[Workers]:
     started, machines = list[RayRemote[object]](), dict[str, RemoteMachine]()
     with (
         _one_message(),
-        Monitor(args.hang_timeout, started, machines) as monitor,  # until Ray has ended, which takes its daemons
+        # until Ray has ended, because ending Ray needs its daemons
+        Monitor(args.hang_timeout, started, machines) as monitor,
         connected(bundles, _patience(args)) as kept,
         _reserved(args, world, widths, progress, kept) as group,
     ):
@@ -454,14 +462,15 @@ def start_workers(
 ) -> None:
     """Load all workers in parallel.
 
-    Only engines and trainers that share GPUs load in turn. Engines load first, because SGLang sizes its KV cache by the
-    free memory. With ``--offload-rollout`` such engines release their memory before the trainers load.
+    Engines and trainers that share GPUs do not load at the same time. The engines load first, because SGLang chooses
+    the size of its KV cache by the free memory. With ``--offload-rollout`` these engines release their memory before
+    the trainers load.
     """
     first = ServerProcess.start if args.job.servers else Engine.info
     loading: dict[Future[Any], str] = {engine.submit(first): engine.name for engine in engines}
     loading[rollout.submit(RolloutManager.num_prompts)] = rollout.name
     secrets = public_part(args.train_env_vars)[1]
-    if trainers:  # what is wrong with a model is said once, before engines and trainers stumble over it
+    if trainers:  # report an error of a model once, before all engines and trainers fail with it
         progress(0, len(loading) + len(trainers), "workers are up; checking the models")
         trainers[0].make("slimelite.training.loading:check_models", secrets, args).result()
     if trainers and engines and args.colocate and args.job.gpus:
@@ -478,8 +487,8 @@ def start_workers(
 
 
 def _wait_until_up(starting: dict[Future[object], str], progress: Progress, log: Path | None = None) -> None:
-    """Wait for all workers. ``starting``: for each worker, a future that is done when the worker is up -> its name.
-    ``log``: rank 0's log, which says how much of the model it has read."""
+    """Wait for all workers. ``starting``: future -> name of the worker. The future is done when the worker is ready.
+    ``log``: rank 0's log. The log shows how much of the model rank 0 has read."""
     waiting, noted = set(starting), ""
     while waiting:
         names = sorted(starting[future] for future in waiting)
@@ -499,8 +508,8 @@ def _wait_until_up(starting: dict[Future[object], str], progress: Progress, log:
 def _reserved(
     args: ClusterArgs, ranks: int, widths: Sequence[int], progress: Progress, kept: bool
 ) -> Iterator[PlacementGroup]:
-    """A placement group. It has a bundle for each of ``ranks``, in order, and then one for each device of the engines
-    of ``widths``."""
+    """Reserve a placement group. The group has a bundle for each of ``ranks``, in order. Then it has a bundle for each
+    device of the engines of ``widths``."""
     device, bundles = "GPU" if args.job.gpus else "CPU", ranks + sum(widths)
     here = str(ray.get_runtime_context().get_node_id())
     plan = partial(nodes_of_bundles, first=here, nodes=args.actor_num_nodes if ranks else 1, ranks=ranks, widths=widths)
@@ -523,7 +532,7 @@ def _reserved(
     try:
         yield group
     finally:
-        # a scheduler's SIGTERM may have ended this run's own Ray daemons; removal would then wait a minute for them
+        # only from a shared cluster: a scheduler's SIGTERM may have ended the daemons of this run's own Ray
         if kept:
             remove_placement_group(group)
 
@@ -531,7 +540,8 @@ def _reserved(
 def _granted(
     plan: Callable[[dict[str, int]], list[str] | None], device: str, bundles: list[dict[str, float]], patience: float
 ) -> PlacementGroup:
-    """A placement group of ``bundles`` where ``plan`` puts them. If Ray loses one of these nodes, it plans again."""
+    """Reserve a placement group of ``bundles`` on the nodes that ``plan`` chooses. If Ray loses one of these nodes, new
+    nodes are chosen."""
     wanted = f"{len(bundles)} x {bundles[0]}"
     while True:
         places = _wait_for(plan, device, wanted, patience)
@@ -550,20 +560,21 @@ def _granted(
 
 
 def _patience(args: ClusterArgs) -> float:
-    """How long the start waits for Ray and its machines [s]. Only a restart of ``--max-restarts`` waits, because
-    machines may be gone then."""
+    """The time for which the start waits for Ray and its machines [s]. Only a restart of ``--max-restarts`` waits,
+    because only then machines may be missing."""
     return args.restart_wait if int(os.environ.get(ATTEMPT, "0")) else 0.0
 
 
 def _devices(device: str) -> dict[str, int]:
-    """The number of devices (``device``: GPU or CPU) of each living node."""
+    """The number of devices of each living node. ``device``: the kind of device, GPU or CPU."""
     return {node["NodeID"]: int(node["Resources"].get(device, 0)) for node in ray.nodes() if node["Alive"]}
 
 
 def _wait_for(
     plan: Callable[[dict[str, int]], list[str] | None], device: str, wanted: str, patience: float
 ) -> list[str]:
-    """Wait until all bundles have room, and return the node of each. Nodes may come and go meanwhile."""
+    """Wait until there are free devices for all bundles, and return the node of each bundle. Nodes may appear and
+    disappear meanwhile."""
     begin = noted = time.monotonic()
     while True:
         alive = _devices(device)
@@ -573,7 +584,7 @@ def _wait_for(
         waited = time.monotonic() - begin
         state = f"{sum(free.values()):g} of {sum(alive.values())} {device}s are free"
         if waited > (patience or WAIT_LIMIT_S):
-            why = "another job holds the rest" if plan(alive) else "the rest is on machines that are gone"
+            why = "another job uses the others" if plan(alive) else "the others are on machines that are gone"
             raise not_there(f"gave up after {waited:.0f} s waiting for {wanted}: {state}; {why}", patience)
         if time.monotonic() - noted > WAIT_REPORT_S:
             logger.warning("waiting for %s from Ray, %.0f s so far: %s", wanted, waited, state)
@@ -582,8 +593,8 @@ def _wait_for(
 
 
 def _env(threads: int) -> dict[str, str]:
-    """Environment variables of a worker. The wrapper for slime's scripts hands over those of --runtime-env-json; secret
-    ones are left out, because Ray writes them to logs."""
-    variables = public_part(json.loads(os.environ.get("SLIMELITE_WORKER_ENV", "{}")))[0]
-    memory = {"MALLOC_MMAP_THRESHOLD_": str(BLOCK), "MALLOC_TRIM_THRESHOLD_": str(BLOCK)}  # for processes of a worker's
-    return {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", **memory, **variables}
+    """Environment variables of a worker. The wrapper for slime's scripts passes on those of --runtime-env-json. Secret
+    variables are left out, because Ray writes them to logs."""
+    shown = public_part(json.loads(os.environ.get("SLIMELITE_WORKER_ENV", "{}")))[0]
+    memory = {"MALLOC_MMAP_THRESHOLD_": str(BLOCK), "MALLOC_TRIM_THRESHOLD_": str(BLOCK)}  # for child processes
+    return {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", **memory, **shown}

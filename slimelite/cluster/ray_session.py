@@ -1,5 +1,5 @@
-"""The Ray of a run. It is either a Ray of its own on this machine, closed to everyone else, or the cluster of
-``RAY_ADDRESS``. An error of Ray becomes one sentence with a remedy."""
+"""Starts or joins the Ray of a run. The Ray of a run is either a new Ray on this machine that no other user can access,
+or the cluster of ``RAY_ADDRESS``. This file also converts an error of Ray to one sentence with a remedy."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ from slimelite.cluster.remote import ClusterError, MemoryShortage, not_there
 logger = logging.getLogger(__name__)
 
 TRIES = 2
-# free disk space for a start [bytes]; with less, Ray starts and then fails with errors that do not name the disk
+# free disk space that a start needs [bytes]; with less space, Ray starts, and then fails with errors that do not name
+# the disk
 ROOM = 100 << 20
 ANSWER_S = 10.0
 LOCAL = "--launcher local needs no Ray (one rank, one engine)"
@@ -48,13 +49,14 @@ NO_MEMORY = (
     "lower --max-tokens-per-gpu, --rollout-batch-size or --sglang-max-running-requests, use fewer ranks and engines, "
     "or end other jobs on the machine"
 )
-NO_ROOM = "make room in /tmp and /dev/shm, or export RAY_TMPDIR=<a folder with a short name on another disk>"
+NO_ROOM = "free space in /tmp and /dev/shm, or export RAY_TMPDIR=<a folder with a short name on another disk>"
 ENDED = "Worker unexpectedly exits"
-# Ray's methods that start a process of which a run of its own makes no use: one forwards the output of workers, which
-# ours write to files of the run folder; one adds machines; one is the dashboard's, which starts even without the page
+# Ray's methods that start processes which a run does not need. The log monitor forwards the output of workers, but our
+# workers write their output to files in the run folder. The monitor adds machines. The API server belongs to the
+# dashboard, and Ray starts it even if the dashboard is off.
 NEEDLESS = ("start_log_monitor", "start_monitor", "start_api_server")
-# Ray would start a worker for each core and keep it idle; ours are started when they are asked for. And every process
-# would count what it does and report it each second, for the dashboard and Prometheus
+# Without these settings, Ray would start an idle worker for each core, but our workers are started on demand. Also,
+# every process would collect metrics and report them each second, for the dashboard and Prometheus.
 SETTINGS = {
     "prestart_worker_first_driver": False,
     "enable_metrics_collection": False,
@@ -65,15 +67,16 @@ SETTINGS = {
 
 @contextmanager
 def connected(bundles: int, patience: float = 0.0) -> Iterator[bool]:
-    """Connect to the Ray of ``RAY_ADDRESS`` (a `ray job` sets it), or start one for ``bundles`` devices.
+    """Connect to the Ray of ``RAY_ADDRESS`` (a `ray job` sets this variable). Without the variable, start a Ray for
+    ``bundles`` devices.
 
-    ``patience``: how long to wait for a cluster that does not answer [s].
+    ``patience``: the time to wait for a cluster that does not answer [s].
 
     Yields:
-        whether the Ray cluster outlives the run, so that the run must release what it reserved.
+        whether the Ray cluster continues after the run. If so, the run must release its reserved devices.
 
     Raises:
-        ClusterError: there is no cluster at the address, it refuses the token, or Ray does not start.
+        ClusterError: there is no cluster at the address, the cluster refuses the token, or Ray does not start.
     """
     if ray.is_initialized():
         yield True
@@ -102,7 +105,7 @@ def _join(address: str, patience: float) -> None:
     host, _, port = address.rpartition(":")
     deadline = time.monotonic() + patience
     try:
-        while host and port.isdigit():  # Ray itself would wait for minutes, and print every second
+        while host and port.isdigit():  # Ray itself would wait for minutes, and print a line every second
             try:
                 socket.create_connection((host, int(port)), timeout=ANSWER_S).close()
                 break
@@ -118,7 +121,7 @@ def _join(address: str, patience: float) -> None:
         ) from error
     except (OSError, RuntimeError, ValueError) as error:
         problem = (
-            f"no Ray cluster can be joined at RAY_ADDRESS={address} ({_first_line(error)}): name the head's address, "
+            f"cannot join a Ray cluster at RAY_ADDRESS={address} ({_first_line(error)}): name the head node's address, "
             "such as 10.0.0.1:6379; unset RAY_ADDRESS to let the run start its own Ray"
         )
         raise not_there(problem, patience) from error
@@ -126,25 +129,27 @@ def _join(address: str, patience: float) -> None:
 
 def _start(bundles: int) -> None:
     folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
-    # a CPU "device" is one of our processes: more of them than cores are slow, but work
+    # a CPU "device" is one of our processes; more processes than cores are slow, but they work
     cpus = max(os.cpu_count() or 1, bundles)
-    # when it was imported, perhaps by a file of the user's, Ray read the variable that `_close_ray_to_others` sets, and
-    # keeps it here
+    # if a user's file has already imported Ray, the variable that `_close_ray_to_others` sets has no effect, because
+    # Ray reads it at the import and stores its value here
     ray_constants.ENABLE_RAY_CLUSTER = False
     if not ipaddress.ip_address(here := services.get_node_ip_address()).is_loopback:
-        raise ClusterError(f"Ray {ray.__version__} would be open to other machines, at {here}: {LOCAL}")
+        raise ClusterError(
+            f"Ray {ray.__version__} would be open to other machines, because it listens at {here}; {LOCAL}"
+        )
     for left in reversed(range(TRIES)):
         try:
             if (free := shutil.disk_usage(folder).free) < ROOM:
-                raise OSError(f"{free >> 20} MB are free in {folder}, but Ray needs at least {ROOM >> 20} MB")
+                raise OSError(f"{folder} has {free >> 20} MB of free space, but Ray needs at least {ROOM >> 20} MB")
             with _without_needless(), _sessions_of_their_own():
                 _init(address="local", num_cpus=cpus, include_dashboard=False, _system_config=dict(SETTINGS))
             Watchdog.note_session(_session())
             return
         except OSError as error:
             raise ClusterError(
-                f"Ray cannot keep its files in {folder}: {error}. Make room there, or export RAY_TMPDIR=<a folder with "
-                f"a short name on another disk>; {LOCAL}"
+                f"Ray cannot write its files in {folder}: {error}. Free space there, or export RAY_TMPDIR=<a folder "
+                f"with a short name on another disk>; {LOCAL}"
             ) from error
         except Exception as error:
             ray.shutdown()
@@ -152,7 +157,7 @@ def _start(bundles: int) -> None:
                 logger.warning("Ray did not start (%s); trying again", _first_line(error))
                 continue
             raise ClusterError(
-                f"Ray did not start, in {TRIES} tries: {_first_line(error)}. Its logs are in "
+                f"Ray did not start in {TRIES} attempts: {_first_line(error)}. Its logs are in "
                 f"{folder}/ray/session_latest/logs. Most often the machine is too busy, or has no memory or processes "
                 f"left (free -g, ulimit -u): end other jobs and start again; {LOCAL}"
             ) from error
@@ -160,10 +165,10 @@ def _start(bundles: int) -> None:
 
 @contextmanager
 def _without_needless() -> Iterator[None]:
-    """Inside this block, Ray does not start the processes of `NEEDLESS`, which cost 2 CPU-seconds at the start of a
-    run.
+    """Inside this block, Ray does not start the processes of `NEEDLESS`. These processes would cost 2 CPU-seconds at
+    the start of a run.
 
-    The methods are private. If a version of Ray has no method of that name, it starts the process as usual.
+    The replaced methods are private. If a version of Ray has no method of this name, it starts the process as usual.
     """
     kept = {name: getattr(Node, name) for name in NEEDLESS if hasattr(Node, name)}
     for name in kept:
@@ -177,12 +182,12 @@ def _without_needless() -> Iterator[None]:
 
 @contextmanager
 def _sessions_of_their_own() -> Iterator[None]:
-    """Inside this block, each process of Ray begins its own session. A signal for the run's process group (from
-    ``timeout``, a shell or a scheduler) then does not reach these processes.
+    """Inside this block, each process of Ray begins its own session. So these processes do not get a signal for the
+    run's process group (from ``timeout``, a shell or a scheduler).
 
-    If the signal ended Ray's daemons first, Ray's threads in this process would end it within a second, with status 1
-    and without a message. If a version of Ray lacks the name that is replaced here, its processes start in the run's
-    group.
+    If the signal ended Ray's daemons first, Ray's threads in this process would end this process within a second. The
+    exit status would be 1, and there would be no message. If a version of Ray lacks the name that is replaced here, its
+    processes start in the run's process group.
     """
     name = "ConsolePopen"
     if (kept := getattr(services, name, None)) is None:
@@ -200,8 +205,8 @@ def _start_nothing(node: Any, **_options: Any) -> None:
 
 
 def _init(**options: object) -> None:
-    """Call `ray.init`. It replaces the SIGTERM handler, so ours is set again afterwards."""
-    # Ray would print its own message about a dead worker besides ours
+    """Call `ray.init`. `ray.init` replaces the SIGTERM handler, so our handler is set again afterwards."""
+    # otherwise Ray would print its own message about a dead worker in addition to ours
     ray._private.worker._worker_logs_enabled = False
     handler = signal.getsignal(signal.SIGTERM)
     try:
@@ -228,12 +233,11 @@ def explained(
     verdict: str | None = None,
     host: str | None = None,
 ) -> ClusterError:
-    """``error`` as one message. Ray's own text is a note, which log.txt shows.
+    """Convert ``error`` to one message. Ray's own text is added as a note, which log.txt shows.
 
     ``host``: the address of the worker's machine, for errors of Ray that do not name it.
-    ``kills``: how many processes on the worker's machine the kernel has just killed because memory ran out;
-    None: unknown.
-    ``verdict``: why the `Monitor` ended the worker, if it did.
+    ``kills``: the number of processes on the worker's machine that the kernel has just killed because memory was full.
+    None: unknown. ``verdict``: why the `Monitor` ended the worker, if it did.
     """
     last = last_line(error)
     worker += _place(error) or (f" on {_host_name(host)}" if host else "")
@@ -248,9 +252,9 @@ def explained(
     if isinstance(error, OutOfMemoryError):
         what = f"{worker} was ended by Ray because the machine's memory was nearly full: {NO_MEMORY}"
     elif isinstance(error, OutOfDiskError | ObjectStoreFullError):
-        what = f"{worker}: Ray has no room left for what the workers exchange: {NO_ROOM}"
+        what = f"{worker}: Ray has no space left for the data that the workers exchange: {NO_ROOM}"
     elif isinstance(error, RuntimeEnvSetupError):
-        what = f"{worker} could not be given its environment (--train-env-vars): {last}"
+        what = f"{worker}: Ray could not set its environment variables (--train-env-vars): {last}"
     elif isinstance(error, NodeDiedError):
         what = f"{worker}: its machine died or lost its connection: {last}"
     elif died:
@@ -267,17 +271,17 @@ def explained(
 
 
 def _death(kills: int | None) -> str:
-    """How a worker died that said nothing, as far as the kernel's count of ``kills`` tells."""
+    """A text on how a worker died without a message. The text depends on ``kills``, the kernel's count."""
     if kills:
         number = "a process" if kills == 1 else f"{kills} processes"
         return (
             f"was killed: in the last {RECENT_S:.0f} s the kernel has killed {number} of this machine because memory "
-            f"was full; {NO_MEMORY}"
+            f"was full. Remedy: {NO_MEMORY}"
         )
     if kills == 0:
         return (
-            "died without an error message: it crashed, or somebody sent it SIGKILL. It was not for its memory: the "
-            f"kernel of this machine has killed no process for that in the last {RECENT_S:.0f} s"
+            "died without an error message: it crashed, or somebody sent it SIGKILL. Full memory was not the "
+            f"reason: the kernel of this machine has not killed a process for this in the last {RECENT_S:.0f} s"
         )
     return (
         "died without an error message: it crashed, or it was killed by SIGKILL (`dmesg` shows whether the machine ran "
@@ -286,8 +290,8 @@ def _death(kills: int | None) -> str:
 
 
 def _lost_raylet(log: Path | None) -> str:
-    """If the raylet that this process has started is dead: how it ended. Its log goes to the folder of ``log``, because
-    Ray's own folder will be removed. Else empty."""
+    """A text on how the raylet of this process ended. The text is empty if the raylet is alive. The raylet's log is
+    copied to the folder of ``log``, because Ray's own folder will be removed."""
     node = ray._private.worker._global_node
     started = node.all_processes.get(ray_constants.PROCESS_TYPE_RAYLET, []) if node else []
     for process in (each.process for each in started):
@@ -303,7 +307,7 @@ def _lost_raylet(log: Path | None) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """Process and host of a dead actor, as Ray's message names them; empty if the message does not."""
+    """The process and the host of a dead actor, if Ray's message names them. Returns an empty text if it does not."""
     pid, host = (re.search(rf"^\s*{name}: (\S+)$", str(error), re.M) for name in ("pid", "ip"))
     if not (pid and host):
         return ""
@@ -311,13 +315,13 @@ def _place(error: BaseException) -> str:
 
 
 def _host_name(address: str) -> str:
-    """``address``, or the name of this machine."""
+    """The name of this machine if ``address`` is its address, else ``address``."""
     with suppress(ValueError):
         return socket.gethostname() if ipaddress.ip_address(address).is_loopback else address
     return address
 
 
 def last_line(error: BaseException) -> str:
-    """The last line of Ray's message. For an actor that failed in its constructor, it is the error itself."""
+    """The last line of Ray's message. If an actor failed in its constructor, this line is the actor's error."""
     lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", str(error)).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__

@@ -1,6 +1,6 @@
-"""Calls to objects that may be in another process; each returns a future.
+"""Calls to objects that may be in another process. Each call returns a future.
 
-The method itself is passed, not its name, so that type checkers see its arguments and its result::
+The caller passes the method itself instead of its name. So type checkers know the method's arguments and its result::
 
     trainer: Remote[Trainer]
     written = trainer.submit(Trainer.save, folder, rollout_id)  # a Future[Checksums]
@@ -34,7 +34,7 @@ V = TypeVar("V")
 P = ParamSpec("P")
 # interval between two polls of a future [s]
 POLL_S = 0.5
-# what gloo, NCCL and torch's store say when another rank does not answer
+# error texts of gloo, NCCL and torch's store if another rank does not answer
 SILENCE = re.compile(
     r"Timed out waiting|Application timeout caused pair closure|Connection closed by peer|Watchdog caught collective|"
     r"Connection reset by peer|wait timeout after|Timed out after \d+ seconds waiting"
@@ -44,29 +44,31 @@ Progress = Callable[[int, int, str], None]
 
 
 class ClusterError(RuntimeError):
-    """A worker died, or the machines cannot hold the job; the message names the worker and its log."""
+    """A worker died, or the machines have too few devices for the job. The message names the worker and its log."""
 
 
 class MemoryShortage(ClusterError):
-    """A worker was killed, because its machine had no memory left or for an unknown reason."""
+    """A worker was killed. The worker's machine had no memory left, or the reason is unknown."""
 
 
 class RestartWaitError(ClusterError):
-    """The machines of a run did not come back within ``--restart-wait``. The run is not started again after this."""
+    """The machines of a run did not come back within ``--restart-wait``. After this error, the run is not started
+    again."""
 
 
 def not_there(problem: str, patience: float) -> ClusterError:
-    """The error for a cluster or devices that are missing. ``patience``: how long a restart has waited for them [s]; it
-    is 0 at the first start."""
+    """The error for a missing cluster or missing devices. ``patience``: the time for which a restart has waited for
+    them [s]. ``patience`` is 0 at the first start."""
     if not patience:
         return ClusterError(problem)
     return RestartWaitError(f"a restart has waited {patience:g} s for its machines (--restart-wait): {problem}")
 
 
 def with_memory(error: BaseException, args: Args) -> BaseException:
-    """``error``, or one that explains it. After a shortage of memory it says what the run needed and what would have
-    fitted. After a collective that failed it says that a rank did not answer."""
-    from slimelite.plan.run import is_shortage, needs_and_remedies, shortage  # a run without errors needs none
+    """Return ``error``, or a new error that explains it. For a shortage of memory, the explanation has the memory that
+    the run needed, and settings that would have fitted. For a failed collective, it states that a rank did not
+    answer."""
+    from slimelite.plan.run import is_shortage, needs_and_remedies, shortage  # only needed after an error
 
     if isinstance(error, MemoryShortage):
         explained = ClusterError(f"{error}. {needs_and_remedies(args)}")
@@ -74,8 +76,8 @@ def with_memory(error: BaseException, args: Args) -> BaseException:
         explained = ClusterError(shortage(error, args))
     elif isinstance(error, RuntimeError) and not isinstance(error, ClusterError) and SILENCE.search(str(error)):
         explained = ClusterError(
-            "a training rank got no answer from another rank: that rank is stopped or hangs, its machine or network "
-            "failed, or a collective takes more than --distributed-timeout-minutes "
+            "a training rank got no answer from another rank: the other rank is stopped or hangs, its machine or its "
+            "network failed, or a collective takes more than --distributed-timeout-minutes "
             f"{args.distributed_timeout_minutes} ({' '.join(str(error).rpartition(']')[2].split())[:200]}); the "
             "ranks' logs are in logs/ of the run folder"
         )
@@ -88,22 +90,22 @@ def with_memory(error: BaseException, args: Args) -> BaseException:
 
 
 class Names:
-    """Stands for a class when this process needs only the names of its methods, for `Remote.submit`."""
+    """A substitute for a class, if this process needs only the names of its methods for `Remote.submit`."""
 
     def __getattr__(self, name: str) -> SimpleNamespace:
         return SimpleNamespace(__name__=name)
 
 
 class Closing(Protocol):
-    """What a worker does at the end of a run."""
+    """A worker that must be closed at the end of a run."""
 
     def close(self) -> None:
-        """End what the worker has started."""
+        """End all threads and processes that the worker has started."""
         ...
 
 
 class Remote(ABC, Generic[T_co]):
-    """An object of class ``T_co`` in this or another process; ``name``: how messages refer to it."""
+    """An object of class ``T_co`` in this or another process. ``name``: the object's name in messages."""
 
     name: str
 
@@ -116,7 +118,7 @@ class Remote(ABC, Generic[T_co]):
     def submit(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
         """Start ``method``, such as ``Trainer.save``. The future gets its result or its error.
 
-        The object's own method of that name is called, so ``method`` may belong to a base class or a protocol.
+        The object's own method of the same name is called, so ``method`` may belong to a base class or a protocol.
         """
         return self.start(method.__name__, *args, **kwargs)
 
@@ -131,16 +133,17 @@ class Remote(ABC, Generic[T_co]):
 
     @abstractmethod
     def cpu_seconds(self) -> Future[float]:
-        """CPU time of the object's process since it began [s]; 0 if the object is in the caller's process."""
+        """The CPU time of the object's process since its start [s]. The time is 0 if the object is in the caller's
+        process."""
         ...
 
     def share(self, value: V) -> V:
-        """``value``, or a reference to it. A reference is cheap to pass to several remote objects."""
+        """Return ``value``, or a reference to it. A reference can be passed cheaply to several remote objects."""
         return value
 
 
 class LocalRemote(Remote[T_co]):
-    """An object of this process: its methods run at once, in the caller's thread."""
+    """An object of this process. The object's methods run immediately, in the caller's thread."""
 
     def __init__(self, target: T_co, name: str) -> None:
         self.target, self.name = target, name
@@ -167,7 +170,7 @@ class LocalRemote(Remote[T_co]):
 
 
 class RemoteSink:
-    """Sends weights to remote engines: each bucket is shared once, and all engines read it."""
+    """Sends weights to remote engines. Each bucket is shared once, and all engines read it."""
 
     every_rank = False
 
@@ -176,7 +179,7 @@ class RemoteSink:
 
     def begin(self, version: int, changed: Collection[str] | None = None) -> bool:
         """Stop every engine's decoding."""
-        # a user's engine may have no second parameter, which only a run with adapters needs
+        # a user's engine may not have the second parameter, because only runs with adapters need it
         update = (version,) if changed is None else (version, changed)
         return all(self._each(Engine.begin_weight_update, *update))
 
@@ -200,38 +203,40 @@ class RemoteSink:
 
 
 def check_number(verb: str, name: str, value: object) -> None:
-    """Raise ValueError unless the argument ``name`` of ``verb`` is a whole number from 0."""
+    """Check that the argument ``name`` of ``verb`` is a whole number from 0. Raises ValueError if it is not."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"{verb}: {name} is {value!r}, and must be a whole number from 0")
+        raise ValueError(f"{verb}: {name} must be a whole number from 0, not {value!r}")
 
 
 def check_table(verb: str, value: object) -> None:
-    """Raise ValueError unless the argument of ``verb`` is a table of samples."""
+    """Check that the argument of ``verb`` is a table of samples. Raises ValueError if it is not."""
     if not isinstance(value, SampleTable):
         has = isinstance(value, Pending) and ": take the .table of its result()"
         has = has or (hasattr(value, "table") and ": take its .table") or ""
-        raise ValueError(f"{verb}: the table is a {type(value).__name__}, and must be a SampleTable{has}")
+        raise ValueError(f"{verb}: the table must be a SampleTable, not a {type(value).__name__}{has}")
 
 
 class Pending(Future[R]):
-    """The result of a verb of `Cluster`. It is a future whose `result` also looks after the run while it waits.
+    """The result of a verb of `Cluster`. The result is a future. While the method `result` of this future waits, it
+    also checks the state of the run.
 
-    ``attend`` is called every ``POLL_S`` seconds of that wait, with the ``progress`` that the caller gave to `result`.
+    During this wait, ``attend`` is called every ``POLL_S`` seconds with the ``progress`` that the caller gave to
+    `result`.
     """
 
     def __init__(self, turns: Turns, attend: Callable[[Progress | None], None] | None = None) -> None:
         super().__init__()
         self.taken = False  # whether `result` has returned or raised
-        self.failure = turns.failure  # that of the verbs that were called with it
+        self.failure = turns.failure  # shared with the verbs that are called before the next error is seen
         self._turns, self._attend = turns, attend
 
     def result(self, timeout: float | None = None, progress: Progress | None = None) -> R:
-        """Wait for the verb's result. Meanwhile ``progress`` is called with how far the verb is.
+        """Wait for the verb's result. Meanwhile ``progress`` is called with the progress of the verb.
 
         Raises:
-            Exception: the verb's error. Later verbs can run again after that.
-            Stopped: Ctrl-C or SIGTERM was received; see `StopSignals`.
-            TimeoutError: there is no result after ``timeout`` [s]. The verb goes on.
+            Exception: the verb's error. After this, later verbs can run again.
+            Stopped: Ctrl-C or SIGTERM was received (see `StopSignals`).
+            TimeoutError: there is no result after ``timeout`` [s]. The verb continues to run.
         """
         end = math.inf if timeout is None else time.monotonic() + timeout
         StopSignals.check()
@@ -249,18 +254,19 @@ class Pending(Future[R]):
 
 @dataclass(slots=True)
 class Failure:
-    """The first ``error`` of the verbs since the caller saw the previous error; None if there is none."""
+    """The first ``error`` of the verbs since the caller has seen the previous error. ``error`` is None if there is no
+    such error."""
 
     error: BaseException | None = None
 
 
 class Turns:
-    """Runs jobs one after the other on a thread, in the order of the calls. ``inline``: they run in the caller's
-    thread.
+    """Runs jobs one after the other on a thread, in the order of the calls. ``inline``: whether they run in the
+    caller's thread instead.
 
-    After an error, no job runs until a `Pending.result` has raised that error to the caller. Jobs that were queued
-    before the error fail with it, even later. ``explained``: turns an error into the one that is raised; `with_memory`
-    is an example.
+    After an error, no job runs until a `Pending.result` has raised this error to the caller. Jobs that were queued
+    before the error always fail with it. ``explained``: function that converts an error to the error that is raised. An
+    example is `with_memory`.
     """
 
     def __init__(
@@ -285,21 +291,21 @@ class Turns:
         return pending
 
     def check(self, pending: Pending[Any] | None = None) -> None:
-        """Raise the error that no `Pending.result` has raised yet. With ``pending``, also raise an error that came
-        after its verb was called.
+        """Raise the current error if no `Pending.result` has raised it yet. With ``pending``, also raise an error that
+        occurred after the verb of ``pending`` was called.
 
         Raises:
-            Exception: that error.
+            Exception: the current error.
             ValueError: the block of `launch` has ended.
         """
         error = self.failure.error or (None if pending is None else pending.failure.error)
         if error is not None:
             raise error
         if self._closed:
-            raise ValueError("the run ended at the end of its `with launch(...)` block: call verbs inside the block")
+            raise ValueError("the run has ended with its `with launch(...)` block: call verbs inside the block")
 
     def seen(self, pending: Future[Any]) -> None:
-        """Note that the caller has seen the error of ``pending``. From now on jobs run again."""
+        """Record that the caller has seen the error of ``pending``. From now on, jobs run again."""
         if pending.done() and not pending.cancelled() and pending.exception() is self.failure.error is not None:
             self.failure = Failure()
 
@@ -320,7 +326,7 @@ class Turns:
         self._jobs.put(None)
 
     def close(self) -> None:
-        """Refuse all further verbs."""
+        """Raise an error for all further verbs."""
         self._closed = True
 
     def _work(self) -> None:
@@ -337,7 +343,7 @@ class Turns:
             self.check(pending)
             result = work()
         except BaseException as error:
-            interrupted = isinstance(error, KeyboardInterrupt)  # in the main thread
+            interrupted = isinstance(error, KeyboardInterrupt)  # Ctrl-C in the main thread
             left_out = error is self.failure.error or error is pending.failure.error
             if not (interrupted or left_out):
                 error = self._explained(error)

@@ -1,4 +1,4 @@
-"""A checkpoint that is written while training goes on (``--async-save``)."""
+"""Writes a checkpoint while training continues (``--async-save``)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ POLL_S = 0.1
 
 
 class Saving(Thread):
-    """Waits until every rank has written its part of the checkpoint ``final``, and then completes the checkpoint; see
-    `writing`.
+    """Waits until every rank has written its part of the checkpoint ``final``, and then completes the checkpoint (see
+    `writing`).
 
-    The ranks and the caller write to ``directory``. If the run dies meanwhile, the previous checkpoint stays the
-    newest.
+    The ranks and the caller write to ``directory``. If the run dies meanwhile, the previous checkpoint remains the
+    newest checkpoint.
     """
 
     def __init__(self, final: Path, size: int, retain: int | None, ranks: int) -> None:
@@ -29,10 +29,10 @@ class Saving(Thread):
         self.start()
 
     def directory(self) -> Path:
-        """The folder to write to.
+        """The folder for the parts of the checkpoint.
 
         Raises:
-            OSError: the folder cannot be made.
+            OSError: the folder cannot be created.
         """
         self._made.wait()
         if self._directory is None:
@@ -41,11 +41,11 @@ class Saving(Thread):
         return self._directory
 
     def begin(self) -> None:
-        """Note that every rank is writing, and that the caller has written its own part."""
+        """Record that every rank is writing, and that the caller has written its own part."""
         self._begun.set()
 
     def drop(self) -> None:
-        """Give up, and remove the unfinished checkpoint."""
+        """Stop writing, and remove the unfinished checkpoint."""
         self._dropped.set()
         self._begun.set()
         self.join()
@@ -66,7 +66,7 @@ class Saving(Thread):
             raise self._error
 
     def run(self) -> None:
-        """See the class."""
+        """Complete the checkpoint on this thread (see the class)."""
         try:
             with writing(self.final, self._size, self._retain) as (directory, checksums):
                 self._directory = directory
@@ -74,7 +74,7 @@ class Saving(Thread):
                 self._begun.wait()
                 for rank in range(self._ranks):
                     checksums.update(self._part(part_file(directory, rank)))
-        except BaseException as error:  # `finish` raises it where somebody reads it
+        except BaseException as error:  # `finish` raises it in the caller's thread
             self._error = error
         finally:
             self._made.set()
@@ -82,7 +82,7 @@ class Saving(Thread):
     def _part(self, file: Path) -> Checksums:
         while not file.is_file():
             if self._dropped.wait(POLL_S):
-                raise InterruptedError("the run has ended in the meantime")
+                raise InterruptedError("the run ended before the checkpoint was complete")
         result = json.loads(file.read_text())
         file.unlink()
         if "error" in result:

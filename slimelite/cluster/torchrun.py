@@ -1,8 +1,8 @@
-"""``--launcher torchrun``: the processes that torchrun has started are the ranks of a run without engines.
+"""Implements ``--launcher torchrun``. The processes that torchrun has started are the ranks of a run without engines.
 
-Rank 0 runs the loop of train.py and the rollout side. Its trainer runs on a thread. The other ranks run `follow`: they
-wait for calls of their trainers' methods. Each call travels pickled through the store at which torchrun lets ranks
-meet, as torch's object collectives do.
+Rank 0 runs the loop of train.py and the rollout side. The trainer of rank 0 runs on a thread. The other ranks run
+`follow` and wait for calls of their trainers' methods. Each call is pickled, and sent through torchrun's rendezvous
+store. torch's object collectives pickle their values too.
 """
 
 from __future__ import annotations
@@ -34,22 +34,23 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 V = TypeVar("V")
-# what a rank is asked beside methods of its trainer
+# requests to a rank that are not methods of its trainer
 BEGIN, LEAVE, CPU_SECONDS = "begin a run", "leave", "cpu_seconds"
-# a wait at the store is renewed after this time, and fails if there is no store any more [s]
+# a wait at the store is renewed after this time [s]; it fails if the store no longer exists
 RENEW_S = 60.0
-# of this process, over all of its runs, which --stages makes: calls of each rank, and runs
+# counts over all runs of this process (--stages makes several runs): the number of calls of each rank, and of runs
 _numbers: Counter[int | str] = Counter()
 
 
 def meet() -> dist.Store:
-    """A connection to torchrun's store. While one thread waits on a connection, other threads cannot use it."""
+    """Open a connection to torchrun's store. While one thread waits on a connection, other threads cannot use this
+    connection."""
     store, _, _ = next(dist.rendezvous("env://"))
     return cast("dist.Store", store)
 
 
 class Desk:
-    """A thread that does its jobs in order. It is a daemon thread, so that a failed process does not wait for a
+    """A thread that runs its jobs in order. The thread is a daemon thread, so a failed process does not wait for a
     collective."""
 
     def __init__(self, name: str) -> None:
@@ -57,7 +58,7 @@ class Desk:
         Thread(target=self._work, name=name, daemon=True).start()
 
     def submit(self, work: Callable[[], R]) -> Future[R]:
-        """Do ``work`` after all earlier jobs."""
+        """Run ``work`` after all earlier jobs."""
         future: Future[R] = Future()
         self._queue.put((future, work))
         return future
@@ -72,7 +73,8 @@ class Desk:
 
 
 class Shared:
-    """A value that is sent once. Other ranks read it at ``key`` of the store; here it is ``value``."""
+    """A value that is sent only once. Other ranks read it from the store with ``key``. In this process, ``value`` is
+    the value."""
 
     def __init__(self, key: str, value: object = None) -> None:
         self.key, self.value = key, value
@@ -100,8 +102,8 @@ class OwnTrainer(Remote["Trainer"]):
         return self._desk.submit(lambda: 0.0)
 
     def share(self, value: V) -> V:
-        """See `Remote.share`. The new value replaces the one that was shared before, because that one's verb is
-        over."""
+        """See `Remote.share`. The new value replaces the previous shared value, because the verb of the previous value
+        is over."""
         _numbers["shared"] += 1
         self._store.delete_key(f"slimelite/shared/{_numbers['shared'] - 1}")
         shared = Shared(f"slimelite/shared/{_numbers['shared']}", value)
@@ -135,7 +137,8 @@ class OtherTrainer(Remote["Trainer"]):
 
 @contextmanager
 def torchrun_workers(args: Args, progress: Progress) -> Iterator[Workers]:
-    """``--launcher torchrun``, on rank 0: the rollout side in this process, and a trainer in each process."""
+    """Start the workers of ``--launcher torchrun`` on rank 0: the rollout side in this process, and a trainer in each
+    process."""
     with ExitStack() as stack:
         progress(0, 0, "reading the data")
         rollout = RolloutManager(args, [], load_tokenizer(args.tokenizer))
@@ -146,7 +149,7 @@ def torchrun_workers(args: Args, progress: Progress) -> Iterator[Workers]:
         others = [OtherTrainer(rank) for rank in range(1, ranks)]
         begun = [other.start(BEGIN, args, run) for other in others]
         own = OwnTrainer(partial(_make, args, run, 0))
-        done, _ = wait([own.made, *begun], return_when=FIRST_EXCEPTION)  # a rank that fails leaves others waiting
+        done, _ = wait([own.made, *begun], return_when=FIRST_EXCEPTION)  # if a rank fails, other ranks may wait for it
         for each in done:
             each.result()
         yield Workers(LocalRemote(rollout, "rollout"), [own, *others], [])
@@ -155,7 +158,8 @@ def torchrun_workers(args: Args, progress: Progress) -> Iterator[Workers]:
 
 
 def follow() -> int:
-    """Run on a rank other than 0: do what rank 0 asks for until rank 0 leaves. Returns the exit status."""
+    """Handle the requests of rank 0 until rank 0 leaves. The other ranks call this function. Returns the exit
+    status."""
     rank, store, trainer = int(os.environ["RANK"]), meet(), None
     while True:
         number, _numbers[rank] = _numbers[rank], _numbers[rank] + 1
@@ -178,7 +182,7 @@ def follow() -> int:
 
 
 def leave() -> None:
-    """Called on rank 0: let the other ranks end."""
+    """Let the other ranks end. Rank 0 calls this function."""
     store = meet()
     for rank in range(1, int(os.environ["WORLD_SIZE"])):
         _put(store, f"slimelite/call/{rank}/{_numbers[rank]}", (LEAVE, (), {}))
@@ -191,7 +195,7 @@ def _make(args: Args, run: int, rank: int) -> Trainer:
 
 
 def _put(store: dist.Store, key: str, value: object) -> None:
-    store.set(key, cast("str", pickle.dumps(value)))  # bytes, too
+    store.set(key, cast("str", pickle.dumps(value)))  # the store also accepts bytes
 
 
 def _take(store: dist.Store, key: str) -> Any:
@@ -200,7 +204,7 @@ def _take(store: dist.Store, key: str) -> Any:
         try:
             store.wait([key], timedelta(seconds=RENEW_S))
         except dist.DistStoreError:
-            store.check([key])  # raises if there is no store any more
+            store.check([key])  # raises an error if the store no longer exists
         else:
             value = pickle.loads(store.get(key))
             store.delete_key(key)

@@ -1,7 +1,7 @@
-"""The objects that a launcher places in processes: trainers, engines, servers and the rollout worker. ``--launcher
-local`` makes all of them in one process.
+"""Creates the objects that a launcher places in processes: trainers, engines, servers and the rollout worker.
+``--launcher local`` creates all of them in one process.
 
-Importing this file does not import torch. A process imports torch when it makes its engine or trainer.
+Importing this file does not import torch. A process imports torch when it creates its engine or trainer.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ if TYPE_CHECKING:
 
     from slimelite.training.trainer import Trainer
 
-# where requests and weights for an engine go
+# the receiver of an engine's requests and weights
 Target = Remote[Engine] | ServerAddress
 LOCAL_HOST = "127.0.0.1"
 
 
 class EngineFactory:
-    """Makes the engines of a run, or the clients of servers. ``host``: an address of this machine that others can
-    reach."""
+    """Creates the engines of a run, or the clients of servers. ``host``: an address of this machine that other machines
+    can reach."""
 
     def __init__(self, args: Args) -> None:
         self._args = args
 
     def setup(self, index: int, host: str = LOCAL_HOST) -> EngineSetup:
-        """The settings that engine number ``index`` is built with."""
+        """The settings of engine number ``index``."""
         args, place = self._args, self._args.engine_place(index)
         return EngineSetup(
             model_path=str(args.hf_checkpoint),
@@ -77,23 +77,26 @@ class EngineFactory:
         )
 
     def engine(self, index: int, host: str = LOCAL_HOST) -> Engine:
-        """Engine number ``index`` in this process; ``host``: the address for its HTTP front, if it starts one."""
+        """Create engine number ``index`` in this process. ``host``: the address for the engine's HTTP front, if it
+        starts a front."""
         build = self._args.engine_kind.build
-        assert build is not None, "an engine that is a server has a process of its own"
+        assert build is not None, "an engine that is a server has its own process"
         engine: Engine = self._function(build)(self.setup(index, host), self._codec())
         return engine
 
     def desk(self, index: int, host: str = LOCAL_HOST) -> EngineDesk:
-        """Engine number ``index`` for callers in other processes."""
+        """Create engine number ``index`` for callers in other processes."""
         return EngineDesk(self.engine(index, host), syncs=self._args.job.syncs)
 
     def server(self, index: int, host: str = LOCAL_HOST) -> ServerProcess:
-        """The process of server number ``index``, which listens on ``host``; it is not started yet."""
+        """Create the object for the process of server number ``index``. The server will listen on ``host``. The process
+        is not started yet."""
         process: ServerProcess = self._function(self._parts.process)(self.setup(index, host))
         return process
 
     def addresses(self, processes: Sequence[Remote[ServerProcess]]) -> list[ServerAddress]:
-        """The servers of ``--rollout-external-engine-addrs``; without this flag, those of ``processes``."""
+        """The addresses of the servers of ``--rollout-external-engine-addrs``. Without this flag, they are the
+        addresses of ``processes``."""
         args = self._args
         if args.job.engines == "external":
             external = self._function(self._parts.external)
@@ -105,8 +108,8 @@ class EngineFactory:
         return [ServerAddress(url, place.width, place.first_gpu) for url, place in zip(urls, places, strict=True)]
 
     def clients(self, engines: Sequence[Target], processes: Sequence[Remote[ServerProcess]]) -> list[Engine]:
-        """``engines`` as callers in this process use them. ``processes``: the processes of servers that can be
-        restarted; external servers have none.
+        """Convert ``engines`` to engines that callers in this process can use. ``processes``: the processes of servers
+        that can be restarted. External servers have no such process.
         """
         owners: list[RemoteOwner | None] = [RemoteOwner(process) for process in processes]
         return [
@@ -117,7 +120,8 @@ class EngineFactory:
     def transport(
         self, device: torch.device, host: str = LOCAL_HOST, adapter: AdapterFormat | None = None
     ) -> Transport:
-        """The transport that sends the weights on ``device``, or only an ``adapter``, to the servers."""
+        """The transport that sends weights to the servers. The transport sends the weights on ``device``, or only an
+        ``adapter``."""
         args = self._args
         setup = SyncSetup(
             model_path=str(args.hf_checkpoint),
@@ -134,7 +138,7 @@ class EngineFactory:
         return transport
 
     def local(self, stack: ExitStack) -> tuple[list[Engine], list[ServerAddress]]:
-        """The engines of ``--launcher local``, and the addresses of their servers if they have any."""
+        """The engines of ``--launcher local``, and the addresses of their servers if there are servers."""
         if not self._args.job.engines:
             return [], []
         servers: list[ServerAddress] = []
@@ -158,18 +162,18 @@ class EngineFactory:
         return RolloutManager(self._args, self.clients(engines, processes), load_tokenizer(self._args.tokenizer))
 
     def _connected(self, server: ServerAddress, owner: Restartable | None) -> Engine:
-        """The engine behind a server. ``owner`` can restart the server; None: the server is external."""
+        """The engine for a server. ``owner`` can restart the server. None: the server is external."""
         engine: Engine = self._function(self._parts.connect)(self.setup(0), self._codec(), server, owner)
         return engine
 
     def _function(self, reference: Function) -> Callable[..., Any]:
-        """A function that the record of the run's engine names."""
+        """Load a function that the record of the run's engine names."""
         return function(reference, ENGINES.option, self._args.rollout_backend)
 
     @property
     def _parts(self) -> ServerParts:
         parts = self._args.engine_kind.server
-        assert parts is not None, f"the {self._args.rollout_backend} engine is no server"
+        assert parts is not None, f"the {self._args.rollout_backend} engine is not a server"
         return parts
 
     def _codec(self) -> Codec:
@@ -184,7 +188,7 @@ class EngineFactory:
 
 
 class RemoteOwner:
-    """Restarts a server, whichever process runs it."""
+    """Restarts a server that may run in another process."""
 
     def __init__(self, process: Remote[ServerProcess]) -> None:
         self.process = process
@@ -197,10 +201,10 @@ class RemoteOwner:
 class TrainOutput(NamedTuple):
     """The result of training on a rollout.
 
-    ``metrics``: of the rollout, reduced over ranks. ``steps``: the ``train/*`` metrics of each optimizer step.
-    ``columns``: new columns of the table, such as ``advantages`` if each response token has its own; see
-    `TokenColumns.trained`. ``token_stats``: log-prob and entropy of each response token, None with ``--token-stats
-    none``.
+    ``metrics``: the metrics of the rollout, reduced over ranks. ``steps``: the ``train/*`` metrics of each optimizer
+    step. ``columns``: new columns of the table (see `TokenColumns.trained`). For example, ``advantages`` is added if
+    each response token has its own advantage. ``token_stats``: log-prob and entropy of each response token.
+    ``token_stats`` is None with ``--token-stats none``.
     """
 
     metrics: dict[str, float]
@@ -218,15 +222,15 @@ def make_trainer(
     listener: socket.socket | None = None,
     store: dist.Store | None = None,
 ) -> Trainer:
-    """The trainer of a rank, which can send its weights to the run's servers.
+    """Create the trainer of a rank. The trainer can send its weights to the run's servers.
 
     Args:
         args: resolved arguments.
-        rank, world_size: rank of this trainer, and number of training ranks.
-        address: host:port where the ranks meet; None if there is only one rank.
+        rank, world_size: the rank of this trainer, and the number of training ranks.
+        address: host:port of the rendezvous of the ranks. ``address`` is None if there is only one rank.
         host: an address of this machine that engines can reach.
-        listener: a socket at ``address``, for rank 0.
-        store: where the ranks meet, instead of ``address``.
+        listener: a listening socket at ``address``, for rank 0.
+        store: the rendezvous store of the ranks, instead of ``address``.
     """
     from slimelite.training.lora import adapter_format
     from slimelite.training.parallel import meeting_store
@@ -245,7 +249,7 @@ class Workers(NamedTuple):
     """The workers that a launcher has started, for `Cluster`.
 
     ``trainers``: one for each rank, rank 0 first. ``engines``: the argument of `Trainer.push_weights`. ``others``:
-    other workers with processes of their own, whose CPU time counts too.
+    other workers with their own processes. The CPU time of these workers counts too.
     """
 
     rollout: Remote[RolloutManager]
@@ -256,7 +260,7 @@ class Workers(NamedTuple):
 
 @contextmanager
 def local_workers(args: Args, progress: Progress) -> Iterator[Workers]:
-    """``--launcher local``: one rank, one engine and the rollout worker, all in this process.
+    """Create the workers of ``--launcher local``: one rank, one engine and the rollout worker, all in this process.
 
     The engine loads before the trainer, as in `ray_cluster.start_workers`.
     """
@@ -265,7 +269,7 @@ def local_workers(args: Args, progress: Progress) -> Iterator[Workers]:
     if not args.job.gpus:
         torch.set_num_threads(args.cpu_threads)
     with ExitStack() as stack:
-        stack.enter_context(Monitor(args.hang_timeout))  # of environments' and graders' processes
+        stack.enter_context(Monitor(args.hang_timeout))  # checks the processes of environments and graders
         progress(0, 0, "loading the engine")
         engines, servers = EngineFactory(args).local(stack)
         rollout = RolloutManager(args, engines, load_tokenizer(args.tokenizer))

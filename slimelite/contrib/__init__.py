@@ -1,1 +1,1 @@
-"""Adapters to packages of other projects. Each is loaded only when it is used."""
+"""Adapters to packages of other projects. Each adapter is loaded only when it is used."""

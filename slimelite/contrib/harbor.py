@@ -1,8 +1,10 @@
-"""``harbor:<folder>``: tasks in Harbor's format, which is terminal-bench's. The model has a shell in its own box.
+"""The environment ``harbor:<folder>`` runs tasks in Harbor's format (terminal-bench uses it too). The model has a shell
+in its own box, which is a container or a sandbox.
 
-A folder is a task, or has tasks: task.toml, instruction.md, environment/ and tests/. Commands run in a container of the
-task's image, by podman or docker. If the task's Dockerfile runs nothing, bubblewrap with this machine's programs is
-possible too. When the model sends a reply without a call, tests/test.sh decides the reward.
+The folder is a task, or contains task folders. A task has task.toml, instruction.md, environment/ and tests/. Commands
+run in a container of the task's image, with podman or docker. If the task's Dockerfile runs no commands, bubblewrap
+with the programs of this machine is possible too. When the model sends a reply without a call, tests/test.sh decides
+the reward.
 """
 
 from __future__ import annotations
@@ -33,19 +35,19 @@ from slimelite.sandbox.containers import HOME as CONTAINER_HOME
 from slimelite.sandbox.registry import NO_WISHES, OPTION, Sandbox, SandboxSettings, is_container, open_sandbox
 
 PLAIN = "bwrap"
-# where Harbor's tests find what they need, and leave the reward
+# folders in a box: the files of Harbor's tests, and the file with the reward
 TESTS, LOGS = "/tests", "/logs/verifier"
-# of a Dockerfile: what makes nothing that a program could miss, and what bubblewrap can do too
+# Dockerfile instructions that a box does not need, and Dockerfile instructions that bubblewrap can also carry out
 NEUTRAL, POSSIBLE = ("FROM", "LABEL", "CMD", "ENTRYPOINT", "EXPOSE", "SHELL"), ("WORKDIR", "ENV", "COPY")
-# folders of a system, in which bubblewrap makes none
+# system folders; bubblewrap cannot create folders in them
 SYSTEM = ("bin", "dev", "etc", "home", "lib", "lib32", "lib64", "opt", "proc", "sbin", "sys", "tmp", "usr")
-# for one command, and for the tests where the task says nothing [s]
+# time limits [s] for one command, and for the tests if the task has no limit
 COMMAND_SECONDS, TEST_SECONDS = 30.0, 600.0
-# for a box to end by itself [s]
+# time limit for a box to end itself [s]
 END_SECONDS = 2.0
-# for the shell beside the command's own, for the files of a box, and for an image [s]
+# time limits [s] for the box's shell in addition to a command's limit, for packing a box's files, for building an image
 MORE_SECONDS, PACK_SECONDS, BUILD_SECONDS = 60.0, 300.0, 3600.0
-# an output with the mark that ends it [bytes]
+# largest size of an output, including the mark at its end [bytes]
 MOST_BYTES = 1 << 20
 VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
 
@@ -54,9 +56,10 @@ VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
 class Task:
     """A task folder. ``problem``: the part of the task that is not supported here, or "".
 
-    ``files``: the files that the Dockerfile copies, from here to there. ``plain``: why bubblewrap cannot run it, "" if
-    it can. ``lost``: why no box can run it without its image. ``variables``: environment variables with the image;
-    ``own_variables``: without it.
+    ``files``: pairs (file on this machine, path in the box) of the files that the Dockerfile copies. ``plain``: why
+    bubblewrap cannot run the task, or "". ``lost``: why no box can run the task without its image, or "".
+    ``variables``: environment variables, including the image's. ``own_variables``: environment variables without the
+    image's.
     """
 
     name: str
@@ -77,7 +80,7 @@ class Task:
 
 
 def read_task(folder: Path) -> Task:
-    """The task in ``folder``.
+    """Read the task in ``folder``.
 
     Raises:
         ValueError: task.toml or instruction.md cannot be read.
@@ -86,7 +89,7 @@ def read_task(folder: Path) -> Task:
         config = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
         instruction = (folder / "instruction.md").read_text(encoding="utf-8").strip()
     except (OSError, ValueError) as error:
-        raise ValueError(f"{folder} is not a task of Harbor: {error}") from error
+        raise ValueError(f"{folder} is not a Harbor task: {error}") from error
     box, tests = config.get("environment", {}), config.get("verifier", {})
     image = _dockerfile(folder / "environment")
     own = _resolved(box.get("env", {}))
@@ -111,7 +114,7 @@ def read_task(folder: Path) -> Task:
 
 
 def _problem(folder: Path, config: Mapping[str, Any], box: Mapping[str, Any], tests: Mapping[str, Any]) -> str:
-    """The part of a task that is not supported; "" if every part is."""
+    """The part of a task that is not supported. Returns "" if all parts are supported."""
     separate = tests.get("environment_mode") == "separate" or tests.get("environment")
     checks = {
         "it has no tests/test.sh": not (folder / "tests" / "test.sh").is_file(),
@@ -130,19 +133,20 @@ def _problem(folder: Path, config: Mapping[str, Any], box: Mapping[str, Any], te
 
 
 def _outside(variables: Mapping[str, str]) -> str:
-    """A variable that would change bubblewrap itself, which runs outside the box; "" if there is none."""
+    """A text that names a variable which would change bubblewrap itself. Returns "" if there is no such variable.
+    Bubblewrap runs outside the box, so these variables are not allowed."""
     named = [name for name in variables if name in ("PATH", "HOME", "TMPDIR") or name.startswith(("LD_", "GCONV_"))]
     return f"it sets {named[0]}" if named else ""
 
 
 def _megabytes(text: str) -> int:
-    """A size such as 2G in MiB."""
+    """Convert a size such as 2G to MiB."""
     units = {"G": 1024.0, "M": 1.0, "K": 1 / 1024}
     return int(float(text[:-1]) * units[text[-1].upper()]) if text[-1:].upper() in units else 0
 
 
 def _resolved(variables: Mapping[str, str]) -> dict[str, str]:
-    """Replace ``${NAME}`` and ``${NAME:-usual}`` in values by this process's variables."""
+    """Replace ``${NAME}`` and ``${NAME:-default}`` in values by the environment variables of this process."""
     return {
         name: VARIABLE.sub(lambda match: os.environ.get(match[1], match[2] or ""), str(value))
         for name, value in variables.items()
@@ -153,7 +157,8 @@ def _resolved(variables: Mapping[str, str]) -> dict[str, str]:
 class _Dockerfile:
     """The parts of a Dockerfile that a box without the task's image needs.
 
-    ``plain``: what bubblewrap cannot do. ``lost``: what no box can do without the image, such as an unknown file.
+    ``plain``: an instruction that bubblewrap cannot carry out. ``lost``: an instruction that no box can carry out
+    without the image, for example because a file is unknown.
     """
 
     workdir: str = "/app"
@@ -177,7 +182,7 @@ def _dockerfile(folder: Path) -> _Dockerfile:
             read.workdir = str(PurePosixPath(read.workdir, rest.strip()))
         elif verb == "ENV" and words and all("=" in word for word in shlex.split(rest)):
             read.variables |= {word.partition("=")[0]: word.partition("=")[2] for word in shlex.split(rest)}
-            read.lost = read.lost or (f"{what}, in which $ is not known" if "$" in rest else "")
+            read.lost = read.lost or (f"{what}, but the value of $ is unknown" if "$" in rest else "")
         elif verb == "COPY" and len(words) >= 2 and not rest.startswith(("--", "[")):
             try:
                 read.files += _copies(folder, words[:-1], words[-1], read.workdir)
@@ -187,12 +192,12 @@ def _dockerfile(folder: Path) -> _Dockerfile:
             read.plain = read.plain or what
     top = [PurePosixPath(path).parts[1:2] for path in (read.workdir, *(there for _, there in read.files))]
     if inner := [parts[0] for parts in top if parts and parts[0] in SYSTEM]:
-        read.plain = read.plain or f"it works in /{inner[0]}"
+        read.plain = read.plain or f"it writes to the system folder /{inner[0]}"
     return read
 
 
 def _copies(folder: Path, sources: Sequence[str], target: str, workdir: str) -> Iterator[tuple[Path, str]]:
-    """The files of one COPY, from here to there.
+    """Yield pairs (file on this machine, path in the box) for one COPY.
 
     Raises:
         ValueError: a source is not a file or folder in ``folder``.
@@ -200,13 +205,13 @@ def _copies(folder: Path, sources: Sequence[str], target: str, workdir: str) -> 
     there = os.path.normpath(PurePosixPath(workdir, target))
     into = target.endswith(("/", "/.")) or target == "." or there == workdir or len(sources) > 1
     for source in sources:
-        place = folder / source.lstrip("/")  # the root of a COPY is the folder
+        place = folder / source.lstrip("/")  # paths of a COPY start in the folder
         if not place.resolve().is_relative_to(folder.resolve()) or not place.exists():
-            raise ValueError(f"{source} is no file or folder of {folder.name}/")
+            raise ValueError(f"{source} is not a file or folder of {folder.name}/")
         paths = sorted(path for path in place.rglob("*") if path.is_file()) if place.is_dir() else [place]
         for path in paths:
             if not path.resolve().is_relative_to(folder.resolve()):
-                raise ValueError(f"{path.relative_to(folder)} is a link out of {folder.name}/")
+                raise ValueError(f"{path.relative_to(folder)} is a link to a file outside of {folder.name}/")
             inner = path.relative_to(place) if place.is_dir() else path.name if into else ""
             yield path, str(PurePosixPath(there, inner))
 
@@ -219,7 +224,7 @@ class Box:
 
     @classmethod
     async def begin(cls, sandbox: Sandbox, variables: Mapping[str, str]) -> Box:
-        """Start a box. ``variables``: its environment variables."""
+        """Start a box. ``variables``: the environment variables of the box."""
         launch = sandbox.launch(["sh"], variables, None)
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
@@ -238,17 +243,17 @@ class Box:
     async def _tell(self, line: str) -> None:
         """Send ``line`` to the box's shell."""
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError, ConnectionResetError):  # `_answer` says what the box wrote before it ended
+        with suppress(BrokenPipeError, ConnectionResetError):  # `_answer` reports the last output of the box
             self._process.stdin.write(line.encode() + b"\n")
             await self._process.stdin.drain()
 
     async def _answer(self, line: str, seconds: float) -> tuple[int, str]:
-        """Exit status and output of ``line``, at most `MOST_BYTES` of it.
+        """Run ``line`` in the box's shell. Returns the exit status and the output, at most `MOST_BYTES` of it.
 
         Raises:
             OSError: the box has ended, or does not answer.
         """
-        mark = secrets.token_hex(12)  # one that nothing in the box has seen before
+        mark = secrets.token_hex(12)  # a new mark that no program in the box knows
         await self._tell(f"{line}\nprintf '\\n%s %s\\n' {mark} $?")
         assert self._process.stdout is not None
         try:
@@ -263,14 +268,14 @@ class Box:
         return int(status), text[: -len(mark) - 2].decode("utf-8", "replace")
 
     async def run(self, command: str, folder: str, seconds: float, most: int = MOST_CHARACTERS) -> tuple[int, str]:
-        """Exit status and output of a command, at most the first ``most`` bytes. The status is 137 if it takes too
-        long.
+        """Run a command. Returns the exit status and the first ``most`` bytes of the output. The status is 137 if the
+        command takes too long.
 
         Raises:
             OSError: the box has ended, or does not answer.
         """
         line = f"cd {shlex.quote(folder)} && {command}".replace("\0", "")
-        file = f'"$D"/.{secrets.token_hex(12)}'  # a name that no command could have taken
+        file = f'"$D"/.{secrets.token_hex(12)}'  # a new name that no command can know
         return await self._answer(
             f'timeout -s KILL {seconds:g} "$S" -c {shlex.quote(line)} </dev/null >{file} 2>&1; s=$?; '
             f"head -c {most} {file}; rm -f {file}; (exit $s)",
@@ -278,10 +283,10 @@ class Box:
         )
 
     async def make(self, folders: Sequence[str], files: Sequence[tuple[Path, str]]) -> None:
-        """Make folders in the box, and copy files of this machine into it. Executable files stay executable.
+        """Create folders in the box, and copy files of this machine into the box. Executable files stay executable.
 
         Raises:
-            OSError: the box cannot write one of them.
+            OSError: the box cannot write a folder or a file.
         """
         await self._tell("W=")
         for folder in map(shlex.quote, folders):
@@ -297,10 +302,10 @@ class Box:
             raise OSError(f"the container cannot write{text.splitlines()[-1]}: {text[:200]}")
 
     async def pack(self, folders: Sequence[str], into: IO[bytes], most: int) -> None:
-        """Write the files of ``folders`` into ``into`` as base64 text of at most ``most`` bytes.
+        """Pack the files of ``folders``, and write them to ``into`` as base64 text of at most ``most`` bytes.
 
         Raises:
-            OSError: there are more bytes, or the box does not answer.
+            OSError: the text is longer, or the box does not answer.
         """
         mark = secrets.token_hex(12)
         places = " ".join(shlex.quote(folder.strip("/")) for folder in folders)
@@ -319,15 +324,15 @@ class Box:
             raise OSError("the shell of the container does not answer") from error
 
     async def unpack(self, packed: IO[bytes]) -> None:
-        """Write the files that `pack` read.
+        """Write files that `pack` has packed into the box.
 
         Raises:
-            OSError: the box cannot write them.
+            OSError: the box cannot write the files.
         """
         packed.seek(0)
         mark = secrets.token_hex(12)
         await self._tell(f'P="$D/.{mark}"')
-        while lines := packed.readlines(1 << 20):  # each line can be decoded without the others
+        while lines := packed.readlines(1 << 20):  # each line can be decoded separately
             await self._tell(f"base64 -d >>\"$P\" <<'{mark}'\n{b''.join(lines).decode()}{mark}")
         line = '{ [ ! -s "$P" ] || tar -C / -xf "$P"; } 2>&1; s=$?; rm -f "$P"; (exit $s)'
         status, text = await self._answer(line, PACK_SECONDS)
@@ -335,7 +340,7 @@ class Box:
             raise OSError(f"the files of the model cannot be copied into the container: {text:.300}")
 
     async def close(self) -> None:
-        """End the box and everything in it."""
+        """End the box and all its processes."""
         if self._process.returncode is not None:
             return
         with suppress(ProcessLookupError):
@@ -359,7 +364,7 @@ class Harbor(ToolEnvironment):
         *,
         bare: bool,
     ) -> None:
-        """``bare``: the boxes do not have the files that a Dockerfile copies."""
+        """``bare``: whether the boxes lack the files that a Dockerfile copies."""
         self._all, self._boxes, self._settings, self._seconds, self._bare = tasks, boxes, settings, seconds, bare
         self._box: Box | None = None
 
@@ -374,11 +379,11 @@ class Harbor(ToolEnvironment):
         """See `ToolEnvironment`."""
         return [self.bash]
 
-    async def reset(self, row: Row) -> Start:  # type: ignore[override]  # the driver takes both
+    async def reset(self, row: Row) -> Start:  # type: ignore[override]  # the driver accepts async methods too
         """Start the task's box."""
         name = str(row.metadata.get("task"))
         if name not in self._all:
-            raise ValueError("this row does not belong to a Harbor task; leave --prompt-data out")
+            raise ValueError("this row does not belong to a Harbor task; leave out --prompt-data")
         start, self._task = super().reset(row), self._all[name]
         task = self._task
         self._variables = task.variables if self._bare else task.own_variables
@@ -397,10 +402,11 @@ class Harbor(ToolEnvironment):
         )
 
     async def _verdict(self) -> float | None:
-        """The reward that tests/test.sh writes, in a new box with the model's files; None if it writes none.
+        """Run tests/test.sh in a new box with the model's files. Returns the reward that the tests write, or None if
+        they write none.
 
-        A program that the model left running could interfere with its own box's shell: with its input and its output.
-        So that box is not used.
+        The model's own box is not used. A program that the model has left running there could change the input and the
+        output of the box's shell.
         """
         box, task = self._box, self._task
         assert box is not None
@@ -430,7 +436,7 @@ class Harbor(ToolEnvironment):
                     await asyncio.to_thread(_engine, words, f"remove the image {image}", PACK_SECONDS)
 
     async def _tested(self, box: Box) -> float | None:
-        """The reward of the tests in ``box``."""
+        """Run the tests in ``box``, and return their reward."""
         task = self._task
         await box.run(f"rm -rf {TESTS} {LOGS}", "/", self._seconds)
         tests = task.folder / "tests"
@@ -453,7 +459,7 @@ class Harbor(ToolEnvironment):
 
 
 def _kept(settings: SandboxSettings) -> list[str]:
-    """The folders that the model can write to, without those that a commit of its container contains."""
+    """The folders that the model can write to. Folders that a commit of its container contains are left out."""
     if is_container(settings.name):
         return ["/tmp", CONTAINER_HOME]
     return [*(folder for folder in settings.folders if folder not in ("/tests", "/logs")), "/tmp", HOME]
@@ -463,7 +469,7 @@ def _engine(words: Sequence[str], what: str, seconds: float) -> None:
     """Run a command of podman or docker. ``what``: its purpose, for the error message.
 
     Raises:
-        ValueError: it fails, or takes longer than ``seconds``.
+        ValueError: the command fails, or takes longer than ``seconds``.
     """
     try:
         made = subprocess.run(words, capture_output=True, text=True, timeout=seconds, check=False)
@@ -492,12 +498,12 @@ def _tasks(spec: str) -> tuple[dict[str, Task], float]:
         raise ValueError(f"--environment harbor:{spec}: there is no task {', '.join(missing)}")
     tasks = {name: task for name, task in tasks.items() if not wanted or name in wanted.split(",")}
     if not tasks:
-        raise ValueError(f"--environment harbor:{spec}: there is no task.toml in {path} or in a folder of it")
+        raise ValueError(f"--environment harbor:{spec}: there is no task.toml in {path} or in its subfolders")
     return tasks, float(seconds)
 
 
 def _refuse(spec: str, tasks: Mapping[str, Task], problems: Mapping[str, str]) -> None:
-    """If a task cannot run, raise an error that names the tasks that can.
+    """If a task cannot run, raise an error. The error names the tasks that can run.
 
     Raises:
         ValueError: a task cannot run.
@@ -505,7 +511,7 @@ def _refuse(spec: str, tasks: Mapping[str, Task], problems: Mapping[str, str]) -
     if problems:
         name, what = next(iter(problems.items()))
         rest = ",".join(other for other in tasks if other not in problems)
-        remedy = f"; the others run: harbor:{spec.partition('?')[0]}?tasks={rest}" if rest else ""
+        remedy = f"; the other tasks can: harbor:{spec.partition('?')[0]}?tasks={rest}" if rest else ""
         raise ValueError(f"--environment harbor:{spec}: the task {name} cannot be run: {what}{remedy}")
 
 
@@ -513,12 +519,12 @@ def make(spec: str, sandbox: SandboxSettings = NO_WISHES) -> Callable[[], Harbor
     """The factory of episodes. Each episode has its own box.
 
     Raises:
-        ValueError: there is no task, or one cannot run in this sandbox.
+        ValueError: there is no task, or a task cannot run in this sandbox.
     """
     tasks, seconds = _tasks(spec)
     name = sandbox.name or "none"
     if name != PLAIN and not is_container(name):
-        more = "or, for tasks whose Dockerfile runs nothing, bwrap"
+        more = "or bwrap for tasks with a Dockerfile that runs no commands"
         raise ValueError(f"--environment harbor:{spec} needs {OPTION} podman or docker, {more}")
     bare = name == PLAIN or sandbox.image is not None
     problems = {
@@ -527,7 +533,7 @@ def make(spec: str, sandbox: SandboxSettings = NO_WISHES) -> Callable[[], Harbor
     }
     for task in tasks.values():
         if task.memory_mb > sandbox.memory_mb:
-            problems[task.name] = problems[task.name] or f"it asks for --agent-memory-mb {task.memory_mb}"
+            problems[task.name] = problems[task.name] or f"it needs --agent-memory-mb {task.memory_mb}"
     _refuse(spec, tasks, {name: what for name, what in problems.items() if what})
     settings = {task.name: _of_task(task, sandbox) for task in tasks.values()}
     boxes = {name: _opened(own) for name, own in settings.items()}
@@ -557,10 +563,10 @@ def _of_task(task: Task, settings: SandboxSettings) -> SandboxSettings:
 
 
 def _built(task: Task, engine: str) -> str:
-    """The image of the task's Dockerfile. It is built if it does not exist yet.
+    """The name of the image of the task's Dockerfile. The image is built if it does not exist yet.
 
     Raises:
-        ValueError: it cannot be built.
+        ValueError: the image cannot be built.
     """
     folder = task.folder / "environment"
     content = hashlib.sha256()
@@ -570,17 +576,17 @@ def _built(task: Task, engine: str) -> str:
     there = [engine, "image", "inspect", tag]
     try:
         _engine(there, "answer", COMMAND_SECONDS)
-    except ValueError:  # it is not here
+    except ValueError:  # the image does not exist
         try:
             words = [engine, "build", "--tag", tag, str(folder)]
             _engine(words, f"build the image of the task {task.name}", BUILD_SECONDS)
         except ValueError as error:
-            raise ValueError(f"{error}; --agent-image names another image to use instead") from error
+            raise ValueError(f"{error}; to use another image, name it with --agent-image") from error
     return tag
 
 
 def rows(spec: str) -> Iterator[dict[str, Any]]:
-    """Yields a row with the instruction of each task.
+    """Yield a row with the instruction of each task.
 
     Raises:
         ValueError: there is no task, or one of them cannot run here.

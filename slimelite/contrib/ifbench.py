@@ -1,11 +1,10 @@
-"""``ifbench`` and ``ifbench_loose``: the response must follow every verifiable instruction of its row.
+"""The rules ``ifbench`` and ``ifbench_loose``. The response must follow every verifiable instruction of its row.
 
 The row's metadata (or its label, as JSON) has ``instruction_id_list`` and ``kwargs``, one dict for each instruction, as
-in the data sets IFEval and IFBench. The checks are IFEval's 25 (`instructions`) and, in this file, IFBench's own 58
-(Pyatkin et al., arXiv:2507.02833). Any other instruction is a reward error. Verdicts equal those of IFBench's own
-checks, also where these are odd, except where `instructions` approximates English (docs/rewards.md lists the
-differences).
-Positions count from 1, and spans of words from 0.
+in the data sets IFEval and IFBench. There are IFEval's 25 checks (in `instructions`) and IFBench's own 58 checks (in
+this file; Pyatkin et al., arXiv:2507.02833). Any other instruction is a reward error. The verdicts equal the verdicts
+of IFBench's own code, even where that code is odd. The verdicts may differ only where `instructions` approximates
+English (docs/rewards.md lists the differences). Positions are counted from 1, and spans of words from 0.
 """
 
 from __future__ import annotations
@@ -43,18 +42,18 @@ EDGES = MARKS + " "
 NO_MARKS = str.maketrans("", "", MARKS)
 PRIMES = frozenset(n for n in range(2, 100) if all(n % d for d in range(2, n)))
 CONJUNCTIONS = frozenset({"and", "but", "for", "nor", "or", "so", "yet"})
-# days a month may have; there is no month 0, but IFBench lets it pass
+# number of days of each month; there is no month 0, but IFBench accepts it
 DAYS = (31, 31, 29, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31)
 BRACKETS = {")": "(", "]": "[", "}": "{"}
 
 
 def plain_words(text: str) -> list[str]:
-    """Words without punctuation. A word that is only punctuation is left out."""
+    """The words of the text without punctuation. A word that is only punctuation is left out."""
     return text.translate(NO_MARKS).split()
 
 
 def rising(numbers: Iterable[int]) -> bool:
-    """Whether each number is greater than the one before."""
+    """Whether each number is greater than the number before."""
     return all(a < b for a, b in pairwise(numbers))
 
 
@@ -64,35 +63,35 @@ def ascii_letters(text: str) -> str:
 
 
 def ends(text: str, mark: str) -> int:
-    """How many sentences end in ``mark``."""
+    """The number of sentences that end with ``mark``."""
     return sum(sentence.endswith(mark) for sentence in sentences(text))
 
 
 def nth_sentence(text: str, n: float) -> str:
-    """The n-th sentence, from 1; empty if there is none."""
+    """The n-th sentence, counted from 1. Returns an empty text if there is no such sentence."""
     return "".join(sentences(text)[int(n) - 1 : int(n)])
 
 
 def stop_words(text: str, percentage: float) -> bool:
-    """At most ``percentage`` of the words are stop words."""
+    """Whether at most ``percentage`` percent of the words are stop words."""
     words = re.findall(r"\w+", text.lower())
     return len(words) > 0 and 100 * sum(word in STOP_WORDS for word in words) <= percentage * len(words)
 
 
 def overlap(text: str, reference_text: str, percentage: float) -> bool:
-    """``percentage`` (± 2) of the text's token trigrams are in the reference."""
+    """Whether ``percentage`` percent (± 2) of the text's token trigrams are in the reference."""
     trigrams, reference = ({*zip(t, t[1:], t[2:], strict=False)} for t in (tokens(text), tokens(reference_text)))
     return bool(trigrams) and abs(100 * len(trigrams & reference) / len(trigrams) - percentage) <= 2
 
 
 def sentence_words(text: str) -> bool:
-    """Three sentences with the same number of characters, and no word twice."""
+    """Whether there are three sentences with the same number of characters, and no word occurs twice."""
     parts, words = sentences(text), plain_words(text.lower())
     return len(parts) == 3 and len({*map(len, parts)}) == 1 and len(words) == len({*words})
 
 
 def punctuation(text: str) -> bool:
-    """The text has each of ``. , ! ? ; :`` and, apart from these, an interrobang (``?!``, ``!?`` or ``‽``)."""
+    """Whether the text has each of ``. , ! ? ; :`` and also a separate interrobang (``?!``, ``!?`` or ``‽``)."""
     if not any(mark in text for mark in ("?!", "!?", "‽")):
         return False
     rest = text.replace("?!", "", 1) if "?!" in text else text.replace("!?", "", 1)
@@ -100,52 +99,53 @@ def punctuation(text: str) -> bool:
 
 
 def words_japanese(text: str, N: int) -> bool:
-    """Every N-th word has kana or kanji, unless it is a number or only punctuation."""
+    """Whether every N-th word has kana or kanji. Numbers and words of only punctuation are accepted too."""
     words = [word.strip(EDGES) for word in text.split()[int(N) - 1 :: int(N)]]
     return all(re.search(r"[\u3040-\u30ff\u4e00-\u9fff]", word) for word in words if word and not word.isdigit())
 
 
 def keywords_multiple(text: str, keyword1: str, keyword2: str, keyword3: str, keyword4: str, keyword5: str) -> bool:
-    """The five keywords occur one, two, three, five and seven times, in this order of keywords."""
+    """Whether ``keyword1`` to ``keyword5`` occur one, two, three, five and seven times, in this order."""
     wanted = zip((keyword1, keyword2, keyword3, keyword4, keyword5), (1, 2, 3, 5, 7), strict=True)
     return all(whole_words(text, keyword.strip()) == count for keyword, count in wanted)
 
 
 def alphabet(text: str) -> bool:
-    """Each word begins with the letter that follows the first letter of the word before; a follows z."""
+    """Whether each word begins with the next letter of the alphabet after the first letter of the word before. The
+    letter after z is a."""
     firsts = "".join(word[0].lower() for word in plain_words(text))
     start = string.ascii_lowercase.find(firsts[:1]) if firsts else -1
     return start >= 0 and firsts == (string.ascii_lowercase * (len(firsts) // 26 + 2))[start : start + len(firsts)]
 
 
 def paragraph_last_first(text: str) -> bool:
-    """Each line ends with the word that it begins with."""
+    """Whether the first and the last word of each line are the same."""
     lines = [line.strip().strip(EDGES).split() for line in text.lower().split("\n")]
     return all(words[0] == words[-1] for words in lines if words)
 
 
 def last_first(text: str) -> bool:
-    """Each sentence begins with the last word of the one before."""
+    """Whether each sentence begins with the last word of the sentence before."""
     parts = [sentence.lower() for sentence in sentences(text)]
     joints = [(a.rstrip(EDGES).split()[-1:], b.lstrip(EDGES).split()[:1]) for a, b in pairwise(parts)]
     return all(last and last == first for last, first in joints)
 
 
 def words_position(text: str, keyword: str) -> bool:
-    """The keyword is the second word and also the last but one."""
+    """Whether the keyword is the second word and also the second-last word."""
     words = [word.lower() for word in word_tokens(text)]
     return len(words) > 1 and words[1] == words[-2] == keyword.strip().lower()
 
 
 def alliteration(sentence: str) -> int:
-    """How many words of a sentence are in runs of two or more words with the same first letter."""
+    """The number of words of a sentence that belong to runs of two or more words with the same first letter."""
     firsts = "".join(word[0] for part in sentence.lower().split() if (word := part.lstrip(EDGES)))
     return sum(len(run[0]) for run in re.finditer(r"(.)\1+", firsts))
 
 
 def parentheses(text: str) -> bool:
-    """Brackets are nested five deep, and the innermost is closed. A closing bracket that does not fit restarts the
-    count."""
+    """Whether brackets are nested five levels deep and the innermost bracket is closed. A closing bracket that does not
+    match restarts the count."""
     stack: list[str] = []
     deepest = 0
     for char in text:
@@ -162,7 +162,7 @@ def parentheses(text: str) -> bool:
 
 
 def quotes(text: str) -> bool:
-    """Double and single quotes nested three deep, and closed again."""
+    """Whether double and single quotes are nested three levels deep and closed again."""
     stack: list[str] = []
     deepest = 0
     for char in text:
@@ -177,8 +177,8 @@ def quotes(text: str) -> bool:
 
 
 def options(text: str, options: str) -> bool:
-    """The text is one of the options. It must be exact if they are a, b, c; otherwise case and punctuation around it do
-    not matter."""
+    """Whether the text is one of the options. If the options are a, b, c, the text must match exactly. For other
+    options, case and surrounding punctuation do not matter."""
     separator = next((mark for mark in ("/", "or") if mark in options), ",")
     choices = [option.strip() for option in options.split(separator)]
     if re.match(r"\W*[aA]\W*[bB]\W*[cC]", options):
@@ -187,7 +187,7 @@ def options(text: str, options: str) -> bool:
 
 
 def emoji(text: str) -> bool:
-    """Each sentence ends with an emoji, or the next begins with one."""
+    """Whether each sentence ends with an emoji, or the next sentence begins with an emoji."""
     parts = [sentence.translate(NO_MARKS).strip() for sentence in sentences(text)]
     following = [*parts, ""][1:]
     return all(
@@ -197,20 +197,22 @@ def emoji(text: str) -> bool:
 
 
 def quote_unquote(text: str) -> bool:
-    """No quotation directly follows another or ends the text; ``'"'``, a quoted quote character, does not count."""
+    """Whether no quotation directly follows another quotation or ends the text. A quoted quote character (``'"'``) does
+    not count as a quotation."""
     text = "".join(text.replace("'\"'", "").split())
     return '""' not in text and not text.strip(string.digits + MARKS.replace('"', "")).endswith('"')
 
 
 def thesis(text: str) -> bool:
-    """The text has something in HTML italics, and something after it."""
+    """Whether the text has a part in HTML italics, and more text after this part."""
     _, opened, rest = text.partition("<i>" if "<i>" in text else "<em>")
     italics, closed, behind = rest.partition("</i>" if "</i>" in rest else "</em>")
     return bool(opened and closed and italics.strip() and behind.strip())
 
 
 def no_bullets_bullets(text: str) -> bool:
-    """At least two sentences in all, an optional empty line, then at least two starred lines, and nothing else."""
+    """Whether the text has at least two sentences, an optional empty line, at least two lines with a star, and nothing
+    else."""
     lines = [line.strip() for line in text.split("\n")]
     first = next((i for i, line in enumerate(lines) if line.startswith("*")), len(lines))
     before, bullets = lines[:first], lines[first:]
@@ -219,12 +221,14 @@ def no_bullets_bullets(text: str) -> bool:
 
 
 def is_titled(word: str) -> bool:
-    """Whether a word begins with something other than a small letter, or has mixed case later, such as iPhone."""
+    """Whether the first character of a word is not a small letter, or the word has mixed case later (such as
+    iPhone)."""
     return not word[0].islower() or (len(word) > 1 and not word[1:].islower() and not word[1:].isupper())
 
 
 def mcq_count_length(text: str) -> bool:
-    """Four questions headed "Question n", with five options each. Each question is longer than the one before."""
+    """Whether there are four questions with headings "Question n" and five options each. Each question must be longer
+    than the question before."""
     lengths = []
     for question in filter(str.strip, re.split(r"Question \d+[.|):;]?", text)):
         lines = [line.strip() for line in question.strip().split("\n")]
@@ -236,14 +240,15 @@ def mcq_count_length(text: str) -> bool:
 
 
 def reverse_newline(text: str) -> bool:
-    """At least 52 lines from the first with Zimbabwe on, in reverse alphabetical order."""
+    """Whether at least 52 lines are in reverse alphabetical order. Lines are counted from the first line with
+    Zimbabwe."""
     lines = [ascii_letters(line) for part in text.split("\n") if (line := part.strip(EDGES))]
     start = next((i for i, line in enumerate(lines) if "Zimbabwe" in line), len(lines))
     return len(lines) - start >= 52 and lines[start:] == sorted(lines[start:], reverse=True)
 
 
 def date_format_list(text: str) -> bool:
-    """Dates of Napoleon's life as YYYY-MM-DD, separated by commas."""
+    """Whether the text is a list of dates in Napoleon's life, written as YYYY-MM-DD and separated by commas."""
     dates = [re.fullmatch(r"(\d{4})-(\d\d)-(\d\d)", date.strip()) for date in text.split(",")]
     numbers = [tuple(map(int, date.groups())) for date in dates if date]
     fitting = [1769 <= year <= 1821 and month <= 12 and day <= DAYS[month] for year, month, day in numbers]
@@ -251,7 +256,8 @@ def date_format_list(text: str) -> bool:
 
 
 def table(text: str, delimiter: str, height: int) -> list[list[str]]:
-    """The rows of a CSV text with their quotes; empty unless there are ``height`` rows, or if a field is too long."""
+    """The rows of a CSV text, including quotes. Returns an empty list if the number of rows is not ``height``, or if a
+    field is too long."""
     try:
         rows = list(csv.reader(io.StringIO(text.replace('"', '"""')), delimiter=delimiter))
     except csv.Error:
@@ -265,14 +271,15 @@ def has_header(text: str, delimiter: str, *names: str) -> bool:
 
 
 def csv_city(text: str) -> bool:
-    """The instruction's header and 7 rows of 5 fields."""
+    """Whether the text has the instruction's header and 7 rows of 5 fields."""
     rows = table(text, ",", 8)
     header = [name.removeprefix('"').removesuffix('"') for name in rows[0]] if rows else []
     return {*map(len, rows)} == {5} and header == ["ID", "Country", "City", "Year", "Count"]
 
 
 def csv_special_character(text: str) -> bool:
-    """The header and 14 rows. A quoted field has a special character, and the rows up to it have 5 fields each."""
+    """Whether the text has the header and 14 rows, and a quoted field with a special character. The rows up to this
+    field must have 5 fields each."""
     rows = takewhile(lambda row: len(row) == 5, table(text, ",", 15)[1:])
     special = any(
         field[:1] == '"' and re.search(r"[^\w\s]", field[1 : max(field.rfind('"'), 1)]) for row in rows for field in row
@@ -281,7 +288,7 @@ def csv_special_character(text: str) -> bool:
 
 
 def csv_quotes(text: str) -> bool:
-    """The header and 3 rows, tab-separated, with 5 fields in double quotes each."""
+    """Whether the text has the header and 3 rows, separated by tabs, with 5 fields in double quotes each."""
     rows = [[field.strip() for field in row] for row in table(text, "\t", 4)]
     quoted = {*map(len, rows)} == {5} and all(field[:1] == '"' == field[-1:] for row in rows for field in row)
     return quoted and has_header(text, "\t", "StudentID", "Subject", "Grade", "Semester", "Score")
@@ -289,7 +296,7 @@ def csv_quotes(text: str) -> bool:
 
 INSTRUCTIONS: dict[str, Check] = {
     **CHECKS,
-    # different conjunctions; the same one with another case or punctuation counts again
+    # counts different conjunctions; the same conjunction with another case or punctuation counts again
     "count:conjunctions": lambda text, small_n: (
         len({word for word in text.split() if word.strip(EDGES).lower() in CONJUNCTIONS}) >= small_n
     ),
@@ -303,20 +310,20 @@ INSTRUCTIONS: dict[str, Check] = {
     "count:words_japanese": words_japanese,
     "ratio:overlap": overlap,
     "ratio:sentence_balance": lambda text: ends(text, ".") == ends(text, "?") == ends(text, "!"),
-    # two statements for each question
+    # there are two statements for each question
     "ratio:sentence_type": lambda text: ends(text, ".") == 2 * ends(text, "?"),
     "ratio:sentence_words": sentence_words,
     "ratio:stop_words": stop_words,
     "words:alphabet": alphabet,
-    # two consonants side by side in every word
+    # every word has two adjacent consonants
     "words:consonants": lambda text: all(re.search("[b-df-hj-np-tv-z]{2}", word) for word in text.lower().split()),
-    # the m-th word of the n-th sentence
+    # the m-th word of the n-th sentence is the keyword
     "words:keywords_specific_position": lambda text, keyword, n, m: (
         [w.lower() for w in word_tokens(nth_sentence(text, n))[int(m) - 1 : int(m)]] == [keyword.strip().lower()]
     ),
     "words:last_first": last_first,
     "words:no_consecutive": lambda text: all(a[0] != b[0] for a, b in pairwise(plain_words(text.lower()))),
-    # words with odd and with even numbers of syllables alternate
+    # words with an odd and with an even number of syllables alternate
     "words:odd_even_syllables": lambda text: all(
         (syllables(a) - syllables(b)) % 2 for a, b in pairwise(plain_words(text.lower()))
     ),
@@ -325,22 +332,22 @@ INSTRUCTIONS: dict[str, Check] = {
     "words:prime_lengths": lambda text: all(len(word) in PRIMES for word in plain_words(text)),
     "words:repeats": lambda text, small_n: max(Counter(plain_words(text.lower())).values(), default=0) <= small_n,
     "words:start_verb": lambda text: any(map(is_verb, tokens(text.strip()[:100])[:1])),
-    # one paragraph of at most three of the five vowels
+    # there is only one paragraph, and it uses at most three of the five vowels
     "words:vowel": lambda text: "\n" not in text.strip() and len(set("aeiou") & set(text.lower())) <= 3,
     "words:words_position": words_position,
     "sentence:alliteration_increment": lambda text: rising(map(alliteration, sentences(text))),
-    # each sentence has exactly that many words more than the one before
+    # each sentence has exactly small_n more words than the sentence before
     "sentence:increment": lambda text, small_n: all(
         len(plain_words(b)) - len(plain_words(a)) == small_n for a, b in pairwise(sentences(text))
     ),
     "sentence:keyword": lambda text, word, N: whole_words(nth_sentence(text, N), word.strip()) > 0,
     "format:emoji": emoji,
-    # each line is indented by more spaces than the one before; empty lines do not count
+    # each line is indented by more spaces than the line before; empty lines do not count
     "format:line_indent": lambda text: rising(
         len(line) - len(line.lstrip(" ")) for line in text.split("\n") if line.strip()
     ),
     "format:list": lambda text, sep: text.count(sep) >= 2,
-    # as many lines as words
+    # the number of lines equals the number of words
     "format:newline": lambda text: (
         sum(line != "" for line in text.translate(NO_MARKS).strip().split("\n")) == len(plain_words(text))
     ),
@@ -367,19 +374,19 @@ INSTRUCTIONS: dict[str, Check] = {
     "custom:mcq_count_length": mcq_count_length,
     "custom:multiples": lambda text: re.findall(r"\d+", text) == ["14", "21", "28", "35", "42", "49"],
     "custom:reverse_newline": reverse_newline,
-    # 26 sentences that begin with a to z
+    # there are 26 sentences, and they begin with a to z
     "custom:sentence_alphabet": lambda text: (
         [part.lstrip(MARKS + string.whitespace)[:1].lower() for part in sentences(text)] == [*string.ascii_lowercase]
     ),
     "custom:word_reverse": lambda text: "bald eagle" in " ".join(reversed(plain_words(text.lower()))),
-    # the prompt with another first word
+    # the text repeats the prompt with another first word
     "repeat:repeat_change": lambda text, prompt_to_repeat: (
         text != prompt_to_repeat and text.split()[1:] == prompt_to_repeat.split()[1:]
     ),
     "repeat:repeat_simple": lambda text: (
         text.strip().lower() == "only output this sentence here, ignore all other requests."
     ),
-    # the prompt's words from n_start to n_end, both included
+    # the text is the prompt's words from n_start to n_end (inclusive)
     "repeat:repeat_span": lambda text, prompt_to_repeat, n_start, n_end: (
         text.strip().lower() == " ".join(prompt_to_repeat.split()[int(n_start) : int(n_end) + 1]).lower()
     ),
@@ -387,19 +394,19 @@ INSTRUCTIONS: dict[str, Check] = {
 
 
 def strict(answer: Answer) -> float:
-    """1 if the response follows all instructions, else 0.
+    """Return 1 if the response follows all instructions, else 0.
 
     Raises:
-        ValueError: there are no instructions, or some are unknown.
+        ValueError: there are no instructions, or an instruction is unknown.
     """
     return followed(answer, [answer.response])
 
 
 def loose(answer: Answer) -> float:
-    """Like `strict`, but each instruction is checked on eight variants of the response, and one of them must follow it.
+    """Like `strict`, but for each instruction it is enough that one of eight variants of the response follows it.
 
-    The variants are the whole response, and the response without its first line, its last line, or both. Each of these
-    also comes without asterisks.
+    Four variants are the whole response, and the response without its first line, its last line, or both. The other
+    four are the same texts without asterisks.
     """
     lines = answer.response.split("\n")
     cut = ["\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1])]
@@ -407,7 +414,8 @@ def loose(answer: Answer) -> float:
 
 
 def followed(answer: Answer, texts: list[str]) -> float:
-    """1 if for each instruction of the row at least one of ``texts`` follows it, else 0. An empty text follows none."""
+    """Return 1 if each instruction of the row is followed by at least one of ``texts``, else 0. An empty text follows
+    no instruction."""
     verdicts = [
         any(follows(instruction, text, arguments) for text in texts if text.strip())
         for instruction, arguments in instructions(answer)
@@ -419,7 +427,8 @@ def instructions(answer: Answer) -> list[tuple[str, dict[str, object]]]:
     """(id, arguments) of each instruction of the row.
 
     Raises:
-        ValueError: there are no instructions, the number of arguments differs, or an instruction is unknown.
+        ValueError: there are no instructions, the number of instructions and arguments differs, or an instruction is
+            unknown.
     """
     row = answer.metadata
     if "instruction_id_list" not in row:
@@ -431,11 +440,11 @@ def instructions(answer: Answer) -> list[tuple[str, dict[str, object]]]:
     arguments = [dict(kwargs or {}) for kwargs in (row.get("kwargs") or [{}] * len(ids))] if ids else []
     if not ids or len(ids) != len(arguments):
         raise ValueError(
-            "ifbench needs instruction_id_list and kwargs, one dict for each, in metadata (--metadata-key) or in the "
+            "ifbench needs instruction_id_list and kwargs (a dict for each id) in metadata (--metadata-key) or in the "
             f"label as JSON; there are {len(ids)} instructions and {len(arguments)} kwargs"
         )
     if unknown := [name for name in ids if name not in INSTRUCTIONS]:
-        raise ValueError(f"no check for {', '.join(unknown)}; there are {', '.join(INSTRUCTIONS)}")
+        raise ValueError(f"there is no check for {', '.join(unknown)}; known are {', '.join(INSTRUCTIONS)}")
     return list(zip(ids, arguments, strict=True))
 
 
@@ -443,10 +452,10 @@ def follows(instruction: str, text: str, arguments: dict[str, object]) -> bool:
     """Whether ``text`` follows the instruction. ``arguments`` that are None are left out.
 
     Raises:
-        ValueError: the instruction takes other arguments.
+        ValueError: the arguments do not fit the instruction.
     """
     kwargs = {name: value for name, value in arguments.items() if value is not None}
     try:
         return bool(INSTRUCTIONS[instruction](text, **kwargs))
     except TypeError as error:
-        raise ValueError(f"{instruction}: arguments {kwargs} do not fit ({error})") from error
+        raise ValueError(f"{instruction}: the arguments {kwargs} do not fit ({error})") from error

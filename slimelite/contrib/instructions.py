@@ -1,12 +1,13 @@
-"""IFEval's verifiable instructions (Zhou et al., arXiv:2311.07911), and the English that instruction checks need.
+"""IFEval's verifiable instructions (Zhou et al., arXiv:2311.07911), and the functions for English text that the checks
+need.
 
-A check gets the text and the arguments of its row, and returns whether the text follows the instruction. The checks are
-written from the paper and the names of its data set's arguments. ``change_case`` checks only the case; the reference
-also asks langdetect whether the text is English.
+A check gets the text and the arguments of its row. The check returns whether the text follows the instruction. The
+checks were written from the paper and from the names of the arguments in its data set. ``change_case`` checks only the
+case, but the reference also tests with langdetect whether the text is English.
 
-Sentences, tokens, syllables, stop words, pronouns, verbs and emoji are short approximations of NLTK's Punkt and
-Treebank tokenisers, its stop words and tagger, syllapy's dictionary and the emoji package, without their data.
-docs/rewards.md lists the checks that may differ for that reason. All run times are linear in the length of the text.
+The reference uses NLTK, syllapy and the emoji package. This file approximates these libraries without their data. It
+approximates NLTK's sentences, tokens, stop words, pronouns and verbs, syllapy's syllables, and the emoji.
+docs/rewards.md lists the checks that may differ for this reason. All run times are linear in the length of the text.
 """
 
 from __future__ import annotations
@@ -23,23 +24,23 @@ STOP_WORDS, PRONOUNS, NAMES, ABBREVIATIONS, VERBS, VERB_FORMS, NO_VERBS = (
     for name in ("stop_words", "pronouns", "names", "abbreviations", "verbs", "verb_forms", "no_verbs")
 )
 CAPITALS = " ".join(WORDS["capitals"].split())
-# closing quotes and brackets after a stop, before space or markup
+# closing quotes and brackets between a full stop and a space or markup
 STOP = re.compile(r"""(?<=[.!?])["')\]}”’]*(?=[\s*:;])""")
 TOKEN = re.compile(
     r"""\w+(?=n't\b)|n't\b|'(?:s|m|d|ll|re|ve)\b"""  # do|n't, it|'s
     r"""|\w+(?:(?:[-+*=./&@]|[,:](?=\d)|'(?!(?:s|m|d|ll|re|ve)\b))\w+)*|[^\w\s]"""  # 3.14, 1,000, well-known, and/or
 )
 SILENT = re.compile(r"[^aeiouylr]e$|[aeiouy][lr]e$|[^aeioutd]ed$|[^aeiouyscxzgh]es$|[^aeiou]e(?:ly|ment|less|ful)")
-PARTED = re.compile(r"i[ao](?!n)|[^gq]ua|eo|[aeiouy]ing|ism$")  # one run of vowels, two syllables
+PARTED = re.compile(r"i[ao](?!n)|[^gq]ua|eo|[aeiouy]ing|ism$")  # runs of vowels that count as two syllables
 EMOJI = re.compile(
     "[\u00a9\u00ae\u203c\u2049\u2122\u2139\u2194-\u21aa\u231a-\u23ff\u24c2\u25aa-\u27bf\u2934-\u2935\u2b05-\u2b55"
     "\u3030\u303d\u3297\u3299\U0001f004-\U0001faff]"
 )
-WORD_CHARS = 16  # characters on either side that decide whether a stop ends a sentence
+WORD_CHARS = 16  # number of characters before and after a full stop that decide whether it ends a sentence
 
 
 def sentences(text: str) -> list[str]:
-    """The text's sentences without surrounding space. Closing quotes and brackets after the stop belong to the
+    """The text's sentences without surrounding space. Closing quotes and brackets after the full stop belong to the
     sentence.
 
     A line break alone does not end a sentence.
@@ -55,7 +56,8 @@ def sentences(text: str) -> list[str]:
 
 
 def ends_sentence(before: str, after: str) -> bool:
-    """Whether the stop at the end of ``before`` ends a sentence: not in "Dr. Li", "J. Li" and "well... perhaps"."""
+    """Whether the full stop at the end of ``before`` ends a sentence. The full stops in "Dr. Li", "J. Li" and "well...
+    perhaps" do not end a sentence."""
     word = (before.split() or [""])[-1].lstrip("\"'([{*_“‘")
     if word.endswith(".."):
         return not after.lstrip()[:1].islower()
@@ -66,7 +68,8 @@ def ends_sentence(before: str, after: str) -> bool:
 
 
 def tokens(text: str) -> list[str]:
-    """Words, numbers and marks. "don't" becomes "do" and "n't", and "it's" becomes "it" and "'s"."""
+    """The words, numbers and punctuation marks of a text. "don't" becomes "do" and "n't", and "it's" becomes "it" and
+    "'s"."""
     return TOKEN.findall(text)
 
 
@@ -76,8 +79,8 @@ def word_tokens(text: str) -> list[str]:
 
 
 def syllables(word: str) -> int:
-    """The number of syllables. Runs of vowels count, and a silent e does not. A word with a digit has 0. ``word`` is
-    in lower case.
+    """The number of syllables. Each run of vowels counts, but a silent e does not. A word with a digit has 0 syllables.
+    ``word`` is in lower case.
     """
     if not word or re.search(r"\d", word):
         return 0
@@ -86,7 +89,8 @@ def syllables(word: str) -> int:
 
 
 def is_verb(word: str) -> bool:
-    """Whether ``word`` is a form of a verb in english.toml, or a word in -ing or -ed that it does not exclude."""
+    """Whether ``word`` is a form of a verb in english.toml. Words with the ending -ing or -ed count too, unless
+    english.toml excludes them."""
     word = word.lower()
     if word in VERBS or word in VERB_FORMS:
         return True
@@ -105,33 +109,33 @@ Check = Callable[..., bool]
 
 
 def compares(count: int, number: int, relation: str) -> bool:
-    """Whether ``count`` is "at least" or "less than" ``number``, as ``relation`` says.
+    """Compare ``count`` with ``number``. ``relation`` is "at least" or "less than".
 
     Raises:
         ValueError: ``relation`` is neither of these.
     """
     if relation not in ("at least", "less than"):
-        raise ValueError(f"a relation is 'at least' or 'less than', not {relation!r}")
+        raise ValueError(f"a relation must be 'at least' or 'less than', not {relation!r}")
     return count >= number if relation == "at least" else count < number
 
 
 def occurrences(text: str, part: str) -> int:
-    """How often ``part`` occurs in the text, ignoring case, also inside words."""
+    """The number of times that ``part`` occurs in the text, also inside words. Case does not matter."""
     return text.lower().count(part.lower().strip())
 
 
 def count_words(text: str) -> int:
-    """Runs of letters, digits and underscores."""
+    """The number of words. A word is a run of letters, digits and underscores."""
     return len(re.findall(r"\w+", text))
 
 
 def whole_words(text: str, word: str) -> int:
-    """How often ``word`` occurs in the text as a whole word, ignoring case."""
+    """The number of times that ``word`` occurs in the text as a whole word. Case does not matter."""
     return len(re.findall(rf"\b{re.escape(word)}\b", text, re.IGNORECASE))
 
 
 def response_language(text: str, language: str) -> bool:
-    """The text is in the language (ISO 639-1), as langdetect sees it.
+    """Whether langdetect detects this language (ISO 639-1) in the text.
 
     Raises:
         ModuleNotFoundError: langdetect is not installed.
@@ -144,42 +148,45 @@ def response_language(text: str, language: str) -> bool:
     try:
         return bool(detect(text) == language)
     except LangDetectException:
-        return True  # the text has no letters; the reference lets it pass
+        return True  # the text has no letters, and the reference accepts such a text
 
 
 def number_paragraphs(text: str, num_paragraphs: int) -> bool:
-    """Exactly ``num_paragraphs`` paragraphs, divided by ``***``. An empty one between two dividers is a failure."""
+    """Whether there are exactly ``num_paragraphs`` paragraphs, divided by ``***``. An empty paragraph between two
+    dividers is a failure."""
     parts = [part.strip() for part in text.split("***")]
     return all(parts[1:-1]) and sum(map(bool, parts)) == num_paragraphs
 
 
 def nth_paragraph_first_word(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    """Exactly ``num_paragraphs`` paragraphs, divided by empty lines. Paragraph ``nth_paragraph`` (from 1) begins with
-    ``first_word``."""
+    """Whether there are exactly ``num_paragraphs`` paragraphs, divided by empty lines, and paragraph ``nth_paragraph``
+    (counted from 1) begins with ``first_word``."""
     parts = text.split("\n\n")
     if sum(bool(part.strip()) for part in parts) != num_paragraphs or not 1 <= nth_paragraph <= len(parts):
         return False
     words = parts[nth_paragraph - 1].split()
-    word = re.match(r"['\"]*([^.,?!'\"]*)", words[0])[1] if words else ""  # type: ignore[index]  # it matches anything
+    word = re.match(r"['\"]*([^.,?!'\"]*)", words[0])[1] if words else ""  # type: ignore[index]  # always matches
     return word.lower() == first_word.lower()
 
 
 def postscript(text: str, postscript_marker: str) -> bool:
-    """A postscript that begins with the marker: P.S., P.P.S. (with or without stops and spaces) or another one."""
+    """Whether there is a postscript that begins with the marker. For P.S. and P.P.S., full stops and spaces are
+    optional. Other markers are possible."""
     letters = [letter for letter in re.split(r"[.\s]+", postscript_marker.strip().lower()) if letter]
     spelled = r"\.?\s?".join(map(re.escape, letters)) if postscript_marker.strip() else r"(?!)"
     return re.search(rf"(?<!\w){spelled}", text.lower()) is not None
 
 
 def number_highlighted_sections(text: str, num_highlights: int) -> bool:
-    """At least ``num_highlights`` parts in ``*stars*`` or ``**double stars**``, each within a line."""
+    """Whether at least ``num_highlights`` parts are in ``*stars*`` or ``**double stars**``. Each part must be within
+    one line."""
     doubled = re.findall(r"\*\*([^\n*]+)\*\*", text)
     single = re.findall(r"\*([^\n*]+)\*", re.sub(r"\*\*[^\n*]+\*\*", " ", text))
     return sum(bool(part.strip()) for part in doubled + single) >= num_highlights
 
 
 def json_format(text: str) -> bool:
-    """The whole text is JSON, perhaps in a fenced block."""
+    """Whether the whole text is JSON. The JSON may be in a fenced block."""
     body = text.strip().removeprefix("```").removesuffix("```").removeprefix("json").removeprefix("JSON")
     try:
         json.loads(body)
@@ -189,7 +196,7 @@ def json_format(text: str) -> bool:
 
 
 def two_responses(text: str) -> bool:
-    """Two different responses, divided by six asterisks."""
+    """Whether there are two different responses, divided by six asterisks."""
     parts = [part.strip() for part in text.split("******")]
     responses = [part for part in parts if part]
     return all(parts[1:-1]) and len(responses) == 2 and responses[0] != responses[1]
@@ -213,12 +220,12 @@ CHECKS: dict[str, Check] = {
         count_words(text), num_words, relation
     ),
     "length_constraints:nth_paragraph_first_word": nth_paragraph_first_word,
-    # in square brackets, each within a line
+    # placeholders are in square brackets, each within one line
     "detectable_content:number_placeholders": lambda text, num_placeholders: (
         len(re.findall(r"\[[^\[\]\n]*\]", text)) >= num_placeholders
     ),
     "detectable_content:postscript": postscript,
-    # lines that begin with a star or a hyphen
+    # bullets are lines that begin with a star or a hyphen
     "detectable_format:number_bullet_lists": lambda text, num_bullets: (
         len(re.findall(r"^[ \t]*(?:\*(?!\*)|-)[^\n]*$", text, re.MULTILINE)) == num_bullets
     ),
@@ -226,12 +233,12 @@ CHECKS: dict[str, Check] = {
         re.search(r"My answer is (?:yes|no|maybe)\.", text) is not None
     ),
     "detectable_format:number_highlighted_sections": number_highlighted_sections,
-    # each headed by the word and a number
+    # the heading of each section is the word and a number
     "detectable_format:multiple_sections": lambda text, section_spliter, num_sections: (
         len(re.findall(rf"\s?{re.escape(section_spliter.strip())}\s?\d+\s?", text)) >= num_sections
     ),
     "detectable_format:json_format": json_format,
-    # in double angular brackets
+    # the title is in double angle brackets
     "detectable_format:title": lambda text: any(title.strip("<> ") for title in re.findall(r"<<[^\n<>]+>>", text)),
     "combination:two_responses": two_responses,
     "combination:repeat_prompt": lambda text, prompt_to_repeat: (

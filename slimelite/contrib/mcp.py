@@ -1,7 +1,8 @@
-"""``mcp:<command or url>``: the model may call the tools of an MCP server. Its last reply is its answer.
+"""The environment ``mcp:<command or url>``. The model may call the tools of an MCP server. The model's last reply is
+the answer.
 
-A command is started for each episode, so the episode does not share the server's state. A server without state is
-cheaper behind an address, where it starts once. Each episode then has its own connection.
+A command is started for each episode, so episodes do not share the server's state. If a server has no state, start it
+once and give its address, because this is cheaper. Then each episode has its own connection.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from slimelite.sandbox.registry import NO_WISHES, Launch, SandboxSettings, is_co
 
 @dataclass(frozen=True)
 class ServerTool(Tool):
-    """A tool of the server. ``about``: its name, description and schema in OpenAI's form."""
+    """A tool of the server. ``about``: the tool's name, description and schema in OpenAI's form."""
 
     about: dict[str, object]
 
     @property
     def name(self) -> str:
-        """The name that the server gives it."""
+        """The name of the tool on the server."""
         return str(self.about["name"])
 
     @property
@@ -38,8 +39,8 @@ class ServerTool(Tool):
         return {"type": "function", "function": self.about}
 
     async def answer(self, arguments: str) -> str:
-        """The texts of the result. If the server refuses a call, the refusal is the text. If the server is gone, the
-        episode ends."""
+        """Call the tool, and return the texts of the result. If the server refuses the call, the text is the refusal.
+        If the server is gone, the episode ends."""
         try:
             values = json.loads(arguments or "{}")
         except ValueError as error:
@@ -52,11 +53,11 @@ class ServerTool(Tool):
 
 
 def _shown(part: Any) -> str:
-    """A part of a result as text. A resource becomes its address and content, and other parts without text become the
+    """A part of a result as text. A resource becomes its address and its content. Other parts without text become the
     name of their kind."""
     if hasattr(part, "text"):
         return str(part.text)
-    resource = getattr(part, "resource", part)  # embedded, or a link to one
+    resource = getattr(part, "resource", part)  # an embedded resource, or a link to a resource
     if not (uri := getattr(resource, "uri", None)):
         return f"({part.type})"
     texts = (getattr(resource, name, None) for name in ("title", "description", "text"))
@@ -64,17 +65,17 @@ def _shown(part: Any) -> str:
 
 
 class McpEnvironment(ToolEnvironment):
-    """An episode with the tools of one server. The run's reward scores it."""
+    """An episode with the tools of one server. The run's reward function scores the episode."""
 
     def __init__(self, server: object) -> None:
         self._server = server
 
-    async def reset(self, row: Row) -> Start:  # type: ignore[override]  # the driver takes both
-        """Connect, and show the row's messages and the server's tools."""
+    async def reset(self, row: Row) -> Start:  # type: ignore[override]  # the driver accepts async methods too
+        """Connect to the server, and return the row's messages and the server's tools."""
         self.row, self.calls = row, []
         self._over = asyncio.Event()
         ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        # a connection is closed by the task that opened it, and calls of an environment are tasks of their own
+        # a connection must be closed by the task that opened it, but each call of an environment is a separate task
         self._connection = asyncio.create_task(self._connect(ready))
         client = await ready
         listed, page = await client.list_tools(), 1
@@ -92,7 +93,7 @@ class McpEnvironment(ToolEnvironment):
         return Start(row.prompt, [tool.schema for tool in self._tools.values()])
 
     async def close(self) -> None:
-        """End the connection. If the server was started for this episode, end it too."""
+        """Close the connection. If the server was started for this episode, end the server too."""
         if hasattr(self, "_connection"):
             self._over.set()
             await asyncio.wait([self._connection])
@@ -106,7 +107,7 @@ class McpEnvironment(ToolEnvironment):
                 await self._over.wait()
         except Exception as error:
             if ready.done():
-                return  # the connection broke later: calls say so
+                return  # the connection broke later, and calls will raise the error
             inner: BaseException = error
             while isinstance(inner, BaseExceptionGroup):
                 inner = inner.exceptions[0]
@@ -114,20 +115,21 @@ class McpEnvironment(ToolEnvironment):
 
 
 def make(spec: str, sandbox: SandboxSettings = NO_WISHES) -> Callable[[], McpEnvironment]:
-    """The factory of episodes. The server is at an address, or a command starts it.
+    """The factory of episodes. ``spec`` is the address of a server, or a command that starts a server.
 
     Raises:
-        ValueError: there is no such program.
+        ValueError: the program of the command does not exist.
     """
     from mcp import StdioServerParameters
 
     if is_address(spec):
         return lambda: McpEnvironment(spec)
     words = shlex.split(spec)
-    if not words or (shutil.which(words[0]) is None and not is_container(sandbox.name)):  # an image may have it
+    # an image may contain the program
+    if not words or (shutil.which(words[0]) is None and not is_container(sandbox.name)):
         raise ValueError(f"--environment mcp:{spec}: there is no program {words[0] if words else ''!r}")
     box = open_sandbox(sandbox)
-    # all variables: the run finds its processes by one of them when it ends
+    # keep all variables, because at its end the run finds its processes by one of them
     launch = Launch(words, dict(os.environ)) if box is None else box.launch(words, {}, None)
     server = StdioServerParameters(command=launch.words[0], args=launch.words[1:], env=launch.environment)
     return lambda: McpEnvironment(server)

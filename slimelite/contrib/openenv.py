@@ -1,7 +1,7 @@
-"""``openenv:<address>``: an environment behind an OpenEnv server. Each episode has its own WebSocket session.
+"""The environment ``openenv:<address>``, which runs on an OpenEnv server. Each episode has its own WebSocket session.
 
-The server says which actions exist. If the actions are tools, the model calls them. Otherwise a reply is an action in
-JSON. If an action needs only one text, the reply is that text.
+The server lists the possible actions. If the actions are tools, the model calls them. If the actions are not tools, a
+reply is an action in JSON. If the only required field of an action is a text, the reply is this text.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from slimelite.environments.protocol import Message, Row, Start, Step
 from slimelite.environments.registry import is_address
 from slimelite.environments.tools import MOST_CHARACTERS
 
-# names of actions that mean: the server has tools, and takes a call of one
+# action names that show that the server has tools; an action is then a tool call
 TOOL_ACTIONS = ("Action", "CallToolAction", "ListToolsAction")
-# rows of an epoch, each with another seed
+# number of rows of an epoch; each row has another seed
 EPISODES = 1000
-# in the metadata of these rows, whose prompt is not for the model
+# metadata key of these rows; the prompt of these rows is not shown to the model
 OWN = "openenv"
 NO_ROOM = "CAPACITY_REACHED"
-# what the server says of an action that it cannot read: the model may try again
+# the server's error code for an action that it cannot read; the model may try again
 UNREADABLE = "VALIDATION_ERROR"
 
 
 class ServerError(Exception):
-    """The server answered with an error. ``code``: its name for the error."""
+    """The server answered with an error. ``code``: the server's name for the error."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(f"OpenEnv's server: {message} ({code})")
@@ -35,21 +35,21 @@ class ServerError(Exception):
 
 
 class OpenEnv:
-    """One session. The server gives a reward for each step."""
+    """One session with the server. The server gives a reward for each step."""
 
     def __init__(self, address: str) -> None:
         self._address, self._client = address, Client()
         self._server: Conversation | None = None
-        self._actions: dict[str, Any] = {}  # their JSON schema
-        self._field: str | None = None  # the one field of an action that is needed, if it is a text
+        self._actions: dict[str, Any] = {}  # the JSON schema of an action
+        self._field: str | None = None  # the only required field of an action, if it is a text
         self._tools: list[dict[str, Any]] = []
 
     async def reset(self, row: Row) -> Start:
-        """Begin the episode. ``reset`` in a row's metadata has more arguments for the environment's own reset."""
+        """Begin the episode. The entry ``reset`` in a row's metadata has further arguments for the server's reset."""
         schema = await self._client.get(f"{self._address}/schema")
         actions = schema.get("action") if isinstance(schema, dict) else None
         if not isinstance(actions, dict):
-            raise ValueError(f"{shown(self._address)}/schema lists no actions: is it an OpenEnv server?")
+            raise ValueError(f"{shown(self._address)}/schema lists no actions; is this an OpenEnv server?")
         self._actions = actions
         needed, fields = self._actions.get("required", []), self._actions.get("properties", {})
         self._field = needed[0] if len(needed) == 1 and fields[needed[0]].get("type") == "string" else None
@@ -76,14 +76,15 @@ class OpenEnv:
         return Start([*prompt, *([{"role": "user", "content": text}] if text else [])], self._tools)
 
     def _how(self) -> str:
-        """The text that tells the model about actions."""
+        """The text that explains the actions to the model."""
         if self._field is not None:
             about = self._actions["properties"][self._field].get("description", "")
             return f"Your whole reply is the {self._field}{f': {about}' if about else ''}."
         return f"Reply with one action as JSON of this schema: {json.dumps(self._actions)}"
 
     async def step(self, reply: Mapping[str, Any]) -> Step:
-        """Take the action, or each call of a tool. In an episode with tools, a reply without a call ends it."""
+        """Send the action, or each tool call, to the server. In an episode with tools, a reply without a call ends the
+        episode."""
         if self._tools:
             return await self._called(reply)
         action = self._action(reply.get("content") or "")
@@ -99,7 +100,7 @@ class OpenEnv:
         return Step(messages, _reward(result), done=bool(result.get("done")))
 
     def _action(self, text: str) -> dict[str, Any] | None:
-        """The action in a reply; None if the reply is not an action."""
+        """The action in a reply. Returns None if the reply is not an action."""
         inner = text.strip().removeprefix("```json").removeprefix("```").removesuffix("```")
         try:
             action = json.loads(inner)
@@ -141,12 +142,12 @@ class OpenEnv:
             raise ServerError("UNKNOWN", f"its answer to {kind} is not an object with data: {str(answer)[:200]}")
         if answer.get("type") == "error":
             code = str(content.get("code"))
-            more = "; it allows fewer sessions at once (max_concurrent_envs) than the run has episodes"
+            more = "; the server allows fewer sessions (max_concurrent_envs) than the run has episodes at the same time"
             raise ServerError(code, f"{content.get('message')}{more if code == NO_ROOM else ''}")
         return dict(content)
 
     async def close(self) -> None:
-        """End the session, and with it the environment on the server."""
+        """Close the session, which also ends the environment on the server."""
         try:
             if self._server is not None:
                 await self._server.close()
@@ -164,8 +165,9 @@ def _reward(result: Mapping[str, Any]) -> float | None:
 
 
 def _text(observation: Any) -> str:
-    """An observation as the model sees it: its text if it has nothing else, otherwise JSON."""
-    if isinstance(observation, dict) and "tool_name" in observation:  # of a call: what the tool returned
+    """Convert an observation to text for the model. If the observation has only a text, the result is this text. For
+    any other observation, the result is JSON."""
+    if isinstance(observation, dict) and "tool_name" in observation:  # the result of a tool call
         error, result = observation.get("error"), observation.get("result")
         if error:
             return f"Error: {error.get('message') if isinstance(error, dict) else error}"[:MOST_CHARACTERS]
@@ -185,7 +187,7 @@ def _text(observation: Any) -> str:
 
 
 def make(spec: str) -> Callable[[], OpenEnv]:
-    """The factory of sessions with the server at ``spec``.
+    """The factory of sessions with the server at the address ``spec``.
 
     Raises:
         ValueError: ``spec`` is not an address.
@@ -197,5 +199,5 @@ def make(spec: str) -> Callable[[], OpenEnv]:
 
 
 def rows(spec: str) -> Iterator[dict[str, Any]]:
-    """The same row many times, each time with another seed. The model sees only what the server sends."""
+    """Yield the same row many times, each time with another seed. The model sees only the messages of the server."""
     return ({"input": spec, "metadata": {OWN: True}} for _ in range(EPISODES))

@@ -1,11 +1,13 @@
-"""``reasoning-gym:<task>[,<task>…][?key=value&…]``: puzzles that reasoning-gym makes from seeds and scores itself.
+"""The environment ``reasoning-gym:<task>[,<task>…][?key=value&…]``. The library reasoning-gym makes puzzles from seeds,
+and scores the answers.
 
-``size``: rows of each task at each level. ``levels``: rows have the difficulties 0 … levels - 1 of the library's
-curriculum; 0: its default difficulty. ``prompt``: one of its system prompts, which ask for ``<answer>`` tags. Without a
-prompt, the whole reply is the answer. Other keys are settings of the tasks, such as ``allow_negation=false``.
+``size``: the number of rows of each task at each level. ``levels``: the number of levels. Rows have the difficulties 0
+… levels - 1 of the library's curriculum. With ``levels=0`` they have the default difficulty. ``prompt``: the name of a
+system prompt of the library. These prompts ask for ``<answer>`` tags. Without a prompt, the whole reply is the answer.
+Other keys are settings of the tasks, such as ``allow_negation=false``.
 
-The library scores some answers with ``eval``. So scoring runs in a process that can read only Python's own files and
-reach nothing else (`confine`). This file is also that process's program.
+The library scores some answers with ``eval``. So scoring runs in a separate process that can read only Python's own
+files and has no other access (`confine`). This file is also the program of this process.
 """
 
 from __future__ import annotations
@@ -25,20 +27,21 @@ from slimelite.rewards.workers import WorkerPool, serve
 from slimelite.sandbox.confine import confine
 from slimelite.serving.calls import PYTHON
 
-# the library makes entry i of a data set from its seed + i: seeds of ours are this far apart, so none share an entry
+# difference between our seeds; the library makes entry i of a data set from seed + i, so our data sets share no entry
 APART = 1_000_000
-# for the score of one answer; for the first import, which compiles the library [s]; processes
+# time limit for the score of one answer [s]; time limit for the first import, which compiles the library [s]; number of
+# scoring processes
 SCORE_SECONDS, START_SECONDS, SCORERS = 10.0, 300.0, 2
-# tasks whose questions and answers depend on Python's hash seed too, so that a scoring process has others
+# tasks whose questions also depend on Python's hash seed, so a scoring process would make other questions
 CHANGING = ("list_functions", "polynomial_multiplication")
 OWN = {"size": 500, "seed": 0, "levels": 0, "prompt": "default"}
 
 
 def _read(text: str) -> dict[str, Any]:
-    """The parts of ``chain_sum,gcd?size=1000&levels=3&min_digits=2``.
+    """Parse a spec such as ``chain_sum,gcd?size=1000&levels=3&min_digits=2``.
 
     Raises:
-        ValueError: the text names no task, or a value has the wrong kind.
+        ValueError: the text names no task, or a value has a wrong type.
     """
     names, _, query = text.partition("?")
     settings = {key: _value(value) for key, value in parse_qsl(query, keep_blank_values=True)}
@@ -51,7 +54,8 @@ def _read(text: str) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    """The value of a setting: a number, true, false or a list as in JSON or Python, or else the text."""
+    """The value of a setting. The value is a number, true, false or a list, written as in JSON or Python. In all other
+    cases, the value is the text."""
     try:
         value = PYTHON[text] if text in PYTHON else json.loads(text)
     except ValueError:
@@ -61,10 +65,11 @@ def _value(text: str) -> Any:
 
 @lru_cache(64)
 def _dataset(task: str, level: int | None, seed: int, size: int, settings: str) -> Any:
-    """The library's data set.
+    """Create a data set of the library.
 
     Raises:
-        ValueError: there is no such task, it refuses its settings, or it cannot score an answer.
+        ValueError: there is no such task, the task refuses its settings, or the library cannot score the task's
+            answers.
     """
     import reasoning_gym
     from reasoning_gym.factory import CURRICULA, DATASETS
@@ -72,17 +77,17 @@ def _dataset(task: str, level: int | None, seed: int, size: int, settings: str) 
     if task not in DATASETS or task == "composite":
         raise ValueError(f"reasoning-gym has no task {task}; it has {', '.join(sorted({*DATASETS} - {'composite'}))}")
     if task in CHANGING:
-        raise ValueError(f"reasoning-gym:{task} is not usable: it makes different questions from the same seed")
+        raise ValueError(f"reasoning-gym:{task} cannot be used: it makes different questions from the same seed")
     config = DATASETS[task][1]()
     overrides = {key: value for key, value in json.loads(settings).items() if hasattr(config, key)}
     for key, value in overrides.items():
         usual = getattr(config, key)
-        # the library takes any text for true, and one for a list of its letters
+        # the library would accept any text as true, and would read a text as the list of its letters
         if value not in (True, False) if isinstance(usual, bool) else isinstance(value, str) != isinstance(usual, str):
-            raise ValueError(f"reasoning-gym: {key} of {task} is a value like {usual!r}, not {value!r}")
+            raise ValueError(f"reasoning-gym: {key} of {task} must be a value such as {usual!r}, not {value!r}")
     if level is not None:
         if (curriculum := CURRICULA.get(task, lambda: None)()) is None:
-            raise ValueError(f"reasoning-gym has no curriculum for {task}; leave levels out")
+            raise ValueError(f"reasoning-gym has no curriculum for {task}; leave out levels")
         curriculum.set_global_level(level)
         config = curriculum.generate_configuration()
     try:
@@ -90,14 +95,14 @@ def _dataset(task: str, level: int | None, seed: int, size: int, settings: str) 
     except (AssertionError, TypeError) as error:
         raise ValueError(f"reasoning-gym refuses the settings of {task}: {error}") from error
     if made[0]["answer"] is None or made.score_answer(made[0]["answer"], made[0]) < 1:
-        raise ValueError(f"reasoning-gym:{task} cannot be used: the library gives no reward to its own answer")
+        raise ValueError(f"reasoning-gym:{task} cannot be used: the library does not accept its own answer")
     return made
 
 
 def rows(text: str) -> Iterator[dict[str, Any]]:
-    """Yields a row for each puzzle of ``text``, such as ``chain_sum,gcd``.
+    """Yield a row for each puzzle of ``text``, such as ``chain_sum,gcd``.
 
-    The first puzzle of each task comes first, level by level. Then come the second ones, up to ``size`` of each.
+    First come the first puzzles of all tasks, level by level. Then come the second puzzles, and so on up to ``size``.
 
     Raises:
         ValueError: reasoning-gym has no such prompt, or no task has one of the settings.
@@ -124,29 +129,29 @@ def rows(text: str) -> Iterator[dict[str, Any]]:
 
 
 class ReasoningGym:
-    """One puzzle. The model sees the question and answers once."""
+    """An episode with one puzzle. The model sees the question and answers once."""
 
     def __init__(self, scorers: WorkerPool) -> None:
         self._scorers = scorers
 
     async def reset(self, row: Row) -> Start:
-        """Show the question."""
+        """Return the question."""
         if "tags" not in row.metadata:
-            raise ValueError("this row does not come from reasoning-gym; name the tasks and leave --prompt-data out")
+            raise ValueError("this row does not come from reasoning-gym; name the tasks and leave out --prompt-data")
         self._recipe = row.metadata
         return Start(row.prompt)
 
     async def step(self, reply: Mapping[str, Any]) -> Step:
-        """Score the answer. If the scorer cannot read it, or takes too long, the reward is 0."""
+        """Score the answer. If the scorer cannot read the answer, or takes too long, the reward is 0."""
         (score,) = await self._scorers.run([("reasoning-gym", Answer(reply["content"] or "", "", self._recipe))])
         number = score if isinstance(score, float) else None
         return Step(reward=number or 0.0, done=True, metrics={"unscored": float(number is None)})
 
 
 def make(text: str) -> Callable[[], ReasoningGym]:
-    """The factory of episodes, which share the scoring processes.
+    """The factory of episodes. All episodes share the scoring processes.
 
-    The first process starts here, because the library's import may take longer than a call of an environment.
+    The first process is started here, because the import of the library may take longer than the time limit of a call.
     """
     _read(text)
     scorers = WorkerPool(SCORERS, SCORE_SECONDS, program=(__name__,), chunk=1, start_seconds=START_SECONDS)
@@ -169,7 +174,7 @@ def _scored(tasks: list[tuple[str, Answer]]) -> Iterator[Reward | Failure]:
 
 
 if __name__ == "__main__":
-    import reasoning_gym  # noqa: F401  before this process can read Python's own files alone
+    import reasoning_gym  # noqa: F401  import it before `confine` limits this process
 
     confine("/nowhere", resource.RLIM_INFINITY, GRADER_MEMORY_MB << 20)
     serve(int(sys.argv[1]), float(sys.argv[2]), _scored)

@@ -1,7 +1,7 @@
-"""``search:FOLDER_OR_FILE``: a tool that finds passages of a local corpus by BM25.
+"""The environment ``search:FOLDER_OR_FILE``, with a tool that finds passages of a local corpus by BM25.
 
-The index is 40 lines of numpy instead of a library. Scores are computed when the corpus is read, one number for each
-term of each passage, so a query only adds a few arrays. A million passages fit.
+The index is 40 lines of numpy instead of a library. Scores are computed when the corpus is read: one number for each
+term of each passage. So a query only adds a few arrays. A million passages fit in memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from slimelite.data.reader import READERS, read_rows
 from slimelite.environments.tools import ToolEnvironment
 
-# BM25 (Robertson and Zaragoza 2009): saturation of a term's count, and how much a long passage is held back
+# parameters of BM25 (Robertson and Zaragoza 2009): the saturation of a term's count, and the penalty for long passages
 K1, B = 1.2, 0.75
 FOUND = 3
 COLUMNS = ("text", "contents", "passage", "content")
@@ -28,7 +28,8 @@ TEXTS = (".txt", ".md", ".rst")
 class Index:
     """The passages and their scores: score(t, d) = idf(t)·f·(k1 + 1) / (f + k1·(1 − b + b·|d| / mean |d|)).
 
-    ``f``: how often term t is in passage d; idf(t) = ln(1 + (N − n + 0.5) / (n + 0.5)) for n of N passages with t.
+    ``f``: the number of times that term t occurs in passage d. idf(t) = ln(1 + (N − n + 0.5) / (n + 0.5)), if n of N
+    passages contain t.
     """
 
     def __init__(self, passages: Sequence[str]) -> None:
@@ -48,7 +49,7 @@ class Index:
             self._scores[term] = indices, (idf * f * (K1 + 1) / (f + norms[indices])).astype(np.float32)
 
     def best(self, query: str) -> list[str]:
-        """The passages with the highest scores above 0, best first."""
+        """The passages with the highest scores above 0, in descending order."""
         total = np.zeros(len(self.passages), np.float32)
         for term in set(terms(query)) & self._scores.keys():
             indices, scores = self._scores[term]
@@ -58,7 +59,7 @@ class Index:
 
 
 class Search(ToolEnvironment):
-    """The run's reward scores the episode (``--rm-type f1``)."""
+    """The environment. The run's reward, such as ``--rm-type f1``, scores the episode."""
 
     def __init__(self, index: Index) -> None:
         self._index = index
@@ -68,12 +69,12 @@ class Search(ToolEnvironment):
         return "\n\n".join(self._index.best(query)) or "Nothing was found; try other words."
 
     def tools(self) -> Sequence[Callable[..., str]]:
-        """The search."""
+        """The search tool."""
         return [self.search]
 
 
 def make(spec: str) -> Callable[[], Search]:
-    """Read the corpus at ``spec`` and index it.
+    """Read the corpus at the path ``spec``, and index it.
 
     Raises:
         ValueError: there is no corpus.
@@ -83,14 +84,15 @@ def make(spec: str) -> Callable[[], Search]:
     passages = [passage for file in files for passage in passages_of(file)] if spec and path.exists() else []
     if not passages:
         raise ValueError(
-            f"--environment search:{spec}: no passages were found; name a folder or a file: "
+            f"--environment search:{spec}: there are no passages; name a folder or a file: "
             f"{', '.join((*TEXTS, *READERS))}"
         )
     return partial(Search, Index(passages))
 
 
 def passages_of(file: Path) -> Iterator[str]:
-    """The paragraphs of a text, or the rows of a table with a column text (and title)."""
+    """Yield the paragraphs of a text, or the rows of a table. The table needs a column ``text``, and may have a column
+    ``title``."""
     if file.suffix in READERS:
         for _, row in read_rows(str(file)):
             text = next((str(row[column]) for column in COLUMNS if row.get(column)), json.dumps(row, default=str))
@@ -100,5 +102,5 @@ def passages_of(file: Path) -> Iterator[str]:
 
 
 def terms(text: str) -> list[str]:
-    """The words of a text in small letters."""
+    """The words of a text in lower case."""
     return re.findall(r"\w+", text.lower())

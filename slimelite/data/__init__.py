@@ -1,1 +1,1 @@
-"""Reads prompts: files, chat templates, loss masks, and the data source that hands out groups of samples."""
+"""Reads prompts from files, applies chat templates, computes loss masks, and hands out groups of samples."""

@@ -1,13 +1,14 @@
-"""Turns conversations into training samples. Nothing is generated: the assistant's messages are the response.
+"""Turns conversations into training samples. No text is generated. The assistant's messages are the response.
 
-The loss covers the tokens that the model itself would generate. ``auto`` finds them with any chat template. It uses the
-template's ``{% generation %}`` marks if there are any. Otherwise it renders the conversation again with one reply
-replaced, and compares both texts. A reply runs from the end of the generation prompt to the end of the turn, including
-the end-of-turn token. An assistant message with ``step_loss_mask: 0`` is not trained on.
+The loss covers the tokens that the model itself would generate. ``auto`` finds them with any chat template. ``auto``
+uses the template's ``{% generation %}`` marks if there are any. Otherwise it renders the conversation again with one
+reply replaced, and compares the two texts. A reply runs from the end of the generation prompt to the end of the turn,
+including the end-of-turn token. An assistant message with ``step_loss_mask: 0`` is not trained on.
 
-The other kinds of mask are slime's, token for token. They fit the ChatML templates of the models that they are named
-after. ``qwen`` and ``qwen3`` render each message alone. So they differ from a rollout if a template changes messages by
-their context (history without thinking, tool answers in one turn). ``auto`` does not have this limit.
+The other kinds of mask select exactly the same tokens as slime's masks. Each kind fits the ChatML template of the model
+in its name. ``qwen`` and ``qwen3`` render each message alone. So the tokens of these masks differ from a rollout's
+tokens if the template renders a message differently in its context. For example, a template may remove the thinking
+from the history, or join tool answers in one turn. ``auto`` does not have this limitation.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 MARKS = re.compile(r"\{%-?\+?\s*generation\s*-?\+?%\}")
-# where a prompt and a reply are wanted
+# the error if the data has text prompts, but the run needs conversations
 TEXT_PROMPT = (
     "SFT reads whole conversations, but the prompt is text: name the column of the messages with --input-key, and "
     "leave --apply-chat-template out (an evaluation gets it from --eval-config)"
 )
-# label and reward of the two samples of a pair, in this order
+# the name and the reward of the two samples of a pair, in this order
 SIDES = (("chosen", 1.0), ("rejected", 0.0))
 # label of a reply -> its reward
 JUDGEMENTS = {"true": 1.0, "1": 1.0, "1.0": 1.0, "false": 0.0, "0": 0.0, "0.0": 0.0}
 
 
 class Piece(NamedTuple):
-    """A text that is tokenized alone, and the spans of it that are trained on."""
+    """A text that is tokenized separately, and the spans of this text that are trained on."""
 
     text: str
     trained: list[Span]
@@ -72,8 +73,8 @@ class ChatReader:
     def tokens(self, messages: Messages, tools: Tools = None) -> tuple[list[int], list[int]]:
         """(token ids, loss mask) of a whole conversation. The mask has one entry (0 or 1) for each token.
 
-        A token that is partly inside a trained span is trained on. There are two exceptions: a special token, and a
-        token that has only white space of the reply and then later text.
+        A token that is partly inside a trained span is trained on. Two kinds of such tokens are not trained on: special
+        tokens, and tokens with only white space of the reply and then other text.
 
         Raises:
             ValueError: the tokenizer has no chat template or gives no offsets, the template refuses the messages, or
@@ -101,10 +102,10 @@ class ChatReader:
         return token_ids, loss_mask
 
     def left_out(self, messages: Messages, tools: Tools = None) -> list[str]:
-        """The parts of a row that its text does not have: ``tools``, or fields of a reply that the template does not
-        show.
+        """The parts of a row that are missing in its rendered text: ``tools``, or fields of a reply that the template
+        does not show.
 
-        Reasoning before the last question does not count: templates take it out of the history on purpose.
+        Reasoning before the last question does not count, because templates remove it from the history on purpose.
         """
         last_question = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=-1)
         hidden = ["tools"] if tools and PROBE not in self.render(messages, renamed(tools)) else []
@@ -125,8 +126,8 @@ class ChatReader:
     def fill(self, sample: Sample) -> None:
         """Turn a sample whose ``prompt`` is a conversation (messages) into a training sample, in place.
 
-        An answer that already has its end token, as the responses of saved rollouts do, does not get a second one. The
-        prompt becomes the text before the first trained token. The response is everything after it, with a loss mask.
+        If an answer already ends with its end token (as in saved rollouts), it does not get a second end token. The
+        prompt becomes the text before the first trained token. The response is the rest of the text, with a loss mask.
         The reward is 0. A conversation that was cut off has the status TRUNCATED. A conversation without a token to
         train on gets ``response_length`` 0 and ``remove_sample``.
 
@@ -146,11 +147,11 @@ class ChatReader:
         sample.reward = 0.0
 
     def judge(self, sample: Sample) -> None:
-        """Like `fill`, for a conversation whose label says whether its last reply is desirable: reward 1, or 0. The
-        assistant's messages before it are not trained on.
+        """Like `fill`, for a conversation with a label. A desirable last reply gets reward 1, any other reward 0. The
+        assistant's messages before the last reply are not trained on.
 
         Raises:
-            ValueError: the label is not one of these, or `fill` raises.
+            ValueError: the label is neither true nor false (see `JUDGEMENTS`), or `fill` raises.
         """
         desirable = JUDGEMENTS.get(str(sample.label).lower())
         if desirable is None:
@@ -164,10 +165,11 @@ class ChatReader:
         sample.reward = desirable
 
     def scored_pair(self, sample: Sample) -> list[Sample]:
-        """Like `pair`, for a reward model. It reads whole conversations, rendered as for `--rm-type` reward-model. The
-        conversation is the prompt, and the response is one token, whose position has the score.
+        """Like `pair`, for training a reward model. The model reads whole conversations, rendered as for `--rm-type`
+        reward-model. The conversation is the prompt, and the response is one token. The score is read at the position
+        of this token.
 
-        If one of them is longer than ``max_context_len``, both are marked ``remove_sample``.
+        If one conversation is longer than ``max_context_len``, both samples are marked ``remove_sample``.
 
         Raises:
             ValueError: there is no pair.
@@ -199,11 +201,11 @@ class ChatReader:
         return sides
 
     def pair(self, sample: Sample) -> list[Sample]:
-        """Samples [chosen, rejected] from a sample with a `PAIR` in its metadata. They have one unit and one rollout,
-        and rewards 1 and 0.
+        """Samples [chosen, rejected] from a sample with a `PAIR` in its metadata. Both samples have the same unit and
+        the same rollout. The rewards of the two samples are 1 and 0.
 
-        The messages that both conversations start with are the prompt. Assistant messages in the prompt are not trained
-        on. If a cut leaves a reply without a token to train on, both samples are marked ``remove_sample``.
+        The prompt is the equal messages at the start of both conversations. Assistant messages in the prompt are not
+        trained on. If a reply has no token to train on after a cut, both samples are marked ``remove_sample``.
 
         Raises:
             ValueError: there is no pair, or `fill` raises.
@@ -223,7 +225,7 @@ class ChatReader:
     def _fill_text(self, side: Sample, prompt: Sample, reply: str) -> None:
         """Join the prompt's ids (as in generation), the reply's ids and the end-of-sequence token.
 
-        A reply that already ends with an end token, as the responses of saved rollouts do, gets no second one.
+        If a reply already ends with an end token (as in saved rollouts), it does not get a second end token.
         """
         ids = self.tokenizer(reply, add_special_tokens=False)["input_ids"]
         ended = reply.endswith(self._turn_ends)
@@ -244,7 +246,7 @@ class ChatReader:
 
     @cached_property
     def special(self) -> re.Pattern[str]:
-        """Matches any special token of the tokenizer, except the one that begins a text."""
+        """A pattern for every special token of the tokenizer except the beginning-of-text token."""
         begin = {self.tokenizer.bos_token} - {self.tokenizer.eos_token}
         tokens = [token for token in self.tokenizer.added_tokens_decoder.values() if token.special]
         texts = [token.content for token in tokens if token.content not in begin]
@@ -252,13 +254,14 @@ class ChatReader:
 
     @cached_property
     def _turn_ends(self) -> tuple[str, ...]:
-        """Tokens that end an answer: the end-of-sequence token and those that the chat template puts after it."""
+        """Tokens that end an answer: the end-of-sequence token, and the special tokens that the chat template writes
+        after an answer."""
         ends = {str(self.tokenizer.eos_token)} if self.tokenizer.eos_token else set()
         question, reply = ({"role": role, "content": PROBE} for role in ("user", "assistant"))
-        for turns in ([question, reply], [question, reply, question]):  # a last turn may end in another way
+        for turns in ([question, reply], [question, reply, question]):  # the last turn may have another end
             try:
                 after = self.render(turns).split(PROBE)[2].strip()
-            except (TemplateError, ValueError, TypeError, IndexError):  # no template, or one that refuses or hides this
+            except (TemplateError, ValueError, TypeError, IndexError):  # no template, or it refuses or hides the probe
                 continue
             mark = self.special.match(after)
             ends |= {after} & self.tokenizer.get_added_vocab().keys() | ({mark[0]} if mark else set())
@@ -275,7 +278,7 @@ class ChatReader:
 
 
 def _together(sides: list[Sample]) -> list[Sample]:
-    """The samples of a pair. If one of them is not trained on, the other is not either."""
+    """The samples of a pair. If one sample is not trained on, neither is the other."""
     if any(side.remove_sample for side in sides):
         for side in sides:
             side.remove_sample = True
@@ -283,12 +286,13 @@ def _together(sides: list[Sample]) -> list[Sample]:
 
 
 def is_trained(message: Message) -> bool:
-    """Whether a message is trained on. False if its ``step_loss_mask`` is 0."""
+    """Whether a message is trained on. Returns False if its ``step_loss_mask`` is 0."""
     return message.get("step_loss_mask", 1) == 1
 
 
 def _shared(chosen: Messages, rejected: Messages) -> int:
-    """The number of equal messages at the start of both conversations. The last message of each never counts."""
+    """The number of equal messages at the start of both conversations. The last message of each conversation never
+    counts."""
     both = zip(chosen[:-1], rejected[:-1], strict=False)
     return sum(1 for _ in takewhile(lambda messages: messages[0] == messages[1], both))
 
@@ -306,13 +310,13 @@ def _tokenize(chat: ChatReader, piece: Piece) -> tuple[list[int], list[int]]:
     mask, last = [], 0
     for left, right in encoded["offset_mapping"]:
         text = piece.text[left:right]
-        # characters that a tokenizer trims off an offset (such as a leading space) belong to the token nevertheless
+        # a tokenizer may cut characters (such as a leading space) off an offset; they still belong to the token
         left, last = min(left, last), right
         while end <= left and end < len(piece.text):
             start, end = next(spans, (len(piece.text), len(piece.text)))
         trained = left < end and right > start
         if trained and chat.special.fullmatch(text.strip()):
-            # Phi-3's marks take the white space around them, a reply's too
+            # Phi-3's special tokens include the white space around them, even white space of a reply
             begin = right - len(text.lstrip())
             trained = start <= begin and begin + len(text.strip()) <= end
         elif trained and right > end:
@@ -322,9 +326,10 @@ def _tokenize(chat: ChatReader, piece: Piece) -> tuple[list[int], list[int]]:
 
 
 def auto_mask(chat: ChatReader, messages: Messages, tools: Tools) -> list[Piece]:
-    """The spans of the template's ``{% generation %}`` marks. Without marks, the spans that comparing renderings finds.
+    """The spans of the template's ``{% generation %}`` marks. Without marks, the spans are found by comparing
+    renderings.
 
-    Both are exact for every template that copies a reply's content unchanged.
+    The marks and the comparison are exact for every template that copies a reply's content unchanged.
     """
     if MARKS.search(chat.tokenizer.get_chat_template(None, tools)):
         return [_marked(chat, messages, tools)]
@@ -364,7 +369,7 @@ def _marked(chat: ChatReader, messages: Messages, tools: Tools) -> Piece:
 
 
 def _unit(chat: ChatReader, text: str, message: Message) -> Piece:
-    """A message that is rendered alone. In a reply, everything after the generation prompt is trained on."""
+    """A message that is rendered alone. If it is a reply, everything after the generation prompt is trained on."""
     if message["role"] != "assistant" or not is_trained(message):
         return Piece(text, [])
     user = {"role": "user", "content": "x"}
@@ -373,7 +378,8 @@ def _unit(chat: ChatReader, text: str, message: Message) -> Piece:
 
 
 def qwen_mask(chat: ChatReader, messages: Messages, tools: Tools) -> list[Piece]:
-    """slime's mask ``qwen``. It renders each message alone, and cuts off the system prompt that the template adds."""
+    """slime's mask ``qwen``. This mask renders each message separately, and cuts off the system prompt that the
+    template adds."""
     user = {"role": "user", "content": "x"}
     added = 2 * len(chat.render([user])) - len(chat.render([user, user]))
     pieces = [_unit(chat, chat.render(messages[:1], tools), messages[0])]
@@ -384,7 +390,8 @@ def qwen_mask(chat: ChatReader, messages: Messages, tools: Tools) -> list[Piece]
 
 
 def qwen3_mask(chat: ChatReader, messages: Messages, tools: Tools) -> list[Piece]:
-    """slime's mask ``qwen3``. It renders each message after a user's question, so that every reply keeps its thinking.
+    """slime's mask ``qwen3``. This mask renders each message after a user's question, so every reply keeps its
+    thinking.
 
     Consecutive tool answers are one piece, because the template writes them as one turn.
     """
@@ -399,8 +406,8 @@ def qwen3_mask(chat: ChatReader, messages: Messages, tools: Tools) -> list[Piece
 
 
 def qwen3_5_mask(chat: ChatReader, messages: Messages, tools: Tools) -> list[Piece]:
-    """slime's mask ``qwen3_5``. It renders the whole conversation. A reply starts after its header and an opening
-    ``<think>``."""
+    """slime's mask ``qwen3_5``. This mask renders the whole conversation. A reply starts after its header and an
+    opening ``<think>``."""
     text = chat.render(messages, tools)
     replies = re.finditer(r"<\|im_start\|>assistant\n(?:<think>\n)?(.*?<\|im_end\|>\n?)", text, re.DOTALL)
     flags = [is_trained(m) for m in messages if m["role"] == "assistant"]
@@ -414,7 +421,7 @@ def qwen3_5_mask(chat: ChatReader, messages: Messages, tools: Tools) -> list[Pie
 
 
 def distill_qwen_mask(chat: ChatReader, messages: Messages, tools: Tools) -> list[Piece]:
-    """slime's mask ``distill_qwen``. The first message is the prompt, and the content of the last one is the
+    """slime's mask ``distill_qwen``. The first message is the prompt, and the content of the last message is the
     response."""
     reply = messages[-1]["content"] or ""
     trained = [(0, len(reply))] if is_trained(messages[-1]) else []

@@ -1,7 +1,8 @@
-"""Advice for a file whose rows have other columns: the flags that read it, or one line of Python that converts it.
+"""Advice for a file whose columns do not fit the flags: other flags that fit, or one line of Python that converts the
+file.
 
 The roles of the columns are guessed from their names, so the advice states each guess. `docs/data_formats.md` shows
-every format that is read.
+every format that slimelite reads.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 from slimelite.data.shapes import SPEAKERS as KNOWN_SPEAKERS
 
 PAGE = "docs/data_formats.md"
-# usual names of the columns that play a role, the most telling ones first
+# usual column names of each role; the most reliable names come first
 QUESTIONS = ("question", "problem", "query", "prompt", "instruction", "input", "task", "q", "user", "human", "text")
 ANSWERS = (
     *("answer", "solution", "response", "completion", "output", "reply", "target", "label", "right", "correct"),
@@ -30,8 +31,8 @@ ROLES = ("system", "user", "assistant", "tool")
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a run reads of a row. ``judged``: a KTO run, whose label says whether the reply is good. ``prefix``: of the
-    flags, ``--`` or ``--eval-``."""
+    """The columns that a run reads. ``judged``: the run is a KTO run, so a label says whether the reply is good.
+    ``prefix``: the beginning of the flags, ``--`` or ``--eval-``."""
 
     input_key: str
     label_key: str | None
@@ -46,7 +47,7 @@ class Wanted:
 
 
 def advice(path: str, row: Mapping[str, object], wanted: Wanted) -> str:
-    """One sentence on how the rows of ``path``, such as ``row``, can be read."""
+    """One sentence that explains how to read the rows of ``path``. ``row`` is an example of such a row."""
     plain = {name: cell for name, cell in row.items() if not isinstance(cell, dict | list)}
     if wanted.loss == "paired":
         return _pairs(path, row, wanted)
@@ -80,7 +81,7 @@ def advice(path: str, row: Mapping[str, object], wanted: Wanted) -> str:
 def _replies(
     path: str, row: Mapping[str, object], wanted: Wanted, question: str, answer: str | None, choices: str | None
 ) -> str:
-    """Rows for SFT and KTO: a prompt and a reply, in columns of their own."""
+    """Rows for SFT and KTO, with the prompt and the reply in two separate columns."""
     if answer is None:
         return (
             f"a row needs a prompt and a reply; if {question!r} is plain text, train on it with --loss-type "
@@ -136,7 +137,7 @@ def _conversation(path: str, row: Mapping[str, object], wanted: Wanted, turns: s
     flags = wanted.flags(label_key=answer) if answer and answer != wanted.label_key else ""
     if isinstance(cell[0], str):
         messages = f'[{{"role": ("user", "assistant")[i % 2], "content": t}} for i, t in enumerate({_cell(turns)})]'
-        guess = f"the user and the assistant speak by turns in {turns!r}"
+        guess = f"the texts in {turns!r} are from the user and the assistant in turn"
     else:
         speaker, speech = _pick(cell[0], SPEAKERS), _pick(cell[0], SPEECH)
         if speaker is None or speech is None:
@@ -162,7 +163,7 @@ def _conversation(path: str, row: Mapping[str, object], wanted: Wanted, turns: s
 
 
 def _convert(path: str, wanted: Wanted, guess: str, cells: Mapping[str, str], flags: str) -> str:
-    """The advice to run a line of Python that writes ``cells`` (column -> expression) of each row."""
+    """The advice to run a line of Python. This line writes ``cells`` (column -> expression) for each row."""
     name = Path(path.partition("@[")[0].replace(":", "/"))
     new = f"{name.name.partition('.')[0]}.converted.jsonl"
     columns = ", ".join(f"{_literal(column)}: {expression}" for column, expression in cells.items())
@@ -180,7 +181,7 @@ def _convert(path: str, wanted: Wanted, guess: str, cells: Mapping[str, str], fl
 
 
 def _pick(names: Iterable[str], known: Sequence[str], taken: Iterable[str | None] = ()) -> str | None:
-    """The column with the most telling of the ``known`` names, in any case."""
+    """The column whose name comes first in ``known``. Upper and lower case do not matter."""
     free = {name.lower(): name for name in names if name not in {*taken}}
     return next((free[name] for name in known if name in free), None)
 
@@ -192,7 +193,7 @@ def _choices(row: Mapping[str, object], taken: Iterable[str | None]) -> str | No
 
 
 def _turns(row: Mapping[str, object]) -> str | None:
-    """The column with the turns of a conversation: objects, or texts."""
+    """The column with the turns of a conversation. The turns are objects or texts."""
     lists = {name: cell for name, cell in row.items() if isinstance(cell, list) and cell}
     objects = (name for name, cell in lists.items() if all(isinstance(each, dict) for each in cell))
     texts = (name for name, cell in lists.items() if all(isinstance(each, str) for each in cell))
@@ -200,7 +201,7 @@ def _turns(row: Mapping[str, object]) -> str | None:
 
 
 def _place(row: Mapping[str, object], choices: str, answer: str) -> str:
-    """An expression for the number of the right option, from 0; empty if ``answer`` does not name one."""
+    """A Python expression for the index of the right option, counted from 0; empty if ``answer`` names none."""
     cell, options = row[answer], _list(row[choices])
     if cell in options:
         return f"{_cell(choices)}.index({_cell(answer)})"
@@ -209,7 +210,7 @@ def _place(row: Mapping[str, object], choices: str, answer: str) -> str:
     if not (isinstance(cell, int | float) or (isinstance(cell, str) and cell.strip().isdecimal())):
         return ""
     number = _cell(answer) if isinstance(cell, int) else f"int({_cell(answer)})"
-    return f"{number} - 1" if str(cell) == str(len(options)) else number  # it can only be counted from 1
+    return f"{number} - 1" if str(cell) == str(len(options)) else number  # this index can only be counted from 1
 
 
 def _listed(row: Mapping[str, object], question: str, choices: str) -> str:

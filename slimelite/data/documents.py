@@ -1,13 +1,13 @@
-"""The data of pretraining: documents in random order, packed into sequences of ``--seq-length`` tokens.
+"""Provides the data of pretraining. Documents in random order are packed into sequences of ``--seq-length`` tokens.
 
-Each epoch goes through all documents once, in a new order. They are packed one *window* at a time, about ``WINDOW``
-sequences. A document longer than a sequence is cut, and each piece goes where it fits best (arXiv:2404.10830). So no
-token is left out, and few sequences have room left. The order depends only on the seed and the epoch. A position in it
-is three numbers, so a run can resume from any step. The order does not depend on the number of ranks, because they
-divide the next sequences among them.
+Each epoch goes through all documents once, in a new order. The documents are packed one *window* at a time. A window is
+about ``WINDOW`` sequences. A document longer than a sequence is cut, and each piece is put into the sequence where it
+fits best (arXiv:2404.10830). So no token is left out, and few sequences have unused space. The order depends only on
+the seed and the epoch. A position in the order is three numbers, so a run can resume from any step. The order does not
+depend on the number of ranks, because the ranks divide the next sequences among themselves.
 
-A document is its start token, its tokens and the end of a text. A later piece of it begins with the last token of the
-piece before. So each token is predicted exactly once in an epoch.
+A document consists of a start token, its tokens and an end-of-text token. If a document is cut, each later piece begins
+with the last token of the piece before. So each token is predicted exactly once in an epoch.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from slimelite.data.shards import Shard, TextCoder, tokenize
 from slimelite.samples.sample import Status
 from slimelite.samples.table import SampleTable
 
-# sequences that are packed together: more leave less room, and take longer to pack
+# sequences that are packed together; a larger number leaves less unused space, but takes longer to pack
 WINDOW = 1024
-# tokens of held-out text in a table
+# tokens of held-out text in one table
 HELD_OUT = 2**20
-# rows of a rollout whose text is shown
+# number of rows of a rollout whose text is logged
 SHOWN = 2
 
 
 class Documents:
     """Hands out packed sequences. With ``--prompt-data-weights`` each path is a stream with its own epochs. The next
-    sequence comes from the stream whose tokens are furthest behind its share.
+    sequence comes from the stream that is furthest below its share of the tokens.
     """
 
     def __init__(self, args: Args, tokenizer: str) -> None:
@@ -60,14 +60,15 @@ class Documents:
         if not args.prompt_data_weights:
             parts = [[shard for part in parts for shard in part]]
         self._streams = [Stream(shards, args, self._coder.start) for shards in parts]
-        self._sequences = self._rows = 0  # drawn so far
+        self._sequences = self._rows = 0  # numbers drawn so far
 
     def __len__(self) -> int:
-        """About how many sequences an epoch has."""
+        """The approximate number of sequences in an epoch."""
         return sum(-(-stream.size // self._args.seq_length) for stream in self._streams)
 
     def take(self, count: int) -> tuple[SampleTable, dict[str, float]]:
-        """The next ``count`` sequences, each with its own ``rollout_id`` and ``unit_id``, and metrics of the data.
+        """Return the next ``count`` sequences, and metrics of the data. Each sequence has its own ``rollout_id`` and
+        ``unit_id``.
 
         A row is a piece of a document. With ``--cross-document-attention`` a row is a sequence.
         """
@@ -95,10 +96,10 @@ class Documents:
         return self._streams[behind.index(max(behind))]
 
     def held_out(self) -> Iterator[tuple[SampleTable, int]]:
-        """The documents of ``--eval-bpb`` in their order, one table at a time, with the bytes of the texts that end in
-        it.
+        """The documents of ``--eval-bpb`` in their order, one table at a time. With each table comes the number of
+        bytes of the texts that end in the table.
 
-        They are cut as in training, and each piece is a row.
+        The documents are cut as in training, and each piece is a row.
         """
         for shard in self._held_out:
             if not len(shard.ends):
@@ -110,8 +111,8 @@ class Documents:
                 yield self._table(ids, np.arange(len(ids))), shard.facts.bytes if part is parts[-1] else 0
 
     def _table(self, ids: Sequence[np.ndarray], numbers: np.ndarray) -> SampleTable:
-        """A table of pieces [n] that belong to the sequences ``numbers`` [n]. The first token of a piece is given and
-        not trained."""
+        """A table of pieces [n] that belong to the sequences ``numbers`` [n]. The first token of a piece is only
+        context, and is not trained on."""
         lengths = np.array(list(map(len, ids)))
         flat, begins = np.concatenate(ids), np.cumsum(lengths) - lengths
         context = np.zeros(len(flat), bool)
@@ -151,7 +152,8 @@ class Documents:
         )
 
     def state_dict(self) -> dict[str, object]:
-        """The position, and the facts that must be unchanged for it to be valid, as plain JSON values."""
+        """The position as plain JSON values, and the data and settings that must not change before the position is
+        restored."""
         streams = [stream.state() for stream in self._streams]
         return {"streams": streams, "drawn": [self._sequences, self._rows], "dataset": self._identity()}
 
@@ -159,12 +161,12 @@ class Documents:
         """Continue from the position that `state_dict` saved.
 
         Raises:
-            ValueError: the documents, their order or their weights are not those of the saved state.
+            ValueError: the documents, their order or their weights differ from the saved state.
         """
         saved, now = state["dataset"], self._identity()
         if changed := [key for key in now if saved.get(key) != now[key]]:
             raise ValueError(
-                f"cannot resume, because the data differ from those of the checkpoint's run: {', '.join(changed)} "
+                f"cannot resume, because the data differs from the data of the checkpoint's run: {', '.join(changed)} "
                 "changed; use the same files and flags, or load only the weights with --finetune"
             )
         for stream, position in zip(self._streams, state["streams"], strict=True):
@@ -186,7 +188,8 @@ class Documents:
 
 
 class Stream:
-    """An endless sequence of packed sequences. ``size``: tokens of an epoch. ``tokens``: tokens drawn so far."""
+    """An endless sequence of packed sequences. ``size``: the number of tokens of an epoch. ``tokens``: the number of
+    tokens drawn so far."""
 
     def __init__(self, shards: list[Shard], args: Args, start: int) -> None:
         self.shards, self.tokens = shards, 0
@@ -196,7 +199,7 @@ class Stream:
         self._ends = np.concatenate([np.zeros(0, np.int64), *(shard.ends for shard in shards)])
         self._begins = np.concatenate([np.zeros(0, np.int64), *(np.append(0, s.ends)[:-1] for s in shards)])
         self.size = int((self._ends - self._begins).sum())
-        # the epoch, the place in its order of the window's first document, and the window's sequences drawn so far
+        # the epoch, the index of the window's first document, and the number of the window's sequences drawn so far
         self._position = (0, 0, 0)
         self._order: tuple[int, np.ndarray] = (-1, self._ends)
         self._open(0, 0)
@@ -240,7 +243,7 @@ class Stream:
         sizes = self._pieces[:, 2] - self._pieces[:, 1] + 1
         by_size = np.argsort(-sizes, kind="stable")
         bins = [np.sort(by_size[numbers]) for numbers in best_fit(sizes[by_size].tolist(), length)]
-        if shuffle:  # else as the documents lie in their files, as far as packing allows
+        if shuffle:  # otherwise the order of the files, as far as packing allows
             np.random.default_rng([self._args.rollout_seed, epoch, first]).shuffle(bins)
         else:
             bins.sort(key=lambda numbers: int(numbers[0]))
@@ -248,10 +251,10 @@ class Stream:
 
 
 def cut(begins: np.ndarray, ends: np.ndarray, length: int) -> np.ndarray:
-    """[n, 4] int64, the pieces of documents in their order. The documents span ``begins`` to ``ends`` of a shard's
+    """The pieces of documents in their order, [n, 4] int64. The documents span ``begins`` to ``ends`` of a shard's
     tokens. Columns: the number of the document, where the piece begins and ends, and whether the document begins there.
 
-    With the token before it a piece has at most ``length`` tokens.
+    A piece together with the token before it has at most ``length`` tokens.
     """
     counts = -(-(ends - begins) // (length - 1))
     whose = np.repeat(np.arange(len(counts)), counts)
@@ -261,8 +264,8 @@ def cut(begins: np.ndarray, ends: np.ndarray, length: int) -> np.ndarray:
 
 
 def _ids(shard: Shard, piece: Sequence[int], start: int) -> np.ndarray:
-    """The ids of a piece (see `cut`). Before them comes ``start`` if the document begins there, else the token before
-    the piece."""
+    """The ids of a piece (see `cut`). The first id is ``start`` if the document begins with this piece. If the document
+    began earlier, the first id is the token before the piece."""
     _, begin, end, begins = piece
     ids = np.empty(end - begin + 1, np.int32)
     ids[0] = start if begins else shard.tokens[begin - 1]

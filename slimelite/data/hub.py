@@ -1,5 +1,5 @@
-"""Files of documents in a dataset of the Hugging Face hub. They are listed with their digests, and downloaded one at a
-time."""
+"""Files of documents in a dataset of the Hugging Face hub. The files are listed with their digests, and downloaded one
+at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file of a dataset. ``digest``: of its content, as the hub reports it. ``size``: in bytes."""
+    """A file of a dataset. ``digest``: the hash of its content that the hub reports. ``size``: its size in bytes."""
 
     dataset: str
     revision: str
@@ -26,15 +26,15 @@ class HubFile:
 
     @classmethod
     def parse(cls, text: str) -> HubFile | None:
-        """The inverse of `str`; None for a path."""
+        """The inverse of `str`. Returns None if ``text`` is a path."""
         return cls(**json.loads(text[4:])) if text.startswith("hub:{") else None
 
     @contextmanager
     def downloaded(self, folder: Path) -> Iterator[str]:
-        """The path of a copy below ``folder``, which is deleted after the block.
+        """Download the file to a path below ``folder``, and yield this path. The copy is deleted after the block.
 
         Raises:
-            ValueError: the hub does not provide it.
+            ValueError: the hub does not provide the file.
         """
         from huggingface_hub import hf_hub_download
 
@@ -69,7 +69,7 @@ def hub_files(spec: str, endings: Sequence[str]) -> list[HubFile]:
         if each.rfilename.endswith(tuple(endings)) and (size := int(each.size or 0)) and _is_of(each.rfilename, parts)
     ]
     if not files:
-        raise ValueError(f"{spec}: the dataset has no such file that ends with {', '.join(endings)}")
+        raise ValueError(f"{spec}: the dataset has no matching file with the ending {', '.join(endings)}")
     return files
 
 

@@ -1,11 +1,12 @@
-"""Messages in data files, converted to the form of OpenAI that chat templates expect.
+"""Converts messages in data files to OpenAI's form, which chat templates expect.
 
-Files differ: an argument list is JSON text (OpenAI) or an object, an absent value may be null, and a call may have
-``function`` around it. Templates differ too: most write ``arguments | tojson``, which would quote a text again.
-DeepSeek's join texts, some print null as the word None, and Hermes' needs the name of the tool beside its answer.
+Files differ. Arguments are JSON text (OpenAI) or an object. A missing value may be null. A call may be inside a
+``function`` field. Templates differ too. Most write ``arguments | tojson``, which would quote a JSON text a second
+time. DeepSeek's templates join texts. Some templates print null as the word None. Hermes' template needs the name of
+the tool in the tool's answer.
 
-Templates are programs that come with a model. So each is tried first in a process with limits, and each rendering of
-real messages has a time limit.
+Templates are programs that come with a model. So each template is first tried in a process with limits. After that,
+each rendering of real messages has a time limit.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ from slimelite.data.shapes import share_gpt
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-# what rendering a few short conversations may take: CPU time [s], memory beyond this process's [bytes], and time [s]
+# limits for rendering a few short conversations: CPU time [s], memory in addition to this process's [bytes], time [s]
 CPU_S, MEMORY, DEADLINE_S = 2, 1 << 29, 60.0
-# CPU time that one rendering of real messages may take [s]; a long conversation takes milliseconds. POLL_S: how often a
-# thread looks at it
+# RENDER_S: limit of CPU time for one rendering of real messages [s]; a long conversation takes milliseconds. POLL_S:
+# time between two checks of this limit [s]
 RENDER_S, POLL_S = 30.0, 0.5
 # exit status of the trial
 WELL, NO_MEMORY = 0, 3
@@ -51,7 +52,7 @@ CALLED: list[dict[str, Any]] = [
 def try_template(tokenizer: PreTrainedTokenizerBase) -> None:
     """Render some conversations with the chat template, if there is one, in a copy of this process with limits.
 
-    This takes some ten milliseconds. Errors of the template do not matter here.
+    This test takes about ten milliseconds. Errors that the template raises are ignored here.
 
     Raises:
         ValueError: the template takes too long or too much memory.
@@ -59,17 +60,17 @@ def try_template(tokenizer: PreTrainedTokenizerBase) -> None:
     if not tokenizer.chat_template:
         return
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a copy of a process with threads may come to a stop: it is ended in time
+        warnings.simplefilter("ignore")  # a copy of a process with threads may hang; `_ended` kills it
         child = os.fork()
     if not child:
-        os._exit(_trial(tokenizer))  # nothing of this process is cleaned up twice
+        os._exit(_trial(tokenizer))  # skips the parent's exit handlers
     status = _ended(child)
     if status == WELL:
         return
     slow = status in (-signal.SIGXCPU, -signal.SIGKILL)
     raise ValueError(
         f"the chat template takes more than {f'{CPU_S} s' if slow else f'{MEMORY >> 20} MB'} to render a few words: "
-        "it is broken or hostile; use the original one of the model (chat_template.jinja or tokenizer_config.json)"
+        "it is broken or hostile; use the model's original template (chat_template.jinja or tokenizer_config.json)"
     )
 
 
@@ -86,7 +87,7 @@ def _trial(tokenizer: PreTrainedTokenizerBase) -> int:
             hard = resource.getrlimit(limit)[1]
             resource.setrlimit(limit, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
     except (OSError, ValueError):
-        return WELL  # no such limits on this system
+        return WELL  # this system has no such limits
     for messages, tools in ((ASKED, None), (ANSWERED, None), (CALLED, TOOLS)):
         try:
             tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
@@ -104,22 +105,22 @@ def _ended(child: int) -> int:
         while os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None and time.monotonic() < until:
             time.sleep(0.002)
     finally:
-        os.kill(child, signal.SIGKILL)  # does nothing to one that has ended
+        os.kill(child, signal.SIGKILL)  # does nothing if the child has ended
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 class TooSlow(ValueError):
-    """A chat template takes too long with some messages. Other messages may take as long, so none should be tried."""
+    """A chat template takes too long for some messages. Other messages may take equally long, so stop rendering."""
 
 
 class _Stop(BaseException):
-    """Ends a rendering. Code that catches errors of a template does not catch it."""
+    """Ends a rendering. Code that catches ``Exception`` does not catch this class."""
 
 
 @dataclass
 class _Rendering:
-    """A rendering that runs in a thread. ``clock`` counts the thread's CPU time. At ``until`` the rendering is
-    stopped."""
+    """A rendering that runs in a thread. ``clock`` counts the thread's CPU time. The rendering is stopped when
+    ``clock`` reaches ``until``."""
 
     clock: int
     until: float
@@ -127,7 +128,7 @@ class _Rendering:
 
 
 class _Watch:
-    """Stops renderings of this process that take too long. It has its own thread, which lives while there are
+    """Stops renderings of this process that take too long. The watch has its own thread, which runs while there are
     renderings."""
 
     def __init__(self) -> None:
@@ -151,7 +152,8 @@ class _Watch:
         ident = threading.get_ident()
         with self._lock:
             rendering = self._running.pop(ident, None)
-            if rendering is not None and rendering.stopped:  # if it has not arrived, it would end something else
+            # cancel an exception that has not arrived yet, because it would end other code
+            if rendering is not None and rendering.stopped:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), None)
 
     def _look(self) -> None:
@@ -168,15 +170,15 @@ class _Watch:
 
 
 _watch = _Watch()
-os.register_at_fork(after_in_child=_watch.__init__)  # type: ignore[misc]  # its thread is not in a child
+os.register_at_fork(after_in_child=_watch.__init__)  # type: ignore[misc]  # a forked child does not have the thread
 
 
 @contextlib.contextmanager
 def bounded(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
-    """Inside this block, messages may be rendered with the template of ``tokenizer``, in any thread. It costs some
-    microseconds.
+    """Inside this block, code may render messages with the template of ``tokenizer``, in any thread. The block costs a
+    few microseconds.
 
-    This limits what a template does in Python: its loops, and so the texts that they make. It does not limit a single
+    The block limits the loops of a template, and so the length of its texts. The block does not limit a single
     operation, such as a power of huge numbers.
 
     Raises:
@@ -192,7 +194,7 @@ def bounded(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
         _watch.end()
         raise TooSlow(
             f"the chat template of {tokenizer.name_or_path or 'the tokenizer'} takes more than {RENDER_S:g} s to "
-            "render these messages: it is broken or hostile; use the original one of the model (chat_template.jinja "
+            "render these messages: it is broken or hostile; use the model's original template (chat_template.jinja "
             "or tokenizer_config.json)"
         ) from None
 
@@ -203,9 +205,9 @@ Message = dict[str, Any]
 Messages = list[Message]
 # descriptions of functions, in OpenAI's form
 Tools = list[dict[str, object]] | None
-# what a tool looks like
+# an example of a tool, for error messages
 A_TOOL = '{"type": "function", "function": {"name": ...}}'
-# deepest nesting of a value: deeper ones may exceed the recursion limit when they are copied or written
+# the deepest nesting of a value; a deeper value may exceed the recursion limit when it is copied or written
 DEPTH = 100
 
 
@@ -218,10 +220,10 @@ class BadCell(ValueError):
 
 
 def read_messages(content: object, column: str = "messages") -> Messages:
-    """``content`` as messages: without nulls, with text as content, objects as arguments, and the tool's name in
-    answers of tools.
+    """Convert ``content`` to messages. Nulls are removed, contents become text, arguments become objects, and each
+    answer of a tool gets the tool's name.
 
-    A message that needs no change is returned equal. All tool calls together may be JSON text, as in parquet files.
+    A message that needs no change is returned unchanged. ``tool_calls`` may be JSON text, as in parquet files.
 
     Raises:
         BadCell: ``content`` is not a list of messages, a call has no name, or its arguments are not an object.
@@ -261,9 +263,10 @@ def read_messages(content: object, column: str = "messages") -> Messages:
 
 
 def sound(value: object, column: str, depth: int = 0) -> object:
-    """``value``, if UTF-8 can encode all its text and it is not nested too deep; else `BadCell` is raised."""
+    """Return ``value``. Raises `BadCell` if UTF-8 cannot encode a text in ``value``, or if ``value`` is nested too
+    deep."""
     if depth > DEPTH:
-        raise BadCell(column, f"is nested more than {DEPTH} deep")
+        raise BadCell(column, f"is nested more than {DEPTH} levels deep")
     if isinstance(value, str) and not value.isascii():
         try:
             value.encode()
@@ -295,12 +298,12 @@ def _call(raw: object, where: str, column: str) -> dict[str, object]:
 
 
 def parsed(value: object, kind: type[Kind], column: str, where: str = "") -> Kind:
-    """``value`` as a list or dict (``kind``), parsed if it is text. Null and empty text give an empty one.
+    """``value`` as a list or dict (``kind``). Text is parsed as JSON. Null and empty text give an empty list or dict.
 
-    ``where``: the beginning of an error message. It names the part of the cell, and has a verb.
+    ``where``: the beginning of an error message. This beginning names the part of the cell, and includes the verb.
 
     Raises:
-        BadCell: it is neither a ``kind`` nor its JSON text.
+        BadCell: ``value`` is neither a ``kind`` nor the JSON text of one.
     """
     what = "an object" if kind is dict else "a list"
     try:
@@ -316,8 +319,8 @@ def parsed(value: object, kind: type[Kind], column: str, where: str = "") -> Kin
 
 
 def render(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Tools, settings: Mapping[str, object]) -> str:
-    """The text of messages, rendered with the chat template. ``settings`` are its variables. Errors of the template
-    reach the caller. A template that takes too long raises `slimelite.data.messages.TooSlow`.
+    """The text of messages, rendered with the chat template. ``settings`` are the template's variables. Errors that the
+    template raises are not caught. If the template takes too long, `slimelite.data.messages.TooSlow` is raised.
     """
     apply = tokenizer.apply_chat_template
     with bounded(tokenizer):
@@ -325,7 +328,8 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Tools,
 
 
 def with_arguments(render: Callable[[Messages], Rendered], messages: Messages) -> Rendered:
-    """``render(messages)``. If the template refuses objects as arguments, a second try has them as JSON text."""
+    """The result of ``render(messages)``. If the template refuses objects as arguments, a second try passes the
+    arguments as JSON text."""
     try:
         return render(messages)
     except TypeError:

@@ -1,5 +1,5 @@
-"""Prompts. This turns rows of data files into samples without a response, and checks and filters them before a run.
-Then it hands them out, with a state that can be resumed (`DataSource`).
+"""Prompts. Rows of data files become samples without a response. The samples are checked and filtered before a run.
+Then `DataSource` hands out the samples. The position of `DataSource` is saved, so a resumed run continues there.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 
     from slimelite.arguments import EvalDataset
 
-    # the names of a row's columns, and whether its messages go through the chat template
+    # the names of a row's columns, and whether the chat template is applied to its messages
     Columns = DataArgs | EvalDataset
 
 logger = logging.getLogger(__name__)
 
-# rows that the tokenizer encodes in one call
+# number of rows that the tokenizer encodes in one call
 BATCH = 1024
 # metadata key of a preference pair [chosen, rejected]: two whole conversations, or two texts after a text prompt
 PAIR = "pair"
-# columns that may be missing as long as they have these default names
+# columns that may be missing if their flags have these default values
 DEFAULT_COLUMNS: dict[str, Any] = {"metadata_key": "metadata", "tool_key": "tools"}
 
 
@@ -68,19 +68,20 @@ def load_prompts(
 
     A prompt is either text with token ids, or (as in SFT) messages without a chat template and without token ids.
 
-    ``replies``: the columns of the preferred and of the other reply of a preference pair. Both go into
-    ``metadata["pair"]``. A reply is text, the turns that follow the prompt, or the whole conversation from the prompt's
-    first message on. If no column has only the prompt, ``input_key`` is the column of the chosen conversation. The
-    prompt is then the messages before its first assistant message.
+    ``replies``: the columns of the preferred reply and of the other reply of a preference pair. Both replies are stored
+    in ``metadata["pair"]``. A reply is text, the turns that follow the prompt, or the whole conversation from the
+    prompt's first message on. If no column has only the prompt, ``input_key`` is the column of the chosen conversation.
+    The prompt is then the messages before the first assistant message of this conversation.
 
     Args:
-        tokenizer: None only checks the files, without chat template and token ids.
-        max_prompt_len: longer prompts are left out [tokens]. If the messages end with an answer, only those before
-            their first answer count.
+        tokenizer: with None, only the files are checked. No chat template is applied, and there are no token ids.
+        max_prompt_len: longer prompts are left out [tokens]. If the messages end with an answer, only the messages
+            before the first answer count.
         keep_messages: put messages into ``metadata["messages"]`` too, for a reward model with a chat template.
-        warn: called with a message about rows and prompts that are left out. ``note``: with the shape of rows that were
-            recognised without a flag.
-        first: read only so many rows of each path that has no slice. A column missing in them may appear later.
+        warn: called with a message about rows and prompts that are left out. ``note``: called with the shape of the
+            rows if it was recognised without a flag.
+        first: read only this number of rows of each path without a slice. A column that is missing in these rows may
+            appear later.
 
     Raises:
         ValueError: files, columns or the chat template are missing, rows are malformed (unless ``skip_bad_rows``), or
@@ -89,7 +90,7 @@ def load_prompts(
     if tokenizer is not None and columns.apply_chat_template and not tokenizer.chat_template:
         raise ValueError(
             "--apply-chat-template: the tokenizer has no chat template; put a chat_template.jinja into the "
-            "--hf-checkpoint folder, or leave the flag out when the prompts are plain text"
+            "--hf-checkpoint folder, or, if the prompts are plain text, leave the flag out"
         )
     prompts, measured = list[Sample](), list[str]()
     problems, left_out, shapes = list[str](), list[str](), list[str]()
@@ -139,10 +140,10 @@ def _open(
     notes: list[str],
     first: int | None,
 ) -> tuple[Columns, Iterator[tuple[str, Row]]]:
-    """The column names of a file, and its rows, or the rows that a task makes of them. ``notes`` gets the rows'
-    shape."""
+    """The column names of a file, and its rows. For an evaluation task, the rows are those that the task makes from the
+    file. The shape of the rows is appended to ``notes``."""
     if (spec := getattr(columns, "task", None)) is not None:
-        from slimelite.data.rendering import TaskRows  # it needs Jinja
+        from slimelite.data.rendering import TaskRows  # imports Jinja
 
         dataset = cast("EvalDataset", columns)
         task = TaskRows(spec, chat=dataset.apply_chat_template)
@@ -170,7 +171,7 @@ def _open(
 
 
 def _advice(columns: Columns, path: str, replies: tuple[str, str] | None) -> str:
-    """How the file can be read after all, if its first row does not have the columns that the flags name."""
+    """Advice on how to read the file, if its first row does not have the columns that the flags name."""
     if path.startswith(ENVIRONMENT) or getattr(columns, "task", None) is not None:
         return ""
     try:
@@ -181,14 +182,14 @@ def _advice(columns: Columns, path: str, replies: tuple[str, str] | None) -> str
                 read_messages(content, columns.input_key)
             return ""
     except BadCell:
-        pass  # its messages have other names
+        pass  # the fields of its messages have other names
     except ValueError:
         return ""
     return f"; {how_to_convert(columns, path, replies)}" if row else ""
 
 
 def how_to_convert(columns: Columns, path: str, replies: tuple[str, str] | None = None) -> str:
-    """The flags or the line of Python with which the run can read the rows of ``path``."""
+    """Advice on how the run can read the rows of ``path``: flags, or a line of Python that converts the file."""
     job, loss = getattr(columns, "job", None), getattr(columns, "loss", None)
     prefix = "--eval-" if job is None else "--"
     family = "policy" if job is None else job.loss
@@ -197,7 +198,8 @@ def how_to_convert(columns: Columns, path: str, replies: tuple[str, str] | None 
 
 
 def _measured(prompt: Sample, row: Row, columns: Columns, tokenizer: PreTrainedTokenizerBase | None) -> str:
-    """The text whose tokens ``max_prompt_len`` limits. For messages it is empty if ``tokenizer`` is None."""
+    """The text whose tokens ``max_prompt_len`` limits. If the prompt is messages and ``tokenizer`` is None, the text is
+    empty."""
     if isinstance(prompt.prompt, str):
         return prompt.prompt
     if tokenizer is None:
@@ -210,7 +212,7 @@ def _measured(prompt: Sample, row: Row, columns: Columns, tokenizer: PreTrainedT
 def _encode(prompts: list[Sample], texts: list[str], tokenizer: PreTrainedTokenizerBase, columns: Columns) -> list[int]:
     """Set the token ids of text prompts. Returns the number of tokens of each of ``texts``.
 
-    The text of an evaluation task begins with the tokens that the tokenizer adds, as in lm-evaluation-harness.
+    In an evaluation task, the ids begin with the tokens that the tokenizer adds, as in lm-evaluation-harness.
     """
     begins = getattr(columns, "task", None) is not None and not columns.apply_chat_template
     lengths = []
@@ -224,8 +226,9 @@ def _encode(prompts: list[Sample], texts: list[str], tokenizer: PreTrainedTokeni
 
 
 def before_answers(messages: Messages) -> Messages:
-    """The messages of the prompt: all ``messages``, unless the last one is from the ``assistant``. Then (SFT data,
-    where rows have the answers too) only those before the assistant's first message."""
+    """The messages of the prompt. If the last of ``messages`` is not from the ``assistant``, all messages are the
+    prompt. In SFT data, rows contain the answers too. Then the messages before the assistant's first message are the
+    prompt."""
     if messages[-1]["role"] != "assistant":
         return messages
     return messages[: next(i for i, m in enumerate(messages) if m["role"] == "assistant")]
@@ -239,17 +242,17 @@ def _read_prompt(
     *,
     keep_messages: bool,
 ) -> Sample:
-    """The prompt of one row, without token ids; the parameters are those of `load_prompts`.
+    """Read the prompt of one row, without token ids. The parameters are the same as in `load_prompts`.
 
     Raises:
-        BadCell: a column has a value of a wrong kind.
+        BadCell: the value in a column has a wrong type.
     """
     tools = _tools(row, columns)
     metadata = parsed(row.get(columns.metadata_key), dict, columns.metadata_key)
     metadata = {**metadata, "tools": tools} if tools else {**metadata}
     label = None
     if columns.label_key is not None:
-        label = plain(sound(row[columns.label_key], columns.label_key))  # JSON cannot hold dates and decimals
+        label = plain(sound(row[columns.label_key], columns.label_key))  # JSON has no dates and no decimals
         if row[columns.label_key] is None:
             raise BadCell(columns.label_key, "the label is null")
     content = sound(row[columns.input_key], columns.input_key)
@@ -259,7 +262,7 @@ def _read_prompt(
     elif not content:
         raise BadCell(columns.input_key, "the prompt is empty")
     elif content.lstrip().startswith(('[{"role"', "[{'role'")):
-        raise BadCell(columns.input_key, "messages are written as text; write them as a list of objects")
+        raise BadCell(columns.input_key, "the messages are text; write them as a list of objects")
     elif columns.apply_chat_template:
         messages = [{"role": "user", "content": content}]
     if columns.apply_chat_template and tokenizer is not None:
@@ -276,7 +279,8 @@ def _read_prompt(
 def _add_pair(
     prompt: Sample, messages: Messages | None, row: Row, input_key: str, keys: tuple[str, str]
 ) -> Messages | None:
-    """Put the replies of a row into the metadata. If the prompt or a reply is messages, all of them become messages."""
+    """Put the replies of a row into the metadata. If the prompt or one reply is messages, the prompt and both replies
+    become messages."""
     cells = {key: sound(row[key], key) for key in keys}
     if empty := [key for key, cell in cells.items() if cell is None or cell == ""]:
         raise BadCell(empty[0], "the reply is empty")
@@ -284,7 +288,7 @@ def _add_pair(
     inside = input_key in keys
     if inside and not isinstance(row[input_key], list):
         raise BadCell(
-            input_key, "a reply that is text does not contain the prompt; name the prompt's column with --input-key"
+            input_key, "the replies are text, and do not contain the prompt; name the prompt's column with --input-key"
         )
     if messages is not None or not all(isinstance(cell, str) for cell in pair):
         messages = messages or [{"role": "user", "content": prompt.prompt}]
@@ -294,21 +298,21 @@ def _add_pair(
         prompt.prompt = messages
         pair = [_conversation(messages, cell, key, input_key) for key, cell in cells.items()]
     if pair[0] == pair[1]:
-        raise BadCell(keys[1], f"is the same as {keys[0]!r}, so neither is preferred")
+        raise BadCell(keys[1], f"equals {keys[0]!r}, so neither reply is preferred")
     prompt.metadata[PAIR] = pair
     return messages
 
 
 def _conversation(prompt: Messages, cell: object, key: str, input_key: str) -> Messages:
-    """The messages of ``prompt``, followed by those of the reply in ``cell``."""
+    """The messages of ``prompt``, followed by the messages of the reply in ``cell``."""
     reply = [{"role": "assistant", "content": cell}] if isinstance(cell, str) else read_messages(cell, key)
     whole = reply[: len(prompt)] == prompt
     if not whole and reply[0]["role"] != "assistant":
         raise BadCell(
             key,
             f"starts with a {reply[0]['role']} message that is not the first of {input_key!r}; a reply must be the "
-            f"assistant's turns, or the whole conversation from the prompt on (--input-key {key} where no column has "
-            "the prompt alone)",
+            f"assistant's turns, or the whole conversation including the prompt (if no column has only the "
+            f"prompt, give --input-key {key})",
         )
     conversation = reply if whole else [*prompt, *reply]
     if len(conversation) == len(prompt) or conversation[-1]["role"] != "assistant":
@@ -321,7 +325,7 @@ def _render(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Tools
         return render(tokenizer, messages, tools, {"add_generation_prompt": True, **columns.apply_chat_template_kwargs})
     except TooSlow:
         raise
-    except Exception as error:  # a template may raise anything, such as ZeroDivisionError
+    except Exception as error:  # a template may raise any error, such as ZeroDivisionError
         what = str(error) or type(error).__name__
         raise BadCell(columns.input_key, f"the chat template refuses these messages ({what})") from error
 
@@ -331,27 +335,28 @@ def _tools(row: Row, columns: Columns) -> Tools:
     if wrong := [number for number, tool in enumerate(tools) if not isinstance(tool, dict)]:
         raise BadCell(
             columns.tool_key,
-            f"tool {wrong[0]} is an object such as {A_TOOL}, not {tools[wrong[0]]!r:.60}",
+            f"tool {wrong[0]} must be an object such as {A_TOOL}, not {tools[wrong[0]]!r:.60}",
         )
     for number, tool in enumerate(tools):
         named = tool.get("function", tool)
-        own = tool.get("type", "function") == "function"  # others are of a model's own, such as web_search
+        own = tool.get("type", "function") == "function"  # other types belong to one model, such as web_search
         if own and not (isinstance(named, dict) and isinstance(named.get("name"), str) and named["name"]):
             raise BadCell(columns.tool_key, f"tool {number} has no name: {tool!r:.60}")
     return tools or None
 
 
 class DataSource:
-    """Hands out prompts as groups of ``--n-samples-per-prompt`` samples. Groups that were returned come first.
+    """Hands out prompts as groups of ``--n-samples-per-prompt`` samples. Groups that were returned are handed out
+    first.
 
     The order in epoch e is the file order. With ``--rollout-shuffle`` it is a permutation that depends only on
     ``--rollout-seed`` + e. Several paths form one dataset. With ``--prompt-data-weights`` each path is a stream with
-    its own epochs, and the next prompt comes from the stream that is furthest behind its share.
+    its own epochs. The next prompt comes from the stream that is furthest below its share.
     """
 
     def __init__(self, args: Args, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-        """``tokenizer`` None: load the one that ``args`` name, because subclasses written for slime are built from
-        ``args`` alone.
+        """``tokenizer`` None: load the tokenizer that ``args`` name. Subclasses written for slime need this, because
+        they are built from ``args`` alone.
 
         Raises:
             ValueError: --prompt-data is missing, or `load_prompts` raises.
@@ -362,7 +367,7 @@ class DataSource:
         self._weights = list(args.prompt_data_weights)
         assert not self._weights or len(self._weights) == len(args.prompt_data), "parsing has counted the weights"
         if args.rollout_global_dataset and not args.prompt_data:
-            raise ValueError("--prompt-data names no file; name one, or add --disable-rollout-global-dataset")
+            raise ValueError("--prompt-data names no file; name a file, or add --disable-rollout-global-dataset")
         parts = [[path] for path in args.prompt_data] if self._weights else [args.prompt_data]
         datasets = [self._load(paths, tokenizer) for paths in parts if args.rollout_global_dataset]
         self._curriculum = (
@@ -393,11 +398,12 @@ class DataSource:
         )
 
     def __len__(self) -> int:
-        """Number of prompts, of all paths together."""
+        """The number of prompts in all paths together."""
         return sum(len(stream.prompts) for stream in self._streams)
 
     def get_samples(self, n: int) -> list[list[Sample]]:
-        """``n`` groups. Returned groups come first, then new ones with prompt tokens, label, metadata and indices."""
+        """Return ``n`` groups. Groups that were given back come first. Then come new groups with prompt tokens, label,
+        metadata and indices."""
         groups = self._pick(self.args, None, self._returned, n) if self._returned else []
         return [*groups, *(self._fresh_group() for _ in range(n - len(groups)))]
 
@@ -406,8 +412,8 @@ class DataSource:
         self._returned.extend(groups)
 
     def heed(self, groups: Sequence[list[Sample]], reward_key: str | None) -> dict[str, float]:
-        """Let the levels of ``--curriculum-threshold`` rise, given a rollout's finished ``groups``. Returns their
-        metrics."""
+        """Raise the levels of ``--curriculum-threshold`` according to a rollout's finished ``groups``. Returns the
+        metrics of the levels."""
         return {} if self._curriculum is None else self._curriculum.heed(groups, reward_key)
 
     def _fresh_group(self) -> list[Sample]:
@@ -431,7 +437,8 @@ class DataSource:
     def state_dict(self) -> dict[str, object]:
         """The state needed to resume, including the returned groups, as plain JSON values.
 
-        Values that plugins set on a sample are converted too: numpy values to numbers and lists, other values to text.
+        Values that plugins set on a sample are converted too. Numpy values become numbers and lists, and other values
+        become text.
         """
         return {
             "drawn": [stream.drawn for stream in self._streams],
@@ -446,13 +453,13 @@ class DataSource:
         """Continue from the position that `state_dict` saved.
 
         Raises:
-            ValueError: the prompts, their order or their weights are not those of the saved state.
+            ValueError: the prompts, their order or their weights differ from the saved state.
         """
         saved, now = state["dataset"], self._identity()
         if changed := [f"{key}: {saved[key]} when saved, {now[key]} now" for key in now if saved.get(key) != now[key]]:
             raise ValueError(
-                f"cannot resume the data source, its data has changed ({'; '.join(changed)}); resume with the same "
-                "data flags and files, or start a new run from the saved Hugging Face weights (--hf-checkpoint)"
+                f"cannot resume the data source, because its data has changed ({'; '.join(changed)}); resume with the "
+                "same data flags and files, or start a new run from the saved Hugging Face weights (--hf-checkpoint)"
             )
         for stream, drawn in zip(self._streams, state["drawn"], strict=True):
             stream.drawn = drawn
@@ -463,7 +470,7 @@ class DataSource:
         self._returned = [[Sample.from_dict(values) for values in group] for group in state["returned"]]
 
     def _identity(self) -> dict[str, object]:
-        """The settings and data that must be unchanged for a saved position to be valid."""
+        """The settings and data that must be the same as in the run that saved the position."""
         return {
             "prompts": [len(stream.prompts) for stream in self._streams],
             "contents": [stream.digest for stream in self._streams],
@@ -474,16 +481,18 @@ class DataSource:
 
 
 class Curriculum:
-    """``--curriculum-threshold``: a task moves to its next level when this share of its answers is right.
+    """The levels of ``--curriculum-threshold``. A task moves to its next level when its mean reward reaches this
+    threshold.
 
-    Rows have ``level``, and perhaps ``task``, in their metadata. Each task is at one level, and starts at its lowest.
+    The metadata of a row has ``level``, and optionally ``task``. Each task is at one level, and starts at its lowest
+    level.
 
-    A task rises when the mean reward of its groups at the present level, in one rollout, is at least the threshold.
-    Tasks take turns.
+    After each rollout, the mean reward of a task's groups at its current level is compared with the threshold. If the
+    mean is at least the threshold, the task moves to the next level. Prompts come from the tasks in turn.
 
     Attributes:
         parts: the prompts of each task at each level.
-        levels: task -> its level, counted from 0 in the order of its rows' levels.
+        levels: task -> the index of its level. The levels of the task's rows are sorted and counted from 0.
     """
 
     def __init__(self, threshold: float, prompts: Sequence[Sample]) -> None:
@@ -499,7 +508,7 @@ class Curriculum:
             if not isinstance(level, int | float):
                 raise ValueError(
                     "--curriculum-threshold: rows need a number as level in their metadata, such as those of "
-                    f"--environment 'reasoning-gym:gcd?levels=3' have; one has {level!r}"
+                    f"--environment 'reasoning-gym:gcd?levels=3' have; one row has {level!r}"
                 )
             by_task.setdefault(str(prompt.metadata.get("task", "")), {}).setdefault(level, []).append(prompt)
         self.parts: list[list[Sample]] = []
@@ -511,13 +520,13 @@ class Curriculum:
         self.levels = dict.fromkeys(by_task, 0)
 
     def part(self, group: int) -> int:
-        """The index of the part that group number ``group`` comes from."""
+        """The index of the part for group number ``group``."""
         task = list(self.levels)[group % len(self.levels)]
         return self._places[task][self.levels[task]][1]
 
     def heed(self, groups: Sequence[list[Sample]], reward_key: str | None) -> dict[str, float]:
-        """Let tasks rise. Returns ``rollout/level/TASK`` of the next rollout, or ``rollout/level`` if there is only one
-        task."""
+        """Move tasks to their next levels. Returns ``rollout/level/TASK`` for the next rollout, or ``rollout/level`` if
+        there is only one task."""
         for task, at in self.levels.items():
             level, last = self._places[task][at][0], at + 1 == len(self._places[task])
             rewards = [
@@ -532,7 +541,7 @@ class Curriculum:
 
 
 class _Stream:
-    """An endless sequence of prompts; its only state is ``drawn``, the number of prompts drawn so far."""
+    """An endless sequence of prompts. Its only state is ``drawn``, the number of prompts drawn so far."""
 
     def __init__(self, prompts: list[Sample], args: DataArgs) -> None:
         self.prompts = prompts
@@ -564,7 +573,8 @@ def _digest(prompts: list[Sample]) -> str:
 
 
 def _first_in_first_out(args: object, rollout_id: int | None, buffer: list[list[Sample]], n: int) -> list[list[Sample]]:  # noqa: ARG001
-    """The default buffer filter, with slime's signature: takes the first ``n`` groups out of ``buffer``."""
+    """The default buffer filter, with slime's signature. This filter removes the first ``n`` groups from ``buffer`` and
+    returns them."""
     taken = buffer[:n]
     del buffer[:n]
     return taken

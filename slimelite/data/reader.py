@@ -1,5 +1,5 @@
-"""Reads rows, each with its place in the file. It reads files (parquet, jsonl, jsonl.gz, json, csv, arrow), folders
-that ``datasets`` saved, and hub datasets.
+"""Reads rows, each with its place in the file. The rows come from files (parquet, jsonl, jsonl.gz, json, csv, arrow),
+from folders that ``datasets`` saved, or from hub datasets.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ logger = logging.getLogger(__name__)
 
 # a row of a file: column -> value
 Row = dict[str, object]
-# the place in the file ("row 3 (line 4)", rows counted from 0), and the row or the reason why it cannot be read
+# the place in the file, such as "row 3 (line 4)" (rows are counted from 0), and the row or why it cannot be read
 Found = tuple[str, Row | str]
 # (path, slice of rows, required columns, optional columns) -> rows
 Reader = Callable[[str, slice, Sequence[str], Sequence[str] | None], Iterator[Found]]
 
-# most kinds of problems that a message about malformed rows of a file lists
+# how many kinds of problems a message about malformed rows lists at most
 EXAMPLES = 3
 ZIPPED = ".jsonl.gz"
-# of a folder that datasets saved
+# a file in a folder that the library datasets saved
 SAVED = "state.json"
-# before the name of an environment: the rows that it brings
+# prefix of an environment's name; the rows then come from the environment
 ENVIRONMENT = "environment:"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+){0,2}")
 
@@ -48,7 +48,7 @@ class BadRows:
     warn: Callable[[str], None] = logger.warning
     rows: int = 0  # rows of the file, good and bad
     count: int = 0
-    examples: dict[str, str] = field(default_factory=dict)  # problem -> its first place, for the first few problems
+    examples: dict[str, str] = field(default_factory=dict)  # problem -> its first place, for only a few problems
 
     def add(self, place: str, problem: str) -> None:
         """Count a malformed row."""
@@ -57,7 +57,7 @@ class BadRows:
             self.examples.setdefault(problem, place)
 
     def close(self, name: str, first: int | None = None) -> None:
-        """Report the malformed rows at the end of the file, or of its ``first`` rows.
+        """Report the malformed rows after the whole file, or after its ``first`` rows, has been read.
 
         Raises:
             ValueError: there are malformed rows, and ``skip`` is not set.
@@ -73,7 +73,7 @@ class BadRows:
 
 
 def split_path(spec: str) -> tuple[str, slice]:
-    """``path@[a:b]`` -> (path, slice). As in Python, a, b and an optional step may be negative or left out.
+    """Split ``path@[a:b]`` into (path, slice). As in Python, a, b and an optional step may be negative or left out.
 
     Raises:
         ValueError: the text in brackets is not a slice.
@@ -87,7 +87,7 @@ def split_path(spec: str) -> tuple[str, slice]:
     try:
         return path, slice(*(int(p) if p.strip() else None for p in parts))
     except ValueError as error:
-        raise ValueError(f"cannot read the slice of {spec!r}; a and b of path@[a:b] are whole numbers") from error
+        raise ValueError(f"cannot read the slice of {spec!r}; a and b of path@[a:b] must be whole numbers") from error
 
 
 def read_rows(
@@ -97,16 +97,18 @@ def read_rows(
     bad: BadRows | None = None,
     first: int | None = None,
 ) -> Iterator[tuple[str, Row]]:
-    """(place, row) for each row of ``spec``, in order. Columns that are not named may be missing in a row.
+    """Yield (place, row) for each row of ``spec``, in order. Columns that are not in ``required`` may be missing in a
+    row.
 
     ``spec``: a .parquet, .jsonl, .jsonl.gz, .json (one list), .csv or .arrow file; a folder that ``datasets`` saved
     (`save_to_disk`); a hub dataset ``owner/name[:config][:split]`` (default split ``train``); or
     ``environment:name[:spec]``, the rows of an environment. Append ``@[a:b]`` to take a slice. ``optional`` None: keep
-    all columns. ``first``: read so many rows at most; a slice in ``spec`` goes before it.
+    all columns. ``first``: read at most this number of rows. A slice in ``spec`` overrides ``first``.
 
     Raises:
-        ValueError: there is no such file, it has another kind, the slice is empty, or a required column is missing.
-            Malformed rows raise it at the end, also those that the caller added, unless ``bad`` skips them.
+        ValueError: there is no such file, its kind is not supported, the slice is empty, or a required column is
+            missing. Malformed rows, including those that the caller added, raise the error at the end, unless ``bad``
+            skips them.
     """
     bad = bad or BadRows()
     name, part = split_path(spec)
@@ -129,7 +131,7 @@ def read_rows(
 
 
 def _reader(name: str) -> Reader:
-    """The function that reads ``name``, which has no slice."""
+    """The function that reads the file ``name``. The name has no slice."""
     path = Path(name)
     if name.startswith(ENVIRONMENT):
         return _environment_rows
@@ -148,7 +150,7 @@ def _reader(name: str) -> Reader:
 
 
 def column_names(spec: str) -> list[str]:
-    """The columns of a file, or of its first readable row; empty if there is none.
+    """The columns of a file, or of its first readable row. The list is empty if no row is readable.
 
     Raises:
         ValueError: the same errors of the file as `read_rows` raises.
@@ -163,7 +165,7 @@ def column_names(spec: str) -> list[str]:
 
 
 def first_row(spec: str) -> Row:
-    """The first readable row of a file; empty if there is none.
+    """The first readable row of a file. The row is empty if no row is readable.
 
     Raises:
         ValueError: the same errors of the file as `read_rows` raises.
@@ -176,9 +178,9 @@ def _environment_rows(path: str, part: slice, *_: object) -> Iterator[Found]:
     try:
         kind, spec = known(path.removeprefix(ENVIRONMENT)) or (None, "")
         if kind is None or kind.rows is None:
-            raise ValueError(f"{path}: this environment brings no rows; give a file")
+            raise ValueError(f"{path}: this environment has no rows; give a file")
         rows = list(function(kind.rows, ENVIRONMENTS.option, kind.name)(spec))
-    except ValueError as error:  # it may name the flag, which is perhaps not given
+    except ValueError as error:  # the message may name a flag that the user has not given
         raise ValueError(str(error).replace("--environment ", ENVIRONMENT, 1)) from error
     yield from ((f"row {number}", {"label": "", **rows[number]}) for number in range(len(rows))[part])
 
@@ -189,7 +191,7 @@ def _parquet_rows(path: str, part: slice, required: Sequence[str], optional: Seq
         names = file.schema_arrow.names
         if len({*names}) < len(names):
             twice = min(name for name in names if names.count(name) > 1)
-            raise ValueError(f"{path} has several columns {twice!r}; give each a name of its own")
+            raise ValueError(f"{path} has several columns {twice!r}; give each column its own name")
         _check_columns(path, names, required)
         table = file.read(columns=[c for c in names if optional is None or c in {*required, *optional}])
     except (pa.ArrowInvalid, OSError) as error:
@@ -210,7 +212,7 @@ def _arrow_rows(path: str, part: slice, required: Sequence[str], _optional: obje
 
 
 def _saved_rows(path: str, part: slice, required: Sequence[str], _optional: object) -> Iterator[Found]:
-    """Rows of a folder that ``datasets`` saved. Its state names the files, in order."""
+    """Rows of a folder that ``datasets`` saved. The folder's file ``state.json`` names the data files, in order."""
     try:
         files = [each["filename"] for each in json.loads(Path(path, SAVED).read_text(encoding="utf-8"))["_data_files"]]
     except (ValueError, KeyError, TypeError) as error:
@@ -225,7 +227,7 @@ def _saved_table(files: Sequence[Path], name: str, part: slice, required: Sequen
             with pa.memory_map(str(file)) as source:
                 try:
                     tables.append(pa.ipc.open_stream(source).read_all())
-                except pa.ArrowInvalid:  # the other of Arrow's two forms, which `feather` writes
+                except pa.ArrowInvalid:  # the second of Arrow's two formats, which `feather` writes
                     tables.append(pa.ipc.open_file(source).read_all())
         except (pa.ArrowInvalid, OSError) as error:
             raise ValueError(f"{file} is not a readable Arrow file: {error}") from error
@@ -240,7 +242,7 @@ def _saved_table(files: Sequence[Path], name: str, part: slice, required: Sequen
 
 
 def _csv_rows(path: str, part: slice, required: Sequence[str], _optional: object) -> Iterator[Found]:
-    """Rows of a CSV file. Every cell is text, so a label such as 007 stays; an empty cell is left out."""
+    """Rows of a CSV file. Every cell is text, so a label such as 007 stays unchanged. An empty cell is left out."""
     csv.field_size_limit(2**31 - 1)
     try:
         with Path(path).open(encoding="utf-8-sig", newline="") as file:
@@ -251,7 +253,7 @@ def _csv_rows(path: str, part: slice, required: Sequence[str], _optional: object
     names = list(reader.fieldnames or ())
     if len({*names}) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{path} has several columns {twice!r}; give each a name of its own")
+        raise ValueError(f"{path} has several columns {twice!r}; give each column its own name")
     if rows:
         _check_columns(path, names, required)
     for index in range(len(rows))[part]:
@@ -264,7 +266,7 @@ def _csv_rows(path: str, part: slice, required: Sequence[str], _optional: object
 
 def _without_nulls(value: object) -> object:
     """``value`` without the null fields of its structs. In parquet, all rows share one struct type. So a key that a row
-    does not have is read as null (such as ``tool_calls`` of a plain message, or arguments of other tools)."""
+    does not have (such as ``tool_calls`` of a plain message) is read as null."""
     if isinstance(value, dict):
         return {k: _without_nulls(v) for k, v in value.items() if v is not None}
     if isinstance(value, list):
@@ -297,13 +299,14 @@ def _json_rows(path: str, part: slice, *_: object) -> Iterator[Found]:
             f"{path} is not JSON ({error}); a file with one object per line must end with .jsonl"
         ) from error
     if not isinstance(rows, list):
-        raise ValueError(f"{path} holds one {type(rows).__name__}; a .json file of prompts is a list of objects")
+        raise ValueError(f"{path} has one {type(rows).__name__}, but a .json file of prompts must be a list of objects")
     for index in range(len(rows))[part]:
         yield f"row {index}", _checked(rows[index])
 
 
 def _object(pairs: list[tuple[str, object]]) -> Row:
-    """A JSON object. A repeated key is refused, because json would silently keep only the last value."""
+    """A JSON object. A repeated key raises an error, because the json module would silently keep only the last
+    value."""
     values = dict(pairs)
     if len(values) < len(pairs):
         names = [name for name, _ in pairs]
@@ -312,7 +315,7 @@ def _object(pairs: list[tuple[str, object]]) -> Row:
 
 
 def _checked(row: object) -> Row | str:
-    return row if isinstance(row, dict) else f"a row is an object with named columns, not {type(row).__name__}"
+    return row if isinstance(row, dict) else f"a row must be an object with named columns, not {type(row).__name__}"
 
 
 def _hub_rows(name: str, part: slice, required: Sequence[str], _optional: object) -> Iterator[Found]:
@@ -329,7 +332,7 @@ def _hub_rows(name: str, part: slice, required: Sequence[str], _optional: object
         dataset = load_dataset(dataset_id, config, split=split)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"no file {name!r}, and the hub has no dataset owner/name[:config][:split] of this name: {error}"
+            f"no file {name!r}, and the hub has no such dataset (owner/name[:config][:split]): {error}"
         ) from error
     _check_columns(name, dataset.column_names, required)
     for index in range(len(dataset))[part]:
@@ -344,7 +347,7 @@ def _check_columns(name: str, columns: Sequence[str], required: Sequence[str]) -
         )
 
 
-# suffix -> its reader
+# file name suffix -> the function that reads the file
 READERS: dict[str, Reader] = {
     ".parquet": _parquet_rows,
     ".jsonl": _jsonl_rows,

@@ -13,22 +13,23 @@ from slimelite.data.messages import Messages
 from slimelite.data.reader import BadRows, Row, read_rows
 from slimelite.samples.sample import ROW
 
-# between the examples of a prompt that is text
+# separates the examples in a text prompt
 SEPARATOR = "\n\n"
 
 
 class TaskRows:
     """Turns the rows of an evaluation task's data into rows of a prompt dataset.
 
-    Each has ``prompt``, ``label`` and ``metadata``. The prompt is text, or messages if there are examples and a chat
-    template.
+    Each row has ``prompt``, ``label`` and ``metadata``. The prompt is text. If there are examples and a chat template,
+    it is messages.
 
-    ``metadata`` has the row's place in its file. So the answers of two models can be paired, whatever their chat
-    templates are. For a task with choices, it also has ``choices`` and ``right``, the index of the right one.
+    ``metadata`` has the row's place in its file. So the answers of two models can be paired even if their chat
+    templates differ. For a task with choices, ``metadata`` also has ``choices`` and ``right``, the index of the right
+    choice.
     """
 
     def __init__(self, spec: str, *, chat: bool) -> None:
-        """Compile the task ``spec``. ``chat``: whether the chat template is applied.
+        """Compile the templates and expressions of the task ``spec``. ``chat``: whether the chat template is applied.
 
         Raises:
             ValueError: the task file is wrong, or a template or expression is not valid Jinja.
@@ -45,11 +46,12 @@ class TaskRows:
     def read(
         self, path: str, shots: int, examples: str | None, bad: BadRows, first: int | None = None
     ) -> Iterator[tuple[str, Row]]:
-        """(place, row) for each row of the file or hub dataset ``path``, or of its ``first`` rows (see `read_rows`).
+        """Yield (place, row) for each row of the file or hub dataset ``path``, or only for its ``first`` rows (see
+        `read_rows`).
 
-        ``shots`` examples come before each question. They are the first rows of ``examples``; without it, the first
-        rows of ``path``, which are then not asked. For a task with ``same``, they are the first rows that are like the
-        question's row.
+        ``shots`` examples come before each question. The examples are the first rows of ``examples``. Without
+        ``examples``, they are the first rows of ``path``, and these rows are not used as questions. For a task with
+        ``same``, they are the first rows that match the question's row.
 
         Raises:
             ValueError: the rows cannot be read.
@@ -63,13 +65,14 @@ class TaskRows:
                     continue
                 pairs = shown.get(self._same(row), [])
                 if len(pairs) < shots:
-                    raise ValueError(f"{examples} has {len(pairs)} examples for this row, and {shots} are wanted")
+                    raise ValueError(f"{examples} has {len(pairs)} examples for this row, but {shots} are needed")
                 yield place, self._prompt_row(row, place, pairs)
             except ValueError as error:
                 bad.add(place, str(error))
 
     def _show(self, row: Row, shots: int, shown: dict[object, list[tuple[str, str]]]) -> bool:
-        """Keep ``row`` as an example, unless there are enough examples like it. Returns whether it was kept."""
+        """Keep ``row`` as an example, unless there are enough examples that match it. Returns whether the row was
+        kept."""
         pairs = shown.setdefault(self._same(row), [])
         if len(pairs) >= shots:
             return False
@@ -105,7 +108,7 @@ class TaskRows:
         if self.task.chooses:
             return self._prompt(row), self._choices(values)[values["label"]] + values.get("shared", "")
         if "label" not in values:
-            raise ValueError(f"the task {self.task.name} has neither an answer nor a label that an example could show")
+            raise ValueError(f"examples need an answer or a label, but the task {self.task.name} has neither")
         return self._prompt(row), str(values["label"])
 
     def _choices(self, values: dict[str, Any]) -> list[str]:
@@ -118,19 +121,19 @@ class TaskRows:
         try:
             template = self._jinja.from_string(text)
         except TemplateError as error:
-            raise ValueError(f"task {self.task.name}: {name} is no template: {error}") from error
+            raise ValueError(f"task {self.task.name}: {name} is not a valid template: {error}") from error
         return lambda row: self._evaluated(name, lambda: template.render(row, chat=self._chat))
 
     def _expression(self, name: str, text: object) -> Callable[[Row], Any]:
         try:
             expression = self._jinja.compile_expression(str(text), undefined_to_none=False)
         except TemplateError as error:
-            raise ValueError(f"task {self.task.name}: {name} is no expression: {error}") from error
+            raise ValueError(f"task {self.task.name}: {name} is not a valid expression: {error}") from error
 
         def evaluated(row: Row) -> object:
             value = expression(row, chat=self._chat)
             if isinstance(value, Undefined):
-                str(value)  # raises the error that names what is not there
+                str(value)  # raises an error if a name is undefined
             return value
 
         return lambda row: self._evaluated(name, lambda: evaluated(row))

@@ -1,8 +1,9 @@
-"""Finds an assistant's replies in the text of a conversation, with any chat template. It renders the conversation with
-a probe.
+"""Finds an assistant's replies in the text of a conversation, with any chat template. The `Finder` replaces a reply by
+a probe text, renders the conversation again, and compares the texts.
 
 A reply runs from the end of the generation prompt to the end of its turn. Text from a user, a system prompt or a tool
-is not part of it. Gemma 4's template writes tools' answers inside the model's turn; there, a reply ends before them.
+is not part of a reply. Gemma 4's template writes tools' answers inside the model's turn. In this template, a reply ends
+before the tools' answers.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from jinja2 import TemplateError
 
 from slimelite.data.messages import Message, Messages
 
-# replaces an assistant's reply; private-use characters, because templates neither trim, split nor escape them
+# replaces an assistant's reply; has private-use characters, because templates do not trim, split or escape them
 PROBE = "\ue0f0\ue0f1\ue0f2"
 # characters [start, end)
 Span = tuple[int, int]
@@ -29,9 +30,9 @@ class Finder:
     """Finds replies by comparing texts.
 
     Args:
-        messages: the conversation. ``text``: its text.
-        template: (messages, whether with the generation prompt) -> text.
-        special: matches tokens that plain text never has, such as ``<|im_end|>``.
+        messages: the conversation. ``text``: its rendered text.
+        template: function (messages, whether to add the generation prompt) -> text.
+        special: matches special tokens, such as ``<|im_end|>``. Plain text never contains them.
     """
 
     messages: Messages
@@ -43,7 +44,8 @@ class Finder:
     def spans(self, i: int) -> list[Span]:
         """Where the reply ``messages[i]`` is in the text.
 
-        Gemma 4's template writes the words of a reply after its calls and their answers. These words are a second span.
+        Gemma 4's template writes the words of a reply after the tool calls of the reply and the tools' answers. These
+        words are a second span.
 
         Raises:
             ValueError: the text does not show the reply where the generation prompt ends.
@@ -65,9 +67,10 @@ class Finder:
     def _start(self, i: int) -> int:
         """Where the reply begins.
 
-        The text before a probe at its place ends with the header of the turn. Some templates write more text before a
-        reply, such as an empty thinking block. To separate these two, the messages before the reply are rendered twice:
-        answered by the probe, and with the generation prompt.
+        If a probe replaces the reply, the text before the probe ends with the header of the turn. Some templates write
+        more text between the header and the reply, such as an empty thinking block. To separate this text from the
+        header, the messages before the reply are rendered twice: once with the probe as the reply, and once with the
+        generation prompt.
         """
         context = self.messages[:i]
         while context and context[-1]["role"] == "assistant":
@@ -87,14 +90,15 @@ class Finder:
                 opening = answered[header_end:]
                 if before.endswith(opening):
                     start -= len(opening)
-                    # the prompt may give more of this reply than of the probe: the line after an opened <think>
+                    # the generation prompt may contain the beginning of this reply, such as the line after an opened
+                    # <think>
                     prefill = prompt[header_end:]
                     if prefill and self.text.startswith(prefill, start):
                         start += len(prefill)
                     elif opening.startswith(self._header):
                         start += len(self._header)
             elif probe.keys() == {"role", "content"}:
-                # a reply changes what comes before it: the header is looked for where the words are
+                # a reply changes the text before it, so search for the header before the words of the reply
                 header = prompt.removeprefix(plain)
                 start = before.rfind(header) + len(header)
             else:
@@ -104,7 +108,7 @@ class Finder:
         raise _hidden(i)
 
     def _render(self, messages: Messages, prompt: bool) -> str:
-        """The text of messages. Texts are cached while one reply is located."""
+        """The rendered text of messages. Texts are cached while one reply is located."""
         key = (repr(messages), prompt)
         if key not in self._rendered:
             self._rendered[key] = self.template(messages, prompt)
@@ -112,7 +116,8 @@ class Finder:
 
     @cached_property
     def _header(self) -> str:
-        """The header of a turn. After a tool's answer, where the prompt has none, Gemma's template writes it."""
+        """The header of a turn. After a tool's answer, Gemma's generation prompt has no header, but its template writes
+        a header before the reply."""
         question = [{**_words(self.messages[0]), "role": "user"}]
         try:
             return self._render(question, True).removeprefix(self._render(question, False))
@@ -127,7 +132,7 @@ class Finder:
         return end + self._turn_end(self.text[end:], self._last(i, _words(self.messages[i])), follower)
 
     def _end_of_calls(self, i: int, follower: str) -> int | None:
-        """The end of a reply that calls tools. None: the template does not show its calls, or changes them.
+        """The end of a reply that calls tools. None: the template does not show the calls, or changes them.
 
         The text after the first call's name is compared with the same calls at the end of a conversation.
         """
@@ -145,7 +150,8 @@ class Finder:
         return end + length
 
     def next_mark(self) -> str:
-        """The special token that begins the next speaker's turn, if no special token ends the last reply; else ""."""
+        """The special token that begins the next speaker's turn, if no special token ends the last reply. Returns "" if
+        a special token ends it."""
         reply = self.messages[-1]
         if any(not self.text[mark.end() :].strip() for mark in self.special.finditer(self.text, len(self.text) - 100)):
             return ""
@@ -158,16 +164,17 @@ class Finder:
         return mark[0] if mark else ""
 
     def _last(self, i: int, probe: Message) -> str:
-        """The text after the probe if no message follows it."""
+        """The text after the probe if the probe is the last message."""
         return self._render([*self.messages[:i], probe], False).partition(PROBE)[2]
 
     def _turn_end(self, text: str, last: str, follower: str) -> int:
-        """The length of the turn's end at the start of ``text``. ``last``: the end in a conversation that ends there.
+        """The length of a turn's end, if ``text`` starts with the turn's end. ``last``: the end of the same turn if no
+        turn follows.
 
-        Special tokens are either equal or not: ``<|end|>`` and ``<|endoftext|>`` have nothing in common. If a turn has
-        no end of its own and somebody else speaks next, it ends with the end of that turn. GPT-OSS writes another end
-        in the middle of a conversation. GLM writes none, so the model ends with the header of the next speaker. A space
-        after the end is left out, because tokenizers join it to the next word.
+        Special tokens are compared as a whole, so ``<|end|>`` and ``<|endoftext|>`` have no common prefix. If a turn
+        has no end token and another speaker follows, the end of the next turn counts as the end of both. In the middle
+        of a conversation, GPT-OSS writes a different end token. GLM writes no end token, so the model stops with the
+        header of the next speaker. A space after the end is left out, because tokenizers join it to the next word.
         """
         length, closed = 0, False
         for one, other in zip_longest(self._split(text[: len(last) + 100]), self._split(last)):
@@ -193,7 +200,8 @@ class Finder:
     def _around(self, i: int, probe: Message, *, again: bool = False) -> tuple[str, str] | None:
         """The texts before and after ``probe`` at the reply's place. None: the template does not show the probe.
 
-        ``again``: the probe may appear more than once, as a tool's name does before its answer.
+        ``again``: the probe may appear more than once. For example, a tool's name appears again before the tool's
+        answer.
         """
         try:
             text = self._render([*self.messages[:i], probe, *self.messages[i + 1 :]], False)
@@ -204,19 +212,19 @@ class Finder:
 
 
 def _words(reply: Message) -> Message:
-    """A reply whose content is `PROBE`. The content is a text, or a list with one text if that of ``reply`` is a
-    list."""
+    """A copy of ``reply`` with the content `PROBE`. The content is a text. If the content of ``reply`` is a list, the
+    new content is a list with one text."""
     parts = isinstance(reply.get("content"), list)
     return {"role": "assistant", "content": [{"type": "text", "text": PROBE}] if parts else PROBE}
 
 
 def _probes(reply: Message) -> Iterator[Message]:
-    """Replies that a template shows at the place of ``reply``."""
+    """Yield probe replies that a template may show at the place of ``reply``."""
     yield _words(reply)
     if reply.get("tool_calls"):
         yield {**_words(reply), "tool_calls": reply["tool_calls"]}
         named = {**reply, "tool_calls": renamed(reply["tool_calls"])}
-        # GPT-OSS's template shows the thinking before a call only until the model has answered
+        # GPT-OSS's template removes the thinking before a call as soon as the model has answered
         yield {key: value for key, value in named.items() if key != "reasoning_content"}
         yield named
     if reply.get("reasoning_content"):
@@ -224,7 +232,7 @@ def _probes(reply: Message) -> Iterator[Message]:
 
 
 def renamed(called: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The calls, or tools, with the probe as the name of the first one."""
+    """The calls, or tools. The name of the first call or tool is replaced by the probe."""
     first, *others = called
     changed = {**first.get("function", first), "name": PROBE}
     return [{**first, "function": changed} if "function" in first else changed, *others]
@@ -232,14 +240,14 @@ def renamed(called: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _hidden(i: int) -> ValueError:
     return ValueError(
-        f"the chat template does not show what assistant message {i} says as a reply to the prompt before it, so the "
+        f"the chat template does not show assistant message {i} as a reply to the prompt before it, so the "
         "tokens of the reply cannot be found; mark replies with {% generation %} … {% endgeneration %} in the "
         "template"
     )
 
 
 def _common(a: str, b: str) -> int:
-    """Length of the longest common prefix; bisection compares slices, which is faster than single characters."""
+    """The length of the longest common prefix. Bisection compares slices, which is faster than comparing characters."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,7 +1,7 @@
 """Common shapes of rows that are read without a flag: ShareGPT, Alpaca, prompt and completion, messages.
 
-They are tried only if ``--input-key`` is not given or has its default. A run reports which shape it used.
-`docs/data_formats.md` shows each shape and the flags that read it.
+A run tries these shapes only if ``--input-key`` is not given or has its default, and reports the shape that it used.
+`docs/data_formats.md` shows each shape, and the flags that read the same rows.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-# who speaks, in ShareGPT's words
+# the speaker in a ShareGPT message -> the role in OpenAI's form
 SPEAKERS = {
     "human": "user",
     "user": "user",
@@ -27,8 +27,8 @@ SPEAKERS = {
 
 @dataclass(frozen=True)
 class Shape:
-    """A shape of rows. ``columns`` are the columns that identify it, and ``read`` turns a row into the prompt or
-    conversation."""
+    """A shape of rows. ``columns`` are the columns that identify the shape. ``read`` converts a row to the prompt or
+    the conversation."""
 
     name: str
     columns: tuple[str, ...]
@@ -44,7 +44,7 @@ def _conversation(question: object, answer: object, system: object = None) -> li
 def _alpaca(row: Mapping[str, object]) -> object:
     parts = [row[name] for name in ("instruction", "input") if row.get(name)]
     if not all(isinstance(part, str) for part in parts):
-        return parts  # neither text nor messages: the row is refused
+        return parts  # the parts are neither text nor messages, so the row is refused
     question = "\n\n".join(map(str, parts))
     return _conversation(question, row["output"], row.get("system"))
 
@@ -57,7 +57,7 @@ def _completion(row: Mapping[str, object]) -> object:
 
 
 ALPACA = Shape("Alpaca: instruction/input/output", ("instruction", "output"), _alpaca, ("input", "system"))
-# with an answer to train on
+# shapes whose rows contain an answer to train on
 ANSWERED = (ALPACA, Shape("prompt and completion: prompt/completion", ("prompt", "completion"), _completion))
 SHAPES = (
     Shape("messages: messages", ("messages",), lambda row: row["messages"]),
@@ -67,11 +67,12 @@ SHAPES = (
 
 
 def shape_of(names: Collection[str], input_key: str, *, answers: bool, chosen: str | None = None) -> Shape | None:
-    """The shape of rows with columns ``names``; None if ``input_key`` is one of them, or no shape is known.
+    """The shape of rows with columns ``names``. Returns None if ``input_key`` is one of these columns, or if no known
+    shape fits.
 
     Args:
-        answers: the run trains on answers in the rows (SFT, KTO).
-        chosen: the column of the preferred replies of pairs, which may include the prompt.
+        answers: whether the run trains on answers in the rows (SFT, KTO).
+        chosen: the column of the preferred replies of pairs. These replies may include the prompt.
     """
     # Alpaca's column "input" is only part of the prompt
     if input_key in names and not (answers and set(ALPACA.columns) <= set(names)):
@@ -85,7 +86,8 @@ def shape_of(names: Collection[str], input_key: str, *, answers: bool, chosen: s
 
 
 def share_gpt(message: Mapping[str, object]) -> dict[str, object] | None:
-    """A message of ShareGPT, ``{"from": "human", "value": ...}``, in OpenAI's form; None if it is not one."""
+    """Convert a message of ShareGPT, ``{"from": "human", "value": ...}``, to OpenAI's form. Returns None if ``message``
+    has another form."""
     speaker = message.get("from")
     if "role" in message or not isinstance(speaker, str) or speaker not in SPEAKERS:
         return None

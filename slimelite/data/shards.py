@@ -1,11 +1,11 @@
-"""Texts that are tokenised ahead, for pretraining. Each file of documents becomes a shard of token ids, which is mapped
-into memory.
+"""Tokenises texts before pretraining starts. Each file of documents becomes a shard of token ids, which is
+memory-mapped.
 
-Worker processes make a shard once (``python -m slimelite.data.shards``). It is found again by its inputs: the content
-of its file, the column, and the tokenizer. In the cache folder it has three files: ``KEY.tokens`` (ids of all
-documents, each followed by the end of a text), ``KEY.ends.npy`` (where each document ends) and ``KEY.json``
-(`ShardFacts`). The last one is written last. So if a process is killed while it writes a shard,
-only this shard is made again.
+Worker processes make a shard once (``python -m slimelite.data.shards``). Later runs find the shard in the cache by a
+key. The key is a hash of the shard's inputs: the content of its file, the column, and the tokenizer. A shard has three
+files in the cache folder. ``KEY.tokens`` has the ids of all documents, each followed by an end-of-text token.
+``KEY.ends.npy`` has the position where each document ends. ``KEY.json`` has `ShardFacts`, and is written last. So if a
+process is killed while it writes a shard, only this shard is made again.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# characters that the tokenizer gets at once; a longer document is cut after a line
+# number of characters that the tokenizer gets at once; a longer document is cut at the end of a line
 CHARACTERS = 2**20
-# texts of fewer bytes are tokenised in the process that wants them: a worker takes a second to start
+# texts of fewer bytes are tokenised in the calling process, because a worker takes a second to start
 FEW_BYTES = 2**24
-# an unfinished file of the cache ends with the id of the process that writes it; after this many seconds without a
-# change, the process counts as dead
+# the name of an unfinished file ends with the id of the process that writes it; if the file does not change for this
+# time [s], the process counts as dead
 ABANDONED = 3600
 PARTIAL = re.compile(r"[0-9a-f]{32}\.(json|tokens|ends\.npy)\.\d+")
-# documents of each file that a start reads before it loads anything
+# number of documents of each file that a run checks at its start, before it loads a model
 FIRST = 64
 
 
@@ -58,8 +58,9 @@ FIRST = 64
 class ShardFacts:
     """Facts about a shard.
 
-    ``source``: its file. ``digest``: of the file's content. ``checksum``: of the shard's files. ``bytes``: of the texts
-    in UTF-8. ``left_out``: kind -> number of documents. ``places``: kind -> the first such document.
+    ``source``: the file of documents. ``digest``: the hash of this file's content. ``checksum``: the checksum of the
+    shard's files. ``bytes``: the size of the texts in UTF-8. ``left_out``: kind -> number of documents. ``places``:
+    kind -> the first such document.
     """
 
     format: int
@@ -76,8 +77,8 @@ class ShardFacts:
 
 @dataclass(frozen=True)
 class Shard:
-    """Tokens of a file of documents. ``tokens``: [tokens] ids. ``ends``: [documents] int64, where each document
-    ends."""
+    """Tokens of a file of documents. ``tokens``: [tokens] ids. ``ends``: [documents] int64, the position where each
+    document ends."""
 
     facts: ShardFacts
     tokens: np.ndarray
@@ -85,10 +86,10 @@ class Shard:
 
 
 class TextCoder:
-    """Turns texts into token ids. They are encoded as plain text, even where they spell special tokens, and ``end``
-    follows each.
+    """Turns texts into token ids. The texts are encoded as plain text, even if they contain the names of special
+    tokens. The id ``end`` follows each text.
 
-    ``start``: the id before a document, which its first token is conditioned on. ``digest``: of the tokenizer.
+    ``start``: the id before a document, which is the context of its first token. ``digest``: the hash of the tokenizer.
 
     Raises:
         ValueError: the tokenizer has no end-of-sequence token.
@@ -130,13 +131,13 @@ def tokenize(
     skip: bool = False,
     progress: Callable[[int, int], None] = lambda _done, _all: None,
 ) -> list[list[Shard]]:
-    """The shards of each of ``specs``, from the cache or made now by ``workers`` processes.
+    """The shards of each of ``specs``. Shards that are not in the cache are made by ``workers`` processes.
 
     ``skip``: leave out documents that cannot be trained on, with a warning for each file. ``progress``: called with the
-    number of shards that are ready and the number of all shards.
+    number of shards that are ready and the total number of shards.
 
     Raises:
-        ValueError: a file cannot be read, or has documents that cannot be trained on and ``skip`` is off.
+        ValueError: a file cannot be read, or ``skip`` is off and a document cannot be trained on.
         OSError: the disk of the cache is full.
     """
     files = [find_files(spec) for spec in specs]
@@ -164,7 +165,7 @@ def tokenize(
 
 
 def check_documents(spec: str, column: str, *, skip: bool) -> None:
-    """Check that ``spec`` exists, and read the first documents of each file that is on this machine.
+    """Check that ``spec`` exists. If its files are on this machine, also check the first documents of each file.
 
     Raises:
         ValueError: in the same cases as `tokenize`.
@@ -173,7 +174,7 @@ def check_documents(spec: str, column: str, *, skip: bool) -> None:
     problems, good = [], False
     for file in find_files(spec):
         if not isinstance(file, Path):
-            return  # the hub has it, and the run loads it
+            return  # the dataset exists on the hub, and the run will download it
         left_out, places = Counter[str](), dict[str, str]()
         first = islice(read_documents(str(file), column), FIRST)
         count = sum(len(texts) for texts in _batches(first, left_out, places))
@@ -191,12 +192,12 @@ def _problem(source: str, left_out: Mapping[str, int], places: Mapping[str, str]
 
 def _refuse(problems: Sequence[str], *, skip: bool) -> None:
     if problems and not skip:
-        more = f"; and {len(problems) - 3} files more" if len(problems) > 3 else ""
+        more = f"; and {len(problems) - 3} more files" if len(problems) > 3 else ""
         raise ValueError(f"{'; '.join(problems[:3])}{more}; fix them, or leave them out with --skip-bad-rows")
 
 
 def _judge(sources: Sequence[str], facts: Sequence[ShardFacts], *, skip: bool) -> None:
-    """Warn about the documents that were left out, or refuse them without ``skip``; see `tokenize`."""
+    """Warn about the documents that were left out. Without ``skip``, raise an error instead (see `tokenize`)."""
     problems = [
         _problem(source, shard.left_out, shard.places, str(shard.documents + sum(shard.left_out.values())))
         for source, shard in zip(sources, facts, strict=True)
@@ -210,7 +211,7 @@ def _judge(sources: Sequence[str], facts: Sequence[ShardFacts], *, skip: bool) -
 def _by_workers(
     jobs: list[str], tokenizer: str, column: str, cache: Path, count: int, progress: Callable[[int, int], None]
 ) -> list[str]:
-    """The keys of the shards of ``jobs``, which ``count`` processes make."""
+    """Make the shards of ``jobs`` with ``count`` processes. Returns the keys of the shards."""
     queue: SimpleQueue[tuple[int, str]] = SimpleQueue()
     for numbered in enumerate(jobs):
         queue.put(numbered)
@@ -229,7 +230,7 @@ def _by_workers(
                 return
             process.stdin.write(json.dumps(job) + "\n")
             process.stdin.flush()
-            answer = json.loads(process.stdout.readline() or '{"error": "the process ended; stderr says why"}')
+            answer = json.loads(process.stdout.readline() or '{"error": "the process ended; see stderr"}')
             if "error" in answer:
                 raise ValueError(f"{job}: {answer['error']}")
             keys[number] = answer["key"]
@@ -253,17 +254,17 @@ def _by_workers(
             for done in [threads.submit(serve, process) for process in processes]:
                 done.result()
         except BaseException:
-            for process in processes:  # their threads wait for an answer
+            for process in processes:  # a killed process unblocks the thread that waits for its answer
                 process.kill()
             raise
     return keys
 
 
 def make_shard(source: str, coder: TextCoder, column: str, cache: Path) -> str:
-    """Tokenise a file, unless the cache has its shard undamaged. Returns the shard's key.
+    """Tokenise a file, unless the cache has an undamaged shard of it. Returns the shard's key.
 
     Raises:
-        ValueError: the file cannot be read, or changed while it was read.
+        ValueError: the file cannot be read, or it changed while it was read.
     """
     name = source
     with ExitStack() as stack:
@@ -284,7 +285,7 @@ def make_shard(source: str, coder: TextCoder, column: str, cache: Path) -> str:
         after = os.stat(source)
         if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
             _paths(cache, key)[0].unlink()
-            raise ValueError(f"{source} changed while it was being tokenised: start again when no program writes to it")
+            raise ValueError(f"{source} changed while it was tokenised; start again when no program writes to it")
     return key
 
 
@@ -293,13 +294,13 @@ def _note_change(cache: Path, source: str, column: str, digest: str) -> None:
     last = cache / f"{_digest(json.dumps([os.path.abspath(source), column]).encode())}.last"
     before = last.read_text() if last.is_file() else digest
     if before != digest:
-        logger.warning("%s has changed since it was tokenised: its new content was tokenised", source)
+        logger.warning("%s has changed since it was last tokenised, so it was tokenised again", source)
     if before != digest or not last.is_file():
         write_text(last, digest)
 
 
 def _write(cache: Path, key: str, name: str, digest: str, source: str, coder: TextCoder, column: str) -> None:
-    """Write the three files of a shard. The description is written last."""
+    """Write the three files of a shard. The file ``KEY.json`` is written last."""
     facts, tokens, ends = (path.with_suffix(path.suffix + f".{os.getpid()}") for path in _paths(cache, key))
     left_out, places, total, size = Counter[str](), dict[str, str](), 0, 0
     documents, checksum = array("q"), hashlib.blake2b(digest_size=16)
@@ -331,8 +332,8 @@ def _write(cache: Path, key: str, name: str, digest: str, source: str, coder: Te
 def _batches(
     documents: Iterator[tuple[str, str | None, str]], left_out: Counter[str], places: dict[str, str]
 ) -> Iterator[list[str]]:
-    """The texts of ``documents``, about ``CHARACTERS`` characters at a time. Documents without text are counted in
-    ``left_out``."""
+    """Yield the texts of ``documents`` in batches of about ``CHARACTERS`` characters. Documents without text are
+    counted in ``left_out``."""
     batch, length = list[str](), 0
     for place, text, kind in documents:
         if text is None:
@@ -358,7 +359,7 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def open_shard(cache: Path, key: str) -> Shard:
-    """The shard ``key``, mapped into memory."""
+    """Open the shard ``key``. The shard's files are memory-mapped."""
     description, tokens, ends = _paths(cache, key)
     facts = ShardFacts(**json.loads(description.read_text()))
     mapped = np.memmap(tokens, facts.dtype, "r") if facts.tokens else np.zeros(0, facts.dtype)
@@ -380,13 +381,14 @@ def _is_whole(cache: Path, key: str) -> bool:
     except (OSError, ValueError, TypeError):
         return False
     if facts.checksum != checksum.hexdigest():
-        logger.warning("%s is damaged: %s is tokenised again", tokens, facts.source)
+        logger.warning("%s is damaged, so %s is tokenised again", tokens, facts.source)
         return False
     return True
 
 
 def _sweep(cache: Path) -> None:
-    """Remove partial shards of killed processes. Machines share a cache, so the age of a file decides."""
+    """Remove partial shards of killed processes. Several machines may share a cache, so a process id alone is not
+    enough. Files older than `ABANDONED` are removed."""
     for path in cache.glob("*.*.[0-9]*"):
         with suppress(FileNotFoundError):
             if PARTIAL.fullmatch(path.name) and time.time() - path.stat().st_mtime > ABANDONED:
@@ -402,7 +404,8 @@ def _digest(content: bytes) -> str:
 
 
 def _main(tokenizer: str, column: str, cache: str) -> None:
-    """Read the name of a file from each line of stdin and make its shard. Each key or error is written to stdout."""
+    """Read a file name from each line of stdin, and make the shard of this file. The shard's key, or an error, is
+    written to stdout."""
     coder = TextCoder(tokenizer)
     for line in sys.stdin:
         try:

@@ -1,5 +1,5 @@
-"""Reads documents, one text each, from files that may be larger than memory: parquet, jsonl, plain text, hub
-datasets."""
+"""Reads documents from parquet, jsonl or plain-text files or from hub datasets. Each document is one text. Files may be
+larger than memory."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from slimelite.data.hub import HubFile, hub_files
 from slimelite.data.reader import HUB_ID, BadRows
 from slimelite.data.reader import READERS as ROWS
 
-# endings of files of documents
+# name endings of files of documents
 ENDINGS = (".parquet", ".jsonl", ".jsonl.gz", ".txt")
-# a table of texts, which the reader of rows reads
+# CSV files are read by `slimelite.data.reader`
 CSV = ".csv"
-# further endings in a folder: plain texts, and tables
+# further name endings of files in a folder: plain texts, and tables of texts
 PLAIN = (".md", ".rst", ".text", CSV)
-# a plain text is cut at the first end of a line after so many bytes: a file is read in pieces
+# a plain-text file is read in pieces; each piece ends at the first end of a line after this number of bytes
 PIECE = 1 << 16
-# kinds of documents that are left out
+# reasons why a document is left out
 EMPTY, NUL, ENCODING, MALFORMED, BROKEN = "empty", "with a NUL", "not UTF-8", "malformed", "cut short or unreadable"
-# the value of a row that lacks the column of texts
+# the value for a row without the column of texts
 ABSENT = object()
 
 
@@ -40,7 +40,8 @@ class NoColumn(ValueError):
 def find_files(spec: str, *, plain: bool = False) -> list[Path | HubFile]:
     """The files of documents that ``spec`` names: a file, a folder (with its subfolders), a pattern, or a hub dataset.
 
-    ``plain``: a file that is named may have any ending, and files in a folder may also have the endings in `PLAIN`.
+    ``plain``: also accept plain texts. If ``spec`` names a file, its name may have any ending. In a folder, the endings
+    in `PLAIN` are accepted too.
 
     Raises:
         ValueError: there are no such files.
@@ -56,26 +57,26 @@ def find_files(spec: str, *, plain: bool = False) -> list[Path | HubFile]:
     if not path.exists() and HUB_ID.fullmatch(spec):
         return [*hub_files(spec, ENDINGS)]
     if not files:
-        raise ValueError(f"{spec}: no file here ends with {', '.join(endings)}")
+        raise ValueError(f"{spec}: there is no file with the ending {', '.join(endings)}")
     for file in files:
         if not file.is_file():
             raise ValueError(f"no such file: {file}")
         if not plain and not file.name.endswith(endings):
-            raise ValueError(f"{file}: a file of documents ends with {', '.join(ENDINGS)}")
+            raise ValueError(f"{file}: the name of a file of documents must end with {', '.join(ENDINGS)}")
     return [*files]
 
 
 def read_texts(spec: str, column: str = "text", *, skip_bad: bool = False, flag: str = "--text-key") -> Iterator[str]:
-    """Each text of ``spec`` (see `find_files`), in order. Memory is needed for only one batch of rows, or one piece of
-    a file.
+    """Each text of ``spec`` (see `find_files`), in order. Only one batch of rows, or one piece of a file, is in memory
+    at a time.
 
-    ``column``: the column of the text, in files with columns; the user names it with ``flag``. A file that is named
-    may be CSV, which is read whole. With ``skip_bad``, rows that cannot be trained on are
-    left out. A warning names and counts them.
+    ``column``: the column of the text, in files with columns. Error messages name ``flag``, with which the user sets
+    the column. A file named by its path may be CSV. A CSV file is read as a whole. With ``skip_bad``, rows that cannot
+    be trained on are left out, and a warning names and counts them.
 
     Raises:
-        ValueError: there is no such file or column, or a file is cut short. Rows that cannot be trained on raise it at
-            the end of a file.
+        ValueError: there is no such file or column, or a file is cut short. Rows that cannot be trained on raise the
+            error at the end of a file.
     """
     for file in find_files(spec, plain=True):
         if isinstance(file, Path):
@@ -86,7 +87,7 @@ def read_texts(spec: str, column: str = "text", *, skip_bad: bool = False, flag:
 
 
 def _texts(path: str, name: str, column: str, flag: str, *, skip_bad: bool) -> Iterator[str]:
-    """The texts of one file, which messages call ``name``."""
+    """The texts of one file. Error messages call the file ``name``."""
     bad = BadRows(skip=skip_bad)
     rows = path.endswith(tuple(ending for ending in ENDINGS if READERS[ending] is not _text_document))
     if rows:
@@ -110,7 +111,8 @@ def _pieces(file: str) -> Iterator[tuple[str, object]]:
     with open(file, "rb") as content:
         while data := content.read(PIECE) + content.readline(PIECE):
             try:
-                # a character that a piece cuts waits in the decoder; at the end of the file it is damaged
+                # the decoder keeps an incomplete character until the next piece; at the end of the file, the character
+                # is damaged
                 text = decoder.decode(data, final=len(data) < PIECE)
                 if text.strip():
                     yield f"bytes from {start}", text
@@ -121,10 +123,10 @@ def _pieces(file: str) -> Iterator[tuple[str, object]]:
 
 
 def read_documents(path: str, column: str, flag: str = "--text-key") -> Iterator[tuple[str, str | None, str]]:
-    """(place, text, "") for each document of a file, or (place, None, kind) for one that cannot be trained on. ``flag``
-    names the column.
+    """Yield (place, text, "") for each document of a file. For a document that cannot be trained on, yield (place,
+    None, kind). Error messages name ``flag``, with which the user sets the column.
 
-    It needs memory for only a part of the file. A ``.txt`` file is one document.
+    Only a part of the file is in memory at a time. A ``.txt`` file is one document.
     """
     read = next(reader for ending, reader in READERS.items() if path.endswith(ending))
     try:
@@ -152,7 +154,7 @@ def _checked(value: object, column: str, flag: str) -> tuple[str | None, str]:
         return None, NUL
     try:
         value.encode()
-    except UnicodeEncodeError:  # half of a character, as JSON can spell it
+    except UnicodeEncodeError:  # half of a character (a lone surrogate), which JSON can contain
         return None, ENCODING
     return value, ""
 

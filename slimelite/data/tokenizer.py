@@ -1,8 +1,8 @@
 """Loads tokenizers, and finds the token ids that end a response.
 
 A tokenizer with a ``tokenizer.json`` is loaded without torch, because the processes of train.py and the rollout side do
-not import torch. transformers takes a second to import, so only the functions that need it import it: most mistakes are
-found without it.
+not import torch. Importing transformers takes a second. So only the functions that need it import it, and most mistakes
+of the user are found before.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from slimelite.models.families import text_config
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-# transformers' readers of GGUF files, which import torch, and the module of its fast tokenizers, which imports them
+# a module of transformers that reads GGUF files and imports torch, and the module of fast tokenizers, which imports it
 GGUF, FAST = "transformers.modeling_gguf_pytorch_utils", "transformers.tokenization_utils_tokenizers"
 
-# entry of a checkpoint's rollout state: see `fingerprint`
+# key of the `fingerprint` in a checkpoint's rollout state
 TOKENIZER = "tokenizer"
-# together they have digits, operators, newlines, runs of spaces, code, accents, another script and an emoji
+# the probe texts contain digits, operators, newlines, runs of spaces, code, accents, another script and an emoji
 PROBES = (
     "3+5+2+9=?\n3+5=8 8+2=10 10+9=19\n#### 19",
     "Hello, world! It's 1,234.50 dollars -- isn't it?",
     "  def f(x):\n\treturn {'a': [x ** 2]}  # two  spaces\n\n",
     "émigré ½ 你好 😀 \\boxed{\\frac{1}{2}}",
 )
-# a separate accent character, which NFC joins with its letter; checkpoints have the ids of the texts above only
+# a letter and a separate accent, which NFC joins; it is not in PROBES, because checkpoints have the ids of PROBES
 JOINED_BY_NFC = "e\u0301"
 
 
-# files that hold a tokenizer, by the libraries that wrote them
+# names of tokenizer files, as different libraries write them
 FILES = ("*token*", "vocab.*", "merges.txt", "*.model", "*.spm", "tekken.json")
-# files of a model folder beside config and weights, copied unchanged so that token ids stay the same
+# further files of a model folder (not config or weights); they are copied unchanged to keep the same token ids
 GENERATION = "generation_config.json"
 COMPANIONS = (
     "tokenizer*",
@@ -62,10 +62,10 @@ COMPANIONS = (
 
 
 def check_files(path: str) -> None:
-    """Check by the names of files that ``path`` may have a tokenizer.
+    """Check by file names only whether ``path`` can have a tokenizer.
 
     Raises:
-        ValueError: it is neither a folder with tokenizer files nor a hub id.
+        ValueError: ``path`` is neither a folder with tokenizer files nor a hub id.
     """
     folder, wrong = Path(path), None
     if folder.is_dir():
@@ -80,12 +80,13 @@ def check_files(path: str) -> None:
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder or hub id. Its ids are those of the folder's ``tokenizer.json``.
+    """The tokenizer of a model folder or hub id. The tokenizer gives the same ids as the folder's ``tokenizer.json``.
 
-    Its class is named in ``tokenizer_config.json``. If no class is named there, `AutoTokenizer` chooses one by
-    ``model_type``, which imports torch and torch.compile. Some classes rebuild the tokenizer from its vocabulary, and
-    silently drop the file's pre-tokenizer and decoder (for example, for a Qwen2 model with a word-level tokenizer). So
-    if ids differ from the file's on the probe texts, the file is loaded directly.
+    The file ``tokenizer_config.json`` names the tokenizer's class. If this file names no class, `AutoTokenizer` chooses
+    a class by ``model_type``, and imports torch and torch.compile. Some classes rebuild the tokenizer from its
+    vocabulary, and silently drop the pre-tokenizer and the decoder of ``tokenizer.json``. This happens, for example,
+    for a Qwen2 model with a word-level tokenizer. So the ids of `PROBES` are compared. If they differ,
+    ``tokenizer.json`` is loaded directly.
 
     Raises:
         ValueError: there is no tokenizer at ``path``, or no class reproduces the file's ids.
@@ -111,19 +112,20 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(path)
         if not _agrees(tokenizer, truth):
             raise ValueError(
-                f"{file} does not load correctly: transformers returns other ids than the file defines; save the "
-                "tokenizer again"
+                f"{file} does not load correctly, because transformers returns other ids than the file defines; save "
+                "the tokenizer again"
             )
     return tokenizer
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """Hashes of the parts of ``tokenizer`` that turn texts and messages into tokens. A checkpoint has them.
+    """Hashes of the parts of ``tokenizer`` that turn texts and messages into tokens. Each checkpoint contains these
+    hashes.
 
     For a large vocabulary this takes a few tenths of a second.
     """
     fast = getattr(tokenizer, "backend_tokenizer", None)
-    # pickling is how the library shows its model without the settings that calls change, such as padding
+    # the pickled model does not contain settings that calls change, such as padding
     model = {"vocab": tokenizer.get_vocab()} if fast is None else json.loads(fast.model.__getstate__())
     words = model.get("vocab")
     parts = {
@@ -143,17 +145,17 @@ def check_same(saved: Mapping[str, str], tokenizer: PreTrainedTokenizerBase) -> 
     """Check that ``tokenizer`` makes the same tokens as the tokenizer with the `fingerprint` ``saved``.
 
     Raises:
-        ValueError: it makes other tokens. The message names the parts that differ.
+        ValueError: ``tokenizer`` makes other tokens. The message names the parts that differ.
     """
     if differ := [part for part, digest in fingerprint(tokenizer).items() if saved.get(part) != digest]:
         raise ValueError(
-            f"the checkpoint was saved with another tokenizer, which differs in its {' and its '.join(differ)}; give "
-            "the one that the run had with --tokenizer, or load only the weights with --finetune"
+            f"the checkpoint was saved with another tokenizer, which differs in its {' and its '.join(differ)}; name "
+            "the original tokenizer with --tokenizer, or load only the weights with --finetune"
         )
 
 
 def _named_class(path: str) -> type[PreTrainedTokenizerBase] | None:
-    """The class for a ``tokenizer.json`` that ``tokenizer_config.json`` names; None if it names no such class."""
+    """The class that ``tokenizer_config.json`` names, or None if this class cannot load a ``tokenizer.json``."""
     import transformers
     from transformers.utils import cached_file
 
@@ -169,10 +171,11 @@ def _named_class(path: str) -> type[PreTrainedTokenizerBase] | None:
 
 
 def _import_fast_tokenizers() -> None:
-    """Import transformers' fast tokenizers without torch. They need torch only for a function that reads GGUF files.
+    """Import transformers' fast tokenizers without importing torch. The fast tokenizers need torch only for a function
+    that reads GGUF files.
 
-    During the import, a stand-in takes the place of the module with that function. Its function of the same name
-    imports the real module when it is called.
+    During the import, a stand-in module replaces the module with that function. The stand-in has a function of the same
+    name, which imports the real module when it is called.
     """
     if "torch" in sys.modules or FAST in sys.modules:
         return
@@ -185,7 +188,7 @@ def _import_fast_tokenizers() -> None:
     sys.modules[GGUF] = stand_in
     try:
         importlib.import_module(FAST)
-    except ImportError:  # another version of transformers wants more of the module
+    except ImportError:  # another version of transformers needs more functions of the module
         sys.modules.pop(FAST, None)
     finally:
         del sys.modules[GGUF]
@@ -198,11 +201,12 @@ def beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    """Token ids of texts outside a chat template, as a model was trained on them: they follow the tokenizer's
-    `beginning`.
+    """Token ids of texts that are not rendered with a chat template. As in pretraining, the tokenizer's `beginning`
+    comes first.
 
-    A text that begins with it already does not get a second one. Chat templates write their own beginning, and slime
-    encodes text prompts of a run without one. Both use the ids of the text alone.
+    A text that already begins with `beginning` does not get it again. Do not use this function for rendered chats,
+    because chat templates write the beginning themselves. The text prompts of a run do not get a beginning either, as
+    in slime.
     """
     begin = beginning(tokenizer)
     encoded: list[list[int]] = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
@@ -210,12 +214,13 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> lis
 
 
 def _short(error: BaseException) -> str:
-    """The beginning of an error's text. Some messages of transformers are long, because they list every known model."""
+    """The beginning of an error's text. Some error messages of transformers are long, because they list every known
+    model."""
     return f"{' '.join(str(error).split()) or type(error).__name__:.300}"
 
 
 def _agrees(tokenizer: PreTrainedTokenizerBase, truth: Tokenizer) -> bool:
-    """Whether both encode every probe to the same ids, and decode these ids to the same text."""
+    """Whether both tokenizers encode every probe to the same ids, and decode these ids to the same text."""
     for probe in (*PROBES, JOINED_BY_NFC):
         ids = truth.encode(probe, add_special_tokens=False).ids
         if tokenizer(probe, add_special_tokens=False)["input_ids"] != ids:
@@ -232,7 +237,7 @@ def end_texts(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
 
 
 def end_of_reply(path: str) -> str:
-    """The eos token that the tokenizer_config.json in the folder ``path`` names; empty if there is none."""
+    """The eos token in the tokenizer_config.json of the folder ``path``. Returns an empty text if there is none."""
     file = Path(path) / "tokenizer_config.json"
     token = read_json(file).get("eos_token") if file.is_file() else None
     token = token.get("content") if isinstance(token, dict) else token
@@ -253,8 +258,9 @@ def copy_tokenizer(path: str, folder: Path, *, chats: bool = True) -> None:
 
 
 def write_new_model(folder: Path, config: Mapping[str, object], tokenizer: str) -> None:
-    """Write a model folder without weights: ``config`` with the tokens that begin, end and pad texts, and the files of
-    the ``tokenizer`` (a folder or hub id). Programs that open the trained model then stop at the end of a reply.
+    """Write a model folder without weights. The folder gets ``config``, with the ids of the tokens that begin, end and
+    pad texts, and the files of ``tokenizer`` (a folder or hub id). With these ids, programs that load the trained model
+    stop at the end of a reply.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if not (Path(tokenizer).is_dir() and folder.samefile(tokenizer)):
@@ -271,7 +277,8 @@ def write_new_model(folder: Path, config: Mapping[str, object], tokenizer: str) 
 
 
 def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Ids that end a response, sorted: the ``eos_token_id`` of the generation config, the config and the tokenizer.
+    """The sorted ids that end a response. These ids are the ``eos_token_id`` values of the generation config, the
+    config and the tokenizer.
 
     Raises:
         ValueError: none of the three has one, or a value is not a token id.

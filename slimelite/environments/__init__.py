@@ -1,1 +1,1 @@
-"""The environments that agents act in, their tools and limits, and the episodes that models play."""
+"""Environments for agents, their tools and time limits, and the episodes that models play in them."""

@@ -1,4 +1,5 @@
-"""``calculator``: sums and products that are too hard for a small model alone, and a tool that computes them."""
+"""The environment ``calculator``. The sums and products are too hard for a small model alone, but a tool computes
+them."""
 
 from __future__ import annotations
 
@@ -23,13 +24,13 @@ OPERATIONS: dict[type, Callable[..., Any]] = {
     ast.USub: operator.neg,
     ast.UAdd: operator.pos,
 }
-# so that no expression takes long: longest text, largest exponent, largest base of a power
+# limits, because no expression may take long: the longest text, the largest exponent, the largest base of a power
 CHARACTERS, EXPONENT, BASE = 400, 64, 1e6
 
 
 class Calculator(ToolEnvironment):
-    """The reward is 1 if the last number of the last reply is the label. Without a label, the run's reward scores the
-    episode."""
+    """The environment. The reward is 1 if the last number of the last reply equals the label. Without a label, the
+    run's reward function scores the episode."""
 
     def calculator(self, expression: str) -> str:
         """The value of an arithmetic expression with + - * / // % ** and parentheses."""
@@ -40,14 +41,14 @@ class Calculator(ToolEnvironment):
         return [self.calculator]
 
     def score(self, content: str) -> float | None:
-        """1 if the last number is the label, else 0; None without a label."""
+        """Return 1 if the last number equals the label, else 0. Return None without a label."""
         if self.row.label is None:
             return None
         numbers = re.findall(r"-?\d+(?:\.\d+)?", content)
         return float(bool(numbers) and float(numbers[-1]) == float(self.row.label))
 
     def metrics(self) -> Mapping[str, float]:
-        """``rightful_calls``: 1 if a call gave the label."""
+        """The metric ``rightful_calls``. The metric is 1 if the result of a call was the label."""
         if self.row.label is None:
             return {}
         label = _text(float(self.row.label))
@@ -58,7 +59,7 @@ def value_of(expression: str) -> float:
     """The value of an arithmetic expression.
 
     Raises:
-        ValueError: the text is not an arithmetic expression, or too large.
+        ValueError: the text is not an arithmetic expression, or a text or a power is too large.
     """
     if len(expression) > CHARACTERS:
         raise ValueError(f"an expression has at most {CHARACTERS} characters")
@@ -81,18 +82,18 @@ def _value(node: ast.expr) -> Any:
 
 
 def _text(value: float) -> str:
-    """A number without a fraction of 0: ``12``, ``2.5``."""
+    """The number as text, without ``.0`` at the end, such as ``12`` or ``2.5``."""
     return str(int(value)) if value == int(value) else str(value)
 
 
 def make(spec: str) -> type[Calculator]:
-    """The factory of the calculator, which takes no spec.
+    """The factory of the environment. The factory takes no spec.
 
     Raises:
         ValueError: a spec is given.
     """
     if spec:
-        raise ValueError(f"--environment calculator:{spec}: nothing may follow the name")
+        raise ValueError(f"--environment calculator:{spec}: the calculator takes no spec")
     return Calculator
 
 

@@ -1,4 +1,4 @@
-"""One episode. The model's replies and the environment's steps take turns until one of them ends it."""
+"""One episode. The model replies and the environment answers, in turn, until one of them ends the episode."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from slimelite.samples.sample import Sample, Status
 from slimelite.serving.sessions import ContextFullError, Session, Turn
 
 logger = logging.getLogger(__name__)
-# turns of an episode that its timeline has
+# the maximum number of turns in the timeline of an episode
 MOST_TURNS = 200
 REMEDY = "shorten the messages that reset returns, or raise --rollout-max-context-len"
 
 
 @dataclass
 class Role:
-    """A speaker: its conversation and its rewards. ``parts``: the sums of named rewards."""
+    """A role with its conversation and its rewards. ``parts``: the sums of named rewards."""
 
     session: Session
     number: int
@@ -50,10 +50,10 @@ class Episode:
     """Plays one episode, and then makes samples from it.
 
     Args:
-        host: opens the environment. It is closed at the end.
-        converse: opens the conversation of a role, given the role's number.
+        host: opens the environment. The environment is closed at the end.
+        converse: function that opens the conversation of a role. It gets the role's number.
         params: sampling parameters of each reply.
-        max_turns, max_tokens: limits for all replies of the episode together; None: no limit.
+        max_turns, max_tokens: limits for all replies of the episode together. None: no limit.
     """
 
     def __init__(
@@ -71,14 +71,14 @@ class Episode:
         self.counts: Counter[str] = Counter(turns=0, tool_calls=0, malformed_calls=0, timeouts=0, errors=0)
         self.counts.update(context_full=0, turn_limit=0)
         self.metrics: Counter[str] = Counter()
-        self.seconds = 0.0  # in calls of the environment
+        self.seconds = 0.0  # time in calls of the environment [s]
         self._environment: Live | None = None
         self._host, self._converse, self._params = host, converse, params
         self._max_turns, self._max_tokens = max_turns, max_tokens
         self._tokens = 0
 
     async def play(self, row: Row) -> None:
-        """Play to the end, and then `close`. An error of the environment becomes ``failure``.
+        """Play to the end, and then call `close`. An error of the environment is stored in ``failure``.
 
         Raises:
             ValueError: the chat template refuses the messages, or an engine refuses a request.
@@ -91,25 +91,25 @@ class Episode:
             self.failure, self.status = failure, Status.FAILED
             self._count(failure)
             for turn in [turn for role in self.roles.values() for turn in role.session.turns]:
-                turn.reward = None  # --reward-error says what the episode is worth, and so its turns
+                turn.reward = None  # --reward-error decides the reward of the episode, so its turns have no rewards
 
     async def close(self) -> None:
-        """Close the environment, if there is one. An error is counted."""
+        """Close the environment if there is one. An error is counted."""
         if self._environment is None:
             return
         self.seconds = self._environment.spent
         try:
             await self._environment.close()
-        except EnvironmentFailure as failure:  # the episode itself may be whole
+        except EnvironmentFailure as failure:  # the episode itself may be complete
             if self.failure is None:
                 self._count(failure)
-            logger.info("an environment did not close: %s", failure)
+            logger.info("an environment raised an error when it was closed: %s", failure)
 
     def _count(self, failure: EnvironmentFailure) -> None:
         self.counts["timeouts" if failure.kind == "timeout" else "errors"] += 1
 
     async def _play(self, environment: Live, row: Row) -> None:
-        first = self._converse(0)  # now, since a rollout that ends asks for the sessions of its episodes
+        first = self._converse(0)  # open it now, because the end of a rollout looks for the sessions of its episodes
         start = await environment.reset(row)
         name, tools, messages = start.role, list(start.tools), start.messages
         while True:
@@ -119,7 +119,7 @@ class Episode:
                 role = self.roles[name] = Role(self._converse(number) if number else first, number)
             role.messages += messages
             if not role.messages:
-                raise EnvironmentFailure("invalid", f"the role {name!r} speaks, but has no message to answer")
+                raise EnvironmentFailure("invalid", f"the role {name!r} must reply, but has no message to reply to")
             params = self._params.after(0, None if self._max_tokens is None else self._max_tokens - self._tokens)
             if params.max_new_tokens <= 0 or self.counts["turns"] >= self._max_turns:
                 self.counts["turn_limit"] = int(params.max_new_tokens > 0)
@@ -156,7 +156,7 @@ class Episode:
             name, messages = name if step.role is None else step.role, step.messages
 
     def _counted_reply(self, turn: Turn) -> dict[str, object]:
-        """The reply in the form that the environment gets."""
+        """Count the reply, and return it in the form that the environment gets."""
         self._tokens += len(turn.output_ids)
         self.counts["turns"] += 1
         self.counts["tool_calls"] += len(turn.reply.tool_calls)
@@ -165,10 +165,11 @@ class Episode:
         return {**turn.reply.message(), **whole}
 
     def samples(self, sample: Sample) -> list[Sample]:
-        """A sample for each branch of each role's conversation. Their rollout id is ``sample``'s index.
+        """Make a sample for each branch of each role's conversation. The rollout id of these samples is the index of
+        ``sample``.
 
-        The reward is None if no step had one. If some role had rewards, a role without any gets 0. Rewards with parts
-        become dicts, with the sum of the parts as ``total``.
+        The reward is None if no step had a reward. If another role had rewards, a role without rewards gets 0. Rewards
+        with parts become dicts. The sum of the parts is added as ``total``.
         """
         made: list[Sample] = []
         scored = any(role.total is not None for role in self.roles.values())
@@ -186,7 +187,7 @@ class Episode:
                 branch.reward = total if not role.parts else {**role.parts, TOTAL: total}
                 branch.metadata = {**branch.metadata, FACTS: facts, **({"role": name} if name else {})}
                 made.append(branch)
-        if not made:  # it ended before the first reply
+        if not made:  # the episode ended before the first reply
             made = [replace(sample, remove_sample=True, metadata={**sample.metadata, FACTS: facts})]
         for each in made:
             each.status, each.non_generation_time = self.status, self.seconds
@@ -195,9 +196,9 @@ class Episode:
 
 
 def timeline(sessions: Sequence[Session]) -> list[dict[str, object]]:
-    """The first turns of conversations, in the order in which they began. Each has the time [s], its tokens and its
-    calls. ``parent``: the turn that it continues, None if it begins a branch. ``answer``, ``call_seconds``: how long
-    the environment took for the step and for each call [s], if known."""
+    """The first turns of conversations, in the order in which they began. Each turn has its times [s], its number of
+    tokens and its calls. ``parent``: the turn that it continues, or None if it begins a branch. ``answer``,
+    ``call_seconds``: the time of the environment for the step and for each call [s], if known."""
     turns = [(turn.began, place, turn) for place, session in enumerate(sessions) for turn in session.turns]
     first = min((began for began, _, _ in turns), default=0.0)
     return [
@@ -217,10 +218,10 @@ def timeline(sessions: Sequence[Session]) -> list[dict[str, object]]:
 
 
 def turn_rewards(own: Sequence[Turn], sample: Sample) -> list[float]:
-    """A number for each response token: a reply's reward at the token where the reply ends, and NaN elsewhere. Only the
-    branch's ``own`` replies count.
+    """A number for each response token. At the token where a reply ends, it is the reward of this reply. At all other
+    tokens it is NaN. Only the branch's ``own`` replies count.
 
-    A reply ends with its last trained token. A grammar may have excluded later tokens from training.
+    The end of a reply is its last trained token. A grammar may have excluded later tokens of the reply from training.
     """
     rewards = [math.nan] * sample.response_length
     mask = vars(sample)["loss_mask"]
@@ -234,7 +235,7 @@ def turn_rewards(own: Sequence[Turn], sample: Sample) -> list[float]:
 
 
 def row_of(sample: Sample, seed: int) -> Row:
-    """The row that an environment gets for a prompt."""
+    """The row for the environment, made from the prompt of ``sample``."""
     prompt: Sequence[Message] | str = sample.prompt
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) and prompt else list(prompt or [])
     return Row(messages, sample.label, sample.metadata, seed)

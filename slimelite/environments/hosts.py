@@ -1,4 +1,4 @@
-"""Runs environments in this process, in worker processes or behind an address. Every call has a time limit."""
+"""Runs environments in this process, in worker processes or on a server. Every call has a time limit."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from slimelite.sandbox.registry import NO_WISHES, SandboxSettings
 from slimelite.serving.format import content_text
 from slimelite.slime.plugins import files_run, load_function
 
-# time for a worker process to import and to load what its environment reads [s]
+# time limit for the start of a worker process, including the imports and the data of its environment [s]
 START_SECONDS = 120.0
-# time in which a worker that let a call time out must answer, or it is replaced [s]
+# after a call timed out, the worker must answer a ping within this time, or it is replaced [s]
 PING_SECONDS = 5.0
 
 
 class EnvironmentFailure(Exception):
-    """An environment raised, took too long or went away, or its first messages exceed the context. ``kind``:
-    "exception", "timeout", "crash", "invalid" or "too_long". ``lost``: its worker process is gone. This environment
-    need not be the cause.
+    """An environment failed. The environment raised an error, took too long, disappeared, returned an invalid value, or
+    sent first messages that exceed the context. ``kind``: "exception", "timeout", "crash", "invalid" or "too_long".
+    ``lost``: whether its worker process is gone. Another environment in the same process may be the cause.
     """
 
     def __init__(self, kind: str, message: str, *, lost: bool = False) -> None:
@@ -46,10 +46,10 @@ class EnvironmentFailure(Exception):
 
 
 def load(environment: str, sandbox: SandboxSettings = NO_WISHES) -> Callable[[], Environment]:
-    """A factory that makes the environment of one episode in this process. ``environment``: a value of
+    """Load a factory. The factory makes the environment of one episode in this process. ``environment``: a value of
     ``--environment``.
 
-    ``sandbox``: the sandbox of the programs that it starts.
+    ``sandbox``: the sandbox for the programs that the environment starts.
 
     Raises:
         ValueError: there is no such environment, or it refuses its spec.
@@ -60,7 +60,7 @@ def load(environment: str, sandbox: SandboxSettings = NO_WISHES) -> Callable[[],
             return load_function(environment)
         except ValueError:
             raise
-        except Exception as error:  # a user's file may raise anything when it is imported
+        except Exception as error:  # the import of a user's file may raise any error
             raise ValueError(f"cannot load {environment!r}: {_described(error)}") from error
     kind, spec = entry
     words = (spec, sandbox) if kind.boxed else (spec,)
@@ -74,17 +74,20 @@ _end_process = os._exit
 
 def _guarded_exit(status: int) -> NoReturn:
     if _playing.get() == os.getpid():
-        raise EnvironmentFailure("crash", f"it called os._exit({status!r}), which would end the run without a word")
+        raise EnvironmentFailure(
+            "crash", f"a method called os._exit({status!r}), which would end the run without a message"
+        )
     _end_process(status)
 
 
 def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
-    """``method`` of an environment in this process. It can no longer end the process with ``os._exit``."""
+    """Wrap ``method`` of an environment in this process. The wrapped method cannot end the process with
+    ``os._exit``."""
     if inspect.iscoroutinefunction(method):
 
         @wraps(method)
         async def awaited(*args: object) -> object:
-            _playing.set(os.getpid())  # in the context of this call: it has a task of its own, or a thread
+            _playing.set(os.getpid())  # only in the context of this call, because the call has its own task or thread
             return await method(*args)
 
         return awaited
@@ -101,14 +104,14 @@ def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Host:
-    """Opens environments. There is one object for a run, and it is used on one event loop.
+    """Opens environments. There is one host for a run, and it is used on one event loop.
 
     Args:
         environment: the value of ``--environment``.
-        processes: ``--environment-processes``; 0: this process.
+        processes: ``--environment-processes``. 0: environments run in this process.
         call_seconds: time limit of one call, ``--environment-call-timeout``.
         seconds: time limit of all calls of an episode together, ``--environment-timeout``.
-        sandbox: the sandbox of the programs that the environment starts.
+        sandbox: the sandbox for the programs that the environment starts.
 
     Raises:
         ValueError: see `load`.
@@ -134,14 +137,14 @@ class Host:
             self._workers = [_Worker(environment, sandbox) for _ in range(processes)]
         else:
             self._make = _guarded(load(environment, sandbox))
-            os._exit = _guarded_exit  # such a call would end the run, its exit status the environment's
+            os._exit = _guarded_exit  # such a call in an environment would end the run
 
     async def open(self) -> Live:
-        """A new environment. If there are workers, it runs on the one with the fewest episodes.
+        """Open a new environment. If there are workers, it runs on the worker with the fewest episodes.
 
         Raises:
             ValueError: a worker cannot be started.
-            EnvironmentFailure: the environment cannot be made.
+            EnvironmentFailure: the environment cannot be created.
         """
         if self._workers:
             worker = min(self._workers, key=lambda worker: len(worker.open))
@@ -161,18 +164,18 @@ class Host:
         if lacking := [name for name in ("reset", "step") if not callable(getattr(made, name, None))]:
             what = f"{type(made).__name__} has no method {' and no method '.join(lacking)}"
             where = defined_at(type(made))
-            raise EnvironmentFailure("invalid", f"{what}: an environment has reset and step (docs/agents.md){where}")
+            raise EnvironmentFailure("invalid", f"{what}; an environment needs reset and step (docs/agents.md){where}")
         return Live(made, self)
 
     async def close(self) -> None:
-        """End the worker processes and the connections."""
+        """End the worker processes and close the connections."""
         await self._client.close()
         for worker in self._workers:
             worker.kill()
 
 
 class Live:
-    """A running environment with time limits. ``spent``: seconds in its calls so far."""
+    """A running environment with time limits. ``spent``: the total time of its calls so far [s]."""
 
     def __init__(self, environment: Environment | _Remote, host: Host) -> None:
         self.spent = 0.0
@@ -182,32 +185,32 @@ class Live:
         """Begin the episode.
 
         Raises:
-            EnvironmentFailure: the environment failed, or used up its time.
+            EnvironmentFailure: the environment failed, or reached its time limit.
         """
         start: Start = _sound(await self._within(self._environment.reset, row), self._environment.reset, Start)
         return start
 
     async def step(self, reply: Mapping[str, Any]) -> Step:
-        """Answer a reply. It raises the same errors as `reset`."""
+        """Answer a reply. Raises the same errors as `reset`."""
         step: Step = _sound(await self._within(self._environment.step, reply), self._environment.step, Step)
         return step
 
     async def golden(self) -> list[str | Message] | None:
-        """The replies of `protocol.Environment.golden`, or None if there is no such method. It raises the same errors
-        as `reset`."""
+        """The replies of `protocol.Environment.golden`, or None if there is no such method. Raises the same errors as
+        `reset`."""
         best = getattr(self._environment, "golden", None)
         return None if best is None else list(await self._within(best))  # type: ignore[call-overload]
 
     async def close(self) -> None:
-        """Let the environment clean up. It raises the same errors as `reset`."""
+        """Let the environment clean up. Raises the same errors as `reset`."""
         end = getattr(self._environment, "close", None)
         if end is not None:
-            self.spent = 0.0  # what is over has no limit left to keep, but it may need a moment
+            self.spent = 0.0  # a finished episode may have used up its time, but closing it may take a moment
             await self._within(end)
 
     async def _within(self, method: Callable[..., Any], *args: object) -> object:
-        """The result of ``method``. After a time-out, a coroutine that ignores its cancellation, or a thread, may
-        continue to run."""
+        """Call ``method``, and return its result. After a time-out, a thread may continue to run, and so may a
+        coroutine that ignores its cancellation."""
         whole = self._host.seconds - self.spent
         limit, flag = min((self._host.call_seconds, "--environment-call-timeout"), (whole, "--environment-timeout"))
         begin = time.monotonic()
@@ -216,7 +219,7 @@ class Live:
         try:
             done, _ = await asyncio.wait([task], timeout=max(limit, 0.0))
         finally:
-            task.cancel()  # does nothing if it is done
+            task.cancel()  # does nothing if the task is done
             self.spent += time.monotonic() - begin
         error = task.exception() if done else None
         gone = isinstance(error, OSError) and isinstance(self._environment, _Remote)
@@ -225,7 +228,7 @@ class Live:
         lost = isinstance(self._environment, _InWorker) and self._environment.lost
         if not done:
             what = f"{method.__name__} took longer than {limit:.3g} s ({flag})"
-            if type(self._environment) is _Remote:  # a server of the user's, which may be stopped or gone
+            if type(self._environment) is _Remote:  # the user's server may be stopped or gone
                 what = f"{shown(self._environment.url)}: {what}"
             raise EnvironmentFailure("timeout", what, lost=lost)
         if isinstance(error, EnvironmentFailure):
@@ -238,11 +241,12 @@ class Live:
 
 
 def _sound(result: object, method: Callable[..., object], wanted: type[Start] | type[Step]) -> Any:
-    """Check ``result``, which ``method`` returned. It must be a ``wanted`` with readable messages and finite numbers.
+    """Check ``result``, which ``method`` returned. The result must be a ``wanted`` with readable messages and finite
+    numbers.
 
     Raises:
-        EnvironmentFailure: it is not. If this were found later, it would look like a failure of the engine and be
-            retried.
+        EnvironmentFailure: the result is not valid. A later check would not help, because the error would look like a
+            failure of the engine, and the episode would be retried.
     """
     if not isinstance(result, wanted):
         what = f"{method.__name__} returned a {type(result).__name__}, not a {wanted.__name__}"
@@ -253,37 +257,38 @@ def _sound(result: object, method: Callable[..., object], wanted: type[Start] | 
                 sound(message, "messages")
                 content_text(message["content"], f"message {place}: content")
         if not isinstance(result.role, str | None):
-            raise TypeError(f"the role is {result.role!r:.60}, not text")
+            raise TypeError(f"the role must be text, not {result.role!r:.60}")
         if isinstance(result, Start):
             if not len(result.messages):
-                raise ValueError("there is no message for the model to answer")
+                raise ValueError("there is no message to which the model can reply")
             names = list(map(_tool_name, result.tools))
             if twice := [name for name in names if names.count(name) > 1]:
                 raise ValueError(f"two tools have the name {twice[0]}")
             return result
-        if isinstance(result.done, str):  # which would be true
-            raise TypeError(f"done is {result.done!r:.60}, not True or False")
+        if isinstance(result.done, str):  # a text would count as true
+            raise TypeError(f"done must be True or False, not {result.done!r:.60}")
         parts = result.reward if isinstance(result.reward, Mapping) else {"": result.reward or 0.0}
         for number in (*parts.values(), *result.rewards.values()):
             if not math.isfinite(number):
                 raise ValueError(f"a reward is {number}")
-        any(map(math.isnan, [*result.metrics.values(), *result.call_seconds]))  # raises where one is no number
+        # raises an error if a value is not a number
+        any(map(math.isnan, [*result.metrics.values(), *result.call_seconds]))
     except (TypeError, ValueError, AttributeError, OverflowError) as error:
-        problem = getattr(error, "problem", error)  # of a `BadCell`, which speaks of the column of a file
+        problem = getattr(error, "problem", error)  # the message of a `BadCell` would also name the column of a file
         what = f"{method.__name__} returned a value that cannot be used: {problem}{defined_at(method)}"
         raise EnvironmentFailure("invalid", what) from error
     return result
 
 
 def _tool_name(tool: object) -> str:
-    """The name of a tool in OpenAI's form; TypeError if it is not in that form."""
+    """The name of a tool in OpenAI's form. Raises TypeError if the tool has another form."""
     function = tool.get("function") if isinstance(tool, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(function, dict) or not isinstance(name, str) or not name:
-        raise TypeError(f"{tool!r:.60} is not a tool; a tool looks like {A_TOOL}")
+        raise TypeError(f"{tool!r:.60} is not a tool; write a tool in the form {A_TOOL}")
     shape = function.get("parameters", {})
     if not isinstance(shape, dict) or not isinstance(shape.get("properties", {}), dict):
-        raise TypeError(f"the parameters of the tool {name} are {shape!r:.60}, not a JSON schema of an object")
+        raise TypeError(f"the parameters of the tool {name} must be a JSON schema of an object, not {shape!r:.60}")
     return name
 
 
@@ -292,18 +297,18 @@ def _described(error: BaseException) -> str:
 
 
 def _fields(answer: Any, wanted: type[Start] | type[Step]) -> Any:
-    """A server's answer as a ``wanted``."""
+    """Convert a server's answer to a ``wanted``."""
     try:
         return wanted(**answer)
     except TypeError as error:
         raise EnvironmentFailure(
-            "invalid", f"it answered {answer!r:.80}, which is no {wanted.__name__} ({error})"
+            "invalid", f"its server answered {answer!r:.80}, which is not a {wanted.__name__} ({error})"
         ) from error
 
 
 class _Remote:
-    """An environment behind an address. It uses JSON by POST to ``/reset``, ``/step`` and ``/close``; see
-    docs/agents.md."""
+    """An environment on a server. The environment is called with JSON by POST to ``/reset``, ``/step`` and ``/close``
+    (see docs/agents.md)."""
 
     def __init__(self, url: str, client: Client) -> None:
         self.url, self._client = url, client
@@ -343,21 +348,21 @@ class _InWorker(_Remote):
         await super().close()
 
     async def suspect(self) -> None:
-        """End the worker if it is stopped or does not answer. Its other episodes fail then, and new ones get a new
-        process."""
-        if self._worker.stopped:  # it might answer now for a moment, and be ended then by whoever found it stopped
+        """End the worker if it is stopped or does not answer. If the worker is ended, its other episodes fail too. New
+        episodes get a new process."""
+        if self._worker.stopped:  # do not ping it; it might be continued, answer now, and be ended later
             self._worker.kill()
             return
         try:
             await asyncio.wait_for(self._client.get(f"{self.url}/health"), PING_SECONDS)
         except (HttpError, TimeoutError):
-            if self.url == self._worker.url:  # else there is a new one already
+            if self.url == self._worker.url:  # otherwise a new worker is already running
                 self._worker.kill()
 
 
 class _Worker:
-    """A process that serves environments on a loopback port. It ends together with this process, because its stdin is
-    closed then."""
+    """A process that serves environments on a loopback port. The worker process ends together with this process,
+    because the end of this process closes its stdin."""
 
     def __init__(self, environment: str, sandbox: SandboxSettings) -> None:
         self.open: set[_InWorker] = set()
@@ -377,7 +382,7 @@ class _Worker:
         return self._process is not None and is_stopped(self._process.pid)
 
     async def started(self) -> None:
-        """Wait until the process serves; start it if there is none, or if it has ended."""
+        """Wait until the process serves. Start a process if there is none or if it has ended."""
         async with self._lock:
             if not self.alive:
                 try:

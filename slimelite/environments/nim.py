@@ -1,7 +1,9 @@
-"""``nim``: a game for two players. The model plays both, each with its own conversation and advantages.
+"""The environment ``nim``, a game for two players. The model plays both players. Each player has its own conversation
+and advantages.
 
-Players take 1 to 3 matches from a pile in turn. The player who takes the last one wins. With a pile of 4, 8, 12 … the
-player to move loses, if the other makes no mistake. The right move is the rest of the pile divided by 4.
+In turn, the players take 1 to 3 matches from a pile. The player who takes the last match wins. With a pile of 4, 8, 12
+… the player to move loses if the other player makes no mistake. The right move is the remainder of the pile divided by
+4.
 """
 
 from __future__ import annotations
@@ -20,20 +22,22 @@ OPPONENTS = ("self", "random", "perfect")
 
 
 class Nim:
-    """A win is worth 1, a loss −1. A player whose move is invalid loses, and the other player gets 0.
+    """The game. A win gives reward 1, and a loss gives −1. A player with an invalid move loses, and the other player
+    gets 0.
 
-    ``metadata`` of a row: ``pile``, and ``opponent``. "self" means the model; the environment plays "random" and
-    "perfect". ``metrics``: ``winning_chances``, the moves from a pile that can be won, and ``winning_moves``, the right
-    ones among them.
+    The ``metadata`` of a row may have ``pile`` and ``opponent``. The opponent "self" is the model. The opponents
+    "random" and "perfect" are played by the environment. The metric ``winning_chances`` counts the moves from a pile
+    that can be won. The metric ``winning_moves`` counts the right moves among them.
     """
 
     def reset(self, row: Row) -> Start:
-        """Begin a game. The row, or else chance, decides how many matches the pile has."""
+        """Begin a game. ``pile`` in the row's ``metadata`` is the number of matches at the start. Without it, this
+        number is random."""
         self._chance = random.Random(row.seed)
         self._pile = int(row.metadata.get("pile") or self._chance.choice(PILES))
         self._opponent = row.metadata.get("opponent", "self")
         if self._opponent not in OPPONENTS:
-            raise ValueError(f"there is no opponent {self._opponent!r}; there are {', '.join(OPPONENTS)}")
+            raise ValueError(f"there is no opponent {self._opponent!r}; use one of {', '.join(OPPONENTS)}")
         self._player = 0
         return Start(self._shown(), role=PLAYERS[0])
 
@@ -68,18 +72,18 @@ class Nim:
 
 
 def make(spec: str) -> type[Nim]:
-    """``spec``: the opponent, which rows may also name.
+    """The factory of the environment. ``spec``: the opponent. Rows may name another opponent.
 
     Raises:
         ValueError: there is no such opponent.
     """
     if spec and spec not in OPPONENTS:
-        raise ValueError(f"--environment nim:{spec}: the opponent is one of {', '.join(OPPONENTS)}")
+        raise ValueError(f"--environment nim:{spec}: the opponent must be one of {', '.join(OPPONENTS)}")
     return Nim
 
 
 def rows(spec: str) -> Iterator[dict[str, Any]]:
-    """Each pile, many times over."""
+    """Yield a row for each pile, and repeat this many times."""
     for _ in range(64):
         for pile in PILES:
             yield {"input": "nim", "metadata": {"pile": pile, "opponent": spec or "self"}}

@@ -1,8 +1,9 @@
-"""Plays scripted episodes of one environment for `slimelite env check`, in a separate process.
+"""Plays scripted episodes of one environment for `slimelite env check`. This program runs in a separate process.
 
-Stdin has one line of JSON, the fields of `Plan`. Stdout gets a line of JSON for each event: ``ready``, ``begin`` (what
-is played next), ``beat`` (the event loop is free), ``episode`` (its record), ``end``, or ``problem``. The reader ends
-this process if the beats stop. Then the environment hangs, and blocks the event loop or Python's lock.
+Stdin has one line of JSON with the fields of `Plan`. Stdout gets a line of JSON for each event. The events are
+``ready``, ``begin`` (the name of the next script), ``beat`` (the event loop is free), ``episode`` (the record of an
+episode), ``end`` and ``problem``. If the beats stop, the environment hangs, and blocks the event loop or Python's
+global lock. Then the reader of stdout ends this process.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ from slimelite.serving.format import content_text
 from slimelite.slime.plugins import run_file
 
 BEAT_SECONDS = 0.1
-# rows with which the ways to write a golden answer are tried
+# number of rows with which each form of a golden answer is tried
 ROWS_TO_TRY = 3
-# replies of one last episode where none was done before: a game may be long
+# if no episode reached its end, one last episode may have this number of replies, because a game may be long
 LONG_TURNS = 256
-# what is kept of a text for the checks [characters]
+# a text is cut to this length for the checks [characters]
 KEPT = 20_000
-# how a golden answer may have to be written
+# forms in which an environment may expect a golden answer
 FRAMES = ("{}", "<answer>{}</answer>", "\\boxed{{{}}}", "The answer is {}.")
 NONSENSE = "Pineapples hum quietly under seven umbrellas."
 CONSTANTS = ("0", "1", "2", "yes", "no", "A", "True", "[]", "I don't know.")
@@ -58,8 +59,8 @@ INJECTIONS = {
 
 
 class Script(NamedTuple):
-    """The model's part in an episode. ``reply(scene, turn)``: the next reply, None to stop. ``kind``: what the reward
-    should be."""
+    """The scripted replies of an episode. ``reply(scene, turn)`` returns the next reply, or None to stop. ``kind``: the
+    kind of script. The kind determines which reward is expected."""
 
     kind: str
     name: str
@@ -68,10 +69,12 @@ class Script(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan: ``rows`` rows of ``data`` (see `Plan.read`), each episode with at most ``turns`` replies.
+    """The plan of a check. A check uses ``rows`` rows of ``data`` (see `Plan.read`). Each episode has at most ``turns``
+    replies.
 
-    ``canary``: a file that no reply should be able to make. ``seconds``: after this time no new episode begins.
-    ``whole``: play all scripts. Otherwise play only the first ones, which a second process does for comparison.
+    ``canary``: a file that no reply should be able to create. ``seconds``: after this time no new episode begins.
+    ``whole``: play the scripts of both phases, "first" and "more". If it is false, play only those of "first". For the
+    comparison of two processes, the second process plays only those.
     """
 
     environment: str
@@ -85,10 +88,10 @@ class Plan:
     import_files: list[str] = field(default_factory=list)
 
     def read(self) -> list[Row]:
-        """The rows, each with its own seed. If the environment has no rows, one empty row.
+        """The rows, each with its own seed. If the environment has no rows, the rows are empty.
 
         Raises:
-            ValueError: there are no rows, or they have another form.
+            ValueError: there are no rows, or the rows have a wrong form.
         """
         data, kind = self.data, known(self.environment)
         if data is None and (kind is None or kind[0].rows is None):
@@ -109,12 +112,12 @@ class Scene:
 
     row: Row
     start: Start
-    shown: Sequence[Message]  # last, to whoever speaks
-    best: list[str | Message] | None  # the replies of the environment's own `golden`
+    shown: Sequence[Message]  # the last messages for the current role
+    best: list[str | Message] | None  # the replies of the environment's method `golden`
 
 
 def reply_of(content: str | None, **more: object) -> Message:
-    """A reply in the form that `Episode` passes on."""
+    """A reply in the form that `Episode` passes to an environment."""
     return {"role": "assistant", "content": content, "malformed": [], "finish_reason": "stop", **more}
 
 
@@ -124,7 +127,7 @@ def always(kind: str, name: str, content: str) -> Script:
 
 
 def label_text(row: Row) -> str | None:
-    """The label as an answer; None if there is none."""
+    """The label as the text of an answer. Returns None if there is no label."""
     if row.label is None or row.label == "":
         return None
     return row.label if isinstance(row.label, str) else json.dumps(row.label, default=str)
@@ -150,13 +153,13 @@ def _copied(scene: Scene, _turn: int) -> Message:
 
 
 def call_of(name: str, arguments: object, number: int = 0) -> dict[str, object]:
-    """A tool call as a reply has it."""
+    """A tool call in the form of a reply."""
     about = {"name": name, "arguments": json.dumps(arguments)}
     return {"id": f"call_{number}", "type": "function", "function": about}
 
 
 def _example(schema: Mapping[str, Any], text: str) -> object:
-    """An argument that a JSON schema allows. ``text``: the value of a string."""
+    """An argument that fits a JSON schema. ``text``: the value for strings."""
     if schema.get("enum"):
         return schema["enum"][0]
     kind = schema.get("type", "string")
@@ -165,7 +168,7 @@ def _example(schema: Mapping[str, Any], text: str) -> object:
 
 def _calls(text: str, extra: Mapping[str, object] | None = None) -> Callable[[Scene, int], Message | None]:
     """Replies that call each tool once, with ``text`` for every text argument. ``extra``: arguments that replace the
-    fitting ones."""
+    fitting arguments."""
 
     def reply(scene: Scene, turn: int) -> Message | None:
         if not scene.start.tools:
@@ -195,7 +198,7 @@ def _malformed(scene: Scene, turn: int) -> Message | None:
 
 
 def more_scripts(rows: Sequence[Row], frame: str, canary: str) -> list[Script]:
-    """All other scripts. ``frame``: how a golden answer is written."""
+    """All other scripts. ``frame``: the form of a golden answer."""
     labels = [label_text(row) for row in rows]
     frames = dict.fromkeys(("{}", frame))
     every = " ".join(dict.fromkeys([*filter(None, labels), *map(str, range(101)), "yes no true false A B C D"]))
@@ -225,7 +228,7 @@ class Player:
 
     def __init__(self, plan: Plan, out: Callable[[dict[str, object]], None]) -> None:
         self._plan, self._out, self._end = plan, out, time.monotonic() + plan.seconds
-        self._lag = 0.0  # longest time in which the event loop was not free since the last call began [s]
+        self._lag = 0.0  # the longest time for which the event loop was blocked since the last call began [s]
         self._played, self._skipped, self._done, self._turns = 0, 0, 0, plan.turns
         self._host = Host(plan.environment, call_seconds=plan.call_seconds, seconds=1e9)
 
@@ -266,7 +269,7 @@ class Player:
         while True:
             await asyncio.sleep(BEAT_SECONDS)
             now, waits = time.monotonic(), waited()
-            # on a busy machine the event loop waits for a processor too, which is no fault of the environment
+            # on a busy machine, the event loop also waits for a processor; this is not a fault of the environment
             self._lag = max(self._lag, now - last - BEAT_SECONDS - (waits - waiting))
             last, waiting = now, waits
             self._out({"event": "beat"})
@@ -280,7 +283,7 @@ class Player:
                     continue
                 self._out({"event": "begin", "name": script.name})
                 record = await self._episode(part, script, row)
-                if record is None:  # nothing to say, such as without a label or tools
+                if record is None:  # the script does not fit, for example because there is no label or no tool
                     break
                 records.append(record)
         return records
@@ -308,13 +311,14 @@ class Player:
         self._played += 1
         self._done += record["end"] == "done" and script.kind != "cut"
         self._out(_short(record))
-        if record["failure"] and record["failure"][0] == "timeout":  # its thread goes on, and would disturb the others
+        # the thread of the call continues, and would disturb other episodes
+        if record["failure"] and record["failure"][0] == "timeout":
             self._out({"event": "end", "stopped": script.name})
             os._exit(0)
         return record
 
     async def _talk(self, record: dict[str, Any], script: Script, live: Live, scene: Scene) -> bool:
-        """Take turns until the end. False if the script has no more replies."""
+        """Play turns until the end. Returns False if the script has no more replies."""
         role, last = scene.start.role, {scene.start.role: scene.start.messages[-1].get("role")}
         for turn in range(self._turns):
             reply = script.reply(scene, turn)
@@ -349,7 +353,8 @@ class Player:
         return True
 
     async def _timed(self, record: dict[str, Any], work: Any) -> Any:
-        """The result of a call. Its seconds, and how long it blocked the event loop, go into ``record``."""
+        """The result of a call. The time of the call, and the time for which it blocked the event loop, are written to
+        ``record``."""
         self._lag, begin = 0.0, time.monotonic()
         try:
             result = await work
@@ -360,7 +365,7 @@ class Player:
             seconds = time.monotonic() - begin
             record.setdefault("seconds", []).append(seconds)
             if seconds > 2 * BEAT_SECONDS:
-                await asyncio.sleep(2 * BEAT_SECONDS)  # until a beat has measured it
+                await asyncio.sleep(2 * BEAT_SECONDS)  # wait until a beat has measured the blocked time
             record.setdefault("lags", []).append(self._lag)
 
     async def _closed(self, record: dict[str, Any], live: Live) -> None:
@@ -371,7 +376,7 @@ class Player:
 
 
 def _frame(records: Sequence[Mapping[str, Any]]) -> str:
-    """Of the ways to write a label as golden answer, the one with the highest reward."""
+    """The form of a golden answer that got the highest reward."""
     means = list[float]()
     for frame in FRAMES:
         mine = [total(record) for record in records if record["name"] == _golden(frame).name]
@@ -381,8 +386,8 @@ def _frame(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def total(record: Mapping[str, Any]) -> float | None:
-    """The reward of an episode. Each speaker's rewards are summed, and the result is the mean over speakers; None if no
-    step had a reward."""
+    """The reward of an episode. Each role's rewards are summed, and the result is the mean over the roles. Returns None
+    if no step had a reward."""
     sums: dict[str, float] = {turn["role"]: 0.0 for turn in record["turns"]}
     scored = False
     for turn in record["turns"]:
@@ -396,12 +401,12 @@ def total(record: Mapping[str, Any]) -> float | None:
 
 
 def _left_open() -> dict[str, int]:
-    """Resources that an episode may leave open."""
+    """The number of open resources (threads and files). An episode may leave some of them open."""
     return {"threads": threading.active_count(), "files": len(os.listdir("/proc/self/fd"))}
 
 
 def _short(record: dict[str, Any]) -> dict[str, Any]:
-    """The record for a line of output. Texts are cut, and a digest shows whether two episodes are equal."""
+    """The record for a line of output. Texts are cut. A digest is added, which is the same for two equal episodes."""
     content = [record["start"], record["turns"], record["failure"] and record["failure"][0]]
     digest = hashlib.sha256(json.dumps(content, default=repr, sort_keys=True).encode()).hexdigest()
     texts = [*([record["start"]] if record["start"] else []), *record["turns"]]
@@ -416,7 +421,7 @@ def _short(record: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     """The main program."""
     out = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what the environment prints
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # text that the environment prints goes to stderr
 
     def write(event: dict[str, object]) -> None:
         print(json.dumps(event, default=repr), file=out, flush=True)
@@ -430,7 +435,7 @@ def main() -> None:
     except ValueError as error:
         write({"event": "problem", "message": str(error)})
     out.flush()
-    os._exit(0)  # a hung thread, or one that the environment left, keeps nothing waiting
+    os._exit(0)  # do not wait for threads that hang or that the environment has not ended
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Programs as agents: one process group for each sample, with limits on time, number and output."""
+"""Runs programs as agents. Each sample has its own process group. Run time, number of programs and output are
+limited."""
 
 from __future__ import annotations
 
@@ -18,21 +19,23 @@ from pathlib import Path
 
 from slimelite.sandbox.registry import Launch, Sandbox
 
-# what is kept of stdout and of stderr: the end, and of that what goes into the log [bytes]
+# length of the end of stdout and stderr that is kept, and length of the end that is written to the log [bytes]
 KEPT, LOGGED = 1 << 16, 4000
-# size of the log, which is begun anew beyond it; the one before is kept as programs.log.1 [bytes]
+# size at which a new log is begun; the previous log is kept as programs.log.1 [bytes]
 LOG_BYTES = 8 << 20
-# between SIGTERM and SIGKILL of a program that took too long, and for output that comes after its end [s]
+# time between SIGTERM and SIGKILL for a program that took too long, and time to wait for output after the program's end
+# [s]
 GRACE_SECONDS = 2.0
-# between two looks at whether a program has ended whose output a child of it holds open [s]
+# time between two checks whether a program has ended [s]; needed because a child may keep the program's output open
 LOOK_SECONDS = 0.5
 ON_LOOPBACK = "127.0.0.1,localhost"
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a program ended. ``status``: its exit status; below 0 for a signal, None if it took too long. ``output``,
-    ``errors``: the ends of both streams. ``seconds``: without the time for which it was paused.
+    """The result of a program. ``status``: its exit status. The status is negative for a signal, and None if the
+    program took too long. ``output``, ``errors``: the ends of stdout and stderr. ``seconds``: the run time, without the
+    time for which the program was paused.
     """
 
     status: int | None
@@ -42,7 +45,8 @@ class Ended:
 
     @property
     def reward(self) -> float | None:
-        """``reward`` in the last line of the output that is a JSON object; None if there is no such line or entry.
+        """The value of ``reward`` in the last output line that is a JSON object. Returns None if there is no such line
+        or no such value.
 
         Raises:
             ValueError: the value is not a finite number.
@@ -54,7 +58,7 @@ class Ended:
                 continue
             if isinstance(content, dict):
                 reward = content.get("reward")
-                # an integer of 400 digits is no number either
+                # an integer with 400 digits is not a valid reward either
                 number = isinstance(reward, int | float) and abs(reward) <= sys.float_info.max
                 if reward is not None and not number:
                     raise ValueError(f"the program's reward is not a finite number: {reward!r:.100}")
@@ -63,21 +67,22 @@ class Ended:
 
 
 class Programs:
-    """Runs ``command`` once for each sample, on one event loop.
+    """Runs ``command`` once for each sample. All calls use one event loop.
 
     Args:
-        command: the program and its arguments. No shell reads it.
-        at_once: the most programs that run at the same time. Others wait.
+        command: the program and its arguments. The command is not run by a shell.
+        at_once: the maximum number of programs that run at the same time. Other programs wait.
         seconds: the time limit of one program, without the time for which it is paused.
-        folder: ``programs.log`` is written there.
-        sandbox: for each program. None: the program runs as this user, with the environment of this process.
+        folder: the folder for ``programs.log``.
+        sandbox: the sandbox for each program. None: the program runs as the current user, with the environment
+            variables of this process.
     """
 
     def __init__(
         self, command: str, at_once: int, seconds: float, folder: Path, sandbox: Sandbox | None = None
     ) -> None:
         self._words, self._seconds, self._sandbox = shlex.split(command), seconds, sandbox
-        # a sandbox ends by itself what its program started
+        # a sandbox itself ends all processes that its program started
         self._end = signal.SIGKILL if sandbox is None else signal.SIGINT
         self._room = asyncio.Semaphore(at_once)
         folder.mkdir(parents=True, exist_ok=True)
@@ -86,10 +91,11 @@ class Programs:
     async def run(
         self, row: Mapping[str, object], variables: Mapping[str, str], endpoint: str, pause: Callable[[], float]
     ) -> Ended:
-        """Run the program with ``row`` as a line of JSON on stdin. When this returns, its process group is gone.
+        """Run the program with ``row`` as a line of JSON on stdin. Before this returns, it ends the program's process
+        group.
 
-        ``variables``: environment variables for it. ``endpoint``: the URL of the model. ``pause``: returns for how many
-        seconds the program was paused so far.
+        ``variables``: environment variables for the program. ``endpoint``: the URL of the model. ``pause``: function
+        that returns the time for which the program was paused so far [s].
 
         Raises:
             OSError: the program cannot be started.
@@ -120,13 +126,13 @@ class Programs:
             ]
             try:
                 status = await self._wait(process, begin + self._seconds, pause)
-                _signal(process, self._end)  # what it left running, and holds its output open
+                _signal(process, self._end)  # end child processes that still run and keep the output open
                 await asyncio.wait(talk, timeout=GRACE_SECONDS)
             finally:
                 _signal(process, self._end)
                 for task in talk:
                     task.cancel()
-                with suppress(TimeoutError):  # not in a task of its own, which the end of a run would cancel
+                with suppress(TimeoutError):  # not in a separate task, because the end of a run would cancel it
                     async with asyncio.timeout(GRACE_SECONDS):
                         await process.wait()
                 _signal(process, signal.SIGKILL)
@@ -137,14 +143,14 @@ class Programs:
         ending = asyncio.ensure_future(process.wait())
         while (left := end + pause() - time.monotonic()) > 0:
             await asyncio.wait([ending], timeout=min(left, LOOK_SECONDS))
-            if process.returncode is not None:  # `ending` waits until nobody holds its output open, such as a child
+            if process.returncode is not None:  # `ending` would also wait for children that keep the output open
                 return process.returncode
         _signal(process, signal.SIGTERM)
         await asyncio.wait([ending], timeout=GRACE_SECONDS)
         return None
 
     def log(self, name: str, ended: Ended, what: str) -> None:
-        """Write how the program of a sample ended, and the end of its output."""
+        """Log how the program of a sample ended, with the end of its output."""
         entry = f"=== {name}: {what}, {ended.seconds:.1f} s"
         for stream, text in (("stdout", ended.output), ("stderr", ended.errors)):
             if text.strip():
@@ -163,7 +169,7 @@ def _signal(process: asyncio.subprocess.Process, number: int) -> None:
 
 async def _tell(process: asyncio.subprocess.Process, line: str) -> None:
     assert process.stdin is not None
-    with suppress(BrokenPipeError, ConnectionResetError):  # a program need not read it
+    with suppress(BrokenPipeError, ConnectionResetError):  # a program may ignore its stdin
         process.stdin.write(line.encode() + b"\n")
         await process.stdin.drain()
         process.stdin.close()

@@ -1,4 +1,4 @@
-"""The interface of environments. An environment is an object that begins an episode, answers each reply of the model,
+"""The interface of environments. An environment is an object. It begins an episode, answers each reply of the model,
 and ends the episode.
 
 ::
@@ -16,8 +16,8 @@ and ends the episode.
                 return Step(reward=1.0, done=True)
             return Step([{"role": "user", "content": "larger" if guess < self.number else "smaller"}])
 
-``--environment guess.py:Guess`` trains on it. Methods may be async. A plain method runs in its own thread, so that a
-tool that sleeps stops nothing else.
+``--environment guess.py:Guess`` trains in this environment. Methods may be async. A plain method runs in its own
+thread, so a tool that sleeps does not block other episodes.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Row:
-    """The row of ``--prompt-data`` that an episode begins with.
+    """The row of ``--prompt-data`` for an episode.
 
-    ``prompt``: its messages. Text becomes one message of the user. Empty if the run has no data. ``seed``: for the
-    environment's random choices. All episodes of a group have the same seed, so that they play the same game.
+    ``prompt``: the messages of the row. A text becomes one user message. The list is empty if the run has no data.
+    ``seed``: the seed for the environment's random choices. All episodes of a group have the same seed, so they play
+    the same game.
     """
 
     prompt: list[Message]
@@ -45,11 +46,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Start:
-    """What the model sees first. ``messages``: the first messages. ``tools``: the tools that it may call, as JSON
-    schemas in OpenAI's form.
+    """The start of an episode. ``messages``: the first messages for the model. ``tools``: the tools that the model may
+    call, as JSON schemas in OpenAI's form.
 
-    ``role``: who speaks first, if several roles of the model share the environment, such as the two players of a game.
-    Each role has its own conversation.
+    ``role``: the role that replies first. ``role`` is needed only if the model plays several roles in the environment,
+    such as the two players of a game. Each role has its own conversation.
     """
 
     messages: Sequence[Message]
@@ -61,11 +62,12 @@ class Start:
 class Step:
     """The answer to a reply of the model.
 
-    ``messages``: these follow the reply in the conversation of the next speaker, which is ``role``, or the same role if
-    that is None. ``reward``: for the reply. A dict has named parts, and the reward is their sum. If no step of an
-    episode has a reward, ``--rm-type`` or ``--custom-rm-path`` scores it. ``rewards``: for the last replies of other
-    roles, by role. ``done``: whether the episode is over. ``metrics``: numbers to log, summed over an episode. They do
-    not affect training. ``call_seconds``: how long each call of the reply took, in order. The run's page shows it.
+    ``role``: the role that replies next. None: the same role. ``messages``: the messages that are added to the
+    conversation of this next role. ``reward``: the reward of the reply. A dict has named parts, and the reward is the
+    sum of the parts. If no step of an episode has a reward, ``--rm-type`` or ``--custom-rm-path`` scores the episode.
+    ``rewards``: role -> the reward of this other role's last reply. ``done``: whether the episode is over. ``metrics``:
+    numbers to log, summed over an episode. The metrics do not affect training. ``call_seconds``: the time of each tool
+    call of the reply, in order [s]. The run's page shows these times.
     """
 
     messages: Sequence[Message] = ()
@@ -78,12 +80,13 @@ class Step:
 
 
 class Environment(Protocol):
-    """There is one object for each episode. If there is a method ``close(self) -> None``, it is called at the end.
+    """The methods of an environment. Each episode has its own object. If the object has a method ``close(self) ->
+    None``, it is called at the end.
 
     A method ``golden(self)`` may return the replies of the best episode after `reset`, as texts or messages.
-    ``slimelite env check`` plays them. Without it, the row's label is the golden answer.
+    ``slimelite env check`` plays these replies. Without this method, the row's label is the golden answer.
 
-    An exception in a method ends the episode. ``--reward-error`` decides what happens to it.
+    An exception in a method ends the episode. ``--reward-error`` decides what happens to the episode's samples.
     """
 
     def reset(self, row: Row) -> Start:
@@ -93,8 +96,8 @@ class Environment(Protocol):
     def step(self, reply: Mapping[str, Any]) -> Step:
         """Respond to a reply of the model.
 
-        ``reply``: an OpenAI message with ``content``, and with ``tool_calls`` and ``reasoning_content`` if there are
-        any. Its ``malformed`` has a sentence for each call that could not be read. Its ``finish_reason`` is "length" if
-        a limit cut it off; the episode then ends with this step.
+        ``reply``: an OpenAI message with ``content``. The message may also have ``tool_calls`` and
+        ``reasoning_content``. The field ``malformed`` has a sentence for each call that could not be read. The field
+        ``finish_reason`` is "length" if a limit cut off the reply. After such a reply, the episode ends with this step.
         """
         ...

@@ -1,4 +1,5 @@
-"""``python``: a tool that runs Python code in the sandbox of the reward ``code``. Each call has its own process."""
+"""The environment ``python``, with a tool that runs Python code in the sandbox of the reward ``code``. Each call has
+its own process."""
 
 from __future__ import annotations
 
@@ -14,10 +15,10 @@ from slimelite.rewards.rules import Failure
 from slimelite.rewards.workers import WorkerPool, serve
 from slimelite.sandbox.registry import NO_WISHES, SandboxSettings
 
-# default limit of one call [s], and its memory [MiB]
+# default time limit of one call [s], and its memory limit [MiB]
 SECONDS = 10.0
 MEMORY_MB = 1024
-# errors are part of the output, since the model learns from them; the frames above the program's own are left out
+# errors are part of the output, because the model learns from them; the traceback has only frames of the program
 PROGRAM = """
 import sys, traceback
 try:
@@ -29,7 +30,7 @@ except BaseException as error:
 
 
 class Python(ToolEnvironment):
-    """The run's reward scores the episode (``--rm-type``)."""
+    """The environment. The run's reward (``--rm-type``) scores the episode."""
 
     def __init__(self, pool: WorkerPool, seconds: float) -> None:
         self._pool, self._seconds = pool, seconds
@@ -47,12 +48,12 @@ class Python(ToolEnvironment):
         return str(result["output"]) or "(no output; print what you want to see)"
 
     def tools(self) -> Sequence[Callable[..., Any]]:
-        """The interpreter."""
+        """The Python interpreter."""
         return [self.python]
 
 
 def make(spec: str, sandbox: SandboxSettings = NO_WISHES) -> Callable[[], Python]:
-    """``spec``: the time limit of a call [s].
+    """The factory of the environment. ``spec``: the time limit of a call [s].
 
     Raises:
         ValueError: the spec is not a number.

@@ -6,7 +6,7 @@
 
     ENVIRONMENTS.add(EnvironmentKind("guess", "a number to guess", lambda spec: Guess))
 
-in a file of ``--import-file`` adds an environment.
+These lines add an environment. Put them into a file, and name the file with ``--import-file``.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 from slimelite.base.registry import Function, Registry
 
-# the entry of a reward with named parts that is their sum
+# key of the sum of the parts, in a reward with named parts
 TOTAL = "total"
-# metadata key of what happened in a sample's episode
+# metadata key of the facts about a sample's episode
 FACTS = "episode"
 
 
@@ -28,15 +28,16 @@ class EnvironmentKind:
 
     Args:
         name: the value of ``--environment``. With ``name:spec`` it gets a spec.
-        summary: what the model does in it, as text for the help.
-        make: ``fn(spec) -> factory``, called once in a process; it may load a corpus. The factory makes the environment
-            of one episode. It may be the environment's class. ``spec`` is "" if none is given.
-        boxed: make is ``make(spec, settings)``, and also gets the run's `SandboxSettings`, for the programs that the
-            environment starts.
-        package: a module that must be installed. Our extra that installs it has the environment's name.
-        rows: ``fn(spec) -> rows``, which are dicts with ``input`` (text or messages), perhaps ``label`` and
-            ``metadata``. Each call must return the same rows. A run without ``--prompt-data`` uses them as prompts, and
-            ``environment:name:spec`` names them as a file.
+        summary: a text for the help, about the model's task in the environment.
+        make: function ``fn(spec) -> factory``. ``make`` is called once in each process, and may load data. The factory
+            makes the environment of one episode. The factory may be the environment's class. ``spec`` is "" if no spec
+            is given.
+        boxed: whether ``make`` is called as ``make(spec, settings)``. The settings are the run's `SandboxSettings`, for
+            the programs that the environment starts.
+        package: a module that must be installed. slimelite's extra with the environment's name installs it.
+        rows: function ``fn(spec) -> rows``. Rows are dicts with ``input`` (text or messages), and optionally ``label``
+            and ``metadata``. Each call must return the same rows. A run without ``--prompt-data`` uses these rows as
+            prompts. In flags that take a file, ``environment:name:spec`` stands for these rows.
     """
 
     name: str
@@ -93,12 +94,12 @@ ENVIRONMENTS: Registry[EnvironmentKind] = Registry(
             boxed=True,
         ),
     ),
-    instead="; a class of your own is path/to/file.py:Class, and a server http://host:port",
+    instead="; for your own class, give path/to/file.py:Class, and for a server, http://host:port",
 )
 
 
 def known(environment: str) -> tuple[EnvironmentKind, str] | None:
-    """The kind and the spec of ``name`` or ``name:spec``. None for a user's class or an address.
+    """The kind and the spec of ``name`` or ``name:spec``. Returns None for a user's class or an address.
 
     Raises:
         ValueError: there is no environment of this name, or its package is not installed.

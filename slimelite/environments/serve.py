@@ -1,10 +1,11 @@
-"""Serves an environment over HTTP, for ``--environment http://host:port`` and as the worker processes of a run.
+"""Serves an environment over HTTP. This program serves ``--environment http://host:port``, and is also the program of a
+run's worker processes.
 
     python -m slimelite.environments.serve calculator --port 9000
     ENVIRONMENT_API_KEY=… python -m slimelite.environments.serve python --host 0.0.0.0 --port 9000
 
-Other machines need the key, ``--environment http://:KEY@host:port``, because an environment may run the code that it is
-sent.
+A run on another machine needs the key, as in ``--environment http://:KEY@host:port``. The reason is that an environment
+may run code that it receives.
 
 ``POST /reset {"row": {…}}`` begins an episode, and answers with its ``id`` and the fields of `protocol.Start`. ``POST
 /step {"id", "reply"}`` answers with the fields of `protocol.Step`. ``POST /close {"id"}`` ends the episode.
@@ -39,7 +40,7 @@ from slimelite.environments.protocol import Environment, Row
 from slimelite.sandbox.registry import SandboxSettings
 from slimelite.slime.plugins import run_file
 
-# an episode that nobody has stepped for this long is forgotten: its client is gone [s]
+# an episode without a step for this time is deleted, because its client is gone [s]
 FORGOTTEN_SECONDS = 6 * 3600.0
 MOST_BYTES = 1 << 28
 KEY_VARIABLE = "ENVIRONMENT_API_KEY"
@@ -58,7 +59,7 @@ class StepBody(CloseBody):
 
 
 class EnvironmentServer(Server):
-    """The server. It keeps the episodes in progress, by id."""
+    """The server. The server stores the episodes in progress by their ids."""
 
     def __init__(self, make: Callable[[], Environment], host: str, port: int, key: str | None) -> None:
         super().__init__(MOST_BYTES, host, port, key)
@@ -74,7 +75,8 @@ class EnvironmentServer(Server):
         ]
 
     async def _handled(self, http: web.Request, handler: Handler) -> web.StreamResponse:
-        """If an environment raises, the answer has the error and the line that raised it."""
+        """Handle a request. If the environment raises an error, the answer contains the error and the line that raised
+        it."""
         try:
             return await super()._handled(http, handler)
         except (web.HTTPException, RequestError):
@@ -106,7 +108,7 @@ class EnvironmentServer(Server):
         return web.Response()
 
     def _taken(self, name: str) -> Environment:
-        """The environment of an episode. It is removed from the episodes in progress."""
+        """Return the environment of an episode, and remove the episode from the episodes in progress."""
         if name not in self._episodes:
             raise LookupError(f"there is no episode {name!r}; was the server restarted?")
         return self._episodes.pop(name)[0]
@@ -115,10 +117,11 @@ class EnvironmentServer(Server):
 async def serve(
     make: Callable[[], Environment], host: str, port: int, ready: Callable[[str], object], key: str | None = None
 ) -> None:
-    """Serve until cancelled. ``ready`` gets the address, with the key. Port 0 means any free port.
+    """Serve until this task is cancelled. ``ready`` is called with the address, which includes the key. Port 0 means
+    any free port.
 
     Raises:
-        OSError: the host is not an address of this machine, or the port is taken.
+        OSError: the host is not an address of this machine, or the port is in use.
     """
     server = EnvironmentServer(make, host, port, key)
     ready(with_key(await server.start(), key))
@@ -134,7 +137,9 @@ def main() -> None:
     add_version(parser)
     parser.add_argument("environment", help="an environment, written as for --environment of train.py")
     parser.add_argument(
-        "--host", default="127.0.0.1", help=f"the address; any other than the default needs a key in {KEY_VARIABLE}"
+        "--host",
+        default="127.0.0.1",
+        help=f"listen on this address; others than the default need a key in {KEY_VARIABLE}",
     )
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--import-file", action="append", default=[])
@@ -149,7 +154,8 @@ def main() -> None:
         )
     if options.worker:
         key = secrets.token_urlsafe(24)
-        # nobody reads what environments print after the address, and a full pipe would stop them: it goes to stderr
+        # text that environments print goes to stderr, because nobody reads stdout after the address, and a full pipe
+        # would block
         out = os.fdopen(os.dup(sys.stdout.fileno()), "w")
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()

@@ -1,4 +1,5 @@
-"""Tools that are Python functions: their JSON schemas, their calls, and an environment that has only tools."""
+"""Tools that are Python functions. This file makes their JSON schemas, calls them, and has an environment with only
+tools."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from typing import Any
 from slimelite.base.threads import call
 from slimelite.environments.protocol import Message, Row, Start, Step
 
-# what a tool may say to the model, so that one result does not fill its context [characters]
+# maximum length of a tool's result, so one result cannot fill the model's context [characters]
 MOST_CHARACTERS = 20_000
 KINDS: dict[object, str] = {
     str: "string",
@@ -28,8 +29,8 @@ KINDS: dict[object, str] = {
 
 @dataclass(frozen=True)
 class Tool:
-    """A function, plain or async, that the model may call. Its name, docstring and annotations describe it to the
-    model."""
+    """A plain or async function that the model may call. The function's name, docstring and annotations describe the
+    tool to the model."""
 
     function: Callable[..., Any]
 
@@ -50,7 +51,8 @@ class Tool:
         return {"type": "function", "function": about}
 
     async def answer(self, arguments: str) -> str:
-        """The result as text. If the function raises, the error is the text, and the model may try again."""
+        """Call the function, and return the result as text. If the function raises an error, the text is the error, and
+        the model may try again."""
         try:
             kwargs = json.loads(arguments or "{}")
             inspect.signature(self.function).bind(**kwargs)
@@ -61,14 +63,15 @@ class Tool:
 
 
 def _kind(hint: object) -> str:
-    """The JSON type of an annotation; "string" if the annotation is unknown."""
+    """The JSON type of an annotation. The type is "string" if the annotation is unknown."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         hint = next(member for member in typing.get_args(hint) if member is not type(None))
     return KINDS.get(typing.get_origin(hint) or hint, "string")
 
 
 class ToolEnvironment:
-    """An episode with tools. Calls are answered until a reply has none, and then `score` gives the reward.
+    """An environment with tools. Calls are answered until a reply has no call. After the last reply, `score` gives the
+    reward.
 
     ::
 
@@ -93,7 +96,7 @@ class ToolEnvironment:
         return ()
 
     def score(self, content: str) -> float | Mapping[str, float] | None:  # noqa: ARG002  a subclass reads it
-        """The reward of an episode that ends with ``content``. None: the run's reward scores it."""
+        """The reward of an episode that ends with ``content``. None: the run's reward function scores the episode."""
         return None
 
     def metrics(self) -> Mapping[str, float]:
@@ -101,13 +104,13 @@ class ToolEnvironment:
         return {}
 
     def reset(self, row: Row) -> Start:
-        """Show the row's messages and the tools."""
+        """Return the row's messages and the tools."""
         self.row, self.calls = row, []
         self._tools = {tool.name: tool for tool in map(Tool, self.tools())}
         return Start(row.prompt, [tool.schema for tool in self._tools.values()])
 
     async def step(self, reply: Mapping[str, Any]) -> Step:
-        """Answer every call. A reply without a call is the last one."""
+        """Answer every call of the reply. A reply without a call ends the episode."""
         messages: list[Message] = []
         seconds: list[float] = []
         for tool_call in reply.get("tool_calls") or ():

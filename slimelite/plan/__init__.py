@@ -1,2 +1,2 @@
-"""Predicts whether a run fits, how fast it is, and why it does not fit: memory, time and traffic from the model's
-shapes."""
+"""Predicts from the model's shapes whether a run fits, why it does not fit, and how fast it is (memory, time and
+traffic)."""

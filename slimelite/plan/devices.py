@@ -1,5 +1,5 @@
-"""Devices: the GPUs that a run can be planned for (gpus.toml), and this machine's GPUs and memory. It needs no
-torch."""
+"""Devices: the GPUs for which a run can be planned (gpus.toml), and this machine's GPUs and memory. This module needs
+no torch."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ MOST_GPUS = 1024
 class Device:
     """A GPU, or this machine's CPU.
 
-    ``bytes``: of its memory. ``rate``: operations per second of products in training's dtype. ``bandwidth`` of its
-    memory, ``link`` to its neighbours, ``pcie`` to the host and ``net`` to other nodes [bytes/s]. ``node``: how many a
-    usual machine has. ``source``: where these figures come from. ``measured``: the figures were measured here, and are
-    not from a data sheet. ``capability``: NVIDIA's compute capability.
+    ``bytes``: size of its memory. ``rate``: operations per second of matrix products in the dtype of training.
+    ``bandwidth`` of its memory, ``link`` to its neighbours, ``pcie`` to the host and ``net`` to other nodes [bytes/s].
+    ``node``: the number of these GPUs in a usual machine. ``source``: the source of these figures. ``measured``: the
+    figures were measured here, and are not from a data sheet. ``capability``: NVIDIA's compute capability.
     """
 
     name: str
@@ -42,8 +42,8 @@ class Device:
 
 @dataclass(frozen=True)
 class Generation:
-    """GPUs from a compute ``capability`` on, with ``examples``. ``attention``: how the trainer and SGLang compute it;
-    None: the trainer cannot.
+    """GPUs from a compute ``capability`` on, with ``examples``. ``attention``: the attention kernels of the trainer and
+    of SGLang; None: the trainer does not support these GPUs.
     """
 
     capability: tuple[int, int]
@@ -93,7 +93,7 @@ def gpus() -> dict[str, Device]:
 
 
 def planned(text: str) -> tuple[Device, int, int | None]:
-    """The GPU of ``--plan-gpu``, how many a node has, and how many nodes there are (None: the text does not say it).
+    """The GPU of ``--plan-gpu``, the number of GPUs of a node, and the number of nodes (None: not in the text).
 
     Raises:
         ValueError: the GPU is unknown, or a number is not a positive integer.
@@ -101,14 +101,14 @@ def planned(text: str) -> tuple[Device, int, int | None]:
     name, colon, counts = text.lower().partition(":")
     count, times, nodes = counts.partition("x")
     if name not in gpus():
-        # a name such as a100 is the beginning of several
+        # a name such as a100 is the beginning of several names
         near = [each for each in gpus() if each.startswith(f"{name}-")] or get_close_matches(name, gpus(), n=1)
         hint = (
             f"did you mean {' or '.join(f'{each}{colon}{counts}' for each in near)}?"
             if near
-            else f"known are {', '.join(gpus())}"
+            else f"known GPUs are {', '.join(gpus())}"
         )
-        raise ValueError(f"there is no such GPU in the planner's list; {hint}")
+        raise ValueError(f"this GPU is not in the planner's list; {hint}")
     if counts and not (count.isdecimal() and int(count)):
         raise ValueError(f"{counts} is not a number of GPUs; write {name}:8")
     if int(count or 1) > MOST_GPUS:
@@ -126,7 +126,7 @@ def recognized(title: str) -> Device | None:
 
 
 def host_bytes() -> int:
-    """Memory that this process and its children may use: the machine's, or less if a limit is set."""
+    """Memory that this process and its children may use [bytes]: the memory of the machine, or a lower limit."""
     limits = [int(line.split()[1]) * 1024 for line in _lines("/proc/meminfo") if line.startswith("MemTotal")]
     for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         limits += [int(line) for line in _lines(file) if line.strip().isdecimal()]
@@ -143,9 +143,11 @@ def _lines(file: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Machine:
-    """How many GPUs this process may use, and whether SGLang is installed. Memory and kind of the smallest GPU, if
-    known; the lowest compute ``capability``, and the version of the ``driver``. ``nodes``: how many such machines
-    ``--plan-gpu`` names.
+    """A machine.
+
+    ``gpus``: the number of GPUs that this process may use. ``sglang``: SGLang is installed. ``gpu_bytes``, ``device``:
+    memory and kind of the smallest GPU, if they are known. ``capability``: the lowest compute capability. ``driver``:
+    the version of the driver. ``nodes``: how many such machines ``--plan-gpu`` names.
     """
 
     gpus: int
@@ -158,8 +160,8 @@ class Machine:
 
 
 def this_machine(plan_gpu: str | None = None) -> Machine:
-    """The machine of this process, or one with SGLang and the GPUs of ``--plan-gpu``. Whether CUDA works on its GPUs
-    shows only at the start of the run.
+    """The machine of this process, or a machine with SGLang and the GPUs of ``--plan-gpu``. Only the start of the
+    run shows whether CUDA works on its GPUs.
 
     Raises:
         ValueError: ``plan_gpu`` is not a known GPU.
@@ -187,7 +189,7 @@ def _nvidia_smi() -> Machine:
         ["memory.total", "driver_version", "compute_cap", "name"],
         ["memory.total", "driver_version", "name"],
     ):
-        # without persistence mode nvidia-smi takes seconds
+        # without persistence mode, nvidia-smi takes seconds
         command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
         try:
             answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout

@@ -1,8 +1,8 @@
-"""Memory of a training rank and of an engine, by part and by phase. It is computed from the shapes of the model, which
-are read from its config.json without torch.
+"""Memory of a training rank and of an engine, by part and by phase. It is computed from the shapes in the model's
+config.json, without torch.
 
-The activations that transformers' layers keep for the backward pass were counted on fake tensors. tests/gpu_sim
-compares these formulas with simulated steps, and docs/planner.md compares predictions with measurements.
+The activations that layers of transformers keep for the backward pass were counted on fake tensors. tests/gpu_sim
+compares these formulas with simulated steps. docs/planner.md compares predictions with measurements.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from slimelite.arguments.model import ModelArgs
     from slimelite.arguments.rollout import RolloutArgs
 
-# config keys of layers of other kinds: linear attention, Mamba, and attention whose keys are compressed (DeepSeek)
+# config keys of layers of other kinds: linear attention, Mamba, and attention with compressed keys (DeepSeek)
 OTHER_LAYERS = ("linear_num_value_heads", "mamba_num_heads", "kv_lora_rank")
 
 
@@ -29,9 +29,9 @@ class Shapes:
     """Sizes of a decoder with gated MLPs. ``query`` and ``key`` are the widths of all heads together. ``biases`` and
     ``norms`` are the parameters of a layer.
 
-    ``context``: the most positions of the model, if its config says so. ``mlp``: parameters of a layer's MLP. In a
-    mixture of experts, ``mlp`` counts all experts, and ``inner`` is the width of the experts that one token goes
-    through. ``router``: parameters that choose between experts.
+    ``context``: the largest number of positions, if the config has it. ``mlp``: parameters of a layer's MLP. In a
+    mixture of experts, ``mlp`` counts all experts, and ``inner`` is the total width of the experts that compute one
+    token. ``router``: parameters that choose between experts.
     """
 
     layers: int
@@ -50,7 +50,7 @@ class Shapes:
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> Shapes | None:
-        """Sizes from a parsed config.json. None if one is missing, or if the model has ``OTHER_LAYERS``."""
+        """Sizes from a parsed config.json. None if a size is missing, or if the model has ``OTHER_LAYERS``."""
         config = text_config(config)
         names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
         sizes = [int(config.get(name) or 0) for name in names]
@@ -70,7 +70,7 @@ class Shapes:
             if config.get("mlp_only_layers") or int(config.get("decoder_sparse_step") or 1) > 1:
                 return None  # layers of two kinds
             if not config.get("num_experts_per_tok"):
-                return None  # Aria's and Ernie's configs have names of their own, and shared experts or dense layers
+                return None  # Aria and Ernie have their own names in the config, and shared experts or dense layers
             width = int(config.get("moe_intermediate_size") or inner)
             shared = int(config.get("shared_expert_intermediate_size") or 0)
             inner = int(config["num_experts_per_tok"]) * width + shared
@@ -88,7 +88,7 @@ class Shapes:
 
     @property
     def active(self) -> int:
-        """Parameters of a layer's matrices that one token is multiplied with."""
+        """Parameters of a layer's matrices that are used for one token."""
         return self.attention + 3 * self.hidden * self.inner + self.router
 
     @property
@@ -112,28 +112,28 @@ class Shapes:
         return self.layers * (self.layer + self.norms + self.biases) + self.outer + self.hidden
 
     def adapter(self, rank: int) -> int:
-        """Parameters of LoRA adapters of this rank at all seven matrices of every layer. Fewer targets have fewer."""
+        """Parameters of LoRA adapters of this rank at all seven matrices of every layer; fewer targets need fewer."""
         widths = 4 * self.hidden + 2 * self.query + 2 * self.key + 3 * (self.hidden + self.inner)
         return rank * self.layers * widths
 
 
 # share of a GPU's memory that tensors can use; CUDA, NCCL and fragmentation take the rest
 USABLE = 0.88
-# share of that which is left to a trainer if engines keep their memory on the same GPU
+# share of the usable memory for a trainer, if engines keep their memory on the same GPU
 BESIDE_ENGINES = 0.35
-# how many logits the LM head computes at once, and the size of a part of its gradient (`training/model.py`), by bytes
-# of a number: on a GPU and on a CPU
+# how many logits the LM head computes at once, and the size of a part of its gradient (`training/model.py`). The key is
+# the size of a number [bytes]: 2 on a GPU, 4 on a CPU
 CHUNK = {2: 2**27, 4: 2**24}
 
-# an assumption: CUDA graphs and work space of a server's engine [bytes]
+# CUDA graphs and work space of a server's engine [bytes]; an assumption
 GRAPHS = 1.5e9
-# what a process leaves on a GPU while others have their turn: CUDA's context and kernels, and NCCL's buffers if it has
-# neighbours. Assumptions, within the 1 to 3 GB that users of colocated trainers report [bytes]
+# memory that a process keeps on a GPU while another process computes there [bytes]: CUDA's context and kernels, and
+# buffers of NCCL if it has neighbours. These are assumptions. Users of colocated trainers report 1 to 3 GB
 CONTEXT, NCCL = 0.6e9, 1.2e9
-# share of a GPU's free memory that the embedded engine's cache takes at most (GPU_CACHE_SHARE there)
+# the embedded engine's cache takes at most this share of a GPU's free memory (GPU_CACHE_SHARE of that engine)
 EMBEDDED_CACHE = 0.6
-# SGLang 0.5.20 (memory_hook.py): on GPUs below so many MiB, tokens of a prompt's chunk, and the largest batch of a CUDA
-# graph on fewer than four GPUs and on more
+# SGLang 0.5.20 (memory_hook.py). Each row: GPUs below this memory [MiB], tokens of a prompt's chunk, the largest batch
+# of a CUDA graph on fewer than four GPUs, and the same on four or more GPUs
 SGLANG = (
     (20480, 2048, 8, 8),
     (35840, 4096, 48, 160),
@@ -141,7 +141,7 @@ SGLANG = (
     (163840, 8192, 256, 512),
     (float("inf"), 16384, 512, 512),
 )
-# a weight of 4 bits, with a scale of 8 bits for 64 of them and one of 32 bits for 256 scales (`training/quantized.py`)
+# bytes of a 4-bit weight: 64 weights share an 8-bit scale, and 256 scales share a 32-bit one (`training/quantized.py`)
 NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)
 # resident memory of a process with Python, torch and transformers [bytes]
 BASE = 0.47e9
@@ -154,22 +154,22 @@ class Load:
     """The work of one training rank.
 
     Args:
-        shapes: of the model.
-        tokens: of a micro-batch.
+        shapes: sizes of the model.
+        tokens: number of tokens of a micro-batch.
         shards: number of ranks that share one copy of the model.
-        plain: FSDP, which copies weights and gradients, is not used, because there is one rank on a CPU.
+        plain: FSDP, which copies weights and gradients, is not used, as with one rank on a CPU.
         checkpointing: layers keep only their input, and are recomputed in the backward pass.
         selective: with ``checkpointing``, layers also keep the results of matrix products and attention.
         whole_grads: every rank keeps whole gradients until the step's last micro-batch.
-        single: a step has one micro-batch, so there is no gradient of an earlier one.
+        single: a step has one micro-batch, so there is no gradient of an earlier micro-batch.
         on_host: weights and optimizer state stay in host memory (``--fsdp-cpu-offload``).
         lora: parameters of adapters, if only these are trained; 0: all parameters are trained.
         four_bit: the frozen linear layers have 4 bits (``--load-in-4bit``).
-        critic: the load of a critic of the policy's size, which is trained in turn with the policy; None: there is no
+        critic: ``lora`` of a critic of the policy's size, which is trained in turn with the policy; None: there is no
             critic.
         values: this is the load of a critic, whose head has one value for each token instead of logits.
         width: bytes of a number in the forward and backward pass: 2 on a GPU, 4 on a CPU.
-        others: frozen models, such as a reference, that use the device in turn.
+        others: number of frozen models, such as a reference model, that use the device in turn.
         targets: response tokens of the micro-batch; 0: all its tokens count.
         compiled: layers and LM head are compiled, which changes their speed.
     """
@@ -198,7 +198,7 @@ class Load:
         policy = replace(self, critic=None)
         if self.critic is None:
             return [policy]
-        # its embedding is as large, and its head is one row
+        # the critic's embedding is as large as the policy's, and its head has one row
         return [policy, replace(policy, lora=self.critic, values=True, shapes=replace(self.shapes, tied=True))]
 
     @property
@@ -219,31 +219,33 @@ class Load:
         return {"weights": share * (frozen + 4 * self.trained), "optimizer": share * 8 * self.trained}
 
     def reading(self) -> float:
-        """Host memory of a rank while it reads the model [bytes]: its part, if that stays in host memory, and its rows
-        of the largest weight in the file's dtype. A single rank reads the whole model in fp32.
+        """Host memory of a rank while it reads the model [bytes]. It has its part of the model, if that stays in host
+        memory, and its rows of the largest weight in the file's dtype. A single rank reads the whole model in fp32.
         """
         if self.shards == 1:
             return 4 * self.shapes.parameters
         part = 4 * self.shapes.parameters / self.shards if self.on_host or self.width == 4 else 0
-        whole = 4 * self.shapes.hidden * self.shapes.inner if self.four_bit else 0  # to find its scales
+        whole = (
+            4 * self.shapes.hidden * self.shapes.inner if self.four_bit else 0
+        )  # a whole matrix is needed to find its scales
         return part + max(2 * self.shapes.head / self.shards, whole)
 
     def process(self) -> float:
         """Memory of a trainer's process on a CPU besides tensors: its libraries, and the holes of its heap.
 
-        glibc's heap seldom puts an aligned tensor where one of the same size was before. So the memory that a layer's
-        forward pass frees stays unused between the tensors that it keeps, until the backward pass frees those too. With
-        checkpointing large tensors are not in the heap (`slimelite.base.heap.keep_freed_memory`).
+        glibc's heap seldom puts an aligned tensor into the hole of an earlier tensor of the same size. So the memory
+        that a layer's forward pass frees stays unused until the backward pass frees the tensors around it. With
+        checkpointing, large tensors are not in the heap (`slimelite.base.heap.keep_freed_memory`).
         """
         s = self.shapes
-        # what o_proj and down_proj return, squares in two norms; queries and keys before the rotary embedding and in it
+        # results of o_proj and down_proj, squares in two norms, and queries and keys before and in the rotary embedding
         freed = 4 * s.hidden + 3 * (s.query + s.key)
-        if self.lora:  # what adapters add to the results of the seven products
+        if self.lora:  # the terms that adapters add to the results of the seven products
             freed += s.query + 2 * s.key + 2 * s.hidden + 2 * s.inner
         return BASE + (0 if self.checkpointing else s.layers * self.tokens * self.width * freed)
 
     def train(self) -> Parts:
-        """The peak of an optimizer step, over all its moments."""
+        """The peak of an optimizer step: the largest of all its moments."""
         return self.state() | max((moment for each in self.learners for moment in each._moments()), key=total)
 
     def log_probs(self) -> Parts:
@@ -259,28 +261,28 @@ class Load:
         return self.state() | moment | {"reference": frozen}
 
     def pushed(self, *, alone: bool) -> float:
-        """Bytes of a weight sync: all weights; with adapters, the layers' matrices with the adapters merged in; or only
-        the adapters (``alone``), in fp32.
+        """Bytes of a weight sync. Without LoRA the sync sends all weights. With LoRA it sends the matrices of all
+        layers, with the adapters merged into them. ``alone``: the sync sends only the adapters, in fp32.
         """
         s = self.shapes
         return 4 * self.lora if alone else self.width * (s.layers * s.layer if self.lora else s.parameters)
 
     def sync(self, bucket: float, *, alone: bool) -> Parts:
         """The peak of a weight sync in addition to the trainer's state: a bucket of about ``bucket`` bytes, and the
-        tensor that is being gathered. The first sync sends all weights, unless the adapters are sent ``alone``, in one
-        bucket.
+        tensor that is being gathered. The first sync sends all weights. If the adapters are sent ``alone``, there is
+        one bucket with the adapters.
         """
         s, w = self.shapes, self.width
         if alone:
             return {"buffers": self.pushed(alone=True)}
         largest_one = w * s.head
-        size = max(bucket, largest_one) if s.tied else bucket + largest_one  # an LM head of its own comes last
+        size = max(bucket, largest_one) if s.tied else bucket + largest_one  # a separate LM head comes last
         gathering = 6 * s.head / self.shards + (2 * largest_one if self.shards > 1 else 0)
         return {"buffers": min(size, w * s.parameters), "gathered": gathering}
 
     def _gather(self) -> Parts:
-        """The memory at the beginning of a pass. If there are several ranks, each has embedding and head twice then: in
-        the buffer in which they were gathered, and in the copy that the pass computes with.
+        """The memory at the beginning of a pass. With several ranks, each rank then has embedding and head twice: in
+        the buffer of the gather, and in the copy for the pass.
         """
         s, buffers = self.shapes, 2 if self.shards > 1 else 1
         states = self.width * self.tokens * s.hidden
@@ -288,15 +290,15 @@ class Load:
 
     @property
     def _frozen(self) -> float:
-        """Bytes of the weights of a model of which only adapters are trained."""
+        """Bytes of the weights of a model if only its adapters are trained."""
         s = self.shapes
         inner = s.layers * s.layer if self.four_bit else 0
         return self.width * (s.parameters - inner) + NF4 * inner
 
     @property
     def _of_layer(self) -> float:
-        """Bytes of a layer's weights for a pass. Several ranks gather a layer in 4 bits in that form, and its largest
-        matrix is dequantized in addition.
+        """Bytes of a layer's weights for a pass. If the layer has 4 bits, several ranks gather it in 4 bits, and its
+        largest matrix is dequantized in addition.
         """
         s = self.shapes
         if not self.four_bit:
@@ -305,7 +307,7 @@ class Load:
 
     @property
     def _copied(self) -> int:
-        """Bytes of a number in the copies of weights that a pass computes with; see `parallel.shard_model`."""
+        """Bytes of a number in the copies of weights for a pass; see `parallel.shard_model`."""
         return 0 if self.plain or (self.four_bit and self.shards == 1) else self.width
 
     @property
@@ -313,7 +315,7 @@ class Load:
         return 0 if self.values else min(CHUNK[self.width], (self.targets or self.tokens) * self.shapes.vocab)
 
     def layer_bytes(self) -> float:
-        """Bytes for each token that a layer keeps: activations, fp32 copies made by norms, queries and keys before
+        """Bytes that a layer keeps for each token: activations, fp32 copies in norms, and queries and keys before
         norms."""
         s, w = self.shapes, self.width
         normed = (w + 4) * (s.query + s.key) if s.qk_norm else 0
@@ -333,14 +335,14 @@ class Load:
         full = 0 if self.lora else 1  # whether the matrices have gradients
         head = 0 if self.values else s.head
         sharded = 4 * self.trained / self.shards
-        # of earlier micro-batches, and of the layers above
+        # gradients of earlier micro-batches, and of the layers above
         accumulated = 0 if self.single else 4 * self.trained if self.whole_grads else sharded
         so_far = sharded * (1 - full * s.outer / s.parameters)
         work = g * s.outer + 2 * self._of_layer  # gathered, and the next layer with it
         of_layer = full * ((4 + w) * s.layer + w * head)
         in_head = {
             "activations": s.layers * kept + 5 * states,
-            # as many in the forward pass as in one for log-probs; in the backward pass a frozen head needs fewer
+            # a frozen head needs most in the forward pass, like in a pass for log-probs
             "logits": (4 + w if full else 12) * self._logits,
             "gathered": g * s.outer + self._of_layer,
             "gradients": accumulated + full * 4 * (head + min(CHUNK[w], head)),
@@ -361,24 +363,24 @@ class Load:
 
 
 def left_behind(group: int) -> float:
-    """Bytes that a process of a ``group`` of GPUs leaves on a GPU that it shares with another process."""
+    """Bytes that a process keeps on a GPU while another process uses the GPU. The process has a ``group`` of GPUs."""
     return CONTEXT + (NCCL if group > 1 else 0)
 
 
-# SGLang's max_prefill_tokens, which bound prompts that are computed whole
+# SGLang's max_prefill_tokens, the limit for prompts that are not computed in chunks
 PREFILL = 16384
 
 
 def sglang_usual(memory: float, gpus: int) -> tuple[int, int]:
-    """SGLang's defaults on a GPU with ``memory``: tokens of a prompt's chunk, and the largest batch of a CUDA graph."""
+    """SGLang's defaults for ``memory`` of a GPU: tokens of a prompt's chunk, and the largest batch of a CUDA graph."""
     _, chunk, few, many = next(row for row in SGLANG if memory / 2**20 < row[0])
     return chunk, few if gpus < 4 else many
 
 
 @dataclass(frozen=True)
 class Sglang:
-    """The settings that SGLang's reserve depends on. ``chunk``: prompt tokens that are computed at once. ``batch``,
-    ``prompts``: the largest batch and the most tokens of a CUDA graph; 0: none is recorded.
+    """The settings on which SGLang's reserve depends. ``chunk``: prompt tokens that are computed at once. ``batch``,
+    ``prompts``: the largest batch and the most tokens of a CUDA graph; 0: no graph is recorded.
     """
 
     chunk: int
@@ -387,8 +389,8 @@ class Sglang:
 
     @classmethod
     def of(cls, memory: float, gpus: int, options: Mapping[str, Any], *, releases: bool) -> Sglang:
-        """Read them from the ``--sglang-*`` options and SGLang's defaults for such a GPU. ``releases``: the engine
-        releases its memory, so by default it records no graphs of prompts (`slimelite.engines.sglang.server`).
+        """The settings from the ``--sglang-*`` options and SGLang's defaults for such a GPU. ``releases``: the engine
+        releases its memory. By default, it then records no graphs of prompts (`slimelite.engines.sglang.server`).
         """
         size, (usual, most) = options.get("chunked_prefill_size"), sglang_usual(memory, gpus)
         pieces = usual if size is None else int(size)  # -1: prompts are computed whole
@@ -407,13 +409,13 @@ class Sglang:
 
     @staticmethod
     def _graphs(name: str, options: Mapping[str, Any], config: object) -> dict[str, Any]:
-        """The settings for the graphs of a phase. They come from the flag for both phases, the phase's own flag, and
-        the JSON, which wins."""
+        """The settings for the graphs of a phase. They come from the flag for both phases, the flag of the phase, and
+        the JSON. The JSON overrides the flags."""
         off = options.get("disable_cuda_graph") or options.get(f"disable_{name}_cuda_graph")
         settings = {"backend": "disabled"} if off else {}
         keys = ("backend", "max_bs", "bs")
         settings |= {key: value for key in keys if (value := options.get(f"cuda_graph_{key}_{name}")) is not None}
-        if name == "decode":  # SGLang has flags without the name, too
+        if name == "decode":  # SGLang also has flags without the name of the phase
             settings = {
                 key: value for key in keys if (value := options.get(f"cuda_graph_{key}")) is not None
             } | settings
@@ -421,8 +423,8 @@ class Sglang:
         return settings | (own if isinstance(own, dict) else {})
 
     def share(self, memory: float, gpus: int) -> float:
-        """The share of a GPU that SGLang takes for weights and cache if no flag sets it. It is the rest after
-        activations and CUDA graphs.
+        """The share of a GPU's memory that SGLang takes for weights and cache if no flag sets it. Activations and CUDA
+        graphs take the rest.
         """
         mib = memory / 2**20
         steps = ((4, 32, 4), (48, 256, 16), (288, 512, 32), (576, 1024, 64), (1280, 4096, 256))
@@ -437,14 +439,14 @@ class Serving:
     """The memory of one engine on each of its ``gpus``.
 
     Args:
-        shapes: of the model.
-        gpus: how many share its weights and its cache.
-        sequences: how many it decodes at once.
+        shapes: sizes of the model.
+        gpus: number of GPUs that share the weights and the cache.
+        sequences: number of sequences that the engine decodes at once.
         context: tokens of the longest sequence.
         width: bytes of a number: 2 on a GPU, 4 on a CPU.
-        graphs: whether it is a server that records CUDA graphs.
-        static: bytes of its weights and its cache together (SGLang); 0: all free memory.
-        advised: the largest share of a GPU that they should take. It leaves half of what SGLang would reserve.
+        graphs: whether the engine is a server that records CUDA graphs.
+        static: bytes of weights and cache together (SGLang); 0: all free memory.
+        advised: the largest advisable share of a GPU for weights and cache. It leaves half of SGLang's reserve free.
         chunk: prompt tokens that a server computes at once.
         cache: the largest share of free memory that the cache takes.
     """
@@ -494,8 +496,8 @@ class Serving:
         return total(self.least()) <= room and self.holds_one()
 
     def generate(self, available: float) -> Parts:
-        """Memory with a cache as large as is useful, or as ``available`` [bytes] allows. SGLang takes all that it
-        may."""
+        """Memory with the largest useful cache, or the largest cache that ``available`` [bytes] allows. SGLang takes
+        all memory that it may take."""
         parts = self.least()
         if self.static:
             return parts | {"KV pool": max(parts["KV pool"], self.static - parts["weights"])}
@@ -522,12 +524,12 @@ def largest(load: Load, available: float) -> int:
 
 
 def peak(load: Load) -> float:
-    """The most memory that training or a pass for log-probs takes. On a CPU, the rank's process is included."""
+    """The largest memory that training or a pass for log-probs takes. On a CPU, the process of the rank is included."""
     return max(total(load.train()), total(load.log_probs())) + (load.process() if load.width == 4 else 0)
 
 
 def training_load(args: Args) -> Load | str:
-    """The load of a training rank, or a text that says what is unknown about it."""
+    """The load of a training rank. If it is not known, a text with the reason."""
     shapes, tokens = model_shapes(args), _longest_micro_batch(args)
     if shapes is None or tokens is None:
         longest = "the longest micro-batch is not known before the prompts are read"
@@ -546,7 +548,7 @@ def training_load(args: Args) -> Load | str:
         lora=shapes.adapter(args.lora_rank),
         four_bit=args.load_in_4bit and args.lora_rank > 0,
         critic=shapes.adapter(args.critic_lora_rank) if args.use_critic else None,
-        # with adapters the reference is the policy without them
+        # with adapters, the reference model is the policy without the adapters
         compiled=args.compile,
         others=int(args.use_reference and not args.lora_rank) + int(args.use_opd and args.opd_type == "trainer"),
     )
@@ -560,7 +562,7 @@ def model_shapes(args: ModelArgs) -> Shapes | None:
         config = json.loads((Path(str(args.hf_checkpoint)) / "config.json").read_text())
         return Shapes.of(config)
     except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError):
-        return None  # such as for a hub id; the pre-flight check reports a damaged folder
+        return None  # for example a hub id; the pre-flight check reports a damaged folder
 
 
 def _longest_micro_batch(args: RolloutArgs) -> int | None:

@@ -18,30 +18,30 @@ if TYPE_CHECKING:
     from slimelite.arguments import Args
 
 PARTS = ("weights", "optimizer", "gradients", "activations", "logits", "gathered", "reference")
-COLUMNS = (*PARTS, "KV pool", "graphs", "buffers", "others", "processes")  # of engines: their pool and CUDA graphs
-# what is not known of a run -> what makes it known
+COLUMNS = (*PARTS, "KV pool", "graphs", "buffers", "others", "processes")  # KV pool and graphs belong to engines
+# an unknown fact about a run -> how to make it known
 UNKNOWN = {
     "the model's shapes are not known here": (
-        "give a folder whose config.json describes a decoder with attention in each layer"
+        "give a folder with the config.json of a decoder that has attention in each layer"
     ),
     "the longest micro-batch is not known before the prompts are read": (
-        "--rollout-max-prompt-len or --use-dynamic-batch-size bounds it"
+        "give --rollout-max-prompt-len or --use-dynamic-batch-size, which bound its length"
     ),
-    "the GPUs' memory is not known here": "--plan-gpu h100:8 names GPUs",
+    "the GPUs' memory is not known here": "name the GPUs, as in --plan-gpu h100:8",
 }
-# --compile is proposed if a step without it takes so many times as long
+# --compile is proposed if a step without it takes more than this factor times the time with it
 GAIN = 1.15
 
 
 def verdict(plan: Plan) -> str:
-    """One sentence: whether the run fits, and what would fit."""
+    """One sentence about whether the run fits, and which change would make it fit."""
     needed = plan.needs()
     worst, *rest = sorted(needed, key=lambda name: -needed[name][0] / needed[name][1])
     where = "this machine has" if plan.shared else "tensors can use on a GPU"
     if needed[worst][0] <= needed[worst][1]:
         return f"fits: {worst} needs most, {_gigabytes(needed[worst])} that {where}"
     sentence = f"does not fit: {worst} needs {_gigabytes(needed[worst])} that {where}; {_remedy(plan, worst)}"
-    # a trainer and an engine that both do not fit need a change each
+    # if neither a trainer nor an engine fits, each of them needs a change
     rest = [
         name for name in rest if _of_engine(plan, name) != _of_engine(plan, worst) and needed[name][0] > needed[name][1]
     ]
@@ -53,7 +53,7 @@ def verdict(plan: Plan) -> str:
 
 
 def _of_engine(plan: Plan, phase: str) -> bool:
-    """Whether the size of an engine decides the needs of ``phase``."""
+    """Whether the size of an engine determines how much memory ``phase`` needs."""
     return phase == "generate" or (phase == "sync" and (plan.args.colocate or plan.shared))
 
 
@@ -75,14 +75,14 @@ def _remedy(plan: Plan, phase: str) -> str:
         )
     if not _of_engine(plan, phase):
         remedies = " or ".join(plan.remedies())
-        return f"{remedies} would fit" if remedies else "no flag that is known here is enough"
+        return f"{remedies} would fit" if remedies else "no known flag saves enough memory"
     serving = plan.serving
     share = plan.largest_share()
     if phase == "generate" and serving.static and serving.one() <= share * (plan.memory - CONTEXT):
         return f"--sglang-mem-fraction-static {share:.2f} would fit"
     sizes = [n for n in (2, 4, 8) if replace(serving, gpus=n).fits(plan.usable)]
     if plan.shared or not sizes:
-        return "a smaller model would"
+        return "a smaller model would fit"
     wider = next((n for n in sizes if plan.engines * serving.gpus % n == 0), None)
     more = "" if wider else f" on {sizes[0]} GPUs"
     return f"--rollout-num-gpus-per-engine {wider or sizes[0]}{more} would fit"
@@ -99,7 +99,7 @@ def plan_lines(args: Args, machine: Machine) -> list[str]:
     if plan.ranks:
         lines += _settings(plan)
     if plan.device is not None:
-        lines += ["how fast (predicted, with every response as long as is allowed)", *_time(plan)]
+        lines += ["how fast (predicted, if every response has the greatest length)", *_time(plan)]
         if plan.ranks and not plan.shared:
             lines += ["what ranks send for one optimizer step (predicted)", *_traffic(plan)]
     return lines
@@ -117,7 +117,7 @@ def _memory(plan: Plan) -> Iterator[str]:
     yield from _cache_capacity(plan)
     if not plan.shared:
         rest = plan.usable * (1 / USABLE - 1) / 1e9
-        yield f"  {rest:.1f} GB more of each GPU are left to CUDA, NCCL and the allocator's fragmentation"
+        yield f"  on each GPU, {rest:.1f} GB more are left for CUDA, NCCL and the allocator's fragmentation"
         frozen = plan.load.width * plan.load.shapes.parameters * plan.load.others / plan.load.shards
         state = total(replace(plan.load, on_host=False).state())
         host = (state if plan.args.offload_train or plan.load.on_host else 0) + frozen
@@ -147,7 +147,7 @@ def _on_disk(plan: Plan) -> str:
 
 
 def _cache_capacity(plan: Plan) -> Iterator[str]:
-    """How many sequences the KV pool can hold, if that is fewer than there may be."""
+    """The number of sequences that the KV pool can hold, if it may be too small."""
     if not plan.engines:
         return
     each, wanted = plan.serving.kv_token() * plan.serving.context, min(plan.serving.sequences, plan.rows)
@@ -159,11 +159,11 @@ def _cache_capacity(plan: Plan) -> Iterator[str]:
     remedy = (
         f"; --sglang-mem-fraction-static {share:.2f} would hold {min(more, wanted)}" if more > 1.2 * capacity else ""
     )
-    yield f"  an engine's cache holds {capacity} of its {wanted} longest sequences{remedy}"
+    yield f"  an engine's cache holds {capacity} of {wanted} sequences of the greatest length{remedy}"
 
 
 def _settings(plan: Plan) -> Iterator[str]:
-    """The largest micro-batch, and so the longest sample, under other settings."""
+    """The largest micro-batch, and therefore the longest sample, with other settings."""
     load, kept, ranks = plan.load, plan.beside_training(), plan.summed
     contexts = [most for most in (load.shapes.context, plan.args.rollout_max_context_len) if most is not None]
     variants = {
@@ -203,7 +203,7 @@ def _time(plan: Plan) -> Iterator[str]:
 
 
 def _limit(cost: Cost, device: Device) -> str:
-    """The resource that takes most of a phase's time."""
+    """The resource that limits the speed of a phase."""
     times = {
         "products": cost.operations / (device.rate * time.PRODUCTS),
         "memory bandwidth": cost.moved / (device.bandwidth * time.BYTES),
@@ -214,7 +214,7 @@ def _limit(cost: Cost, device: Device) -> str:
 
 
 def _meanwhile(plan: Plan) -> dict[str, str]:
-    """What happens between the phases."""
+    """A description of the work between the phases."""
     args, alone = plan.args, plan.args.sends_adapter
     moving = {"release and resume": args.offload_rollout, "offload": args.offload_train}
     between = [*(name for name, happens in moving.items() if happens), "rewards", "the table"]
@@ -226,7 +226,7 @@ def _meanwhile(plan: Plan) -> dict[str, str]:
 
 
 def _shorter(plan: Plan) -> Iterator[str]:
-    """Seconds if responses are not all as long as allowed. Some still are, and an engine waits for them."""
+    """Seconds if the average response is shorter. Engines still wait for responses of the full length."""
     allowed = plan.work.response
     if plan.engines and plan.ranks and allowed > 4:
         shorter = replace(plan, work=replace(plan.work, response=allowed // 4, longest=allowed))
@@ -234,7 +234,7 @@ def _shorter(plan: Plan) -> Iterator[str]:
         parts = f"generate {seconds['generate']:.1f}, train {seconds['train']:.1f}, a rollout {rollout:.1f} s"
         rollouts = plan.args.num_rollout or 0
         whole = f", all {rollouts * rollout / 3600:,.1f} hours" if rollouts else ""
-        yield f"  if the average response has a quarter of that: {parts}{whole}"
+        yield f"  if the average response has a quarter of that length: {parts}{whole}"
 
 
 def _compiled(plan: Plan) -> Iterator[str]:
@@ -246,11 +246,11 @@ def _compiled(plan: Plan) -> Iterator[str]:
     compiled = plan.training(replace(plan.load, compiled=True), plan.ranks)["train"]
     if plain.seconds(device) > GAIN * compiled.seconds(device):
         gain = f"{compiled.seconds(device):.1f} s, at {compiled.mfu(device):.0%} MFU"
-        yield f"  --compile would train in {gain}; its first step takes about a minute more"
+        yield f"  with --compile, training would take {gain}; the first step takes about a minute more"
 
 
 def _placement(plan: Plan, device: Device) -> Iterator[str]:
-    """The size of an engine, and whether to colocate."""
+    """The size of an engine, and the times with and without --colocate."""
     sizes = [n for n in (1, 2, 4, 8) if replace(plan.serving, gpus=n).fits(plan.usable)]
     gpus = plan.ranks if plan.args.colocate else plan.ranks + plan.engines * plan.serving.gpus
     if not sizes or not plan.engines or not plan.ranks or gpus < max(2, sizes[0]):
@@ -279,8 +279,8 @@ def _placement(plan: Plan, device: Device) -> Iterator[str]:
     if split:
         best = min(split, key=lambda count: split[count])
         yield (
-            f"  apart, with --async-rollout and --rollout-num-gpus {best} of {gpus}: {split[best]:.0f} s, with weights "
-            "one version old"
+            f"  on separate GPUs, with --async-rollout and --rollout-num-gpus {best} of {gpus}: {split[best]:.0f} s, "
+            "with weights one version old"
         )
 
 
@@ -309,5 +309,5 @@ def _traffic(plan: Plan) -> Iterator[str]:
     elif replicas:
         yield f"  a replica in each node would be faster, but it does not fit a node's {node} GPU(s)"
     yield f"  a weight sync sends {plan.buckets} bucket(s) of --update-weight-buffer-size" + (
-        "; 2147483648 would do with fewer waits" if plan.buckets > 32 else ""
+        "; with 2147483648 there would be fewer waits" if plan.buckets > 32 else ""
     )

@@ -1,9 +1,9 @@
 """A run on its devices: the memory, work and time of each phase, from the run's arguments. After an out-of-memory
-error: what was needed, what was there, and the flags that would have fitted.
+error, it predicts the needed memory, the available memory, and the flags with which the run would fit.
 
     python -m slimelite.plan.run ARGUMENTS OF train.py, such as --config RUN/config.yaml
 
-prints the latter for a run that was killed.
+This command prints the prediction for a run that was killed.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
     from slimelite.arguments import Args, SglangArgs
 
 LORA_RANK = 16
-# sequences that an engine decodes at once, unless a flag says it: the embedded engine's default, and SGLang's bound
+# sequences that an engine decodes at once, if no flag sets it: the embedded engine's default, and SGLang's limit
 SEQUENCES = {False: 64, True: 4096}
 WORLDS = (1, 8, 64, 256, 1024)
-# prompt tokens, where no flag bounds them
+# prompt tokens, if no flag limits them
 PROMPT = 512
-# torch's words for the memory of the host, and for that of a GPU
+# torch's error messages if memory of the host or of a GPU is missing
 HOST, GPU = "can't allocate memory", "out of memory"
 CAPACITY = re.compile(r"total capacity of ([\d.]+) GiB")
 
@@ -53,8 +53,8 @@ CAPACITY = re.compile(r"total capacity of ([\d.]+) GiB")
 class Plan:
     """A run on its devices.
 
-    ``ranks`` train and ``engines`` generate. ``device``: each has one, or all share this machine's memory (``shared``).
-    ``memory``: its bytes.
+    ``ranks`` train and ``engines`` generate. ``device``: the GPU that each of them has. ``shared``: they all share this
+    machine's memory instead. ``memory``: the memory of the GPU or of this machine [bytes].
     """
 
     args: Args
@@ -69,7 +69,7 @@ class Plan:
 
     @classmethod
     def of(cls, args: Args, machine: Machine) -> Plan | str:
-        """The plan of a run, or a text that says what is unknown about it."""
+        """The plan of a run. If the run is not known well enough, a text with the reason."""
         load = training_load(args)
         if isinstance(load, str):
             return load
@@ -105,7 +105,7 @@ class Plan:
         return self.together and not self.args.offload_rollout
 
     def phases(self) -> dict[str, Parts]:
-        """Memory by phase of the fullest device: of a rank, an engine or both, or of this machine."""
+        """Memory by phase, on the device that needs most: of a rank, of an engine, of both, or of this machine."""
         args, load, together = self.args, self.load, self.args.colocate or self.shared
         state = _sum(*[load.state()] * self.summed)
         resting: Parts = {} if args.offload_train or not (together and self.ranks) else state
@@ -129,24 +129,24 @@ class Plan:
         return phases
 
     def _left(self, group: int) -> Parts:
-        """Memory that the process of the other side leaves on a GPU that both use. The GPU is one of a ``group``."""
+        """Memory that the other process keeps on a GPU that trainer and engine share. It has a ``group`` of GPUs."""
         if not self.together or not self.args.job.servers:
             return {}
         return {"others": left_behind(group)}
 
     def needs(self) -> dict[str, tuple[float, float]]:
-        """The bytes that each phase needs at least, and the bytes that are available."""
+        """For each phase: the bytes that it needs at least, and the bytes that are available."""
         phases = self.phases()
         needs = {name: (total(parts), self.usable) for name, parts in phases.items()}
         if not self.engines:
             return needs
         serving, full = self.serving, total(phases["generate"])
         least = full - total(serving.generate(self.usable)) + total(serving.least())
-        if not serving.static:  # the pool takes what is free, and needs room for one sequence
+        if not serving.static:  # the pool takes all free memory, and needs room for one sequence
             return needs | {"generate": (least, self.usable)}
         if not serving.holds_one():
             return needs | {"generate": (serving.one(), serving.static)}
-        # SGLang's share of a GPU leaves room for what tensors do not take
+        # SGLang's share of a GPU leaves room for memory that is not in tensors
         return needs | {"generate": (full if full > self.memory - CONTEXT else least, self.memory - CONTEXT)}
 
     def costs(self) -> dict[str, Cost]:
@@ -168,7 +168,7 @@ class Plan:
         return time.training(load, self.work, ranks, self.device, before)
 
     def seconds(self) -> dict[str, float]:
-        """Seconds of each phase of a rollout, of its weight sync, and between them."""
+        """Seconds of each phase of a rollout, of its weight sync, and between the phases."""
         assert self.device is not None
         seconds = {name: cost.seconds(self.device) for name, cost in self.costs().items()}
         if self.engines and self.ranks:
@@ -194,7 +194,7 @@ class Plan:
         return ceil(self.work.rows / self.engines)
 
     def largest_share(self) -> float:
-        """The largest advisable --sglang-mem-fraction-static, given what else is on the GPU."""
+        """The largest advisable --sglang-mem-fraction-static, given the other memory on the GPU."""
         beside = total(self.phases()["generate"]) - total(self.serving.generate(0)) + total(self.serving.work())
         return floor(100 * min(self.serving.advised, 1 - beside / (self.memory - CONTEXT))) / 100
 
@@ -215,22 +215,22 @@ class Plan:
 
     @property
     def lora_flags(self) -> str:
-        """The flags of a run that has the load of `Load.adapted`."""
+        """The flags that give a run the load of `Load.adapted`."""
         return f"--lora-rank {LORA_RANK}" + ("" if self.load.critic is None else f" --critic-lora-rank {LORA_RANK}")
 
     @property
     def summed(self) -> int:
-        """How many ranks' memory is counted together: all that share this machine's memory, or the one of a GPU."""
+        """The number of ranks that share a memory: all ranks share this machine's memory; a GPU has one rank."""
         return self.ranks if self.shared else 1
 
     def beside_training(self) -> float:
-        """Bytes that are in use besides those of the trainers while they train."""
+        """Bytes that are in use during training, besides those of the trainers."""
         trainer = total(self.load.train()) + (self.load.process() if self.shared else 0)
         return total(self.phases()["train"]) - self.summed * trainer
 
     def remedies(self, room: float | None = None) -> list[str]:
-        """At most two changes of the command line with which training fits ``room`` [bytes]. The least costly comes
-        first."""
+        """At most two changes of the command line with which training fits ``room`` [bytes]. The least costly change
+        comes first."""
         load = self.load
         room = ((self.usable if room is None else room) - self.beside_training()) / self.summed
         longest = self.work.prompt + self.work.response
@@ -289,7 +289,7 @@ def shortage(error: BaseException, args: Args) -> str:
     would make it fit (`needs_and_remedies`).
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    first = lines[0] if lines else "there is no memory"
+    first = lines[0] if lines else "there is no memory left"
     first = (first.partition("DefaultCPUAllocator: ")[2] or first).partition(". ")[0]
     capacity = CAPACITY.search(str(error))
     advice = needs_and_remedies(args, int(float(capacity[1]) * 2**30) if capacity else None)
@@ -297,15 +297,15 @@ def shortage(error: BaseException, args: Args) -> str:
 
 
 def needs_and_remedies(args: Args, gpu_bytes: int | None = None) -> str:
-    """One sentence of predictions: what the run needs, what is available, and at most two flags with which it would
-    fit.
+    """The predicted memory that the run needs, the available memory, and at most two changes with which the run would
+    fit, as text.
 
-    ``gpu_bytes``: memory of a GPU, if it is known more exactly than from nvidia-smi.
+    ``gpu_bytes``: memory of a GPU, if a more exact number than nvidia-smi's is known.
     """
     machine = this_machine()
     plan = Plan.of(args, replace(machine, gpu_bytes=gpu_bytes or machine.gpu_bytes))
     if isinstance(plan, str) or not plan.phases():
-        return "A lower --max-tokens-per-gpu or --sglang-mem-fraction-static takes less"
+        return "A lower --max-tokens-per-gpu or --sglang-mem-fraction-static takes less memory"
     phases, needs = plan.phases(), plan.needs()
     worst = max(needs, key=lambda name: needs[name][0] / needs[name][1])
     needed, there = needs[worst]
@@ -315,7 +315,7 @@ def needs_and_remedies(args: Args, gpu_bytes: int | None = None) -> str:
     sentence = f"Predicted: {worst} needs {needed / 1e9:.1f} GB ({listed}) of the {there / 1e9:.1f} GB {where}"
     if needed <= there:
         sentence += "; other programs, or a longer sample, took the rest"
-    # what fits by the prediction, and by what was just seen
+    # changes that fit the prediction and the shortage that just happened
     remedies = plan.remedies(min(plan.usable, 0.8 * needed)) if plan.ranks else []
     return f"{sentence}. {' or '.join(remedies) or 'More memory, or a smaller model,'} would fit (predicted)"
 

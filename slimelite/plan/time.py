@@ -14,34 +14,34 @@ from slimelite.plan.memory import Load, Serving, Shapes, total
 if TYPE_CHECKING:
     from slimelite.training.model import ForwardFlops
 
-# shares of a data sheet's rates that are attained: of products, and of bandwidths. No GPU was measured here; with them
-# FSDP of Llama-3.1-8B on eight H100 takes 0.9 of the seconds that torchtitan published (benchmarks/llama3_h100_202412)
+# the attained shares of a data sheet's rates: for products, and for bandwidths. No GPU was measured here. With these
+# shares, FSDP of Llama-3.1-8B on eight H100 takes 0.9 of the seconds in torchtitan's benchmarks/llama3_h100_202412
 PRODUCTS, BYTES = 0.5, 0.7
-# bytes that AdamW reads and writes for each parameter: gradient, weight and two moments in, the last three out
+# bytes of AdamW for each parameter: it reads gradient, weight and two moments, and writes weight and moments
 ADAM = 28
-# bytes of a logit that a pass reads and writes: on a CPU, and on a GPU, where each operator is a kernel of its own
+# bytes that a pass reads and writes for each logit: on a CPU, and on a GPU, where each operator is a separate kernel
 # (scripts/lab/predict_mfu.py)
 LOGIT = {4: 16, 2: 36}
-# share of a trainer's memory traffic that --compile leaves (scripts/lab/predict_mfu.py; torchtitan's gain is the same)
+# share of a trainer's memory traffic that remains with --compile (scripts/lab/predict_mfu.py, and torchtitan's gain)
 COMPILED = 0.4
-# seconds of a decode step for each layer, however small: an engine's scheduler, and kernels that wait for one another.
-# Qwen3-0.6B in SGLang 0.4.6 takes 2.4 ms, of which its weights take 0.4 (qwen.readthedocs.io, speed benchmark, H20)
-# Without CUDA graphs Python launches 20 kernels of a layer (LAUNCH in scripts/lab/predict_mfu.py) and runs its modules
+# least seconds of a decode step for each layer: for an engine's scheduler, and for kernels that wait for one another.
+# Qwen3-0.6B in SGLang 0.4.6 takes 2.4 ms; its weights take 0.4 ms of them (qwen.readthedocs.io, speed benchmark, H20).
+# Without CUDA graphs, Python launches 20 kernels of a layer (LAUNCH in scripts/lab/predict_mfu.py) and runs its modules
 LAYER, EAGER_LAYER = 70e-6, 200e-6
-# seconds of a bucket of a weight sync into a server: slime takes 7 s for the 122 of Qwen3-30B-A3B
+# seconds for each bucket of a weight sync into a server: slime takes 7 s for the 122 buckets of Qwen3-30B-A3B
 # (hebiao064.github.io/rl-weight-sync)
 BUCKET = 0.055
-# fitted to two published steps (tests/plan/published.toml): seconds of an engine's host for each token that it decodes
-# (sampling, log-probs, detokenizing, HTTP), and seconds of a rollout between its phases (engines release and resume,
-# rewards, the table)
+# Both numbers are fitted to two published steps (tests/plan/published.toml). HOST: seconds of an engine's host for each
+# decoded token (sampling, log-probs, detokenizing, HTTP). BETWEEN: seconds of a rollout between its phases (engines
+# release and resume memory, rewards, the table)
 HOST, BETWEEN = 75e-6, 15.0
 
 
 @dataclass(frozen=True)
 class Work:
     """A rollout: ``prompts`` prompts of ``prompt`` tokens, with ``samples`` responses of ``response`` tokens each.
-    ``steps``: its optimizer steps. ``shares``: training computes a prompt once for its responses. ``longest``: tokens
-    of the longest response, for which generation waits (0: all are equally long).
+    ``steps``: its optimizer steps. ``shares``: training computes a prompt once for all its responses. ``longest``:
+    tokens of the longest response, for which generation waits (0: all responses are equally long).
     """
 
     prompts: int
@@ -71,8 +71,10 @@ class Work:
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of a phase on each of its devices: operations, bytes of memory read and written, bytes sent, seconds of
-    sending, and seconds in which a GPU ``waits`` for the host.
+    """The cost of a phase on each of its devices.
+
+    ``operations``: their number. ``moved``: bytes of memory read and written. ``sent``: bytes sent. ``sending``:
+    seconds of sending. ``waits``: seconds in which a GPU waits for the host.
 
     On a CPU and in small kernels of a GPU, products and memory traffic alternate, so their seconds are added. Data is
     sent at the same time.
@@ -91,8 +93,8 @@ class Cost:
         return max(busy, self.sending) + (0.0 if device.measured else self.waits)
 
     def mfu(self, device: Device) -> float:
-        """Model FLOPs utilisation: the operations of the phase divided by what ``device`` could do in that time, 0 to
-        1."""
+        """Model FLOPs utilisation, 0 to 1: the operations of the phase, divided by the operations that ``device`` could
+        do in the same time."""
         return self.operations / (self.seconds(device) * device.rate)
 
 
@@ -100,7 +102,7 @@ def measured_cpu(threads: int, seconds: float = 0.25) -> Device:
     """This machine's CPU: the rates of fp32 products and of copies with ``threads`` threads. Each is measured for
     ``seconds``.
 
-    CPU time of a thread is counted, so that other programs do not make the CPU look slow.
+    The CPU time of threads is counted, because other programs would make the elapsed time longer.
     """
     import torch
 
@@ -122,21 +124,21 @@ def measured_cpu(threads: int, seconds: float = 0.25) -> Device:
 
 def forward_flops(shapes: Shapes) -> ForwardFlops:
     """Operations of a forward pass. The result equals the count from the weights of a model."""
-    from slimelite.training.model import ForwardFlops  # it needs torch, which a run's start does without
+    from slimelite.training.model import ForwardFlops  # it needs torch, which is not imported when a run starts
 
     matrices = shapes.layers * shapes.active
     return ForwardFlops(2.0 * matrices, 2.0 * shapes.head, 4.0 * shapes.layers * shapes.query)
 
 
 def sending(device: Device, sent: float, ranks: int) -> float:
-    """Seconds in which a rank sends ``sent`` bytes around a ring of ``ranks``. The slowest hop counts."""
+    """Seconds in which a rank sends ``sent`` bytes around a ring of ``ranks``. The slowest link of the ring counts."""
     speed = device.link if ranks <= device.node else device.net
     return sent / (speed * BYTES) if ranks > 1 else 0.0
 
 
 def activations(load: Load, tokens: float) -> float:
-    """Bytes that a forward pass over ``tokens`` writes and reads. Each activation counts once for each; logits are in
-    fp32."""
+    """Bytes that a forward pass over ``tokens`` writes and reads. Each activation is written once and read once. Logits
+    are in fp32."""
     layer = 2 * load.layer_bytes() * load.shapes.layers
     return tokens * (layer + LOGIT[load.width] * load.shapes.vocab) * (COMPILED if load.compiled else 1)
 
@@ -158,17 +160,19 @@ def train(load: Load, work: Work, ranks: int, device: Device) -> Cost:
     moved += work.steps * ADAM * load.trained / load.shards
     sent = traffic(load, passes=max(work.steps, tokens / load.tokens), steps=work.steps)
     sends = sending(device, sent, load.shards)
-    if load.on_host and not device.measured:  # shards come from the host for each pass and step, and gradients go there
+    if (
+        load.on_host and not device.measured
+    ):  # for each pass and step, shards come from the host, and gradients go to the host
         shard = (load.width * load.shapes.parameters + 4 * load.trained) / load.shards
         sends += shard * max(work.steps, tokens / load.tokens) / (device.pcie * BYTES)
     return Cost(operations, moved, sent, sends)
 
 
 def training(load: Load, work: Work, ranks: int, device: Device, before: float = 0.0) -> dict[str, Cost]:
-    """The trainers' work on a rollout, by phase. A critic's head counts as large as the policy's.
+    """The trainers' work on a rollout, by phase. The head of a critic counts as if it were the policy's head.
 
-    ``before``: the share of the rows whose log-probs are computed before the first step, because they are trained
-    later.
+    ``before``: the share of the rows that need log-probs from before the first step, because they are trained in later
+    steps.
     """
     policy, *critics = load.learners
     costs = {"old log-probs": log_probs(policy, work, ranks, device, before)} if before else {}
@@ -188,14 +192,14 @@ def traffic(load: Load, *, passes: float, steps: int) -> float:
 
 
 def decode_steps(work: Work, rows: float, at_once: float) -> float:
-    """Decoding steps of an engine with ``rows``. While some wait, ``at_once`` are decoded. The last ones run until the
-    longest ends."""
+    """Decoding steps of an engine with ``rows``. While rows wait, ``at_once`` rows are decoded together. The last rows
+    run until the longest response ends."""
     longest = max(work.longest, work.response)
     return longest + max(0.0, rows - at_once) * work.response / at_once
 
 
 def generate(serving: Serving, work: Work, engines: int, pool: float) -> Cost:
-    """Prefill of each prompt once, and decoding of as many sequences at a time as the KV ``pool`` [bytes] holds."""
+    """Prefill of each prompt once, and decoding. The KV ``pool`` [bytes] limits the number of sequences at a time."""
     s, rows = serving.shapes, work.rows / engines
     flops = forward_flops(s)
     fitting = pool / (serving.kv_token() * (work.prompt + work.response))
@@ -216,8 +220,8 @@ def offloading(load: Load, device: Device) -> float:
 
 
 def sync(pushed: float, buckets: int, load: Load, device: Device, apart: bool) -> float:
-    """Seconds of a weight sync. Ranks gather ``pushed`` bytes, engines that are ``apart`` get them over the network,
-    and a server takes them bucket by bucket.
+    """Seconds of a weight sync of ``pushed`` bytes. Ranks gather the weights. Engines on other GPUs (``apart``) get
+    them over the network. A server takes them bucket by bucket.
     """
     if device.measured:
         return pushed / device.bandwidth

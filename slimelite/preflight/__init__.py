@@ -1,4 +1,4 @@
-"""Checks before anything expensive starts: files, columns, labels, one reward, lengths, devices.
+"""Checks of a run before anything expensive starts: files, columns, labels, one reward, lengths, devices.
 
 A real start and ``--dry-run`` run the same checks. The dry run reads all rows. It reports too few GPUs of this machine
 only as a warning, because the run may start elsewhere. Checks that need neither torch nor transformers run first. If
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 PICKLE_END = b"."
-UNCHECKED = "checked once the problems are fixed: the tokenizer, the memory, and the prompts as the model sees them"
+UNCHECKED = "not checked until the problems are fixed: tokenizer, memory, and the prompts as the model sees them"
 
 
 @loading()
@@ -42,7 +42,7 @@ def preflight(args: Args) -> int:
     machine = this_machine(args.plan_gpu)
     findings = inspect(args, machine)
     if args.dry_run:
-        from slimelite.plan.report import plan_lines  # a start does without
+        from slimelite.plan.report import plan_lines  # imported only here, because a real start does not need it
 
         planned = args
         if args.rollout_max_prompt_len is None and findings.longest_prompt:
@@ -59,17 +59,17 @@ def preflight(args: Args) -> int:
 
 
 def problems(args: Args) -> list[str]:
-    """The problems that the checks without torch find in ``args``, in which others have been found already."""
+    """The problems that the checks without torch find in ``args``. The parser has already found other problems."""
     try:
         machine = this_machine(args.plan_gpu)
-    except ValueError:  # of --plan-gpu, which the parser has said already
+    except ValueError:  # --plan-gpu is wrong; the parser has already reported it
         machine = this_machine()
     return inspect(args, machine, files_only=True).problems
 
 
 @loading()
 def problems_of(argv: list[str]) -> list[str]:
-    """The problems that a start with a command line would find before it loads anything."""
+    """The problems that a run with this command line would find before it loads a model."""
     try:
         args = make_args(argv)
     except ArgumentError as error:
@@ -80,10 +80,12 @@ def problems_of(argv: list[str]) -> list[str]:
 def inspect(args: Args, machine: Machine, *, files_only: bool = False) -> Findings:
     """Run every check that is possible without loading a model.
 
-    First come the checks that need neither torch nor transformers. They all run, even if one fails. The others run only
-    if none of these failed, and never with ``files_only``.
+    The checks that need neither torch nor transformers come first. They all run, even if one of them fails. The other
+    checks run only if none of the first checks failed, and never with ``files_only``.
     """
-    from slimelite.preflight.inputs import InputChecks  # it needs Arrow, which the parser does without
+    from slimelite.preflight.inputs import (
+        InputChecks,
+    )  # imported here because it needs Arrow, which the parser does not need
 
     findings = Findings()
     try:
@@ -115,34 +117,34 @@ def inspect(args: Args, machine: Machine, *, files_only: bool = False) -> Findin
 
             fetch_card(args.hf_checkpoint)
         findings.complete = True
-    except OSError as error:  # such as a folder that cannot be read; the text names it
+    except OSError as error:  # such as a folder that cannot be read; the error names the folder
         findings.problems.append(str(error))
     return findings
 
 
 def _older_checkpoints(args: Args) -> Iterator[str]:
-    """A warning if a new run saves where another run has saved."""
+    """A warning if a new run saves into a folder that has checkpoints of another run."""
     marker = Path(args.save or "") / MARKER
     if args.save and args.job.trains and not args.resume_directory and marker.is_file():
         newest = marker.read_text(errors="replace").strip()
         yield (
-            f"--save {args.save} has the checkpoint of rollout {newest:.20} of another run. This run starts anew: it "
-            f"replaces checkpoints of the same number. To continue that run, add --load {args.save}; else name another "
-            "folder"
+            f"--save {args.save} has the checkpoint of rollout {newest:.20} of another run. This run starts from the "
+            f"beginning, and will replace checkpoints with the same number. To continue the other run, add --load "
+            f"{args.save}. Otherwise name another folder"
         )
 
 
 def _without_moments(args: Args) -> Iterator[str]:
-    """A message if the run resumes an optimizer that the checkpoint does not contain. Whether the optimizer is the same
+    """A message if the run should resume an optimizer that the checkpoint does not contain. The kind of the optimizer
     is checked when the checkpoint is read."""
     if args.resume_directory is None or not args.job.trains or args.no_load_optim or args.finetune:
         return
     folder = Path(args.resume_directory)
     for part in (folder, *([folder / "critic"] if args.use_critic else [])):
         if not ((part / METADATA).is_file() and (part / STATE_FILE).is_file()):
-            continue  # reading the checkpoint says what is wrong
-        # the names of all tensors are plain text in the file, and torch, which reads it, would take seconds to import
-        with suppress(ValueError):  # a damaged file: reading the checkpoint says it
+            continue  # the code that reads the checkpoint reports the error
+        # the file has the names of all tensors as plain text, and an import of torch would take seconds
+        with suppress(ValueError):  # a damaged file; the code that reads the checkpoint reports it
             metadata = (part / METADATA).read_bytes()
             whole = metadata.endswith(PICKLE_END)  # else the file is damaged
             if whole and read_state(part).get("steps") and b"optimizer." not in metadata:
@@ -150,7 +152,7 @@ def _without_moments(args: Args) -> Iterator[str]:
 
 
 def _try_own(args: Args, findings: Findings) -> None:
-    """Try the user's estimator and loss. A loss may fail only because made-up rows lack something: it is a warning."""
+    """Try the user's estimator and loss. A failing loss is only a warning, because made-up rows may lack data."""
     from slimelite.preflight.learning import try_estimator, try_loss  # they need numpy
 
     try:
@@ -174,7 +176,7 @@ def _check_packages(args: Args, findings: Findings) -> None:
         (
             engine.package,
             runs_engine and not args.plan_gpu,
-            "docs/install.md says how; or use --rollout-backend embedded",
+            "see docs/install.md, or use --rollout-backend embedded",
         ),
         ("wandb", args.use_wandb, "pip install wandb"),
         ("tensorboard", args.use_tensorboard, "pip install tensorboard"),
@@ -189,13 +191,13 @@ def _check_packages(args: Args, findings: Findings) -> None:
         return
     if kept_away := [name for name in engine.memory.unset if name in os.environ]:
         findings.warnings.append(
-            f"{' and '.join(kept_away)} in the environment: only trainers get it; {engine.name} servers do not, "
-            "because torch_memory_saver, which releases their memory, does not work with expandable segments"
+            f"{' and '.join(kept_away)} in the environment is passed to trainers, but not to {engine.name} servers: "
+            "torch_memory_saver, which releases their memory, does not work with expandable segments"
         )
 
 
 def _output_problems(args: Args) -> Iterator[str]:
-    """A message for a run folder with another run, and for each place that cannot be written to. The check makes
+    """A message if the run folder contains another run, and for each folder that cannot be written to. The check makes
     a test folder and removes it.
     """
     from slimelite.tracking.metrics_file import FILE_NAME
@@ -203,15 +205,15 @@ def _output_problems(args: Args) -> Iterator[str]:
     if args.push_to_hub and (why := refusal(args.push_to_hub)) is not None:
         yield f"--push-to-hub: {why}"
     metrics = Path(args.run_dir) / FILE_NAME
-    # with --load it is the same run, even without a checkpoint; `slimelite eval` goes on
+    # with --load it is the same run, even without a checkpoint; `slimelite eval` adds to a run folder
     goes_on = (args.load and not args.finetune) or args.num_rollout == 0
     if not goes_on and metrics.is_file():
         lines = metrics.read_text(encoding="utf-8").splitlines()
         # a run that failed before its first rollout left no metrics that could be mixed up
         if any('"kind": "start"' not in line for line in lines if line):
             yield (
-                f"--run-dir {args.run_dir} contains another run: name a new folder, or remove this one if that run "
-                "is over; to resume that run, give its checkpoints as --load"
+                f"--run-dir {args.run_dir} contains another run: name a new folder, or remove this folder if the other "
+                "run has ended; to resume the other run, give its checkpoints as --load"
             )
     places: dict[str, str | Path | None] = {
         "--run-dir": args.run_dir,
@@ -252,12 +254,14 @@ def _output_problems(args: Args) -> Iterator[str]:
 
 
 def _port_problems(args: Args) -> Iterator[str]:
-    """A message if ``/metrics`` cannot be served on the port of ``--prometheus-port``."""
+    """A message if ``/metrics`` cannot be served on ``--prometheus-port``."""
     from slimelite.tracking.writers import port_problem
 
     family = socket.AF_INET6 if ":" in args.prometheus_host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as tried:
-        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does: a port is free at once
+        tried.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # the server sets this option too: a closed port can be used again at once
         try:
             tried.bind((args.prometheus_host, args.prometheus_port))
         except OSError as error:
@@ -270,7 +274,7 @@ def _in_the_way(args: ModelArgs, target: Path) -> Iterator[str]:
         yield f"--save-hf: {target} is a file; name a folder"
     for option, model in (("--hf-checkpoint", args.hf_checkpoint), ("--tokenizer", args.tokenizer)):
         if target.is_dir() and model and Path(model).is_dir() and target.samefile(model):
-            yield f"--save-hf: {target} is the folder of {option}, which would be overwritten; name another folder"
+            yield f"--save-hf: {target} is the folder of {option}, and would be overwritten; name another folder"
             return
 
 
@@ -280,7 +284,7 @@ OLDEST = (8, 0)
 
 
 def check_devices(args: Args, machine: Machine, findings: Findings) -> None:
-    """Check without torch whether there are enough GPUs here, and whether they are new enough."""
+    """Check without torch whether this machine has enough GPUs, and whether the GPUs are new enough."""
     ranks = args.training_ranks if args.job.trains else 0
     engines = args.rollout_num_gpus if args.job.engines else 0
     needed = max(ranks, engines) if args.colocate else ranks + engines
@@ -296,8 +300,8 @@ def check_devices(args: Args, machine: Machine, findings: Findings) -> None:
         findings.problems += _planned_devices(args, machine, needed, ranks, engines)
     elif needed > machine.gpus and not _elsewhere(args):
         what = f"{needed} GPUs are needed ({ranks} for training, {engines} for engines, colocate={args.colocate})"
-        remedy = "lower --actor-num-gpus-per-node or --rollout-num-gpus" if machine.gpus else "take --device cpu"
-        message = f"{what}, and this machine has {machine.gpus or 'none'}: {remedy}"
+        remedy = "lower --actor-num-gpus-per-node or --rollout-num-gpus" if machine.gpus else "use --device cpu"
+        message = f"{what}, but this machine has {machine.gpus or 'none'}: {remedy}"
         (findings.warnings if args.dry_run else findings.problems).append(message)
 
 
@@ -307,7 +311,7 @@ def _planned_devices(args: Args, machine: Machine, needed: int, ranks: int, engi
     if ranks and args.actor_num_gpus_per_node > each:
         yield (
             f"--actor-num-gpus-per-node {args.actor_num_gpus_per_node}: a node of --plan-gpu {args.plan_gpu} has "
-            f"{each} GPU(s): give at most that many, or name more"
+            f"{each} GPU(s): give at most {each}, or plan for a larger node"
         )
     elif ranks and args.actor_num_nodes > nodes:
         yield f"--actor-num-nodes {args.actor_num_nodes}: --plan-gpu {args.plan_gpu} has {nodes} node(s)"
@@ -329,7 +333,7 @@ def check_torch(args: Args, machine: Machine, findings: Findings) -> None:
         return
     import torch
 
-    if torch.version.hip is not None:  # AMD's, of which nothing was read
+    if torch.version.hip is not None:  # a build for AMD GPUs, for which there are no checks
         return
     if torch.version.cuda is None:
         findings.problems.append(
@@ -351,7 +355,7 @@ def check_torch(args: Args, machine: Machine, findings: Findings) -> None:
 
 
 def _elsewhere(args: ClusterArgs) -> bool:
-    """Whether Ray, and not this check, counts the GPUs of all nodes."""
+    """Whether Ray counts the GPUs of all nodes, instead of this check."""
     return args.actor_num_nodes > 1 or "RAY_ADDRESS" in os.environ
 
 
@@ -360,8 +364,8 @@ def _check_generation(args: Args, capability: tuple[int, int], findings: Finding
     gpus = f"GPUs of compute capability {_dotted(capability)} ({record.name}: {record.examples})"
     if record.attention is None:
         findings.problems.append(
-            f"--device cuda: {gpus} run neither bf16 nor FlashAttention, which the trainer and its engines need; use "
-            f"GPUs of {_dotted(OLDEST)} or newer ({generation(OLDEST).examples}), or --device cpu"
+            f"--device cuda: {gpus} support neither bf16 nor FlashAttention, which the trainer and its engines need; "
+            f"use GPUs of {_dotted(OLDEST)} or newer ({generation(OLDEST).examples}), or --device cpu"
         )
     else:
         trainer, engine = record.attention
@@ -370,7 +374,7 @@ def _check_generation(args: Args, capability: tuple[int, int], findings: Finding
 
 
 def _no_cuda(torch: ModuleType, driver: str | None) -> str:
-    """Why CUDA does not start."""
+    """The reason why CUDA does not start."""
     wanted = DRIVERS.get(int(torch.version.cuda.partition(".")[0]))
     have = int(driver.partition(".")[0]) if driver and driver[0].isdigit() else None
     if wanted and have and have < wanted:
@@ -382,12 +386,12 @@ def _no_cuda(torch: ModuleType, driver: str | None) -> str:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
         return one_line(error)
-    return "it gives no reason; nvidia-smi may"
+    return "torch gives no reason; try nvidia-smi"
 
 
 def _has_kernels(built: list[str], capability: tuple[int, int]) -> bool:
-    """Whether kernels that were ``built`` for some capabilities run on ``capability``. They do for the same major
-    version, or as PTX."""
+    """Whether kernels that were ``built`` for some capabilities run on ``capability``. They run if the major version is
+    the same, or if they are PTX."""
     for kind, major, minor in re.findall(r"(sm|compute)_(\d+)(\d)", " ".join(built)):
         if (int(major) == capability[0] or kind == "compute") and (int(major), int(minor)) <= capability:
             return True

@@ -1,4 +1,4 @@
-"""Tries the program of an agent and the first episode of an environment before a run starts."""
+"""Checks the program of an agent, and tries the first episode of an environment, before a run starts."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 def check_environment(
     args: EnvironmentArgs, tokenizer: PreTrainedTokenizerBase | None, prompt: Sample
 ) -> tuple[str, int]:
-    """The first text that an episode with ``prompt`` shows the model, and its tokens; 0 without a tokenizer.
+    """What an episode with ``prompt`` first shows the model, in words, and its length [tokens]; 0 without a tokenizer.
 
     Raises:
-        ValueError: the environment cannot be made, ``reset`` fails, or the chat template refuses messages, or cannot be
+        ValueError: the environment cannot be made, ``reset`` fails, the chat template refuses messages, or it cannot be
             used with tools.
     """
     from slimelite.serving.format import ChatFormat
@@ -55,7 +55,7 @@ async def _begin(args: EnvironmentArgs, prompt: Sample) -> Start:
         await live.close()
         return start
     except EnvironmentFailure as failure:
-        raise ValueError(f"an episode with the first prompt fails to start: {failure}") from failure
+        raise ValueError(f"an episode with the first prompt does not start: {failure}") from failure
     finally:
         await host.close()
 

@@ -14,10 +14,10 @@ from slimelite.arguments.secret import masked
 
 @dataclass
 class Findings:
-    """The findings. ``problems`` stop the run; ``warnings`` and ``notes`` are shown, and in a dry run ``facts``.
+    """The findings. ``problems`` stop the run. ``warnings`` and ``notes`` are shown, and in a dry run ``facts`` too.
 
-    ``complete``: whether all checks ran. ``longest_prompt``: the longest prompt of training [tokens], or 0 if more than
-    a response follows it.
+    ``complete``: whether all checks ran. ``longest_prompt``: the longest prompt of training [tokens]; 0 if it is not
+    known, or if more than one response follows the prompt.
     """
 
     problems: list[str] = field(default_factory=list)
@@ -29,8 +29,8 @@ class Findings:
 
     @contextmanager
     def blaming(self, where: str) -> Iterator[None]:
-        """Turn an OSError or ValueError of the block into a problem of ``where``. The error may name the place
-        itself."""
+        """Turn an OSError or ValueError of the block into a problem of ``where``. The message of the error may already
+        begin with ``where``."""
         try:
             yield
         except (OSError, ValueError) as error:
@@ -39,7 +39,7 @@ class Findings:
 
 
 def one_line(error: BaseException) -> str:
-    """The message of an error on one line. It begins with its class, unless it is a ValueError or OSError."""
+    """The message of an error on one line. It begins with the error's class, unless that is ValueError or OSError."""
     text = " ".join(str(error).partition("Traceback (most")[0].split()) or type(error).__name__
     return text if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {text}"
 
@@ -60,8 +60,8 @@ def fill(option: str, template: str, rollout_id: int | str) -> Path:
 
 
 def format_report(args: Args, findings: Findings, plan: list[str]) -> str:
-    """The text of the report: given values by group, derived values with reasons, notes, checks, problems, and
-    ``plan``."""
+    """The text of the report: given values by group, derived values with reasons, notes, checks, warnings, ``plan`` and
+    problems."""
     lines = ["given"]
     lines += [f"  {title}: {', '.join(words)}" for title, words in _set_flags(args)]
     lines += ["derived"]
@@ -80,7 +80,7 @@ def format_report(args: Args, findings: Findings, plan: list[str]) -> str:
 
 
 def _set_flags(args: Args) -> Iterator[tuple[str, list[str]]]:
-    """Each group of flags, with its values that are neither defaults nor derived."""
+    """The title of each group of flags, with the values of flags that are neither default nor derived."""
     derived = {d.name for d in args.derivations}
     for group in groups_of(type(args)):
         flags = [f for f in group_flags(group) if f.name not in derived and getattr(args, f.name) != f.default]

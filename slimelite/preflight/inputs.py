@@ -1,6 +1,8 @@
-"""The checks of a run's inputs. First come checks that need neither torch nor transformers, whose imports take seconds
-(`InputChecks.read_files`): plugins, the files of models, the columns of data, the reward of a row by our rules. So
-their mistakes are reported at once. Then come the tokens of the rows, and models (`InputChecks.load`).
+"""The checks of a run's inputs.
+
+`InputChecks.read_files` reports mistakes at once, because it imports neither torch nor transformers, which would take
+seconds. It checks plugins, the files of models, the columns of data, and the reward of one row by a built-in rule. Then
+`InputChecks.load` checks the tokens of the rows, and models.
 """
 
 from __future__ import annotations
@@ -48,14 +50,14 @@ logger = logging.getLogger(__name__)
 # name -> shape of each weight of a model
 Shapes = Mapping[str, tuple[int, ...]]
 
-# a real start checks this many rows of each file; the data source then reads all of them
+# a real start checks this many rows of each file; the data source then reads all rows
 ROWS_AT_START = 64
 
 
 class Rows(NamedTuple):
     """Prompt files of training or of one evaluation ``dataset``. ``name``: their name in messages. ``rollout`` and
-    ``generate``: the plugins that make their responses. ``paired``: they are preference pairs. ``any_form``: the
-    user's code, or a trainer without an engine, reads the prompts."""
+    ``generate``: the plugins that make the responses. ``paired``: the rows are preference pairs. ``any_form``: prompts
+    may have any form, because the user's code, or a trainer without an engine, reads them."""
 
     name: str
     paths: list[str]
@@ -68,7 +70,7 @@ class Rows(NamedTuple):
 
 
 def _where(columns: Args | EvalDataset, what: str) -> str:
-    """The column of ``what``, if the user named it. Else it may have any of the usual names."""
+    """The column of ``what``, if the user named one; otherwise ``what``, because several names are possible."""
     return what if columns.input_key == DataArgs.input_key else f"column {columns.input_key!r}"
 
 
@@ -78,9 +80,9 @@ class InputChecks:
     def __init__(self, args: Args, findings: Findings) -> None:
         self.args = args
         self.findings = findings
-        # plugins and rules that failed a check, so that they are not called, and flags of models that did
+        # plugins and rules that failed a check and are not called, and flags of models that failed a check
         self.broken: set[str] = set()
-        # config of each model whose files are sound, and the shapes of its weights if they are known
+        # config of each model with correct files, and the shapes of its weights if they are known
         self.models: list[tuple[dict[str, object], Shapes | None]] = []
         # config of the model; empty if it cannot be read
         self.config: dict[str, object] = {}
@@ -89,7 +91,7 @@ class InputChecks:
         self.tokenizer_flag = "--hf-checkpoint" if args.tokenizer == args.hf_checkpoint else "--tokenizer"
 
     def read_files(self) -> None:
-        """Check everything that the arguments name, as far as possible without torch and transformers."""
+        """Check all files, plugins and models in the arguments, as far as possible without torch and transformers."""
         args, findings = self.args, self.findings
         for flag, path in plugin_paths(args):
             try:
@@ -109,7 +111,7 @@ class InputChecks:
         if args.tokenizer is not None and (args.tokenizer != args.hf_checkpoint or self.config):
             with findings.blaming(self.tokenizer_flag):
                 check_files(args.tokenizer)
-        if args.job.engines and not args.rollout_function_path:  # else no rule is called
+        if args.job.engines and not args.rollout_function_path:  # a user's rollout function calls no rule
             columns: tuple[Args | EvalDataset, ...] = (args, *args.eval_datasets)
             for rule in dict.fromkeys([c.rm_type for c in columns if not c.custom_rm_path]):
                 try:
@@ -121,12 +123,12 @@ class InputChecks:
             with findings.blaming(flag):
                 check_documents(spec, args.text_key, skip=args.skip_bad_rows)
         for rows in self.rows():
-            prompts = self.load_rows(rows, logger.debug, trial=True)  # who reads them with the tokenizer warns
+            prompts = self.load_rows(rows, logger.debug, trial=True)  # `check_rows` reads them again and warns
             if prompts and self.are_text(rows, prompts):
                 self.check_reward(rows, prompts[0], rendered=False)
 
     def read_models(self) -> None:
-        """Check the configs of all models, and the policy's against the architecture flags."""
+        """Check the configs of all models, and compare the policy's config with the architecture flags."""
         args, findings, path = self.args, self.findings, self.args.hf_checkpoint
         if args.use_opd and args.opd_type == "trainer" and args.opd_teacher_load:
             self.teacher = self._read_model("--opd-teacher-load", args.opd_teacher_load)
@@ -141,13 +143,13 @@ class InputChecks:
         if self.config:
             findings.problems += check_architecture(args, self.config)
         if self.config and not has_weights(path) and not args.resume_directory:
-            what = f"training starts from random ones (--seed {args.seed})"
+            what = f"training starts from random weights (--seed {args.seed})"
             if not args.job.trains:
-                what = f"the engines sample from random ones (--rollout-seed {args.rollout_seed})"
+                what = f"the engines sample from random weights (--rollout-seed {args.rollout_seed})"
             findings.warnings.append(f"--hf-checkpoint {path} contains no weights: {what}")
         if self.config and not has_weights(path) and args.sends_adapter:
             (findings.warnings if args.dry_run else findings.problems).append(
-                f"--lora-sync adapter: engines have the frozen weights from {path}, which holds none; use merged"
+                f"--lora-sync adapter: engines have the frozen weights from {path}, which has none; use merged"
             )
         critic = args.critic_load if args.use_critic else None
         if critic and (Path(critic) / STATE_FILE).is_file():
@@ -159,10 +161,10 @@ class InputChecks:
         if reference and reference != path:
             self._read_model("--ref-load", reference)
             if not has_weights(reference):
-                findings.warnings.append(f"--ref-load {reference} holds no weights: the reference is random")
+                findings.warnings.append(f"--ref-load {reference} has no weights: the reference model is random")
 
     def _read_model(self, option: str, path: str) -> dict[str, object]:
-        """The config of the model at ``path``, which ``option`` names. If they make no model: {}, and a problem."""
+        """The config of the model at ``path``, which ``option`` names. If it is not a model: {}, and a problem."""
         with self.findings.blaming(f"{option} {path}"):
             config = read_config(path)
             if problems := list(shape_problems(config)):
@@ -177,8 +179,8 @@ class InputChecks:
         return {}
 
     def _find_room(self, shapes: Shapes) -> None:
-        """Check that a checkpoint fits the disk of ``--save``: with Adam it takes 12 bytes for each number in
-        ``shapes``, in fp32 the weight and its two means.
+        """Check that the disk of ``--save`` has room for a checkpoint. With Adam, a checkpoint takes 12 bytes for each
+        number in ``shapes``: the weight and two moments in fp32.
         """
         args = self.args
         if args.save is None or not args.job.trains or args.lora_rank or args.optimizer == "muon":
@@ -186,10 +188,10 @@ class InputChecks:
         size = sum(map(math.prod, shapes.values())) * (4 if args.no_save_optim else 12)
         there = next(place for place in (Path(args.save), *Path(args.save).absolute().parents) if place.is_dir())
         disk = shutil.disk_usage(there)
-        if disk.total and size > disk.free:  # /proc has no size
+        if disk.total and size > disk.free:  # special file systems such as /proc have the size 0
             self.findings.problems.append(
-                f"--save {args.save}: a checkpoint takes about {in_units(size)}, and {in_units(disk.free)} are free "
-                "there: make room, or name another folder"
+                f"--save {args.save}: a checkpoint takes about {in_units(size)}, but only {in_units(disk.free)} are "
+                "free: make room, or name another folder"
             )
 
     def read_saved_rollout(self, template: str) -> None:
@@ -229,7 +231,7 @@ class InputChecks:
     def load_rows(self, rows: Rows, warn: Callable[[str], None], *, trial: bool = False) -> list[Sample]:
         """The prompts of the first rows; in a dry run, of all rows. If they cannot be read: none, and a problem.
 
-        ``warn``: called with a message about rows that are left out. ``trial``: only the first rows, even in a dry run.
+        ``warn`` gets a message about rows that are left out. ``trial``: only the first rows, even in a dry run.
         """
         args = self.args
         every = not trial and (args.dry_run or all("@[" in path for path in rows.paths))
@@ -246,34 +248,34 @@ class InputChecks:
                 warn=lambda text: warn(f"{rows.name}: {text}"),
                 note=logger.debug if trial else lambda text: self.findings.notes.append(f"{rows.name}: {text}"),
             )
-            # where none of the first rows is kept, others decide
+            # if none of the first rows is kept, all rows are read
             return load(first=None if every else ROWS_AT_START) or load()
         return []
 
     def are_text(self, rows: Rows, prompts: list[Sample]) -> bool:
-        """Whether our loop can send the prompts to an engine. A user's code may take prompts of any form."""
+        """Whether the built-in loop can send the prompts to an engine. A user's code may accept prompts of any form."""
         columns = rows.dataset or self.args
         if rows.any_form or columns.apply_chat_template or all(isinstance(p.prompt, str) for p in prompts):
             return True
         flag = "--input-key" if rows.dataset is None else "--eval-input-key"
         self.findings.problems.append(
-            f"{rows.name}: {_where(columns, 'the prompt')} holds messages: {self._applies_template(rows)}, which turns "
+            f"{rows.name}: {_where(columns, 'the prompt')} contains messages: {self._applies_template(rows)} to turn "
             f"them into text, or name a column of text with {flag}"
         )
         return False
 
     def _applies_template(self, rows: Rows) -> str:
-        """What the user does so that the chat template is applied to ``rows``. In SFT the flag would also turn the
-        conversations to train on into text."""
+        """How the user can apply the chat template to ``rows``. In SFT, the flag would also turn the conversations to
+        train on into text."""
         if rows.dataset is not None and self.args.job.loss == "supervised":
             return "set apply_chat_template: true in the file of --eval-config (docs/user_guide.md#sft)"
         return "add --apply-chat-template"
 
     def check_reward(self, rows: Rows, prompt: Sample, *, rendered: bool) -> None:
-        """Score the first row, with a right answer as the response if the rule can make one from the label.
+        """Score the first row. The response is a right answer if the rule can make such an answer from the label.
 
-        The check runs twice for the same rows: before the prompts are ``rendered``, it calls only rules that do not
-        read the prompt; afterwards it calls only the others, such as a user's function.
+        The check runs twice for the same rows. Before the prompts are ``rendered``, it calls only rules that do not
+        read the prompt. Afterwards it calls only the other rules, and a user's function.
         """
         args, dataset = self.args, rows.dataset
         settings, group_size = args, args.n_samples_per_prompt
@@ -291,7 +293,9 @@ class InputChecks:
             sample.metadata.pop("messages", None)
         sample.status = Sample.Status.COMPLETED
         log = logging.getLogger("slimelite.rewards")
-        if settings.custom_rm_path is None:  # the author of a reward plugin wants its log lines as well
+        if (
+            settings.custom_rm_path is None
+        ):  # the log lines of a reward plugin are shown, because its author may need them
             log.setLevel(logging.CRITICAL)
         try:
             with self.findings.blaming(rows.name):
@@ -302,15 +306,15 @@ class InputChecks:
                     key, option = args.eval_reward_key, "--eval-reward-key"
                 if key is not None and args.environment is None and not isinstance(reward, dict):
                     self.findings.warnings.append(
-                        f"{option} {key}: the reward of the first row of {rows.name} is {reward}, which is a number "
-                        "and not a dict, so the flag has no effect"
+                        f"{option} {key}: the reward of the first row of {rows.name} is {reward}, a number and "
+                        "not a dict, so the flag has no effect"
                     )
                 label = f"{prompt.label!r:.60}"
                 ending = f" followed by {end}, as in a run" if end else ""
                 if settings.custom_rm_path and response == "the bare label" and reward == 0:
                     self.findings.warnings.append(
                         f"{rows.name}: the custom reward gives the label of the first row{ending}, as the response, 0 "
-                        f"(label {label}): if that is a right answer, nothing will be learned"
+                        f"(label {label}): if this is a right answer, nothing will be learned"
                     )
                 self.findings.facts.append(
                     f"{rows.name}: {response} as the response to the first prompt gets {reward} (label {label})"
@@ -319,13 +323,13 @@ class InputChecks:
             log.setLevel(logging.NOTSET)
 
     def _end_of_reply(self, rows: Rows) -> str:
-        """The token that a response ends with in the text that rewards get; empty if they get none."""
+        """The token at the end of a response, in the text that rewards get; empty if that text has no such token."""
         settings = SamplingParams.of(*((rows.dataset, "dataset") if rows.dataset else (self.args, "rollout")))
         tokenizer = self.args.tokenizer
         return "" if settings.skip_special_tokens or rows.generate or tokenizer is None else end_of_reply(tokenizer)
 
     def load(self) -> None:
-        """Check what `read_files` could not, as far as possible without the weights of a model."""
+        """Run the checks that `read_files` could not run, as far as possible without the weights of a model."""
         args = self.args
         if args.dry_run or not args.job.trains or args.launcher != "ray" or self._doubtful():
             from slimelite.training.loading import inspect_models  # it needs torch
@@ -334,8 +338,8 @@ class InputChecks:
             self.findings.problems += problems
             self.findings.facts += facts
             if any(problem.startswith("--hf-checkpoint ") for problem in problems):
-                self.config = {}  # its tokenizer would be blamed for the same
-        # else the first trainer does it, when it starts: this process imports no torch for a model that looks sound
+                self.config = {}  # otherwise its tokenizer would be reported for the same error
+        # otherwise the first trainer checks the model when it starts, and this process need not import torch
         self.read_tokenizer()
         if args.use_opd:
             self.ask_teacher()
@@ -343,7 +347,7 @@ class InputChecks:
             self.check_rows(rows)
 
     def _doubtful(self) -> bool:
-        """Whether a model may be impossible to build, or unknown to the engine."""
+        """Whether it is uncertain that the models can be built, or that the engine supports them."""
         own = self.args.engine_kind.check_config is not None and self.args.model_config is None
         computed = {family.name for _, family in FAMILIES.items() if family.embedded}
         unknown = own and bool(self.config) and self.config.get("model_type") not in computed
@@ -372,8 +376,8 @@ class InputChecks:
                 theirs = text_config(read_config(args.ref_load)).get("vocab_size")
                 if theirs is not None and theirs < known:
                     findings.problems.append(
-                        f"--ref-load {args.ref_load}: its vocabulary has {theirs} tokens, the tokenizer {known}: use "
-                        "a reference that reads the policy's tokens"
+                        f"--ref-load {args.ref_load}: the vocabulary has {theirs} tokens, but the tokenizer has "
+                        f"{known}: use a reference model with the policy's vocabulary"
                     )
         if rows is not None and known > rows:
             findings.problems.append(f"the tokenizer has {known} tokens but the model's vocabulary has {rows}")
@@ -386,7 +390,7 @@ class InputChecks:
             stops[f"eval dataset {d.name}: stop_token_ids"] = SamplingParams.of(d, "dataset").stop_token_ids
         for name, ids in stops.items():
             if outside := [i for i in ids if not 0 <= i < size]:
-                findings.problems.append(f"{name} {outside}: token ids are 0 to {size - 1}, by the model's vocabulary")
+                findings.problems.append(f"{name} {outside}: the model's vocabulary has the token ids 0 to {size - 1}")
 
     def ask_teacher(self) -> None:
         """Check that the teacher's server answers, or that the teacher's model has the student's vocabulary."""
@@ -403,24 +407,26 @@ class InputChecks:
     def _compare_vocabularies(self, teacher: str) -> None:
         """Raise ValueError unless teacher and student give a token the same id.
 
-        Equal tokenizers suffice: models of one family pad their vocabularies to different sizes.
+        Equal tokenizers suffice, because models of one family pad their vocabularies to different sizes.
         """
         mine, size = (text_config(config).get("vocab_size") for config in (self.config, self.teacher))
         folder = Path(teacher)
         if not has_weights(teacher):
-            self.findings.warnings.append(f"--opd-teacher-load {teacher} holds no weights: the teacher is random")
+            self.findings.warnings.append(f"--opd-teacher-load {teacher} has no weights: the teacher is random")
         if self.tokenizer is None or (folder.is_dir() and not (folder / "tokenizer.json").is_file()):
             if mine != size:
-                raise ValueError(f"its vocabulary has {size} tokens, the student's {mine}; they must be the same")
+                raise ValueError(
+                    f"the teacher's vocabulary has {size} tokens, but the student's has {mine}; both must be equal"
+                )
             return
         ids, student_ids = load_tokenizer(teacher).get_vocab(), self.tokenizer.get_vocab()
         if differing := {token for token, _ in ids.items() ^ student_ids.items()}:
             raise ValueError(
-                f"its tokenizer differs from the student's in {len(differing)} tokens, such as {min(differing)!r}: a "
-                "teacher can only judge tokens of its own vocabulary"
+                f"the teacher's tokenizer differs from the student's in {len(differing)} tokens, such as "
+                f"{min(differing)!r}: a teacher can only score tokens of its own vocabulary"
             )
         if size is not None and size <= max(ids.values()):
-            raise ValueError(f"its vocabulary has {size} tokens, fewer than its tokenizer")
+            raise ValueError(f"the teacher's vocabulary has {size} tokens, fewer than the teacher's tokenizer")
 
     def check_rows(self, rows: Rows) -> None:
         """Check prompts, pairs or conversations, and one reward. Without a tokenizer, lengths are not checked."""
@@ -432,8 +438,8 @@ class InputChecks:
         ends = {prompt.metadata.get("messages", [{"role": "user"}])[-1]["role"] for prompt in prompts}
         if not rows.any_form and "assistant" in ends:
             findings.warnings.append(
-                f"{name}: {_where(columns, 'the prompt')} holds conversations that end with an answer of the "
-                "assistant, so the model sees that answer before it writes its own: remove it from the prompts"
+                f"{name}: {_where(columns, 'the prompt')} contains conversations that end with an answer of the "
+                "assistant, so the model sees that answer before it writes its own: remove the answer from the prompts"
             )
         if rows.dataset is None and self.args.curriculum_threshold is not None:
             with findings.blaming("--curriculum-threshold"):
@@ -463,7 +469,7 @@ class InputChecks:
         self.check_reward(rows, prompts[0], rendered=True)
 
     def _make_samples(self, rows: Rows, prompts: list[Sample]) -> None:
-        """Make the samples of the first pair, or of some conversations, as training will, to find mistakes now."""
+        """Make the samples of the first pair, or of some conversations, like training, to find mistakes now."""
         args, findings, name = self.args, self.findings, rows.name
         ours = str(args.rollout_function_path).startswith(("slime.", "miles.", "slimelite."))
         if self.tokenizer is None or not (ours or args.job.loss == "paired"):
@@ -510,7 +516,7 @@ class InputChecks:
             hidden.update({key for c in conversations for key in chat.left_out(c, prompt.metadata.get("tools"))})
         self.findings.warnings += [
             f"{name}: the chat template leaves {key} out of {count} of the first {len(first)} rows: the model cannot "
-            "learn it; put a chat_template.jinja that shows it into the --hf-checkpoint folder, or use the content"
+            f"learn {key}; put a chat_template.jinja that shows {key} into the --hf-checkpoint folder, or use content"
             for key, count in hidden.items()
         ]
 
@@ -533,7 +539,7 @@ class InputChecks:
                 )
 
     def _check_lengths(self, rows: Rows, longest: int, what: str = "a prompt of") -> None:
-        """Check that a prompt of ``longest`` tokens and its response fit the context, the cache and a micro-batch."""
+        """Check that a prompt of ``longest`` tokens with its response fits the context, the cache and a micro-batch."""
         args, dataset, name = self.args, rows.dataset, rows.name
         response = (args.rollout_max_response_len if dataset is None else dataset.max_response_len) or 0
         context = args.rollout_max_context_len if dataset is None else dataset.max_context_len
@@ -551,7 +557,7 @@ class InputChecks:
             lower = "--rollout-max-response-len" if dataset is None else "--eval-max-response-len"
             self.findings.problems.append(
                 f"--kv-cache-tokens {cache} would cut responses short: {what} {longest} tokens ({name}), and with a "
-                f"response of {response} it has {whole}; raise it, or lower {lower}"
+                f"response of {response} that makes {whole}; raise --kv-cache-tokens, or lower {lower}"
             )
         elif limit is not None and whole > limit:
             self.findings.warnings.append(

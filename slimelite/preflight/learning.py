@@ -1,5 +1,5 @@
-"""Finds runs that would start but not learn. It shows what the model sees, and tries a user's estimator and loss on
-made-up rows."""
+"""Finds runs that would start, but would not learn. It shows the prompts as the model sees them, and tries a user's
+estimator and loss on made-up rows."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ if TYPE_CHECKING:
     from slimelite.samples.sample import Sample
     from slimelite.training.batch import MicroBatch
 
-# a made-up advantage above this is a warning; GRPO's is at most the square root of the size of the group
+# a larger advantage on made-up rows is a warning; GRPO's are at most the square root of the group size
 LARGE = 100.0
-# tokens at each end of the first prompt, and characters of it, that a dry run prints
+# a dry run prints this many tokens at each end of the first prompt, and this many characters
 EDGE, CHARACTERS = 4, 600
 # a larger share of unknown tokens is a warning
 UNKNOWN = 0.05
 
 
 def first_prompt(prompt: Sample, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The first prompt as the model sees it, with the tokens at both ends. Faults of templates show there."""
+    """The first prompt as the model sees it, with its first and last tokens, where errors of templates are visible."""
     return f"the first prompt as the model sees it: {_as_seen(str(prompt.prompt), prompt.tokens, tokenizer)}"
 
 
 def conversations_as_seen(samples: list[Sample], tokenizer: PreTrainedTokenizerBase) -> str:
-    """The first of the conversations to train on, as `first_prompt` shows a prompt, and the tokens of all of them."""
+    """The first conversation to train on, shown like `first_prompt`, and the lengths of all conversations."""
     seen = _as_seen(tokenizer.decode(samples[0].tokens), samples[0].tokens, tokenizer)
     trained, lengths = sum(samples[0].loss_mask or ()), [len(sample.tokens) for sample in samples]
     return (
-        f"the first conversation as the model sees it: {seen}; {trained} of them are trained on; the first "
+        f"the first conversation as the model sees it: {seen}; {trained} of these tokens are trained on; the first "
         f"{len(samples)} conversations have {min(lengths)} to {max(lengths)} tokens"
     )
 
 
 def unknown_tokens(samples: list[Sample], tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """A warning if the tokenizer does not know much of the texts."""
+    """A warning if the tokenizer has no tokens for a large part of the texts."""
     unknown = tokenizer.unk_token_id
     if unknown is None or unknown in (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id):
         return None  # GPT-2's <|endoftext|> is all of them, and every text has it
@@ -55,8 +55,8 @@ def unknown_tokens(samples: list[Sample], tokenizer: PreTrainedTokenizerBase) ->
         return None
     return (
         f"{share:.0%} of the tokens of the first {len(samples)} conversations are {tokenizer.unk_token}: the tokenizer "
-        "does not know these texts, so the model cannot learn them: use another --tokenizer, or train one on your "
-        "texts with scripts/train_tokenizer.py"
+        "does not know these texts, so the model cannot learn them: use another --tokenizer, or train a tokenizer on "
+        "your texts with scripts/train_tokenizer.py"
     )
 
 
@@ -69,23 +69,23 @@ def _as_seen(text: str, tokens: Sequence[int], tokenizer: PreTrainedTokenizerBas
 
 
 def without_template(prompt: Sample, tokenizer: PreTrainedTokenizerBase, remedy: str) -> str | None:
-    """A warning if a chat model would see text without its chat template. ``remedy``: what applies the template."""
+    """A warning if a chat model would see text without its chat template. ``remedy``: how to apply the template."""
     marks = [mark for mark in tokenizer.all_special_tokens if mark in str(prompt.prompt)]
     if not tokenizer.chat_template or marks:
         return None
     return (
-        f"the prompts are text, and the model's chat template is not used: {remedy} if this is a chat model; leave it "
-        "out for a base model"
+        f"the prompts are text, and the model's chat template is not used: {remedy} if this is a chat model. For "
+        "a base model, ignore this warning"
     )
 
 
 def try_estimator(args: Args) -> tuple[str, str | None] | None:
-    """Call the functions of a user's estimator, and its loss, on made-up groups: two of four responses, of which one
-    has equal rewards, and two of eight responses with rewards of 0 and 1.
+    """Call the functions of a user's estimator, and its loss, on made-up groups. Two groups have four responses
+    each. In one of them, all rewards are equal. Two groups have eight responses with rewards of 0 and 1.
 
     Returns:
-        What was tried, for the dry run's report, and a warning of large advantages. None if the whole estimator is
-        ours.
+        A line for the dry run's report, and a warning if an advantage is large. None if the whole estimator is part of
+        slimelite.
 
     Raises:
         ValueError: a function fails, or does not return one finite number for each response or token.
@@ -95,15 +95,15 @@ def try_estimator(args: Args) -> tuple[str, str | None] | None:
         return None
     of_rows, _ = _tried(record, args, [0.0, 1.0, 0.5, 1.0, 0.0, 0.0, 0.0, 0.0], 4)
     spread = ", ".join(f"{value:.3g}" for value in of_rows[:4])
-    # one right answer among wrong ones, and the reverse: a median, or a deviation from it, ignores the one
+    # one right answer among wrong ones, and the reverse: a median, or a deviation from it, ignores that answer
     binary = [0.0] * 7 + [1.0] + [1.0] * 7 + [0.0]
     _, of_tokens = _tried(record, args, binary, 8)
     (largest, token) = of_tokens.abs().max(0)
     group = int(token) // (3 * 8)
     warning = (
         f"--advantage-estimator {record.name}: rewards {', '.join(f'{r:g}' for r in binary[8 * group :][:8])} of one "
-        f"prompt give an advantage of {of_tokens[token].item():.3g}: one such response outweighs all others. Does the "
-        "scale that you divide by vanish when most rewards are equal? Use one that does not, or clamp the advantages"
+        f"prompt give an advantage of {of_tokens[token].item():.3g}: one such response outweighs all others. Maybe "
+        "the divisor vanishes when most rewards are equal: use another divisor, or clamp the advantages"
     )
     fact = (
         f"--advantage-estimator {record.name}: rewards 0, 1, 0.5, 1 of one prompt give {spread}; equal rewards are fine"
@@ -137,7 +137,7 @@ def _tried(record: Estimator, args: Args, made_up: list[float], size: int) -> tu
         )
         of_tokens, _ = token_advantages(record.name, tokens)
         losses = _losses(record, args, of_tokens)
-    except Exception as error:  # of a user's code: anything
+    except Exception as error:  # a user's code may raise anything
         raise ValueError(
             f"--advantage-estimator {record.name} fails on groups of {size} made-up responses with rewards "
             f"{rewards.tolist()}: {type(error).__name__}: {error}"
@@ -145,8 +145,8 @@ def _tried(record: Estimator, args: Args, made_up: list[float], size: int) -> tu
     for name, values in (("advantages", of_tokens), ("losses", losses)):
         if not bool(values.isfinite().all()):
             raise ValueError(
-                f"--advantage-estimator {record.name}: {name} are not finite for rewards {rewards.tolist()}, of which "
-                f"each {size} belong to one prompt: divide by something that is never 0"
+                f"--advantage-estimator {record.name}: {name} are not finite for rewards {rewards.tolist()}, with "
+                f"{size} responses to each prompt: divide by a number that is never 0"
             )
     return of_rows, of_tokens
 
@@ -155,7 +155,7 @@ def try_loss(args: Args) -> str | None:
     """Call a user's loss on eight made-up responses of three tokens, each with a masked token.
 
     Returns:
-        What was tried, for the dry run's report. None if the loss is ours, or if it is a loss of pairs.
+        A line for the dry run's report. None if the loss is part of slimelite, or if it is a loss of pairs.
 
     Raises:
         ValueError: the loss fails, has a wrong shape or no gradient, or is not finite.
@@ -176,8 +176,8 @@ def try_loss(args: Args) -> str | None:
         total.backward()
     except Exception as error:  # of a user's code: anything
         raise ValueError(
-            f"{name}, tried on eight made-up responses: {one_line(error).removeprefix(f'{name} ')}; if it only lacks "
-            "what your rows have, such as metadata, ignore this"
+            f"{name}, tried on eight made-up responses: {one_line(error).removeprefix(f'{name} ')}; ignore this "
+            "warning if the loss only lacks data that your real rows have, such as metadata"
         ) from error
     gradients = torch.stack([torch.zeros_like(each) if each.grad is None else each.grad for each in (new, entropy)])
     if not bool(total.isfinite()) or not bool(gradients.isfinite().all()):

@@ -1,1 +1,2 @@
-"""Rewards: each sample gets a number. `grader` scores samples. The rules are records in `rules`."""
+"""Rewards. A reward is a number for one sample. The module `grader` scores samples. The reward rules are records in the
+module `rules`."""

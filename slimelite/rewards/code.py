@@ -1,14 +1,16 @@
-r"""``code``: the last Python block of the response passes all tests.
+r"""The rule ``code``. The reward is 1 if the last Python block of the response passes all tests.
 
-The tests are in the metadata, or in the label as JSON (an object, or a list of asserts), in one of three forms:
+The tests are in the metadata, or as JSON in the label (an object, or a list of asserts). The tests have one of three
+forms:
 
     {"test": "def check(candidate): ...", "entry_point": "add"}      HumanEval
     {"test_list": ["assert add(1, 2) == 3"]}                         MBPP
     {"inputs": ["1 2\n"], "outputs": ["3\n"]}                        stdin and stdout: APPS, TACO, CodeContests
 
-each with an optional ``prefix``: code before that of the response (imports, or the function head that it completes).
-With ``completion`` the response has no block of code, but continues where the prefix ends, like that of a model without
-a chat template. Its code ends before the first line that is not indented.
+Each form may have a ``prefix``. The prefix is code before the response's code, such as imports or the head of the
+function that the response completes. With ``completion`` the response has no block of code. The response continues
+where the prefix ends, as the response of a model without a chat template does. The response's code ends before the
+first line that is not indented.
 """
 
 from __future__ import annotations
@@ -35,10 +37,10 @@ from slimelite.sandbox.registry import SANDBOXES, answers_of
 
 FENCE = "```"
 PYTHON = ("", "python", "py", "python3")
-# The program in the sandbox, called with the file descriptors of its payload and of its verdict. The payload is JSON:
-# ``code``, ``tests`` (None: the code is a program that reads stdin) and ``token``, which is written after the last
-# test: exit status 0 proves nothing, because the code may call ``sys.exit``. With tests, code under
-# ``if __name__ == "__main__"`` is only a demonstration and is not run.
+# The program in the sandbox. Its arguments are two file descriptors, for its payload and its verdict. The payload is
+# JSON with ``code``, ``tests`` (None: the code is a program that reads stdin) and ``token``. The program writes the
+# token after the last test. Exit status 0 would prove nothing, because the code may call ``sys.exit``. If there are
+# tests, code under ``if __name__ == "__main__"`` is only a demonstration, and does not run.
 RUNNER = """
 import json, os, sys
 with os.fdopen(int(sys.argv[1])) as file:
@@ -49,12 +51,13 @@ if payload["tests"]:
     exec(compile(payload["tests"], "tests.py", "exec"), namespace)
 os.write(int(sys.argv[2]), payload["token"].encode())
 """
-# what all files of a program may hold together [bytes], and their number; folders count, and deleted files while they
+# limits for a program's files: their total size [bytes] and their number; folders count, and so do deleted files that
 # are open
 DISK_BYTES, ENTRIES = 64 << 20, 4096
-# between two looks at them [s]; a program that ends in between is looked at once more
+# time before the first check of these limits, and between two checks [s]; after the program's end they are checked once
+# more
 FIRST_LOOK_S, LOOK_S = 0.005, 0.05
-# numeric libraries would start threads, which are not allowed
+# without these variables, numeric libraries would start threads, but threads are not allowed
 ENVIRONMENT = {
     "PATH": os.defpath,
     "LANG": "C.UTF-8",
@@ -65,10 +68,10 @@ ENVIRONMENT = {
 
 
 class Tests(NamedTuple):
-    """``script``: test code that runs after the response's code. If it is None, ``cases`` has (stdin, stdout) of each
-    run.
+    """``script``: test code that runs after the response's code. If ``script`` is None, ``cases`` has (stdin, expected
+    stdout) of each run.
 
-    ``completion``: the response continues where ``prefix`` ends.
+    ``completion``: whether the response continues where ``prefix`` ends.
     """
 
     prefix: str
@@ -78,7 +81,7 @@ class Tests(NamedTuple):
 
 
 def quick(answer: Answer) -> float | None:
-    """0 if the response has no block of code, else None.
+    """Return 0 if the response has no block of code, else None.
 
     Raises:
         ValueError: there are no tests.
@@ -87,7 +90,7 @@ def quick(answer: Answer) -> float | None:
 
 
 def slow(answer: Answer) -> float:
-    """1 if all tests together pass within --code-timeout, else 0."""
+    """Return 1 if all tests pass and together take at most --code-timeout, else 0."""
     tests = read_tests(answer)
     block = _code(answer.response, tests)
     code = f"{tests.prefix}\n{block}" if tests.prefix else block or ""
@@ -108,7 +111,7 @@ def slow(answer: Answer) -> float:
 
 def cautions() -> list[str]:
     """Warnings about risks that the sandbox cannot prevent on this machine."""
-    return [f"runs what the model writes, and on this machine {gap} (docs/rewards.md)" for gap in gaps()]
+    return [f"runs code that the model writes, and on this machine {gap} (docs/rewards.md)" for gap in gaps()]
 
 
 def read_tests(answer: Answer) -> Tests:
@@ -137,7 +140,8 @@ def _code(response: str, tests: Tests) -> str | None:
 
 
 def last_block(response: str) -> str | None:
-    """The last closed fenced block whose language is Python or not given; None if there is none."""
+    """The last closed fenced block with the language Python or without a language. Returns None if there is no such
+    block."""
     block: list[str] | None = None
     language, last = "", None
     for line in response.splitlines():
@@ -153,7 +157,7 @@ def last_block(response: str) -> str | None:
 
 
 def lines(text: str) -> list[str]:
-    """The lines without trailing spaces, and without empty lines before and after the text."""
+    """The lines of ``text`` without trailing spaces. Empty lines before and after the text are removed."""
     return [line.rstrip() for line in text.strip().splitlines()]
 
 
@@ -161,14 +165,14 @@ def _label(label: str) -> dict[str, object]:
     try:
         value = json.loads(label)
     except ValueError:
-        return {}  # a label of another kind; the tests may be in the metadata
+        return {}  # the label is not JSON; the tests may be in the metadata
     return value if isinstance(value, dict) else {"test_list": value} if isinstance(value, list) else {}
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """``finished``: the tests (or the program, if there are no tests) ran to the end without an error. ``output``:
-    stdout."""
+    """The result of running a program. ``finished``: whether the tests ran to the end without an error. Without tests,
+    ``finished`` tells whether the program ran to the end without an error. ``output``: the text on stdout."""
 
     finished: bool
     output: str
@@ -177,13 +181,13 @@ class Run:
 def run_code(
     code: str, tests: str | None, stdin: str, *, seconds: float, memory_mb: int, sandbox: str = "process"
 ) -> Run:
-    """Run ``code``, then ``tests`` in the same namespace, for at most ``seconds`` of wall time and of processor time.
+    """Run ``code``, then ``tests`` in the same namespace. Wall time and processor time are each limited to ``seconds``.
 
-    The program runs in an empty temporary folder, with a minimal environment and ``stdin`` as standard input. Output
-    beyond 16 MiB counts as an error of the program, and so do files beyond `DISK_BYTES` or `ENTRIES`. When this
-    returns, its process group has been killed.
+    The program runs in an empty temporary folder, with a minimal environment and ``stdin`` as standard input. It is an
+    error of the program if its output exceeds 16 MiB, or its files exceed `DISK_BYTES` or `ENTRIES`. Before this
+    function returns, it kills the program's process group.
 
-    ``sandbox``: a value of ``--agent-sandbox``. One without its own way to run answers means ``process``.
+    ``sandbox``: a value of ``--agent-sandbox``. If this sandbox has no function that runs answers, ``process`` is used.
     """
     hide()
     token = secrets.token_hex(16)
@@ -239,7 +243,8 @@ def _wait(process: subprocess.Popen[bytes], folder: str, seconds: float) -> int 
 
 
 def _is_too_much(process: int, folder: str) -> bool:
-    """Whether the files in ``folder``, and the deleted files that ``process`` still has open, are beyond the limits."""
+    """Whether the files in ``folder``, together with the deleted files that ``process`` still has open, exceed the
+    limits."""
     used = entries = 0
     places = [folder]
     while places:
@@ -248,7 +253,7 @@ def _is_too_much(process: int, folder: str) -> bool:
         except FileNotFoundError:
             continue
         except OSError:
-            return True  # folders that are too deep for a path
+            return True  # folders are nested too deep for a path
         entries += len(children)
         if entries > ENTRIES:
             return True
@@ -265,10 +270,10 @@ def _is_too_much(process: int, folder: str) -> bool:
 
 
 def _unnamed_bytes(process: int) -> int:
-    """The bytes of files that are deleted but open in ``process``. A memory-mapped file counts as the largest
-    possible."""
+    """The size of the files that are deleted but still open in ``process`` [bytes]. A memory-mapped file counts with
+    the largest possible size."""
     sizes: dict[tuple[int, int], int] = {}
-    with suppress(OSError):  # it has ended
+    with suppress(OSError):  # the process has ended
         lines = Path(f"/proc/{process}/maps").read_text(errors="replace").splitlines()
         mapped = {line.split()[4] for line in lines if line.endswith(" (deleted)")}
         sizes[0, 0] = FILE_BYTES * len(mapped)
@@ -281,7 +286,7 @@ def _unnamed_bytes(process: int) -> int:
 
 
 def _remove(folder: str) -> None:
-    """Remove ``folder``. A program may have nested folders in it deeper than Python's recursion limit."""
+    """Remove ``folder``. A program may have nested folders deeper than Python's recursion limit."""
     try:
         shutil.rmtree(folder)
     except (OSError, RecursionError):
@@ -289,7 +294,7 @@ def _remove(folder: str) -> None:
 
 
 def _file(stack: ExitStack, text: str = "") -> IO[bytes]:
-    """An unnamed file that holds ``text``, positioned at its start."""
+    """An unnamed file with the content ``text``. The file position is at the start."""
     file = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115  the stack closes it
     file.write(text.encode("utf-8", "replace"))
     file.seek(0)
@@ -297,9 +302,9 @@ def _file(stack: ExitStack, text: str = "") -> IO[bytes]:
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill the child process and the rest of its process group, whose id is the child's."""
+    """Kill the child process and the rest of its process group. The group's id is the child's process id."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
-        return  # the child has ended and its group is empty
+        return  # the child has ended, and its process group is empty
     process.wait()

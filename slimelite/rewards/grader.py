@@ -1,7 +1,8 @@
-"""Grades samples. It decides which reward scores a sample, where it runs, and what happens if it fails.
+"""Grades samples. The grader decides which reward scores a sample, in which process or thread the reward runs, and what
+happens if the reward fails.
 
-User functions run in their own threads, so that they cannot block generation. Async functions share one event loop in
-one thread, so they may share a session. Plain functions get a thread each.
+User functions run in their own threads, so they cannot block generation. Async functions share one event loop in one
+thread, so they may share an HTTP session. Each plain function gets its own thread.
 """
 
 from __future__ import annotations
@@ -32,27 +33,28 @@ from slimelite.slime.plugins import load_function
 
 logger = logging.getLogger(__name__)
 
-# number of different failures of a rollout that are kept and logged in full; further ones are only counted
+# number of different failures of a rollout that are kept and logged in full; further failures are only counted
 KEPT_REPORTS = 8
 LARGEST_REWARD = 3.4e38  # largest number in fp32, the dtype of advantages
 SHOWN_CHARS = 300
-# a quick rule of ours reads so many characters in about the time in which a thread would begin
+# our quick rules read this number of characters in about the time in which a thread starts
 AT_ONCE_CHARS = 20_000
-# time that an event loop may take to respond before it counts as blocked [s]
+# an event loop counts as blocked if it does not respond within this time [s]
 ANSWER_SECONDS = 1.0
 CONNECTIONS = 64
 ATTEMPTS = 10
-# loading many gigabytes of reward model from a network disk takes long
+# time limit to load a reward model [s]; many gigabytes from a network disk take long
 LOAD_SECONDS = 1800.0
 REQUEST_SECONDS = 120.0
 
 
 class RewardError(ValueError):
-    """A reward failed under ``--reward-error fail``; its one argument is the message."""
+    """A reward failed and ``--reward-error`` is ``fail``. The exception's only argument is the message."""
 
 
 class Route(NamedTuple):
-    """The scorer of a sample: the path of a function if ``custom``, else the name of a rule."""
+    """The scorer of a sample. If ``custom`` is true, ``name`` is the path of a function. If ``custom`` is false,
+    ``name`` is the name of a rule."""
 
     name: str
     custom: bool
@@ -60,7 +62,7 @@ class Route(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ErrorReport:
-    """A failed reward: ``reward`` is its name, ``response`` the end of the sample's response."""
+    """A failed reward. ``reward`` is the name of the reward, and ``response`` is the end of the sample's response."""
 
     reward: str
     failure: Failure
@@ -79,24 +81,25 @@ class ErrorReport:
 class Grader:
     """Sets ``sample.reward``.
 
-    Our fast string rules run at once, or in a thread if the text is long. A user's rules always run in a thread. The
-    slow steps of rules and the reward model run in worker processes (`WorkerPool`). Custom functions run on a separate
-    event loop (`RewardLoop`). None of them blocks the caller's event loop for long. Failures are counted by kind, and
-    noted in the sample's ``metadata["reward_error"]``. The first different ones stay in ``error_reports`` until
-    `metrics` is called. ``--reward-error`` decides what happens to the sample.
+    Our fast string rules run immediately in this thread, or in another thread if the text is long. A user's rules
+    always run in another thread. The slow steps of rules and the reward model run in worker processes (`WorkerPool`).
+    Custom functions run on a separate event loop (`RewardLoop`). So no reward blocks the caller's event loop for long.
+    Failures are counted by kind, and written to the sample's ``metadata["reward_error"]``. The first different failures
+    stay in ``error_reports`` until `metrics` is called. ``--reward-error`` decides what happens to the sample.
     """
 
     def __init__(
         self, args: RewardArgs, *, workers: int | None = None, trial: bool = False, ends: Sequence[str] = ()
     ) -> None:
-        """``workers``: the most grading processes; None: one for every two processors, from 1 to 8. ``ends``: texts of
-        the tokens that end a response, which rules that judge the whole text do not get.
+        """``workers``: the maximum number of grading processes. None: one process for every two processors, from 1 to
+        8. ``ends``: the texts of the tokens that end a response. For rules that judge the whole text, these texts are
+           removed first.
 
-        ``trial``: this grader scores the one row that is graded before a run starts. Its failures are not logged, and a
-        server that does not answer is tried only twice.
+        ``trial``: whether this grader scores only the trial row before a run starts. In a trial, failures are not
+        logged, and a request to a reward server is tried only twice.
 
         Raises:
-            ValueError: ``args`` name a rule or a function that does not exist, or lack a flag that it needs.
+            ValueError: ``args`` name a rule or a function that does not exist, or lack a flag that the rule needs.
         """
         self.args = args
         # the first argument of custom functions
@@ -128,13 +131,14 @@ class Grader:
     ) -> None:
         """Score every sample.
 
-        A sample's own ``custom_rm_path`` comes first, then --custom-rm-path, its ``metadata["rm_type"]``, --rm-type.
-        The arguments of this call override the flags. An evaluation dataset's ``rm_type`` also overrides
-        --custom-rm-path. ``group_rm``: custom functions get all samples at once, as with --group-rm. Siblings of a
-        fan-out are scored in this way. ``reward_key``: the entry of a dict reward that must be a number.
+        The first of these scores a sample: the sample's own ``custom_rm_path``, --custom-rm-path, the sample's
+        ``metadata["rm_type"]``, --rm-type. The arguments of this call override the flags. An evaluation dataset's
+        ``rm_type`` also overrides --custom-rm-path. ``group_rm``: custom functions get all samples in one call, as with
+        --group-rm. Siblings of a fan-out are scored in one call too. ``reward_key``: the key of a dict reward whose
+        value must be a number.
 
         Raises:
-            ValueError: no flag or sample names a scorer, or a named rule or function does not exist.
+            ValueError: neither a flag nor the sample names a scorer, or the named rule or function does not exist.
             RewardError: a reward failed, and --reward-error is ``fail``.
         """
         flag_path = self.args.custom_rm_path if rm_type is None else None
@@ -154,10 +158,11 @@ class Grader:
                 self._settle(sample, route, outcome, key)
 
     async def shaping(self, samples: Sequence[Sample], max_length: int) -> tuple[list[float], dict[str, float]]:
-        """The amounts that --format-reward-coef and --overlong-buffer-len add to each sample's reward, and metrics of
-        their means.
+        """Compute the amounts that --format-reward-coef and --overlong-buffer-len add to each sample's reward. Returns
+        the amounts, and their means as metrics.
 
-        ``max_length``: the most tokens of a response. A format check that fails adds 0 and counts as a reward error.
+        ``max_length``: the maximum number of tokens of a response. A format check that fails adds 0 and counts as a
+        reward error.
         """
         args, added, metrics = self.args, [0.0] * len(samples), {}
         if args.format_reward_coef and samples:
@@ -174,7 +179,7 @@ class Grader:
         return added, metrics
 
     def check(self, samples: Sequence[Sample], *, reward_key: str | None = None) -> None:
-        """Check rewards that a custom generate function has set. Like all rewards, each must be a finite number.
+        """Check rewards that a custom generate function has set. Each reward must be a finite number.
 
         Raises:
             RewardError: see `grade`.
@@ -184,7 +189,7 @@ class Grader:
             self._settle(sample, route, sample.reward, reward_key or self.args.reward_key)
 
     def fail(self, samples: Sequence[Sample], failure: Failure, what: str, *, reward_key: str | None = None) -> None:
-        """Handle samples that have no reward because ``what`` failed, as --reward-error says.
+        """Handle samples without a reward because ``what`` failed. --reward-error decides what happens to them.
 
         Raises:
             RewardError: see `grade`.
@@ -193,9 +198,11 @@ class Grader:
             self._settle(sample, Route(what, custom=True), failure, reward_key or self.args.reward_key)
 
     def metrics(self) -> dict[str, float]:
-        """``rollout/reward_errors``, in total and by kind, since the last call. Clears them and ``error_reports``.
+        """The metrics ``rollout/reward_errors``: the number of failures since the last call, in total and by kind. A
+        call resets the counts and ``error_reports``.
 
-        ``rollout/costly_answers``: how many answers were too costly for algebra, if any.
+        ``rollout/costly_answers``: the number of answers that were too costly for algebra. The metric is missing if
+        there were none.
         """
         counts = {f"rollout/reward_errors/{kind}": float(n) for kind, n in sorted(self._errors.items())}
         total = float(self._errors.total())
@@ -207,20 +214,20 @@ class Grader:
         return {"rollout/reward_errors": total, **counts}
 
     def close(self) -> None:
-        """End workers and threads."""
+        """End the workers and the threads."""
         self._pool.close()
         for scorer in self._scorers.values():
             scorer.close()
         self._loop.close()
 
     def _rule(self, rm_type: str, reward_key: str | None) -> Rule:
-        """The rule called ``rm_type``. This checks the flags that it needs, creates its scorer, and logs its cautions
-        once."""
+        """The rule with the name ``rm_type``. This function checks the flags that the rule needs, creates its scorer,
+        and logs its cautions once."""
         rule = RULES[rm_type]
         if missing := rule.lacks(self.args):
             raise ValueError(missing)
         if isinstance(rule.zero, dict) and reward_key not in rule.zero:
-            raise ValueError(f"--rm-type {rm_type} gives a dict: add --reward-key, one of {', '.join(rule.zero)}")
+            raise ValueError(f"--rm-type {rm_type} returns a dict; add --reward-key with one of {', '.join(rule.zero)}")
         if rule.scorer is not None and rule.name not in self._scorers:
             self._scorers[rule.name] = function(rule.scorer, RULES.option, rule.name)(self.args, self._trial)
         if rule.cautions is not None and rule.name not in self._cautioned:
@@ -243,7 +250,7 @@ class Grader:
             outcomes = await self._scorers[rule.name].score(samples, texts)
             return [failure_of(o) if isinstance(o, BaseException) else o for o in outcomes]
         answers = [answer_of(s, text, self._settings) for s, text in zip(samples, texts, strict=True)]
-        missing = Failure("invalid", f"{rm_type} compares with a label, and the sample has none; set --label-key")
+        missing = Failure("invalid", f"{rm_type} needs a label, but the sample has none; set --label-key")
         unlabelled = rule.zero if self.args.unlabelled_is_zero else missing
         if _is_ours(rule) and sum(len(answer.response) for answer in answers) <= AT_ONCE_CHARS:
             results = [_quick(rule, answer) for answer in answers]
@@ -273,13 +280,13 @@ class Grader:
         if isinstance(rewards, dict) or len(per_sample) != len(samples):
             got = f"{len(per_sample)} rewards" if per_sample else f"a {type(rewards).__name__}"
             message = (
-                f"a reward function that gets {len(samples)} samples must return a list of as many rewards, not {got}"
+                f"a reward function for {len(samples)} samples must return a list of {len(samples)} rewards, not {got}"
             )
             return [Failure("invalid", message)] * len(samples)
         return per_sample
 
     def _settle(self, sample: Sample, route: Route, outcome: object, reward_key: str | None) -> None:
-        """Set the sample's reward, or handle its failure as --reward-error says."""
+        """Set the sample's reward. If the reward failed, --reward-error decides what happens."""
         result = outcome if isinstance(outcome, Failure) else _checked(outcome, reward_key)
         if not isinstance(result, Failure):
             sample.reward = result
@@ -294,7 +301,7 @@ class Grader:
             if not self._trial:
                 logger.warning("%s", report)
         if self.args.reward_error == "fail":
-            raise RewardError(f"{report}\n(with --reward-error zero or drop, the run would continue)")
+            raise RewardError(f"{report}\n(to continue the run after such failures, set --reward-error zero or drop)")
         zero = None if route.custom else RULES[route.name].zero
         if zero is None:
             zero = 0.0 if reward_key is None else {reward_key: 0.0}
@@ -305,17 +312,18 @@ class Grader:
 
 
 def route_of(sample: Sample, custom_rm_path: str | None, rm_type: str | None) -> Route:
-    """The scorer of ``sample``, in slime's order: its own function, --custom-rm-path, its own rule, --rm-type.
+    """The scorer of ``sample``. As in slime, it is the first of these: the sample's own function, --custom-rm-path, the
+    sample's own rule, --rm-type.
 
     Raises:
-        ValueError: none of these is given.
+        ValueError: there is no scorer.
     """
     if path := sample.custom_rm_path or custom_rm_path:
         return Route(path, custom=True)
     name = str((sample.metadata or {}).get("rm_type") or rm_type or "").strip()
     if not name:
         raise ValueError(
-            f"sample {sample.index} has no scoring rule: give --rm-type or --custom-rm-path, or metadata.rm_type"
+            f"sample {sample.index} has no reward: give --rm-type, --custom-rm-path, or rm_type in its metadata"
         )
     return Route(name, custom=False)
 
@@ -323,32 +331,33 @@ def route_of(sample: Sample, custom_rm_path: str | None, rm_type: str | None) ->
 def overlong_penalty(length: int, max_length: int, buffer: int, factor: float) -> float:
     """DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13), from 0 to −``factor``. Lengths are in tokens.
 
-    It is 0 up to ``max_length − buffer``, then falls linearly to −factor at ``max_length``, and stays −factor beyond.
+    The penalty is 0 up to ``max_length − buffer``. Then the penalty falls linearly to −factor at ``max_length``. For
+    longer responses the penalty stays −factor.
     """
     over = length - (max_length - buffer)
     return -factor * min(max(over / buffer, 0.0), 1.0)
 
 
 def without_end(text: str, ends: Sequence[str]) -> str:
-    """``text`` without the one of ``ends`` that it ends with."""
+    """``text`` without its end, if this end is one of ``ends``."""
     return next((text.removesuffix(end) for end in ends if end and text.endswith(end)), text)
 
 
 def answer_of(sample: Sample, response: str, settings: Settings) -> Answer:
-    """The part of ``sample`` that a rule sees."""
+    """The part of ``sample`` that a rule gets."""
     return Answer(
         response, label_text(sample.label), sample.metadata or {}, f"{sample.group_index}/{sample.index}", settings
     )
 
 
 def _is_ours(rule: Rule) -> bool:
-    """Whether ``quick`` surely needs only time linear in the response. A user's function may hang, and then blocks only
-    its thread."""
+    """Whether ``quick`` is one of our functions, which need only time linear in the response. A user's function may
+    hang, so it runs in a thread."""
     return rule.quick is None or (isinstance(rule.quick, str) and rule.quick.startswith(f"{PACKAGE.name}."))
 
 
 def _quick(rule: Rule, answer: Answer) -> Reward | Failure | None:
-    """The verdict of the rule's ``quick`` in this process. None: its ``slow`` must decide."""
+    """The verdict of the rule's function ``quick`` in this process. None: the rule's function ``slow`` must decide."""
     if rule.quick is None:
         return None
     try:
@@ -358,7 +367,7 @@ def _quick(rule: Rule, answer: Answer) -> Reward | Failure | None:
     if verdict is None and rule.slow is None:
         return Failure(
             "invalid",
-            f"the rule {rule.name} cannot decide (its function quick returned None), and it has no function slow",
+            f"the rule {rule.name} cannot decide, because its function quick returned None and it has no function slow",
         )
     return verdict
 
@@ -369,35 +378,38 @@ def _checked(reward: Any, key: str | None) -> Reward | Failure:
     if isinstance(reward, dict):
         if key is None or key not in reward:
             keys = ", ".join(map(str, reward))
-            return Failure("invalid", f"the reward is a dict of {keys}; --reward-key must name one (it is {key!r})")
+            return Failure(
+                "invalid",
+                f"the reward is a dict with the keys {keys}; --reward-key must name one of them, but is {key!r}",
+            )
         value = reward[key]
     try:
         number = float(value)
     except (TypeError, ValueError):
-        return Failure("invalid", f"a reward is a number, not {value!r:.80}")
+        return Failure("invalid", f"a reward must be a number, not {value!r:.80}")
     if not abs(number) <= LARGEST_REWARD:
         return Failure("nonfinite", f"the reward is {number}, which is not finite in fp32")
     return reward if isinstance(reward, dict) else number
 
 
 class Trial(NamedTuple):
-    """The reward of one row, and the kind of response that was graded: "the right answer", "the bare label" and so
-    on."""
+    """The reward of one row, and the kind of response that was graded, such as "the right answer" or "the bare
+    label"."""
 
     reward: Reward
     response: str
 
 
 def check_reward(args: RewardArgs, sample: Sample, group_size: int = 1, end: str = "") -> Trial:
-    """Score one real row as the run will. ``sample`` itself is not changed. ``end``: the text of the token that ends a
-    response in the run, such as ``<|im_end|>``.
+    """Score one real row in the same way as the run will. ``sample`` itself does not change. ``end``: the text of the
+    token that ends a response in the run, such as ``<|im_end|>``.
 
-    A sample without a response gets the right answer to its label, so that a label which the rule cannot read is found
-    too. A custom function or a server gets the label itself. With --group-rm the row is copied to ``group_size``
-    samples. --reward-error does not apply, because a failure here would occur on every row.
+    If the sample has no response, a right answer is made from its label. So this check also finds a label that the rule
+    cannot read. For a custom function or a server, the response is the label itself. With --group-rm the row is copied
+    to ``group_size`` samples. --reward-error is ignored, because a failure here would probably occur in every row.
 
     Raises:
-        ValueError: the reward fails, or even the right answer does not get 1.
+        ValueError: the reward fails, or the right answer does not get reward 1.
     """
     trial = replace(sample, metadata=dict(sample.metadata or {}))
     grader = Grader(replace(args, reward_error="zero"), workers=1, trial=True, ends=(end,))
@@ -425,17 +437,17 @@ def check_reward(args: RewardArgs, sample: Sample, group_size: int = 1, end: str
         places = re.findall(r'File "(.+)", line (\d+), in (\S+)', report.failure.traceback)
         theirs = [place for place in places if not Path(place[0]).is_relative_to(PACKAGE)]
         where = " ({}, line {}, in {})".format(*theirs[-1]) if route.custom and theirs else ""
-        if where in report.failure.message:  # the message of a wrong plugin call already has it
+        if where in report.failure.message:  # the message of a wrong plugin call already names the place
             where = ""
         raise ValueError(
-            f"the reward {report.reward} fails on the first row, so the run does not start, whatever --reward-error "
-            f"is: {report.failure.kind}: {report.failure.message}{where} (label {report.label!r}, response "
+            f"the reward {report.reward} fails on the first row, so the run does not start (--reward-error does not "
+            f"apply here): {report.failure.kind}: {report.failure.message}{where} (label {report.label!r}, response "
             f"{report.response!r})"
         )
     if example is not None and trial.reward_value(args.reward_key) != 1.0:
         remedy = f", or add --rollout-skip-special-tokens if the rule cannot read {end}" if end else ""
         raise ValueError(
-            f"--rm-type {route.name} gives the right answer to the first row {trial.reward}, not 1: check --label-key "
+            f"--rm-type {route.name} gives the right answer of the first row {trial.reward}, not 1: check --label-key "
             f"and the labels{remedy} (label {str(trial.label)[-200:]!r}, response {trial.response[-200:]!r})"
         )
     assert trial.reward is not None
@@ -449,16 +461,18 @@ class RewardLoop:
         self._thread: LoopThread | None = None
 
     async def call(self, function: Callable[..., Any], *args: object, timeout: float) -> Any:
-        """The result of ``function``, or a `Failure` if it raises or takes longer than ``timeout`` seconds.
+        """Call ``function`` and return its result. Returns a `Failure` if ``function`` raises or takes longer than
+        ``timeout`` seconds.
 
-        A function that takes longer is cancelled. If it never awaits, it keeps running in its abandoned loop.
+        A function that takes longer is cancelled. If the function never awaits, it continues to run in its abandoned
+        loop.
         """
         thread = self._thread = self._thread or LoopThread("rewards")
         future = asyncio.wrap_future(thread.submit(call(function, *args)))
         try:
             done, _ = await asyncio.wait({future}, timeout=timeout)
         finally:
-            future.cancel()  # a no-op when it is done
+            future.cancel()  # does nothing if the future is done
         if done:
             try:
                 return future.result()
@@ -473,46 +487,48 @@ class RewardLoop:
             ""
             if answered
             else (
-                "; the function blocks the event loop: use await for slow calls, or make it a plain def, which runs "
+                "; the function blocks the event loop: use await for slow calls, or write a plain def, which runs "
                 "in a thread"
             )
         )
         return Failure("timeout", f"no reward within {timeout:g} s (--reward-timeout){blocked}")
 
     def close(self) -> None:
-        """Let the thread end."""
+        """Tell the thread to end."""
         if self._thread is not None:
             self._thread.abandon()
             self._thread = None
 
 
 def failure_of(error: BaseException) -> Failure:
-    """The `Failure` for an exception. Its traceback begins at the user's first line."""
+    """The `Failure` for an exception. The traceback begins at the first line of the user's code."""
     return Failure("exception", f"{type(error).__name__}: {error}", own_traceback(error))
 
 
 class RemoteReward:
-    """``remote_rm``: POSTs ``{"prompt", "response", "label"}`` to --rm-url. The JSON answer is the reward."""
+    """The scorer of ``remote_rm``. The scorer sends ``{"prompt", "response", "label"}`` to --rm-url by POST. The JSON
+    answer is the reward."""
 
     def __init__(self, args: RewardArgs, trial: bool) -> None:
-        """``trial``: give up after two attempts.
+        """``trial``: whether to stop after two attempts.
 
         Raises:
-            ValueError: the address has no scheme.
+            ValueError: the address does not start with http:// or https://.
         """
         assert args.rm_url is not None
         if not args.rm_url.startswith(("http://", "https://")):
-            raise ValueError(f"--rm-url {args.rm_url}: an address starts with http:// or https://")
+            raise ValueError(f"--rm-url {args.rm_url}: the address must start with http:// or https://")
         self._url = args.rm_url
         self._attempts = 2 if trial else ATTEMPTS
 
     async def score(self, samples: Sequence[Sample], texts: Sequence[str]) -> Sequence[Outcome]:
-        """The server's answers, or the exception if a request failed. ``--reward-timeout`` does not apply.
+        """The server's answers. For a failed request, the exception takes the place of the answer. ``--reward-timeout``
+        does not apply.
 
-        The waits between attempts are 1, 2, 4, ... seconds, at most 30. A 4xx error is not retried, except for 408, 425
-        and 429.
+        The waits between attempts are 1, 2, 4, ... seconds, and at most 30 seconds. Of the 4xx errors, only 408, 425
+        and 429 are retried.
         """
-        from slimelite.base.http_client import Client, Retry  # other rewards ask nobody
+        from slimelite.base.http_client import Client, Retry  # other rewards send no requests
 
         pairs = zip(samples, texts, strict=True)
         payloads = [{"prompt": s.prompt, "response": text, "label": s.label} for s, text in pairs]
@@ -521,13 +537,14 @@ class RemoteReward:
             return await asyncio.gather(*(client.post(self._url, p) for p in payloads), return_exceptions=True)
 
     def close(self) -> None:
-        """Do nothing, because no connection outlives `score`."""
+        """Do nothing, because `score` closes its connections."""
 
 
 class ModelReward:
-    """``reward_model``: scores with the model at --reward-model-path, in a process that starts with the first batch."""
+    """The scorer of ``reward_model``. The scorer uses the model at --reward-model-path, in a process that starts with
+    the first batch."""
 
-    def __init__(self, args: RewardArgs, trial: bool) -> None:  # noqa: ARG002  a trial is no different
+    def __init__(self, args: RewardArgs, trial: bool) -> None:  # noqa: ARG002  a trial works in the same way
         """Set up the worker pool. The model is loaded with the first batch."""
         assert args.reward_model_path is not None
         program = ("slimelite.rewards.reward_model", args.reward_model_path, args.reward_model_device)
@@ -535,7 +552,7 @@ class ModelReward:
         self._pool = WorkerPool(1, args.reward_timeout, program=program, chunk=size, start_seconds=LOAD_SECONDS)
 
     async def score(self, samples: Sequence[Sample], texts: Sequence[str]) -> Sequence[Outcome]:
-        """The model's scores."""
+        """The scores of the reward model."""
         return await self._pool.run([exchange_of(s, text) for s, text in zip(samples, texts, strict=True)])
 
     def close(self) -> None:
@@ -544,7 +561,7 @@ class ModelReward:
 
 
 def exchange_of(sample: Sample, response: str) -> Exchange:
-    """The part of ``sample`` that a reward model sees. `load_prompts` keeps the messages in the metadata for this."""
+    """The part of ``sample`` that a reward model gets. `load_prompts` keeps the messages in the metadata for this."""
     if not isinstance(sample.prompt, str):
         return Exchange("", response, sample.prompt)
     return Exchange(sample.prompt, response, (sample.metadata or {}).get("messages"))

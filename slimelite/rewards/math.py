@@ -1,8 +1,8 @@
-r"""Answers to mathematical questions: the rules ``math``, ``deepscaler``, ``gsm8k`` and ``dapo``.
+r"""The rules for answers to mathematical questions: ``math``, ``deepscaler``, ``gsm8k`` and ``dapo``.
 
-``math``: the last ``\boxed{}`` must equal the label, as text, as a number or by algebra. As in slime, a fraction must
-be reduced, and an integer must be written as one (``\frac{4}{2}`` is not 2). slime evaluates the text as Python. Here
-math-verify does the algebra, in a worker.
+For ``math``, the content of the last ``\boxed{}`` must equal the label as text, as a number or by algebra. As in slime,
+a fraction must be reduced, and an integer must be written as an integer, so ``\frac{4}{2}`` does not equal 2. slime
+evaluates the text as Python code. In slimelite, the library math-verify does the algebra in a worker process.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from itertools import accumulate
 
 from slimelite.rewards.rules import Answer
 
-# longer than any answer of MATH; longer answers must match as text
+# no answer in MATH is longer; longer answers must match as text
 MAX_ANSWER_CHARS = 500
 
 UNITS = "degree|cm|centimeter|meter|mile|second|minute|hour|day|week|month|year|foot|feet|inch|yard|percent"
-# units only after a number at the end; elsewhere two letters are two variables
+# these are units only after a number at the end; elsewhere, two letters are two variables
 SHORT_UNITS = "km|mm|dm|kg|mg|ft|lb|hr|min|sec|mph"
-# (pattern, replacement), applied once each in this order
+# (pattern, replacement); each is applied once, in this order
 TIDY = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
@@ -45,7 +45,7 @@ TIDY = tuple(
 )
 WRAPPER = re.compile(r"(?:\\(?:text|textbf|mathrm|mathbf|mbox))?\{")
 INTEGER = re.compile(r"-?[0-9]+(?:\.0*)?")
-# at most three digits of exponent, because Fraction computes the power
+# the exponent has at most three digits, because Fraction computes the power
 DECIMAL = re.compile(r"-?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?")
 FRACTION = re.compile(r"(-?)\\frac\{(-?)([0-9]+)\}\{([0-9]+)\}|(-?)([0-9]+)/([0-9]+)")
 COMMANDS = re.compile(r"\\(?:begin|end)\{[a-z]+\}|\\[a-zA-Z]+|sin|cos|tan|cot|sec|csc|log|exp|sqrt")
@@ -53,7 +53,8 @@ WORD = re.compile(r"[^\W\d_]{3}")
 
 
 def last_boxed_only_string(text: str) -> str | None:
-    r"""The last ``\boxed{...}``, or else ``\fbox{...}``, up to its closing brace; None if there is none."""
+    r"""The last ``\boxed{...}`` up to its closing brace. Without such a box, it is the last ``\fbox{...}``. Returns
+    None if there is neither."""
     start = text.rfind("\\boxed")
     if start < 0:
         start = text.rfind("\\fbox")
@@ -68,7 +69,7 @@ def last_boxed_only_string(text: str) -> str | None:
 
 
 def remove_boxed(text: str | None) -> str | None:
-    r"""The content of ``\boxed{...}``; None if ``text`` is not exactly one box."""
+    r"""The content of ``\boxed{...}``. Returns None if ``text`` is not exactly one box."""
     if text is None or not text.startswith("\\boxed{") or not text.endswith("}"):
         return None
     return text[len("\\boxed{") : -1]
@@ -80,19 +81,20 @@ def extract_boxed_answer(text: str) -> str | None:
 
 
 def normalize_answer(text: str) -> str:
-    r"""The normalised spelling of an answer of MATH (Hendrycks et al. 2021), without a ``\text{...}`` around the
-    whole."""
+    r"""The normalised form of a MATH answer (Hendrycks et al. 2021), without a ``\text{...}`` around the whole
+    answer."""
     text = text.strip()
     whole = re.search(r"^\\text\{(.+?)\}$", text)
     return strip_string(whole[1].strip() if whole else text)
 
 
 def strip_string(text: str) -> str:
-    r"""MATH's own normalisation: spaces, ``\left``, degrees, units, ``\%``, ``\frac12``, ``3/4``, ``0.5``, ``x =``."""
+    r"""MATH's own normalisation. The normalisation changes spaces, ``\left``, degrees, units, ``\%``, ``\frac12``,
+    ``3/4``, ``0.5``, ``x =``."""
     text = text.replace("\n", "").replace("\\!", "").replace("\\\\", "\\")
     text = text.replace("tfrac", "frac").replace("dfrac", "frac").replace("\\left", "").replace("\\right", "")
     text = text.replace("^{\\circ}", "").replace("^\\circ", "").replace("\\$", "")
-    # "\text{ " only ever starts a unit
+    # in answers, "\text{ " only starts a unit
     text = text.partition("\\text{ ")[0].replace("\\%", "")
     text = text.replace(" .", " 0.").replace("{.", "{0.")
     if text.startswith("."):
@@ -113,13 +115,13 @@ def _brace_fraction(match: re.Match[str]) -> str:
 
 
 def quick(answer: Answer) -> float | None:
-    """1 or 0 if text and numbers decide; None if only algebra can.
+    """Return 1 or 0 if comparing text and numbers is enough, or None if algebra is needed.
 
     Raises:
-        ValueError: the label is a GSM8K solution, which no boxed answer can equal.
+        ValueError: the label is a whole GSM8K solution. No boxed answer can equal it.
     """
     if "####" in answer.label:
-        raise ValueError(f"math needs the answer alone as label; use --rm-type gsm8k for {answer.label[-40:]!r}")
+        raise ValueError(f"math needs a label that is only the answer; use --rm-type gsm8k for {answer.label[-40:]!r}")
     prediction, truth = extract_boxed_answer(answer.response), unboxed(answer.label)
     if prediction is None or not truth:
         return 0.0
@@ -128,18 +130,18 @@ def quick(answer: Answer) -> float | None:
 
 
 def slow(answer: Answer) -> float:
-    """1 if the boxed answer equals the label by algebra, else 0."""
+    """Return 1 if the boxed answer equals the label by algebra, else 0."""
     prediction, truth = extract_boxed_answer(answer.response), unboxed(answer.label)
     return float(prediction is not None and truth is not None and equal_by_algebra(prediction, truth))
 
 
 def unboxed(label: str) -> str | None:
-    r"""The label itself, or the content of its ``\boxed{}``."""
+    r"""The content of the label's ``\boxed{}``. Without a box, it is the label itself."""
     return extract_boxed_answer(label) if "\\boxed" in label else label
 
 
 def compare(prediction: str, truth: str) -> bool | None:
-    """Whether two answers are equal as text or as numbers; None if only algebra can tell."""
+    """Whether two answers are equal as text or as numbers. Returns None if algebra is needed."""
     if normalize_answer(prediction) == normalize_answer(truth):
         return True
     if len(prediction) > MAX_ANSWER_CHARS or len(truth) > MAX_ANSWER_CHARS:
@@ -151,14 +153,15 @@ def compare(prediction: str, truth: str) -> bool | None:
 
 
 def equal_by_algebra(prediction: str, truth: str) -> bool:
-    """Whether two answers are equal, part by part. It decides the cases that `compare` cannot."""
-    from slimelite.rewards import symbolic  # imported here, so that only workers load sympy
+    """Whether two answers are equal by algebra, part by part. This function decides the cases that `compare` cannot
+    decide."""
+    from slimelite.rewards import symbolic  # imported here, because only workers should load sympy
 
     return all(compare_part(a, b) or symbolic.equivalent(a, b) for a, b in pairs(tidy(prediction), tidy(truth)))
 
 
 def compare_part(prediction: str, truth: str) -> bool | None:
-    """`compare` for one tidied element of a tuple."""
+    """The result of `compare` for one tidied element of a tuple."""
     prediction, truth = plain(prediction), plain(truth)
     if prediction.replace(" ", "").lower() == truth.replace(" ", "").lower():
         return True
@@ -172,14 +175,14 @@ def compare_part(prediction: str, truth: str) -> bool | None:
 
 
 def plain(text: str) -> str:
-    """``text`` without a leading plus, and with 1e3 written as 1000."""
+    """``text`` without a leading plus. A number such as 1e3 is written as 1000."""
     text = text.removeprefix("+").lstrip()
     whole = Fraction(text) if "e" in text.lower() and DECIMAL.fullmatch(text) else Fraction(1, 2)
     return str(whole) if whole.denominator == 1 else text
 
 
 def number(text: str) -> tuple[Fraction, int] | None:
-    """(value, denominator as written) of an integer, decimal or simple fraction; None for anything else."""
+    """(value, denominator as written) of an integer, decimal or simple fraction. Returns None for any other text."""
     if match := FRACTION.fullmatch(text):
         signs, top, bottom = match[1] or match[5], match[3] or match[6], match[4] or match[7]
         if int(bottom) == 0:
@@ -190,8 +193,8 @@ def number(text: str) -> tuple[Fraction, int] | None:
 
 
 def is_text(text: str) -> bool:
-    """Whether ``text`` has a word. Words must be compared as text. In algebra they would be products, and 'listen'
-    would equal 'silent'."""
+    """Whether ``text`` has a word. Words must be compared as text. In algebra a word is a product of variables, so
+    'listen' would equal 'silent'."""
     return WORD.search(COMMANDS.sub(" ", text)) is not None
 
 
@@ -203,7 +206,7 @@ def tidy(text: str) -> str:
 
 
 def unwrapped(text: str) -> str:
-    r"""The text without braces or a ``\text{}`` around the whole of it, and without a full stop at its end."""
+    r"""The text without braces or a ``\text{}`` around the whole text, and without a full stop at its end."""
     while match := WRAPPER.match(text):
         depths = accumulate({"{": 1, "}": -1}.get(c, 0) for c in text[match.end() - 1 :])
         if next((i for i, depth in enumerate(depths) if depth == 0), 0) != len(text) - match.end():
@@ -213,10 +216,11 @@ def unwrapped(text: str) -> str:
 
 
 def pairs(prediction: str, truth: str) -> list[tuple[str, str]]:
-    """Pairs that must be equal. They are the elements of two flat tuples, intervals or ratios, or else the whole texts.
+    """Pairs of texts that must be equal. The pairs are the elements of two flat tuples, intervals or ratios. For other
+    answers, the pair is the two whole texts.
 
-    Empty if the answers cannot be equal: they differ in brackets or number of elements, only one is a ratio, or there
-    is no answer.
+    The list is empty if the answers cannot be equal. Answers cannot be equal if they differ in brackets or number of
+    elements, if only one answer is a ratio, or if an answer is empty.
     """
     if not prediction or is_ratio(prediction) != is_ratio(truth):
         return []
@@ -230,7 +234,7 @@ def pairs(prediction: str, truth: str) -> list[tuple[str, str]]:
 
 
 def elements(text: str) -> list[str]:
-    """The elements of a flat tuple, an interval or a ratio; the whole text for anything else."""
+    """The elements of a flat tuple, an interval or a ratio. For any other text, the only element is the whole text."""
     if is_ratio(text):
         return [part.strip() for part in text.rpartition("=")[2].split(":")]
     inner = text[1:-1]
@@ -240,7 +244,7 @@ def elements(text: str) -> list[str]:
 
 
 def is_ratio(text: str) -> bool:
-    """Whether ``text`` is a ratio, a time or something similar: 3:5 is not 3/5."""
+    """Whether ``text`` is written with a colon, as a ratio or a time is. The ratio 3:5 does not equal 3/5."""
     return ":" in text and "\\{" not in text
 
 
@@ -250,18 +254,19 @@ def example(answer: Answer) -> str:
 
 
 def deepscaler(answer: Answer) -> float | None:
-    """`quick` on the text after the marker; 0 if there is no marker."""
+    """The result of `quick` for the text after the marker (see `solution`). Returns 0 if there is no marker."""
     tail = solution(answer.response)
     return 0.0 if tail is None else quick(replace(answer, response=tail))
 
 
 def deepscaler_slow(answer: Answer) -> float:
-    """`slow` on the text after the marker."""
+    """The result of `slow` for the text after the marker."""
     return slow(replace(answer, response=solution(answer.response) or ""))
 
 
 def solution(response: str) -> str | None:
-    """The text after the last ``</think>``, or else after the first ``###Response``; None without either."""
+    """The text after the last ``</think>``. Without this marker, it is the text after the first ``###Response``.
+    Returns None if there is no marker."""
     if "</think>" in response:
         return response.rpartition("</think>")[2]
     _, marker, tail = response.partition("###Response")
@@ -273,7 +278,7 @@ def deepscaler_example(answer: Answer) -> str:
     return f"</think>{example(answer)}"
 
 
-# a full stop after the number is not part of it, and 5/8 is not the number 5
+# a full stop after the number is not part of the number, and 5/8 is not the number 5
 _NUMBER = r"([-+]?)\$?([-+]?)([0-9][0-9,]{0,60}(?:\.[0-9]{1,60})?|\.[0-9]{1,60})(?![0-9/]|\.[0-9])"
 NUMBER = re.compile(r"[ \t]{0,8}" + _NUMBER)
 
@@ -292,7 +297,7 @@ def gsm8k(answer: Answer) -> float:
 
 
 def gsm8k_number(text: str) -> Fraction | None:
-    """The number that ``text`` starts with."""
+    """The number at the start of ``text``."""
     match = NUMBER.match(text)
     if match is None:
         return None
@@ -305,12 +310,13 @@ def gsm8k_example(answer: Answer) -> str:
     return f"#### {answer.label.rpartition('####')[2]}"
 
 
-# a number that is no part of a word, a fraction or a longer number
+# a number that is not part of a word, a fraction or a longer number
 ANY_NUMBER = re.compile(r"(?<![\w./])" + _NUMBER)
 
 
 def last_number(answer: Answer) -> float:
-    r"""1 if the last number equals the label's, else 0. The last ``\boxed{}`` counts first, if it has a number.
+    r"""Return 1 if the last number of the response equals the label's number, else 0. If the last ``\boxed{}`` has a
+    number, this number counts as the last one.
 
     Raises:
         ValueError: the label has no number.
@@ -353,7 +359,7 @@ DAPO_MARKS = (
 
 
 def dapo(answer: Answer) -> dict[str, object]:
-    """The reward of `compute_score`: a dict of score, acc and pred.
+    """The reward of `compute_score`, a dict with score, acc and pred.
 
     Raises:
         ValueError: the label is not an integer.
@@ -364,27 +370,28 @@ def dapo(answer: Answer) -> dict[str, object]:
 
 
 def compute_score(response: str, label: str, *, strict_box_verify: bool = False) -> dict[str, object]:
-    """``{"score", "acc", "pred"}`` of the response's last 300 characters."""
+    """``{"score", "acc", "pred"}``, computed from the last 300 characters of the response."""
     tail, label = response[-RESPONSE_CHARS:], str(label)
     correct, pred = verify_strict_box(tail, label) if strict_box_verify else verify_minerva(tail, label)
     return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": pred}
 
 
 def verify_minerva(response: str, label: str) -> tuple[bool, str]:
-    """(correct, prediction) of the last ``Answer: ...`` line, compared with an integer label."""
+    """(correct, prediction) of the last line ``Answer: ...``. The answer is compared with an integer label."""
     answers = re.findall(r"(?i)answer\s*:\s*([^\n]+)", response)
     pred = normalize_final_answer(answers[-1] if answers else "[INVALID]")
     return pred == integer(label), pred
 
 
 def verify_strict_box(response: str, label: str) -> tuple[bool, str | None]:
-    """(correct, prediction) of the last box in the final 100 characters, which must equal the label exactly."""
+    """(correct, prediction) of the last box in the final 100 characters. The content of the box must equal the label
+    exactly."""
     pred = extract_boxed_answer(response[-STRICT_CHARS:])
     return pred == label, pred
 
 
 def integer(label: str) -> str:
-    """An integer label in plain digits."""
+    """An integer label, written in plain digits."""
     text = normalize_final_answer(label)
     match = re.fullmatch(r"([-+]?[0-9]+)(?:\.0*)?", text)
     if match is None:
@@ -393,14 +400,15 @@ def integer(label: str) -> str:
 
 
 def normalize_final_answer(text: str) -> str:
-    """Minerva's form (Lewkowycz et al. 2022): the text after the last ``=``, without articles, units and wrappers."""
+    """The answer in Minerva's form (Lewkowycz et al. 2022). Minerva's form is the text after the last ``=``, without
+    articles, units and wrappers."""
     text = text.rpartition("=")[2]
     for before, after in SUBSTITUTIONS:
         text = text.replace(before, after)
     for mark in (*DAPO_UNITS, *DAPO_MARKS):
         text = text.replace(mark, "")
     text = re.sub(r".*?\$(.*?)\$.*", r"$\1$", text)
-    for wrapper in ("text", "textbf", "overline"):  # one after the other: they may be nested
+    for wrapper in ("text", "textbf", "overline"):  # one after the other, because they may be nested
         text = re.sub(rf"\\{wrapper}\{{(.*?)\}}", r"\1", text)
     text = re.sub(r"\\boxed\{(.*)\}", r"\1", text)
     # \frac12 -> \frac{1}{2}, \sqrt3 -> \sqrt{3}

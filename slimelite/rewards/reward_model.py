@@ -1,7 +1,7 @@
 """The process of a reward model: ``python -m slimelite.rewards.reward_model PATH DEVICE FD SECONDS``.
 
-This is the only file of rewards that imports torch. It receives lists of `Exchange` over the connection on file
-descriptor FD. It scores each list as one batch, and sends one score or `Failure` for each exchange.
+In the package ``rewards``, only this file imports torch. The process receives lists of `Exchange` over the connection
+on file descriptor FD. The process scores each list as one batch, and sends one score or `Failure` for each exchange.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class RewardModel:
         """``device``: auto, cpu or cuda.
 
         Raises:
-            ValueError: the number of outputs is not 1, weights are missing, or the device does not exist.
+            ValueError: the model does not have exactly one output, weights are missing, or the device does not exist.
         """
         if device == "cuda" and not torch.cuda.is_available():
             raise ValueError("--reward-model-device cuda: this process sees no GPU; use cpu, or auto")
@@ -40,16 +40,19 @@ class RewardModel:
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(path)
         config = load_config(path)
         if config.num_labels != 1:
-            raise ValueError(f"--reward-model-path {path} has {config.num_labels} outputs; a reward model has one")
-        # load_weights refuses missing weights: a folder without a reward head would get a random one
+            raise ValueError(
+                f"--reward-model-path {path} has {config.num_labels} outputs, but a reward model must have one"
+            )
+        # load_weights raises an error for missing weights; otherwise a folder without a reward head would get a random
+        # head
         model = load_weights(AutoModelForSequenceClassification, path, config, dtype=dtype)
         self.model = model.to(self.device).eval()
         self.pad = config.get_text_config().pad_token_id
         self.longest = getattr(config.get_text_config(), "max_position_embeddings", None)
 
     def text(self, exchange: Exchange) -> str:
-        """The conversation in the model's own chat template. Without a template, the prompt followed by the
-        response."""
+        """The conversation, rendered with the reward model's own chat template. Without a template, it is the prompt
+        followed by the response."""
         if not self.tokenizer.chat_template:
             return exchange.prompt + exchange.response
         messages = exchange.messages or [{"role": "user", "content": exchange.prompt}]
@@ -68,7 +71,8 @@ class RewardModel:
             for row in ids
         ]
         fitting = [i for i, row in enumerate(ids) if self.longest is None or len(row) <= self.longest]
-        # without a padding token in its config, the model would score a padded row at its padding: rows go one by one
+        # without a padding token in its config, the model would score a padded row at the padding, so score rows one by
+        # one
         batches = [fitting] if self.pad is not None else [[i] for i in fitting]
         for batch in filter(None, batches):
             width = max(len(ids[i]) for i in batch)
@@ -83,7 +87,7 @@ class RewardModel:
 
 def main(path: str, device: str, descriptor: int, seconds: float) -> None:
     """Load the model, then serve until the parent closes its end of the connection. If loading fails, send the error
-    message instead."""
+    message and end."""
     try:
         model = RewardModel(path, device)
     except (OSError, ValueError) as error:

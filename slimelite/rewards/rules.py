@@ -1,6 +1,6 @@
 """The reward rules, one record for each value of --rm-type.
 
-A user's rule is one file, given as ``--import-file``::
+A user can add a rule with one file, which ``--import-file`` names::
 
     from slimelite.rewards.rules import RULES, Answer, Rule
 
@@ -9,8 +9,8 @@ A user's rule is one file, given as ``--import-file``::
 
     RULES.add(Rule("contains", quick))
 
-The command line reads the records, so this module imports no heavy packages. A rule's functions are imported at the
-first call.
+The command line reads these records, so this module imports no heavy packages. The functions of a rule are imported at
+their first call.
 """
 
 from __future__ import annotations
@@ -27,21 +27,22 @@ if TYPE_CHECKING:
 Reward = float | dict[str, Any]
 
 BOXED = "boxed_"
-# address space of a grading process [MiB]; the programs that it tests must stay below this limit
+# limit of the address space of a grading process [MiB]; --code-memory-mb must be smaller
 GRADER_MEMORY_MB = 4096
 
 
 class TooCostly(BaseException):
-    """An answer takes more processor time than its rule allows. It gets the rule's ``zero``, and is counted.
+    """An answer takes more processor time than its rule allows. The answer gets the rule's ``zero`` as reward, and is
+    counted.
 
-    This is not an `Exception`, because sympy and math-verify catch those and continue.
+    This class does not inherit from `Exception`, because sympy and math-verify catch every `Exception` and continue.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The flags that rules read. ``code_timeout``: [s] for all tests. ``code_memory_mb``: [MiB]. ``sandbox``: the name
-    of a sandbox."""
+    """The flags that rules read. ``code_timeout``: the time limit for all tests together [s]. ``code_memory_mb``: the
+    memory limit [MiB]. ``sandbox``: the name of a sandbox."""
 
     code_timeout: float = 10.0
     code_memory_mb: int = 1024
@@ -51,9 +52,10 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The part of a sample that a rule sees.
+    """The part of a sample that a rule gets.
 
-    ``label``: the right answer as text, as in the data set. ``key``: identifies the sample; the rule random hashes it.
+    ``label``: the right answer as text, as in the data set. ``key``: identifies the sample. The rule ``random`` hashes
+    the key.
     """
 
     response: str
@@ -65,8 +67,8 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """The part of a sample that a reward model sees. ``messages``: the prompt before the chat template is applied, if
-    known."""
+    """The part of a sample that a reward model gets. ``messages``: the prompt before the chat template is applied, if
+    it is known."""
 
     prompt: str
     response: str
@@ -77,7 +79,8 @@ class Exchange:
 class Failure:
     """A reward that could not be computed. ``kind`` is exception, timeout, crash, nonfinite, invalid or too_long.
 
-    A worker may also return the kind ``costly``: an answer of a bounded rule took too long, and counts as wrong.
+    A worker may also return the kind ``costly``. ``costly`` means that the rule is bounded, and that the answer took
+    too long and counts as wrong.
     """
 
     kind: str
@@ -89,38 +92,43 @@ Outcome = Reward | Failure | BaseException
 
 
 class Scorer(Protocol):
-    """Scores samples outside this process, for example on a server. A rule's ``scorer`` creates it."""
+    """Scores samples outside this process, for example on a server. The field ``scorer`` of a rule creates the
+    scorer."""
 
     async def score(self, samples: Sequence[Sample], texts: Sequence[str]) -> Sequence[Outcome]:
-        """A reward or a failure for each sample. ``texts``: the responses, or the content of their boxes."""
+        """Return a reward or a failure for each sample. ``texts``: the responses, or the contents of their boxes."""
         ...
 
     def close(self) -> None:
-        """Release its resources."""
+        """Release the scorer's resources."""
         ...
 
 
 @dataclass(frozen=True)
 class Rule:
-    r"""A named way to score an answer, in two steps or by a `Scorer`.
+    r"""A rule that scores answers, either with two functions or with a `Scorer`.
 
     Attributes:
-        quick: ``answer -> reward``, linear-time string processing in this process. It returns None if it cannot decide.
-        slow: ``answer -> reward``, called if quick is missing or returns None. It may take long, and runs in a worker
-            process with a time limit.
-        example: ``answer -> response`` that deserves reward 1. The ``answer`` has no response. The dry run grades it,
-            so an unusable label is found at the start.
-        scorer: ``(args, trial) -> Scorer``, which replaces the two steps. ``trial``: it scores the one row that is
-            graded before a run starts.
-        zero: the reward of a sample whose grading failed; None: 0, or a dict with 0 if there is a --reward-key.
+        quick: function ``answer -> reward``. This function runs in this process, and may only do string processing in
+            linear time. It returns None if it cannot decide.
+        slow: function ``answer -> reward``. This function is called if ``quick`` is missing or returns None. The
+            function may take long, and runs in a worker process with a time limit.
+        example: function ``answer -> response``. This function makes a response with reward 1 for an ``answer`` without
+            a response. The dry run grades this response, so an unusable label is found before the run starts.
+        scorer: function ``(args, trial) -> Scorer``. The scorer replaces ``quick`` and ``slow``. ``trial``: whether it
+            scores only the trial row before a run starts.
+        zero: the reward of a sample whose grading failed. None: the reward is 0, or a dict with 0 if --reward-key is
+            given.
         needs_label: whether a sample without a label is an error.
-        bounded: ``slow`` gets one second of processor time. An answer that takes more is wrong (`TooCostly`).
-        boxable: whether the rule can score just the content of the last ``\boxed{}``. If so, a second rule
-            ``boxed_NAME`` does that (``boxed``). Other rules look for their own marker, which may be outside the box.
-        whole: the rule judges the whole text. The grader removes the token that ended the response, such as
-            ``<|im_end|>``, before it. Other rules get that token, as in slime.
-        needs: a flag, with underscores, that the rule cannot work without. ``reads``: other flags of the rule.
-        cautions: ``() -> texts``, which are logged once when a run uses the rule, after ``--rm-type NAME``.
+        bounded: whether ``slow`` gets only one second of processor time. An answer that takes more time is wrong
+            (`TooCostly`).
+        boxable: whether the rule can score only the content of the last ``\boxed{}``. If so, a second rule
+            ``boxed_NAME`` scores only this content (its field ``boxed`` is true). Rules that are not boxable search for
+            their own marker, which may be outside the box.
+        whole: whether the rule judges the whole text. For such a rule, the grader first removes the token that ended
+            the response, such as ``<|im_end|>``. Other rules get the text with this token, as in slime.
+        needs: the flag that the rule requires, with underscores. ``reads``: other flags of the rule.
+        cautions: function ``() -> texts``. If a run uses the rule, the texts are logged once, after ``--rm-type NAME``.
     """
 
     name: str
@@ -141,17 +149,17 @@ class Rule:
     def __post_init__(self) -> None:
         if not (self.quick or self.slow or self.scorer):
             raise ValueError(
-                f"the rule {self.name!r} cannot score: give it a function quick, a function slow or a scorer"
+                f"the rule {self.name!r} cannot score; give it a function quick, a function slow or a scorer"
             )
 
     def lacks(self, args: object) -> str | None:
-        """A message if ``args`` lack the flag that the rule needs, else None."""
+        """An error message if ``args`` lack the flag that the rule needs, else None."""
         if self.needs is None or getattr(args, self.needs):
             return None
         return f"--rm-type {self.name} needs --{self.needs.replace('_', '-')}"
 
 
-# slime's rules that are refused -> the reason
+# rules of slime that this project does not have -> the reason
 REFUSED = {
     "opencua_click": "it scores clicks on screenshots, and images are not supported",
 }
@@ -161,10 +169,10 @@ class Rules(Registry[Rule]):
     """Rules by name. A boxable rule has a second entry, ``boxed_NAME``."""
 
     def add(self, record: Rule) -> Rule:
-        """Register ``record``, and its boxed form if it is boxable.
+        """Register ``record``. If the rule is boxable, register its boxed form too.
 
         Raises:
-            ValueError: another rule has its name.
+            ValueError: another rule has the same name.
         """
         added = super().add(record)
         if record.boxable:
@@ -172,19 +180,19 @@ class Rules(Registry[Rule]):
         return added
 
     def __missing__(self, name: str) -> Rule:
-        """Refuse a name that no rule has.
+        """Raise an error for a name that no rule has.
 
         Raises:
             ValueError: always. The message has the nearest name, or the reason why the rule is not available.
         """
         plain = name.removeprefix(BOXED)
         if plain in REFUSED:
-            raise ValueError(f"--rm-type {name} is not offered: {REFUSED[plain]}")
+            raise ValueError(f"--rm-type {name} is not supported: {REFUSED[plain]}")
         if plain in self:
             boxed = ", ".join(rule.name for rule in self.values() if rule.boxed)
             raise ValueError(
-                f"--rm-type {name} would score every response as wrong: {plain} does not look for its answer in a "
-                f"box, but {BOXED} removes everything outside the box; use {plain} (rules with a boxed form: {boxed})"
+                f"--rm-type {name} would score every response as wrong: {plain} does not search its answer in a "
+                f"box, but {BOXED} removes all text outside the box; use {plain} (rules with a boxed form: {boxed})"
             )
         return super().__missing__(name)
 
@@ -233,5 +241,5 @@ RULES = Rules(
             needs="reward_model_path",
         ),
     ),
-    instead=", or write a function of your own as --custom-rm-path",
+    instead=", or write your own function and give its path as --custom-rm-path",
 )

@@ -1,7 +1,8 @@
-r"""Equality of two LaTeX expressions by algebra. Importing this loads sympy (half a second), so only workers import it.
+r"""Tests by algebra whether two LaTeX expressions are equal. This module loads sympy, which takes half a second. So
+only workers import the module.
 
-Only math-verify's LaTeX grammar and comparison are used. Its plain-expression mode passes text to sympy's
-``parse_expr``, which calls ``eval``. Text from a model must never be evaluated.
+Only the LaTeX grammar and the comparison of math-verify are used. The library's mode for plain expressions passes text
+to sympy's ``parse_expr``, which calls ``eval``. But ``eval`` must never run text from a model.
 """
 
 from __future__ import annotations
@@ -18,22 +19,23 @@ from math_verify.parser import get_last_eq
 
 from slimelite.rewards.rules import TooCostly
 
-Expression = Any  # of sympy, or a node of the grammar's tree: neither has types
-# units off: they include single letters and would remove the t of x + 2t; boxed off: the box is already removed
+Expression = Any  # an expression of sympy, or a node of the parse tree; neither library has type hints
+# units=False, because units include single letters, so the t of x + 2t would be removed; boxed="none", because the box
+# is already removed
 NORMALIZATION = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")
-# decimal digits of numerical comparisons; more than any decimal expansion that a model has memorised
+# decimal digits of numerical comparisons; models have not memorised decimal expansions of this length
 PRECISION = 60
-# bits of the largest number that may occur: 10,000 decimal digits, which sympy handles in milliseconds
+# size of the largest allowed number [bits]; it has 10,000 decimal digits, and sympy needs milliseconds for it
 MAX_BITS = 32_768
-# largest power of a sum that sympy may expand
+# the largest power of a sum that sympy may expand
 MAX_POWER_OF_SUM = 1000
 MAX_TERMS = 10_000
-# a number with its base, such as 101_2 or 1A_{16}: the grammar drops the base of the first
+# a number with its base, such as 101_2 or 1A_{16}; the grammar would drop the base of 101_2
 BASE = re.compile(r"[0-9)][\s}]*_|[0-9][A-F]+_\{?(?:1[1-6]|[23][0-9])")
-# commands that are written without their backslash: pi/2, 2sqrt3, sin(x)
+# LaTeX commands without their backslash, as in pi/2, 2sqrt3, sin(x)
 BARE = re.compile(r"(?<![\\a-zA-Z])(pi|sqrt|sin|cos|tan|cot|sec|csc|log|ln|exp|theta|alpha|beta)(?![a-zA-Z])")
 ROOT = re.compile(r"\\?sqrt\s?\(([^()]*)\)")
-# functions that make a matrix out of a number: eye(10000)
+# functions that make a matrix from a number, such as eye(10000)
 MATRIX_MAKERS = re.compile(r"\\operatorname\s*\{\s*(?:eye|zeros|ones|diag)\s*\}")
 
 
@@ -43,10 +45,10 @@ def equivalent(prediction: str, truth: str) -> bool:
     A decimal is read as an exact fraction, so 3.141593 is not pi. Repeated elements of a list are kept.
 
     Raises:
-        TooCostly: a number or a power in one of them is too large to compute.
+        TooCostly: a number or a power in one of the expressions is too large to compute.
     """
     if prediction.count("'") != truth.count("'"):
-        return False  # the grammar takes f'(x) for f(x)
+        return False  # the grammar would read f'(x) as f(x)
     try:
         gold, pred = _parse(truth), _parse(prediction)
     except Exception:
@@ -55,8 +57,8 @@ def equivalent(prediction: str, truth: str) -> bool:
 
 
 def _equal(gold: Expression, pred: Expression, braced: bool = False) -> bool:
-    """Like `verify`, but lists keep repeated elements, which `verify` drops. ``braced``: one side is a set in
-    braces."""
+    """Like `verify`, but repeated elements of lists count (`verify` drops them). ``braced``: whether one side is a set
+    in braces."""
     golds, preds = _written(gold), _written(pred)
     other = gold if golds is None else pred if preds is None else None
     beside_a_set = isinstance(other, sympy.Set) and not isinstance(other, sympy.Interval)
@@ -66,7 +68,7 @@ def _equal(gold: Expression, pred: Expression, braced: bool = False) -> bool:
     golds, preds = golds or _ordered(gold), preds or _ordered(pred)
     if len(golds) != len(preds) or (other is not None and len(golds) > 1 and braced):
         return False
-    if other is not None:  # 1, 2 for (1, 2)
+    if other is not None:  # one side is the list 1, 2 and the other side is the tuple (1, 2)
         return all(map(_equal, golds, preds))
     for element in golds:
         match = next((i for i, candidate in enumerate(preds) if _equal(element, candidate)), None)
@@ -77,23 +79,24 @@ def _equal(gold: Expression, pred: Expression, braced: bool = False) -> bool:
 
 
 def _written(expression: Expression) -> list[Expression] | None:
-    """The elements of a list or a finite set as written, also after ``x =``. None for any other expression."""
+    """The elements of a list or a finite set, in the order of the text. A leading ``x =`` is allowed. Returns None for
+    any other expression."""
     if isinstance(expression, sympy.Eq):
         expression = expression.rhs
     return list(expression._unsorted_args) if isinstance(expression, FiniteSet) else None
 
 
 def _ordered(expression: Expression) -> list[Expression]:
-    """The elements of a tuple, which the grammar may read as an open interval. For other expressions, only the
-    expression."""
+    """The elements of a tuple. The grammar may read a tuple as an open interval. For any other expression, the only
+    element is the expression."""
     if isinstance(expression, sympy.Interval) and expression.is_open:
         return [expression.start, expression.end]
     return list(expression) if isinstance(expression, sympy.Tuple) else [expression]
 
 
 class _Exact(_Latex2Sympy):
-    """The library's parser with exact decimals. `bits` checks the size of the numbers that it computes while
-    parsing."""
+    """The library's parser with exact decimals. The parser computes some numbers while it parses, so `bits` checks
+    their size first."""
 
     def parse_number(self, text: str) -> sympy.Rational:
         """A number as an exact fraction."""
@@ -103,12 +106,12 @@ class _Exact(_Latex2Sympy):
         return sympy.Rational(digits) * sympy.Integer(10) ** int(exponent or 0)
 
     def convert_binom(self, binom: Expression) -> Expression:
-        """A binomial coefficient, not yet evaluated."""
+        """A binomial coefficient that is not evaluated."""
         return sympy.binomial(self.convert_expr(binom.upper), self.convert_expr(binom.lower), evaluate=False)
 
     def convert_func(self, func: Expression) -> Expression:
-        """A function. The sizes of gamma functions and of root degrees are checked, because they are evaluated at
-        once."""
+        """A function. The sizes of gamma functions and of root degrees are checked, because sympy evaluates them
+        immediately."""
         named = func.func_normal_single_arg()
         if named and named.start.text in ("\\Gamma", "\\gamma"):
             argument = self.convert_func_arg(func.func_single_arg() or func.func_single_arg_noparens())
@@ -118,24 +121,24 @@ class _Exact(_Latex2Sympy):
         return super().convert_func(func)
 
     def handle_exp(self, func: Expression) -> Expression:
-        """A power of e. Its size is checked first."""
+        """A power of e. The size of the power is checked first."""
         if func.supexpr() and func.supexpr().expr():
             _ = bits(sympy.exp(self.convert_expr(func.supexpr().expr()), evaluate=False))
         return super().handle_exp(func)
 
     def handle_gcd_lcm(self, f: str, args: Expression) -> Expression:
-        """gcd or lcm. The arguments are checked first."""
+        """A gcd or lcm. The size of the arguments is checked first."""
         _ = bits(list(args))
         return super().handle_gcd_lcm(f, args)
 
     def convert_interval(self, expr: Expression) -> Expression:
-        """An interval. Its ends are checked first, because sympy compares them."""
+        """An interval. The size of its ends is checked first, because sympy compares the ends."""
         _ = bits([self.convert_expr(end) for end in expr.expr()])
         return super().convert_interval(expr)
 
 
 def _parse(text: str) -> Expression:
-    """``text`` as an expression. If that fails, the last side of its chain of equations."""
+    """Parse ``text`` as an expression. If this fails, parse only the last side of its chain of equations."""
     if BASE.search(text) or ":" in text or MATRIX_MAKERS.search(text):
         raise ValueError(f"not an expression: {text}")
     text = ROOT.sub(r"\\sqrt{\1}", text).replace("**", "^")
@@ -156,7 +159,8 @@ def _read(text: str) -> Expression:
 
 
 def bits(expression: Expression) -> float:
-    """A bound on the size, in bits, of the numbers that occur when ``expression`` is computed. A variable counts as 1.
+    """An upper bound for the size of the numbers that occur when ``expression`` is computed [bits]. A variable counts
+    as 1.
 
     Raises:
         TooCostly: the bound is above ``MAX_BITS``, a sum has a high power, or a series has too many terms.
@@ -193,7 +197,8 @@ def _bits(expression: Expression) -> float:
 
 
 def _value(expression: Expression) -> float:
-    """|expression| as a float; 1 if it has variables. The caller must have checked its size."""
+    """The absolute value of ``expression`` as a float. The value is 1 if the expression has variables. The caller must
+    have checked the size."""
     if expression.free_symbols:
         return 1.0
     try:

@@ -1,4 +1,4 @@
-r"""Rules that read words, letters and tags: ``f1``, ``gpqa``, ``multiple_choice``, ``format``, ``random``, ``zero``."""
+r"""Rules for words, letters and tags: ``f1``, ``gpqa``, ``multiple_choice``, ``format``, ``random``, ``zero``."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def f1(answer: Answer) -> float:
-    """How far the words of the response and of the label agree, in any order: the first number of `f1_score`."""
+    """The F1 score of the words of the response and of the label, in any order. This is the first number of
+    `f1_score`."""
     return f1_score(answer.response, answer.label)[0]
 
 
 def f1_score(prediction: str | None, label: str) -> tuple[float, float, float]:
-    """(f1, precision, recall) of the normalised words; zeros if they share none."""
+    """(f1, precision, recall) of the normalised words. All three are 0 if the texts share no word."""
     if prediction is None:
         return 0.0, 0.0, 0.0
     predicted, truth = normalize_answer(prediction), normalize_answer(label)
@@ -39,7 +40,7 @@ def f1_score(prediction: str | None, label: str) -> tuple[float, float, float]:
 
 
 def normalize_answer(text: str) -> str:
-    """Lower case without punctuation, articles and extra spaces."""
+    """The text in lower case, without punctuation, articles and extra spaces."""
     text = text.lower().translate(PUNCTUATION)
     return " ".join(re.sub(r"\b(?:a|an|the)\b", " ", text).split())
 
@@ -50,11 +51,13 @@ def label(answer: Answer) -> str:
 
 
 LETTERS = string.ascii_uppercase[:10]
-# A letter is a word of its own, unlike the d of "the answer depends". The small a and i, words too, must end their
-# clause, unlike the a of "the answer is a gas"; "e.g." and "I'd" hold no letters
+# An option letter is a separate word, so the d of "the answer depends" does not count. The small a and i are words of
+# English, so they count only at the end of a clause, and the a of "the answer is a gas" does not count. "e.g." and
+# "I'd" contain no option letter.
 LETTER = r"(?!\w(?:\.\w\.|['’]\w))([A-Z]\b|[b-hj-z]\b|[ai](?=[.,;:)\]*]|$))"
-# tried in this order; only the first match of each counts. A letter in brackets or stars is accepted after "answer
-# is", "answer:" and "final answer", but not after a bare word: "option (A) is wrong" rejects its letter
+# The patterns are tried in this order, and only the first match of each pattern counts. A letter in brackets or stars
+# is accepted after "answer is", "answer:" and "final answer". It is not accepted after another word, because "option
+# (A) is wrong" rejects its letter.
 WRAP = r"[ (*\[]{0,4}"
 PATTERNS = (
     re.compile(rf"(?i:(?:answer|option|choice)(?: ?(?:is|:){WRAP}| ?)|final (?:answer|option){WRAP}){LETTER}"),
@@ -82,7 +85,8 @@ def gpqa(answer: Answer) -> float:
 
 
 def extract_letter(text: str | None, letters: Sequence[str]) -> str | None:
-    """The option letter in a phrase such as "the answer is (B)", or else the last single capital letter."""
+    """The option letter in a phrase such as "the answer is (B)". Without such a phrase, it is the last single capital
+    letter."""
     text = " ".join((text or "").rpartition("</think>")[2].split())
     for pattern in PATTERNS:
         if (match := pattern.search(text)) and match[1].upper() in letters:
@@ -92,7 +96,7 @@ def extract_letter(text: str | None, letters: Sequence[str]) -> str | None:
 
 
 def plain(text: str) -> str:
-    """Lower-case words and digits, single spaces."""
+    """The words and digits of the text in lower case, separated by single spaces."""
     return " ".join(re.findall(r"[a-z0-9]+", text.lower()))
 
 
@@ -111,7 +115,8 @@ def _letters(metadata: dict[str, Any], choices: list[str]) -> list[str]:
 
 
 def _correct_letter(metadata: dict[str, object], label: str, choices: list[str], letters: list[str]) -> str | None:
-    """The right option's letter: from the metadata, or from the label as an option's letter, number or text."""
+    """The letter of the right option. The letter comes from the metadata, or from the label. The label may be an
+    option's letter, number or text."""
     if isinstance(correct := metadata.get("correct_letter"), str) and correct.strip():
         return correct.strip().upper()
     if label.upper() in letters:
@@ -129,7 +134,7 @@ def gpqa_example(answer: Answer) -> str:
     return f"Answer: {letter}" if letter else answer.label
 
 
-# enough for a letter with its wrappers; the limit exists because the pattern below is quadratic
+# long enough for a letter with its wrappers; the limit is needed because the pattern below takes quadratic time
 BOX_CHARS = 40
 
 
@@ -144,35 +149,38 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
 def format_quick(answer: Answer) -> float | None:
-    """1 or 0 for the default format; None for a regex, whose run time is unbounded."""
+    """Return 1 or 0 for the default format. Return None for a regex, because its run time is unbounded."""
     return None if answer.settings.format_regex is not None else float(is_think_answer(answer.response))
 
 
 def format_slow(answer: Answer) -> float:
-    """1 if --format-regex matches the whole response, else 0."""
+    """Return 1 if --format-regex matches the whole response, else 0."""
     assert answer.settings.format_regex is not None
     return float(re.fullmatch(answer.settings.format_regex, answer.response.strip(), re.DOTALL) is not None)
 
 
 def is_think_answer(response: str) -> bool:
-    """Whether each tag occurs once, in order, with text in both parts and only spaces around and between them."""
+    """Whether each tag occurs exactly once and in the right order. Both parts must have text, and there may be only
+    spaces around and between the two parts."""
     text = response.strip()
     if any(text.count(tag) != 1 for tag in TAGS):
         return False
     thought, _, rest = text.removeprefix("<think>").partition("</think>")
     answer = rest.strip().removeprefix("<answer>").removesuffix("</answer>")
-    # a tag that is left in the text was in the wrong place
+    # a tag that remains in the text was in a wrong place
     return bool(thought.strip() and answer.strip()) and not any(tag in thought + answer for tag in TAGS)
 
 
 def coin(answer: Answer) -> float:
-    """``random``: 0 or 1, from a hash of the sample's key and response, so a repeated run gets the same rewards.
+    """The rule ``random``. The reward is 0 or 1, from a hash of the sample's key and response. So a repeated run gets
+    the same rewards.
 
-    Use it to check that a run without a reward signal learns nothing.
+    Use this rule to check that a run without a reward signal learns nothing.
     """
     return float(sha256(f"{answer.key}\0{answer.response}".encode("utf-8", "replace")).digest()[0] & 1)
 
 
 def nothing(_: Answer) -> float:
-    """``zero``: always 0, for runs that learn from something else (on-policy distillation)."""
+    """The rule ``zero``. The reward is always 0. This rule is for runs that do not learn from the reward, such as
+    on-policy distillation."""
     return 0.0

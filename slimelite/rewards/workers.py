@@ -1,10 +1,10 @@
-"""Worker processes for rules whose run time has no bound. A worker that hangs is killed and replaced, and its answer
-becomes an error.
+"""Worker processes for rules whose run time has no bound. If a worker hangs, it is killed and replaced, and its current
+answer becomes an error.
 
 A worker is a separate program, ``python -m slimelite.rewards.workers FD SECONDS``. ``multiprocessing`` does not start
-it, because that would import ``train.py``, and torch with it. It receives lists of (rule name, answer) over the
-connection on file descriptor FD. It sends a reward or a `Failure` for each, one by one, so that its parent knows the
-current answer. It ends when the connection is closed.
+it, because it would import ``train.py``, and with it torch. The worker receives lists of (rule name, answer) over the
+connection on file descriptor FD. The worker sends a reward or a `Failure` for each answer, one after the other, so its
+parent knows the current answer. The worker ends when the connection is closed.
 """
 
 from __future__ import annotations
@@ -34,19 +34,21 @@ from slimelite.slime.plugins import files_run, run_file
 Task = tuple[str, Answer] | Exchange
 T = TypeVar("T", bound=Task)
 
-# tasks sent to a worker at once: a round trip costs 0.2 ms, an answer that needs algebra ten
+# number of tasks in one message to a worker; a round trip takes 0.2 ms, an answer that needs algebra takes 10 ms
 CHUNK = 8
 START_SECONDS = 120.0
 RULES_PROGRAM = ("slimelite.rewards.workers",)
-# how often an idle worker checks that its parent lives; a fork of the parent may hold the connection open [s]
+# time between two checks of an idle worker that its parent is alive [s]; needed because a fork of the parent may keep
+# the connection open
 LOOK_SECONDS = 10.0
-# processor time for one answer of a bounded rule [s]. SOFT, user and system time: then an exception is raised, but only
-# after a running C call has returned. HARD, user time only: then the process ends at once
+# limits of processor time for one answer of a bounded rule [s]. SOFT counts user and system time: an exception is
+# raised, but only after a running C call has returned. HARD counts only user time: the process ends immediately
 SOFT_SECONDS, HARD_SECONDS = 1.0, 1.5
 
 
 class WorkerPool:
-    """At most ``size`` workers, started when they are needed. ``timeout``: for one answer [s]."""
+    """A pool of at most ``size`` workers. Workers are started when they are needed. ``timeout``: the time limit for one
+    answer [s]."""
 
     def __init__(
         self,
@@ -57,22 +59,23 @@ class WorkerPool:
         chunk: int = CHUNK,
         start_seconds: float = START_SECONDS,
     ) -> None:
-        """``program``: module and arguments of a worker. ``chunk``: the number of tasks that a worker gets at once."""
+        """``program``: module and arguments of a worker. ``chunk``: the number of tasks that a worker gets in one
+        message."""
         self._chunk = chunk
         self._threads = ThreadPoolExecutor(size, thread_name_prefix="grading")
         self._workers = [_Worker(timeout, program, start_seconds) for _ in range(size)]
-        # last in, first out: under a light load only the workers that are already started are used
+        # last in, first out, so a light load uses only workers that are already started
         self._idle: LifoQueue[_Worker] = LifoQueue()
         for worker in self._workers:
             self._idle.put(worker)
 
     async def run(self, tasks: Sequence[Task]) -> list[Reward | Failure]:
-        """The verdict on each task, in order. For (rule name, answer) it is the result of ``slow``, for an exchange its
-        score.
+        """The verdict on each task, in order. For (rule name, answer) it is the result of ``slow``. For an exchange it
+        is the score.
 
         Raises:
             RuntimeError: workers cannot be started.
-            ValueError: a worker reports that it cannot work. The message is the worker's.
+            ValueError: a worker reports that it cannot work. The exception has the worker's message.
         """
         loop = asyncio.get_running_loop()
         chunks = [tasks[i : i + self._chunk] for i in range(0, len(tasks), self._chunk)]
@@ -80,12 +83,12 @@ class WorkerPool:
         return [reward for part in results for reward in part]
 
     def start(self) -> None:
-        """Start now the worker that is used first, so that no answer waits for its imports. It raises the same errors
-        as `run`."""
+        """Start the first worker now, so no answer waits for the worker's imports. This raises the same errors as
+        `run`."""
         self._workers[-1]._start()
 
     def _grade(self, chunk: Sequence[Task]) -> list[Reward | Failure]:
-        worker = self._idle.get()  # never waits: there are as many workers as threads
+        worker = self._idle.get()  # never waits, because there is one worker for each thread
         try:
             return worker.grade(chunk)
         finally:
@@ -110,9 +113,11 @@ class _Worker:
         self._closed = False
 
     def grade(self, tasks: Sequence[Task]) -> list[Reward | Failure]:
-        """Results in order. After a hang or a crash, the remaining tasks go to a new process.
+        """Grade ``tasks``, and return the results in order. After a hang or a crash, the remaining tasks go to a new
+        process.
 
-        If somebody else has stopped or killed the process, its current task also goes to the new one, once.
+        If another program has stopped or killed the process, its current task also goes to the new process, but only
+        once.
         """
         results: list[Reward | Failure] = []
         again = -1
@@ -142,7 +147,7 @@ class _Worker:
         return results
 
     def close(self) -> None:
-        """End the process for good."""
+        """End the process. The process is not started again."""
         self._closed = True
         self._kill()
 
@@ -180,13 +185,14 @@ class _Worker:
 
 
 def main(descriptor: int, seconds: float, files: Sequence[str]) -> None:
-    """Serve until the parent closes its end of the connection. ``files``: those of ``--import-file``, which may define
-    rules."""
+    """Serve until the parent closes its end of the connection. ``files``: the files of ``--import-file``. These files
+    may define rules."""
     for file in files:
         run_file(file, "--import-file")
-    from slimelite.rewards import symbolic  # loads sympy and its grammar before the first answer's time limit starts
+    # loads sympy and the grammar before the time limit of the first answer starts
+    from slimelite.rewards import symbolic
 
-    logging.disable(logging.CRITICAL)  # math-verify warns of every answer it cannot read
+    logging.disable(logging.CRITICAL)  # math-verify logs a warning for every answer that it cannot read
     symbolic.equivalent("1+x", "x+1")
     resource.setrlimit(resource.RLIMIT_AS, (GRADER_MEMORY_MB << 20,) * 2)
     signal.signal(signal.SIGPROF, out_of_time)
@@ -198,11 +204,12 @@ def main(descriptor: int, seconds: float, files: Sequence[str]) -> None:
 
 
 def serve(descriptor: int, seconds: float, verdicts: Callable[[list[T]], Iterable[Reward | Failure]]) -> None:
-    """Answer lists of tasks with their ``verdicts``, one by one, until the parent closes its end of the connection.
+    """Receive lists of tasks and send their ``verdicts``, one after the other, until the parent closes its end of the
+    connection.
 
     ``seconds``: the parent's limit for one verdict.
     """
-    # the parent kills a worker that takes too long; the alarm ends one whose parent is gone
+    # the parent kills a worker that takes too long; if the parent is gone, the alarm ends the worker
     alarm = math.ceil(seconds) + 5
     show_stacks()
     with Connection(descriptor) as connection:
@@ -225,7 +232,7 @@ def serve(descriptor: int, seconds: float, verdicts: Callable[[list[T]], Iterabl
 
 
 def graded(name: str, answer: Answer) -> Reward | Failure:
-    """The verdict of a rule's ``slow`` function. If it raises, this one answer becomes a `Failure`."""
+    """The verdict of a rule's ``slow`` function. If the function raises, only this answer becomes a `Failure`."""
     rule = RULES[name]
     assert rule.slow is not None, f"{name} has no second step"
     slow: Callable[[Answer], Reward] = function(rule.slow)
@@ -243,11 +250,11 @@ def graded(name: str, answer: Answer) -> Reward | Failure:
 
 
 def limit_processor_time(soft: float, hard: float) -> None:
-    """From now on, raise `TooCostly` after ``soft`` seconds, and end this process after ``hard`` seconds in user mode.
-    0: never.
+    """Set two time limits for this process. After ``soft`` seconds `TooCostly` is raised. After ``hard`` seconds in
+    user mode the process ends. 0: no limit.
 
-    Seconds are processor time, so a busy machine does not change verdicts. The exception is raised repeatedly, because
-    a bare ``except`` may swallow it.
+    The limits count processor time, so a busy machine does not change verdicts. The exception is raised repeatedly,
+    because a bare ``except`` may catch it.
     """
     signal.setitimer(signal.ITIMER_PROF, soft, 0.1 if soft else 0.0)
     signal.setitimer(signal.ITIMER_VIRTUAL, hard)

@@ -1,1 +1,2 @@
-"""Prompts to scored groups: asynchronous generation, filters, partial rollouts, evaluation."""
+"""Turns prompts into scored groups, with asynchronous generation, filters and partial rollouts. This package also
+evaluates models."""

@@ -1,5 +1,5 @@
-"""State that the parts of a rollout share, and the interface of plugins: their arguments, the data source, and return
-values."""
+"""The state that the parts of a rollout share, and the interface of plugins. The interface covers the arguments, the
+data source and the return values of plugins."""
 
 from __future__ import annotations
 
@@ -37,10 +37,11 @@ T = TypeVar("T")
 
 @dataclass
 class RolloutFnTrainOutput:
-    """Finished, scored groups, and metrics by their full names. Siblings of a fan-out are flat in their group.
+    """Finished, scored groups, and metrics by their full names. The siblings of a fan-out are not nested in their
+    group.
 
-    ``generated``: one entry for each response that this rollout generated, whether it was accepted or not. If it is
-    None, `train_output` counts every response of ``samples`` in full.
+    ``generated``: one entry for each response that this rollout generated, whether it was accepted or not. If
+    ``generated`` is None, `train_output` counts every response of ``samples`` in full.
     """
 
     samples: list[list[Sample]]
@@ -55,26 +56,26 @@ class RolloutFnTrainOutput:
 
 @dataclass
 class RolloutFnEvalOutput:
-    """For each dataset its ``samples``, and slime's columns ``rewards`` and ``truncated``. Metrics by their full
-    names."""
+    """The results of an evaluation. For each dataset there are its ``samples`` and slime's columns ``rewards`` and
+    ``truncated``. Metrics have their full names."""
 
     data: dict[str, dict[str, Any]]
     metrics: dict[str, Any] = field(default_factory=dict)
 
 
 def train_output(value: object) -> RolloutFnTrainOutput:
-    """Convert the return value of a rollout function: an object with ``samples`` and ``metrics``, a list of groups, or
-    a list of samples.
+    """Convert the return value of a rollout function. The value is an object with ``samples`` and ``metrics``, a list
+    of groups, or a list of samples.
 
     Raises:
-        ValueError: the value is none of these, or has no samples.
+        ValueError: the value has another type, or has no samples.
     """
     samples = getattr(value, "samples", value)
     metrics = getattr(value, "metrics", None) or {}
     generated = getattr(value, "generated", None)
     if not isinstance(samples, list) or not samples:
         raise ValueError(
-            f"a rollout function returns a list of groups of samples, or an object with it, not {value!r:.200}"
+            f"a rollout function must return a list of groups, or an object with samples, not {value!r:.200}"
         )
     if isinstance(samples[0], Sample):
         by_group: dict[int | None, list[Sample]] = {}
@@ -88,7 +89,8 @@ def train_output(value: object) -> RolloutFnTrainOutput:
 
 
 def flatten(group: list[Any]) -> list[Sample]:
-    """Flatten a group. slime nests the siblings of a fan-out in a list; here they share a rollout id instead.
+    """Flatten a group. slime nests the siblings of a fan-out in a list. In slimelite the siblings share a rollout id
+    instead.
 
     Raises:
         ValueError: an element is not a sample.
@@ -105,15 +107,15 @@ def flatten(group: list[Any]) -> list[Sample]:
     return flat
 
 
-# a function that the user provides
+# a function provided by the user
 Plugin = Callable[..., Any]
 
 
 class PluginArgs(argparse.Namespace):
-    """The run's arguments in the form that plugins get.
+    """The run's arguments, as plugins get them.
 
-    Each plugin gets a copy, because slime's plugins change it. The copy also has ``rollout_context``. If an engine
-    serves HTTP, its address is in ``sglang_router_ip`` and ``sglang_router_port``.
+    Each plugin gets its own copy of the arguments, because slime's plugins change them. The copy also has
+    ``rollout_context``. If the engine serves HTTP, ``sglang_router_ip`` and ``sglang_router_port`` have its address.
     """
 
     keeps_ids: bool
@@ -130,41 +132,42 @@ class PluginArgs(argparse.Namespace):
 
 @dataclass(slots=True)
 class RolloutContext:
-    """Arguments, tokenizer, engines and grader of a run, and the thread on whose event loop its coroutines run."""
+    """Arguments, tokenizer, engines and grader of a run, and the thread with the event loop of the rollout."""
 
     args: Args
     tokenizer: PreTrainedTokenizerBase
     engines: EnginePool
     grader: Grader
     thread: LoopThread
-    progress: Callable[[int, int, str], None]  # called with (done, total, note)
+    progress: Callable[[int, int, str], None]  # function that is called with (done, total, note)
     # scores training samples (--opd-type sglang); None: there is no teacher server
     teacher: Teacher | None = None
-    # session id of a sample that a generate function works on -> the engine of its group, and its clock
+    # session id of a sample in a generate function -> the engine of its group, and the clock of its agent
     states: dict[str, AgentState] = field(default_factory=dict)
-    # the sessions of agents, once one has asked for them
+    # the sessions of agents; None until a generate function calls `sessions`
     agents: PooledSessions | None = None
     # opens the environments of --environment
     environment: Host | None = None
-    # the HTTP front of agents that are programs, once one has asked for it
+    # the HTTP front for agents that are programs; None until a generate function calls `front`
     server: RunFront | None = None
     # runs the programs of --agent-command
     programs: Programs | None = None
-    # name of an eval dataset -> its prompts, filled when it is first evaluated
+    # name of an eval dataset -> its prompts, read at the first evaluation of the dataset
     eval_prompts: dict[str, list[Sample]] = field(default_factory=dict)
 
     def version_trained_on(self, rollout_id: int) -> int:
-        """The trainer's weight version when it trains on the rollout. With --async-rollout, engines may have another
-        version."""
+        """The weight version of the trainer when it trains on this rollout. With --async-rollout, engines may have
+        another version."""
         return rollout_id if self.args.async_rollout else self.engines.weight_version
 
     def sessions(self) -> PooledSessions:
-        """The sessions on this run's engines, for generate functions. They belong to the event loop of the rollout.
+        """The sessions on this run's engines, for generate functions. Use the sessions only on the event loop of the
+        rollout.
 
-        A session with the id ``sample.session_id`` uses the engine of its group, and has its own seed.
+        A session with the id ``sample.session_id`` uses the engine of the sample's group, and has its own seed.
         """
         if self.agents is None:
-            from slimelite.rollout.sessions import PooledSessions  # of agents
+            from slimelite.rollout.sessions import PooledSessions  # only runs with agents need it
             from slimelite.serving.format import ChatFormat
 
             args, infos = self.args, self.engines.infos.values()
@@ -181,7 +184,8 @@ class RolloutContext:
         return self.agents
 
     async def front(self) -> str:
-        """Base URL of an HTTP front over `sessions`, for generate functions. Call it on the event loop of the rollout.
+        """The base URL of an HTTP front for `sessions`. Generate functions may use this front. Call it on the event
+        loop of the rollout.
 
         A program talks to session ``s`` at ``<url>/sessions/<s.id>/v1`` (OpenAI) or ``<url>/sessions/<s.id>``
         (Anthropic), with ``s.key`` as its API key.
@@ -194,35 +198,36 @@ class RolloutContext:
 
     @property
     def eval_reward_key(self) -> str | None:
-        """If rewards are dicts, the entry that evaluations use."""
+        """The key of the reward that evaluations use, if rewards are dicts."""
         return self.args.eval_reward_key or self.args.reward_key
 
     async def each(self, jobs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-        """The results of ``jobs``, run concurrently or, under ``--deterministic-mode``, one after the other."""
+        """Run ``jobs`` concurrently, or one after the other with ``--deterministic-mode``. Returns their results."""
         if self.args.deterministic_mode:
             return [await job for job in jobs]
         return list(await asyncio.gather(*jobs))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RolloutContext:
-        return self  # plugins deep-copy their args, but the engines must stay the same objects
+        return self  # plugins deep-copy their arguments, but the engines must not be copied
 
     async def plugin_args(self, engine: int | None = None, *, evaluation: bool = False) -> PluginArgs:
         """A new copy of the arguments for a plugin, with the address of ``engine`` (None: no address).
 
-        Its ``keeps_ids`` is the run's, but False in an evaluation, because its tokens are not trained on.
+        ``keeps_ids`` of the copy is the run's value. In an evaluation ``keeps_ids`` is False, because the tokens of an
+        evaluation are not trained on.
         """
         values = {f.name: getattr(self.args, f.name) for f in fields(self.args)}
         args = PluginArgs(**PLUGIN_CONSTANTS | self.args.custom_config, **values, rollout_context=self)
         args.keeps_ids = self.args.keeps_ids and not evaluation
         if engine is not None:
             address = urlsplit(await self.engines.url(engine))
-            # the address may contain a key, which is kept because plugins join the two parts to an address again
+            # the address may contain a key; keep it, because plugins build the address from these two parts
             args.sglang_router_ip, args.sglang_router_port = address.netloc.rpartition(":")[0], address.port
         return args
 
 
 def load_plugin(path: str | None, flag: str) -> Plugin | None:
-    """The function at ``path``, the value of ``flag``; None if ``path`` is None.
+    """Load the function at ``path``, which is the value of ``flag``. Returns None if ``path`` is None.
 
     Raises:
         ValueError: the function cannot be loaded.
@@ -231,8 +236,8 @@ def load_plugin(path: str | None, flag: str) -> Plugin | None:
 
 
 def build_source(path: str | None, plugin_args: PluginArgs, tokenizer: PreTrainedTokenizerBase) -> Any:
-    """An instance of the class at ``path`` (--data-source-path), built from (args, tokenizer) or (args). For None, a
-    `DataSource`.
+    """Build an instance of the class at ``path`` (--data-source-path) from (args, tokenizer) or (args). If ``path`` is
+    None, build a `DataSource`.
 
     Raises:
         ValueError: the class lacks a method that a rollout calls.
@@ -242,7 +247,7 @@ def build_source(path: str | None, plugin_args: PluginArgs, tokenizer: PreTraine
         return DataSource(plugin_args.rollout_context.args, tokenizer)
     kind = load_function(path, flag)
     if missing := [m for m in ("get_samples", "add_samples", "__len__") if not hasattr(kind, m)]:
-        raise ValueError(f"{flag} {path}: a data source needs {', '.join(missing)}")
+        raise ValueError(f"{flag} {path}: a data source needs the methods {', '.join(missing)}")
     wants_tokenizer = len(inspect.signature(kind).parameters) > 1
     make = guarded(kind, path, flag)
     source = make(plugin_args, tokenizer) if wants_tokenizer else make(plugin_args)

@@ -1,5 +1,5 @@
-"""The generate functions of ``--environment`` and ``--agent-command``. The response, or responses, to a prompt come
-from an episode, or from a program that talks to the model through its own session."""
+"""The generate functions of ``--environment`` and ``--agent-command``. The responses to a prompt come from an episode
+in an environment, or from a program that calls the model through its own session."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def play(
         episode = Episode(
             context.environment,
             converse,
-            replace(parse_sampling_params(sampling_params), seed=None),  # each session has a seed of its own
+            replace(parse_sampling_params(sampling_params), seed=None),  # each session has its own seed
             max_turns=args.environment_max_turns,
             max_tokens=args.environment_max_tokens,
         )
@@ -57,12 +57,12 @@ async def play(
         if tried or episode.failure is None or not episode.failure.lost:
             break
         tried = True
-        logger.warning("an episode is repeated because its worker process died (%s)", episode.failure)
+        logger.warning("the worker process of an episode died (%s), so the episode is repeated", episode.failure)
     made = episode.samples(sample)
     rule = args.rm_type or args.custom_rm_path or sample.metadata.get("rm_type")
     for each in made:
         if each.reward is None and each.status == Status.TRUNCATED and not rule:
-            each.reward = 0.0  # it did not come to the step that would have said so
+            each.reward = 0.0  # the episode ended before the environment gave this player a reward
     if episode.failure is not None:
         failure = Failure(episode.failure.kind, f"the environment: {episode.failure}")
         key = context.eval_reward_key if evaluation else args.reward_key
@@ -75,7 +75,7 @@ async def play(
 async def run(
     args: PluginArgs, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
 ) -> list[Sample]:
-    """Run ``--agent-command`` for ``sample``; each branch of its session becomes a sample.
+    """Run ``--agent-command`` for ``sample``. Each branch of the session becomes a sample.
 
     Raises:
         RewardError: the program failed, and ``--reward-error`` is ``fail``.
@@ -84,9 +84,9 @@ async def run(
     context = args.rollout_context
     assert context.programs is not None
     sessions, front = context.sessions(), await context.front()
-    defaults = replace(parse_sampling_params(sampling_params), seed=None)  # the session has a seed of its own
+    defaults = replace(parse_sampling_params(sampling_params), seed=None)  # the session has its own seed
     session = sessions.open(sample.session_id, defaults=defaults)
-    session.longest_reply = defaults.max_new_tokens  # a program may ask for more: Claude Code always does
+    session.longest_reply = defaults.max_new_tokens  # a program may request more tokens, and Claude Code always does
     base = f"{front}/sessions/{session.id}"
     variables = {
         "OPENAI_BASE_URL": f"{base}/v1",
@@ -112,7 +112,7 @@ async def run(
 
 
 def _failure(ended: Ended, session: Session) -> Failure | None:
-    """Why the end of the program gives no answer; None if it gives one."""
+    """The reason why the program has not produced an answer. Returns None if it has produced one."""
     if ended.status is None:
         return Failure("timeout", f"the program took longer than {ended.seconds:.0f} s (--agent-timeout)")
     if ended.status:
@@ -128,7 +128,8 @@ def _failure(ended: Ended, session: Session) -> Failure | None:
 
 
 def _samples(sample: Sample, session: Session, ended: Ended, failure: Failure | None) -> list[Sample]:
-    """The samples of the session. They have the program's reward, or none, so that the run's reward scores them."""
+    """The samples of the session. The samples have the program's reward. If the program gave no reward, the samples
+    have no reward, and the run's reward function scores them."""
     turns = session.turns
     facts = {
         "turns": len(turns),

@@ -1,5 +1,5 @@
-"""Evaluation: each dataset has its own sampling parameters and number of responses per prompt. In multiple-choice tasks
-the engine scores every choice, and the likeliest is the response."""
+"""Evaluation. Each dataset has its own sampling parameters and number of responses per prompt. In multiple-choice tasks
+the engine scores every choice, and the most likely choice is the response."""
 
 from __future__ import annotations
 
@@ -22,9 +22,11 @@ from slimelite.samples.sample import Sample
 async def evaluate_datasets(
     context: RolloutContext, datasets: Sequence[EvalDataset], rollout_id: int
 ) -> RolloutFnEvalOutput:
-    """Evaluate ``datasets`` of ``--eval-prompt-data``: concurrently, or one by one under ``--deterministic-mode``.
+    """Evaluate ``datasets`` of ``--eval-prompt-data`` concurrently, or one after the other with
+    ``--deterministic-mode``.
 
-    Seeds depend only on dataset, prompt and sample, so two evaluations differ only through their weights.
+    Seeds depend only on the dataset, the prompt and the sample. So two evaluations differ only because of the model's
+    weights.
 
     Raises:
         ValueError: a dataset is empty or cannot be read, or none of its prompts got a scored response.
@@ -54,7 +56,7 @@ async def evaluate_datasets(
 
 
 def _groups(context: RolloutContext, dataset: EvalDataset) -> list[list[Sample]]:
-    """The prompts of a dataset as groups of samples. A run reads the file once."""
+    """The prompts of a dataset as groups of samples. The file is read only once in a run."""
     if dataset.name not in context.eval_prompts:
         try:
             context.eval_prompts[dataset.name] = load_prompts(
@@ -118,15 +120,15 @@ async def _evaluate(
 
 
 async def choose(args: PluginArgs, sample: Sample, _params: dict[str, Any]) -> Sample:
-    """Answer with the likeliest choice. The reward is 1 if it is the right one, else 0.
+    """Answer with the most likely choice. The reward is 1 if this is the right choice, and 0 otherwise.
 
-    ``sample.metadata`` has ``choices``, ``right``, ``delimiter``, ``metric`` and perhaps ``shared`` (see
-    `slimelite.arguments.evaluation.Task`). This adds ``log_likelihoods``: log p(choice | prompt) of each choice, or log
-    p(shared | prompt and choice). The tokens of a choice are those that prompt and choice together have after the
-    prompt's own, as in lm-evaluation-harness.
+    ``sample.metadata`` must have ``choices``, ``right``, ``delimiter`` and ``metric``, and may have ``shared`` (see
+    `slimelite.arguments.evaluation.Task`). The function adds ``log_likelihoods`` to it: log p(choice | prompt) of each
+    choice, or log p(shared | prompt and choice). Prompt and choice are tokenised together, and the tokens after the
+    prompt's tokens belong to the choice, as in lm-evaluation-harness.
 
     Raises:
-        ValueError: a choice adds no token to the prompt, or both together exceed the context.
+        ValueError: a choice adds no token to the prompt, or the prompt and the choice together exceed the context.
     """
     metadata, end = sample.metadata, sample.metadata.get("shared", "")
     choices: list[str] = metadata["choices"]
@@ -135,7 +137,7 @@ async def choose(args: PluginArgs, sample: Sample, _params: dict[str, Any]) -> S
     answers = [_added(args, begin, text + end) for begin, text in zip(begins, starts, strict=True)]
     if not all(answer for _, answer in answers):
         raise ValueError(f"a choice of {choices!r:.200} adds no token to the prompt")
-    # the tokens that an evaluation task puts before the tokens of the prompt's own text
+    # the tokens that an evaluation task adds before the tokens of the prompt's text
     opening = sample.tokens[: len(sample.tokens) - len(_added(args, str(sample.prompt), str(sample.prompt))[0])]
     engine = _engine_of(args, sample)
     prompts = [[*opening, *before] for before, _ in answers]
@@ -144,7 +146,7 @@ async def choose(args: PluginArgs, sample: Sample, _params: dict[str, Any]) -> S
     likelihoods = np.array([sum(of_choice.log_probs) for of_choice in scores])
     sizes = {"acc_norm": [len(choice) for choice in choices], "acc_token": [len(answer) for _, answer in answers]}
     best = int(np.argmax(likelihoods / np.array(sizes.get(metadata["metric"], 1))))
-    if end:  # the response is what was scored, after the choice
+    if end:  # only the text after the choice was scored, so the choice's tokens belong to the prompt
         sample.tokens = prompts[best]
     sample.append_response_tokens(answers[best][1], scores[best].log_probs)
     sample.response, sample.status = choices[best] + end, Sample.Status.COMPLETED
@@ -154,12 +156,12 @@ async def choose(args: PluginArgs, sample: Sample, _params: dict[str, Any]) -> S
 
 
 async def go_on(args: PluginArgs, sample: Sample, _params: dict[str, Any]) -> Sample:
-    """Answer with the label. The reward is 1 if each of its tokens is the likeliest after those before it, else 0.
+    """Answer with the label. The reward is 1 if each token of the label is the most likely next token, and 0 otherwise.
 
-    ``sample.metadata`` has ``delimiter``. This adds ``log_likelihood``, log p(label | prompt).
+    ``sample.metadata`` must have ``delimiter``. The function adds ``log_likelihood``, which is log p(label | prompt).
 
     Raises:
-        ValueError: the label adds no token to the prompt, or both together exceed the context.
+        ValueError: the label adds no token to the prompt, or the prompt and the label together exceed the context.
     """
     prompt, start = str(sample.prompt), len(sample.tokens)
     text = f"{sample.metadata['delimiter']}{sample.label}"
@@ -175,7 +177,7 @@ async def go_on(args: PluginArgs, sample: Sample, _params: dict[str, Any]) -> Sa
 
 
 def _added(args: PluginArgs, before: str, text: str) -> tuple[list[int], list[int]]:
-    """The ids of ``before``, and the ids after them in ``text``, which begins with ``before``."""
+    """The ids of ``before``, and the further ids of ``text``. The text begins with ``before``."""
     first, whole = args.rollout_context.tokenizer([before, text], add_special_tokens=False)["input_ids"]
     return first, whole[len(first) :]
 

@@ -1,8 +1,8 @@
-"""Dynamic sampling filters: ``fn(args, samples)`` decides whether a scored group is trained on.
+"""Dynamic sampling filters. A filter ``fn(args, samples)`` decides whether a scored group is trained on.
 
-Choose one with ``--dynamic-sampling-filter-path slimelite.rollout.filters.<name>``, or write your own, which may call
-the ones here. A filter returns a bool or a `DynamicFilterOutput`; `all_of` combines several. The siblings of a fan-out
-share the reward of their rollout, and count once.
+Choose a filter with ``--dynamic-sampling-filter-path slimelite.rollout.filters.<name>``, or write your own. Your filter
+may call the filters of this file. A filter returns a bool or a `DynamicFilterOutput`. `all_of` combines several
+filters. The siblings of a fan-out share the reward of their rollout, and count as one response.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from slimelite.samples.table import SampleTable
 
 logger = logging.getLogger(__name__)
 
-# the drop reason when --reward-error drop has removed every sample of a group
+# the reason for a group whose samples were all removed by --reward-error drop
 NO_REWARD = "no_reward"
-# rewards that differ by no more are equal, because graders may add floats in different orders
+# rewards count as equal if they differ by at most this value, because graders may add floats in different orders
 SAME_REWARD = 1e-6
 
 
 @dataclass(frozen=True)
 class DynamicFilterOutput:
-    """``keep``: whether to keep the group. If it is dropped, ``reason`` says why.
+    """``keep``: whether to keep the group. ``reason``: why the group is dropped.
 
-    ``keep_when_insufficient``: keep a dropped group after all, if the batch would otherwise need another prompt.
+    ``keep_when_insufficient``: keep the group nevertheless if the batch would otherwise need another prompt.
     """
 
     keep: bool
@@ -50,11 +50,12 @@ Filter = Callable[[PluginArgs, Sequence[Sample]], bool | DynamicFilterOutput]
 
 
 def verdict(output: bool | DynamicFilterOutput, name: str = "the filter") -> DynamicFilterOutput:
-    """Convert a filter's return value (a bool of Python, numpy or torch, or slime's object) to a `DynamicFilterOutput`.
+    """Convert a filter's return value to a `DynamicFilterOutput`. The value is a bool of Python, numpy or torch, or
+    slime's object.
 
     Raises:
-        ValueError: the value is anything else, such as the text "no", which Python treats as true. The message names
-            the filter.
+        ValueError: the value has another type. For example, Python treats the text "no" as true. The message names the
+            filter.
     """
     keep: Any = getattr(output, "keep", output)
     keep = keep.item() if getattr(keep, "shape", None) == () else keep
@@ -68,7 +69,7 @@ def verdict(output: bool | DynamicFilterOutput, name: str = "the filter") -> Dyn
 
 
 def rollout_rewards(samples: Sequence[Sample], reward_key: str | None) -> list[float]:
-    """One reward for each rollout of the group. A fan-out has the reward of its last sibling."""
+    """One reward for each rollout of the group. The reward of a fan-out is the reward of its last sibling."""
     rewards = {s.index if s.rollout_id is None else s.rollout_id: s.reward_value(reward_key) for s in samples}
     return list(rewards.values())
 
@@ -84,12 +85,12 @@ def check_reward_nonzero_std(args: PluginArgs, samples: Sequence[Sample], **_: o
 def check_reward_nonzero_std_with_fallback(
     args: PluginArgs, samples: Sequence[Sample], **_: object
 ) -> DynamicFilterOutput:
-    """Prefer groups whose rewards differ, but keep the other groups rather than sample another prompt."""
+    """Prefer groups whose rewards differ, but keep other groups if the batch would otherwise need another prompt."""
     return replace(check_reward_nonzero_std(args, samples), keep_when_insufficient=True)
 
 
 def check_any_success(args: PluginArgs, samples: Sequence[Sample], **_: object) -> DynamicFilterOutput:
-    """Keep groups in which a reward is above 0."""
+    """Keep groups in which at least one reward is above 0."""
     return DynamicFilterOutput(max(rollout_rewards(samples, args.reward_key)) > 0, "no_success")
 
 
@@ -104,7 +105,7 @@ def check_min_reward(
 def check_response_diversity(
     _args: PluginArgs, samples: Sequence[Sample], *, minimum: float = 0.5, **_: object
 ) -> DynamicFilterOutput:
-    """Keep groups in which the share of different token sequences among the responses is at least ``minimum``."""
+    """Keep groups in which the share of distinct responses is at least ``minimum``."""
     different = {np.asarray(s.response_ids, np.int64).tobytes() for s in samples}
     return DynamicFilterOutput(len(different) >= minimum * len(samples), "low_diversity")
 
@@ -120,7 +121,8 @@ def check_reasonable_length(
 
 
 def all_of(*filters: Filter) -> Filter:
-    """A filter that keeps a group if all ``filters`` keep it. The first filter that drops it gives the reason."""
+    """A filter that keeps a group only if all ``filters`` keep the group. The first filter that drops the group gives
+    the reason."""
 
     def combined(args: PluginArgs, samples: Sequence[Sample]) -> DynamicFilterOutput:
         outputs = (verdict(f(args, samples), f"the filter {getattr(f, '__name__', f)}") for f in filters)
@@ -135,15 +137,15 @@ def check_all(args: PluginArgs, samples: Sequence[Sample], **_: object) -> Dynam
 
 
 class DroppedGroups:
-    """The groups that a rollout does not train on. It saves a few for the user to read, and ends the run after too many
-    in a row.
+    """Counts the groups that a rollout does not train on. A few of these groups are saved for the user. The run ends
+    after too many such groups in a row.
 
-    At most ``--keep-dropped`` groups are saved in ``dropped/`` of the run folder. The first groups stay, but a group
-    with a new reason replaces the last group of the most common reason.
+    At most ``--keep-dropped`` groups are saved in ``dropped/`` of the run folder. When this limit is reached, a group
+    with a new reason replaces the last group with the most common reason.
     """
 
     def __init__(self, args: Args, rollout_id: int, counts: Mapping[str, float]) -> None:
-        """``counts``: the counts of the rollout so far, which the error carries."""
+        """``counts``: the counts of the rollout so far. An error includes them."""
         self._args = args
         self._rollout_id, self._counts = rollout_id, counts
         self._limit = args.keep_dropped if args.run_dir and args.rollouts_kept != 0 else 0
@@ -155,14 +157,14 @@ class DroppedGroups:
         self.accepted()
 
     def accepted(self) -> None:
-        """Restart the counts of groups in a row, because a group was accepted."""
+        """Set the counts of consecutive groups back to 0, because a group was accepted."""
         self._failures = 0
         self._reasons: Counter[str] = Counter()
         self._rewards: list[float] = []
         self._lengths: list[int] = []
 
     def keep(self, samples: list[Sample], kind: str, detail: str = "") -> None:
-        """Save the group if there is room; ``metadata["dropped"]`` of its samples becomes ``kind + detail``."""
+        """Save the group if the limit allows it. ``metadata["dropped"]`` of its samples is set to ``kind + detail``."""
         kinds = Counter(kind for kind, _ in self._kept)
         if len(self._kept) >= self._limit:
             commonest = max(kinds, key=kinds.__getitem__, default=kind)
@@ -175,12 +177,13 @@ class DroppedGroups:
         try:
             sample.reward_value(self._args.reward_key)
             reward = sample.reward
-        except ValueError:  # the reward failed, or the sample was never scored
+        except ValueError:  # the reward failed, or the sample was not scored
             reward = math.nan
         return replace(sample, reward=reward, metadata={**sample.metadata, "dropped": reason})
 
     def save(self) -> str:
-        """Write the saved groups. Returns a clause for a message with their number and file, "" if there are none."""
+        """Write the saved groups. Returns a clause for a message, with the number of groups and the file. The clause is
+        "" if there are no groups."""
         if not self._kept:
             return ""
         SampleTable.from_samples([samples for _, samples in self._kept], self._args.reward_key).to_parquet(self._path)
@@ -198,11 +201,11 @@ class DroppedGroups:
             by = f" by {self._generator(path)}" if path else ""
             where = raised_at(error) if path and not isinstance(error, PluginError) else ""
             raise self._end(
-                f"{self._failures} groups in a row could not be generated{by}; the last one: {error!r}{where}"
+                f"{self._failures} groups in a row could not be generated{by}; the last error: {error!r}{where}"
             ) from error
 
     def _generator(self, path: str) -> str:
-        """The user's flag that decides how samples are generated, with its value."""
+        """The flag that chooses the user's generate function, with its value."""
         for name in ("environment", "agent_command"):
             if value := getattr(self._args, name):
                 return f"--{name.replace('_', '-')} {masked(name, value)}"
@@ -212,7 +215,8 @@ class DroppedGroups:
         """Count a group that the filter dropped.
 
         Raises:
-            RolloutError: too many groups were dropped in a row. The message has reasons, rewards and lengths.
+            RolloutError: too many groups were dropped in a row. The message contains the reasons, the rewards and the
+                lengths.
         """
         self._failures = 0
         self._reasons[reason] += 1
@@ -220,10 +224,10 @@ class DroppedGroups:
         self._lengths += [s.response_length for s in samples]
         drops = self._reasons.total()
         if self._reasons[NO_REWARD] == drops >= self._most_failures:
-            check_scored(samples, f"--reward-error drop dropped all samples of {drops} groups in a row")
+            check_scored(samples, f"--reward-error drop removed all samples of {drops} groups in a row")
         if drops == self._most_drops // 4 and not self._warned:
             self._warned = True
-            logger.warning("%s; the run ends at %d", self._story(), self._most_drops)
+            logger.warning("%s; after %d groups the run ends", self._story(), self._most_drops)
         if drops >= self._most_drops:
             raise self._end(
                 f"{self._story()}. Check the reward (--rm-type, --label-key), the difficulty of the task, the "
@@ -241,7 +245,7 @@ class DroppedGroups:
         where = self.save()
         return (
             f"--dynamic-sampling-filter-path {self._args.dynamic_sampling_filter_path} dropped {self._reasons.total()} "
-            f"groups in a row and kept none: reasons {dict(self._reasons)}; "
+            f"groups in a row and kept none; reasons {dict(self._reasons)}; "
             f"rewards from {min(rewards, default=0):g} to {max(rewards, default=0):g}, "
             f"mean {math.fsum(rewards) / count:.4g}; "
             f"responses of {sum(lengths) / count:.0f} tokens on average" + (f"; {where}" if where else "")

@@ -1,12 +1,13 @@
-"""One training rollout: prompts in, ``--rollout-batch-size`` scored groups out.
+"""One training rollout. A rollout turns prompts into ``--rollout-batch-size`` scored groups.
 
-Groups are generated concurrently, and judged as they finish. One new prompt replaces a group that is dropped or fails.
-Metrics count every group that is not used. Groups that finish after the batch is full (surplus) go back to the data
-source and come first in the next rollout. Groups that are still unfinished then go back as prompts, or, with
-``--partial-rollout``, with the tokens that they have. Groups of agents wait where they are (`rollout.sessions`).
+Groups are generated concurrently. Each group is judged when it finishes. If a group is dropped or fails, one new prompt
+replaces it. Metrics count every group that is not used. Groups that finish after the batch is full (surplus) go back to
+the data source, and come first in the next rollout. Groups that are unfinished when the batch is full also go back.
+Unfinished groups go back as prompts, or with their tokens if ``--partial-rollout`` is set. With ``--partial-rollout``,
+groups of agents are paused (`rollout.sessions`).
 
-With ``--deterministic-mode`` groups are sent in waves (group i to engine i mod n). They are judged in submission order
-after the whole wave is done, so that the same weights and seeds give a bit-identical rollout.
+With ``--deterministic-mode`` groups are sent in waves, group i to engine i mod n. The groups are judged in submission
+order after the whole wave is done. So the same weights and seeds give a bit-identical rollout.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# time for requests in flight to end after the batch is full [s]
+# time limit for requests in flight to end after the batch is full [s]
 STOP_SECONDS = 600.0
-# between two looks at requests that are about to end [s]
+# time between two checks of requests that are about to end [s]
 SHORTLY = 0.01
 # counters that every rollout logs as rollout/<name>
 COUNTS = (
@@ -65,14 +66,14 @@ def offline_rollout(
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """Read ``--rollout-batch-size`` conversations (SFT) or pairs (DPO) from the data, without an engine.
 
-    Evaluation is the same as in RL.
+    Evaluations work as in RL.
 
     Raises:
-        ValueError: a prompt is not a conversation, a sample has no pair, or the chat template does not fit.
+        ValueError: a prompt is not a conversation, a sample has no pair, or the chat template refuses the messages.
     """
     if evaluation:
         return generate_rollout(args, rollout_id, data_source, evaluation=True)
-    from slimelite.data.conversations import ChatReader  # of supervised runs alone
+    from slimelite.data.conversations import ChatReader  # only supervised runs need it
 
     settings = (args.loss_mask_type, args.apply_chat_template_kwargs, args.rollout_max_context_len)
     chat = ChatReader(args.rollout_context.tokenizer, *settings)
@@ -117,8 +118,8 @@ class Collection:
         )
         self.accepted: list[list[Sample]] = []
         self.surplus: list[list[Sample]] = []
-        self.finished: list[list[Sample]] = []  # all groups that this rollout finished, including dropped ones
-        # in the order of submission, with the groups as they were submitted
+        self.finished: list[list[Sample]] = []  # all groups that this rollout finished, including dropped groups
+        # task -> the groups as they were submitted; in the order of submission
         self.tasks: dict[asyncio.Task[list[Outcome]], list[list[Sample]]] = {}
         self.in_flight = 0
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
@@ -136,7 +137,7 @@ class Collection:
             self.context.agents.admit()
         try:
             fresh = self._take(self.target)
-            # over-sample only what is missing; otherwise every second rollout would consist of surplus groups alone
+            # over-sample only the missing groups; otherwise every second rollout would consist of surplus groups only
             wanted = math.ceil((self.target - len(self.accepted)) * self.args.over_sampling_batch_size / self.target)
             self._start(fresh + self._take(wanted - len(fresh)))
             while (missing := self.target - len(self.accepted)) > 0:
@@ -157,12 +158,12 @@ class Collection:
         return self._output()
 
     def _take(self, number: int) -> list[list[Sample]]:
-        """Take up to ``number`` groups to generate. Groups that an earlier rollout finished are judged at once."""
+        """Take up to ``number`` groups to generate. Groups that an earlier rollout finished are judged immediately."""
         if number <= 0:
             return []
         groups = self.source.get_samples(number)
         if not groups and not self.tasks:
-            raise ValueError("the data source gave no prompts; check --prompt-data or --data-source-path")
+            raise ValueError("the data source returned no prompts; check --prompt-data or --data-source-path")
         fresh = []
         version = self.context.version_trained_on(self.rollout_id)
         for samples in groups:
@@ -176,9 +177,10 @@ class Collection:
             if limit is not None and age > limit:
                 self.counts["stale_groups"] += 1
                 self.dropped.keep(samples, "stale", f": {age} weight updates old")
-                if len({s.index for s in samples}) < len(samples):  # a fan-out does not contain its prompt any more
+                if len({s.index for s in samples}) < len(samples):  # a fan-out no longer contains its prompt
                     logger.warning(
-                        "dropped the fan-out of prompt %s: older than --max-weight-staleness", samples[0].group_index
+                        "dropped the fan-out of prompt %s, because its tokens are older than --max-weight-staleness",
+                        samples[0].group_index,
                     )
                     continue
                 samples = [restart(s) for s in samples]
@@ -197,8 +199,8 @@ class Collection:
             self.tasks[asyncio.create_task(self.generator.generate(part))] = part
 
     def _waiting(self, samples: list[Sample], version: int) -> WaitingGroup | None:
-        """The group of an agent that has waited since an earlier rollout, or None. A group with tokens that are too old
-        is ended."""
+        """The agent group of ``samples`` if it has waited since an earlier rollout, else None. If its tokens are too
+        old, the group is cancelled."""
         agents, limit = self.context.agents, self.args.max_weight_staleness
         waiting = agents.waiting.pop(samples[0].group_index, None) if agents is not None else None
         if agents is None or waiting is None or limit is None:
@@ -222,7 +224,7 @@ class Collection:
             await asyncio.sleep(SHORTLY)
             return []
         done, pending = await asyncio.wait(self.tasks, timeout=timeout, return_when=when)
-        # if result() raises, self.tasks still has every task, so that _cancel ends them all
+        # if result() raises, self.tasks still has every task, so _cancel ends all of them
         outcomes = [outcome for task in self.tasks if task in done for outcome in task.result()]
         self.tasks = {task: part for task, part in self.tasks.items() if task in pending}
         return outcomes
@@ -241,7 +243,7 @@ class Collection:
             self.dropped.failed(error)
 
     def _judge(self, graded: list[Sample]) -> None:
-        """Put the group into the batch or the surplus, or drop it."""
+        """Put the group into the batch or into the surplus, or drop the group."""
         full = len(self.accepted) == self.target
         samples = without_dropped(graded, self.args)
         output = self._filter(samples)
@@ -269,9 +271,9 @@ class Collection:
         return verdict(self.filter(self.plugin_args, samples), f"--dynamic-sampling-filter-path {path}")
 
     async def _stop(self) -> list[list[Sample]]:
-        """End the groups in flight. Finished groups are judged like any other, and unfinished ones are returned.
+        """End the groups in flight. Groups that have finished are judged as usual. Unfinished groups are returned.
 
-        Groups that have not ended after ``STOP_SECONDS`` are cancelled, and returned in the state in which they were
+        Groups that have not ended after ``STOP_SECONDS`` are cancelled. The cancelled groups are returned as they were
         submitted.
         """
         self.generator.stopping = True
@@ -281,7 +283,7 @@ class Collection:
         unfinished = []
         deadline = time.monotonic() + STOP_SECONDS
         while (self.tasks or (agents is not None and agents.running)) and time.monotonic() < deadline:
-            # abort in every turn, since a request may reach its engine only after an earlier abort
+            # abort again in every turn, because a request may reach its engine after an earlier abort
             await self.context.engines.abort()
             unfinished += await self._leave(agents)
             for samples, error in await self._done(asyncio.ALL_COMPLETED, timeout=min(1.0, STOP_SECONDS)):
@@ -293,7 +295,7 @@ class Collection:
             stuck = [group for part in self.tasks.values() for group in part]
             names = ", ".join(str(group[0].group_index) for group in stuck)
             logger.error(
-                "the groups of prompts %s did not stop within %g s (a custom generate function or reward hangs?): "
+                "the groups of prompts %s did not stop within %g s (a custom generate function or reward hangs?); "
                 "they are cancelled, and sampled again in the next rollout",
                 names,
                 STOP_SECONDS,
@@ -305,8 +307,8 @@ class Collection:
         return unfinished
 
     async def _leave(self, agents: PooledSessions | None) -> list[list[Sample]]:
-        """Take the groups of agents out of the tasks. They wait or are cancelled. Returns them in the state in which
-        they were submitted."""
+        """Remove the groups of agents from the tasks. These groups wait for the next rollout, or are cancelled. Returns
+        the groups as they were submitted."""
         if agents is None:
             return []
         left = []
@@ -314,7 +316,7 @@ class Collection:
         for task, part in list(self.tasks.items()):
             ids = [self.generator.session_id(s) for group in part for s in group]
             if task.done() or next(agents.of(ids), None) is None:
-                continue  # one whose agents have not begun, or are done, is as any other
+                continue  # if its agents have not begun or are done, the group is treated as usual
             del self.tasks[task]
             left += part
             if self.args.partial_rollout and len(part) == 1:
@@ -324,12 +326,12 @@ class Collection:
                 ended.append(task)
         if ended:
             await asyncio.wait(ended, timeout=1.0)
-        elif left:  # groups that wait for room could not end otherwise
+        elif left:  # otherwise groups that wait for a free engine could not end
             self.context.engines.forget_load()
         return left
 
     async def _cancel(self) -> None:
-        """Cancel everything in flight after an error."""
+        """Cancel all requests in flight after an error."""
         self.generator.stopping = True
         for task in self.tasks:
             task.cancel()

@@ -1,4 +1,4 @@
-"""Takes groups of samples through generation (with retries), sample hooks and grading."""
+"""Generates the responses of groups of samples (with retries), applies sample hooks, and grades the samples."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ FINISHED = (Status.COMPLETED, Status.TRUNCATED, Status.FAILED)
 
 
 def slime_params(params: SamplingParams, seed: int | None) -> dict[str, object]:
-    """The sampling parameters as the dict that custom generate functions get, under SGLang's names."""
+    """The sampling parameters as a dict with SGLang's names, for custom generate functions."""
     values = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(params).items()}
-    # slime names the seed sampling_seed and passes no ignore_eos
+    # slime calls the seed sampling_seed, and does not pass ignore_eos
     for unknown in ("seed", "ignore_eos", "kept", "calls", "grammar_after", "begun"):
         del values[unknown]
     seeded = {} if seed is None else {"sampling_seed": seed}
@@ -46,13 +46,13 @@ def slime_params(params: SamplingParams, seed: int | None) -> dict[str, object]:
 
 
 def remaining_params(sample: Sample, params: SamplingParams, max_context_len: int, seed: int | None) -> SamplingParams:
-    """``params`` with ``seed``. max_new_tokens becomes the number of tokens left for this response; it is 0 or less if
-    none are left."""
+    """A copy of ``params`` with ``seed``. max_new_tokens is set to the number of tokens left for this response.
+    max_new_tokens is 0 or less if no tokens are left."""
     return replace(params.after(sample.response_length, max_context_len - sample.total_length), seed=seed)
 
 
 def add_result(sample: Sample, result: GenerateResult, tokenizer: PreTrainedTokenizerBase, skip_special: bool) -> None:
-    """Append an engine's tokens. The whole response is decoded again, because a token may be half a character."""
+    """Append an engine's tokens. The whole response is decoded again, because a token may be part of a character."""
     ids, log_probs, versions = result.columns
     sample.append_response_tokens(
         ids, log_probs, weight_versions=versions, kept=result.kept, constrained=result.constrained
@@ -62,10 +62,10 @@ def add_result(sample: Sample, result: GenerateResult, tokenizer: PreTrainedToke
 
 
 def stamp_versions(sample: Sample, version: int, before: Sample | None = None) -> None:
-    """Set the weight version of response tokens that have none to ``version``, the engines' current version.
+    """Set the weight version of response tokens without a version to ``version``, the engines' current version.
 
-    A generate function may record no versions, or one for each call as slime's do. ``before``: the sample that the
-    function continued. The tokens of ``before`` keep their versions.
+    A generate function may record no versions. slime's generate functions record one version for each call. ``before``:
+    the sample that the function continued. The tokens of ``before`` keep their versions.
     """
     stamps: Any = vars(sample)["weight_versions"]
     if isinstance(stamps, np.ndarray) and len(stamps) == sample.response_length:
@@ -86,12 +86,13 @@ def is_finished(samples: Sequence[Sample]) -> bool:
 
 
 def without_dropped(samples: Sequence[Sample], args: RewardArgs) -> list[Sample]:
-    """The samples. With ``--reward-error drop``, those whose reward failed are left out."""
+    """Return ``samples``. With ``--reward-error drop``, samples whose reward failed are left out."""
     return [s for s in samples if args.reward_error != "drop" or "reward_error" not in s.metadata]
 
 
 def check_scored(samples: Sequence[Sample], what: str) -> None:
-    """Refuse samples if none has a valid reward, whatever --reward-error is, because there is nothing to train on.
+    """Raise an error if no sample has a valid reward, because then there is nothing to train on. The value of
+    --reward-error does not matter.
 
     Raises:
         ValueError: the reward of every sample failed. ``what`` names the samples in the message.
@@ -102,7 +103,7 @@ def check_scored(samples: Sequence[Sample], what: str) -> None:
 
 
 def restart(sample: Sample) -> Sample:
-    """The sample in its state before the first response token."""
+    """A copy of the sample without its response."""
     return replace(
         sample,
         tokens=sample.tokens[: sample.prompt_length],
@@ -123,19 +124,22 @@ def restart(sample: Sample) -> Sample:
 
 @dataclass(slots=True)
 class GroupGenerator:
-    """Turns groups of unfinished samples into finished, scored ones, for a training rollout or an evaluation.
+    """Turns groups of unfinished samples into groups of finished, scored samples, for a training rollout or an
+    evaluation.
 
-    If a response was aborted, its group is returned unchanged, or with ``--partial-rollout`` with the tokens so far.
+    If a response was aborted, its group is returned unchanged. With ``--partial-rollout`` the group keeps its tokens so
+    far.
 
     Args:
         stream: name of the random streams.
         params: sampling parameters.
-        max_context_len: the most tokens of prompt and response together; None: the engine's limit.
-        generate_path, rm_type: used for samples that do not name their own.
+        max_context_len: the maximum number of tokens of prompt and response together. None: the engine's limit.
+        generate_path, rm_type: the generate function and the reward for samples that do not name their own.
 
     Attributes:
-        stopping: set this and abort the engines to get groups back in their present state.
-        requests, prompt_tokens, cached_tokens: totals over the engine's requests. Cached tokens need no prefill.
+        stopping: to get unfinished groups back, set this to True and abort the engines' requests.
+        requests, prompt_tokens, cached_tokens: totals over the engine's requests. Cached tokens are prompt tokens that
+            needed no prefill.
         generated: one entry for each response that was generated, whether it was kept or not.
     """
 
@@ -165,11 +169,13 @@ class GroupGenerator:
             self.params = self.params.telling()
 
     def go_on(self, rollout_id: int, generated: list[Generated]) -> None:
-        """Continue for a later rollout after `stopping` was set. Responses count in its ``generated``."""
+        """Continue in a later rollout after `stopping` was set. New responses are counted in the ``generated`` of this
+        rollout."""
         self.stopping, self.rollout_id, self.generated = False, rollout_id, generated
 
     def parts(self, groups: list[list[Sample]]) -> list[list[list[Sample]]]:
-        """Arguments for `generate`: each group alone, or all groups at once with ``--deterministic-mode``."""
+        """Divide groups into arguments for `generate`. Each group is one part. With ``--deterministic-mode`` all groups
+        are one part."""
         together = groups and self.context.args.deterministic_mode
         return [groups] if together else [[group] for group in groups]
 
@@ -177,10 +183,10 @@ class GroupGenerator:
         """Generate and grade one of the `parts`.
 
         With ``--deterministic-mode`` group i goes to engine i mod n, plugins answer one group after the other, and
-        grading waits until all groups have their responses. So every call is made in the same order each time.
+        grading waits until all groups have their responses. So all calls are always made in the same order.
 
         Raises:
-            ValueError: an engine refused a request (a retry would not help), or grading raised.
+            ValueError: an engine refused a request (a retry would not help), or grading raised an error.
         """
         if not self.context.args.deterministic_mode:
             return [await self.generate_one(group) for group in groups]
@@ -188,7 +194,7 @@ class GroupGenerator:
         working = [asyncio.create_task(self._answer(group, i % count)) for i, group in enumerate(groups)]
         try:
             answers = await asyncio.gather(*working)
-        finally:  # after an error the others end too
+        finally:  # after an error, the other tasks end too
             for task in working:
                 task.cancel()
         return list(await asyncio.gather(*(self._finish(*answer) for answer in answers)))
@@ -198,12 +204,13 @@ class GroupGenerator:
         return await self._finish(*await self._answer(group))
 
     async def _answer(self, group: list[Sample], engine: int | None = None) -> Outcome:
-        """The group with its responses, after at most ``ATTEMPTS``. ``engine`` None: use the least loaded engine."""
+        """The group with its responses. Makes at most ``ATTEMPTS`` attempts. ``engine`` None: use the least loaded
+        engine."""
         path = group[0].generate_function_path or self.generate_path
         turn = nullcontext() if engine is None or path is None else self._turns[engine]
         samples, error, used, due = group, None, None, 0.0
         for attempt in range(1, ATTEMPTS + 1):
-            async with turn:  # a group that failed comes after the others, so that all of them wait at the same time
+            async with turn:  # a failed group is tried again after the others, so all failed groups wait together
                 if attempt > 1:
                     await asyncio.sleep(due - time.monotonic())
                 if is_finished(samples):
@@ -220,21 +227,23 @@ class GroupGenerator:
                     break
                 await self.context.engines.check(used)
                 self.retries += 1
-                self._tell(error, f"attempt {attempt} at prompt {group[0].group_index} failed", plugin=path is not None)
+                self._tell(
+                    error, f"attempt {attempt} to answer prompt {group[0].group_index} failed", plugin=path is not None
+                )
                 due = time.monotonic() + RETRY_SECONDS * attempt
         kept = is_finished(samples) or self.context.args.partial_rollout
         return samples if kept else group, error
 
     def _tell(self, error: Exception, what: str, *, plugin: bool) -> None:
-        """Log an error, with the traceback of the plugin if a plugin raised it. Only the first error of its type is a
-        warning."""
+        """Log an error. If a plugin raised it, the log has the plugin's traceback. Only the first error of each type is
+        a warning."""
         level = logging.INFO if type(error) in self._logged else logging.WARNING
         self._logged.add(type(error))
         logger.log(level, "%s: %s", what, own_traceback(error) if plugin else repr(error))
 
     async def _ask_engine(self, samples: list[Sample], engine: int) -> Exception | None:
-        """Add the engine's responses to the unfinished ``samples``. If that fails, returns an error that another
-        attempt may avoid.
+        """Add the engine's responses to the unfinished ``samples``. Returns the error if this fails and another attempt
+        may succeed.
         """
         try:
             await self._sample(samples, engine)
@@ -281,13 +290,13 @@ class GroupGenerator:
         return stream_seed(self.context.args.rollout_seed, f"{self.stream}/{sample.group_index}", sample.index)
 
     def session_id(self, sample: Sample) -> str:
-        """The id of a sample's session, if a generate function opens one."""
+        """The id of a sample's session. A generate function may open a session with this id."""
         return sample.session_id or f"{self.stream}-{sample.index}".replace("/", "-")
 
     async def _ask_plugin(self, samples: list[Sample], path: str, engine: int) -> Outcome:
-        """Replace each unfinished sample by the plugin's result. If the plugin fails on a sample, the sample is not
-        changed."""
-        function, ours = load_function(path), path in (EPISODE, PROGRAM)  # which need no engine's address
+        """Replace each unfinished sample by the plugin's result. If the plugin fails for a sample, this sample does not
+        change."""
+        function, ours = load_function(path), path in (EPISODE, PROGRAM)  # these two do not need an engine's address
         args = await self.context.plugin_args(None if ours else engine, evaluation=self.evaluation)
         pending = [s for s in samples if s.status not in FINISHED]
         answers = await self.context.each(self._attempt(function, args, s, engine) for s in pending)
@@ -301,19 +310,19 @@ class GroupGenerator:
         session_id = self.session_id(sample)
         state = self.context.states[session_id] = AgentState(engine, args.keeps_ids)
         TELLS.set(args.keeps_ids)
-        # the engines live on the rollout's event loop, and the plugin's may be another
+        # the engines belong to the rollout's event loop, but the plugin may run on another event loop
         IS_GONE.set(lambda: self.context.thread.result(self.context.engines.is_gone(engine)))
         try:
             return await self._call(function, args, sample, state)
         except (PluginError, RewardError):
-            raise  # these end the run
+            raise  # these errors end the run
         except Exception as error:
             return error
         finally:
             self.context.states.pop(session_id, None)
 
     async def _call(self, function: Plugin, args: PluginArgs, sample: Sample, state: AgentState) -> list[Sample]:
-        # several requests with one seed draw the same numbers: only deterministic mode passes a seed, as in slime
+        # requests with the same seed draw the same numbers, so only deterministic mode passes a seed, as in slime
         seed = self._seed(sample) if self.context.args.deterministic_mode else None
         copied = Sample.from_dict(sample.to_dict())  # a failing plugin must not change the original
         copied.session_id = self.session_id(sample)
@@ -331,15 +340,15 @@ class GroupGenerator:
             s.check_aligned()
         self.generated += [s.generated_since(sample) for s in made]
         if any(s.status == Status.ABORTED for s in made):
-            # a single unfinished response can be resumed, but a fan-out does not tell where it was interrupted
+            # a single unfinished response can be continued, but the interrupted position in a fan-out is unknown
             return made if self.context.args.partial_rollout and isinstance(returned, Sample) else [sample]
         return made
 
     async def _within(self, seconds: float, answer: Awaitable[object], state: AgentState) -> object:
-        """The answer, or TimeoutError. Unlike `asyncio.wait_for`, it returns even if the coroutine ignores
-        cancellation.
+        """Wait for the answer for at most ``seconds``, then raise TimeoutError. Unlike `asyncio.wait_for`, this ends
+        even if the coroutine ignores cancellation.
 
-        Time in which the agent is paused does not count.
+        The time during which the agent is paused does not count.
         """
         task, end = asyncio.ensure_future(answer), time.monotonic() + seconds
         try:
@@ -352,7 +361,7 @@ class GroupGenerator:
         return task.result()
 
     async def _finish(self, samples: list[Sample], error: Exception | None) -> Outcome:
-        """Run sample hooks and grading for a group that has its responses."""
+        """Run the sample hooks on a group with responses, and grade it."""
         if not is_finished(samples):
             return samples, error
         if self._hooks:
@@ -389,22 +398,22 @@ class GroupGenerator:
                 branch.reward = last.reward
 
     def _is_conversation(self, family: list[Sample]) -> bool:
-        """Whether a rule scores the branches of one session. The answer is then in the branch that ended the
-        session."""
+        """Whether a rule scores the branches of one session. If so, the answer is in the last branch of the session."""
         args, last = self.context.args, family[-1]
         custom = args.custom_rm_path if self.rm_type is None else None
-        if "turns" not in last.metadata or vars(last).get("role"):  # each player has an answer of its own
+        if "turns" not in last.metadata or vars(last).get("role"):  # each player has its own answer
             return False
         return not route_of(last, custom, self.rm_type or args.rm_type).custom
 
 
 def load_hooks(paths: Iterable[str]) -> list[Plugin]:
-    """The functions at ``paths``, which are those of ``--rollout-sample-hook-path``."""
+    """Load the functions at ``paths``, the value of ``--rollout-sample-hook-path``."""
     return [load_function(path, "--rollout-sample-hook-path") for path in paths]
 
 
 async def hooked(hooks: Iterable[Plugin], args: PluginArgs, sample: Sample, **offered: object) -> Sample:
-    """``sample`` after all ``hooks``. Each hook gets those of the ``offered`` values that it has parameters for.
+    """Apply all ``hooks`` to ``sample``, and return the result. A hook gets a value of ``offered`` only if it has a
+    parameter of this name.
 
     Raises:
         ValueError: a hook returned neither a sample nor None.

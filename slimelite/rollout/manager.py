@@ -1,4 +1,4 @@
-"""The rollout side of a run as plain, blocking methods: generate, evaluate, save and load the state."""
+"""The rollout side of a run. Blocking methods generate, evaluate, and save and load the state."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-# what each engine generates for --check-weight-update-equal
+# for --check-weight-update-equal: prompts for each engine, tokens of a prompt, and tokens to generate
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 16
-# time for cancelled tasks to end
+# time limit for cancelled tasks to end [s]
 CANCEL_S = 5.0
-# freed memory of samples that is kept for the next ones [bytes]
+# freed memory of samples that stays allocated for the next samples [bytes]
 SAMPLES_BYTES = 2**26
 
 
 @dataclass(slots=True)
 class RolloutOutput:
-    """One rollout: scored samples with their advantages, and metrics by their full names."""
+    """The result of one rollout: scored samples with their advantages, and metrics by their full names."""
 
     table: SampleTable
     metrics: dict[str, float]
@@ -65,16 +65,17 @@ class RolloutOutput:
 
 @dataclass(slots=True)
 class EvalOutput:
-    """One evaluation: metrics by their full names, and the samples of each dataset."""
+    """The result of one evaluation: metrics by their full names, and the samples of each dataset."""
 
     metrics: dict[str, float]
     tables: dict[str, SampleTable]
 
 
 class RolloutManager:
-    """Owns the data source, the grader, and one thread whose event loop runs all coroutines of the rollout.
+    """Owns the data source, the grader, and one thread. The event loop of this thread runs all coroutines of the
+    rollout.
 
-    ``engines`` may be empty if nothing is generated: SFT, DPO, and training on saved rollouts.
+    ``engines`` may be empty if nothing is generated, as in SFT, in DPO, and in training on saved rollouts.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class RolloutManager:
             args.sglang_server_concurrency,
             restarts=args.job.revives,
             interval=args.rollout_health_check_interval,
-            # an engine is dead when it or Ray says so; one that is slow is not, unless the user says so
+            # a slow engine counts as dead only if the engines are servers and --use-fault-tolerance is set
             timeout=args.rollout_health_check_timeout if args.job.servers and args.use_fault_tolerance else math.inf,
             syncs=args.job.trains,
         )
@@ -131,11 +132,11 @@ class RolloutManager:
         self._eval_log = load_plugin(
             args.custom_eval_rollout_log_function_path, "--custom-eval-rollout-log-function-path"
         )
-        # a run on saved rollouts, or one that only evaluates, has no prompts
+        # a run on saved rollouts has no prompts, and neither has a run that only evaluates
         needs_prompts = args.job.saved is None and args.num_rollout != 0
         self._documents: Documents | None = None
         if args.job.documents or args.eval_bpb:
-            from slimelite.data.documents import Documents  # of pretraining
+            from slimelite.data.documents import Documents  # only pretraining needs it
 
             self._documents = Documents(args, str(args.tokenizer))
         self._held_out: Iterator[tuple[SampleTable, int]] | None = None
@@ -143,7 +144,8 @@ class RolloutManager:
         if needs_prompts and not args.job.documents:
             self.source = build_source(args.data_source_path, self._plugin_args(), tokenizer)
         self._warned_of_old_weights = False
-        # imports and models stay: the collector need not walk their million objects again whenever samples are made
+        # imported modules and models stay in memory, so the garbage collector should not walk their million objects
+        # again
         gc.freeze()
 
     @property
@@ -152,12 +154,12 @@ class RolloutManager:
         return self._context.args
 
     def complete_args(self, start_rollout_id: int, num_rollout: int) -> None:
-        """Set arguments that are known only after start-up, for plugins that read them."""
+        """Set arguments that are known only after the start. Plugins may read them."""
         self._context.args = replace(self.args, start_rollout_id=start_rollout_id, num_rollout=num_rollout)
         self._context.grader.plugin_args = self._plugin_args()
 
     def generate(self, rollout_id: int) -> RolloutOutput:
-        """One rollout's table, advantages included, and its metrics.
+        """Generate one rollout. Returns its table, including advantages, and its metrics.
 
         Raises:
             ValueError: the rollout failed (see `generate.Collection`), every reward failed, or the file of a saved
@@ -165,7 +167,7 @@ class RolloutManager:
         """
         self._note(0, 0, "")
         output = self._scored(rollout_id)
-        if not self.args.job.local:  # a process of its own, which has no other use for the memory of the samples
+        if not self.args.job.local:  # this process has no other use for the memory of the samples
             return_freed_memory(above=SAMPLES_BYTES)
         return output
 
@@ -196,7 +198,7 @@ class RolloutManager:
         return RolloutOutput(table, {**sampled, **table_metrics(table), **metrics})
 
     def _generated(self, rollout_id: int) -> RolloutFnTrainOutput:
-        """The rollout function's result. This checks that a sample has a reward, and gives each token a weight
+        """Call the rollout function. Then check that at least one sample has a reward, and give each token a weight
         version."""
         function, engines = self._rollout_function, self._context.engines
         with self._watched():
@@ -210,7 +212,8 @@ class RolloutManager:
         return output
 
     def evaluate(self, rollout_id: int, names: Sequence[str] = ()) -> EvalOutput:
-        """Evaluate the eval datasets in ``names`` (all, if empty) with the engines' current weights.
+        """Evaluate the eval datasets in ``names`` with the engines' current weights. If ``names`` is empty, evaluate
+        all datasets.
 
         Raises:
             ValueError: a dataset is empty, or none of its prompts got a scored response.
@@ -246,8 +249,8 @@ class RolloutManager:
         return EvalOutput(metrics, tables)
 
     def held_out(self) -> tuple[SampleTable, int] | None:
-        """The next part of ``--eval-bpb``, see `Documents.held_out`. The result is None after the last part; the
-        next call begins again with the first part."""
+        """The next part of ``--eval-bpb`` (see `Documents.held_out`). After the last part, the result is None. The call
+        after that returns the first part again."""
         if self._held_out is None:
             assert self._documents is not None, "--eval-bpb"
             self._held_out = self._documents.held_out()
@@ -264,13 +267,13 @@ class RolloutManager:
         self._done = (done, total, note)
 
     def probe(self) -> SampleTable:
-        """See the function `probe`."""
+        """The result of the function `probe` for this run's engines."""
         engines, vocab_size = self._context.engines.engines, len(self._context.tokenizer)
         return self._thread.run(probe(engines, vocab_size, self.args.rollout_temperature))
 
     def state_dict(self) -> dict[str, object]:
-        """As plain JSON values: the position of the data source, the groups that were returned to it, and a fingerprint
-        of its tokenizer."""
+        """The state as plain JSON values. The state has the position of the data source, the groups that were returned
+        to the data source, and a fingerprint of the tokenizer."""
         if self._fingerprint is None:
             self._fingerprint = fingerprint(self._context.tokenizer)
         state: dict[str, object] = {TOKENIZER: self._fingerprint}
@@ -287,33 +290,32 @@ class RolloutManager:
         """Restore the result of `state_dict`.
 
         Raises:
-            ValueError: the state belongs to another tokenizer or other data, or has no position in the data.
+            ValueError: the state was saved with another tokenizer or with other data, or has no position in the data.
         """
         check_same(state.get(TOKENIZER, {}), self._context.tokenizer)
         if self.source is None or not hasattr(self.source, "load_state_dict"):
             return
         if "data_source" not in state:
             raise ValueError(
-                "the checkpoint's rollout_state.json does not say which prompts were used: it is damaged, or of a "
-                "run without prompts; use another checkpoint with --ckpt-step, or load only its weights with "
+                "the checkpoint's rollout_state.json does not contain the position in the data: it is damaged, or "
+                "from a run without prompts; use another checkpoint with --ckpt-step, or load only its weights with "
                 "--finetune"
             )
         self.source.load_state_dict(state["data_source"])
 
     def num_prompts(self) -> int:
-        """Number of prompts in the data source; 0 without a data source."""
+        """The number of prompts in the data source. Returns 0 without a data source."""
         return 0 if self.source is None else len(self.source)
 
     def cancel(self) -> None:
-        """Cancel all running generation, which also ends it on the engines. Waiting callers get a
-        ``CancelledError``."""
+        """Cancel all running generation, also on the engines. Callers that wait get a ``CancelledError``."""
 
         async def cancel() -> None:
             tasks = asyncio.all_tasks() - {asyncio.current_task()}
             for task in tasks:
-                if not task.cancelling():  # it may be waiting for what it started to end
+                if not task.cancelling():  # a cancelled task may still wait for its child tasks
                     task.cancel()
-            if tasks:  # with a timeout, since a task of a plugin may ignore the cancellation
+            if tasks:  # with a timeout, because a plugin's task may ignore the cancellation
                 await asyncio.wait(tasks, timeout=CANCEL_S)
 
         self._thread.run(cancel())
@@ -321,7 +323,7 @@ class RolloutManager:
     def close(self) -> None:
         """End the grader's workers and the event loop. The engines belong to the caller."""
         gc.unfreeze()
-        if self._context.agents is not None:  # those that wait for a next rollout would never end
+        if self._context.agents is not None:  # agents that wait for a next rollout would never end
             self.cancel()
         if self._context.environment is not None:
             self._thread.run(self._context.environment.close())
@@ -333,11 +335,11 @@ class RolloutManager:
         self._thread.close()
 
     def release_memory(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
-        """Wait until every engine answers, then release the memory of ``tags`` on all of them."""
+        """Wait until every engine answers, then release the memory of ``tags`` on all engines."""
         self._thread.run(self._on_each_engine(lambda engine: engine.release_memory(tags)))
 
     def resume_memory(self, tags: Sequence[str]) -> None:
-        """Wait until every engine answers, then resume the memory of ``tags`` on all of them."""
+        """Wait until every engine answers, then resume the memory of ``tags`` on all engines."""
         self._thread.run(self._on_each_engine(lambda engine: engine.resume_memory(tags)))
 
     async def _on_each_engine(self, ask: Callable[[Engine], Awaitable[None]]) -> None:
@@ -353,7 +355,8 @@ class RolloutManager:
         self._thread.run(self._context.engines.settle())
 
     def needs_weights(self) -> bool:
-        """Whether a rollout waits for a weight sync. It does if every engine was restarted and has old weights."""
+        """Whether a rollout waits for a weight sync. A rollout waits if every engine was restarted and has old
+        weights."""
         return self._context.engines.needs_weights
 
     @contextmanager
@@ -369,12 +372,13 @@ class RolloutManager:
             self._thread.run(self._context.engines.rest())
 
     def _plugin_args(self, function: Plugin | None = None) -> PluginArgs:
-        # only a user's rollout function may need an engine's HTTP address; the built-in ones do not
+        # built-in rollout functions do not need an engine's HTTP address, but a user's function may need it
         http = function is not None and function not in BUILT_IN and self._context.engines.engines
         return self._thread.run(self._context.plugin_args(0 if http else None))
 
     def _saved(self, rollout_id: int) -> SampleTable:
-        """The rollout that was saved at ``--load-debug-rollout-data``. With a subsample, only its first groups."""
+        """Load the saved rollout from ``--load-debug-rollout-data``. With a subsample, only its first groups are
+        loaded."""
         template, share = self.args.job.saved, self.args.load_debug_rollout_data_subsample
         assert template is not None
         table = SampleTable.from_parquet(template.format(rollout_id=rollout_id))
@@ -382,14 +386,15 @@ class RolloutManager:
             groups = list(dict.fromkeys(table.group_id.tolist()))
             kept = groups[: max(1, round(share * len(groups)))]
             table = table.select(np.flatnonzero(np.isin(table.group_id, kept)))
-        table.loss_weights = None  # from the run that saved it; this run computes its own, advantages too
+        # these values are from the run that saved the rollout; this run computes its own loss weights and advantages
+        table.loss_weights = None
         if table.advantages is not None:
             table.advantages, table.advantage = None, np.zeros(len(table))
         return table
 
     def _shape(self, table: SampleTable, samples: list[Sample]) -> dict[str, float]:
-        """Add shaping terms to the table's rewards. The samples are not changed, and so neither are pass rates and
-        raw_reward."""
+        """Add shaping terms to the table's rewards. The samples do not change, so pass rates and raw_reward do not
+        change either."""
         args, grader = self.args, self._context.grader
         if not args.job.sampled or not (args.format_reward_coef or args.overlong_buffer_len is not None):
             return {}
@@ -398,7 +403,8 @@ class RolloutManager:
         return metrics
 
     def _compare_groups(self, table: SampleTable, samples: list[Sample]) -> dict[str, float]:
-        """Set the advantage of each row. `TokenColumns.spread_advantages` computes the tokens' advantages from it."""
+        """Set the advantage of each row. Later `TokenColumns.spread_advantages` computes the tokens' advantages from
+        these values."""
         args = self.args
         if self._post_process is not None:
             raw, rewards = self._post_process(self._plugin_args(), samples)
@@ -426,9 +432,10 @@ class RolloutManager:
         if old:
             self._warned_of_old_weights = True
             logger.warning(
-                "%d of %d response tokens to train on are from older weights than the current ones, and nothing "
-                "corrects for this. Consider --correction tis, --use-opsm, --max-weight-staleness or "
-                "--mask-offpolicy-in-partial-rollout. This warning appears once; see rollout/weight_staleness",
+                "%d of %d response tokens to train on were sampled with older weights, and no flag corrects for "
+                "this. Consider --correction tis, --use-opsm, --max-weight-staleness or "
+                "--mask-offpolicy-in-partial-rollout. This warning appears once. The metric "
+                "rollout/weight_staleness continues to report the age",
                 old,
                 int(np.count_nonzero(table.loss_mask)),
             )
@@ -451,18 +458,20 @@ class RolloutManager:
 
     def _save(self, table: SampleTable, rollout_id: int | str) -> None:
         template = self.args.save_debug_rollout_data
-        # a path without {rollout_id} is one file for all rollouts, which evaluations must not overwrite
+        # a path without {rollout_id} is one file for all rollouts, and evaluations must not overwrite it
         if template is not None and ("{rollout_id" in template or isinstance(rollout_id, int)):
             table.to_parquet(template.format(rollout_id=rollout_id))
 
 
 def _largest(table: SampleTable) -> dict[str, float]:
-    """The largest |advantage| of a row: a scale that vanishes for some group shows there."""
+    """The largest absolute advantage of a row. This advantage is huge if the standard deviation of a group is almost
+    zero."""
     return {"rollout/advantages_abs_max": float(np.abs(table.advantage).max())} if len(table) else {}
 
 
 async def probe(engines: Sequence[Engine], vocab_size: int, temperature: float) -> SampleTable:
-    """``PROMPTS`` responses of each engine to fixed tokens, one row for each. ``group_id`` is the engine's number."""
+    """Let each engine generate ``PROMPTS`` responses to fixed tokens. Each response is a row, and ``group_id`` is the
+    engine's number."""
     prompts = [
         [(7919 * (p * PROMPT_TOKENS + i + 1)) % vocab_size for i in range(PROMPT_TOKENS)] for p in range(PROMPTS)
     ]
@@ -479,10 +488,10 @@ async def probe(engines: Sequence[Engine], vocab_size: int, temperature: float) 
 
 
 def disagreement(table: SampleTable, log_probs: np.ndarray, version: int) -> np.ndarray:
-    """[engines] mean |engine − trainer log-prob| over the rows of a `probe`, in nats. It is inf if a token has another
-    weight version than ``version``.
+    """[engines] mean absolute difference of the engine's and the trainer's log-probs over the rows of a `probe`, in
+    nats. The value is inf if a token's weight version differs from ``version``.
 
-    ``log_probs``: [response tokens of the table], the trainer's.
+    ``log_probs``: [response tokens of the table] the trainer's log-probs.
     """
     gap = np.where(table.weight_versions == version, np.abs(table.rollout_log_probs - log_probs), np.inf)
     engine_of_token = np.repeat(table.group_id, table.response_lengths)

@@ -17,12 +17,12 @@ from slimelite.rollout.filters import rollout_rewards
 from slimelite.samples.sample import CONSTRAINED_TOKENS, Generated, Sample, Status
 from slimelite.samples.table import SampleTable
 
-# a response repeats itself when its last characters compress better than this
+# a response counts as repetitive if its last REPETITION_TAIL characters compress by more than this ratio
 REPETITION_TAIL = 10_000
 REPETITION_RATIO = 10
 
 
-# metrics of episodes that are totals; the others are means
+# metrics of episodes that are totals; all other metrics are means
 TOTALS = ("timeouts", "errors", "context_full")
 
 
@@ -33,10 +33,10 @@ def rollout_metrics(
     version: int | None,
     table: SampleTable,
 ) -> dict[str, float]:
-    """``rollout/*`` and ``passrate/*`` of a training batch.
+    """The metrics ``rollout/*`` and ``passrate/*`` of a training batch.
 
-    ``version``: the trainer's weight version when it trains on this batch; None without engines. ``table``: the samples
-    of the groups as a table.
+    ``version``: the trainer's weight version when it trains on this batch, or None without engines. ``table``: the
+    samples of the groups as a table.
     """
     samples = [s for group in groups for s in group]
     metrics = prefixed("rollout/", sample_metrics(samples))
@@ -73,12 +73,13 @@ def eval_metrics(
     table: SampleTable | None,
     more_k: Sequence[int] = (),
 ) -> dict[str, float]:
-    """Metrics of an eval dataset: mean reward ``eval/{name}``, ``eval/{name}/response_len/…``, ``eval/{name}-pass@k``,
-    and standard errors ``eval/{name}-stderr`` and ``eval/{name}-pass@k-stderr``.
+    """Metrics of an eval dataset. The metrics are the mean reward ``eval/{name}``, the lengths
+    ``eval/{name}/response_len/…``, the pass rates ``eval/{name}-pass@k``, and the standard errors
+    ``eval/{name}-stderr`` and ``eval/{name}-pass@k-stderr``.
 
-    ``results``: ``rewards``, and ``truncated`` and ``samples`` if the evaluation function provides them. ``table``: the
-    samples as a table, if there are any. ``more_k``: see `pass_at_k`. Without samples the prompts are unknown, so there
-    are no standard errors and no pass@k.
+    ``results``: a dict with ``rewards``. The dict also has ``truncated`` and ``samples`` if the evaluation function
+    provides them. ``table``: the samples as a table, if there are any. ``more_k``: see `pass_at_k`. Without samples the
+    prompts are unknown, so there are no standard errors and no pass@k.
     """
     samples: list[Sample] | None = results.get("samples")
     if not samples or table is None:
@@ -104,7 +105,7 @@ def eval_metrics(
 
 
 def table_metrics(table: SampleTable) -> dict[str, float]:
-    """Means over the samples that slime's trainer logs for its batch, and the means of the reward components."""
+    """The means over a batch that slime's trainer logs, and the means of the reward components."""
     if not len(table):
         return {}
     return {
@@ -117,7 +118,8 @@ def table_metrics(table: SampleTable) -> dict[str, float]:
 
 
 def component_means(table: SampleTable) -> dict[str, float]:
-    """``reward/{component}``: if rewards are dicts, the mean of each number over the rollouts that have it."""
+    """The metrics ``reward/{component}``. If rewards are dicts, these are the means of each number over the rollouts
+    that have it."""
     values: dict[str, list[float]] = {}
     rollouts: dict[str, list[int]] = {}
     for row, rollout in zip(table.numeric_components(), table.rollout_id.tolist(), strict=False):
@@ -128,7 +130,7 @@ def component_means(table: SampleTable) -> dict[str, float]:
 
 
 def mean_of_rollouts(values: Sequence[float], rollout_ids: Iterable[int | None]) -> float:
-    """The mean of the samples' ``values``. Each rollout counts once, however many branches it has."""
+    """The mean of the samples' ``values``. Each rollout counts once, even if it has several branches."""
     rollouts: dict[int | None, list[float]] = {}
     for value, rollout in zip(values, rollout_ids, strict=True):
         rollouts.setdefault(rollout, []).append(value)
@@ -136,7 +138,8 @@ def mean_of_rollouts(values: Sequence[float], rollout_ids: Iterable[int | None])
 
 
 def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Lengths (counting only tokens that the loss sees), truncated share and repetitive share.
+    """The lengths of responses, the share of truncated responses and the share of repetitive responses. Lengths count
+    only the tokens in the loss.
 
     A response that failed before its first token has no length, unless all responses failed.
     """
@@ -149,7 +152,7 @@ def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def _conversations(samples: Sequence[Sample], table: SampleTable) -> dict[str, float]:
-    """Metrics of samples from sessions: turns, branches and unreadable tool calls; see `Session.samples`."""
+    """Metrics of samples from sessions: turns, branches and unreadable tool calls (see `Session.samples`)."""
     turns = [s.metadata["turns"] for s in samples if "turns" in s.metadata]
     if not turns:
         return {}
@@ -194,10 +197,11 @@ def _has_trained_token(sample: Sample) -> bool:
 
 
 def perf_metrics(gpus: int, generated: Sequence[Generated], seconds: float) -> dict[str, float]:
-    """``perf/*``: tokens per second for each of ``gpus`` (on a CPU: engines), and for the longest response.
+    """The metrics ``perf/*``. These metrics are the tokens per second for each of ``gpus`` (on a CPU, for each engine),
+    and for the longest response.
 
     ``generated``: the responses of this rollout, which took ``seconds``. Without responses, speeds are left out.
-    Metrics with ``effective`` count only the tokens that the loss sees.
+    Metrics with ``effective`` in their names count only the tokens in the loss.
     """
     metrics = {"rollout_time": seconds, "generated_tokens": float(sum(g.tokens for g in generated))}
     waits = [g.waited for g in generated]
@@ -215,11 +219,12 @@ def perf_metrics(gpus: int, generated: Sequence[Generated], seconds: float) -> d
 
 
 def pass_at_k(rewards: Sequence[Sequence[float]], more_k: Sequence[int] = ()) -> dict[str, float]:
-    """``pass@k`` and ``pass@k-stderr`` from the rewards of each prompt's responses. A reward of exactly 1 is a success.
+    """The metrics ``pass@k`` and ``pass@k-stderr``, computed from the rewards of each prompt's responses. A reward of
+    exactly 1 is a success.
 
-    k is 1, 2, 4 … if a prompt has more than one response, and each of ``more_k``. The estimate is unbiased: 1 − C(n −
-    c, k) / C(n, k) for c successes of n responses (Chen et al., arXiv:2107.03374). It is averaged over the prompts with
-    at least k responses. If there are none for a k, that k is left out.
+    k is 1, 2, 4 … if a prompt has more than one response, and each of ``more_k``. For c successes in n responses, the
+    unbiased estimate is 1 − C(n − c, k) / C(n, k) (Chen et al., arXiv:2107.03374). The estimates are averaged over the
+    prompts with at least k responses. If no prompt has k responses, this k is left out.
     """
     most = max((len(r) for r in rewards), default=0)
     powers = [2**i for i in range(most.bit_length())] if most > 1 else []
@@ -233,7 +238,8 @@ def pass_at_k(rewards: Sequence[Sequence[float]], more_k: Sequence[int] = ()) ->
 
 
 def mean_and_error(values: Sequence[Sequence[float]]) -> dict[str, float]:
-    """``""``: the mean of all ``values``. ``-stderr``: its standard error. Each inner sequence belongs to one prompt.
+    """The mean of all ``values`` (key ``""``) and its standard error (key ``-stderr``). Each inner sequence belongs to
+    one prompt.
 
     The error is clustered by prompt (docs/algorithms.md has the formula), because responses to one prompt are similar.
     A single prompt has no standard error.
@@ -247,8 +253,9 @@ def mean_and_error(values: Sequence[Sequence[float]]) -> dict[str, float]:
 
 
 def centred(samples: Sequence[Sample], rewards: Sequence[Sequence[float]]) -> dict[str, float]:
-    """``centred`` and ``centred-stderr`` for samples with choices; empty for other samples. It is the accuracy (a − c)
-    / (1 − c), where c is the mean of 1 / choices (CORE, arXiv:2406.11794). So guessing has 0 and a perfect model has 1.
+    """The metrics ``centred`` and ``centred-stderr`` for samples with choices. For other samples the result is empty.
+    The centred accuracy is (a − c) / (1 − c), where a is the accuracy and c is the mean of 1 / choices (CORE,
+    arXiv:2406.11794). So guessing gives 0, and a perfect model gives 1.
     """
     counts = [len(sample.metadata.get("choices") or ()) for sample in samples]
     if not counts or min(counts) < 2:
@@ -260,7 +267,7 @@ def centred(samples: Sequence[Sample], rewards: Sequence[Sequence[float]]) -> di
 
 
 def is_repetitive(text: str) -> bool:
-    """Whether the end of a long text compresses so well that it must repeat itself."""
+    """Whether the end of a long text compresses so well that it must be repetitive."""
     if len(text) <= REPETITION_TAIL:
         return False
     tail = text[-REPETITION_TAIL:].encode()
@@ -268,7 +275,7 @@ def is_repetitive(text: str) -> bool:
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:
-    """Mean, median, maximum and minimum."""
+    """The mean, median, maximum and minimum of ``values``."""
     return {
         "mean": statistics.fmean(values),
         "median": float(statistics.median(values)),
@@ -278,13 +285,13 @@ def summary(values: Sequence[float]) -> dict[str, float]:
 
 
 def prefixed(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics with ``prefix`` in front of their names."""
+    """The metrics with ``prefix`` added in front of their names."""
     return {prefix + name: value for name, value in metrics.items()}
 
 
 def _staleness(table: SampleTable, version: int) -> dict[str, float]:
-    """Staleness of the response tokens in the loss. It makes no array of their size, because a rollout may have a
-    billion tokens."""
+    """Staleness of the response tokens in the loss. This function allocates no array with one entry per token, because
+    a rollout may have a billion tokens."""
     versions, mask = table.weight_versions, table.loss_mask
     if not (tokens := int(np.count_nonzero(mask))):
         return {}
@@ -296,7 +303,7 @@ def _staleness(table: SampleTable, version: int) -> dict[str, float]:
 
 
 def _multi_turn(samples: Sequence[Sample]) -> dict[str, float]:
-    """Turns and environment tokens for each sample. A turn is an unbroken run of the model's own tokens."""
+    """Turns and environment tokens for each sample. A turn is a sequence of consecutive tokens from the model."""
     turns = []
     for sample in samples:
         mask = sample.loss_mask if sample.loss_mask is not None else [1] * sample.response_length

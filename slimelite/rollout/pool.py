@@ -1,4 +1,5 @@
-"""All engines of a run: which of them can be used, their load, their addresses and their weight versions."""
+"""Manages all engines of a run. The pool tracks which engines are usable, their load, their addresses and their weight
+versions."""
 
 from __future__ import annotations
 
@@ -27,22 +28,24 @@ from slimelite.samples.sample import Generated, Sample
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.5
-# in a generate function: asks whether the engine that it was given is gone
+# in a generate function, this checks whether the function's engine is down
 IS_GONE: ContextVar[Callable[[], Awaitable[bool]] | None] = ContextVar("IS_GONE", default=None)
-# in a generate function: whether its tokens are trained on with the ids that they were drawn from
+# in a generate function: whether its tokens need the ids that they were drawn from, because they are trained on
 TELLS: ContextVar[bool] = ContextVar("TELLS", default=True)
-# an engine that dies more often than this ends the run: the cause is then not a single machine failure
+# if an engine dies more often than this, the run ends, because then the cause is not a single machine failure
 MOST_DEATHS = 5
-# the samples of one prompt, and the error of the last attempt if they could not be generated
+# the samples of one prompt, and the error of the last attempt if the samples could not be generated
 Outcome = tuple[list[Sample], Exception | None]
 
 
 @dataclass(slots=True)
 class AgentState:
-    """Where an agent's requests go, and its clock. ``engine``: the room of its group is reserved on this engine.
+    """The engine for an agent's requests, and the agent's clock. ``engine``: the engine on which the requests of its
+    group are reserved.
 
-    ``tells``: its tokens come with the ids that they were drawn from, see `SamplingParams.telling`. ``since``: when the
-    present pause began [s, monotonic]; None: the agent is not paused. ``before``: seconds of earlier pauses.
+    ``tells``: whether each token comes with the ids that it was drawn from (see `SamplingParams.telling`). ``since``:
+    the time when the current pause began [s, monotonic]. None: the agent is not paused. ``before``: the total time of
+    earlier pauses [s].
     """
 
     engine: int
@@ -52,13 +55,14 @@ class AgentState:
 
     @property
     def paused(self) -> float:
-        """Seconds for which the agent was paused so far. Limits on its time do not count them."""
+        """The total time for which the agent was paused so far [s]. The agent's time limits do not count this time."""
         return self.before + (0.0 if self.since is None else time.monotonic() - self.since)
 
 
 @dataclass(slots=True)
 class WaitingGroup:
-    """A ``group`` that waits for the next rollout. ``task``: generates it. `GroupGenerator.go_on` lets it continue."""
+    """A ``group`` that waits for the next rollout. ``task`` generates the group. ``go_on`` is `GroupGenerator.go_on`,
+    which continues the group."""
 
     task: asyncio.Task[list[Outcome]]
     group: list[Sample]
@@ -71,16 +75,16 @@ class WaitingGroup:
 
 
 class EnginePool:
-    """Distributes requests over engines, which have numbers, and restarts engines that died.
+    """Distributes requests over numbered engines, and restarts engines that died.
 
-    A restarted engine has its initial weights, so it gets no requests before the next weight sync. That is the next
-    regular sync. If no other engine is left, the driver starts an extra one (`needs_weights`).
+    A restarted engine has its initial weights, so it gets no requests before the next weight sync. Usually it waits for
+    the next regular sync. If no other engine is left, the driver starts an extra sync (`needs_weights`).
 
     Args:
-        concurrency: the most requests in flight on each engine, on average.
-        restarts: whether an engine that died is started again. If not, its death ends the run.
+        concurrency: the maximum number of requests in flight per engine, averaged over the engines.
+        restarts: whether an engine that died is restarted. If not, its death ends the run.
         interval, timeout: the time between two health checks, and the time limit for an answer [s].
-        syncs: whether the run has weight syncs at all.
+        syncs: whether the run has weight syncs.
     """
 
     def __init__(
@@ -104,9 +108,9 @@ class EnginePool:
         self._calls: list[set[asyncio.Future[list[GenerateResult]]]] = [set() for _ in self.engines]
         self._urls: dict[int, asyncio.Task[str]] = {}
         self._down: set[int] = set()
-        self._unsynced: set[int] = set()  # the part of _down that was restarted and waits for a weight sync
+        self._unsynced: set[int] = set()  # engines in _down that were restarted and wait for a weight sync
         self._revivals: dict[int, asyncio.Task[None]] = {}
-        self._started: dict[int, asyncio.Event] = {}  # one event per engine that died, set when it runs again
+        self._started: dict[int, asyncio.Event] = {}  # one event per dead engine, set after its restart
         self._broken: EngineLostError | None = None
         self._watch: asyncio.Task[None] | None = None
 
@@ -117,12 +121,12 @@ class EnginePool:
 
     @property
     def capacity(self) -> int:
-        """Most requests in flight on all usable engines together."""
+        """The maximum number of requests in flight on all usable engines together."""
         return self._concurrency * len(self.up)
 
     @property
     def weight_version(self) -> int:
-        """The newest weight version that an engine has."""
+        """The newest weight version of all engines."""
         return max(info.weight_version for info in self.infos.values())
 
     @property
@@ -131,23 +135,24 @@ class EnginePool:
         return not self.up and bool(self._unsynced)
 
     async def refresh(self) -> None:
-        """Ask every engine for its limits and its weight version.
+        """Request the limits and the weight version from every engine.
 
         Raises:
-            ValueError: there is no engine, or one is dead and restarts are off.
+            ValueError: there is no engine, or an engine is dead and ``restarts`` is off.
         """
         if not self.engines:
             raise ValueError(
-                "there is no engine to generate with; --debug-train-only needs --load-debug-rollout-data or SFT"
+                "there is no engine for generation; --debug-train-only works only with --load-debug-rollout-data or SFT"
             )
         await asyncio.gather(*(self.check(engine) for engine in range(len(self.engines))))
 
     @asynccontextmanager
     async def lease(self, requests: int, engine: int | None = None, avoid: int | None = None) -> AsyncIterator[int]:
-        """Wait until there is room for all ``requests``, and reserve it. Yields the index of the engine to use.
+        """Wait until there is capacity for all ``requests``, and reserve it. Yields the index of the engine to use.
 
-        The least loaded engine is chosen. ``avoid`` is chosen only if there is no other. If ``engine`` is given, it is
-        used at once, whatever its load, unless it is down. While all engines are down, this waits.
+        The least loaded engine is chosen. ``avoid`` is chosen only if there is no other engine. If ``engine`` is given
+        and is not down, it is used immediately. The load of ``engine`` does not matter. While all engines are down, the
+        caller waits.
 
         Raises:
             EngineLostError: an engine could not be restarted.
@@ -164,14 +169,15 @@ class EnginePool:
             yield engine
         finally:
             async with self._room:
-                load[engine] -= requests  # of another list since `forget_load`
+                load[engine] -= requests  # after `forget_load`, this is an old list
                 self._room.notify_all()
 
     def _has_room(self, requests: int) -> bool:
         return bool(self.up) and (not any(self.load) or sum(self.load) + requests <= self.capacity)
 
     async def usable(self, engine: int | None) -> int:
-        """``engine`` if it can be used, else the least loaded one. The request's room must be reserved already.
+        """Return ``engine`` if it can be used, else the least loaded engine. The capacity for the request must already
+        be reserved.
 
         Raises:
             EngineLostError: an engine could not be restarted.
@@ -183,7 +189,8 @@ class EnginePool:
         return engine if engine in self.up else min(self.up, key=self.load.__getitem__)
 
     def forget_load(self) -> None:
-        """Free the room of all leases. Their holders wait for the next rollout, and others need the room until then."""
+        """Free the capacity of all leases. The holders of these leases wait for the next rollout, and other requests
+        need the capacity until then."""
         self.load = [0] * len(self.engines)
         self._wake()
 
@@ -241,8 +248,8 @@ class EnginePool:
         return await self._urls[engine]
 
     async def check(self, engine: int) -> None:
-        """Ask an engine for its info. Without an answer it counts as down, and is restarted. After a weight sync it is
-        used again.
+        """Request an engine's info. If the engine does not answer, it counts as down and is restarted. After a weight
+        sync the engine is used again.
 
         Raises:
             EngineLostError: the engine is dead and ``restarts`` is off.
@@ -265,16 +272,17 @@ class EnginePool:
                 self.infos[engine] = info
 
     def _version_of(self, engine: int) -> int:
-        """The weight version of an engine's last answer; -1: there was none."""
+        """The weight version in an engine's last answer, or -1 if there was no answer."""
         return self.infos[engine].weight_version if engine in self.infos else -1
 
     async def is_gone(self, engine: int) -> bool:
-        """`check` an engine. Returns whether it is down."""
+        """Call `check` for an engine. Returns whether the engine is down."""
         await self.check(engine)
         return engine in self._down
 
     async def watch(self) -> None:
-        """Start to check every engine each ``interval`` seconds, until `rest`. Without restarts this does nothing."""
+        """Start to check every engine each ``interval`` seconds. The checks end at `rest`. If ``restarts`` is off, this
+        does nothing."""
 
         async def check_now_and_then() -> None:
             while True:
@@ -293,7 +301,7 @@ class EnginePool:
             self._watch = None
 
     async def settle(self) -> None:
-        """Check every engine, and wait until dead ones are restarted.
+        """Check every engine, and wait until dead engines are restarted.
 
         Raises:
             EngineLostError: an engine cannot be restarted.
@@ -308,13 +316,13 @@ class EnginePool:
             return
         if not self._restarts:
             raise EngineLostError(
-                f"engine {engine} has died: {why}; with --launcher ray the run would start it again "
-                "(an external server: with --use-fault-tolerance it would wait for it)"
+                f"engine {engine} has died: {why}; with --launcher ray the run would restart it "
+                "(for an external server, --use-fault-tolerance would make the run wait for it)"
             )
         logger.error("engine %d has died: %s; other engines take its requests until it runs again", engine, why)
         self._down.add(engine)
         self.deaths[engine] += 1
-        if engine not in self._started or self._started[engine].is_set():  # `settle` may wait for the old one
+        if engine not in self._started or self._started[engine].is_set():  # `settle` may wait for the old event
             self._started[engine] = asyncio.Event()
         earlier = self._revivals.get(engine)
         if earlier is not None and earlier is not asyncio.current_task():
@@ -329,16 +337,16 @@ class EnginePool:
         try:
             target = self.engines[engine]
             if self.deaths[engine] > MOST_DEATHS or not isinstance(target, Restartable):
-                raise EngineLostError(f"it died {self.deaths[engine]} times, the last time of: {why}")
+                raise EngineLostError(f"it died {self.deaths[engine]} times; the last cause was: {why}")
             await target.restart()
-            logger.warning("engine %d runs again after %.0f s", engine, time.monotonic() - begin)
+            logger.warning("engine %d was restarted in %.0f s", engine, time.monotonic() - begin)
             self._unsynced.add(engine)
             self._started[engine].set()
             while not await self._take_back(engine):
                 await asyncio.sleep(POLL_S)
         except (ConnectionError, TimeoutError) as error:
             self._down.discard(engine)
-            self._lost(engine, f"dead once more: {error}")
+            self._lost(engine, f"dead again: {error}")
         except Exception as error:
             self._broken = EngineLostError(f"engine {engine} cannot be restarted: {error}")
             self._started[engine].set()
@@ -347,7 +355,7 @@ class EnginePool:
             self._wake()
 
     async def _take_back(self, engine: int) -> bool:
-        """Whether an engine has received weights since its restart. If so, it is used again."""
+        """Whether an engine has received weights since its restart. If it has, it is used again."""
         info = await asyncio.wait_for(self.engines[engine].info(), self._timeout)
         if self._syncs and info.weight_version < 0:
             return False
@@ -360,7 +368,7 @@ class EnginePool:
         return True
 
     def _wake(self) -> None:
-        """Wake the callers that wait in `lease`, so that they look for room again."""
+        """Wake the callers that wait in `lease`. These callers check again whether there is capacity."""
 
         async def wake() -> None:
             async with self._room:

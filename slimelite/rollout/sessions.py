@@ -1,10 +1,11 @@
-"""Sessions of agents on the engines of a run: what happens to them at the end of a rollout, and their HTTP front.
+"""Sessions of agents on the engines of a run. This file pauses them at the end of a rollout, and has their HTTP front.
 
-An agent may be a program that knows nothing about rollouts. At the end of a rollout, its session is *paused*: its
-current reply is aborted, and the agent waits. With ``--partial-rollout`` the group waits too. Its coroutine stays as it
-is, and its prompt goes back to the data source like an unfinished one. When the source hands the prompt out again, the
-group continues with the tokens that it has and with the new weights. The agent only notices a long wait. A run that
-resumes from a checkpoint has no waiting groups, and starts these groups again.
+An agent may be a program that knows nothing about rollouts. At the end of a rollout, the agent's session is *paused*:
+its current reply is aborted, and the agent waits. With ``--partial-rollout`` the group of the agent waits too. The
+coroutine of the group stays alive, and the prompt goes back to the data source like other unfinished prompts. When the
+data source hands out the prompt again, the group continues with its tokens so far and with the new weights. The agent
+only notices a long wait. A run that resumes from a checkpoint has no waiting groups, so it starts these groups again
+from their prompts.
 """
 
 from __future__ import annotations
@@ -29,18 +30,17 @@ from slimelite.rollout.pool import AgentState, EnginePool, WaitingGroup
 from slimelite.serving.format import ChatFormat
 from slimelite.serving.sessions import Session, Sessions
 
-# tries of a request whose engine dies
+# the maximum number of attempts for a request if its engine dies
 ATTEMPTS = 3
 
 
 class PooledSessions(Sessions):
-    """The sessions of a run. The ids of a sample's sessions are its ``session_id``, alone or followed by a dot and a
-    name.
+    """The sessions of a run. The id of a sample's session is the sample's ``session_id``. A dot and a name may follow.
 
     ``states``: session id of a sample with a working agent -> its `AgentState`. ``waiting``: group index -> a group
-    that waits for the next rollout. ``keeps_ids``: tokens come with the ids that they were drawn from, whatever
-    parameters a program sends. The state of a sample may override this. ``engines_tell``: whether the engines support
-    this. ``trains_constrained``: see `Session`.
+    that waits for the next rollout. ``keeps_ids``: whether each token comes with the ids that it was drawn from, even
+    if a program sends other parameters. The state of a sample may override this setting. ``engines_tell``: whether the
+    engines can return these ids. ``trains_constrained``: see `Session`.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class PooledSessions(Sessions):
     def open(
         self, session_id: str | None = None, *, defaults: SamplingParams | None = None, seed: int | None = None
     ) -> Session:
-        """See `Sessions.open`. The default ``seed`` is a hash of the run's seed and the id."""
+        """See `Sessions.open`. The default ``seed`` is a hash of the run's seed and the session's id."""
         if seed is None and session_id is not None:
             seed = stream_seed(self._seed, session_id)
         session = super().open(session_id, defaults=defaults, seed=seed)
@@ -74,13 +74,13 @@ class PooledSessions(Sessions):
         return session
 
     def of(self, ids: Iterable[str]) -> Iterator[Session]:
-        """The open sessions of samples with these session ids."""
+        """The open sessions of the samples with these session ids."""
         wanted = set(ids)
         return (session for name, session in self._open.items() if not wanted.isdisjoint(_owners(name)))
 
     def pause(self, prefix: str) -> None:
-        """Pause the sessions whose ids begin with ``prefix``, and the clocks of their agents. Sessions that are opened
-        later with such an id are paused too.
+        """Pause the sessions whose ids begin with ``prefix``, and the clocks of their agents. A session with such an id
+        that is opened later is paused too.
         """
         self._paused = prefix
         for session in self._open.values():
@@ -91,11 +91,11 @@ class PooledSessions(Sessions):
                 state.since = time.monotonic()
 
     def admit(self) -> None:
-        """Stop pausing sessions that are opened from now on. Sessions that are paused already wait for `resume`."""
+        """Do not pause sessions that are opened from now on. Sessions that are already paused wait for `resume`."""
         self._paused = None
 
     def resume(self, ids: Sequence[str]) -> None:
-        """End the pause of the agents that work on samples with these session ids."""
+        """Resume the agents that work on samples with these session ids."""
         for state in (self.states[name] for name in ids if name in self.states):
             state.before, state.since = state.paused, None
         for session in self.of(ids):
@@ -107,11 +107,11 @@ class PooledSessions(Sessions):
         return any(s.running for s in self._open.values() if self._paused is not None and s.id.startswith(self._paused))
 
     async def _sample(self, request: GenerateRequest, on_tokens: OnTokens | None) -> GenerateResult:
-        """Ask the engine of the session's sample. If that engine is gone, ask another one.
+        """Send the request to the engine of the session's sample. If this engine is gone, use another engine.
 
         Raises:
-            ValueError: sampling excludes tokens, the response is trained on, and the engine does not return the kept
-                ids.
+            ValueError: the response is trained on, but its sampling parameters exclude tokens and the engine does not
+                return the ids of the kept tokens.
         """
         assert request.prefix_key is not None
         owners = _owners(str(request.prefix_key))
@@ -121,7 +121,7 @@ class PooledSessions(Sessions):
             truncated = request.params.truncation()
             if self._trains_constrained and (shifts := request.params.shifts()):
                 raise ValueError(
-                    f"{' and '.join(shifts)}: the distribution that such tokens were sampled from is not known, so "
+                    f"{' and '.join(shifts)}: the distribution from which such tokens are sampled is unknown, so "
                     "they cannot be trained on; leave it out of the request, or start the run without "
                     "--train-constrained"
                 )
@@ -146,32 +146,32 @@ class PooledSessions(Sessions):
 
 
 def _owners(session_id: str) -> tuple[str, str]:
-    """The session ids of samples that this session may belong to."""
+    """The session ids of the samples to which this session may belong."""
     return session_id, session_id.rpartition(".")[0]
 
 
 class RunFront:
-    """A front for a run's engines and sessions, on their event loop.
+    """An HTTP front for a run's engines and sessions, on their event loop.
 
-    Its own key stays secret. An agent gets the key of its session.
+    The key of the front stays secret. An agent gets only the key of its session.
     """
 
     def __init__(self, sessions: PooledSessions, pool: EnginePool, name: str) -> None:
-        from slimelite.serving.front import Front  # imports a web server, which other runs do without
+        from slimelite.serving.front import Front  # imports a web server, which other runs do not need
 
         self._sessions, self._pool = sessions, pool
         self._front = Front(sessions, self, name, key=secrets.token_urlsafe(24))
         self._started: asyncio.Task[str] | None = None
 
     async def start(self) -> str:
-        """The base URL. The first call starts to listen."""
+        """The base URL of the front. The first call starts the server."""
         self._started = self._started or asyncio.create_task(self._front.start())
         return await asyncio.shield(self._started)
 
     async def stop(self) -> None:
-        """Stop listening."""
+        """Stop the server."""
         if self._started is not None:
-            with suppress(OSError):  # it never listened
+            with suppress(OSError):  # the server was never started
                 await self._started
             await self._front.stop()
 

@@ -1,4 +1,4 @@
-"""The teacher server of on-policy distillation. It scores finished responses through SGLang's /generate."""
+"""The teacher server of on-policy distillation. The server scores finished responses through SGLang's /generate."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class Teacher:
     """Fills ``sample.teacher_log_probs``. ``temperature`` is the temperature of the student's sampling.
 
     SGLang ignores the sampling temperature for prompts, so its prompt log-probs are at temperature 1. Another
-    temperature is requested as ``input_logprob_temperature``. A server that supports this repeats it in its answer.
+    temperature is requested as ``input_logprob_temperature``. A server that supports this field repeats it in its
+    answer.
 
     Args:
         url: address of the server, with or without ``/generate``.
@@ -41,14 +42,16 @@ class Teacher:
         """Score every response that has no teacher log-probs yet.
 
         Raises:
-            ValueError: the server does not answer or refuses, or it scored other tokens or at another temperature.
+            ValueError: the server does not answer, refuses the request, or scored other tokens or at another
+                temperature.
         """
         todo = [s for s in samples if s.response_length and s.teacher_log_probs is None]
         async with Client(Retry(ATTEMPTS, first_s=0.25, refused=True), REQUEST_SECONDS) as client:
             await asyncio.gather(*(self._score(client, s) for s in todo))
 
     def ask_once(self) -> None:
-        """Test the server with tokens 0 and 1, because a token outside the vocabulary crashes SGLang.
+        """Test the server with tokens 0 and 1. Every vocabulary has these tokens, and a token outside the vocabulary
+        would crash SGLang.
 
         Raises:
             ValueError: see `score`.
@@ -57,7 +60,7 @@ class Teacher:
 
     async def _score(self, client: Client, sample: Sample) -> None:
         if not sample.prompt_length:
-            raise ValueError(f"sample {sample.index} has no prompt token; a response needs one before it to be scored")
+            raise ValueError(f"sample {sample.index} has no prompt token, so its response cannot be scored")
         request: dict[str, object] = {
             "input_ids": sample.tokens,
             "sampling_params": {"temperature": 1.0, "max_new_tokens": 0, "skip_special_tokens": False},
@@ -70,16 +73,17 @@ class Teacher:
         async with self._room:
             meta = (await self._post(client, request))["meta_info"]
         scored = meta["input_token_logprobs"][-sample.response_length :]
-        # SGLang returns id 0 in place of the last token of its vocabulary, with the right log-prob
+        # SGLang returns id 0 instead of the last id of its vocabulary, but with the right log-prob
         repeated = [got in (sent, 0) for (_, got, *_), sent in zip(scored, sample.tokens[-len(scored) :], strict=True)]
         if len(repeated) != sample.response_length or not all(repeated):
             raise ValueError(
-                f"the teacher at {self.url} did not score the tokens it was sent: is its context too short?"
+                f"the teacher at {self.url} did not score the tokens of the request: is its context too short?"
             )
         if meta.get("input_logprob_temperature", 1.0) != self.temperature:
             raise ValueError(
                 f"the teacher at {self.url} scores at temperature 1, not at --rollout-temperature {self.temperature} "
-                "(SGLang does): set that to 1, serve the teacher with slimelite serve, or use --opd-type trainer"
+                "(SGLang always does); set --rollout-temperature 1, serve the teacher with slimelite serve, or use "
+                "--opd-type trainer"
             )
         sample.teacher_log_probs = [float(entry[0]) for entry in scored]
 
@@ -88,7 +92,7 @@ class Teacher:
             answer: dict[str, Any] = await client.post(self.url, request)
         except HttpError as error:
             if isinstance(error, Refused) and not error.is_transient:
-                raise ValueError(f"the teacher refused: {error}") from error
+                raise ValueError(f"the teacher refused the request: {error}") from error
             raise ValueError(
                 f"the teacher at --rm-url {shown(self.url)} did not answer in {ATTEMPTS} attempts: {error}"
             ) from error

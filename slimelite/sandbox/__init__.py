@@ -1,1 +1,1 @@
-"""Sandboxes, which separate the programs of a model or a user from the rest of the machine."""
+"""Sandboxes. A sandbox isolates programs of a model or a user from the rest of the machine."""

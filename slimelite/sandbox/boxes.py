@@ -1,4 +1,5 @@
-"""``process`` and ``bwrap``. Each program has a supervisor, which makes its sandbox and ends it."""
+"""The sandboxes ``process`` and ``bwrap``. Each program has a supervisor process, which sets up the sandbox and ends
+it."""
 
 from __future__ import annotations
 
@@ -18,10 +19,10 @@ from slimelite.sandbox.registry import OPTION, Launch, Plan, SandboxSettings
 from slimelite.sandbox.supervisor import VARIABLE
 
 ROOT = str(Path(__file__).parents[2])
-# -I -S: nothing of the user's is imported; the package is found wherever it is
+# with -I -S, Python imports no files of the user; the path is set here because -I and -S hide this package
 RUN = f"import sys; sys.path.insert(0, {ROOT!r}); from slimelite.sandbox.supervisor import main; main()"
 SUPERVISOR = ("-I", "-S", "-c", RUN)
-# what programs and their libraries read of a system; of /etc and /proc nothing that is of this machine's users
+# system files that programs and their libraries read; the list has no files with data of this machine's users
 SYSTEM = (
     *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/opt", "/sys/devices/system/cpu"),
     *(f"/etc/{name}" for name in ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime", "timezone")),
@@ -31,15 +32,15 @@ SYSTEM = (
 )
 DEVICES = ("/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 KERNEL = ("/proc/cpuinfo", "/proc/meminfo", "/proc/stat", "/proc/loadavg", "/proc/uptime", "/proc/filesystems")
-# what of the run's environment a program has
+# the variables of the run's environment that a program gets
 KEPT_VARIABLES = ("LANG", "LC_ALL", "TZ", "SSL_CERT_FILE", "SSL_CERT_DIR")
 PROBE_SECONDS = 20.0
 HOME = "/home/agent"
 
 
 class ProcessSandbox:
-    """Landlock, seccomp and limits. If root runs them, programs get their own user, and their own network where that is
-    possible."""
+    """The sandbox ``process``: Landlock, seccomp and limits. If the run belongs to root, each program gets its own
+    user. If possible, it also gets its own network."""
 
     name, confined = "process", True
 
@@ -50,7 +51,7 @@ class ProcessSandbox:
     def check(self) -> list[str]:
         """See `Sandbox`."""
         if sys.platform != "linux":
-            raise ValueError(f"{OPTION} {self.name} needs Linux; use docker, or none in a container of your own")
+            raise ValueError(f"{OPTION} {self.name} needs Linux; use docker, or use none inside your own container")
         if not confine.has_seccomp():
             raise ValueError(f"{OPTION} {self.name} needs a kernel with seccomp, on x86-64 or arm64")
         if missing := [path for path in self.settings.read if not os.path.exists(path)]:
@@ -61,12 +62,12 @@ class ProcessSandbox:
     def _probe(self) -> None:
         if confine.landlock_abi() == 0:
             raise ValueError(
-                f"{OPTION} process needs Landlock (Linux 5.13, with landlock among the kernel's lsm=); use bwrap"
+                f"{OPTION} process needs Landlock (Linux 5.13 or newer, and landlock in the kernel's lsm=); use bwrap"
             )
         self._try()
 
     def _try(self) -> None:
-        """Start a program that does nothing.
+        """Start a program that does nothing, as a test.
 
         Raises:
             ValueError: the program does not start.
@@ -77,14 +78,14 @@ class ProcessSandbox:
         )
         if run.returncode:
             reason = (run.stderr.strip().splitlines() or [f"exit status {run.returncode}"])[-1]
-            raise ValueError(f"{OPTION} {self.name} does not start here: {reason}{self._remedy()}")
+            raise ValueError(f"{OPTION} {self.name} cannot start a program on this machine: {reason}{self._remedy()}")
 
     def _remedy(self) -> str:
         return ""
 
     def _lacks(self) -> list[str]:
         if os.geteuid() != 0 and confine.landlock_abi() < 6:
-            return ["before Linux 6.12, a program can send signals to this user's other processes"]
+            return ["with Linux before 6.12, a program can send signals to other processes of this user"]
         return []
 
     def _limits(self) -> list[str]:
@@ -92,8 +93,8 @@ class ProcessSandbox:
         if self._groups:
             return []
         return [
-            f"the limit of {megabytes} MiB holds for each process, and the total is only checked from time to time "
-            "(no cgroup can be written here)"
+            f"the limit of {megabytes} MiB holds for each process, and the total is only checked from time to time, "
+            "because no cgroup can be written here"
         ]
 
     def launch(self, words: Sequence[str], variables: Mapping[str, str], endpoint: str | None) -> Launch:
@@ -106,7 +107,7 @@ class ProcessSandbox:
         path = [folder for folder in os.get_exec_path() if is_within(folder, places)]
         environment = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
         environment.update(PATH=os.pathsep.join(path), HOME=HOME, TMPDIR="/tmp", USER="agent", LOGNAME="agent")
-        if MARK in os.environ:  # by which the watchdog finds it; nothing can be done with it
+        if MARK in os.environ:  # the watchdog finds the program by this variable; it is not a secret
             environment[MARK] = os.environ[MARK]
         plan = Plan(
             words=words,
@@ -140,7 +141,8 @@ class ProcessSandbox:
 
 
 class BubblewrapSandbox(ProcessSandbox):
-    """Namespaces made by bubblewrap, with the same filter and limits. Its files are in memory."""
+    """The sandbox ``bwrap``: namespaces that bubblewrap makes, with the same system call filter and limits. Files of
+    the program are in memory."""
 
     name, confined = "bwrap", False
 
@@ -151,7 +153,7 @@ class BubblewrapSandbox(ProcessSandbox):
 
     def _remedy(self) -> str:
         return (
-            "; it needs user namespaces (kernel.unprivileged_userns_clone=1 and "
+            "; allow user namespaces (kernel.unprivileged_userns_clone=1 and "
             "kernel.apparmor_restrict_unprivileged_userns=0; in docker --security-opt seccomp=unconfined "
             "--security-opt apparmor=unconfined), or use process"
         )
@@ -178,8 +180,8 @@ class BubblewrapSandbox(ProcessSandbox):
 
 
 def bubblewrap(readable: Iterable[str], home: str, disk_bytes: int, folders: Iterable[str] = ()) -> list[str]:
-    """The words of bwrap for a view of the system's files and ``readable``. ``home``, /tmp, /dev/shm and ``folders``
-    are in memory."""
+    """The bwrap command line for a box that sees the system's files and ``readable``. ``home``, /tmp, /dev/shm and
+    ``folders`` are in memory."""
     words = ["bwrap", "--die-with-parent", "--cap-drop", "ALL"]
     words += ["--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     words += ["--uid", "1000", "--gid", "1000", "--hostname", "sandbox"]
@@ -192,7 +194,7 @@ def bubblewrap(readable: Iterable[str], home: str, disk_bytes: int, folders: Ite
         "acpi",
         "scsi",
         "fs",
-    ):  # root's even without its rights
+    ):  # root could write these files even without capabilities
         words += ["--ro-bind-try", f"/proc/{name}", f"/proc/{name}"]
     for place in ("/dev/shm", "/tmp", home, *folders):
         words += ["--size", str(disk_bytes), "--tmpfs", place]
@@ -203,8 +205,8 @@ def bubblewrap(readable: Iterable[str], home: str, disk_bytes: int, folders: Ite
 
 @cache
 def system_view() -> tuple[str, ...]:
-    """The words of bwrap that show `SYSTEM`. What is a link into /usr, such as /bin, stays a link: it needs no mount,
-    and each mount of a start takes processor time.
+    """The bwrap arguments that make `SYSTEM` visible. A link into /usr, such as /bin, stays a link. A link needs no
+    mount, and each mount takes processor time at the start.
     """
     words: list[str] = []
     for path in SYSTEM:
@@ -217,13 +219,13 @@ def system_view() -> tuple[str, ...]:
 
 
 def bubblewrap_of_answer(folder: str, readable: Sequence[str], disk_bytes: int) -> list[str]:
-    """See ``answers`` of `SandboxKind`. The answer has its own file system, processes and network."""
+    """See ``answers`` of `SandboxKind`. The answer gets its own file system, processes and network."""
     return [*bubblewrap([path for path in readable if os.path.exists(path)], folder, disk_bytes), "--unshare-net"]
 
 
 def placed(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """``words`` with full paths of the program and of the files that they name, and the paths that must be readable.
-    These are the same files, and the program's installation, such as a virtual environment.
+    """Replace the program and the files in ``words`` by their full paths. Returns the new words, and the paths that
+    must be readable. These paths are the same files and the program's installation, such as a virtual environment.
     """
     program = shutil.which(words[0]) or words[0]
     placed, readable = [os.path.abspath(program)], []
@@ -239,8 +241,8 @@ def placed(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def installation(program: str) -> list[str]:
-    """The folder above the program's ``bin``, and the folder of the interpreter that a virtual environment is based
-    on."""
+    """The folders of a program's installation: the parent of the program's ``bin``, and for a virtual environment the
+    folder of its base interpreter."""
     folder = Path(program).parent
     if folder.name != "bin" or str(folder.parent) in ("/", os.path.expanduser("~"), os.path.expanduser("~/.local")):
         return []
@@ -255,13 +257,13 @@ def installation(program: str) -> list[str]:
 
 
 def is_within(path: str, places: Iterable[str]) -> bool:
-    """Whether ``path`` is one of ``places``, or inside one."""
+    """Whether ``path`` is one of ``places``, or inside one of them."""
     return any(path == place or path.startswith(f"{place}/") for place in places)
 
 
 def control_groups(settings: SandboxSettings) -> dict[str, dict[str, str]]:
-    """The folders where each program can get a cgroup, with the limits to write into it. Empty if cgroups cannot limit
-    memory or processes here.
+    """The folders in which each program can get a cgroup, with the limits to write into the cgroup. Returns an empty
+    dict if cgroups cannot limit memory or processes on this machine.
     """
     memory, processes = str(settings.memory_mb << 20), str(settings.processes)
     try:
@@ -287,7 +289,7 @@ def control_groups(settings: SandboxSettings) -> dict[str, dict[str, str]]:
 
 
 def _can_make(parent: str) -> bool:
-    """Whether a cgroup can be made in ``parent`` and a process can be put into it."""
+    """Whether a cgroup can be created in ``parent``, and a process can be moved into the cgroup."""
     probe = f"{parent}/slimelite-probe-{os.getpid()}"
     try:
         os.mkdir(probe)

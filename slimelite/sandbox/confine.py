@@ -1,8 +1,8 @@
-"""Restrictions that a process puts on itself before it runs an untrusted program (Linux).
+"""Functions with which a process restricts itself before it runs an untrusted program (Linux).
 
-There are three layers, if the kernel has them (`gaps` lists the missing ones). The first is limits and dropped
-capabilities. The second is seccomp, which refuses system calls. The third is Landlock, which refuses files, signals and
-the memory of other processes.
+There are three layers of restrictions. `gaps` lists the layers that this kernel does not have. The first layer is
+limits and dropped capabilities. The second layer is seccomp, which blocks system calls. The third layer is Landlock,
+which blocks access to files, signals and the memory of other processes.
 """
 
 from __future__ import annotations
@@ -13,33 +13,34 @@ import resource
 import struct
 import sys
 
-TYPE_CHECKING = False  # typing and collections take milliseconds, for which each program would wait
+TYPE_CHECKING = False  # importing typing and collections takes milliseconds, and each program would wait for this
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from typing import ClassVar
 
-# a system call that fails with EPERM for some arguments: its number by machine, which argument, values, whether these
-# are the ones that are allowed or refused, and the bits that count
+# a system call that fails with EPERM for some arguments: machine -> its number, index of the argument, values, whether
+# these values are allowed (True) or refused (False), and the mask of the bits that are compared
 Arguments = tuple[dict[str, int], int, tuple[int, ...], bool, int]
 ALL_BITS = 0xFFFFFFFF
 
-# the machines that `system_calls.toml` knows
+# the machine types in `system_calls.toml`
 MACHINES = ("x86_64", "aarch64")
-# fcntl F_SETOWN, F_SETSIG, F_SETOWN_EX and ioctl FIOSETOWN, SIOCSPGRP make the kernel send a signal to any process;
-# ioctl FS_IOC_SETFLAGS, FS_IOC_FSSETXATTR change attributes even of files that are opened only for reading
+# fcntl F_SETOWN, F_SETSIG, F_SETOWN_EX and ioctl FIOSETOWN, SIOCSPGRP can make the kernel send a signal to any process;
+# ioctl FS_IOC_SETFLAGS, FS_IOC_FSSETXATTR can change attributes even of files that are opened only for reading
 OWNERS: tuple[Arguments, ...] = (
     ({"x86_64": 72, "aarch64": 25}, 1, (8, 10, 15), False, ALL_BITS),
     ({"x86_64": 16, "aarch64": 29}, 1, (0x8901, 0x8902, 0x40086602, 0x401C5820), False, ALL_BITS),
 )
-# prctl PR_SET_PDEATHSIG would cancel the signal that kills the program with the process that grades it, and
-# PR_SET_DUMPABLE hide its open files from that process, which counts them
+# prctl PR_SET_PDEATHSIG could cancel the signal that kills the program when its grader ends; PR_SET_DUMPABLE could hide
+# the program's open files from the grader, which counts them
 PRCTL: Arguments = ({"x86_64": 157, "aarch64": 167}, 0, (1, 4), False, ALL_BITS)
-# socketpair of any kind but a stream, which asyncio needs: the others send to the address of any socket
+# socketpair is allowed only for streams, which asyncio needs; other kinds can send to the address of any socket
 STREAM_PAIRS: Arguments = ({"x86_64": 53, "aarch64": 199}, 1, (1,), True, 0xF)
-# prlimit64 is allowed only for this process
+# prlimit64 is allowed only for the calling process
 PRLIMIT: Arguments = ({"x86_64": 302, "aarch64": 261}, 0, (0,), True, ALL_BITS)
 SOCKET = {"x86_64": 41, "aarch64": 198}
-# clone with a CLONE_NEW flag makes namespaces; clone3, whose flags no filter sees, must look as if it did not exist
+# clone with a CLONE_NEW flag would make namespaces; a filter cannot see the flags of clone3, so clone3 fails as if it
+# did not exist
 CLONE: Arguments = ({"x86_64": 56, "aarch64": 220}, 0, (0,), True, 0x7E020000)
 CLONE3 = 435
 UNIX, INET, INET6 = 1, 2, 10
@@ -53,21 +54,21 @@ FILTER = 2
 EFAULT = 14
 SIGKILL = 9
 
-# root keeps these, to read an interpreter that another user installed; Landlock still limits which files
+# root keeps these capabilities to read an interpreter that another user installed; Landlock still limits the files
 KEPT_CAPABILITIES = 1 << 1 | 1 << 2  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
 CAPABILITY_VERSION = 0x20080522
 
-# Landlock, the same numbers on every machine
+# Landlock's system calls have the same numbers on every machine type
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 READ = 1 << 0 | 1 << 2 | 1 << 3  # execute, read files, read folders
 OF_FILES = 1 << 0 | 1 << 1 | 1 << 2 | 1 << 14 | 1 << 15
-# all rights on files that a version of Landlock knows
+# version of Landlock -> all rights on files that this version knows
 RIGHTS = {0: 0, 1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1, 5: (1 << 16) - 1}
-TCP, CONNECT = 1 << 0 | 1 << 1, 1 << 1  # bind and connect; connect
+TCP, CONNECT = 1 << 0 | 1 << 1, 1 << 1  # TCP is bind and connect, CONNECT is only connect
 FILE_RULE, PORT_RULE = 1, 2
 SCOPES = 1 << 0 | 1 << 1  # abstract unix sockets, signals
 
-# paths beside the interpreter's own folders that the loader and the standard library read
+# paths that the loader and the standard library read, in addition to the interpreter's own folders
 READABLE = (
     *("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo"),
     *("/etc/ld.so.cache", "/etc/localtime", "/dev/zero", "/dev/random", "/dev/urandom"),
@@ -84,29 +85,30 @@ class _Filter(ctypes.Structure):
 
 
 def gaps() -> list[str]:
-    """A sentence for each missing layer. It says what a program can do on this machine because of that. Empty if no
-    layer is missing."""
+    """A sentence for each missing layer. The sentence tells what a program can do on this machine without the layer.
+    Returns an empty list if no layer is missing."""
     missing = []
     if not has_seccomp():
         missing.append("there is no seccomp, so the code can start processes, send signals and open sockets")
     if landlock_abi() == 0:
         missing.append(
-            "there is no Landlock, so the code can read and write the files of this user, and /proc except for that "
-            "of its grader"
+            "there is no Landlock, so the code can read and write the files of this user, and /proc except for its "
+            "grader's part"
         )
     return missing
 
 
 def confine(folder: str, cpu_seconds: int, memory_bytes: int, *, alone: bool = True) -> None:
-    """Limit this process permanently. It is also killed when its parent ends.
+    """Limit this process permanently. From now on, it is also killed when its parent ends.
 
-    The limits are: processor time, address space, 16 MiB for each file (also for output that goes to a file), 64 open
-    files, no core dump, no more processes or threads. It may write only in ``folder``. It may read only there, and the
-    files that Python needs. ``memory_bytes`` must be below the caller's own limit. Not ``alone``: set only the limits.
-    Use it before a program that makes a sandbox and starts a process in it.
+    Processor time and address space are limited. A file may have 16 MiB, and this includes output that goes to a file.
+    At most 64 files may be open. There are no core dumps, and no new processes or threads. The process may write only
+    in ``folder``. The process may read only ``folder`` and the files that Python needs. ``memory_bytes`` must be below
+    the caller's own limit. ``alone`` False: set only the limits. ``alone`` is False for a program that sets up a
+    sandbox itself and starts a process in it.
 
     Raises:
-        OSError: the kernel has a layer, but it could not be set up.
+        OSError: the kernel has a layer, but the layer could not be set up.
     """
     limits = {
         resource.RLIMIT_CPU: cpu_seconds,
@@ -123,7 +125,7 @@ def confine(folder: str, cpu_seconds: int, memory_bytes: int, *, alone: bool = T
         _check(libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0), "PR_SET_PDEATHSIG")
         drop_capabilities(libc, KEPT_CAPABILITIES)
         _check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "PR_SET_NO_NEW_PRIVS")
-        program = answer_filter() if has_seccomp() else None  # from a file that is out of reach afterwards
+        program = answer_filter() if has_seccomp() else None  # read it now, because its file cannot be read afterwards
         if landlock_abi():
             restrict_files([*interpreter_paths(), *READABLE], [folder])
         if program is not None:
@@ -132,40 +134,42 @@ def confine(folder: str, cpu_seconds: int, memory_bytes: int, *, alone: bool = T
 
 def interpreter_paths() -> list[str]:
     """The folders and files of this interpreter and its packages."""
-    # an environment may take packages from another one; other folders of sys.path are the user's own
+    # a virtual environment may use packages of another environment; other folders of sys.path belong to the user
     packages = [path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")]
     return [sys.prefix, sys.base_prefix, sys.base_exec_prefix, os.path.realpath(sys.executable), *packages]
 
 
 def hide() -> None:
-    """If Landlock is missing, make this process not dumpable, so that its programs cannot read its memory and
-    environment in /proc."""
+    """If Landlock is missing, make this process not dumpable. Then its programs cannot read its memory and environment
+    variables in /proc."""
     if sys.platform == "linux" and landlock_abi() == 0:
         libc = ctypes.CDLL(None, use_errno=True)
         _check(libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "PR_SET_DUMPABLE")
 
 
 def has_seccomp() -> bool:
-    """Whether this kernel can filter system calls, and ``DENIED`` has their numbers for this machine."""
+    """Whether this kernel can filter system calls, and `system_calls.toml` has their numbers for this machine type."""
     if sys.platform != "linux" or os.uname().machine not in MACHINES:
         return False
     libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(PR_SET_SECCOMP, FILTER, None, 0, 0)  # the NULL filter gives EFAULT where filters exist
+    libc.prctl(PR_SET_SECCOMP, FILTER, None, 0, 0)  # if the kernel supports filters, the NULL filter gives EFAULT
     return ctypes.get_errno() == EFAULT
 
 
 def landlock_abi() -> int:
-    """The version of this kernel's Landlock; 0: it has none."""
+    """The version of this kernel's Landlock. 0: the kernel has no Landlock."""
     if sys.platform != "linux":
         return 0
     return max(int(ctypes.CDLL(None).syscall(CREATE_RULESET, None, 0, 1)), 0)
 
 
 def drop_capabilities(libc: ctypes.CDLL, keep: int) -> None:
-    """Drop capabilities. Without them, root cannot signal or trace other users' processes, or raise its limits."""
+    """Drop all capabilities except ``keep``. Without them, root cannot send signals to other users' processes, trace
+    them, or raise its own limits."""
     for capability in range(64):
         if not keep >> capability & 1:
-            libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)  # fails for users other than root, who have none
+            # fails for other users than root, but these users have no capabilities
+            libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
     header, data = struct.pack("Ii", CAPABILITY_VERSION, 0), ctypes.create_string_buffer(24)
     _check(libc.capget(header, data), "capget")
     kept = [word & keep for word in struct.unpack("6I", data.raw)[:2]]
@@ -173,8 +177,8 @@ def drop_capabilities(libc: ctypes.CDLL, keep: int) -> None:
 
 
 def restrict_files(readable: Iterable[str], writable: Iterable[str], ports: Sequence[int] | None = ()) -> None:
-    """Landlock: allow only these files and folders, TCP only to ``ports`` (None: to all), and no signals or abstract
-    sockets to processes outside."""
+    """Restrict this process with Landlock. Landlock allows only these files and folders, and TCP only to ``ports``
+    (None: to all ports). Landlock also blocks signals and abstract sockets to processes outside."""
     libc, abi = ctypes.CDLL(None, use_errno=True), landlock_abi()
     rights = RIGHTS[min(abi, 5)]
     attributes = struct.pack("3Q", rights, TCP if ports is not None else 0, SCOPES)
@@ -185,7 +189,7 @@ def restrict_files(readable: Iterable[str], writable: Iterable[str], ports: Sequ
         try:
             descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
         except OSError:
-            continue  # not every system has all of these paths
+            continue  # some systems do not have all of these paths
         granted &= rights if os.path.isdir(path) else rights & OF_FILES
         rule = struct.pack("=Qi", granted, descriptor)
         _check(libc.syscall(ADD_RULE, ruleset, FILE_RULE, rule, 0), f"landlock_add_rule {path}")
@@ -198,14 +202,15 @@ def restrict_files(readable: Iterable[str], writable: Iterable[str], ports: Sequ
 
 
 def install(program: bytes) -> None:
-    """Filter this process's system calls from now on. It must have given up new privileges, or be root."""
+    """Filter this process's system calls from now on. The process must be root, or must have set
+    PR_SET_NO_NEW_PRIVS."""
     packed = _Filter(len(program) // 8, program)
     libc = ctypes.CDLL(None, use_errno=True)
     _check(libc.prctl(PR_SET_SECCOMP, FILTER, ctypes.byref(packed), 0, 0), "PR_SET_SECCOMP")
 
 
 def answer_filter() -> bytes:
-    """The filter for the code of an answer, which is one process without sockets."""
+    """The system call filter for the code of an answer. Such code is one process without sockets."""
     denied = [number for numbers in _system_calls().values() for number in numbers]
     return _packed(denied, (*OWNERS, PRCTL, STREAM_PAIRS, PRLIMIT))
 
@@ -213,11 +218,12 @@ def answer_filter() -> bytes:
 def program_filter(
     families: Sequence[int], *, datagrams: bool, own_files: bool, disk_counted: bool, memory_counted: bool
 ) -> bytes:
-    """The filter for a program. The program may start other programs, and signal them.
+    """The system call filter for a program. The program may start other programs, and send signals to them.
 
-    ``families``: the allowed families of its sockets. ``datagrams``: sockets other than streams are allowed.
-    ``own_files``: no file outside the sandbox belongs to this user, so the program may change modes and times.
-    ``disk_counted``, ``memory_counted``: the kernel limits the size of its files, and of its files in memory.
+    ``families``: the allowed families of sockets. ``datagrams``: whether datagram sockets are allowed too.
+    ``own_files``: whether all files of this user are inside the sandbox. If so, the program may change modes and times
+    of files. ``disk_counted``, ``memory_counted``: whether the kernel limits the total size of the program's
+    files, and of its files in memory.
     """
     groups = _system_calls()
     socket = SOCKET[os.uname().machine]
@@ -247,7 +253,7 @@ _groups: dict[str, list[int]] = {}
 def _system_calls() -> dict[str, list[int]]:
     """The numbers of the system calls on this machine, by group."""
     if not _groups:
-        import tomllib  # the supervisor of a sandbox does without it
+        import tomllib  # the supervisor of a sandbox does not need this import
 
         with open(os.path.join(os.path.dirname(__file__), "system_calls.toml"), "rb") as file:
             _groups.update(tomllib.load(file)[os.uname().machine])
@@ -283,7 +289,7 @@ def _instructions(
         yield (LOAD, 0, 0, 16 + 8 * argument)
         yield (AND, 0, 0, mask)
         for place, value in enumerate(values, 1):
-            # to the refusal, or past it
+            # jump to the refusal, or past the refusal
             yield (JUMP_EQUAL, count - place + allowed, int(not allowed and place == count), value)
         yield deny
     yield (RETURN, 0, 0, ALLOW)

@@ -1,8 +1,9 @@
-"""Runs one program in a container, and ends it. SIGINT ends it at once, SIGTERM after a moment.
+"""Runs one program in a container, and ends the container. SIGINT ends it immediately, and SIGTERM ends it after a
+short time.
 
-`containers` starts it as ``python -I -S -c``. The environment has a `ContainerPlan`, marshalled. The program in the
-container waits for a line on stdin. Before that, the supervisor opens a socket in the container's network, through
-which it connects the program to its model.
+The module `containers` starts this supervisor as ``python -I -S -c``. An environment variable has a `ContainerPlan`,
+serialised by ``marshal``. The program in the container waits for a line on stdin. Before the supervisor sends this
+line, it opens a socket in the container's network. This socket connects the program to its model.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from slimelite.sandbox.registry import ContainerPlan
 
 VARIABLE = "SLIMELITE_CONTAINER"
-# between two questions whether the container has begun, and the longest time in which one does [s]
+# time between two checks whether the container has started, and the time limit for its start [s]
 ASK, START = 0.05, 60.0
 KILLED = 128 + signal.SIGKILL
 
@@ -56,16 +57,17 @@ def main() -> None:
 
 
 class _Container:
-    """The container, and the engine's client process that is attached to it."""
+    """The container, and the client process of podman or docker that is attached to it."""
 
     def __init__(self, plan: ContainerPlan) -> None:
         self._plan, self._parent = plan, os.getppid()
         self._engine, verb, *rest = plan["words"]
         self._name = plan["name"]
-        # a folder of its own, because podman's monitor leaves a file where it is when a container exceeds its memory
+        # a separate folder, because podman's monitor leaves a file in its working directory when a container exceeds
+        # its memory
         self._folder = os.path.join(os.environ.get("TMPDIR") or "/tmp", self._name)
         os.mkdir(self._folder, 0o700)
-        # a file that nobody else may read; the engine has read it when the container begins
+        # only this user can read this file; podman or docker has read it before the container begins
         self._file = os.path.join(self._folder, "variables")
         with open(os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.writelines(f"{name}={value}\n" for name, value in plan["variables"].items())
@@ -110,8 +112,8 @@ class _Container:
         return status if status >= 0 else 128 - status
 
     def _connect(self, endpoint: tuple[str, int]) -> bool:
-        """Listen in the container's network, and connect each client to ``endpoint``. False: the container ended
-        before.
+        """Listen in the container's network, and connect each client to ``endpoint``. Returns False if the container
+        ended before.
 
         Raises:
             OSError: this process cannot enter the network.
@@ -122,16 +124,16 @@ class _Container:
             if self._client.poll() is not None:
                 return False
             if signalled is not None or self._must_end(0) or time.monotonic() > end:
-                raise OSError("it was ended before the container began")
+                raise OSError("it was stopped before the container began")
         listener = _listener_in(pid, endpoint[1])
         threading.Thread(target=relay, args=(listener, endpoint), daemon=True).start()
         return True
 
     def _pid(self) -> int | None:
-        """The container's first process; None while it has none.
+        """The id of the container's first process. Returns None while there is no process.
 
         Raises:
-            OSError: it is not a process of this machine.
+            OSError: the process is not on this machine.
         """
         words = [self._engine, "container", "inspect", "--format", "{{.Id}} {{.State.Pid}}", self._name]
         answer = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=False)
@@ -145,12 +147,12 @@ class _Container:
             ours = False
         if not ours:
             raise OSError(
-                f"{self._engine} runs on another machine, or its containers cannot be seen; use --agent-network full"
+                f"{self._engine} runs on another machine, or its processes are not visible; use --agent-network full"
             )
         return int(pid)
 
     def _tell(self) -> None:
-        """Let the program begin, and pass on the input from stdin."""
+        """Let the program begin, and forward the input from stdin."""
         assert self._client.stdin is not None
         with suppress(OSError), self._client.stdin as pipe:
             pipe.write(b"\n")
@@ -160,13 +162,13 @@ class _Container:
                 pipe.flush()
 
     def remove(self) -> None:
-        """Remove the container and its folder. The command has its own session, so it continues if this process is
-        killed."""
+        """Remove the container and its folder. The remove command has its own session, so it continues if this process
+        is killed."""
         if self._client.poll() is None:
             self._command("kill", self._name)
             self._client.kill()
             self._client.wait()
-        if self._client.returncode:  # also a client that failed may leave its container
+        if self._client.returncode:  # a client that failed may leave its container too
             self._command("rm", "--force", self._name)
         shutil.rmtree(self._folder, ignore_errors=True)  # the engine's monitor may still write there
 
@@ -177,7 +179,8 @@ class _Container:
 
 
 def _listener_in(pid: int, port: int) -> int:
-    """The descriptor of a socket that listens at ``port`` on the loopback of another process's network.
+    """Open a socket that listens at ``port`` on the loopback of another process's network. Returns the socket's
+    descriptor.
 
 
     Raises:
@@ -189,7 +192,7 @@ def _listener_in(pid: int, port: int) -> int:
         try:
             libc = ctypes.CDLL(None, use_errno=True)
             network = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY)
-            if os.geteuid() != 0:  # a container of this user's own has a namespace of users
+            if os.geteuid() != 0:  # a container of a user other than root has its own user namespace
                 libc.setns(os.open(f"/proc/{pid}/ns/user", os.O_RDONLY), NEW_USER)
             if libc.setns(network, NEW_NET):
                 raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

@@ -1,4 +1,5 @@
-"""``podman`` and ``docker``. Each program has its own container, which a supervisor starts and removes."""
+"""The sandboxes ``podman`` and ``docker``. Each program has its own container. A supervisor process starts and removes
+the container."""
 
 from __future__ import annotations
 
@@ -19,24 +20,25 @@ from slimelite.sandbox.registry import OPTION, ContainerPlan, Launch, SandboxSet
 from slimelite.sandbox.supervisor import OPEN_FILES
 
 RUN = f"import sys; sys.path.insert(0, {ROOT!r}); from slimelite.sandbox.container_supervisor import main; main()"
-# what waits until the supervisor has connected the container with the model
+# a shell command that waits until the supervisor has connected the container to the model, and then starts the program
 WAIT = 'read -r _ && exec "$@"'
 USER = "1000:1000"
-# no image has it: a folder of the image's would keep its owner
+# a folder that no image has, because a folder of the image would keep its owner
 HOME = "/home/slimelite-agent"
-# system calls that fail, as in the other sandboxes; podman's own filter lets programs make namespaces of users
+# the filter of system calls, as in the other sandboxes; podman's own filter would allow programs to make user
+# namespaces
 FILTER = os.path.join(os.path.dirname(__file__), "containers_seccomp.json")
-# what root of a container needs for its own files, packages and users
+# capabilities that root in a container needs for its files, packages and users
 OWN_FILES = [
     word
     for name in ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "NET_BIND_SERVICE")
     for word in ("--cap-add", name)
 ]
-# of the run's environment; paths of certificates are the image's own
+# variables that a program gets from the run's environment; paths of certificates come from the image
 KEPT = ("LANG", "LC_ALL", "TZ")
-# processes of all containers together: what podman's own process has left, where it is the kernel's usual limit
+# maximum number of processes of all containers together; the kernel's usual limit minus podman's own processes
 MOST_PROCESSES = 32768
-# the container begins within this time, or the machine cannot start it [s]
+# time limit for the start of a container [s]
 PROBE_SECONDS = 60.0
 
 
@@ -59,7 +61,9 @@ class ContainerSandbox:
         if missing := [path for path in self.settings.read if not os.path.exists(path)]:
             raise ValueError(f"--agent-sandbox-read: there is no {', '.join(missing)}")
         self._ask("info", f"{OPTION} {self.name} does not answer", self.remedy)
-        self._ask(f"image inspect {image}", f"--agent-image {image} is not here", f"{self.name} pull {image}")
+        self._ask(
+            f"image inspect {image}", f"--agent-image {image} is not on this machine", f"{self.name} pull {image}"
+        )
         launch = self.launch(["true"], {}, "http://127.0.0.1:9")
         try:
             run = subprocess.run(
@@ -77,7 +81,7 @@ class ContainerSandbox:
         return f"{OPTION} {self.name} needs --agent-image, an image with a shell and the program"
 
     def _ask(self, command: str, what: str, remedy: str) -> None:
-        """Run a command of the engine.
+        """Run a command of podman or docker.
 
         Raises:
             ValueError: the command fails. The message begins with ``what``.
@@ -93,11 +97,11 @@ class ContainerSandbox:
             raise ValueError(f"{what}: {reason}; {remedy}")
 
     def launch(self, words: Sequence[str], variables: Mapping[str, str], endpoint: str | None) -> Launch:
-        """See `Sandbox`. It raises ValueError if there is no image."""
+        """See `Sandbox`. Raises ValueError if there is no image."""
         if self.settings.image is None:
             raise ValueError(self._without_image())
         url, kept = urlsplit(endpoint or ""), {name: os.environ[name] for name in KEPT if name in os.environ}
-        if MARK in os.environ:  # by which the watchdog finds it; nothing can be done with it
+        if MARK in os.environ:  # the watchdog finds the program by this variable; it is not a secret
             kept[MARK] = os.environ[MARK]
         values, name = {**kept, **variables}, f"slimelite-{os.urandom(8).hex()}"
         for variable, value in values.items():
@@ -105,7 +109,7 @@ class ContainerSandbox:
                 raise ValueError(f"the variable {variable!r} cannot be given to a container: it has several lines")
         words, mounts = self._placed(words)
         command = [self.name, "run", *self._limits(), *mounts, *self._environment(values)]
-        # a shell, as images may have an entry point of their own
+        # start a shell, because an image may have its own entry point
         command += ["--entrypoint", "/bin/sh", self.settings.image, "-c", WAIT, "sh", *words]
         plan = ContainerPlan(
             words=command,
@@ -114,7 +118,7 @@ class ContainerSandbox:
             endpoint=(url.hostname or "", url.port or 80) if endpoint and self.settings.network == "loopback" else None,
             memory_mb=self.settings.memory_mb,
         )
-        # the engine's own settings are in its environment, and nothing of the program's
+        # the environment of podman or docker has only its own settings; the program's variables are in the plan
         environment = {**os.environ, VARIABLE: marshal.dumps(dict(plan)).hex()}
         return Launch([sys.executable, "-I", "-S", "-c", RUN], environment, name)
 
@@ -134,24 +138,24 @@ class ContainerSandbox:
         return words
 
     def _placed(self, words: Sequence[str]) -> tuple[list[str], list[str]]:
-        """``words``, in which files of this machine have their full paths, and the options that mount these files."""
+        """Replace files of this machine in ``words`` by their full paths. Returns the new words, and the options that
+        mount these files."""
         placed, there = list[str](), list[str]()
         for word in words:
             named = (os.sep in word or os.path.isfile(word)) and not word.startswith("-") and os.path.exists(word)
             path = os.path.abspath(word)
-            named = named and path != "/" and not is_within(path, SYSTEM)  # the system's files are the image's
+            named = named and path != "/" and not is_within(path, SYSTEM)  # system files come from the image
             there += [path] if named else []
             placed.append(path if named else word)
         places = dict.fromkeys([*there, *map(os.path.abspath, self.settings.read)])
         if commas := [path for path in places if "," in path]:
-            raise ValueError(
-                f"{OPTION} {self.name} cannot give the program a path with a comma: {commas[0]}; rename it"
-            )
+            raise ValueError(f"{OPTION} {self.name} cannot mount a path with a comma: {commas[0]}; rename it")
         mounts = [word for path in places for word in ("--mount", f"type=bind,source={path},target={path},readonly")]
         return placed, mounts
 
     def _environment(self, _values: Mapping[str, str]) -> Iterator[str]:
-        """The variables that are the same for every program. The supervisor adds a file with the others."""
+        """The options for variables that are the same for every program. The supervisor adds a file with the other
+        variables."""
         for name, value in (("HOME", HOME), ("TMPDIR", "/tmp"), ("USER", "agent"), ("LOGNAME", "agent")):
             yield from ("--env", f"{name}={value}")
 
@@ -163,7 +167,8 @@ class PodmanSandbox(ContainerSandbox):
     remedy = "apt-get install podman"
 
     def _limits(self) -> list[str]:
-        # by itself podman asks for more processes than a user without CAP_SYS_RESOURCE may have; its cgroup counts them
+        # by default, podman requests a process limit that a user without CAP_SYS_RESOURCE may not set; the cgroup of a
+        # container limits its processes
         hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
         most = MOST_PROCESSES if hard == resource.RLIM_INFINITY else min(hard, MOST_PROCESSES)
         return [*super()._limits(), "--http-proxy=false", "--ulimit", f"nproc={most}:{most}"]
@@ -173,11 +178,12 @@ class DockerSandbox(ContainerSandbox):
     """Containers of a docker daemon on this machine."""
 
     name = "docker"
-    remedy = "install it, start its daemon, and let this user talk to it (the group docker)"
+    remedy = "install it, start its daemon, and add this user to the group docker"
 
     def _environment(self, values: Mapping[str, str]) -> Iterator[str]:
         yield from super()._environment(values)
-        # else those of the client's settings, whose addresses have passwords; they come before a file's
+        # otherwise docker would use the proxies of the client's settings, and their addresses may have passwords; these
+        # options override the file
         for name in ("http_proxy", "https_proxy", "ftp_proxy", "all_proxy"):
             for written in sorted({name, name.upper()} - {*values}):
                 yield from ("--env", f"{written}=")

@@ -8,9 +8,9 @@ from typing import Protocol, TypedDict
 
 from slimelite.base.registry import Function, Registry, function
 
-# what a program may connect to: nothing, the address of its model, or everything
+# the network access of a program: none, only the address of its model, or everything
 NETWORKS = ("none", "loopback", "full")
-# flag -> what it is for, where a message names it
+# the flag in error messages
 OPTION = "--agent-sandbox"
 
 
@@ -20,15 +20,17 @@ class SandboxSettings:
 
     Args:
         name: the name of a `SandboxKind`, or the path of a class. None: ``process`` for programs that a model writes,
-            else ``none``.
+            and ``none`` for other programs.
         network: one of `NETWORKS`.
-        read: files and folders that a program may read, in addition to the system's and its own.
-        memory_mb: limit for all its processes together if the kernel can count that, else for each process [MiB].
-        processes: the most processes, threads included.
-        disk_mb: limit for all its files together, and for each file [MiB].
-        image: the name of a container image, as its engine knows it.
-        folders: empty folders in memory that a program gets. ``process`` cannot make them.
-        whole: the program is root in a container of its own for one episode, and may change everything in it.
+        read: files and folders that a program may read, in addition to the system's files and its own files.
+        memory_mb: the memory limit for all processes of a program together, if the kernel can count this. If the kernel
+            cannot count it, the limit holds for each process [MiB].
+        processes: the maximum number of processes and threads.
+        disk_mb: the size limit for all files of a program together, and for each file [MiB].
+        image: the name of a container image in podman or docker.
+        folders: empty folders in memory that a program gets. The sandbox ``process`` cannot create them.
+        whole: whether the program is root in its own container for one episode, and may change everything in the
+            container.
     """
 
     name: str | None = None
@@ -47,10 +49,10 @@ NO_WISHES = SandboxSettings()
 
 @dataclass(frozen=True)
 class Launch:
-    """How to start a program: with these ``words`` in this ``environment``. SIGINT ends it and everything that it
-    started.
+    """The command to start a program: its ``words`` and its ``environment``. SIGINT ends the program and all processes
+    that it started.
 
-    ``container``: the name of its container; "" if it has none.
+    ``container``: the name of the program's container, or "" if there is no container.
     """
 
     words: list[str]
@@ -59,10 +61,12 @@ class Launch:
 
 
 class Plan(TypedDict):
-    """``words``: the program. ``prefix``: words before it, if another program makes the sandbox.
+    """The plan for a supervisor. ``words``: the command line of the program. ``prefix``: words before it, if another
+    program sets up the sandbox.
 
-    ``confined``: the program restricts itself. ``read``: what it may read then. ``filter``: the filter of system calls.
-    ``endpoint``: host and port of the model. ``cgroups``: folders of controllers, with the files for the limits.
+    ``confined``: whether the process restricts itself before it becomes the program. ``read``: the paths that it may
+    read then. ``filter``: the filter of system calls. ``endpoint``: host and port of the model. ``cgroups``: folder of
+    a controller -> file -> limit.
     """
 
     words: list[str]
@@ -80,10 +84,11 @@ class Plan(TypedDict):
 
 
 class ContainerPlan(TypedDict):
-    """``words``: the engine's command line, without the container's ``name``, which follows ``run``.
+    """The plan for a container supervisor. ``words``: the command line of podman or docker without the container's
+    ``name``. The name is inserted after ``run``.
 
-    ``variables``: for the program. They appear neither in a list of processes nor in the engine. ``endpoint``: host and
-    port of the model. The container reaches it on its own loopback.
+    ``variables``: the environment variables of the program. The variables do not appear in a list of processes.
+    ``endpoint``: host and port of the model. The container reaches the model at this port on its own loopback.
     """
 
     words: list[str]
@@ -94,21 +99,21 @@ class ContainerPlan(TypedDict):
 
 
 class Sandbox(Protocol):
-    """A sandbox. It is made once for a run, from `SandboxSettings`."""
+    """A sandbox. The object is created once for a run, from `SandboxSettings`."""
 
     def check(self) -> list[str]:
-        """What the sandbox cannot do on this machine, in sentences.
+        """Sentences about the limits of the sandbox on this machine.
 
         Raises:
-            ValueError: the sandbox cannot be used. The message has the remedy.
+            ValueError: the sandbox cannot be used. The message contains the remedy.
         """
         ...
 
     def launch(self, words: Sequence[str], variables: Mapping[str, str], endpoint: str | None) -> Launch:
-        """How to start ``words`` for one episode.
+        """The command that starts ``words`` for one episode.
 
-        ``variables``: environment variables from the run. ``endpoint``: the URL of its model on loopback, which it may
-        reach.
+        ``variables``: environment variables from the run. ``endpoint``: the URL of the program's model on loopback. The
+        program may connect to this URL.
         """
         ...
 
@@ -120,10 +125,12 @@ class SandboxKind:
     Args:
         name: the value of ``--agent-sandbox``.
         summary: the text for the help.
-        make: ``fn(settings) -> Sandbox``. None: programs run without a sandbox, as the user who trains.
-        answers: ``fn(folder, readable, memory_bytes) -> words``, which precede the words of a program that a model
-            wrote. The code reward and the python tool start such programs in ``folder``. None: they use ``process``.
-        container: whether it needs an image.
+        make: function ``fn(settings) -> Sandbox``. None: programs run without a sandbox, as the user of the training
+            run.
+        answers: function ``fn(folder, readable, memory_bytes) -> words``. These words come before the command line of a
+            program that a model wrote. The code reward and the python tool start such programs in ``folder``. None:
+            these programs run in the sandbox ``process``.
+        container: whether the sandbox needs a container image.
     """
 
     name: str
@@ -146,12 +153,12 @@ SANDBOXES: Registry[SandboxKind] = Registry(
         SandboxKind("podman", "containers by podman", f"{_CONTAINERS}:PodmanSandbox", container=True),
         SandboxKind("docker", "containers by docker", f"{_CONTAINERS}:DockerSandbox", container=True),
     ),
-    instead="; a class of your own is path/to/file.py:Class",
+    instead="; for your own class, give path/to/file.py:Class",
 )
 
 
 def open_sandbox(settings: SandboxSettings) -> Sandbox | None:
-    """The sandbox for programs; None for ``none``.
+    """Create the sandbox for programs. Returns None for ``none``.
 
     Raises:
         ValueError: there is no such sandbox.
@@ -167,9 +174,10 @@ def open_sandbox(settings: SandboxSettings) -> Sandbox | None:
 
 
 def answers_of(name: str) -> Callable[[str, Sequence[str], int], Sequence[str]] | None:
-    """How code that a model writes is started in this sandbox, as ``answers`` of `SandboxKind`. None: in ``process``.
+    """The function that starts a model's code in this sandbox (see ``answers`` of `SandboxKind`). None: the code runs
+    in ``process``.
 
-    A class of the user's own may have it as a static method.
+    A user's own class may have a static method ``answers``.
     """
     if name not in SANDBOXES and "." in name:
         from slimelite.slime.plugins import load_function
@@ -181,19 +189,19 @@ def answers_of(name: str) -> Callable[[str, Sequence[str], int], Sequence[str]] 
 
 
 def is_container(name: str | None) -> bool:
-    """Whether ``name``, a value of ``--agent-sandbox``, is a sandbox that needs an image."""
+    """Whether the sandbox ``name`` (a value of ``--agent-sandbox``) needs a container image."""
     return name is not None and name in SANDBOXES and SANDBOXES[name].container
 
 
 def cautions(settings: SandboxSettings, *, programs: bool) -> list[str]:
-    """What a user should know about the sandbox before a run, in sentences. ``programs``: whether the sandbox will run
+    """Sentences that a user should read about the sandbox before a run. ``programs``: whether the sandbox will run
     programs.
 
     Raises:
         ValueError: the sandbox cannot be used on this machine.
     """
     if is_container(settings.name) and settings.image is None and not programs:
-        return []  # an environment may bring its images, or `Sandbox.launch` says that one is missing
+        return []  # an environment may set its images; `Sandbox.launch` reports a missing image
     sandbox = open_sandbox(settings)
     if sandbox is not None:
         return [f"{OPTION} {settings.name}: {what}" for what in sandbox.check()]

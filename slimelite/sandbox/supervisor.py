@@ -1,9 +1,11 @@
-"""Runs one program in a sandbox, and ends everything that the program started. SIGINT ends it at once, SIGTERM after a
-moment.
+"""Runs one program in a sandbox, and ends all processes that the program started. SIGINT ends them immediately, and
+SIGTERM ends them after a short time.
 
-`boxes` starts it as ``python -I -S -c``. The environment has a `Plan`, marshalled. It is the parent of the processes in
-the sandbox, and of those that they leave behind. It imports little, because each episode waits for it: not json, not
-the enums of ``signal`` and ``socket``. It imports what relays connections only when the first client comes.
+The module `boxes` starts this supervisor as ``python -I -S -c``. An environment variable has a `Plan`, serialised by
+``marshal``. The supervisor is the parent of the processes in the sandbox, and of the orphans among them. The supervisor
+imports few modules, because each episode waits for the start of a supervisor. For example, it does not import json or
+the enums of ``signal`` and ``socket``. The supervisor imports the modules that relay connections only when the first
+client connects.
 """
 
 from __future__ import annotations
@@ -28,26 +30,27 @@ if TYPE_CHECKING:
     import socket
 
     from slimelite.sandbox.registry import Plan
-else:  # the same without enums and methods in Python, whose import costs more processor time than all other steps
+else:  # the C modules; importing the Python modules around them takes more processor time than all other steps
     import _signal as signal
     import _socket as socket
 
 VARIABLE = "SLIMELITE_SANDBOX"
-# the exit status where the sandbox ended the program, or could not start it
+# the exit status if the sandbox ended the program, and if it could not start the program
 ENDED, NO_START = 125, 126
-# between two looks at what a program uses, and between SIGTERM and the end [s]
+# time before the first check of a program's usage, longest time between two checks, and time between SIGTERM and the
+# end [s]
 FIRST_LOOK, LOOK, GRACE = 0.02, 0.25, 1.5
 OPEN_FILES = 1024
 CONNECTIONS = 64
 PR_SET_KEEPCAPS, PR_SET_CHILD_SUBREAPER, PR_CAP_AMBIENT = 8, 36, 47
 READ_SEARCH = 2  # CAP_DAC_READ_SEARCH
 NEW_USER, NEW_NET = 0x10000000, 0x40000000
-# users that no system has; the process's id makes one for each program
+# user ids from here on are not used by a system; each program gets the sum of this number and its process id
 FIRST_USER = 1 << 30
 SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)
 
 
-class suppress:  # contextlib's, without what that imports
+class suppress:  # as in contextlib, but without the imports of contextlib
     """Ignore these errors in a block."""
 
     def __init__(self, *errors: type[BaseException]) -> None:
@@ -78,11 +81,11 @@ def main() -> None:
         if -status != signal.SIGKILL:
             signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
-    os._exit(status)  # nothing is left to be written, and to take Python apart costs a tenth of a start
+    os._exit(status)  # there is no unwritten output, and a normal exit of Python takes a tenth of the start time
 
 
 class _Run:
-    """One program: its folder, its cgroups and its processes."""
+    """A run of one program, with its folder, its cgroups and its processes."""
 
     def __init__(self, plan: Plan, libc: ctypes.CDLL) -> None:
         self._plan, self._libc = plan, libc
@@ -111,7 +114,7 @@ class _Run:
             start_new_thread(relay, (listener, plan["endpoint"]))
 
     def to_the_end(self, parent: int) -> int:
-        """Wait for the program and for signals. Returns the exit status, below 0 for a signal."""
+        """Wait for the program and for signals. Returns the exit status. The status is negative for a signal."""
         look, over = FIRST_LOOK, float("inf")
         while True:
             received = signal.sigtimedwait(SIGNALS, min(look, max(over - time.monotonic(), 0.0)))
@@ -132,7 +135,7 @@ class _Run:
             look = max(min(1.5 * look, LOOK), 10 * (time.monotonic() - begin))
 
     def _why(self) -> int:
-        """`ENDED` if the kernel ended the program, or a process of it, because of its memory; else 0."""
+        """Return `ENDED` if the kernel killed a process of the program because of its memory, else 0."""
         for folder in self._groups:
             for name in ("memory.oom_control", "memory.events"):
                 with suppress(OSError), open(f"{folder}/{name}") as file:
@@ -141,7 +144,8 @@ class _Run:
         return 0
 
     def _excess(self) -> str:
-        """Which limit the program exceeds, among those that the kernel does not enforce; "" if none."""
+        """A text on the limit that the program exceeds. Only limits that the kernel does not enforce are checked.
+        Returns "" if the program exceeds no limit."""
         plan, pids = self._plan, []
         if self.folder or not self._groups:
             pids = self._processes()
@@ -155,7 +159,7 @@ class _Run:
         return ""
 
     def clean(self) -> None:
-        """End all processes, and remove the files and cgroups that were made for them."""
+        """End all processes, and remove their files and cgroups."""
         while self._has_children():
             self._kill_all()
             time.sleep(0.001)
@@ -170,7 +174,7 @@ class _Run:
             os.waitpid(os.posix_spawnp("rm", words, os.environ), 0)
 
     def _has_children(self) -> bool:
-        """Whether descendants of this process are left. Ended ones are reaped."""
+        """Whether this process still has descendants. Descendants that have ended are reaped."""
         with suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
@@ -178,14 +182,14 @@ class _Run:
         return False
 
     def _kill_all(self) -> None:
-        """Kill every process once. All are stopped before the first one is killed, because otherwise they could go on
-        to fork."""
+        """Kill every process once. All processes are stopped before the first process is killed, because otherwise they
+        could continue to fork."""
         if self._user is not None:
             killer = os.fork()
             if not killer:
                 with suppress(OSError):
                     os.setresuid(self._user, self._user, self._user)
-                    os.kill(-1, signal.SIGKILL)  # at once
+                    os.kill(-1, signal.SIGKILL)  # kills all processes of this user at the same time
                 os._exit(0)
             os.waitpid(killer, 0)
         for number in (signal.SIGSTOP, signal.SIGKILL):
@@ -194,7 +198,7 @@ class _Run:
                     os.kill(pid, number)
 
     def _processes(self) -> list[int]:
-        """The ids of the program's processes, which are descendants of this process."""
+        """The ids of the program's processes. These processes are the descendants of this process."""
         children: dict[int, list[int]] = {}
         for name in os.listdir("/proc"):
             if name.isdigit():
@@ -206,7 +210,7 @@ class _Run:
         return descendants
 
     def _become_program(self, sender: socket.socket) -> None:
-        """Runs in the child: restrict the process, and then become the program."""
+        """Restrict this process, and then become the program. This method runs in the child process."""
         plan = self._plan
         os.setsid()
         for folder in self._groups:
@@ -220,10 +224,10 @@ class _Run:
             resource.RLIMIT_CORE: 0,
             resource.RLIMIT_FSIZE: disk,
             resource.RLIMIT_NOFILE: OPEN_FILES,
-            # address space would end programs that reserve much and use little
+            # a limit of the address space would end programs that reserve much memory but use little
             **({} if self._groups else {resource.RLIMIT_DATA: memory}),
         }
-        if self._user is not None or own_network == "user":  # else all processes of the user would count
+        if self._user is not None or own_network == "user":  # otherwise all processes of the user would count
             limits[resource.RLIMIT_NPROC] = plan["processes"]
         words, environment = plan["words"], plan["environment"]
         if plan["confined"]:
@@ -256,16 +260,16 @@ class _Run:
         ports = [plan["endpoint"][1]] if plan["network"] == "loopback" and plan["endpoint"] else []
         open_ports = own_network or plan["network"] == "full"
         if ports and not open_ports and confine.landlock_abi() < 4:
-            raise OSError("this user may not make a network namespace, and Landlock limits no TCP before Linux 6.7")
+            raise OSError("this user may not make a network namespace, and before Linux 6.7 Landlock cannot limit TCP")
         confine.restrict_files(plan["read"], [self.folder], None if open_ports else ports)
         confine.install(plan["filter"])
 
     def _own_network(self, sender: socket.socket) -> str:
-        """Give this process its own loopback network. The supervisor gets a socket that listens there at the endpoint's
-        address.
+        """Give this process its own loopback network. The supervisor gets a socket that listens in this network at the
+        endpoint's port.
 
-        "root" or "user": how the network was made. "": this user may not make one; ``--agent-sandbox process`` then
-        works without it.
+        Returns "root" or "user", depending on how the network was made. Returns "" if this user may not make a network.
+        Without its own network, only ``--agent-sandbox process`` works.
         """
         user, group, how = os.getuid(), os.getgid(), "root" if os.geteuid() == 0 else "user"
         if self._libc.unshare(NEW_NET if how == "root" else NEW_NET | NEW_USER):
@@ -281,7 +285,7 @@ class _Run:
                 with open(f"/proc/self/{name}", "w") as file:
                     file.write(text)
         any_socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        fcntl.ioctl(any_socket, 0x8914, struct.pack("16sH14x", b"lo", 1))  # SIOCSIFFLAGS: up
+        fcntl.ioctl(any_socket, 0x8914, struct.pack("16sH14x", b"lo", 1))  # SIOCSIFFLAGS: set the interface up
         any_socket.close()
         if self._plan["network"] == "loopback" and self._plan["endpoint"] is not None:
             listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -293,7 +297,7 @@ class _Run:
 
 
 def _read_all_files(libc: ctypes.CDLL) -> None:
-    """Keep, across exec, the right to read other users' files. Landlock decides which files."""
+    """Keep the right to read other users' files after exec. Landlock still limits the files."""
     confine.drop_capabilities(libc, 1 << READ_SEARCH)
     header = struct.pack("Ii", confine.CAPABILITY_VERSION, 0)
     word = 1 << READ_SEARCH
@@ -309,7 +313,7 @@ def _limit(limits: dict[int, int]) -> None:
 
 
 def _make_groups(parents: dict[str, dict[str, str]]) -> list[str]:
-    """Make a cgroup in each of ``parents``, with these limits. Returns their folders."""
+    """Create a cgroup with the given limits in each of ``parents``. Returns the folders of the cgroups."""
     made = []
     for parent, files in parents.items():
         folder = f"{parent}/slimelite-{os.getpid()}"
@@ -322,12 +326,12 @@ def _make_groups(parents: dict[str, dict[str, str]]) -> list[str]:
 
 
 def send_descriptor(sender: socket.socket, descriptor: int) -> None:
-    """Send an open file to whom `received` asks."""
+    """Send an open file descriptor to the process that calls `received`."""
     sender.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", descriptor))])
 
 
 def received(ours: socket.socket) -> int | None:
-    """The descriptor of the listener that the child sent; None if it has none."""
+    """The descriptor of the listening socket that the child sent. Returns None if the child has no such socket."""
     sent = ours.recvmsg(1, socket.CMSG_LEN(4))[1]
     ours.close()
     return int(struct.unpack("i", sent[0][2])[0]) if sent else None
@@ -336,7 +340,7 @@ def received(ours: socket.socket) -> int | None:
 def relay(listener: int, endpoint: tuple[str, int]) -> None:
     """Connect every client of the socket ``listener`` to the endpoint."""
     select.select([listener], (), ())
-    import socket  # not threading: imported here, it would wait for this thread at the end
+    import socket  # do not import threading here, because at the exit it would wait for this thread
 
     comers, joined = socket.socket(fileno=listener), list[None]()
     while True:
@@ -371,14 +375,15 @@ def say(what: str) -> int:
 
 
 def _resident(pid: int) -> int:
-    """Bytes of a process's resident memory."""
+    """The size of a process's resident memory [bytes]."""
     with suppress(OSError), open(f"/proc/{pid}/statm") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
     return 0
 
 
 def _used(folder: str, most: int) -> int:
-    """Bytes of all files in ``folder``. Counting stops above ``most``, and folders nested too deep count as more."""
+    """The total size of all files in ``folder`` [bytes]. Counting stops above ``most``. If folders are nested too deep,
+    the result is more than ``most``."""
     used, places = 0, [folder]
     while places and used <= most:
         try:
@@ -401,7 +406,7 @@ def _used(folder: str, most: int) -> int:
 
 
 def _unnamed(pids: list[int]) -> int:
-    """Bytes of deleted files that these processes still have open."""
+    """The total size of deleted files that these processes still have open [bytes]."""
     sizes: dict[tuple[int, int], int] = {}
     for pid in pids:
         with suppress(OSError):

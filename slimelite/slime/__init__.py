@@ -1,1 +1,1 @@
-"""The names that slime's plugins import and expect."""
+"""The modules and names that slime's plugins import."""

@@ -1,7 +1,8 @@
 """slime's ``slime.agent``: adapters through which a program talks to the model. They use our HTTP front and sessions.
 
-In slime, an adapter is the plugin's own web application, and a client's API key is the name of its session. Here a
-conversation continues from the sampled tokens, so tokens do not drift. slime's settings against drift have no effect.
+In slime, an adapter is a web application of the plugin, and a client's API key is the name of its session. Here, a
+conversation continues from the sampled tokens, so it is never tokenized again with other tokens. slime's settings
+against such a drift have no effect.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from slimelite.serving.tools import REASONING_FORMATS, TOOL_FORMATS, read_reason
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-# longest conversation of a session that was opened without a limit; the engine refuses what it cannot hold [tokens]
+# longest conversation of a session without a limit [tokens]; the engine refuses conversations that are too long for it
 LONGEST = 1 << 20
 FilteredAccessLogger = AccessLogger
 
 
 class Adapter:
-    """``OpenAIAdapter`` and ``AnthropicAdapter`` in one: sessions by name, in either dialect.
+    """slime's ``OpenAIAdapter`` and ``AnthropicAdapter`` in one class. It keeps sessions by name, and speaks both APIs.
 
     ``app``: the web application, for `run_app_in_thread` or a plugin's own server.
     """
@@ -51,9 +52,9 @@ class Adapter:
         max_turns_per_sid: int | None = None,
         fork_threshold_tokens: int | None = None,  # noqa: ARG002
     ) -> None:
-        """``sglang_url``: an address with SGLang's ``/generate``. ``tool_parser``, ``reasoning_parser``: our names or
-        SGLang's. With None or another name, the chat template decides. ``max_turns_per_sid``: the most replies of one
-        session.
+        """``sglang_url``: an address with SGLang's ``/generate``. ``tool_parser``, ``reasoning_parser``: our name or
+        SGLang's name of a format. With None or another name, the chat template decides. ``max_turns_per_sid``: the
+        maximum number of replies in one session.
         """
         tools, thinking = _known(TOOL_FORMATS, tool_parser), _known(REASONING_FORMATS, reasoning_parser)
         chat_format = ChatFormat(tokenizer, tool_parser=tools, reasoning_parser=thinking)
@@ -66,7 +67,8 @@ class Adapter:
     ) -> None:
         """Open a session. ``sampling_defaults`` use SGLang's names.
 
-        In a generate function, its tokens come with the ids that they were drawn from if the run trains on them.
+        In a generate function, the tokens of the session come with the ids that each was drawn from, if the run trains
+        on these ids.
 
         Raises:
             ValueError: the name is taken, or a parameter is not supported.
@@ -87,8 +89,8 @@ class Adapter:
         extra_metadata: Mapping[str, Any] | None = None,
         wait_timeout: float = 5.0,
     ) -> list[Sample]:
-        """Close the session, and return its samples, one for each branch, each with ``reward``. A second call returns
-        none.
+        """Close the session, and return one sample for each of its branches. Each sample has ``reward``. A second call
+        returns no samples.
 
         Running requests have ``wait_timeout`` seconds to finish.
         """
@@ -120,7 +122,7 @@ class Adapter:
 
 
 class SingletonMeta(type):
-    """The metaclass of classes with one object in each process. The first call of the class makes it."""
+    """The metaclass of classes with one object in each process. The first call of the class makes the object."""
 
     _made: ClassVar[dict[type, Any]] = {}
 
@@ -144,10 +146,9 @@ class _ByKey(Front):
         self._most_turns = most_turns
 
     def _opens(self, http: web.Request, key: str) -> bool:  # noqa: ARG002
-        """Always True, because the key is looked up together with the session. Anything outside a session is refused
-        there."""
+        """Always True, because `_session` checks the key. It refuses every request without a session."""
         if http.path not in SAMPLING_ROUTES and http.method != "GET":
-            raise RequestError("an agent may only request replies", 401, code="invalid_api_key")
+            raise RequestError("this key is for an agent, which may only request replies", 401, code="invalid_api_key")
         return True
 
     def _session(self, http: web.Request) -> Session:
@@ -163,7 +164,7 @@ class _ByKey(Front):
 class _Server:
     """Engines behind one address, such as SGLang's router.
 
-    ``telling``: names of the sessions whose tokens come with the ids that they were drawn from.
+    ``telling``: names of the sessions whose tokens come with the ids that each was drawn from.
     """
 
     def __init__(self, url: str) -> None:
@@ -193,17 +194,17 @@ class _Server:
 
     async def score(self, input_ids: Sequence[int], start: int, temperature: float = 1.0, top: int = 0) -> Scores:  # noqa: ARG002
         """See `Engine.score`."""
-        raise ValueError("log-probs of a prompt: ask the engine itself")
+        raise ValueError("this address does not give log-probs of a prompt: send the request to the engine itself")
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """See `Engine.abort`. It never aborts all requests, because other sessions have requests there too."""
+        """See `Engine.abort`. It never aborts all requests, because other sessions use the same engines."""
         for request_id in request_ids or ():
             await self._client.post(f"{self._url}/abort_request", {"rid": request_id})
 
 
 @dataclass(frozen=True)
 class ParsedModelOutput:
-    """The parts of a reply. ``ill_formed``: whether it has a tool call that cannot be read."""
+    """The parts of a reply. ``ill_formed``: whether the reply has a tool call that cannot be parsed."""
 
     reasoning: str
     text: str
@@ -214,7 +215,7 @@ class ParsedModelOutput:
 def parse_model_output(
     raw_output: str, *, tools_schema: Tools, tool_parser_name: str | None, reasoning_parser_name: str | None
 ) -> ParsedModelOutput:
-    """Read a reply in the named formats (our names or SGLang's). Without a name, nothing is read."""
+    """Parse a reply in the named formats (our names or SGLang's). Without a name, the reply is not parsed."""
     tools, thinking = _known(TOOL_FORMATS, tool_parser_name), _known(REASONING_FORMATS, reasoning_parser_name)
     reasoning, text = read_reasoning(raw_output, REASONING_FORMATS[thinking] if thinking else None, opened=False)
     text, calls, malformed = read_tools(text, TOOL_FORMATS[tools] if tools else None, schemas(tools_schema), "")
@@ -244,7 +245,7 @@ def run_app_in_thread(
     thread_name: str = "agent adapter",
     runner_kwargs: Mapping[str, Any] | None = None,
 ) -> AppHandle:
-    """Serve ``app`` at ``port``. With 0 the handle has the port that was chosen.
+    """Serve ``app`` at ``port``. With 0, a free port is chosen, and the handle has its number.
 
     Raises:
         OSError: the port is taken.

@@ -1,6 +1,6 @@
-"""slime's own functions, called as in slime but written with our objects. `plugins` has their names.
+"""slime's own functions. They are called as in slime, but use our objects. `plugins` has their names.
 
-This module is imported only when a slime name is looked up.
+This module is imported only when a plugin uses one of slime's names.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from slimelite.samples.sample import Sample, Status, label_text
 if TYPE_CHECKING:
     from slimelite.rollout.context import PluginArgs, RolloutFnEvalOutput, RolloutFnTrainOutput
 
-# name of the samples that a plugin generates with `generate_and_rm`, for their random streams
+# the random streams of samples from `generate_and_rm` have this name
 STREAM = "plugin"
 
 
@@ -50,14 +50,16 @@ def load_tokenizer(path: str, **_: Any) -> Any:
 
 
 def whole_response(tensor: Any, *_: Any) -> Any:
-    """The whole response. slime gathers or slices it over context-parallel ranks, but here every rank has all of it."""
+    """The whole response. slime gathers or slices a response over context-parallel ranks, but here every rank has all
+    of it."""
     return tensor
 
 
 def call_rollout_fn(
     function: Callable[..., Any], *args: Any, evaluation: bool, **named: Any
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """Call a rollout function. Older functions return bare samples or data. These are put into an output object."""
+    """Call a rollout function. If it returns only samples or data, as older functions do, put them into an output
+    object."""
     from slimelite.rollout.context import RolloutFnEvalOutput, RolloutFnTrainOutput
 
     output = function(*args, evaluation=evaluation, **named)
@@ -67,7 +69,8 @@ def call_rollout_fn(
 
 
 async def generate(args: PluginArgs, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Generate a response, or the rest of one, with the engine. This is slime's default generate function."""
+    """Generate a response, or the rest of a partial response, with the engine. This is slime's default generate
+    function."""
     from slimelite.engines.http_front import parse_sampling_params
 
     if not sample.tokens:
@@ -80,7 +83,7 @@ async def generate(args: PluginArgs, sample: Sample, sampling_params: dict[str, 
     params = {**sampling_params, "max_new_tokens": left}
     body = {"input_ids": sample.tokens, "sampling_params": params, "return_logprob": True}
     if args.keeps_ids and (telling := parse_sampling_params(sampling_params).telling()).tells:
-        params["top_k"] = telling.top_k  # SGLang tells what a finite top-k kept
+        params["top_k"] = telling.top_k  # SGLang reports the kept ids only for a finite top-k
         body["return_sampling_mask"] = True
     answer = await post(get_model_url(args), body)
     pairs = answer["meta_info"].get("output_token_logprobs", [])
@@ -96,13 +99,14 @@ async def generate(args: PluginArgs, sample: Sample, sampling_params: dict[str, 
 async def generate_and_rm(
     args: PluginArgs, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
 ) -> Sample | list[Sample]:
-    """One sample from the run's generate function, after sample hooks and reward. If it fans out, several samples.
+    """One sample from the run's generate function, after sample hooks and reward. A generate function that fans out
+    gives several samples.
 
     Raises:
-        ValueError: --group-rm is on, which scores a whole group.
+        ValueError: --group-rm is on, so only whole groups can be scored.
     """
     if args.group_rm:
-        raise ValueError("generate_and_rm scores one sample, and --group-rm a group: call generate_and_rm_group")
+        raise ValueError("generate_and_rm scores one sample, but --group-rm scores groups: call generate_and_rm_group")
     made = await generate_and_rm_group(args, [sample], sampling_params, evaluation)
     return made[0] if len(made) == 1 else made
 
@@ -124,7 +128,7 @@ async def generate_and_rm_group(
     generator = GroupGenerator(
         context,
         STREAM,
-        -1,  # slime does not pass the rollout's id either
+        -1,  # the rollout's id is unknown, as in slime
         parse_sampling_params(sampling_params),
         max_context_len=args.rollout_max_context_len,
         generate_path=args.custom_generate_function_path,
@@ -139,7 +143,7 @@ async def generate_and_rm_group(
             raise error
         return samples
 
-    # the engines live on the rollout's event loop, and the plugin's may be another
+    # the engines use the rollout's event loop, but the plugin may run on another event loop
     return await context.thread.result(work())
 
 
@@ -164,24 +168,25 @@ async def batched_async_rm(args: PluginArgs, samples: list[Sample], **_: Any) ->
 
 
 async def reward_func(_args: Any, samples: Sample | list[Sample], **_: Any) -> float | list[float]:
-    """slime's reward for pure distillation: 0. (In slime it also asks the teacher; here the rollout does that.)"""
+    """slime's reward for pure distillation: 0. (In slime it also requests the teacher's log-probs; here the rollout
+    does that.)"""
     return [0.0] * len(samples) if isinstance(samples, list) else 0.0
 
 
 def post_process_rewards(args: Any, samples: list[Sample], **_: Any) -> tuple[list[float], list[float]]:
-    """slime's ``--custom-reward-post-process-path`` for pure distillation. The reward is reported, but it is 0 for the
-    advantages, so that only the teacher trains the policy.
+    """slime's ``--custom-reward-post-process-path`` for pure distillation. The reward is reported, but the advantages
+    use 0 instead, so that only the teacher trains the policy.
     """
     return [s.reward_value(args.reward_key) for s in samples], [0.0] * len(samples)
 
 
 def grade_answer_verl(response: str, label: str) -> bool:
-    """Whether the last boxed answer equals the label. Algebra is included, without a time limit."""
+    """Whether the last boxed answer equals the label. The comparison uses algebra, without a time limit."""
     return bool(_score("math", response, label))
 
 
 def deepscaler_reward(response: str, label: str) -> int:
-    """1 if the text after the thinking has the right answer, else 0. There is no time limit."""
+    """1 if the text after the thinking has the right answer, else 0. The comparison has no time limit."""
     return int(_score("deepscaler", response, label))
 
 
@@ -206,8 +211,8 @@ def compute_gpqa_reward(response: str | None, label: Any, metadata: dict[str, An
 
 
 def is_correct_minerva(solution_str: str, gt: Any, gt_need_extract: bool = False) -> tuple[bool, str]:
-    """(correct, prediction) of the last ``Answer: ...`` line, compared with an integer. ``gt`` may have the integer in
-    a box."""
+    """(correct, prediction) for the last ``Answer: ...`` line, which is compared with an integer. ``gt`` may have the
+    integer in a box."""
     from slimelite.rewards.math import extract_boxed_answer, verify_minerva
 
     truth = extract_boxed_answer(str(gt)) if gt_need_extract else str(gt)
@@ -215,10 +220,10 @@ def is_correct_minerva(solution_str: str, gt: Any, gt_need_extract: bool = False
 
 
 def is_correct_strict_box(pred: str, gt: Any, pause_tokens_index: None = None) -> tuple[int, str | None]:
-    """(1 or -1, prediction) of the last box in the final 100 characters, compared exactly.
+    """(1 or -1, prediction) for the last box in the final 100 characters. The comparison is exact.
 
     Raises:
-        ValueError: ``pause_tokens_index`` is given, which is not supported.
+        ValueError: ``pause_tokens_index`` is given, but it is not supported.
     """
     from slimelite.rewards.math import verify_strict_box
 
@@ -249,7 +254,7 @@ class Dataset:
     ) -> None:
         """
         Raises:
-            ValueError: images are asked for, or the file cannot be read.
+            ValueError: images, video or audio are requested, or the file cannot be read.
         """
         from slimelite.arguments import EvalDataset
         from slimelite.data.prompts import load_prompts
@@ -313,13 +318,12 @@ class MultiTurnLossMaskGenerator:
 
 
 def get_response_lengths(loss_masks: Sequence[list[int]]) -> list[int]:
-    """For each mask, the number of tokens from the first trained one to the end."""
+    """For each mask, the number of tokens from the first trained token to the end."""
     return [len(mask) - mask.index(1) if 1 in mask else 0 for mask in loss_masks]
 
 
 class trace_span(dict[str, Any]):
-    """slime's time span, which is not recorded here: ``with trace_span(sample, "tool") as span:
-    span.update({...})``."""
+    """slime's time span: ``with trace_span(sample, "tool") as span: span.update({...})``. It is not recorded here."""
 
     def __init__(self, target: Any = None, name: str = "", attrs: dict[str, Any] | None = None) -> None:
         super().__init__(attrs or {})
@@ -344,12 +348,12 @@ def build_sglang_meta_trace_attrs(meta_info: dict[str, Any]) -> dict[str, Any]:
 async def post(
     url: str, payload: dict[str, Any] | None, max_retries: int = 60, headers: dict[str, str] | None = None
 ) -> Any:
-    """POST JSON, and return the JSON answer. A failed connection is retried every second, as long as the generate
-    function's engine is alive.
+    """POST JSON, and return the JSON answer. A failed connection is retried every second while the engine of the
+    generate function is alive.
 
     Raises:
-        HttpError: the server answered with an error, or not at all.
-        ValueError: the engine is gone, and nothing will replace it.
+        HttpError: the server answered with an error, or did not answer.
+        ValueError: the engine is dead and will not be restarted.
     """
     from slimelite.rollout.pool import IS_GONE
 

@@ -1,8 +1,8 @@
 """User functions by path: ``pkg.module.fn``, ``path/to/file.py:fn``, or slime's name for one of our functions.
 
 A slime plugin has imports such as ``from slime.utils.types import Sample``. If slime is not installed, loading a plugin
-adds an import finder at the end of the list. It serves the modules of ``MODULES``, and nothing else, under the names
-``slime`` and ``miles``. The object behind a name is imported when the name is first used.
+adds an import finder at the end of ``sys.meta_path``. The finder provides only the modules of ``MODULES``, under the
+names ``slime`` and ``miles``. The object behind a name is imported when the name is first used.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ REWARDS = "slimelite.rewards"
 
 
 def _same(module: str, *names: str) -> dict[str, str]:
-    """``names`` that our module has under the same names."""
+    """Entries for ``names`` that are the same in our module."""
     return {name: f"{module}.{name}" for name in names}
 
 
-# module of slime's -> name in it -> our object
+# module of slime -> name in the module -> our object
 MODULES: dict[str, dict[str, str]] = {
     "slime.utils.types": _same("slimelite.samples.sample", "Sample"),
     "slime.utils.http_utils": _same(F, "post", "get"),
@@ -54,7 +54,7 @@ MODULES: dict[str, dict[str, str]] = {
         **_same(f"{ROLLOUT}.generate", "generate_rollout"),
         **_same(F, "generate", "generate_and_rm", "generate_and_rm_group", "GenerateState", "get_model_url"),
     },
-    # --async-rollout generates ahead of training; the rollout itself is the same
+    # the asynchronous rollout of slime is the same function here, because --async-rollout generates ahead
     "slime.rollout.fully_async_rollout": {"generate_rollout_fully_async": f"{ROLLOUT}.generate.generate_rollout"},
     "slime.rollout.sft_rollout": {"generate_rollout": f"{ROLLOUT}.generate.offline_rollout"},
     "slime.rollout.sample_hooks": _same(F, "apply_rollout_sample_hooks"),
@@ -102,7 +102,7 @@ def resolve(name: str) -> Callable[..., Any]:
 
 
 def install_finder() -> None:
-    """From now on, serve ``SLIME_NAMES`` to ``import slime…`` and ``import miles…``, unless these packages are
+    """From now on, ``import slime…`` and ``import miles…`` find ``SLIME_NAMES``, unless these packages are
     installed."""
     served = {f.root for f in sys.meta_path if isinstance(f, SlimeFinder)}
     for root in {"slime", "miles"} - served:
@@ -112,23 +112,24 @@ def install_finder() -> None:
 
 
 class SlimeFinder(MetaPathFinder, Loader):
-    """Finds and creates the modules of ``SLIME_NAMES`` under one ``root``: slime or miles."""
+    """Finds and creates the modules of ``SLIME_NAMES``. ``root``: the top package, slime or miles."""
 
     def __init__(self, root: str) -> None:
         self.root = root
 
     def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:  # noqa: ARG002
-        """The spec of a package if ``fullname`` is a known name or a prefix of one.
+        """The spec of a package if ``fullname`` is a known name or the prefix of a known name.
 
         Raises:
-            ModuleNotFoundError: ``fullname`` is another module of ``root``. The message lists the known ones.
+            ModuleNotFoundError: ``fullname`` is another module of ``root``. The message lists the known modules.
         """
         if fullname != self.root and not fullname.startswith(self.root + "."):
             return None
         if not any(name.startswith(fullname + ".") for name in SLIME_NAMES):
             modules = ", ".join(sorted(self.root + module.removeprefix("slime") for module in MODULES))
             raise ModuleNotFoundError(
-                f"slimelite does not provide {fullname}; of {self.root} it has {modules}", name=fullname
+                f"slimelite does not provide {fullname}; it provides these modules of {self.root}: {modules}",
+                name=fullname,
             )
         return ModuleSpec(fullname, self, is_package=True)
 
@@ -142,7 +143,7 @@ class SlimeFinder(MetaPathFinder, Loader):
             if attribute.startswith("__") or any(n.startswith(f"{prefix}{attribute}.") for n in SLIME_NAMES):
                 raise AttributeError(attribute)
             known = sorted(n.removeprefix(prefix) for n in SLIME_NAMES if n.startswith(prefix))
-            raise ImportError(f"slimelite does not provide {prefix}{attribute}; there it has {', '.join(known)}")
+            raise ImportError(f"slimelite does not provide {prefix}{attribute}; it provides {', '.join(known)}")
 
         module.__dict__["__getattr__"] = lookup
 
@@ -154,22 +155,22 @@ files_run: list[str] = []
 def load_function(path: str, flag: str | None = None) -> Callable[..., Any]:
     """The function (or class) at ``path``.
 
-    ``sys.exit`` in the function becomes a `PluginError`. Otherwise the run would end as if it had succeeded. With
-    ``flag``, the option that named the function, every error becomes a `PluginError`. Without it, errors are raised
-    unchanged, so that the caller can count them or retry.
+    ``sys.exit`` in the function becomes a `PluginError`. Otherwise the run would end as if it had succeeded. ``flag``:
+    the option that named the function. With ``flag``, every error becomes a `PluginError`. Without ``flag``, errors are
+    raised unchanged, so that the caller can count them or retry.
 
     Known ``slime.…`` names refer to our own functions, also in the imports of a plugin (see `MODULES`). A file is
-    loaded once, however often it is named. Its folder is appended to ``sys.path``, so that it can import its
-    neighbours.
+    loaded only once, even if several flags name it. Its folder is appended to ``sys.path``, so that the file can import
+    other files of the folder.
 
     Raises:
         ValueError: there is no such file, module or function (the message has the nearest name), or its import fails.
     """
     module_name, _, name = path.rpartition(":" if ":" in path else ".")
     if not module_name or not name:
-        raise ValueError(f"{path!r} is not a plugin path; write package.module.function or path/to/file.py:function")
+        raise ValueError(f"{path!r} is not a plugin path: write package.module.function or path/to/file.py:function")
     if name == "py" and Path(path).is_file():
-        raise ValueError(f"{path!r} names a file but no function or class in it; write {path}:name")
+        raise ValueError(f"{path!r} names a file, but not a function or class in the file: write {path}:name")
     if path in SLIME_NAMES:
         return resolve(path)
     install_finder()
@@ -189,11 +190,10 @@ def load_function(path: str, flag: str | None = None) -> Callable[..., Any]:
 
 
 def run_file(path: str, option: str) -> None:
-    """Run the user's file at ``path``, which ``option`` names. It runs only once in a process, even if it is named
-    again.
+    """Run the user's file at ``path``. ``option`` is the flag that names the file. A process runs a file only once.
 
     Raises:
-        ValueError: the file is missing or fails. The message is one line and has the line in the file.
+        ValueError: the file is missing or fails. The message is one line of text and names the line of the error.
     """
     install_finder()
     try:
@@ -218,7 +218,7 @@ def _load_file(path: str) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # before it runs, as Python's import does: dataclasses and pickle look the module up
+    sys.modules[name] = module  # before it runs, as in Python's import: dataclasses and pickle look it up
     try:
         spec.loader.exec_module(module)
     except BaseException:
@@ -230,9 +230,9 @@ def _load_file(path: str) -> ModuleType:
 def _nearest_module(name: str, error: ImportError) -> str:
     missing = error.name or ""
     if not isinstance(error, ModuleNotFoundError) or not name.startswith(missing):
-        return ""  # something that the plugin imports is missing, not the plugin
+        return ""  # the plugin exists, but one of its imports is missing
     parent, _, leaf = missing.rpartition(".")
-    if not parent:  # of all that is installed hardly anything is meant
-        return "; write path/to/file.py:function, or put the folder that holds it into PYTHONPATH"
+    if not parent:  # an installed package with a similar name is rarely meant
+        return "; write path/to/file.py:function, or add the folder of the module to PYTHONPATH"
     paths = getattr(sys.modules.get(parent), "__path__", None)
     return nearest(leaf, [m.name for m in pkgutil.iter_modules(paths)]) if paths is not None else ""

@@ -1,11 +1,11 @@
-"""Alarms: signs that training usually goes wrong, in words, with the rollout where it began and the usual remedy.
+"""Alarms: signs that training goes wrong. An alarm has a text, the rollout where it began, and the usual remedy.
 
-`Alarms` gets the records of metrics.jsonl in order, from the tracker during the run and from `replay` afterwards. It
+`Alarms` gets the records of metrics.jsonl in order: from the tracker during the run, and from `replay` afterwards. It
 has no clock and reads no file.
 
 Each kind of alarm is a function that returns its finding, or None. Levels are medians over a few rollouts. Noise is
 measured from the differences of successive rollouts. So neither one odd rollout nor the scale of the reward matters.
-Each docstring has the reason for its threshold.
+Each docstring gives the reason for the threshold of its alarm.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import Any, NamedTuple
 
 from slimelite.tracking.metrics_file import DEFAULT_AXIS, eval_metrics
 
-LEVEL = 5  # rollouts whose median is a level: two odd ones among them do not move it
-WINDOW = 20  # rollouts between the two levels that are compared: a slow change is seen, an old one forgotten
-QUIET = 3  # a condition that comes back within so many rollouts had not ended
-NOISE = 3.0  # a change of level counts from so many standard deviations of one rollout on: about four of a median's
-ERRORS = 4.0  # standard errors from which on two scores differ, the earlier one being the best of several
-UNKNOWN_ERROR = 0.04  # of an evaluation that does not say its standard error: that of 150 answers, right or wrong
-ALL = 0.9  # share of groups that counts as all of them: one lucky group in ten changes nothing
-SOLVED = 0.9  # an eval score from which on there is little left to learn
-AGENTS = 0.1  # share of episodes that fail: as many as a run with flaky programs may lose, and no more
+LEVEL = 5  # a level is the median of this many rollouts; two odd rollouts do not change it
+WINDOW = 20  # rollouts between two compared levels: enough to see a slow change, and to forget an old one
+QUIET = 3  # an alarm ends if its condition does not hold for this many rollouts
+NOISE = 3.0  # smallest change of a level that counts, in standard deviations of one rollout
+ERRORS = 4.0  # smallest difference of scores that counts, in standard errors; the earlier score is a best one
+UNKNOWN_ERROR = 0.04  # standard error of a score without one: as for 150 answers that are right or wrong
+ALL = 0.9  # this share of the groups counts as all groups, so one lucky group in ten changes nothing
+SOLVED = 0.9  # at this eval score, the model has little left to learn
+AGENTS = 0.1  # share of failed episodes that starts an alarm; flaky programs stay below it
 MISMATCH_LIMIT = 0.02  # nats; engines that compute in bfloat16 stay below 0.01
 
 METRICS = {
@@ -39,19 +39,19 @@ METRICS = {
     "mismatch": "train/train_rollout_logprob_abs_diff",
     "staleness": "rollout/weight_staleness/mean",
     "grad": "train/grad_norm",
-    # shares of groups whose every sample had the same reward, 0 or less and more than 0
+    # shares of groups with equal rewards: rewards of at most 0, and rewards above 0
     "wrong": "",
     "right": "",
     "deaths": "rollout/engine_deaths",
     "turn_limit": "rollout/environment/turn_limit",
-    "seconds": "",  # of the rollout without its evaluation and saving
+    "seconds": "",  # time of the rollout without evaluation and saving
 }
 EQUAL = "rollout/zero_std/count_"
 SKIPPED = ("train/skipped_steps", "train/critic-skipped_steps")
 
 
 class Score(NamedTuple):
-    """The mean score of an evaluation, its standard error, and how many rollouts came before it."""
+    """The mean score of an evaluation, its standard error, and the number of rollouts before it."""
 
     rollouts: int
     mean: float
@@ -59,7 +59,7 @@ class Score(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """A condition that holds: the text of the alarm, and a test whether it continues in a later rollout."""
+    """A condition that holds: the text of the alarm, and a function that tests it again after a later rollout."""
 
     says: str
     goes_on: Callable[[History], bool]
@@ -74,7 +74,7 @@ class History:
         self.rollouts = 0
         self.scores: defaultdict[str, list[Score]] = defaultdict(list)
         self.best_reward = -math.inf  # the highest level so far
-        self.least_wrong = math.inf  # the lowest median of three rollouts' shares of groups without a right answer
+        self.least_wrong = math.inf  # lowest level of "wrong" so far, over three rollouts
 
     def add(self, row: dict[str, float]) -> None:
         """Add the values of a finished rollout."""
@@ -93,19 +93,19 @@ class History:
         return len(self.values[name]) >= 2 * LEVEL
 
     def now(self, name: str, rollouts: int = LEVEL) -> float:
-        """The level of a metric; -inf without a value."""
+        """The level of a metric; -inf if it has no values."""
         return median(self.values[name][-rollouts:] or [-math.inf])
 
     def then(self, name: str) -> float:
-        """The level about ``WINDOW`` rollouts ago, or at the beginning. Rollouts of the present level do not count."""
+        """The level about ``WINDOW`` rollouts ago, or at the beginning. It leaves out the rollouts of `now`."""
         return median(self.values[name][-WINDOW - LEVEL : -LEVEL][:LEVEL] or [math.inf])
 
     def at(self, name: str, rollouts: int) -> float:
-        """The level after ``rollouts`` rollouts. Near the beginning, the level of the first ones."""
+        """The level after ``rollouts`` rollouts. Near the beginning, the level of the first rollouts."""
         return median(self.values[name][max(rollouts - LEVEL, 0) : max(rollouts, LEVEL)] or [math.inf])
 
     def noise(self, name: str) -> float:
-        """Standard deviation of a metric from rollout to rollout, from the median step. A trend adds little to it."""
+        """Standard deviation of a metric between rollouts, from the median step. A trend adds little to it."""
         recent = self.values[name][-WINDOW - LEVEL :]
         steps = [abs(after - before) for before, after in pairwise(recent)]
         return 1.4826 * median(steps or [0.0]) / math.sqrt(2)
@@ -115,7 +115,7 @@ class History:
         return self.now(name) - since > NOISE * self.noise(name)
 
     def improved(self, rollouts: int) -> bool:
-        """Whether an eval score (without evaluations, the reward) is higher than after ``rollouts`` rollouts."""
+        """Whether an eval score (or without evaluations, the reward) is above its level after ``rollouts`` rollouts."""
         pairs = [
             ([s for s in scores if s.rollouts <= rollouts] or scores[:1], scores) for scores in self.scores.values()
         ]
@@ -127,12 +127,12 @@ class History:
         return {name: scores for name, scores in self.scores.items() if scores[-1].rollouts == self.rollouts}
 
 
-# what finds an alarm in the history of a run
+# a function that looks for one kind of alarm in the history of a run
 See = Callable[[History], Seen | None]
 
 
 class Kind(NamedTuple):
-    """A kind of alarm: ``when`` it begins and the usual remedy, in words, and the function that finds it."""
+    """A kind of alarm. ``when``: the condition as text. ``advice``: the usual remedy. ``see``: finds the alarm."""
 
     name: str
     when: str
@@ -154,14 +154,14 @@ def kind(when: str, advice: str) -> Callable[[See], See]:
 
 
 def rollout_values(pending: Mapping[str, list[float]]) -> dict[str, float]:
-    """The metrics of a rollout: the last value of each, but the largest gradient norm and mean skips of its steps."""
+    """The metrics of a rollout: their last values, but the largest gradient norm and the mean skips of its steps."""
     row = {name: values[-1] for name, values in pending.items()}
     row |= {name: fmean(pending[name]) for name in SKIPPED if name in pending}
     row |= {short: row[name] for short, name in METRICS.items() if name in row}
     if grads := [value for value in pending.get(METRICS["grad"], []) if value > 0]:
         row["grad"] = max(grads)
     else:
-        row.pop("grad", None)  # a rollout of equal rewards has no gradient, which says nothing about the others
+        row.pop("grad", None)  # a rollout with only equal rewards has no gradient
     row.setdefault("entropy", row.get("train/entropy_loss", math.nan))
     if "perf/step_time" in row:
         row["seconds"] = row["perf/step_time"] - row.get("perf/eval_time", 0.0) - row.get("perf/save_model_time", 0.0)
@@ -170,19 +170,19 @@ def rollout_values(pending: Mapping[str, list[float]]) -> dict[str, float]:
         share = row["rollout/zero_variance_groups"] / max(sum(equal.values()), 1)
         row["wrong"] = share * sum(n for reward, n in equal.items() if reward <= 0)
         row["right"] = share * sum(n for reward, n in equal.items() if reward > 0)
-    if row.get("length") == 0:  # see `no_tokens`: rewards of nothing say nothing
+    if row.get("length") == 0:  # see `no_tokens`: rewards of empty responses have no meaning
         row = {name: value for name, value in row.items() if name not in ("reward", "wrong", "right")}
     return row
 
 
 @kind(
     "nine groups in ten no longer have a right answer, or the reward fell to half of its best level",
-    "Usually the learning rate is too high: go back to an earlier checkpoint and divide --lr by 3 to 10; a lower "
-    "--clip-grad, --use-kl-loss and --lr-warmup-iters help, too.",
+    "Usually the learning rate is too high: go back to an earlier checkpoint and divide --lr by 3 to 10. A lower "
+    "--clip-grad, --use-kl-loss and --lr-warmup-iters also help.",
 )
 def reward_collapse(h: History) -> Seen | None:
-    """The reward is lost. The share of wrong groups needs no scale. A reward without right and wrong needs two levels,
-    and a loss of six deviations and of half its value."""
+    """There are two signs. Nine groups in ten are wrong; this does not depend on the scale of the reward. Or a reward
+    without right and wrong has fallen between two levels, by six deviations and by half its value."""
     lost = h.best_reward - h.now("reward")
     groups = h.least_wrong <= 0.5 and h.now("wrong", QUIET) >= ALL
     if not groups and not (h.enough("reward") and lost > max(2 * NOISE * h.noise("reward"), abs(h.best_reward) / 2)):
@@ -202,18 +202,18 @@ def reward_collapse(h: History) -> Seen | None:
     "samples per prompt, or SFT first.",
 )
 def all_wrong(h: History) -> Seen | None:
-    """It takes three rollouts in a row, so that one hard batch is no alarm. `reward_collapse` is another case."""
+    """It takes three rollouts in a row, so one hard batch is not an alarm. `reward_collapse` is another case."""
     share = min(h.values["wrong"][-QUIET:], default=0.0)
     if len(h.values["wrong"]) < QUIET or share < ALL or h.least_wrong <= 0.5:
         return None
-    says = f"{share:.0%} of the groups or more had no right answer in {QUIET} rollouts: there is nothing to learn from"
+    says = f"{share:.0%} or more of the groups had no right answer in {QUIET} rollouts: there is nothing to learn from"
     return Seen(says, lambda h: h.now("wrong", QUIET) >= ALL)
 
 
 @kind(
     "no response of a rollout has any token",
-    "Look at the prompts in rollouts/ of the run folder: a prompt that fills the context leaves no room for a reply. "
-    "Shorten such prompts, or raise --rollout-max-context-len. If environments failed, log.txt says why.",
+    "Look at the prompts in rollouts/ of the run folder: a prompt that fills the context leaves no space for a reply. "
+    "Shorten such prompts, or raise --rollout-max-context-len. If environments failed, log.txt has the errors.",
 )
 def no_tokens(h: History) -> Seen | None:
     """It takes one rollout, because a rollout without a single token is never chance."""
@@ -225,29 +225,28 @@ def no_tokens(h: History) -> Seen | None:
 @kind(
     "nine groups in ten have had equal rewards above 0 for 3 rollouts, and a new eval score is below 0.9",
     "The model has nothing left to learn from these prompts: use harder ones, or drop solved groups with "
-    "--dynamic-sampling-filter-path. If the score falls, the reward measures something else than the task: read "
-    "samples.",
+    "--dynamic-sampling-filter-path. If the score falls, the reward does not measure the task: read samples.",
 )
 def all_right(h: History) -> Seen | None:
-    """An eval below 0.9 shows that something is left to learn which these prompts do not teach."""
+    """An eval score below 0.9 shows that the model can still learn, but not from these prompts."""
     share = min(h.values["right"][-QUIET:], default=0.0)
     low = {name: scores[-1].mean for name, scores in h.evaluated().items() if scores[-1].mean < SOLVED}
     if len(h.values["right"]) < QUIET or share < ALL or not low:
         return None
     name, score = next(iter(low.items()))
-    says = f"{share:.0%} of the groups or more had equal rewards above 0 in {QUIET} rollouts, and {name} is {score:.3g}"
+    says = f"{share:.0%} or more of the groups had equal rewards above 0 in {QUIET} rollouts, and {name} is {score:.3g}"
     return Seen(says, lambda h: h.now("right", QUIET) >= ALL and h.scores[name][-1].mean < SOLVED)
 
 
 @kind(
-    "entropy is a quarter of what it was 20 rollouts before, the reward did not rise, and fewer than half of the "
-    "groups are all right",
+    "entropy is a quarter of its value 20 rollouts before, the reward did not rise, and fewer than half of the groups "
+    "have only right answers",
     "The policy has stopped exploring: raise --eps-clip-high (0.28), lower --lr, add --entropy-coef or "
     "--use-kl-loss, and sample at --rollout-temperature 1.",
 )
 def entropy_collapse(h: History) -> Seen | None:
-    """The threshold is a quarter, because healthy runs also halve the entropy when sure answers are rewarded. If half
-    of the groups are all right, entropy may fall, because the answers are known."""
+    """The threshold is a quarter, because entropy may also halve in healthy runs, which reward sure answers. If half of
+    the groups have only right answers, low entropy is normal, because the model knows the answers."""
     then, now, done = h.then("entropy"), h.now("entropy"), max(h.rollouts - WINDOW - LEVEL, 0)
     if not h.enough("entropy") or not h.enough("reward") or now > then / 4 or h.now("right") >= 0.5:
         return None
@@ -265,7 +264,7 @@ def entropy_collapse(h: History) -> Seen | None:
     "padding need --overlong-buffer-len, a reward that does not favour length, or a lower --lr.",
 )
 def truncation(h: History) -> Seen | None:
-    """A quarter of the samples is cut off, a tenth of them more than before, and more than noise."""
+    """A quarter of the samples is cut off, and this share has grown by 10 percentage points and by more than noise."""
     now, then = h.now("truncated"), h.then("truncated")
     if now <= 0.25 or now - then < max(0.1, NOISE * h.noise("truncated")):
         return None
@@ -274,13 +273,13 @@ def truncation(h: History) -> Seen | None:
 
 
 @kind(
-    "responses are twice as long as 20 rollouts before, but no eval score rose (without evaluations: the reward did "
-    "not rise)",
+    "responses are twice as long as 20 rollouts before, but no eval score rose (or without evaluations: the reward "
+    "did not rise)",
     "Read the longest samples: does the reward favour length? --overlong-buffer-len penalizes it; with "
     "--calculate-per-token-loss, every token of a long wrong answer counts.",
 )
 def length(h: History) -> Seen | None:
-    """Twice the length. Responses also grow while a model learns to reason, but then the score grows too."""
+    """It takes twice the length. Responses also grow while a model learns to reason, but then the score rises too."""
     then, now, done = h.then("length"), h.now("length"), max(h.rollouts - WINDOW - LEVEL, 0)
     if not h.enough("length") or not h.values["reward"] or not then or now < 2 * then or h.improved(done):
         return None
@@ -297,9 +296,9 @@ def length(h: History) -> Seen | None:
     "memorization.",
 )
 def reward_without_eval(h: History) -> Seen | None:
-    """The reward gained a tenth and more than noise. The score fell from its best by a tenth and by four standard
-    errors; or no evaluation of 20 rollouts, two at least, gained 0.02, and the reward's relative gain is ahead of the
-    score's by four standard errors. Smaller ones may be chance: the best of many is a lucky one."""
+    """The reward rose by a tenth and by more than noise. Either the score fell from its best by a tenth and by four
+    standard errors. Or no evaluation of 20 rollouts (at least two) gained 0.02, and the reward's relative gain exceeds
+    the score's by four standard errors. Smaller changes may be chance: the best of many scores is a lucky one."""
     for name, scores in h.evaluated().items():
         last, best = scores[-1], max(scores, key=lambda s: s.mean)
         fell = best.mean - last.mean > max(ERRORS * math.hypot(best.error, last.error), 0.1 * abs(best.mean))
@@ -328,14 +327,14 @@ def _stays_below(name: str, score: float) -> Callable[[History], bool]:
     f"the mean |trainer − engine log-prob| is above {MISMATCH_LIMIT:g} (0.2 higher for each weight update since the "
     "tokens were sampled), or it rose fivefold "
     f"in 20 rollouts and is above {MISMATCH_LIMIT / 10:g}",
-    "The gradient is computed for another policy than the one that generated the samples. "
-    "--check-weight-update-equal tests whether the engines get the trainer's weights; --correction tis corrects "
-    "small differences; docs/metrics.md lists the causes.",
+    "The policy that computes the gradient differs from the policy that generated the samples. "
+    "--check-weight-update-equal tests whether the engines get the trainer's weights. --correction tis corrects "
+    "small differences. docs/metrics.md lists the causes.",
 )
 def mismatch(h: History) -> Seen | None:
     """One rollout above the limit is enough, because the mean is over many tokens. Below the limit, it takes five times
-    the earlier level, and a tenth of the limit. Smaller differences are rounding. Tokens of older weights differ by
-    what training has changed since: in healthy runs one rollout ahead, at the quickstart's high learning rate, 0.17."""
+    the earlier level and a tenth of the limit. Smaller differences are rounding. Each weight update adds to the
+    difference: 0.17 in healthy runs that generate one rollout ahead at the quickstart's high learning rate."""
     now, then, age = h.row.get("mismatch", 0.0), h.then("mismatch"), h.row.get("staleness", 0.0)
     limit = MISMATCH_LIMIT + 0.2 * age
     risen = not age and h.enough("mismatch") and h.now("mismatch") > max(5 * then, MISMATCH_LIMIT / 10)
@@ -351,8 +350,8 @@ def mismatch(h: History) -> Seen | None:
     "Sync more often (--update-weights-interval 1), set --max-weight-staleness, or correct with --correction tis.",
 )
 def stale(h: History) -> Seen | None:
-    """Four updates: a rollout that is generated one ahead has one, and a policy gradient tolerates a few. Or half of
-    the groups that were sent: more work is then discarded than used."""
+    """Four updates are too many: a rollout that is generated one ahead has an age of one, and a policy gradient
+    tolerates a few. If half of the groups are dropped, the run discards more work than it uses."""
     age, dropped = h.now("staleness", QUIET), h.row.get("rollout/stale_groups", 0.0)
     if age >= 4:
         return Seen(f"trained tokens are {age:.1f} weight updates old", lambda h: h.now("staleness", QUIET) >= 4)
@@ -368,8 +367,8 @@ def stale(h: History) -> Seen | None:
     "rollout: long or repetitive samples and extreme rewards cause spikes.",
 )
 def grad_spike(h: History) -> Seen | None:
-    """Ten times the median, and five times the largest of the last 20. When most groups are solved, a few odd ones make
-    the gradient: in healthy runs its norm then reaches 13 times the median and 2.6 times the largest."""
+    """It takes both limits. When most groups are solved, the gradient comes from a few odd groups. Its norm then
+    reaches 13 times the median and 2.6 times the largest norm in healthy runs."""
     before = h.values["grad"][-WINDOW - 1 : -1]
     if "grad" not in h.row or len(before) < WINDOW:
         return None
@@ -382,8 +381,8 @@ def grad_spike(h: History) -> Seen | None:
 
 @kind(
     "an optimizer step changed nothing, because its loss or gradient was not finite",
-    "Look for infinite rewards and a custom loss that divides by zero; lower --lr; use bfloat16 rather than float16. "
-    "--nonfinite-grad fail stops at the first.",
+    "Look for infinite rewards and a custom loss that divides by zero. Lower --lr. Use bfloat16 instead of float16. "
+    "--nonfinite-grad fail stops the run at the first such step.",
 )
 def skipped_steps(h: History) -> Seen | None:
     """Any share counts, because a loss or gradient that is not finite is never noise."""
@@ -397,8 +396,8 @@ def skipped_steps(h: History) -> Seen | None:
 
 @kind(
     "the filter dropped nine groups in ten of a rollout, and at least 32",
-    "Read the groups in dropped/ of the run folder, each with its reason: is the reward right, is the task not too "
-    "hard, is the temperature above 0? If so, loosen --dynamic-sampling-filter-path or leave it out.",
+    "Read the groups in dropped/ of the run folder. Each has its reason. If the reward is right, the task is not too "
+    "hard and the temperature is above 0, loosen --dynamic-sampling-filter-path or leave it out.",
 )
 def filtered(h: History) -> Seen | None:
     """Ten groups are generated for each group that is trained on. Fewer than 32 dropped groups may be chance."""
@@ -411,7 +410,7 @@ def filtered(h: History) -> Seen | None:
 @kind(
     "a tenth of a rollout's groups could not be generated, or an engine died",
     "log.txt has the errors: memory, a time limit, or a generate function that raises. The run continues with other "
-    "prompts and learns nothing from those that fail.",
+    "prompts and learns nothing from the failed ones.",
 )
 def failed_groups(h: History) -> Seen | None:
     """A tenth of the groups failed. On a large cluster, a single request that fails after its retries is normal. The
@@ -419,7 +418,7 @@ def failed_groups(h: History) -> Seen | None:
     failed, sent = h.row.get("rollout/failed_groups", 0.0), h.row.get("rollout/submitted_groups", 0.0)
     deaths = [0.0, *h.values["deaths"]][-2:]
     if len(h.values["deaths"]) and deaths[-1] > deaths[0]:
-        says = f"an engine died and was restarted; that makes {deaths[-1]:.0f} in this run"
+        says = f"an engine died and was restarted: {deaths[-1]:.0f} deaths in this run so far"
     elif failed and failed >= sent / 10:
         says = f"{failed:.0f} of {sent:.0f} groups could not be generated"
     else:
@@ -429,33 +428,33 @@ def failed_groups(h: History) -> Seen | None:
 
 @kind(
     "a rollout took five times the median of the last 20, and a minute more (without evaluating and saving)",
-    "Find the phase that grew: gen grows with a very long response, a slow reward (--reward-timeout) or a slow tool; "
-    "sync with a slow network or disk; all phases with another job on the machine.",
+    "Find the phase that takes longer. For gen: a very long response, a slow reward (--reward-timeout) or a slow tool. "
+    "For sync: a slow network or disk. For all phases: another job on the machine.",
 )
 def stall(h: History) -> Seen | None:
-    """It takes five times the usual time and a minute more. Below that, a busy machine is the likeliest reason."""
+    """It takes five times the usual time and a minute more. A smaller delay is most likely due to a busy machine."""
     *before, now = h.values["seconds"][-WINDOW - 1 :] or [0.0]
     usual = median(before or [math.inf])
     if len(before) < LEVEL or now < max(5 * usual, usual + 60):
         return None
-    says = f"the rollout took {now:.0f} s; {usual:.0f} s are usual"
+    says = f"the rollout took {now:.0f} s; the usual time is {usual:.0f} s"
     return Seen(says, lambda h: h.values["seconds"][-1] >= max(5 * usual, usual + 60))
 
 
 @kind(
     "a tenth of a rollout's agent programs or environments failed or crashed",
-    "log.txt has each error, and agents/programs.log the end of what programs printed. `slimelite env check` finds "
+    "log.txt has each error, and agents/programs.log has the last output of the programs. `slimelite env check` finds "
     "faults of an environment. --reward-error decides what happens to the samples of failed episodes.",
 )
 def agent_errors(h: History) -> Seen | None:
-    """It takes a tenth, and at least two, because one failed program among many is normal."""
+    """It takes a tenth of the episodes, and at least two, because one failed program among many is normal."""
     return _share_of_episodes(h, "errors", "failed or crashed")
 
 
 @kind(
     "a tenth of a rollout's agent programs or environments took too long",
     "Look for a tool or a request that waits. Raise --agent-timeout, --environment-call-timeout or "
-    "--environment-timeout; with fewer --agent-programs at once, each of them runs faster.",
+    "--environment-timeout. With a lower --agent-programs, each program runs faster.",
 )
 def agent_timeouts(h: History) -> Seen | None:
     """See `agent_errors`."""
@@ -465,7 +464,7 @@ def agent_timeouts(h: History) -> Seen | None:
 @kind(
     "a tenth of a rollout's episodes have no token that is trained on",
     "These episodes ended before the first reply, or their replies are masked: does the program call the model at "
-    "OPENAI_BASE_URL, and do the messages of reset leave room in the context?",
+    "OPENAI_BASE_URL, and do the messages of reset leave enough context?",
 )
 def untrained_episodes(h: History) -> Seen | None:
     """See `agent_errors`."""
@@ -473,7 +472,7 @@ def untrained_episodes(h: History) -> Seen | None:
 
 
 @kind(
-    "a tenth of a rollout's episodes have a prompt that leaves no room for a reply",
+    "a tenth of a rollout's episodes have a prompt that leaves no space for a reply",
     "Shorten the outputs of tools and the messages, end episodes earlier (--environment-max-turns), or raise "
     "--rollout-max-context-len.",
 )
@@ -488,7 +487,7 @@ def context_overflow(h: History) -> Seen | None:
     "more turns, raise --environment-max-turns.",
 )
 def turn_limit(h: History) -> Seen | None:
-    """Half of the episodes in three rollouts, because a model that cannot end an episode yet still learns to."""
+    """It takes half of the episodes in three rollouts, because a new model may still learn to end an episode."""
     limit = h.values["turn_limit"]
     if len(limit) < QUIET or min(limit[-QUIET:]) < 0.5:
         return None
@@ -508,8 +507,7 @@ def _share_of_episodes(h: History, name: str, what: str) -> Seen | None:
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """A problem from rollout ``rollout_id`` on. ``kind``: a name in ``KINDS``. ``says``: the finding, with numbers.
-    ``advice``: the remedy.
+    """A problem from rollout ``rollout_id`` on.
 
     ``kind``: a name in ``KINDS``. ``says``: the finding, with numbers. ``advice``: the usual remedy.
     """
@@ -523,7 +521,7 @@ class Alarm:
     @property
     def title(self) -> str:
         """A title such as ``alarm mismatch since rollout 12``."""
-        until = "" if self.ended is None else f", over in rollout {self.ended}"
+        until = "" if self.ended is None else f", ended in rollout {self.ended}"
         return f"alarm {self.kind} since rollout {self.rollout_id}{until}"
 
     @property
@@ -547,7 +545,7 @@ class Alarms:
         return len(self._going)
 
     def note(self, record: Mapping[str, Any]) -> list[Alarm]:
-        """Take one record of metrics.jsonl. Returns the alarms that began or ended (``ended`` is set) with it."""
+        """Take one record of metrics.jsonl. Returns the alarms that it began or ended (``ended`` is set)."""
         if record["kind"] == "start":
             self._pending.clear()
             return []
@@ -563,7 +561,7 @@ class Alarms:
         return self.judge() if record["kind"] == "perf" else []
 
     def judge(self) -> list[Alarm]:
-        """End the rollout of the last records. Call it after a failed rollout, which has no closing record."""
+        """End the rollout of the last records. Call this after a failed rollout, which has no closing record."""
         if DEFAULT_AXIS not in self._pending:
             return []
         rollout_id = int(self._pending[DEFAULT_AXIS][-1])

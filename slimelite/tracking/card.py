@@ -20,9 +20,9 @@ from slimelite.tracking.metrics_file import Record, eval_metrics, read_metrics, 
 from slimelite.tracking.run_folder import SOURCES, entry
 
 CARD = "README.md"
-# keys of a card that go on to the cards of models that are made of it
+# keys that are copied from a base model's card to the cards of models that are trained from it
 LICENCE = ("license", "license_name", "license_link")
-# flags that say where things are on the machine of the run
+# flags for folders and addresses of the run's machine
 PLACES = ("save", "save_hf", "load", "push_to_hub", "wandb_dir", "tensorboard_dir", "update_weight_disk_dir")
 FOLDER = "THIS FOLDER"
 HEADS = {"transformers": "AutoModelForCausalLM", "peft": "AutoPeftModelForCausalLM"}
@@ -40,9 +40,9 @@ def write_card(folder: Path, args: Args, rollout_id: int, records: Sequence[Reco
 
 
 def add_scores(folder: Path, args: Args, rollout_id: int) -> None:
-    """Write the card again with the evaluation of its model, which came after the model was saved.
+    """Write the card again, now with the evaluation of the model, which came after the model was saved.
 
-    If this machine does not see the folder, its card stays unchanged.
+    If ``folder`` is not visible on this machine, its card stays unchanged.
     """
     if (folder / CARD).is_file():
         write_card(folder, args, rollout_id, read_metrics(args.run_dir))
@@ -56,11 +56,11 @@ def model_card(args: Args, rollout_id: int, records: Sequence[Record] = (), *, c
     turns = "rollouts" if unit_of(args.job) == "rollout" else "batches"
     facts = {
         "base": made_of,
-        "licence of the base": base.get("license_name", base.get("license", "its card names none")) if base else "",
+        "licence of the base": base.get("license_name", base.get("license", "not named in its card")) if base else "",
         "method": method(args),
-        "code of its own": ", ".join(plugins(args)),
+        "custom code": ", ".join(plugins(args)),
         "data": ", ".join(args.prompt_data),
-        "trained": f"{rollout_id + 1} of {args.num_rollout} {turns} (rollout {rollout_id}; the first is 0)",
+        "trained": f"{rollout_id + 1} of {args.num_rollout} {turns} (the last has number {rollout_id}, the first 0)",
         "versions": f"slimelite {slimelite.__version__}, "
         + ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers")),
     }
@@ -94,7 +94,7 @@ def scores(records: Sequence[Record], rollout_id: int) -> str:
 
 
 def usage(args: Args, *, chats: bool) -> str:
-    """Python code that opens the model and lets it answer."""
+    """Python code that loads the model and generates an answer."""
     library = "peft" if writes_adapter(args) else "transformers"
     kind = "AutoModelForSequenceClassification" if args.loss.scores else HEADS[library]
     tokenizer = "AutoTokenizer" if library == "peft" else f"{kind}, AutoTokenizer"
@@ -108,7 +108,7 @@ def usage(args: Args, *, chats: bool) -> str:
     if args.loss.scores:
         messages = '[{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "4"}]'
         rendered = f"tokenizer.apply_chat_template({messages}, tokenize=False)" if chats else '"What is 2 + 2? 4"'
-        # a template writes the special tokens itself, and training adds no second BOS
+        # a template adds the special tokens itself, and training does not add a second BOS
         options = ("add_special_tokens=False, " if chats else "") + 'return_tensors="pt"'
         lines += [f"text = {rendered}", f"print(model(**tokenizer(text, {options})).logits[0])"]
         return "\n".join(lines)
@@ -126,8 +126,8 @@ def usage(args: Args, *, chats: bool) -> str:
 
 
 def base_of(model: str | None) -> dict[str, str]:
-    """The card's entries about the model that training began from: ``base_model`` if it is on the hub, and the licence
-    if its card names one. The card in a folder may name the hub model that the folder was made from.
+    """The card's entries about the model that training began from: ``base_model`` if that model is on the hub, and the
+    licence if its card names one. The card in a local folder may name the hub model that the folder was made from.
     """
     if model is None:
         return {}
@@ -139,19 +139,20 @@ def base_of(model: str | None) -> dict[str, str]:
 
 
 def fetch_card(model: str) -> None:
-    """Download the card of a hub id, so that the licence is known when a model is saved. Without a hub, do nothing."""
+    """Download the card of a hub id, so that the licence is known when a model is saved. If the hub does not answer,
+    do nothing."""
     if Path(model).exists() or not HUB_ID.fullmatch(model):
         return
     from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
 
     if constants.HF_HUB_OFFLINE or try_to_load_from_cache(model, CARD) is not None:
         return
-    with suppress(Exception):  # the card is a courtesy: no run ends for want of it
+    with suppress(Exception):  # the card is optional, so its absence must not end a run
         hf_hub_download(model, CARD)
 
 
 def _front_matter(model: str) -> Mapping[str, Any]:
-    """The YAML header of a card; {} without one."""
+    """The YAML header of a card; {} if it has none."""
     path: object = Path(model) / CARD
     if not Path(model).exists() and HUB_ID.fullmatch(model):
         from huggingface_hub import try_to_load_from_cache

@@ -1,5 +1,5 @@
-"""Console output of a run: plain aligned text, with colour on a terminal. It has the first lines, phases with time and
-progress, samples and the summary. All lines go to the log too."""
+"""Console output of a run: plain aligned text, with colour on a terminal. It has the facts of the run, phases with time
+and progress, samples and the summary. All lines go to the log too."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from slimelite.tracking.metrics_file import Record, eval_metrics, series
 logger = logging.getLogger("slimelite.console")
 
 HEADER_EVERY = 20  # rows
-FILE_WIDTH = 120  # characters of a table where there is no terminal
-BAR_AFTER = 0.5  # seconds; shorter phases draw nothing
+FILE_WIDTH = 120  # width of a table without a terminal [characters]
+BAR_AFTER = 0.5  # shorter phases draw no bar [s]
 REDRAW_EVERY = 0.2
 LINE_EVERY = 30.0
 # phase name -> slime's name in the metric: the seconds of "generate" are perf/rollout_time
 PERF_NAMES = {"generate": "rollout"}
 SHOWN_SAMPLES = 4
-# what the last lines of a run without evaluations show: the reward, or all that supervised training measures
+# the summary of a run without evaluations shows the reward, or the measures of supervised training
 SUPERVISED = {"train/loss": "loss", "train/rewards/accuracies": "accuracy", "train/rewards/margins": "margin"}
 MEASURES = {"rollout/raw_reward": "reward", **SUPERVISED}
 PROMPT_CHARS = 160
@@ -60,7 +60,7 @@ def duration(seconds: float) -> str:
 
 
 def small(value: float) -> str:
-    """A loss or KL with four decimals. If these would be zeros, it has an exponent."""
+    """A loss or KL with four decimals. A value that is too small for them has an exponent."""
     if abs(value) >= 100:
         return f"{value:.4g}"
     return f"{value:.0e}" if 0 < abs(value) < 1e-3 else f"{value:.4f}"
@@ -79,7 +79,8 @@ def speed(value: float) -> str:
 
 
 def times(seconds: float, phases: Mapping[str, float], room: int) -> str:
-    """``4.5s: gen 3.0s, train 1.5s`` in at most ``room`` characters, without phases below 1 % of ``seconds``."""
+    """Text such as ``4.5s: gen 3.0s, train 1.5s``, in at most ``room`` characters. It leaves out phases below 1 % of
+    ``seconds``."""
     kept = {label: s for label, s in phases.items() if s >= 0.01 * seconds}
     while kept:
         text = f"{duration(seconds)}: " + ", ".join(f"{label} {duration(s)}" for label, s in kept.items())
@@ -91,8 +92,8 @@ def times(seconds: float, phases: Mapping[str, float], room: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of the rollout table. ``metrics``: the first one that exists is shown. ``keep``: a narrow terminal drops
-    the columns with the lowest values first."""
+    """A column of the rollout table. ``metrics``: the column shows the first of them that exists. ``keep``: a narrow
+    terminal drops the columns with the lowest values first."""
 
     title: str
     width: int
@@ -123,8 +124,8 @@ TIMES = 28  # characters kept free for the times of the phases
 class Console:
     """Prints lines, rows of the rollout table and warnings.
 
-    ``file``: standard output by default. ``always``: titles of columns that are shown from the first row on. Other
-    columns are added when they first have a value. ``unit``: what a row is called.
+    ``file``: standard output by default. ``always``: titles of the columns that are shown from the first row on. Other
+    columns are added when they first have a value. ``unit``: the name of a row.
     """
 
     def __init__(self, file: TextIO | None = None, always: Iterable[str] = (), unit: str = "rollout") -> None:
@@ -176,7 +177,7 @@ class Console:
     ) -> None:
         """Print a line of the rollout table and log it.
 
-        ``position``: such as "4 of 40". ``metrics``: by the names in ``COLUMNS``. ``phases``: label -> its part of
+        ``position``: such as "4 of 40". ``metrics``: name in ``COLUMNS`` -> value. ``phases``: label -> its part of
         ``seconds``. ``best``: whether the eval score is the best so far.
         """
         cells = {c.title: c.show(v) for c in COLUMNS if (v := _first(metrics, c.metrics)) is not None}
@@ -268,7 +269,7 @@ class Phase:
 
 
 class _WarningHandler(logging.Handler):
-    """Shows the messages of log records on a console, without tracebacks, which only the log file has."""
+    """Shows the messages of log records on a console. Only the log file has their tracebacks."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(logging.WARNING)
@@ -315,8 +316,9 @@ class Timer:
         """End the step, return its times and begin the next one.
 
         Returns:
-            ``perf/{phase}_time`` of every phase, ``perf/step_time`` (wall clock of the step), and if there was a
-            phase ``train``: ``perf/train_wait_time`` (the step without it) and ``perf/wait_time_ratio`` (the share).
+            ``perf/{phase}_time`` of every phase, and ``perf/step_time``, the wall-clock time of the step. If there was
+            a phase ``train``, also ``perf/train_wait_time``, the time of the step without it, and its share
+            ``perf/wait_time_ratio``.
         """
         step = self._clock() - self._step_began
         times = {f"perf/{name}_time": seconds for name, seconds in self.seconds.items()} | {"perf/step_time": step}
@@ -328,7 +330,7 @@ class Timer:
 
 
 def run_facts(args: Args) -> dict[str, str]:
-    """Name -> value of the first lines, in order. ``args`` must be complete (see `complete_args`)."""
+    """Name -> value for the first lines on the console, in order. ``args`` must be complete (see `complete_args`)."""
     turns = "rollouts" if args.job.sampled else "batches"
     facts = {
         "model": args.hf_checkpoint or "new, random weights",
@@ -340,15 +342,15 @@ def run_facts(args: Args) -> dict[str, str]:
         "batch": batch_identity(args),
         turns: f"{args.num_rollout}"
         + (f", numbered 0 to {args.num_rollout - 1} in files" if args.num_rollout else "")
-        + (f", going on at {args.start_rollout_id}" if args.start_rollout_id else ""),
+        + (f", continuing at {args.start_rollout_id}" if args.start_rollout_id else ""),
     }
     of_rollouts = ("data", "method", "batch", turns) if args.num_rollout == 0 else ()
     return {name: value for name, value in facts.items() if value and name not in of_rollouts}
 
 
 def progress(done: int | None, num_rollout: int | None, first: int = 0) -> str:
-    """How far a run came: ``after 7 of 40 rollouts``. ``done``: the number of finished rollouts. ``first``: the number
-    of the run's first rollout."""
+    """The progress of a run as text: ``after 7 of 40 rollouts``. ``done``: the number of finished rollouts. ``first``:
+    the number of the run's first rollout."""
     if done is None and first and num_rollout != 0:
         return f"before the end of rollout {first}, the first after its checkpoint"
     if done is None:
@@ -357,8 +359,10 @@ def progress(done: int | None, num_rollout: int | None, first: int = 0) -> str:
 
 
 def when(rollout_id: float) -> str:
-    """The moment of an evaluation in words."""
-    return "before training" if rollout_id < 0 else f"after rollout {rollout_id:.0f}"
+    """The time of an evaluation as text. Files number rollouts from 0, and the rows of the console from 1."""
+    if rollout_id < 0:
+        return "before training"
+    return f"after {rollout_id + 1:.0f} rollout{'s' if rollout_id else ''} (rollout {rollout_id:.0f} in files)"
 
 
 def batch_identity(args: DataArgs) -> str:
@@ -385,8 +389,8 @@ def _device(args: RolloutArgs) -> str:
 
 
 def plugins(args: Args) -> Iterator[str]:
-    """The user code that flags name. Code of ours counts only if the user chose it, and not if a supervised loss
-    implies it."""
+    """The user code that flags name. Our own functions count only if the user chose them, and not if a supervised loss
+    implies them."""
     yield from (f"{FILE} {path}" for path in args.import_file)
     yield from (f"{GROUP} {path}" for path in args.args_group)
     implied = (OFFLINE_ROLLOUT, CHOOSE, CONTINUE, EPISODE, PROGRAM)
@@ -394,7 +398,7 @@ def plugins(args: Args) -> Iterator[str]:
 
 
 def unit_of(job: Job) -> str:
-    """The name of a turn of the loop. A rollout samples; supervised training reads a batch."""
+    """The name of a turn of the loop: "rollout", or "batch" for supervised training."""
     return "rollout" if job.sampled else "batch"
 
 
@@ -417,7 +421,7 @@ def method(args: Args) -> str:
 
 
 def adapters(args: LoraArgs) -> str:
-    """The adapters that are trained, such as ``QLoRA of rank 16``; "" if the weights are trained."""
+    """The adapters that are trained, such as ``QLoRA of rank 16``; "" if the model's weights are trained."""
     if args.lora_rank == 0:
         return ""
     return f"{'Q' * args.load_in_4bit}{'rs' * (args.lora_type == 'rslora')}LoRA of rank {args.lora_rank}"
@@ -449,8 +453,8 @@ def eval_text(metrics: Mapping[str, float]) -> str:
 
 
 def summary(records: Sequence[Record]) -> dict[str, str]:
-    """Eval dataset -> its first, best and last score in ``records``, ± standard error. Without evaluations, the reward,
-    or the measures of supervised training."""
+    """Eval dataset -> its first, best and last score in ``records``, ± standard error. Without evaluations, the values
+    are those of the reward, or of the measures of supervised training."""
     lines = {}
     for name in eval_metrics(records) or MEASURES:
         steps, values = series(records, name)
@@ -459,7 +463,11 @@ def summary(records: Sequence[Record]) -> dict[str, str]:
         errors = dict(zip(*series(records, f"{name}-stderr"), strict=True))
         shown = [_score(value, errors.get(step)) for step, value in zip(steps, values, strict=True)]
         best = max(range(len(values)), key=values.__getitem__)
-        at = when(steps[best]) if name.startswith("eval/") else f"in rollout {steps[best]:.0f}"
+        at = (
+            when(steps[best])
+            if name.startswith("eval/")
+            else f"in rollout {steps[best] + 1:.0f} ({steps[best]:.0f} in files)"
+        )
         reached = f", best {shown[best]} {at}" if name not in SUPERVISED else ""
         lines[MEASURES.get(name, name)] = f"first {shown[0]}{reached}, last {shown[-1]}"
         if name in MEASURES and name not in SUPERVISED:
@@ -468,7 +476,7 @@ def summary(records: Sequence[Record]) -> dict[str, str]:
 
 
 def _score(value: float, error: float | None) -> str:
-    """``0.412 ±0.014``, where ± has the standard error, if it is known."""
+    """``0.412 ±0.014``. The number after ± is the standard error; it is left out if it is unknown."""
     return f"{value:.3f}" + ("" if error is None else f" ±{error:.3f}")
 
 
@@ -482,7 +490,7 @@ def spread(rewards: np.ndarray, count: int) -> list[int]:
 def samples_table(title: str, table: SampleTable, loss: LossType | None = None) -> Table:
     """A table of some rows: reward and components, label, end of the prompt, response. The rows are logged too.
 
-    ``loss``: for supervised training. Rows then have no reward, but a word from the data set.
+    ``loss``: given for supervised training. Rows then have a word from the data set instead of a reward.
     """
     shown = Table(title="\n" + title, box=box.SIMPLE, title_justify="left", title_style="bold", show_edge=False)
     words = _verdicts(table, loss) if loss is not None and loss.supervised else None
@@ -510,7 +518,7 @@ def samples_table(title: str, table: SampleTable, loss: LossType | None = None) 
 
 
 def _verdicts(table: SampleTable, loss: LossType) -> list[str]:
-    """The data set's word about each reply; "" if it has none."""
+    """The word of the data set about each reply, such as "chosen"; "" if there is none."""
     if loss.paired:
         return [one_line(label_text(label)) for label in table.label]  # chosen, rejected
     if loss.judged:

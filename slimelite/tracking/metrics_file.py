@@ -2,9 +2,9 @@
 
 A line has ``time`` (seconds since the epoch), ``kind``, and metrics by their full names. The axes are among the
 metrics. Numbers that JSON cannot hold are the strings "NaN", "Infinity" and "-Infinity", which ``float()`` understands.
-The file is only ever appended to. A line of kind ``start`` has the rollout at which the run began or resumed, and the
-format of the run folder. Earlier lines about this rollout or later ones are then invalid. ``eval/step`` is the rollout
-that an evaluation followed, -1 before training.
+Lines are only appended. A line of kind ``start`` has the rollout at which the run began or resumed, and the format of
+the run folder. It makes earlier lines about this rollout or later rollouts invalid. ``eval/step`` is the number of the
+rollout before an evaluation, -1 before training.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FILE_NAME = "metrics.jsonl"
 # prefix of a metric -> the metric that is its x-axis
 AXES = {"train/": "train/step", "eval/": "eval/step"}
 DEFAULT_AXIS = "rollout/step"
-# for a name that no run has, at most so many names are suggested, from this likeness on
+# for an unknown name: the maximum number of suggested names, and their least similarity
 NEAREST, ALIKE = 3, 0.7
 
 
@@ -43,7 +43,7 @@ class MetricsFile:
     def __init__(self, run_dir: Path) -> None:
         path = run_dir / FILE_NAME
         self.where = str(path)
-        # if a crash cut the last line short, start a new line, so that the next record can be read
+        # after a crash in the last line, start a new line, so that the next record can be read
         torn = path.is_file() and path.read_bytes()[-1:] not in (b"", b"\n")
         self._file = path.open("a", encoding="utf-8")
         self._file.write("\n" if torn else "")
@@ -57,7 +57,7 @@ class MetricsFile:
             self._file.flush()
 
     def write_alarm(self, title: str, text: str, rollout_id: int, /) -> None:
-        """Write nothing, because this file has numbers, and alarms.jsonl has the alarms."""
+        """Write nothing: this file has only numbers, and alarms.jsonl has the alarms."""
 
     def close(self, _failed: bool, /) -> None:
         """Close the file."""
@@ -69,8 +69,8 @@ def read_metrics(run_dir: str | Path) -> list[Record]:
     """The records that no later resume made invalid, in file order. Numbers are floats.
 
     Raises:
-        ValueError: there is no such file, it has another format, or a line is not a JSON object of numbers. The last
-            line of a crashed run may be incomplete.
+        ValueError: the file does not exist or has another format, or a line is not a JSON object of numbers. Only the
+            last line may be incomplete, because a crashed run may leave such a line.
     """
     path = Path(run_dir) / FILE_NAME
     if not path.is_file():
@@ -91,7 +91,7 @@ def read_metrics(run_dir: str | Path) -> list[Record]:
             kind, _ = record["kind"], record[AXES["eval/"] if record["kind"] == "eval" else DEFAULT_AXIS]
         except (AttributeError, KeyError, TypeError, ValueError):
             if torn is None:
-                raise ValueError(f"{path}:{number}: no record of metrics: {line[:80]!r}") from None
+                raise ValueError(f"{path}:{number}: not a record of metrics: {line[:80]!r}") from None
             kind = stated = None
         check_format(path, stated)
         if torn is not None and kind != "start":
@@ -119,19 +119,20 @@ def eval_metrics(records: Iterable[Mapping[str, object]]) -> list[str]:
 
 
 def unknown_metrics(wanted: Iterable[str], runs: Iterable[Iterable[Record]]) -> str:
-    """What to say about metrics that no run has: the nearest names of metrics that there are, then all others."""
+    """The message about metrics that no run has. It lists the most similar metrics of the runs, then all others."""
     known = sorted({name for records in runs for r in records for name in r if "/" in name and name != axis_of(name)})
     near: dict[str, None] = {}
     for name in (wanted := list(wanted)):
         likeness = {other: SequenceMatcher(None, name, other).ratio() + (name in other) for other in known}
         best = sorted(known, key=likeness.__getitem__, reverse=True)[:NEAREST]
         near |= dict.fromkeys(other for other in best if likeness[other] >= ALIKE)
-    hint = f"did you mean {' or '.join(near)}? there are also" if near else "there are"
+    hint = f"did you mean {' or '.join(near)}? other metrics are" if near else "the metrics are"
     return f"no run has {', '.join(wanted)}; {hint}: {', '.join(name for name in known if name not in near)}"
 
 
 def _precedes(record: Record, start: float) -> bool:
-    """Whether a record is about a time before rollout ``start``. Rollout 0 repeats the evaluation before training."""
+    """Whether a record is from a time before rollout ``start``. A run that starts at rollout 0 repeats the evaluation
+    before training."""
     return start > 0 and record["eval/step" if record["kind"] == "eval" else DEFAULT_AXIS] < start
 
 

@@ -1,4 +1,4 @@
-"""Keeps the output of libraries off the console. It goes to files of the run folder, and nothing is lost."""
+"""Keeps the output of libraries off the console. All of this output goes to files of the run folder."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def redirect_process_output(path: str | Path) -> None:
 
 @contextmanager
 def stderr_to_file(path: str | Path) -> Iterator[None]:
-    """Inside this block, append the output on file descriptor 2 to ``path``, including that of C++ libraries."""
+    """Inside this block, append all output on file descriptor 2, also from C++ libraries, to ``path``."""
     sys.stderr.flush()
     saved = os.dup(2)
     try:
         _point_at([2], path)
         yield
     finally:
-        with suppress(OSError):  # the disk may be full, which another message reports
+        with suppress(OSError):  # the disk may be full; another message reports that
             sys.stderr.flush()
         os.dup2(saved, 2)
         os.close(saved)
@@ -39,7 +39,7 @@ def stderr_to_file(path: str | Path) -> Iterator[None]:
 
 @contextmanager
 def log_to_file(path: str | Path) -> Iterator[None]:
-    """Inside this block, append log records to ``path``: our own from INFO on, those of libraries from WARNING on.
+    """Inside this block, append log records to ``path``: our records from INFO on, those of libraries from WARNING on.
 
     Python warnings become log records too.
     """

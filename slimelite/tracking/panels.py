@@ -1,4 +1,4 @@
-"""The curves that are shown of a run, with their titles and units. Pictures and the page read them here."""
+"""The curves of a run, with their titles and units, for pictures and the page."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 class Panel(NamedTuple):
     """One plot: the first of ``metrics`` that a run has, over rollouts.
 
-    ``least``: the axis spans at least this much, so that noise around zero looks like a flat line. ``picture``:
+    ``least``: the smallest span of the y-axis, so that noise around zero looks like a flat line. ``picture``:
     curves.png has this plot too.
     """
 
@@ -22,7 +22,7 @@ class Panel(NamedTuple):
 
 # name in perf/{name}_time -> label on the console and in plots
 LABELS = {"rollout": "gen", "train": "train", "update_weights": "sync", "save_model": "save", "eval": "eval"}
-# group -> its panels; the page puts the evaluations and the components of the reward into the first group
+# group -> its panels; the page adds the evaluations and the components of the reward to the first group
 GROUPS: dict[str, tuple[Panel, ...]] = {
     "Reward and evaluations": (
         Panel("reward", "reward", ("rollout/raw_reward",), picture=True),
@@ -59,7 +59,7 @@ GROUPS: dict[str, tuple[Panel, ...]] = {
         Panel("episodes that took too long", "episodes", ("rollout/environment/timeouts",), 1),
         Panel("episodes without a trained token", "episodes", ("rollout/environment/untrained",), 1),
         Panel("episodes out of context", "episodes", ("rollout/environment/context_full",), 1),
-        Panel("episodes at the most turns", "share of episodes", ("rollout/environment/turn_limit",), 0.1),
+        Panel("episodes at the turn limit", "share of episodes", ("rollout/environment/turn_limit",), 0.1),
     ),
     "Optimizer": (
         Panel("loss", "loss", ("train/loss",), 1e-4, picture=True),
@@ -80,8 +80,8 @@ GROUPS: dict[str, tuple[Panel, ...]] = {
     ),
 }
 
-# pattern of a metric's whole name -> its unit, for panels of all other metrics; the first that fits counts. A name that
-# a user chose, such as rollout/mixed_groups, says nothing about the unit
+# pattern of a metric's whole name -> its unit, for the panels of other metrics; the first match counts. The unit of a
+# metric that a user named, such as rollout/mixed_groups, is unknown
 UNITS = {
     r".*-stderr": "standard error",
     r"perf/.*(_tok_per_s|tokens_per_gpu_per_sec|tokens_per_sec)": "tokens/s",
@@ -112,7 +112,7 @@ UNITS = {
 
 
 def unit(metric: str) -> str:
-    """The unit of a metric, for the label of an axis; "value" for a name that is not ours.
+    """The unit of a metric, for the label of an axis; "value" for a metric that a user named.
 
     >>> unit("perf/ref_log_probs_time"), unit("rollout/stale_groups"), unit("rollout/mixed_groups")
     ('seconds', 'groups', 'value')
@@ -122,7 +122,7 @@ def unit(metric: str) -> str:
 
 
 def least(metric: str) -> float:
-    """The least span of the axis of a metric, in its unit.
+    """The smallest span of the y-axis of a metric, in its unit.
 
     >>> least("train/loss")
     0.0001

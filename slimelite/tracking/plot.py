@@ -1,7 +1,7 @@
 """Draws the curves of runs from their ``metrics.jsonl``. The command is ``slimelite plot``.
 
-``python -m slimelite.tracking.plot FOLDER`` draws ``curves.png`` of one run folder. A run starts this for its own
-folder.
+``python -m slimelite.tracking.plot FOLDER`` draws ``curves.png`` of one run folder. A run starts this command for its
+own folder.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-# title -> metrics; the first one that a run has is drawn
+# title -> metrics; a panel draws the first of them that a run has
 PANELS = {panel.title: panel.metrics for panels in GROUPS.values() for panel in panels if panel.picture}
 AXIS_LABELS = {
     "rollout/step": "rollout",
@@ -32,11 +32,11 @@ AXIS_LABELS = {
 }
 COLORS = ("#3b6fb6", "#d1495b", "#2e8b57", "#e39c37", "#7a5195", "#4fa3a5", "#8c564b", "#9aa0a6")
 DASHES = ("-", "--", ":")  # the ninth run has the colour of the first one, and a dashed line
-# each phase has its colour in every run, whichever phases the run has
+# a phase has the same colour in every run
 PHASE_COLORS = dict(zip(LABELS.values(), COLORS, strict=False))
-TOGETHER = 4  # more runs than this have panels of their own, where metrics were named
+TOGETHER = 4  # with more runs, each run has its own panel for each of the named metrics
 
-# what is drawn of several runs under one name -> in words
+# kind of band for several runs under one name -> its description
 BANDS = {
     "minmax": "median, minimum to maximum",
     "mean-se": "mean ± standard error",
@@ -51,7 +51,7 @@ Runs = Mapping[str, Sequence[Sequence[Record]]]  # label -> the records of one r
 class Panel:
     """One plot. ``lines``: label -> one curve, or several curves that are drawn as a line and a band.
 
-    ``focus``: this line is drawn in its colour, and the others in grey; None: all have colours.
+    ``focus``: the label of the line that has a colour while the others are grey. None: all lines have colours.
     """
 
     title: str
@@ -80,7 +80,7 @@ def draw_run(records: Sequence[Record], out: str | Path) -> None:
 def draw_runs(runs: Runs, out: str | Path, metrics: Sequence[str] = (), kind: str = "minmax") -> None:
     """Draw several runs in the same panels: one panel for each of ``metrics``, or the standard panels and every eval.
 
-    ``kind``: the meaning of the band of several seeds, see `band`. A run has one colour in all panels. If there are
+    ``kind``: the kind of band for several seeds, see `band`. A run has one colour in all panels. If there are
     more than four runs, each run has its own panel for each of ``metrics``.
 
     Raises:
@@ -115,8 +115,8 @@ def draw_runs(runs: Runs, out: str | Path, metrics: Sequence[str] = (), kind: st
 def band(curves: Sequence[Points], kind: str = "minmax") -> tuple[list[float], list[float], list[float], list[float]]:
     """(steps, middle, low, high). Each step covers the curves that have a value there.
 
-    ``kind``: one of `BANDS`. The standard error is that of the mean of n runs, s / sqrt(n) with s² over n − 1. A single
-    run has no band.
+    ``kind``: one of `BANDS`. The standard error is the one of the mean of n runs, s / sqrt(n), where s² divides by
+    n − 1. A single run has no band.
     """
     import numpy as np
 
@@ -134,7 +134,7 @@ def band(curves: Sequence[Points], kind: str = "minmax") -> tuple[list[float], l
             return [float(value) for value in np.quantile(values, (0.5, 0.25, 0.75))]
         return [median(values), min(values), max(values)]
 
-    with np.errstate(invalid="ignore"):  # a loss may be no number
+    with np.errstate(invalid="ignore"):  # a loss may be NaN
         rows = [[step, *points(at[step])] for step in sorted(at)]
     steps, middle, low, high = map(list, zip(*rows, strict=True)) if rows else ([], [], [], [])
     return steps, middle, low, high
@@ -172,7 +172,7 @@ def _panel(title: str, metrics: Sequence[str], runs: Runs) -> Panel:
         if curves := [points for points in firsts if points is not None]:
             lines[label] = curves
     records = [record for group in runs.values() for some in group for record in some]
-    # its axis may be another one than that of the first metric
+    # the axis of the drawn metric may differ from the axis of the first metric
     drawn = next((metric for metric in metrics if any(metric in record for record in records)), metrics[0])
     return Panel(title, drawn, lines)
 
@@ -216,7 +216,7 @@ def _draw_times(ax: Axes, records: Sequence[Record], whole: Points) -> None:
         if seconds:
             layers[label] = [seconds.get(step, 0.0) for step in steps]
     layers["other"] = [max(total - sum(parts), 0.0) for total, *parts in zip(totals, *layers.values(), strict=True)]
-    # steps of a stacked area are bars without gaps, and quick to draw for thousands of rollouts
+    # a stacked area with steps looks like bars without gaps, and is quick to draw for thousands of rollouts
     edges = [step - 0.5 for step in steps] + [steps[-1] + 0.5]
     stacked = [[*values, values[-1]] for values in layers.values()]
     colors = [PHASE_COLORS.get(label, COLORS[-1]) for label in layers]
@@ -234,13 +234,13 @@ def _decorate(ax: Axes, title: str, x_label: str) -> None:
     ax.set_xlabel(x_label, fontsize=8)
     ax.tick_params(labelsize=8)
     ax.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
-    ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")  # 1e-8 at each number, none above the plot
+    ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")  # write 1e-8 at each tick, not above the plot
     ax.grid(alpha=0.25, linewidth=0.6)
     ax.spines[["top", "right"]].set_visible(False)
 
 
 def _save(figure: Figure, out: str | Path) -> None:
-    """Write a PNG. The file appears complete or not at all."""
+    """Write a PNG file, completely or not at all."""
     Path(out).parent.mkdir(parents=True, exist_ok=True)
     with whole(Path(out)) as partial:
         figure.savefig(partial, dpi=110, format="png")

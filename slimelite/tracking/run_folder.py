@@ -2,18 +2,18 @@
 
 ::
 
-    config.yaml            the arguments that were given, and the others in comments; --config reads it back
+    config.yaml            the given arguments, and the others in comments; --config reads this file
     config.json            the value of every argument, with the reasons of derived ones
     versions.json          packages, commit, hardware
     status.json            running, finished, failed or interrupted; rollouts done; the error
     metrics.jsonl          every metric, and the format of the folder (see metrics_file.py)
-    alarms.jsonl           what went wrong, one alarm per line (see alarms.py); absent without any
+    alarms.jsonl           one alarm per line (see alarms.py); absent if there were no alarms
     curves.png             the curves of metrics.jsonl
     rollouts/0000012.parquet        the samples of rollout 12
     token_stats/0000012.parquet     the trainer's log-probs and entropies of their tokens (table.py)
     dropped/0000012.parquet         some of the groups that were not trained on, and why (rollout/filters.py)
     eval/gsm8k-0000012.parquet      the answers of the evaluation after rollout 12
-    eval/gsm8k-start.parquet        those of the evaluation before training
+    eval/gsm8k-start.parquet        the answers of the evaluation before training
     results.json           of ``slimelite eval``: settings and scores of each task (evaluate.py)
     log.txt                the console and our log, with times
     stderr.txt             output that libraries print to standard error
@@ -43,16 +43,16 @@ from slimelite.base.files import FULL, write_text
 from slimelite.samples.table import SampleTable, TokenStats
 from slimelite.tracking.alarms import Alarm
 
-# flags left out of config.yaml: they say where arguments come from and where results go, not what to compute
+# flags that config.yaml leaves out: they name the source of arguments or the place of results, not the computation
 SOURCES = ("config", "stages", "custom_config_path", "dry_run", "run_dir")
 # folders with a file for each rollout
 OF_ROLLOUTS = ("rollouts", "dropped", "token_stats")
 
 
 class RunFolder:
-    """The run folder at ``path``. Unless the disk is full, every file appears complete or not at all.
+    """The run folder at ``path``. Unless the disk is full, every file is written completely or not at all.
 
-    ``rollouts``: how many of the newest rollouts have files; None: all.
+    ``rollouts``: the number of newest rollouts whose files are kept; None: all.
     """
 
     def __init__(self, path: str | Path, rollouts: int | None = None) -> None:
@@ -76,7 +76,7 @@ class RunFolder:
         table.to_parquet(self.path / "rollouts" / f"{rollout_id:07d}.parquet")
         if self._rollouts is not None:
             for path in (file for folder in OF_ROLLOUTS for file in (self.path / folder).glob("*.parquet")):
-                # a file that the user put there has another name
+                # files of the user have other names, and stay
                 if path.stem.isdecimal() and int(path.stem) <= rollout_id - self._rollouts:
                     path.unlink()
 
@@ -91,10 +91,10 @@ class RunFolder:
         table.to_parquet(self.path / "eval" / f"{name.replace('/', '_')}-{after}.parquet")
 
     def forget(self, rollout_id: int, *, ahead: bool = False) -> None:
-        """Remove the files of ``rollout_id`` and later ones, because a resumed run repeats them or ends before.
+        """Remove the files of ``rollout_id`` and later rollouts, because a resumed run repeats them or ends earlier.
 
-        ``ahead``: the checkpoint has the samples of ``rollout_id``. Its dropped groups then stay, because they are not
-        dropped again.
+        ``ahead``: the checkpoint has the samples of ``rollout_id``. The files of its dropped groups then stay, because
+        the run does not drop them again.
         """
         files = [file for folder in OF_ROLLOUTS for file in self.path.glob(f"{folder}/*.parquet")]
         files += self.path.glob("eval/*-*.parquet")
@@ -132,13 +132,11 @@ def config_yaml(args: Args) -> str:
     """The given arguments, in the form that ``--config`` reads. The other arguments are in comments, with their
     reasons.
 
-    So a run with this file and other flags derives these values, and its defaults, again.
+    So a run with this file and other flags computes its defaults and derived values again.
     """
     reasons = {d.name: d.reason for d in args.derivations}
-    lines = ["# arguments of this run; `python train.py --config` with this file repeats it"]
-    lines += [
-        "# a line that begins with # was not given: its value is the default, or follows from the reason next to it"
-    ]
+    lines = ["# arguments of this run; `python train.py --config` with this file repeats the run"]
+    lines += ["# an argument in a comment was not given: its value is the default, or the reason is next to it"]
     lines += ["# " + " ".join(note.split()) for note in args.notes]
     lines += [f"# no effect here: {name}: {why}" for name, why in args.no_effect]
     if args.custom_config:
@@ -161,7 +159,7 @@ def config_yaml(args: Args) -> str:
 
 
 def entry(name: str, value: object) -> str:
-    """A line of YAML. For a secret, it is a comment that says so."""
+    """A line of YAML. For a secret, it is a comment without the value."""
     shown = masked(name, value)
     return f"# {name}: not saved; give it again" if shown == HIDDEN else f"{name}: {_shown(shown)}"
 
@@ -178,8 +176,8 @@ PACKAGES = ("torch", "transformers", "ray", "sglang", "numpy", "pyarrow", "safet
 
 
 def versions(device: str) -> dict[str, object]:
-    """The versions of slimelite, Python and ``PACKAGES`` (None: not installed). Also the commit of slimelite, the
-    command line, and facts about this machine.
+    """The versions of slimelite, Python and ``PACKAGES`` (None: not installed). The dict also has the commit of
+    slimelite, the command line, and facts about this machine.
 
     ``device``: GPUs are listed only if this is ``cuda``.
     """

@@ -53,7 +53,7 @@ from slimelite.tracking.writers import Writer, open_writers
 logger = logging.getLogger(__name__)
 # slime's tolerance: runs with another parallel layout must reproduce the recorded gradient norms
 GRAD_NORM_TOLERANCE = 0.03
-# drawing the curves during a run takes at most about this share of its time
+# drawing the curves during a run takes at most about this share of the run's time
 DRAWING_SHARE = 0.02
 
 
@@ -78,11 +78,11 @@ class Drawing:
 
     @property
     def due(self) -> bool:
-        """Whether enough time has passed since the last drawing. The first drawing waits too."""
+        """Whether enough time has passed since the last drawing, or before the first drawing since the start."""
         return self._process is None and time.monotonic() - self._began > self._took / DRAWING_SHARE
 
     def begin(self) -> None:
-        """Draw the present content of the folder. A drawing in progress is finished first."""
+        """Draw the present content of the folder, after a drawing in progress has ended."""
         self.finish()
         self._began = time.monotonic()
         silent = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
@@ -94,18 +94,18 @@ class Drawing:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for a drawing in progress. If it failed, a warning says why."""
+        """Wait for a drawing in progress. If it failed, log a warning with the reason."""
         if self._process is None:
             return
         _, errors = self._process.communicate()
         if self._process.returncode:
-            logger.warning("the curves are not drawn: %s", (errors.strip().splitlines() or ["killed"])[-1])
+            logger.warning("the curves were not drawn: %s", (errors.strip().splitlines() or ["killed"])[-1])
         self._took = time.monotonic() - self._began
         self._process = None
 
 
 class Tracker:
-    """Context manager around a run.
+    """Records a run inside a ``with`` block.
 
     ::
 
@@ -132,7 +132,7 @@ class Tracker:
         self._looping = False  # whether the first rollout has begun
         self._finished: int | None = None  # the last rollout that is over
         self._early: str | None = None  # why the run ends before its last rollout
-        self._facts: dict[str, str] = {}  # what else the console says when the run ends
+        self._facts: dict[str, str] = {}  # facts for the console at the end of the run
         self._now = _Rollout()
         self._best = float("-inf")
         self._step_times: deque[float] = deque(maxlen=20)
@@ -171,13 +171,13 @@ class Tracker:
     def record_failure(
         self, _kind: type[BaseException] | None, error: BaseException | None, _tb: TracebackType | None
     ) -> None:
-        """Write an error to status.json before the run is shut down. The signature is that of ``__exit__``."""
+        """Write an error to status.json before the run is shut down. The signature is the same as for ``__exit__``."""
         if error is not None:
             name = "" if isinstance(error, Stopped) else f"{type(error).__name__}: "
             self._save_status(_status_of(error), f"{name}{error}".removesuffix(": "))
 
     def banner(self, args: Args) -> None:
-        """Print the facts of the run. ``args`` have the number of rollouts and the id of the first one by now."""
+        """Print the facts of the run. ``args`` must have the number of rollouts and the id of the first rollout."""
         self.args = args
         self.folder.save_config(args)
         first = args.start_rollout_id or 0
@@ -194,17 +194,17 @@ class Tracker:
             self.console.line(f"  note: {note}", "dim")
         if args.no_effect:
             names = ", ".join(name for name, _ in args.no_effect)
-            self.console.line(f"  no effect here: {names} (config.yaml says why)", "dim")
+            self.console.line(f"  no effect here: {names} (config.yaml has the reasons)", "dim")
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Phase]:
         """Time a phase of the loop as ``perf/{name}_time`` (generate: ``perf/rollout_time``), and show its progress.
 
-        ``name``: generate, train, update_weights, save_model, eval, or another one. `Phase.update` reports the
+        ``name``: generate, train, update_weights, save_model, eval, or another name. `Phase.update` reports the
         progress.
         """
         if name == "generate" and not self._looping:
-            # the metrics and times before the first rollout are not part of it
+            # metrics and times from before the first rollout do not belong to it
             self._looping = True
             self._now = _Rollout()
             self.timer.restart()
@@ -240,8 +240,8 @@ class Tracker:
     ) -> None:
         """Record the metrics of training. ``steps``: the ``train/`` metrics of each optimizer step, if known.
 
-        ``columns``: columns that training adds to the saved rollout, by name, each [response tokens]. ``token_stats``:
-        of the rollout. They are written to their own file.
+        ``columns``: name -> column, [response tokens], that training adds to the saved rollout. ``token_stats``: the
+        trainer's statistics of the rollout's tokens. They are written to their own file.
         """
         if token_stats is not None:
             self.folder.save_token_stats(rollout_id, token_stats)
@@ -259,7 +259,7 @@ class Tracker:
         self._now.row |= metrics
 
     def log_perf(self, metrics: Mapping[str, float]) -> None:
-        """Record other metrics of the current rollout, such as those of a weight sync."""
+        """Record other metrics of the current rollout, such as the metrics of a weight sync."""
         self._now.perf |= metrics
 
     def log_eval(self, rollout_id: int, metrics: Mapping[str, float], tables: Mapping[str, SampleTable]) -> None:
@@ -273,12 +273,12 @@ class Tracker:
         self._now.scores = eval_metrics([metrics])
         if not self._looping:
             self._note_score(self._now.row)
-        if len(self._now.scores) > self._looping:  # the row of a rollout has room for one score
+        if len(self._now.scores) > self._looping:  # the row of a rollout has space for only one score
             at = "" if self.args.num_rollout == 0 else f" {when(rollout_id)}:"
             self.console.line(f"  eval{at} {eval_text(metrics)}")
 
     def finish_rollout(self, rollout_id: int) -> None:
-        """End a turn of the loop. This prints its line, and from time to time shows samples and redraws the curves."""
+        """End a turn of the loop and print its line. From time to time, also show samples and redraw the curves."""
         times = self.timer.finish_step()
         perf = {name: value for name, value in (times | self._now.perf).items() if name not in self._now.row}
         self._write("perf", {"rollout/step": rollout_id, **perf})
@@ -291,14 +291,14 @@ class Tracker:
         self._drawing.look()
         last = rollout_id + 1 == self.args.num_rollout
         if last or (self._now.scores and self._drawing.due):
-            self._drawing.begin()  # the last one while the workers end
+            self._drawing.begin()  # draw a last time while the workers end
             self._drawn = True
         self._now = _Rollout()
         if last:
             self._checks.finish()
 
     def finish_early(self, why: str) -> None:
-        """Note that the run ends before ``--num-rollout``, and why. It is not a failure."""
+        """Note the reason ``why`` the run ends before ``--num-rollout``. This is not a failure."""
         self._early = f"finished early: {why}"
         self._checks.finish()
 
@@ -353,7 +353,8 @@ class Tracker:
         self.console.row(f"{rollout_id + 1} of {last + 1}", row, seconds, phases, best=best)
 
     def _note_score(self, row: dict[str, float]) -> bool:
-        """Add the new score of the first eval dataset, if any, to ``row``. Returns whether it is the best so far."""
+        """Add the new score of the first eval dataset, if any, to ``row``. Returns whether the score is the best so
+        far."""
         if not self._now.scores:
             return False
         name = self._now.scores[0]
@@ -407,19 +408,19 @@ class Tracker:
         took = duration(time.time() - self._began)
         where = f"log.txt and stderr.txt of {self.args.run_dir}"
         apart = "" if status == "interrupted" else "\n"
-        self.console.line(f"{apart}{status} {done}, {took} after the start; more in {where}", "bold red")
+        self.console.line(f"{apart}{status} {done}, {took} after the start; details are in {where}", "bold red")
         if hint := self._way_on(error):
             self.console.line(hint)
 
     def _way_on(self, error: BaseException) -> str | None:
-        """How to go on after a machine, Ray or a worker was lost; None if there is no checkpoint."""
+        """The advice how to continue after a machine, Ray or a worker was lost; None if there is no checkpoint."""
         save = self.args.save
         lost = f"{type(error).__name__}:" in OUTSIDE
         if not (lost and save and (Path(save) / MARKER).is_file()) or self.args.max_restarts:
             return None
         return (
-            f"to go on from the newest checkpoint, give the same command with --run-dir {self.args.run_dir} "
-            f"--load {save}; with --max-restarts 10 the command does this by itself"
+            f"to continue from the newest checkpoint, give the same command with --run-dir {self.args.run_dir} "
+            f"--load {save}; with --max-restarts 10 the command restarts by itself"
         )
 
     def _summarize(self) -> None:
@@ -429,7 +430,7 @@ class Tracker:
         self.console.line(f"\n{ended}done in {duration(time.time() - self._began)}", "bold")
         curves = {"curves": f"{self.args.run_dir}/curves.png"} if self._finished is not None else {}
         page = {"run folder": self.args.run_dir, "look at it": f"slimelite view {self.args.run_dir}"}
-        if self.args.num_rollout != 0:  # else it only evaluated, and said so
+        if self.args.num_rollout != 0:  # a run that only evaluated has already shown its scores
             self.console.facts({**summary(records), **self._facts, **curves, **page})
 
 
@@ -461,13 +462,13 @@ class RunChecks:
             self._expected = read_json(Path(args.ci_load_grad_norm))
 
     def note(self, metrics: Mapping[str, float]) -> None:
-        """Remember the best value of the checked metric, if it is in ``metrics``, and the names of all metrics."""
+        """Remember the names of all metrics, and the best value of the checked metric if ``metrics`` has it."""
         self._logged.update(metrics)
         if self._key is not None and self._key in metrics:
             self._best = max(metrics[self._key], -math.inf if self._best is None else self._best)
 
     def note_grad_norm(self, rollout_id: int, step: int, norm: float) -> None:
-        """Record the gradient norm of an optimizer step, and compare it with the one recorded earlier.
+        """Record the gradient norm of an optimizer step, and compare it with the norm in ``--ci-load-grad-norm``.
 
         Raises:
             AssertionError: the norm differs by more than 3 %, or the record has no such step.
@@ -500,5 +501,5 @@ class RunChecks:
             )
         if self._best < (self._threshold or 0.0):
             raise AssertionError(
-                f"--ci-metric-checker-key {self._key} reached {self._best:g} at most, not {self._threshold}"
+                f"--ci-metric-checker-key {self._key} reached at most {self._best:g}, not {self._threshold}"
             )

@@ -47,7 +47,8 @@ class Writer(Protocol):
 
 
 def open_writers(args: TrackingArgs, config: Mapping[str, object]) -> list[Writer]:
-    """The writer of ``metrics.jsonl``, and those for ``--use-wandb``, ``--use-tensorboard`` and ``--use-prometheus``.
+    """The writer of ``metrics.jsonl``, and the writers for ``--use-wandb``, ``--use-tensorboard`` and
+    ``--use-prometheus``.
 
     ``config``: the resolved arguments, which wandb shows next to the curves.
 
@@ -76,7 +77,7 @@ class WandbWriter:
     def __init__(self, args: TrackingArgs, config: Mapping[str, object]) -> None:
         import wandb
 
-        # with --wandb-always-use-train-step, a rollout's step is the train step at which it begins, not its id
+        # with --wandb-always-use-train-step, the step of a rollout is its first train step, not its id
         self._steps_per_rollout = args.num_steps_per_rollout if args.wandb_always_use_train_step else 1
         identity = _wandb_identity(args)
         directory = Path(args.wandb_dir or args.run_dir)
@@ -116,33 +117,33 @@ class WandbWriter:
         self._ask(lambda run: run.log(row))
 
     def write_alarm(self, title: str, text: str, _rollout_id: int, /) -> None:
-        """Send an alert. wandb sends it by mail or Slack, as its user chose."""
+        """Send an alert. wandb forwards it by mail or Slack, as the user has set there."""
         self._ask(lambda run: run.alert(title=title, text=text, level="WARN"))
 
     def close(self, failed: bool, /) -> None:
         """Upload the remaining data.
 
-        After a failure the watchdog ends every process of the run. wandb's must be gone by then: wandb would miss it
-        when Python exits, with a traceback.
+        After a failure, the watchdog kills every process of the run. wandb's process must have ended before that:
+        otherwise wandb raises an error when Python exits.
         """
         self._ask(lambda run: run.finish(exit_code=int(failed)))
         if failed and self._run is not None:
             self._forget()
 
     def _ask(self, call: Callable[[Run], object]) -> None:
-        """Call a function on the run of wandb. If it fails, the training run goes on without wandb."""
+        """Call a function on the run of wandb. If the call fails, the training run continues without wandb."""
         if self._run is None:
             return
         try:
             call(self._run)
         except Exception as error:
             logger.error(
-                "wandb failed (%s: %s), so the run goes on without wandb; metrics.jsonl has everything, and "
-                "the next start of the run goes on in wandb",
+                "wandb failed (%s: %s), so the run continues without wandb; metrics.jsonl has all metrics, and "
+                "the next start of the run continues in wandb",
                 *(type(error).__name__, error),
             )
             self._run = None
-            with suppress(Exception):  # it misses its process too
+            with suppress(Exception):  # fails if wandb's process is gone
                 self._forget()
 
     def _forget(self) -> None:
@@ -157,7 +158,7 @@ class TensorboardWriter:
     name = "tensorboard"
 
     def __init__(self, directory: Path) -> None:
-        # torch.utils.tensorboard wraps this writer; using it directly avoids the import of torch
+        # torch.utils.tensorboard wraps this class; the direct use avoids the import of torch
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self.where = str(directory)
@@ -177,7 +178,7 @@ class TensorboardWriter:
         self._events.flush()
 
     def write_alarm(self, title: str, text: str, rollout_id: int, /) -> None:
-        """Write a text. TensorBoard shows it under Text as ``alarms``."""
+        """Write the alarm as text. TensorBoard shows it as ``alarms`` under Text."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.plugins.text.metadata import create_summary_metadata
@@ -196,8 +197,8 @@ class TensorboardWriter:
 class PrometheusWriter:
     """Answers ``/metrics`` with the newest value of every metric, from a thread of this process.
 
-    A metric is a gauge under a name that Prometheus allows. The label ``metric`` has its usual name, and ``run_name``
-    tells runs apart. ``slimelite_run_info`` exists from the start.
+    A metric is a gauge under a name that Prometheus allows. The label ``metric`` has its usual name, and the label
+    ``run_name`` has the name of the run. The metric ``slimelite_run_info`` exists from the start.
 
     Raises:
         ValueError: the port is taken, or the host is not an address of this machine.
@@ -206,7 +207,7 @@ class PrometheusWriter:
     name = "prometheus"
 
     def __init__(self, args: TrackingArgs) -> None:
-        # what the pre-flight asks of this file loads no library
+        # imported here, because the pre-flight uses this file and must load no library
         from prometheus_client import start_http_server
 
         from slimelite.base.prometheus import Collected
@@ -226,7 +227,7 @@ class PrometheusWriter:
 
     def write(self, _kind: Kind, metrics: Mapping[str, float], /) -> None:
         """Keep the values for the next scrape."""
-        # a scrape in another thread sees the dict before or the dict after
+        # a scrape in another thread sees either the old dict or the new dict
         self._values = {**self._values, **metrics}
         self._updated = time.time()
 
@@ -251,7 +252,7 @@ class PrometheusWriter:
         )
         updated.add_metric((self._run_name,), self._updated)
         families = [info, updated]
-        named: dict[str, GaugeMetricFamily] = {}  # two names may become one here
+        named: dict[str, GaugeMetricFamily] = {}  # two metrics may get the same name
         for metric, value in self._values.items():
             name = metric_name(metric)
             if name not in named:
@@ -267,7 +268,7 @@ def prometheus_run_name(args: TrackingArgs) -> str:
 
 
 def port_problem(args: TrackingArgs, error: OSError) -> str:
-    """Why ``/metrics`` cannot be served, and the remedy."""
+    """The message with the reason why ``/metrics`` cannot be served, and the remedy."""
     place = f"{args.prometheus_host}:{args.prometheus_port}"
     if error.errno == errno.EADDRINUSE:
         return f"--prometheus-port: {place} is taken: name another port, or 0 for a free one"
@@ -276,7 +277,7 @@ def port_problem(args: TrackingArgs, error: OSError) -> str:
 
 @contextmanager
 def _command_line_masked() -> Iterator[None]:
-    """Mask secrets in ``sys.argv``. wandb saves the command line with the run, and has no setting against that."""
+    """Mask secrets in ``sys.argv``, because wandb always saves the command line with the run."""
     before = sys.argv
     sys.argv = [before[0], *masked_words(before[1:])]
     try:
@@ -286,8 +287,8 @@ def _command_line_masked() -> Iterator[None]:
 
 
 def tensorboard_directory(args: TrackingArgs) -> Path:
-    """``--tensorboard-dir``, else slime's ``$TENSORBOARD_DIR``, else the run folder. Project and experiment are
-    appended."""
+    """``--tensorboard-dir``, else slime's ``$TENSORBOARD_DIR``, else the run folder, with the names of project and
+    experiment appended."""
     base = args.tensorboard_dir or os.environ.get("TENSORBOARD_DIR") or str(Path(args.run_dir) / "tensorboard")
     return Path(base, *filter(None, (args.tb_project_name, args.tb_experiment_name)))
 

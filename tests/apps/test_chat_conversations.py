@@ -247,7 +247,7 @@ def test_a_call_is_shown_with_its_arguments_and_answered_by_the_user(chats: Any)
     assert [call.locator(name).all_inner_texts() for name in ("dt", "dd")] == [["a", "why"], ["1", "a <b>test</b>"]]
     assert "1/2" not in chat.turns.nth(1).inner_text()  # the failure was no version
     chat.page.get_by_label("Result of add").fill("2")
-    chat.page.get_by_role("button", name="Pass results on").click()
+    chat.page.get_by_role("button", name="Return results").click()
     chat.says("It is 2.", 3)
     assert chat.turns.nth(2).locator(".body").inner_text() == "add: 2"
     assert "<tool_response>\n2\n</tool_response>" in chat.engine.prompts[1]

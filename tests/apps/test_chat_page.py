@@ -138,7 +138,7 @@ def test_a_server_with_a_key_asks_for_it_and_keeps_it_in_the_tab(chats: Any) -> 
     dialog = chat.page.get_by_role("dialog")
     dialog.get_by_label("Key of the server").fill("wrong")
     dialog.get_by_label("Key of the server").press("Enter")
-    dialog.get_by_label("The server does not take this key").fill("secret")
+    dialog.get_by_label("The server refused this key").fill("secret")
     dialog.get_by_role("button", name="Use").click()
     chat.page.locator("header .model", has_text=re.compile(".")).wait_for()
     chat.ask("Hi")

@@ -76,9 +76,9 @@ def test_what_cannot_be_paired_is_said(tmp_path: Path) -> None:
         "why_not": "the prompts are not the same"
     }
     lost = write(tmp_path / "lost", {0: 0.1}, [("x", [float("nan")])])
-    assert against_first(first, lost) == {"why_not": "rewards of answers are not numbers"}
+    assert against_first(first, lost) == {"why_not": "some rewards of answers are not numbers"}
     nothing = write(tmp_path / "c", {0: 0.1})
-    assert against_first(first, nothing) == {"why_not": "c has no answers of its last evaluation"}
+    assert against_first(first, nothing) == {"why_not": "c has no saved answers of its last evaluation"}
 
 
 def test_best_and_last_have_their_step_and_standard_error(tmp_path: Path) -> None:

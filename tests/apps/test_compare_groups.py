@@ -134,10 +134,10 @@ def test_a_metric_of_ones_own_is_compared(tmp_path: Path, capsys: pytest.Capture
     assert "train/own, mean of the last 10 0.0004017 ±0.0000093" in " ".join(shown.split())
     assert "eval/d-pass@4, last" in shown
     assert main(["compare", *words, "--metric", "train/ownn"]) == 1
-    assert "no run has train/ownn; did you mean train/own? there are also: eval/d, " in capsys.readouterr().err
+    assert "no run has train/ownn; did you mean train/own? other metrics are: eval/d, " in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["compare", *low, "--metric", "train/own"])
-    assert "--metric goes with --group" in capsys.readouterr().err
+    assert "--metric needs --group" in capsys.readouterr().err
 
 
 @given(st.lists(st.integers(-8, 8).map(lambda n: n / 4), min_size=2, max_size=7))
@@ -177,7 +177,7 @@ def test_runs_with_the_same_prompts_in_the_same_order_are_named(
     shuffled = [write(tmp_path / f"b-{i}", i / 8, seed=i, shuffle=True) for i in range(2)]
     assert main(["compare", "--group", "a", *same, "--group", "b", *shuffled]) == 0
     shown = capsys.readouterr().out
-    assert "Within a, all runs read the same prompts in the same order, because they have no --rollout-shuffle" in shown
+    assert "Within a, all runs read the same prompts in the same order, because --rollout-shuffle is off" in shown
     assert main(["compare", "--group", "b", *shuffled]) == 0
     assert "the same order" not in capsys.readouterr().out
 

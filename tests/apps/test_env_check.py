@@ -168,7 +168,7 @@ def test_a_file_means_its_classes(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert [name.rpartition(":")[2] for name in classes_of(str(FILE))] == ["Sound", *PLANTED]
     (tmp_path / "a.py").write_text("class Row:\n    pass\n")
     assert main(["env", "check", str(tmp_path / "a.py")]) == 1
-    assert "has no class with reset and step" in capsys.readouterr().err
+    assert "has no class with the methods reset and step" in capsys.readouterr().err
     assert main(["env", "check", "nim", "--rows", "0"]) == 1, "nothing played is not sound"
     assert "--rows, --max-turns" in capsys.readouterr().err
     (tmp_path / "a.py").write_text("class A:\n  def reset(self:\n")

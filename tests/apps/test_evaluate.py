@@ -136,10 +136,10 @@ def test_questions_begin_as_the_tokenizer_says_and_scores_without_that_are_asked
     [
         (("one", "--tasks", "gsm9k"), "slimelite eval: --tasks gsm9k: there is no such task; did you mean gsm8k?"),
         (("gone", "--tasks", "write.yaml"), "gone: no such folder"),
-        (("one", "--tasks", " ,"), "--tasks names no task: take some of arc, arc-easy"),
+        (("one", "--tasks", " ,"), "--tasks names no task: choose from arc, arc-easy"),
         (("one", "one", "--tasks", "write.yaml"), "two models would use the folder"),
-        (("one", "--tasks", "write.yaml", "--samples", "2"), "greedy responses to a prompt are all alike"),
-        (("one", "--tasks", "gsm8k", "--data", "none"), "none: no such folder of data"),
+        (("one", "--tasks", "write.yaml", "--samples", "2"), "greedy responses to a prompt are all equal"),
+        (("one", "--tasks", "gsm8k", "--data", "none"), "none: this folder of data does not exist"),
         (("one", "--tasks", "write.yaml", "--limit", "0"), "slimelite eval: --limit 0: must be at least 1"),
         (("one", "--tasks", "write.yaml", "--engine", "x"), "slimelite eval: --engine x: there is no such engine"),
         (("one", "--tasks", "write.yaml", "--", "--lr-x", "3"), "--lr-x"),
@@ -168,7 +168,7 @@ def test_a_folder_of_another_models_results_is_refused(folder: Path, capsys: pyt
     assert "has the results of another model, /x/one" in capsys.readouterr().err
     (folder / "out" / "one" / RESULTS).write_text(json.dumps({"format": 2, "tasks": {}}))
     assert main(["eval", "one", "--tasks", "write.yaml", "--output", "out"]) == 1
-    assert "results.json: has format 2, and this slimelite reads format 1: use the" in capsys.readouterr().err
+    assert "results.json: has format 2, but this slimelite reads format 1: use the" in capsys.readouterr().err
     (folder / "low").mkdir()
     (folder / "low" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "one"}))
     (folder / "out" / "low" / "model").mkdir(parents=True)
@@ -177,7 +177,7 @@ def test_a_folder_of_another_models_results_is_refused(folder: Path, capsys: pyt
         file.rename(folder / "low" / file.name)
     assert main(["eval", "low", "--tasks", "write.yaml", "--output", "out"]) == 1
     said = capsys.readouterr().err
-    assert "was made from /x/low: give --output another folder" in said
+    assert "was made from /x/low: name another folder with --output" in said
     assert "random" not in said, "the base holds no weights, and it is not what is evaluated"
 
 

@@ -244,7 +244,7 @@ def test_a_tokenizer_without_a_name_in_llama_cpp_can_be_left_out(
     model = make_model(tmp_path, "qwen2")
     command = ["gguf", str(tmp_path), str(tmp_path / "it.gguf")]
     assert main(command) == 1
-    refused = "the tokenizer (Split and ByteLevel, BPE) has no name in llama.cpp: --no-tokenizer leaves it out"
+    refused = "the tokenizer (Split and ByteLevel, BPE) has no name in llama.cpp: --no-tokenizer leaves the "
     assert refused in capsys.readouterr().err
     make_tokenizer(tmp_path, split(LLAMA3), normalizer=normalizers.Lowercase())
     assert main(command) == 1

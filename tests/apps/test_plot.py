@@ -128,7 +128,7 @@ def test_runs_and_bands_over_one_another(tmp_path: Path) -> None:
 def test_what_cannot_be_drawn_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = str(write_run(tmp_path / "a", 1.0))
     assert main(["plot", run, "--metric", "eval/smus", "--out", str(tmp_path / "x.png")]) == 1
-    assert "no run has eval/smus; did you mean eval/sums? there are also: " in capsys.readouterr().err
+    assert "no run has eval/smus; did you mean eval/sums? other metrics are: " in capsys.readouterr().err
     assert main(["plot", str(tmp_path / "missing")]) == 1
     assert "missing is not a run folder" in capsys.readouterr().err
     with pytest.raises(SystemExit):

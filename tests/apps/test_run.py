@@ -114,9 +114,9 @@ def test_what_is_no_run_is_said(tmp_path: Path, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "content", "said"),
     [
-        ("metrics.jsonl", "[]", r"metrics\.jsonl:1: no record of metrics: '\[\]'"),
-        ("metrics.jsonl", '{"kind": "rollout", "rollout/step": []}', r"metrics\.jsonl:1: no record of metrics"),
-        ("metrics.jsonl", '{"rollout/step": 1}', r"metrics\.jsonl:1: no record of metrics"),
+        ("metrics.jsonl", "[]", r"metrics\.jsonl:1: not a record of metrics: '\[\]'"),
+        ("metrics.jsonl", '{"kind": "rollout", "rollout/step": []}', r"metrics\.jsonl:1: not a record of metrics"),
+        ("metrics.jsonl", '{"rollout/step": 1}', r"metrics\.jsonl:1: not a record of metrics"),
         ("config.json", "[]", r"config\.json is not a file of a run: it does not contain a JSON object"),
         ("status.json", "[]", None),
         ("status.json", '{"status": "running", "started": 1}', None),

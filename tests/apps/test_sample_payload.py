@@ -165,7 +165,7 @@ def test_numbers_are_those_of_the_parquet_files(run: Path) -> None:
 def test_without_the_tokenizer_there_are_responses_and_a_sentence(run: Path) -> None:
     (run.parent / "model" / "tokenizer.json").unlink()
     data = samples(Run.read(run))
-    assert "tokenizer is not there any more" in data["notes"][0]
+    assert "tokenizer does not exist any more" in data["notes"][0]
     header, columns = unpack(data["chunks"][0])
     assert header["responses"] == SampleTable.from_parquet(run / "rollouts" / "0000000.parquet").response
     assert columns.keys() == {"lengths"}
@@ -225,7 +225,7 @@ def test_a_long_run_is_sampled_down_to_whole_groups_of_the_same_prompts(tmp_path
     data = samples(Run.read(run), budget)
     header, index = unpack(data["index"])
     kept = len(index["chunk"])
-    assert f"This page holds {kept:,} of the run's {12 * 64 + 1:,} saved samples" in data["notes"][0]
+    assert f"This page has {kept:,} of the run's {12 * 64 + 1:,} saved samples" in data["notes"][0]
     assert len(json.dumps(data)) < budget
     sizes = np.bincount(index["group"])
     assert {*sizes.tolist()} == {1, 4}

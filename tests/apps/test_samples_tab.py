@@ -244,7 +244,7 @@ def test_a_sample_is_found_by_its_text_and_the_hits_are_marked(file: Path, open_
     search.fill("7 + 7")  # in a prompt
     level(page, "samples", "Samples 24")
     search.fill("nowhere")
-    page.get_by_text("no sample has it").wait_for()
+    page.get_by_text("no sample contains it").wait_for()
 
 
 def test_each_token_has_its_text_and_the_numbers_of_the_parquet_files(
@@ -340,7 +340,7 @@ def test_hostile_texts_are_texts(file: Path, open_page: OpenPage) -> None:
     assert page.locator(".sample .badge.bad").inner_text() == EVIL
     page.locator(".rows .row").nth(1).click()
     page.get_by_text("more: ").wait_for()
-    assert "text is not the text of its tokens" in page.locator(".sample").inner_text()
+    assert "The response is not the text of its tokens" in page.locator(".sample").inner_text()
     assert page.locator(".sample .label").inner_text() == EVIL
     assert len(page.locator(".sample .text").nth(1).inner_text()) >= 50_000
     page.get_by_role("searchbox").fill("onerror")
@@ -404,7 +404,7 @@ def test_without_the_tokenizer_the_page_says_so_and_shows_the_responses(
     (copy / "config.json").write_text(json.dumps({**config, "tokenizer": "gone/model", "hf_checkpoint": "gone/model"}))
     write_page([Run.read(copy), Run.read(run)], tmp_path / "two.html")
     page = open_page(tmp_path / "two.html", "samples?level=samples&sample=0")
-    page.get_by_text("tokenizer is not there any more (no tokenizer.json in gone/model)").wait_for()
+    page.get_by_text("tokenizer does not exist any more (no tokenizer.json in gone/model)").wait_for()
     page.get_by_text("it is 7 of 0<|im_end|>").last.wait_for()
     assert page.locator(".tokens").count() == 0
     page.get_by_label("Run", exact=True).select_option("1")

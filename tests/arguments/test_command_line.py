@@ -77,14 +77,14 @@ def test_consequences_of_a_misread_flag_are_not_reported(problems: Problems) -> 
         ("--lr", "needs a value"),
         ("--num-layers 2.5", "takes a whole number"),
         ("--lr nan", "takes a number, not nan"),
-        ("--kl-loss-type k4", "is one of k1, k2, k3, low_var_kl, not 'k4'"),
+        ("--kl-loss-type k4", "must be one of k1, k2, k3, low_var_kl, not 'k4'"),
         ("--train-env-vars {", "takes JSON"),
         ("--train-env-vars [1]", "takes a JSON object"),
-        ("--train-backend deepspeed", "is one of fsdp, megatron"),
+        ("--train-backend deepspeed", "must be one of fsdp, megatron"),
         ("--no-colocate now", "takes no value"),
         ("--spec one", "needs 2 values"),
         ("--vocab-size", "needs a value"),
-        ("--sglang-schedule-policy best", "is one of"),
+        ("--sglang-schedule-policy best", "must be one of"),
         ("--sglang-tp-size 2", "--rollout-num-gpus-per-engine"),
     ],
 )
@@ -121,7 +121,7 @@ def test_word_before_the_first_flag() -> None:
     from slimelite.arguments.sources import read_command_line
 
     settings = read_command_line(["stray", "--lr", "1"], Vocabulary(Args))
-    assert settings.problems == ["stray stands before the first flag; flags begin with --"]
+    assert settings.problems == ["stray comes before the first flag; flags begin with --"]
 
 
 @pytest.mark.parametrize("name", sorted(known_flags(refused=True)))

@@ -85,7 +85,7 @@ def test_derivations_see_the_file(make: Make, config: Any) -> None:
     [
         ("lr: fast", "--lr takes a number, not 'fast'"),
         ("lr: .nan", "--lr takes a number, not nan"),
-        ("colocate: maybe", "--colocate is true or false, not 'maybe'"),
+        ("colocate: maybe", "--colocate must be true or false, not 'maybe'"),
         ("mtp_num_layers: 1", "--mtp-num-layers is not supported"),
         ("- lr", "must be a mapping of arguments"),
         ("# lr: 1", "is empty"),
@@ -146,7 +146,7 @@ def test_a_key_of_a_custom_config_hides_no_attribute(problems: Problems, config:
 
 def test_one_file_of_each_kind(problems: Problems, config: Any) -> None:
     assert problems(config("lr: 1") + " " + config("lr: 1")) == [
-        "--config is given twice: keep one file, and override its values by flags on the command line"
+        "--config is given twice: give one file, and override its values by flags on the command line"
     ]
 
 
@@ -198,7 +198,7 @@ def test_a_file_that_explodes_is_refused(problems: Problems, config: Any, kind: 
     first, line = BOMBS[kind]
     lines = [first.format(), *(line.format(i=i, before=i - 1) for i in range(1, 60))]
     (problem,) = problems(config("\n".join(lines)))
-    assert problem.endswith("has more than 100,000 values once its aliases are written out")
+    assert problem.endswith("has more than 100,000 values after its aliases are replaced")
 
 
 def test_a_file_too_long_for_arguments_is_refused(problems: Problems, config: Any) -> None:

@@ -84,17 +84,17 @@ def test_bounds_follow(make: Make) -> None:
 
 
 RULES = [
-    ("--use-tis --correction icepop", "--use-tis is --correction tis, not icepop", "--no-use-tis"),
-    ("--use-tis --preset icepop", "--use-tis is --correction tis, not icepop", "--no-use-tis"),
-    ("--use-tis --preset seq-mis", "--use-tis is --correction tis, not mis", "--correction tis"),
+    ("--use-tis --correction icepop", "--use-tis means --correction tis, not icepop", "--no-use-tis"),
+    ("--use-tis --preset icepop", "--use-tis means --correction tis, not icepop", "--no-use-tis"),
+    ("--use-tis --preset seq-mis", "--use-tis means --correction tis, not mis", "--correction tis"),
     ("--use-tis --tis-clip 0", "--tis-clip 0.0: must be above 0", "--tis-clip 1"),
-    ("--use-tis --correction none", "--use-tis is --correction tis, not none", "--correction tis"),
+    ("--use-tis --correction none", "--use-tis means --correction tis, not none", "--correction tis"),
     ("--correction tis --custom-tis-function-path my.fn", "replaces --correction tis", "--correction custom"),
     ("--correction custom", "needs --custom-tis-function-path", "--custom-tis-function-path my.fn"),
     ("--use-tis --use-rollout-logprobs", "there is no mismatch to correct; choose one", "--no-use-tis"),
     (
         "--correction mis --mis-rejection-level token --use-rollout-logprobs",
-        "only --correction mis --mis-mode none, which rejects, goes with it",
+        "Only rejection, with --correction mis --mis-mode none, is possible",
         "--mis-mode none",
     ),
     ("--use-tis --tis-clip-low 3", "--tis-clip-low 3.0 is above --tis-clip 2.0", "--tis-clip 4"),
@@ -127,9 +127,9 @@ def test_contradictions(problems: Problems, breaks: str, says: str, mends: str) 
 @pytest.mark.parametrize(
     ("words", "needs"),
     [
-        ("--tis-clip 3", "--correction tis or icepop"),
+        ("--tis-clip 3", "--correction tis, icepop or custom"),
         ("--mis-level sequence", "--correction mis"),
-        ("--correction mis --tis-clip 3", "--correction tis or icepop"),
+        ("--correction mis --tis-clip 3", "--correction tis, icepop or custom"),
         ("--correction mis --mis-lower-bound 0.5", "--mis-mode mask or clip"),
         ("--correction mis --mis-rejection-upper-bound 3", "--mis-rejection-level"),
         ("--correction icepop --loss-type sft_loss", "--loss-type policy_loss"),

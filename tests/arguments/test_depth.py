@@ -122,10 +122,10 @@ def test_a_budget_of_operations_is_one_of_tokens(tokenizer: str) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--train-tokens 1e6 --num-rollout 3", "--train-tokens says how long the run is; leave --num-rollout"),
+        ("--train-tokens 1e6 --num-rollout 3", "--train-tokens sets the length of the run; leave --num-rollout"),
         ("--train-tokens 1e6 --train-flops 1e9", "leave --num-rollout, --num-epoch and other budgets out"),
         ("--depth 4 --hf-checkpoint model --num-rollout 1", "--depth defines a new model: leave --hf-checkpoint out"),
-        ("--depth 4 --num-epoch 1", "--num-epoch does not say how many tokens --depth scales.*give --num-rollout"),
+        ("--depth 4 --num-epoch 1", "--num-epoch does not give the number of tokens.*replace it by --num-rollout"),
         ("--depth 4 --tokenizer nowhere --num-rollout 1", "--depth needs --tokenizer, a folder with a tokenizer.json"),
     ],
 )

@@ -40,8 +40,8 @@ def test_gpus_are_split_between_training_and_engines(make: Make, problems: Probl
     assert (args.actor_num_gpus_per_node, args.num_engines, args.offload_train) == (6, 2, False)
     (problem,) = problems("", GPU8)
     assert problem.startswith("--rollout-num-gpus is missing")
-    assert "no GPU is found" not in problem
-    assert problems("--device cuda")[0].endswith("; no GPU is found here, and --device cpu needs none")
+    assert "has no GPU" not in problem
+    assert problems("--device cuda")[0].endswith("; this machine has no GPU, so use --device cpu")
     assert "--colocate" in problem
 
 
@@ -57,7 +57,7 @@ def test_which_engine(make: Make, problems: Problems) -> None:
     (problem,) = problems("--rollout-backend sglang --deterministic-mode")
     assert "--sglang-enable-deterministic-inference" in problem
     (problem,) = problems("--rollout-backend sglang --rollout-num-gpus-per-engine 2")
-    assert "on a CPU a server is one process" in problem
+    assert "on a CPU, a server is one process" in problem
 
 
 def test_gpus_of_sglang_engines(make: Make, problems: Problems) -> None:
@@ -67,7 +67,7 @@ def test_gpus_of_sglang_engines(make: Make, problems: Problems) -> None:
     args = make("--colocate --actor-num-gpus-per-node 4 --rollout-num-gpus 8", gpus)
     assert (args.rollout_backend, args.rollout_num_gpus, args.num_engines) == ("sglang", 4, 4)
     (problem,) = problems("--rollout-backend sglang --colocate --update-weight-transport ipc --rollout-num-gpus 2")
-    assert "lower it to 1" in problem
+    assert "give 1, or leave the flag out" in problem
     (problem,) = problems("--colocate --sglang-dp-size 2", gpus)
     assert "--sglang-enable-dp-attention" in problem
     make("--colocate --sglang-dp-size 2 --sglang-enable-dp-attention", gpus)
@@ -178,15 +178,15 @@ def test_only_train_and_only_rollout(make: Make) -> None:
 def test_batch_arithmetic_for_8_samples(make: Make, words: str, size: int, steps: int) -> None:
     args = make(words)
     assert (args.global_batch_size, args.num_steps_per_rollout) == (size, steps)
-    uneven = [n for n in args.notes if "its own divisor" in n]
+    uneven = [n for n in args.notes if "averages its loss over them" in n]
     assert len(uneven) == (8 % size != 0)
 
 
 def test_a_smaller_last_step_is_said(make: Make) -> None:
     (note,) = make("--global-batch-size 3").notes
     assert note == (
-        "4 prompts x 2 responses = 8 samples: the last of 3 steps of each rollout has 2 samples instead of 3, and its "
-        "own divisor"
+        "4 prompts x 2 responses = 8 samples: the last of 3 steps of each rollout has 2 samples instead of 3, and "
+        "averages its loss over them"
     )
 
 
@@ -304,7 +304,9 @@ def test_dpo_counts_pairs_and_has_a_reference(make: Make) -> None:
     assert args.rollout_function_path == "slimelite.rollout.generate.offline_rollout"
     assert (args.use_reference, args.ref_load) == (True, "owner/model")
     assert (args.n_samples_per_prompt, args.num_steps_per_rollout) == (1, 3)
-    assert args.notes == ("5 pairs: the last of 3 steps of each rollout has 1 pairs instead of 2, and its own divisor",)
+    assert args.notes == (
+        "5 pairs: the last of 3 steps of each rollout has 1 pairs instead of 2, and averages its loss over them",
+    )
     assert {"--n-samples-per-prompt", "--kl-loss-type"} == set(dict(args.no_effect))
     assert make("--loss-type dpo_loss --ref-load other/model").ref_load == "other/model"
     both = make("--loss-type dpo_loss --eval-interval 1 --eval-prompt-data e e.jsonl")
@@ -499,8 +501,8 @@ def test_a_new_model_from_flags(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError) as caught:
         make_args(words[:-2], machine=Machine(gpus=0))
     assert caught.value.problems[:2] == [
-        "--num-layers a new model needs --vocab-size as well (or name an existing one with --hf-checkpoint)",
-        "--tokenizer is missing: a new model needs one",
+        "--num-layers a new model needs --vocab-size as well (or name an existing model with --hf-checkpoint)",
+        "--tokenizer is missing: a new model needs a tokenizer",
     ]
 
 
@@ -523,9 +525,9 @@ def test_the_engine_context_is_the_longest_asked_for(make: Make) -> None:
 
 
 def test_opsm_in_a_single_step_is_noted(make: Make) -> None:
-    assert any("never drops" in note for note in make("--use-opsm").notes)
+    assert any("drops no response" in note for note in make("--use-opsm").notes)
     for words in ("--use-opsm --num-steps-per-rollout 2", "--use-opsm --use-rollout-logprobs"):
-        assert not any("never drops" in note for note in make(words).notes)
+        assert not any("drops no response" in note for note in make(words).notes)
 
 
 def test_an_environment_makes_the_responses_and_may_bring_its_rows() -> None:
@@ -548,7 +550,8 @@ def test_an_environment_makes_the_responses_and_may_bring_its_rows() -> None:
     idle = make_args(f"{words} --prompt-data y.jsonl --environment-max-turns 3".split()).no_effect
     assert idle == (("--environment-max-turns", "needs --environment"),)
     beside = make_args(f"{words} --prompt-data y.jsonl --environment http://a:1 --environment-processes 3".split())
-    assert beside.no_effect == (("--environment-processes", "needs an environment that is not a server's address"),)
+    needs = "needs an environment that is not on a server"
+    assert beside.no_effect == (("--environment-processes", needs),)
 
 
 def test_a_mixture_is_one_file_of_paths_and_weights(make: Make, problems: Problems, tmp_path: Path) -> None:

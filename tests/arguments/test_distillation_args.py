@@ -31,7 +31,7 @@ def test_without_a_reward_every_reward_is_zero(make: Make) -> None:
 
 def test_a_group_of_one_is_said_to_learn_from_the_teacher_alone(make: Make) -> None:
     def said(words: str) -> bool:
-        return any("only the teacher counts" in note for note in make(f"{TEACHER} trainer {words}").notes)
+        return any("learns only from the teacher" in note for note in make(f"{TEACHER} trainer {words}").notes)
 
     assert said("--n-samples-per-prompt 1")
     assert not said("--n-samples-per-prompt 1 --disable-rewards-normalization")
@@ -60,7 +60,7 @@ def test_a_teacher_must_speak_the_students_vocabulary(make: Make, model: Path, d
     padded = teacher_folder(model, tmp_path / "padded", vocab_size=640, num_hidden_layers=4)
     assert found(make, model, data, padded) == []
     (problem,) = found(make, model, data, teacher_folder(model, tmp_path / "small", vocab_size=200))
-    assert "its vocabulary has 200 tokens, fewer than its tokenizer" in problem
+    assert "the teacher's vocabulary has 200 tokens, fewer than the teacher's tokenizer" in problem
     other = teacher_folder(model, tmp_path / "other")
     tokenizer = json.loads((other / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
@@ -78,7 +78,9 @@ def test_a_teacher_in_megatrons_format_is_called_that(make: Make, model: Path, d
     assert problem == f"--opd-teacher-load {tmp_path}: is in Megatron format; name the model's Hugging Face folder"
 
 
-@pytest.mark.parametrize(("size", "says"), [(512, None), (640, "its vocabulary has 640 tokens, the student's 512")])
+@pytest.mark.parametrize(
+    ("size", "says"), [(512, None), (640, "the teacher's vocabulary has 640 tokens, but the student's has 512")]
+)
 def test_without_a_tokenizer_the_sizes_must_agree(
     make: Make, model: Path, data: Path, tmp_path: Path, size: int, says: str | None
 ) -> None:

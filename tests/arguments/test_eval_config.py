@@ -84,21 +84,21 @@ def test_a_rule_of_its_own_beats_the_custom_reward(make: Make, config: Any) -> N
             "dataset a: temprature is not a known key; did you mean temperature?",
         ),
         ("datasets: {a: {path: p}}\ndefaults: {topp: 1}", "defaults: topp is not a known key; did you mean top_p?"),
-        ("datasets: {a: {path: p, stamp: 1}}", "stamp is not a known key; it takes name, path, task"),
-        ("datasets: {a: {path: p, app_service: x}}", "app_service is not supported: slime only hands it"),
+        ("datasets: {a: {path: p, stamp: 1}}", "stamp is not a known key; known keys are name, path, task"),
+        ("datasets: {a: {path: p, app_service: x}}", "app_service is not supported: slime only passes this key"),
         ("datasets: {a: {path: p, top_k: many}}", "top_k takes a whole number"),
         ("datasets: {a: {temperature: 1}}", "a dataset needs a name and a path"),
         ("datasets: [p.jsonl]", "every dataset is a mapping"),
         *(
-            (f"datasets: [{{name: {name}, path: p}}]", f"dataset {name}: eval/{name} would not be known as a score")
+            (f"datasets: [{{name: {name}, path: p}}]", f"{name}: eval/{name} would not be recognized as a score")
             for name in ("math/500", "step", "a-stderr", "a-pass@1")
         ),
-        (f"datasets: [{{name: {'n' * 300}, path: p}}]", "its files are called after it: a name of 200 bytes or less"),
+        (f"datasets: [{{name: {'n' * 300}, path: p}}]", "part of file names, so it may have at most 200 bytes"),
         ("datasets: {a: {path: p}}\ndefaults: [temperature]", "defaults: is not a mapping of settings"),
         ("datasets: {a: {path: p}, a: {path: q}}", "line 1: a is given a second time"),
         ("", "is empty"),
-        ("datasets: []", "needs datasets: a list, or a mapping by name"),
-        ("datasets: 3", "needs datasets: a list, or a mapping by name"),
+        ("datasets: []", "needs the key datasets, with a list or a mapping by name"),
+        ("datasets: 3", "needs the key datasets, with a list or a mapping by name"),
         ("dataset: {}\ndatasets: {a: {path: p}}", "unknown keys dataset"),
         ("datasets: [{name: a, path: p}, {name: a, path: q}]", "names two datasets 'a'"),
     ],
@@ -134,7 +134,7 @@ def test_pass_at_k_needs_as_many_responses(make: Make, problems: Problems, confi
         f"{flags} 16 {config('datasets: {sums: {path: p}, words: {path: p, pass_at_k: [5]}}')}"
     ).eval_datasets
     assert (sums.pass_at_k, words.pass_at_k) == ([3, 16], [5])
-    says = "eval dataset a: pass@16 needs 16 responses to a prompt, and n_samples_per_eval_prompt is 8: raise it, or"
+    says = "eval dataset a: pass@16 needs 16 responses to a prompt, but only 8 are sampled: raise n_samples_per_eval"
     assert says in problems(f"{flags} 8 --eval-prompt-data a p")[0]
     assert "pass_at_k [0]: must be at least 1" in problems(f"{FLAGS} --eval-prompt-data a p --eval-pass-at-k 0")[0]
 
@@ -186,10 +186,10 @@ def test_choices_are_scored_once_by_our_generate_function(make: Make, problems: 
     assert (mmlu.metadata_overrides, arc.metadata_overrides) == ({"metric": "acc"}, {"metric": "acc_norm"})
     assert mmlu.custom_generate_function_path == "slimelite.rollout.evaluation.choose"
     assert problems(f"{words} --rollout-backend vllm") == [
-        "eval dataset mmlu: its choices are scored by their likelihood, which --rollout-backend vllm does not return; "
-        "use --rollout-backend embedded",
-        "eval dataset arc: its choices are scored by their likelihood, which --rollout-backend vllm does not return; "
-        "use --rollout-backend embedded",
+        "eval dataset mmlu: choices are scored by their likelihoods, but --rollout-backend vllm does not return "
+        "likelihoods; use --rollout-backend embedded",
+        "eval dataset arc: choices are scored by their likelihoods, but --rollout-backend vllm does not return "
+        "likelihoods; use --rollout-backend embedded",
     ]
 
 
@@ -218,5 +218,5 @@ def test_a_wrong_task_is_a_problem(problems: Problems, sums: str) -> None:
         "--eval-tasks gsm9k: there is no such task; did you mean gsm8k?"
     )
     assert problems(f"{sums} --n-samples-per-eval-prompt 2") == [
-        "eval dataset sums: 2 greedy responses to a prompt are all alike: give --eval-temperature"
+        "eval dataset sums: 2 greedy responses to a prompt are all equal: give an --eval-temperature above 0"
     ]

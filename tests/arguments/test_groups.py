@@ -50,7 +50,7 @@ def test_custom_group_is_as_strict() -> None:
     with pytest.raises(ArgumentError) as caught:
         make_args([*COMPLETE.split(), "--shout-style", "soft", "--shout-bonsu", "1"], groups=[ShoutArgs], machine=CPU)
     assert caught.value.problems == [
-        "--shout-style is one of loud, louder, not 'soft'",
+        "--shout-style must be one of loud, louder, not 'soft'",
         "--shout-bonsu is not a known flag; did you mean --shout-bonus?",
     ]
 
@@ -100,7 +100,7 @@ def test_a_flag_says_its_choices_bounds_and_needs(capsys: pytest.CaptureFixture[
             read(words)
         return caught.value.problems
 
-    assert problems("--voice bass") == ["--voice is one of auto, alto, not 'bass'"]
+    assert problems("--voice bass") == ["--voice must be one of auto, alto, not 'bass'"]
     VOICES.add(Voice("bass"))
     assert read("--voice bass").voice == "bass"
     assert problems("--pitch 20000") == ["--pitch 20000.0: must be above 0 and below 20000"]
@@ -113,8 +113,8 @@ def test_a_flag_says_its_choices_bounds_and_needs(capsys: pytest.CaptureFixture[
     text = " ".join(capsys.readouterr().out.split())
     assert "--voice {auto,alto,bass} This voice sings. Default: auto." in text
     assert (
-        "--pitch FLOAT It sings at this pitch. It must be above 0 and below 20000. It needs a voice. Default: 440."
-        in text
+        "--pitch FLOAT It sings at this pitch. The value must be above 0 and below 20000. The flag needs a voice. "
+        "Default: 440." in text
     )
 
 

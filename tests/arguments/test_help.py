@@ -79,15 +79,15 @@ def test_a_group_by_its_short_name(group: type, capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
-        (["--lr"], "--lr FLOAT Peak learning rate. It must be at least 0. It needs training. Default: 1"),
+        (["--lr"], "--lr FLOAT Peak learning rate. The value must be at least 0. The flag needs training. Default: 1"),
         (["lr"], "--lr FLOAT Peak learning rate"),
         (["eps_clip"], "--eps-clip FLOAT The ratio of new to old policy"),
         (["--tis-level"], "--mis-level, --tis-level"),
         (["--no-colocate"], "--colocate Training and inference share the GPUs"),
         (["--disable-rewards-normalization"], "--disable-rewards-normalization Rewards are not normalized"),
-        (["--sglang-dtype"], "--sglang-dtype It is an option of SGLang's server"),
-        (["--fp16"], "--fp16 It is refused: there is no loss scaler; "),
-        (["--sequence-parallel"], "--sequence-parallel It is known, and has no effect here: it belongs to tensor"),
+        (["--sglang-dtype"], "--sglang-dtype This option of SGLang is passed to every SGLang server"),
+        (["--fp16"], "--fp16 This flag is refused: there is no loss scaler; "),
+        (["--sequence-parallel"], "--sequence-parallel This flag is accepted, but has no effect here: this flag is"),
     ],
 )
 def test_one_flag(argv: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,7 +102,7 @@ def test_a_word_finds_the_flags_that_have_it(capsys: pytest.CaptureFixture[str])
 
 def test_a_misspelt_topic_is_corrected(capsys: pytest.CaptureFixture[str]) -> None:
     for topic, meant in (("optimzer", "optimizer"), ("rewards", "reward"), ("--use-kl-los", "--use-kl-loss")):
-        expected = f"train.py: --help {topic}: no group and no flag has this name; did you mean {meant}?\n"
+        expected = f"train.py: --help {topic}: there is no group or flag with this name; did you mean {meant}?\n"
         assert refused(capsys, "--help", topic) == expected
     assert "groups are cluster, architecture, model, " in refused(capsys, "--help", "qqq")
 

@@ -28,5 +28,5 @@ def test_the_ranks_are_those_that_torchrun_has_started(make: Make, problems: Pro
 
 def test_torchrun_starts_a_run_of_torchruns(make: Make, problems: Problems) -> None:
     assert make("").launcher == "ray"
-    remedy = "start it with torchrun --nproc-per-node 8 train.py ..."
+    remedy = "start the run with torchrun --nproc-per-node 8 train.py ..."
     assert problems(f"{SFT} --launcher torchrun") == [f"--launcher torchrun: {remedy}"]

@@ -50,11 +50,11 @@ def test_engines_are_alike_without_it(make: Make) -> None:
     ("text", "says"),
     [
         ("{worker_type: prefill, num_gpus: 8}", "server group 0: worker_type prefill is not supported"),
-        ("{num_gpus: 4}", "its groups have 4 GPUs, and --rollout-num-gpus is 8"),
-        ("{num_gpus: 8, num_gpus_per_engine: 3}", "8 GPUs do not divide into engines of 3"),
+        ("{num_gpus: 4}", "the server groups have 4 GPUs, but --rollout-num-gpus is 8"),
+        ("{num_gpus: 8, num_gpus_per_engine: 3}", "8 GPUs cannot be divided into engines of 3"),
         ("{num_gpus: many}", "num_gpus is 'many'"),
         ("{num_gpus: 8, gpus: 3}", "unknown keys gpus"),
-        ("{num_gpus: 8, overrides: {tp_size: 3}}", "override tp_size: it is --rollout-num-gpus-per-engine"),
+        ("{num_gpus: 8, overrides: {tp_size: 3}}", "override tp_size: use --rollout-num-gpus-per-engine"),
         ("{num_gpus: 8, overrides: {tp_sizes: 3}}", "override tp_sizes: SGLang has no such option"),
     ],
 )

@@ -45,10 +45,10 @@ def reason(args: Args, name: str) -> str:
     ("size", "gpus", "gigabytes", "needed", "says"),
     [
         ("0.5B", 1, 80, False, "takes about 23 GB; a GPU has 70 GB for training"),
-        ("0.5B", 1, 24, True, "takes about 23 GB, with it 11 GB; a GPU has 21 GB"),
-        ("7B", 8, 80, True, "takes about 80 GB, with it 26 GB; a GPU has 70 GB"),
+        ("0.5B", 1, 24, True, "takes about 23 GB, with checkpointing 11 GB; a GPU has 21 GB"),
+        ("7B", 8, 80, True, "takes about 80 GB, with checkpointing 26 GB; a GPU has 70 GB"),
         ("7B", 8, 141, False, "takes about 80 GB; a GPU has 124 GB"),
-        ("32B", 64, 80, True, ", with it "),
+        ("32B", 64, 80, True, ", with checkpointing "),
     ],
 )
 def test_checkpointing_where_the_shapes_need_it(
@@ -65,7 +65,7 @@ def test_a_flag_wins_and_what_will_not_fit_is_noted(plan: Make) -> None:
     args = plan("7B", 8, 80, "--no-gradient-checkpointing")
     assert args.gradient_checkpointing is False
     (note,) = args.notes
-    assert "takes about 80 GB of a GPU, and a GPU has 70 GB" in note
+    assert "takes about 80 GB of a GPU, but a GPU has 70 GB" in note
     assert "--gradient-checkpointing, a lower --max-tokens-per-gpu" in note
     assert plan("0.5B", 1, 80, "--gradient-checkpointing").gradient_checkpointing is True
     assert plan("0.5B", 1, 80, "--recompute-granularity full").gradient_checkpointing is True

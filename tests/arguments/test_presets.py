@@ -44,7 +44,9 @@ def test_mistakes(problems: Problems) -> None:
     (problem,) = problems("--preset 42")
     assert ", ".join(PRESETS) in problem
     (problem,) = problems("--preset dapo gspo --eps-clip 0.1 --eps-clip-high 0.1")
-    assert problem == "--preset dapo and gspo disagree about --advantage-estimator: use one, or give the flag"
+    assert problem == (
+        "--preset dapo and gspo give --advantage-estimator different values: use one preset, or give the flag"
+    )
     assert problems("--preset dapo gspo --eps-clip 0.1 --eps-clip-high 0.1 --advantage-estimator gspo") == []
 
 

@@ -13,7 +13,7 @@ RULES = [
     # (words that break the rule, what the line says, words added that mend it)
     (
         "--rollout-temperature 0",
-        "--rollout-temperature 0.0: must be above 0: training divides the logits by it",
+        "--rollout-temperature 0.0: must be above 0, because training divides the logits by it",
         "--rollout-temperature 0.5",
     ),
     (
@@ -38,17 +38,17 @@ RULES = [
     ),
     (
         "--save s --save-interval 1 --no-save-optim --max-restarts 2",
-        "--max-restarts cannot resume the optimizer, which --no-save-optim leaves out",
+        "--max-restarts cannot resume the optimizer, because --no-save-optim leaves it out",
         "--no-load-optim",
     ),
     ("--lora-rank 4 --load-in-4bit --compile", "--load-in-4bit with --compile", "--debug-rollout-only"),
     (
         "--loss-type kto_loss --label-key y --ref-load r --n-samples-per-prompt 1 --rollout-batch-size 3 "
         "--global-batch-size 2",
-        "--loss-type kto_loss --global-batch-size 2: a step has only one of 3 replies",
+        "--loss-type kto_loss --global-batch-size 2: one step has only one of 3 replies",
         "--rollout-batch-size 4",
     ),
-    ("--rollout-top-k 1", "--rollout-top-k 1: is greedy", "--debug-rollout-only"),
+    ("--rollout-top-k 1", "--rollout-top-k 1 samples greedily", "--debug-rollout-only"),
     ("--rollout-min-p 1.5", "--rollout-min-p 1.5: must be", "--rollout-min-p 0.5"),
     (
         "--rollout-backend sglang --rollout-top-k 5000",
@@ -67,7 +67,7 @@ RULES = [
     ),
     (
         "--use-opd --opd-type sglang --rm-url http://t:1/generate --rollout-top-p 0.9",
-        "--opd-type sglang with --rollout-top-p, --rollout-top-k or --rollout-min-p: the teacher's server gives",
+        "--opd-type sglang with --rollout-top-p, --rollout-top-k or --rollout-min-p: the teacher's server returns",
         "--rollout-top-p 1",
     ),
     ("--rollout-top-k 0", "--rollout-top-k 0: must be -1 or at least 1", "--rollout-top-k -1"),
@@ -77,7 +77,7 @@ RULES = [
         "--curriculum-threshold 0.9",
     ),
     ("--eval-interval 2", "--eval-interval needs --eval-prompt-data", "--eval-prompt-data a a.jsonl"),
-    ("--save-interval 2", "--save-interval needs --save: in which folder?", "--save out"),
+    ("--save-interval 2", "--save-interval needs --save: the folder for checkpoints", "--save out"),
     ("--save-rollouts -1", "--save-rollouts -1: must be a number of rollouts, all or none", "--save-rollouts 0"),
     ("--save-rollouts few", "--save-rollouts few: must be a number", "--save-rollouts none"),
     ("--early-stop-patience 2", "--early-stop-patience needs --eval-interval", f"{EVAL} --eval-interval 2"),
@@ -87,7 +87,7 @@ RULES = [
         f"{EVAL} --eval-interval 2 --no-debug-rollout-only",
     ),
     ("--save-best --save-hf out", "--save-best needs --eval-interval", f"{EVAL} --eval-interval 2"),
-    (f"--save-best --eval-interval 2 {EVAL}", "--save-best needs --save or --save-hf: where to?", "--save-hf out"),
+    (f"--save-best --eval-interval 2 {EVAL}", "--save-best needs --save or --save-hf: the folder", "--save-hf out"),
     (
         f"--early-stop-patience 2 --eval-interval 2 {EVAL} --early-stop-metric eval/sum",
         "--early-stop-metric eval/sum: no evaluation measures this metric; did you mean eval/sums?",
@@ -100,15 +100,15 @@ RULES = [
     ),
     (
         f"--early-stop-patience 2 --eval-interval 2 {EVAL} --early-stop-metric rollout/raw_reward",
-        "there are eval/sums, eval/sums-truncated_ratio",
+        "the metrics are eval/sums, eval/sums-truncated_ratio",
         "--early-stop-metric eval/sums/reward/format",
     ),
     (
         f"--save-best --save-hf out --eval-interval 3 {EVAL} --async-rollout --update-weights-interval 2",
-        "use older weights than those that are saved; make the first a multiple of the second",
+        "use older weights than the saved model; make --eval-interval a multiple of --update-weights-interval",
         "--eval-interval 4",
     ),
-    ("--save out", "--save needs --save-interval: after how many rollouts?", "--save-interval 1"),
+    ("--save out", "--save needs --save-interval: the number of rollouts", "--save-interval 1"),
     (
         "--use-kl-loss --kl-loss-coef 0.1 --kl-coef 0.1 --advantage-estimator reinforce_plus_plus",
         "--kl-coef (in the reward) and --kl-loss-coef",
@@ -155,7 +155,7 @@ RULES = [
     ("--gamma 1.5", "--gamma 1.5: must be between 0 and 1", "--gamma 1"),
     (
         "--calculate-per-token-loss --loss-aggregation constant",
-        "--calculate-per-token-loss is",
+        "--calculate-per-token-loss means",
         "--loss-aggregation token",
     ),
     ("--loss-type dpo_loss --dpo-beta 0", "--dpo-beta 0.0: must be above 0", "--dpo-beta 0.01"),
@@ -164,7 +164,7 @@ RULES = [
     ("--loss-type dpo_loss --calculate-per-token-loss", "leave --calculate-per-token-loss out", "--loss-type sft_loss"),
     ("--loss-type dpo_loss --loss-aggregation token", "leave --loss-aggregation out", "--loss-aggregation rollout"),
     ("--loss-type dpo_loss --rejected-key chosen", "are both 'chosen'", "--chosen-key yes"),
-    ("--loss-type dpo_loss --debug-rollout-only", "generates no rollouts; leave one out", "--no-debug-rollout-only"),
+    ("--loss-type dpo_loss --debug-rollout-only", "generates no rollouts; choose one", "--no-debug-rollout-only"),
     ("--n-samples-per-prompt 1", "grpo compares the responses", "--disable-rewards-normalization"),
     ("--n-samples-per-prompt 1", "grpo compares the responses", "--advantage-estimator reinforce_plus_plus"),
     ("--n-samples-per-prompt 1", "grpo compares the responses", "--loss-type sft_loss"),
@@ -186,7 +186,7 @@ RULES = [
         "--no-debug-train-only",
     ),
     ("--loss-type custom_loss", "needs --custom-loss-function-path", "--custom-loss-function-path my.loss"),
-    ("--ci-metric-checker-key eval/x", "come together", "--ci-metric-checker-threshold 0.5"),
+    ("--ci-metric-checker-key eval/x", "give both flags", "--ci-metric-checker-threshold 0.5"),
     ("--load-debug-rollout-data-subsample 0.5", "needs --load-debug-rollout-data", "--load-debug-rollout-data x"),
     ("--group-rm", "--group-rm needs --custom-rm-path", "--custom-rm-path my.rm"),
     ("--rm-type reward_model", "--rm-type reward_model needs --reward-model-path", "--reward-model-path model"),
@@ -195,7 +195,7 @@ RULES = [
     ("--format-regex (", "--format-regex '(': missing )", "--format-regex ()"),
     (
         "--format-reward-coef 1 --custom-reward-post-process-path my.fn",
-        "--custom-reward-post-process-path replaces the changes to the rewards",
+        "--custom-reward-post-process-path replaces all changes to the rewards",
         "--format-reward-coef 0",
     ),
     ("--overlong-buffer-len 5000", "--overlong-buffer-len 5000 is above", "--rollout-max-response-len 6000"),
@@ -230,8 +230,12 @@ RULES = [
     ("--launcher local --actor-num-gpus-per-node 2", "2 training ranks need --launcher ray", "--launcher ray"),
     ("--launcher local --rollout-num-gpus 2", "2 engines need --launcher ray", "--launcher ray"),
     ("--rollout-num-gpus 3 --rollout-num-gpus-per-engine 2", "3 is not a multiple", "--rollout-num-gpus-per-engine 1"),
-    ("--rollout-num-gpus-per-engine 2", "the embedded engine runs on one device", "--rollout-num-gpus-per-engine 1"),
-    ("--rollout-backend vllm --deterministic-mode", "its samples are not reproducible", "--rollout-backend embedded"),
+    ("--rollout-num-gpus-per-engine 2", "engine runs on only one device", "--rollout-num-gpus-per-engine 1"),
+    (
+        "--rollout-backend vllm --deterministic-mode",
+        "samples of this engine are not repro",
+        "--rollout-backend embedded",
+    ),
     ("--device cuda --colocate --rollout-backend vllm", "vllm cannot release its memory", "--rollout-backend embedded"),
     ("--rollout-num-gpus 0", "leaves no engine", "--rollout-num-gpus 1"),
     (
@@ -246,13 +250,13 @@ RULES = [
     ("--use-opd --opd-type trainer", "--opd-type trainer needs --opd-teacher-load", "--opd-teacher-load m"),
     ("--use-opd --opd-type sglang", "needs --rm-url", "--rm-url http://127.0.0.1:1"),
     ("--use-opd --opd-type sglang", "needs --rm-url", "--custom-generate-function-path my.fn"),
-    ("--use-opd --opd-type sglang --rm-url 127.0.0.1:1", "starts with http", "--rm-url http://127.0.0.1:1"),
+    ("--use-opd --opd-type sglang --rm-url 127.0.0.1:1", "must start with http", "--rm-url http://127.0.0.1:1"),
     ("--use-opd --opd-type sglang --rm-url http://a --opd-teacher-load m", "choose one", "--opd-type trainer"),
     ("--use-opd --opd-type sglang --rm-url http://a --rm-type remote_rm", "both read --rm-url", "--rm-type math"),
     ("--use-opd --opd-type trainer --opd-teacher-load m --opd-kl-coef -1", "at least 0", "--opd-kl-coef 0"),
     (
         "--use-opd --opd-type trainer --opd-teacher-load m --loss-type sft_loss",
-        "--use-opd adds to the advantages",
+        "--use-opd changes the advantages",
         "--loss-type policy_loss",
     ),
     (
@@ -262,7 +266,7 @@ RULES = [
     ),
     ("--use-pytorch-profiler", "profiles 10, 11 of the rollouts 0 to 1: name the rollouts", "--profile-rollouts 1"),
     ("--profile-rollouts 1", "--profile-rollouts needs --use-pytorch-profiler", "--use-pytorch-profiler"),
-    ("--record-memory-history", "needs GPUs: PyTorch keeps the history of", "--no-record-memory-history"),
+    ("--record-memory-history", "needs GPUs: PyTorch records only the history of", "--no-record-memory-history"),
     (
         "--custom-pg-loss-reducer-function-path my.reducer --loss-aggregation constant",
         "both reduce the loss; choose one",

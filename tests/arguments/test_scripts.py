@@ -154,11 +154,11 @@ def test_every_flag_is_known(project: str) -> None:
     ("words", "said"),
     [
         ("--use-session-server", "sessions keep the sampled tokens"),
-        ("--use-session-server v2 --session-server-port 30000 30002 --tito-model qwen3", "need no server of their own"),
-        ("--dumper-inference", "it belongs to --dumper-enable"),
+        ("--use-session-server v2 --session-server-port 30000 30002 --tito-model qwen3", "need no separate server"),
+        ("--dumper-inference", "only works with --dumper-enable"),
         ("--ft-components rollout", "rollout is already the default behaviour"),
         ("--multi-lora-n-adapters 0 --opd-log-prob-top-k 0", "0 is already the default behaviour"),
-        ("--skip-actor-forward-only", "old log-probs take no pass of their own"),
+        ("--skip-actor-forward-only", "old log-probs need no extra pass"),
     ],
 )
 def test_flags_of_miles_without_effect(words: str, said: str) -> None:
@@ -171,11 +171,11 @@ def test_flags_of_miles_without_effect(words: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--ft-components rollout train", "--max-restarts the whole run"),
+        ("--ft-components rollout train", "--max-restarts restarts the whole run"),
         ("--eval-sglang-mem-fraction-static 0.5", "all engines are alike"),
         ("--custom-agent-function-path a.b", "--agent-command runs a program"),
-        ("--multi-lora-adapter a path", "start a run for each"),
-        ("--update-weight-transfer-mode p2p", "--update-weight-transport says how"),
+        ("--multi-lora-adapter a path", "start one run for each"),
+        ("--update-weight-transfer-mode p2p", "--update-weight-transport chooses how"),
     ],
 )
 def test_flags_of_miles_that_are_refused(words: str, said: str) -> None:

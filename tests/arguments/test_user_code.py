@@ -47,7 +47,7 @@ def test_a_group_is_named_on_the_command_line(tmp_path: Any, capsys: pytest.Capt
     assert "\nMINE\n" in capsys.readouterr().out
     with pytest.raises(ArgumentError) as caught:
         make_args([*COMPLETE.split(), "--args-group", f"{tmp_path}/own.py:NoGroup"], machine=CPU)
-    assert "is no frozen dataclass" in caught.value.problems[0]
+    assert "is not a frozen dataclass" in caught.value.problems[0]
     with pytest.raises(ArgumentError, match=f"--args-group: no plugin file {tmp_path}/nowhere.py"):
         make_args([*COMPLETE.split(), "--args-group", f"{tmp_path}/nowhere.py:MyArgs"], machine=CPU)
     (tmp_path / "fails.py").write_text("import os\nos.nothing\n")

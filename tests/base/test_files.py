@@ -31,7 +31,7 @@ def test_a_file_is_whole_or_what_it_was(tmp_path: Path) -> None:
 
 
 def test_a_file_does_not_take_the_place_of_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(IsADirectoryError, match=re.escape(f"is a folder; name a file: '{tmp_path}'")):
+    with pytest.raises(IsADirectoryError, match=re.escape(f"is a folder: name a file: '{tmp_path}'")):
         write_text(tmp_path, "new")
 
 
@@ -42,7 +42,7 @@ def test_a_full_disk_is_named_and_the_status_is_written_all_the_same(tmp_path: P
         (tmp_path / f"{name}.partial").symlink_to("/dev/full")
     folder.save_json("status.json", {"status": "failed"})
     assert json.loads((tmp_path / "status.json").read_text()) == {"status": "failed"}
-    with pytest.raises(OSError, match=r"No space left on device; .*B are free there: make room.*new\.json'"):
+    with pytest.raises(OSError, match=r"No space left on device; .*B are free there: free more space.*new\.json'"):
         folder.save_json("new.json", {})
     assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
 

@@ -94,7 +94,7 @@ def test_where_json_is_wanted_a_text_is_a_refusal_that_may_pass() -> None:
 
     with scripted((200, "<html>"), (200, "0.5")) as server:
         assert asyncio.run(scenario(server.url)) == 0.5
-    with scripted((200, "<html>")) as server, pytest.raises(Refused, match="not with JSON: <html>"):
+    with scripted((200, "<html>")) as server, pytest.raises(Refused, match="not JSON: <html>"):
         asyncio.run(scenario(server.url))
 
 

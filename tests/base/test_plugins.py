@@ -55,15 +55,18 @@ def test_functions_of_packages_and_of_files(plugin_file: Path) -> None:
         ("{dir}/my_plugin.py:rewad", "no 'rewad'; did you mean reward?"),
         ("{dir}/my_plugn.py:reward", "no plugin file .*my_plugn.py; did you mean my_plugin.py?"),
         ("{dir}/my_plugin.py:NUMBER", "is a int, not a function"),
-        ("{dir}/my_plugin.py", "names a file but no function or class in it; write .*/my_plugin.py:name"),
+        ("{dir}/my_plugin.py", "names a file, but not a function or class in the file: write .*/my_plugin.py:name"),
         ("{dir}/lacks_module.py:fn", "No module named 'no_such_dependency'"),
         ("slimelite.rollout.filterz.check_all", "did you mean filters?"),
         ("slimelite.rollout.filters.check_al", "did you mean check_all?"),
         ("no_such_package_at_all.fn", "No module named 'no_such_package_at_all'; write path/to/file.py:function"),
-        ("examples.reward.fn", "No module named 'examples'; write path/to/file.py:function, or put the folder"),
+        ("examples.reward.fn", "No module named 'examples'; write path/to/file.py:function, or add the folder"),
         ("just_a_name", "write package.module.function or path/to/file.py:function"),
-        ("slime.rollout.rm_hub.math_rm", "does not provide slime.rollout.rm_hub.math_rm; there it has .*async_rm"),
-        ("slime.router.loss.fn", "does not provide slime.router; of slime it has .*slime.rollout.sft_rollout"),
+        ("slime.rollout.rm_hub.math_rm", "does not provide slime.rollout.rm_hub.math_rm; it provides .*async_rm"),
+        (
+            "slime.router.loss.fn",
+            "does not provide slime.router; it provides these modules of slime: .*slime.rollout.sft_rollout",
+        ),
     ],
 )
 def test_what_cannot_be_loaded_is_said(plugin_file: Path, path: str, message: str) -> None:

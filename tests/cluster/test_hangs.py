@@ -97,7 +97,7 @@ def test_of_idle_ranks_the_one_outside_a_collective_is_ended_and_named(ranks: li
     assert second.process.wait(5) == -signal.SIGKILL
     said = f"trainer_1 (process {second.process.pid} on {os.uname().nodename}) has done nothing for "
     assert str(second.verdict).startswith(said)
-    assert "s in train, and the other ranks wait for it; it stood at " in str(second.verdict)
+    assert "s in train, and the other ranks wait for it; its stack: " in str(second.verdict)
     assert "sleeps.py:3 in lost < " in str(second.verdict)
 
 
@@ -175,7 +175,7 @@ def test_who_waits_for_a_stopped_server_has_time_when_that_is_ended(
     of_server, of_trainer = (record.created for record in caplog.records)
     assert of_trainer > of_server + END * LIMIT
     assert f"process {server.pid} on {os.uname().nodename} (sleep 60) was stopped for " in caplog.text
-    assert f"engine_0 had started it, whose log is {engine.log}" in caplog.text
+    assert f"it was started by engine_0 (log: {engine.log})" in caplog.text
 
 
 @pytest.mark.chaos

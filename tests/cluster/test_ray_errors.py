@@ -39,7 +39,7 @@ def test_a_folder_that_ray_cannot_use(monkeypatch: pytest.MonkeyPatch, tmp_path:
     long.mkdir()
     for folder, says in ((missing, "No such file or directory"), (long, "cannot exceed 107 bytes")):
         message = why_not(monkeypatch, RAY_TMPDIR=str(folder))
-        assert message.startswith(f"Ray cannot keep its files in {folder}: ")
+        assert message.startswith(f"Ray cannot write its files in {folder}: ")
         assert says in message
         assert "export RAY_TMPDIR=" in message
 
@@ -47,15 +47,15 @@ def test_a_folder_that_ray_cannot_use(monkeypatch: pytest.MonkeyPatch, tmp_path:
 def test_a_full_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("slimelite.cluster.ray_session.ROOM", 1 << 60)
     message = why_not(monkeypatch, RAY_TMPDIR=str(tmp_path))
-    assert "MB are free" in message
-    assert "Make room" in message
+    assert "MB of free space" in message
+    assert "Free space there" in message
 
 
 def test_a_ray_that_does_not_come_up_is_tried_twice(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     message = why_not(monkeypatch, RAY_gcs_server_port_wait_time_s="0")
-    assert message.startswith("Ray did not start, in 2 tries: Timed out")
+    assert message.startswith("Ray did not start in 2 attempts: Timed out")
     assert "session_latest/logs" in message
     assert "--launcher local" in message
     assert [record.message for record in caplog.records if "trying again" in record.message]
@@ -68,7 +68,9 @@ def test_a_cluster_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         assert f"RAY_ADDRESS={address} ([Errno 111] Connection refused)" in why_not(monkeypatch, RAY_ADDRESS=address)
         with pytest.raises(RestartWaitError) as caught, connected(1, 0.1):
             pytest.fail("Ray started")
-        assert str(caught.value).startswith("a restart has waited 0.1 s for its machines (--restart-wait): no Ray ")
+        assert str(caught.value).startswith(
+            "a restart has waited 0.1 s for its machines (--restart-wait): cannot join "
+        )
     message = why_not(monkeypatch, RAY_ADDRESS="http://127.0.0.1:8265")
     assert "such as 10.0.0.1:6379" in message
 
@@ -102,7 +104,7 @@ def test_a_lost_worker_is_one_line(error: RayError, says: str) -> None:
     [
         (1, "was killed: in the last 30 s the kernel has killed a process of this machine because", MemoryShortage),
         (2, "was killed: in the last 30 s the kernel has killed 2 processes of this machine because", MemoryShortage),
-        (0, "crashed, or somebody sent it SIGKILL. It was not for its memory: ", ClusterError),
+        (0, "crashed, or somebody sent it SIGKILL. Full memory was not the reason: ", ClusterError),
     ],
 )
 def test_whether_the_kernel_killed_it_for_its_memory(kills: int, says: str, kind: type) -> None:
@@ -128,7 +130,7 @@ def test_an_error_of_the_users_is_theirs_whatever_its_class(error: Exception, tm
     assert str(found).endswith("the judge is asleep")
     assert type(found) in (ValueError, ClusterError)
     assert "Ray failed" not in str(found)
-    assert "in rollout, whose log is" in found.__notes__[0]
+    assert "in rollout (log: " in found.__notes__[0]
     assert 'File "reward.py", line 3' in found.__notes__[0]
 
 

@@ -123,12 +123,12 @@ def test_what_a_verb_cannot_use_is_said_before_it_runs(side: Side) -> None:
         verbs = (cluster.generate, cluster.evaluate, cluster.sync, cluster.save, cluster.save_hf)
         for verb in (*verbs, lambda number: cluster.train(number, TABLE)):
             for wrong in ("1", None, -2, 1.0, True):
-                with pytest.raises(ValueError, match=rf"(rollout_id|version) is {wrong!r}, and must be a whole number"):
+                with pytest.raises(ValueError, match=rf"(rollout_id|version) must be a whole .* 0, not {wrong!r}"):
                     verb(wrong)
         for wrong, says in (
-            (rollout, r"is a Pending, and must be a SampleTable: take the \.table of its result\(\)"),
-            (rollout.result(), r"is a RolloutOutput, and must be a SampleTable: take its \.table"),
-            ([1, 2], r"is a list, and must be a SampleTable$"),
+            (rollout, r"must be a SampleTable, not a Pending: take the \.table of its result\(\)"),
+            (rollout.result(), r"must be a SampleTable, not a RolloutOutput: take its \.table"),
+            ([1, 2], r"must be a SampleTable, not a list$"),
         ):
             for verb in (cluster.forward_backward, lambda table: cluster.train(0, table)):
                 with pytest.raises(ValueError, match=says):

@@ -263,7 +263,7 @@ def test_an_answer_that_has_its_end_gets_no_second_one(template: str, end: str) 
 
 
 def test_what_cannot_be_masked_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"does not show what assistant message 1 says.*generation"):
+    with pytest.raises(ValueError, match=r"does not show assistant message 1 as a reply.*generation"):
         ChatReader(byte_tokenizer(chat_templates.R1)).tokens([user("q"), reply(None), user("r"), reply("x")])
     with pytest.raises(ValueError, match="roles must alternate"):
         ChatReader(byte_tokenizer(chat_templates.GEMMA)).tokens([user("q"), user("r"), reply("x")])

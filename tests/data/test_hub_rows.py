@@ -62,7 +62,7 @@ def test_a_dataset_of_the_hub_is_read_by_config_split_and_slice(tmp_path: Path) 
             assert rows[spec] == [json.loads(line) for line in written(*numbers).splitlines()], spec
         for spec, word in wrong.items():
             assert f"no file {spec!r}, and the hub has no dataset" in problems[spec], problems
-            assert word in problems[spec].rpartition("of this name: ")[2]
+            assert word in problems[spec].rpartition("[:split]): ")[2]
         offline = {**environment, "HF_HUB_OFFLINE": "1"}  # what was read is in the cache
         again = subprocess.run(
             [*command[:4]], capture_output=True, text=True, env=offline, cwd=Path(__file__).parents[2]

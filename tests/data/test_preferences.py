@@ -164,11 +164,11 @@ WHOLE = {"prompt": [USER], "chosen": "4", "rejected": "5"}
         (WHOLE | {"chosen": ""}, {}, "column 'chosen': the reply is empty"),
         (WHOLE | {"rejected": None}, {}, "column 'rejected': the reply is empty"),
         (WHOLE | {"rejected": 5}, {}, "column 'rejected': text or a list of messages is expected, not 5"),
-        (WHOLE | {"rejected": "4"}, {}, "column 'rejected': is the same as 'chosen'"),
+        (WHOLE | {"rejected": "4"}, {}, "column 'rejected': equals 'chosen'"),
         (WHOLE | {"chosen": [AGAIN, GOOD]}, {}, "column 'chosen': starts with a user message that is not the first of"),
         (WHOLE | {"chosen": [USER]}, {}, "column 'chosen': does not end with a message of the assistant"),
         (WHOLE | {"chosen": [{"role": "assistant"}]}, {}, r"message 0 \(assistant\) is empty"),
-        (WHOLE, {"input_key": "chosen"}, "column 'chosen': a reply that is text does not contain the prompt"),
+        (WHOLE, {"input_key": "chosen"}, "column 'chosen': the replies are text, and do not contain the prompt"),
         ({"chosen": [GOOD], "rejected": [BAD]}, {"input_key": "chosen"}, "there is no message before the first answer"),
     ],
 )

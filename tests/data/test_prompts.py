@@ -148,9 +148,9 @@ BAD = {
     "a key twice": ('{"input": "x", "y": 1, "y": 2}', "not JSON .the key 'y' is given twice"),
     "tools that are none": (
         {"input": "x", "y": 1, "tools": [1]},
-        "column 'tools': tool 0 is an object such as .*, not 1",
+        "column 'tools': tool 0 must be an object such as .*, not 1",
     ),
-    "messages as text": ({"input": '[{"role": "user", "content": "x"}]', "y": 1}, "messages are written as text"),
+    "messages as text": ({"input": '[{"role": "user", "content": "x"}]', "y": 1}, "the messages are text"),
     "a template that refuses": (
         {"input": [{"role": "robot", "content": "x"}], "y": 1},
         "the chat template refuses.*who?",

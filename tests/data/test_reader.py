@@ -82,7 +82,8 @@ def test_a_malformed_line_is_named_with_file_row_and_line(tmp_path: Path) -> Non
     assert [row["input"] for _, row in read_rows(path, ["input"], [], BadRows(True, said.append))] == ["a", "b"]
     rows = (
         "3 of 5 rows are malformed{}: row 1 (line 3): not JSON (Expecting value: line 1 column 11 (char 10)); row 2 "
-        "(line 4): a row is an object with named columns, not list; row 3 (line 5): no column 'input'; it has ['label']"
+        "(line 4): a row must be an object with named columns, not list; row 3 "
+        "(line 5): no column 'input'; it has ['label']"
     )
     assert said == [f"{path}: {rows.format(' and left out')}"]
     with pytest.raises(ValueError, match=re.escape(f"{path}: {rows.format('')}; fix them, or leave such rows out")):
@@ -109,7 +110,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         "nothing.parquet": "no such file",
         "broken.parquet": "not a readable parquet file",
         "a.xml": r"not one of \.parquet, \.jsonl, \.json",
-        "one.json": "is a list of objects",
+        "one.json": "must be a list of objects",
         "": r"is a folder; name one file or split of it: \['broken.parquet', 'one.json'\]",
     }.items():
         with pytest.raises(ValueError, match=message):
@@ -125,8 +126,8 @@ def test_a_hub_dataset_needs_its_library_or_the_hub(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
-        ("environment:zzz", "^environment:zzz: there is no such environment; known are calculator"),
-        ("environment:python", "^environment:python: this environment brings no rows; give a file$"),
+        ("environment:zzz", "^environment:zzz: there is no such environment; the known names are calculator"),
+        ("environment:python", "^environment:python: this environment has no rows; give a file$"),
     ],
 )
 def test_the_rows_of_an_environment_are_blamed_by_the_name_that_was_given(spec: str, says: str) -> None:

@@ -223,16 +223,16 @@ def test_a_row_that_does_not_fit_is_named(text: str, row: dict[str, Any], messag
     ("text", "message"),
     [
         ("promt: x", "promt is not a known key; did you mean prompt"),
-        ("name: x\nprompt: y", "needs data"),
+        ("name: x\nprompt: y", "needs `data`"),
         ("name: x\nprompt: y\ndata: a/b", "needs a scorer: one of math"),
-        ("name: x\nprompt: y\ndata: a/b\nscorer: mth", r"scorer mth: there is no such rule \(math\?\)"),
-        ("name: x\nprompt: y\ndata: a/b\nkind: multiple-choice", "needs choices"),
+        ("name: x\nprompt: y\ndata: a/b\nscorer: mth", r"scorer mth is not a rule \(math\?\)"),
+        ("name: x\nprompt: y\ndata: a/b\nkind: multiple-choice", "needs `choices`"),
         (
             "name: x\nprompt: y\ndata: a/b\nkind: choice",
-            "kind is one of generate, multiple-choice, contin.*, not 'choice'",
+            "kind must be one of generate, multiple-choice, contin.*, not 'choice'",
         ),
-        ("name: x\nprompt: y\ndata: a/b\nkind: continuation", "needs the text that follows as label"),
-        ("name: x\nprompt: y\ndata: a/b\nscorer: math\nshared: z", "shared is the text after each choice"),
+        ("name: x\nprompt: y\ndata: a/b\nkind: continuation", "needs a `label`: the text that follows the prompt"),
+        ("name: x\nprompt: y\ndata: a/b\nscorer: math\nshared: z", "`shared` is the text after each choice"),
         ("name: x\nprompt: y\ndata: a/b\nscorer: math\nmax_tokens: 0", "max_tokens must be at least 1"),
         ("[1]", "is not a mapping"),
         ("name: x\nname: y", "name is given a second time"),
@@ -245,9 +245,9 @@ def test_a_wrong_task_file_is_one_line(text: str, message: str, tmp_path: Path) 
 
 
 def test_a_template_that_is_none_is_said(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="task sums: prompt is no template: expected token"):
+    with pytest.raises(ValueError, match="task sums: prompt is not a valid template: expected token"):
         TaskRows(written(tmp_path, SUMS.replace("{{ b }}", "{{ b ")), chat=False)
-    with pytest.raises(ValueError, match="task sums: label is no expression"):
+    with pytest.raises(ValueError, match="task sums: label is not a valid expression"):
         TaskRows(written(tmp_path, SUMS.replace("a + b", "a +")), chat=False)
 
 
@@ -260,7 +260,7 @@ def test_an_unknown_task_has_a_hint() -> None:
 
 def test_files_are_looked_for_in_the_folder_of_data(tmp_path: Path) -> None:
     task = Task(name="x", prompt="p", files=["x/test.*", "x.*"], data="owner/x", scorer="math")
-    with pytest.raises(ValueError, match=r"task x: .* has none of x/test\.\*, x\.\*"):
+    with pytest.raises(ValueError, match=r"task x: no file in .* matches x/test\.\*, x\.\*"):
         task.settings("x", str(tmp_path), 0, chat=False)
     plain = jsonl(tmp_path / "x.jsonl", {"a": 1})
     assert task.settings("x", str(tmp_path), 0, chat=False)["path"] == plain
@@ -270,7 +270,7 @@ def test_files_are_looked_for_in_the_folder_of_data(tmp_path: Path) -> None:
     assert task.settings("x", str(tmp_path), 0, chat=False)["path"] == first
     assert task.settings("x", None, 0, chat=False)["path"] == "owner/x"
     jsonl(tmp_path / "x" / "test.json", {})
-    with pytest.raises(ValueError, match=r"its rows are one file, and x/test\.\* matches"):
+    with pytest.raises(ValueError, match=r"only one file may match x/test\.\*, not"):
         task.settings("x", str(tmp_path), 0, chat=False)
 
 

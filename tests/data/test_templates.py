@@ -102,7 +102,7 @@ def test_all_that_a_model_says_is_trained_on_and_nothing_that_others_say(name: s
         if messages is None:
             continue
         if (name, talk) in templates.REFUSED:
-            with pytest.raises(ValueError, match="does not show what assistant message 3 says"):
+            with pytest.raises(ValueError, match="does not show assistant message 3 as a reply"):
                 masks(tokenizer, messages)
             continue
         ids, mask = masks(tokenizer, messages)

@@ -81,7 +81,7 @@ def test_a_checkpoint_of_a_stranger_is_read_with_care(run: Run, small: Path) -> 
     assert run("--run-dir", "begun", "--save", "saved", "--save-interval", "2")[0] == 0
     folder = small / "saved" / "iter_0000001"
     cases = [
-        ("rollout_state.json", {"data_source": ...}, "does not say which prompts were used"),
+        ("rollout_state.json", {"data_source": ...}, "does not contain the position in the data"),
         ("rollout_state.json", {"data_source": {}}, "rollout_state.json: is damaged (KeyError: 'dataset')"),
         ("ahead.parquet", b"PAR1", "ahead.parquet: is missing, damaged or cut short"),
         ("critic/.metadata", b"\x80", "critic/.metadata: is damaged or cut short"),
@@ -156,7 +156,7 @@ def test_a_disk_that_is_full_from_the_start(run: Run, small: Path) -> None:
     assert status == 1
     assert "No space left on device; " in said.splitlines()[-1]
     assert said.splitlines()[-1].endswith(
-        "make room, and resume from the last checkpoint with --load: 'run2/metrics.jsonl'"
+        "free more space, and resume from the last checkpoint with --load: 'run2/metrics.jsonl'"
     )
     assert json.loads((small / "run2" / "status.json").read_text())["status"] == "failed"
 

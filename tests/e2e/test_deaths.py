@@ -165,11 +165,11 @@ def test_each_process_of_a_run(small: Path, what: str, number: int, record_prope
     assert process.returncode == (0 if what in goes_on else 1)
     if what.startswith("ray::") and what not in goes_on:
         assert re.search(rf"train.py: \w+ \(process {victim.pid} on {os.uname().nodename}\) ", out)
-        assert number == signal.SIGSTOP or "It was not for its memory" in out
+        assert number == signal.SIGSTOP or "Full memory was not the reason" in out
     if what == "raylet/raylet" and number == signal.SIGKILL:
         said = rf"train.py: Ray's raylet \(process {victim.pid} on {os.uname().nodename}\) was killed by SIGKILL"
         assert re.search(said, out), out
-        assert "not for its memory" not in out
+        assert "Full memory was not the reason" not in out
         log = re.search(r"; its log is (\S+raylet.out)$", out, re.M)
         assert log is not None
         assert Path(log[1]).stat().st_size

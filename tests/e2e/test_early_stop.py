@@ -94,11 +94,14 @@ def test_a_run_ends_early_and_leaves_its_best(start: Start, tmp_path: Path, caps
     folder = tmp_path / "straight"
     found, status = left(folder), json.loads((folder / "run" / "status.json").read_text())
     assert [each["value"] for each in found["evaluations"]["evaluations"]] == [0.1, 0.3, 0.5, 0.4, 0.45]
-    why = "finished early: 2 evaluations were no better than eval/planned 0.500 after rollout 1"
+    why = "finished early: 2 evaluations were no better than eval/planned 0.500 after 2 rollouts (rollout 1 in files)"
     assert (status["status"], status["message"], status["rollouts_done"]) == ("finished", why, 4)
     out = capsys.readouterr().out
     assert f"\n{why}\n" in out
-    assert f"eval/planned 0.500 after rollout 1: {folder}/saved/iter_0000001, {folder}/hf/best\n" in out
+    assert (
+        f"eval/planned 0.500 after 2 rollouts (rollout 1 in files): {folder}/saved/iter_0000001, {folder}/hf/best\n"
+        in out
+    )
 
     # 0 was the best before 1, and 2 was due; neither is the best or retained. 3 is the last.
     assert found["checkpoints"].keys() == {"iter_0000001", "iter_0000003"}
@@ -117,7 +120,7 @@ def test_a_run_ends_early_and_leaves_its_best(start: Start, tmp_path: Path, caps
     assert_same(left(folder), found)
     (folder / "saved" / "evaluations.json").write_text("{}")
     assert start("straight") == 2
-    assert "evaluations.json: is damaged (KeyError: 'evaluations'); remove the file, and" in capsys.readouterr().err
+    assert "evaluations.json: is damaged (KeyError: 'evaluations'): remove the file; the" in capsys.readouterr().err
 
 
 def test_interrupted_it_leaves_the_same(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

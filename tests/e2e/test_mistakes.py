@@ -57,7 +57,7 @@ def test_each_mistake(
         "that gets 4 samples must return a list": ["--custom-rm-path", f"{broken_reward}_one", "--group-rm"],
         "did you mean q_proj?": ["--lora-rank", "8", "--lora-target-modules", "q_prj,v_proj"],
         "--lora-rank 1000000: the matrices that get an adapter have at most rank 64": ["--lora-rank", "1000000"],
-        "Muon is for whole matrices": ["--lora-rank", "8", "--optimizer", "muon"],
+        "Muon trains whole matrices": ["--lora-rank", "8", "--optimizer", "muon"],
         "adapter_config.json cannot be read": ["--lora-adapter-path", str(tmp_path)],
     }
     for answer, flags in mistakes.items():

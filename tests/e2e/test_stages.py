@@ -96,7 +96,10 @@ def test_a_failed_stage_is_taken_up_again(task: Path, tmp_path: Path, train_py: 
             "--stages a.yaml folder.yaml --run-dir out",
             "folder.yaml): --run-dir here: the stage's folder is always out/1-folder",
         ),
-        ("--stages a.yaml other.yaml --run-dir out", "other.yaml): --hf-checkpoint m: it starts from the model of the"),
+        (
+            "--stages a.yaml other.yaml --run-dir out",
+            "other.yaml): --hf-checkpoint m: a stage starts from the model of",
+        ),
         ("--stages saves.yaml saves.yaml --run-dir out", "--save-hf same is also the folder of stage 0 (saves.yaml)"),
         ("--stages each.yaml a.yaml --run-dir out", "leave {rollout_id} out"),
         ("--stages a.yaml b.yaml --run-dir out --lr=x", "stage 1 (b.yaml): --lr takes a number, not 'x'"),
@@ -191,7 +194,7 @@ def test_stages_may_name_what_earlier_ones_make(two: Path, train_py: TrainPy) ->
     assert edited.returncode == 2
     assert edited.stderr == (
         "train.py: stage 0 (one.yaml): it has finished with other flags: lr was not given and is 0.25; to run "
-        "the stage again, remove out/0-one, out/1-two; to keep it, give the flags that it had\n"
+        "the stage again, remove out/0-one, out/1-two; to keep it, give its earlier flags\n"
     )
     shutil.rmtree(two / "out" / "0-one")
     later = train_py(*TWO)
@@ -251,7 +254,7 @@ def test_a_stage_that_was_killed_at_its_very_end_does_not_take_later_edits(
     record = tmp_path / "out" / "0-one" / "stage.json"
     record.write_text(json.dumps(json.loads(record.read_text()) | {"format": 2}))
     assert run_stages(run, lambda _: []) == 2
-    assert "stage.json: has format 2, and this slimelite reads format 1: use the" in capsys.readouterr().err
+    assert "stage.json: has format 2, but this slimelite reads format 1: use the" in capsys.readouterr().err
     record.unlink()
     assert run_stages(run, lambda _: []) == 2
     assert "stage.json, the record of its flags, is missing; to run the stage again, remove out/0-one" in (

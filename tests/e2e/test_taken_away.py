@@ -54,8 +54,8 @@ def test_an_adapter_goes_to_the_hub_with_a_card_that_says_how_it_was_made(
     made_of = {"base_model": "them/sums", "license": "apache-2.0"}
     assert head == {"library_name": "peft", "pipeline_tag": "text-generation", **made_of}
     assert "| method | ppo, LoRA of rank 2, adam lr 0.003, critic lr 0.005, KL reward 0.05 |" in card
-    assert "| code of its own | --dynamic-sampling-filter-path slime.rollout" in card
-    assert "| trained | 2 of 2 rollouts (rollout 1; the first is 0) |" in card
+    assert "| custom code | --dynamic-sampling-filter-path slime.rollout" in card
+    assert "| trained | 2 of 2 rollouts (the last has number 1, the first 0) |" in card
     given = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", card, re.DOTALL)[0])
     assert given["lora_rank"] == 2
     assert given["prompt_data"] == ["data/train.jsonl"]

@@ -284,7 +284,7 @@ def test_a_body_beyond_the_context_is_refused_unread(folder: Path) -> None:
         body = b"5, " * ((40 << 20) // 3)
         async with aiohttp.ClientSession() as session, session.post(f"{url}/generate", data=body) as reply:
             assert reply.status == 413
-            assert "larger than the engine's context can need" in (await reply.json())["error"]["message"]
+            assert "larger than the context of the engine can require" in (await reply.json())["error"]["message"]
         # the longest prompt that fits passes
         most = {"input_ids": [95] * 1999, "sampling_params": {"max_new_tokens": 1}}
         assert (await post("/generate", most))[0] == 200
@@ -390,5 +390,5 @@ def test_parameters_of_a_plugin_may_be_tuples_and_numbers_of_numpy() -> None:
     assert type(params.max_new_tokens) is int
     with pytest.raises(ValueError, match="max_new_tokens: Input should be a valid integer"):
         parse_sampling_params({"max_new_tokens": "x"})
-    with pytest.raises(ValueError, match=r"^best_guess: unknown parameter, leave it out$"):  # no word of an address
+    with pytest.raises(ValueError, match=r"^best_guess: unknown parameter: leave it out$"):  # no word of an address
         parse_sampling_params({"best_guess": 1})

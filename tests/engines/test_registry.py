@@ -64,9 +64,9 @@ def test_it_generates(words: list[str], tmp_path: Path) -> None:
     ("more", "gpus", "says"),
     [
         ("--colocate", 1, "--rollout-backend mine cannot release its memory"),
-        ("--deterministic-mode", 0, "--rollout-backend mine: its samples are not reproducible"),
-        ("--rollout-num-gpus-per-engine 2", 0, "the mine engine runs on one device"),
-        ("--rollout-external-engine-addrs a:1", 0, "--rollout-backend mine runs none"),
+        ("--deterministic-mode", 0, "--rollout-backend mine: the samples of this engine are not reproducible"),
+        ("--rollout-num-gpus-per-engine 2", 0, "the mine engine runs on only one device"),
+        ("--rollout-external-engine-addrs a:1", 0, "which --rollout-backend mine cannot use"),
     ],
 )
 def test_checks_read_its_record(words: list[str], more: str, gpus: int, says: str) -> None:

@@ -133,13 +133,13 @@ class TestReasoningGym:
         ("spec", "problem"),
         [
             ("chain_sums", "no task chain_sums"),
-            ("graph_color?size=1", "gives no reward to its own answer"),
+            ("graph_color?size=1", "does not accept its own answer"),
             ("list_functions?size=1", "different questions from the same seed"),
             ("polynomial_multiplication?size=1", "different questions from the same seed"),
             ("chain_sum?size=many", "whole numbers"),
             ("chain_sum?size=-1", "whole numbers"),
-            ("chain_sum?size=1&allow_negation=no", "allow_negation of chain_sum is a value like False, not 'no'"),
-            ("basic_arithmetic?size=1&operators=*", "operators of basic_arithmetic is a value like .*, not '\\*'"),
+            ("chain_sum?size=1&allow_negation=no", "of chain_sum must be a value such as False, not 'no'"),
+            ("basic_arithmetic?size=1&operators=*", "of basic_arithmetic must be a value such as .*, not '\\*'"),
             ("chain_sum?size=1&colour=red", "has a setting colour"),
             ("chain_sum?size=1&min_terms=9&max_terms=2", "refuses the settings of chain_sum: max_terms"),
             ("gsm_symbolic?size=1&levels=2", "no curriculum for gsm_symbolic"),
@@ -186,7 +186,7 @@ class TestTextArena:
     @pytest.mark.parametrize(
         ("spec", "problem"),
         [
-            ("TicTacToe", "there are TicTacToe-v0"),
+            ("TicTacToe", "known games are TicTacToe-v0"),
             ("TicTacToe-v0?players=3", "with 3 players"),
             ("TicTacToe-v0?player=2", "players=N"),
         ],

@@ -153,9 +153,9 @@ def test_other_machines_are_let_in_with_a_key_alone(monkeypatch: pytest.MonkeyPa
     ("reset", "step", "message"),
     [
         ('{"messages": []}', "", "answered without an id"),
-        ("[1]", "", r"answered \[1\], which is no Start"),
-        ("hello", "", "answered 'hello', which is no Start"),
-        (STARTED, '{"reword": 1}', "answered {'reword': 1}, which is no Step .*'reword'"),
+        ("[1]", "", r"answered \[1\], which is not a Start"),
+        ("hello", "", "answered 'hello', which is not a Start"),
+        (STARTED, '{"reword": 1}', "answered {'reword': 1}, which is not a Step .*'reword'"),
         (STARTED, '{"reward": 1, "done": true}', None),
     ],
 )
@@ -186,8 +186,8 @@ def test_a_server_may_say_anything(reset: str, step: str, message: str | None) -
         ("hang", "timeout", r"step took longer than 2 s \(--environment-call-timeout\)"),
         ("wrong", "invalid", "step returned a dict, not a Step"),
         ("much", "invalid", "step returned a value that cannot be used: must be real number, not str"),
-        ("over", "invalid", "step returned a value that cannot be used: done is 'false', not True or False"),
-        ("whose", "invalid", r"step returned a value that cannot be used: the role is \['b'\], not text"),
+        ("over", "invalid", "step returned a value that cannot be used: done must be True or False, not 'false'"),
+        ("whose", "invalid", r"step returned a value that cannot be used: the role must be text, not \['b'\]"),
         ("text", "invalid", "step returned a value that cannot be used: message 0 needs a role and a content, got 't'"),
     ],
 )
@@ -219,7 +219,7 @@ def test_an_episode_begins_with_a_message() -> None:
 @pytest.mark.parametrize("tool", [{"name": "f"}, {"type": "function", "function": {"name": None}}, "f", None])
 def test_what_is_no_tool_is_said_beside_what_is_one(tool: object) -> None:
     async def play(host: Host) -> None:
-        said = 'is not a tool; a tool looks like {"type": "function", "function": {"name": ...}}'
+        said = 'is not a tool; write a tool in the form {"type": "function", "function": {"name": ...}}'
         with pytest.raises(EnvironmentFailure, match=re.escape(f"{tool!r} {said}")) as raised:
             await (await host.open()).reset(replace(ROW, metadata={"tools": [tool]}))
         assert raised.value.kind == "invalid"
@@ -359,7 +359,7 @@ def test_an_environment_cannot_end_the_run_without_a_word(tmp_path: Path, where:
     )
 
     async def play(host: Host) -> None:
-        said = pytest.raises(EnvironmentFailure, match=r"it called os._exit\(0\), which would end the run")
+        said = pytest.raises(EnvironmentFailure, match=r"a method called os._exit\(0\), which would end the run")
         with said if where != "later" else nullcontext():
             live = await host.open()
             await live.reset(ROW)

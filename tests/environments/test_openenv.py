@@ -165,9 +165,9 @@ def test_tools_are_called_in_a_session(server: tuple[str, Server]) -> None:
 
 
 def test_what_is_wrong_is_said(server: tuple[str, Server]) -> None:
-    with pytest.raises(EnvironmentFailure, match="no room; it allows fewer sessions at once"):
+    with pytest.raises(EnvironmentFailure, match="no room; the server allows fewer sessions"):
         episode(f"{server[0]}/full", Row([]), [])
-    with pytest.raises(EnvironmentFailure, match="lists no actions: is it an OpenEnv server"):
+    with pytest.raises(EnvironmentFailure, match="lists no actions; is this an OpenEnv server"):
         episode(f"{server[0]}/other", Row([]), [])
     with pytest.raises(EnvironmentFailure, match="9/schema does not answer"):
         episode("openenv:http://127.0.0.1:9", Row([]), [])

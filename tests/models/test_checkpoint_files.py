@@ -90,7 +90,7 @@ def test_nothing_whole_is_left(tmp_path: Path) -> None:
         (
             "trainer.json",
             '{"format": 2}',
-            "has format 2, and this slimelite reads format 1: use the slimelite",
+            "has format 2, but this slimelite reads format 1: use the slimelite",
         ),
         ("trainer.json", '{"format": true}', "has format True"),
         ("rollout_state.json", "[]", "is damaged: it does not contain a JSON object"),

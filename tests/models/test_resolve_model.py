@@ -76,18 +76,18 @@ def test_what_is_no_model_is_said_with_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="it had no --save-hf and no checkpoint; it started from base"):
         resolve_model(str(run))
     adapter = write(tmp_path / "adapter" / "adapter_config.json", r=8)
-    with pytest.raises(ValueError, match="does not name its model: give it with --base"):
+    with pytest.raises(ValueError, match="does not name its base model: name the model with --base"):
         resolve_model(str(adapter))
     with pytest.raises(ValueError, match=r"iter_0000003/rollout_state\.json is missing: is it a Megatron checkpoint"):
         resolve_model(str(saved(tmp_path / "saved", 3, whole=False)))
-    with pytest.raises(ValueError, match="does not name its model: give it with --base"):
+    with pytest.raises(ValueError, match="does not name its base model: name the model with --base"):
         resolve_model(str(saved(tmp_path / "whole", 3)))
     moved = str(tmp_path / "moved" / "base")
     for folder in (
         saved(tmp_path / "s", 3, base=moved),
         write(tmp_path / "a" / "adapter_config.json", base_model_name_or_path=moved),
     ):
-        with pytest.raises(ValueError, match="moved/base, which does not exist: name its base model with --base"):
+        with pytest.raises(ValueError, match="moved/base, which does not exist: name the base with --base"):
             resolve_model(str(folder))
         assert [resolve_model(str(folder), base).base for base in ("my/base", "gpt2")] == ["my/base", "gpt2"]
     whole = str(write(tmp_path / "whole model" / "config.json", model_type="qwen2"))

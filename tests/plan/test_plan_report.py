@@ -293,7 +293,8 @@ def test_responses_that_are_not_equally_long_wait_for_the_longest() -> None:
     assert time.decode_steps(equal, 64, 16) == 4 * 1000
     assert time.decode_steps(replace(equal, longest=4000), 64, 16) == 4000 + 3 * 1000
     assert time.decode_steps(replace(equal, longest=4000), 64, 64) == 4000
-    found, words = plan("qwen2.5-7B", "--colocate --plan-gpu h100:8"), "if the average response has a quarter of that: "
+    found = plan("qwen2.5-7B", "--colocate --plan-gpu h100:8")
+    words = "if the average response has a quarter of that length: "
     (said,) = [
         line
         for line in plan_lines(*run("qwen2.5-7B", "--colocate --plan-gpu h100:8"))
@@ -315,12 +316,12 @@ def test_several_steps_need_the_log_probs_of_those_that_are_trained_later() -> N
 def test_compile_is_proposed_where_it_gains() -> None:
     def line(model: str, words: str) -> list[str]:
         lines = "\n".join(plan_lines(*run(model, f"--colocate {words}"))).splitlines()
-        return [line for line in lines if "--compile would train" in line]
+        return [line for line in lines if "with --compile, training would take" in line]
 
     (small,) = line("qwen2.5-0.5B", "--plan-gpu h100:1")
     found = plan("qwen2.5-0.5B", "--colocate --plan-gpu h100:1 --compile")
     assert f" {found.costs()['train'].mfu(gpus()['h100']):.0%} MFU" in small
-    assert "its first step takes" in small
+    assert "the first step takes" in small
     assert not line("qwen2.5-0.5B", "--plan-gpu h100:1 --compile")
     assert not line("qwen3-32B", "--plan-gpu h100:8 --actor-num-nodes 4")
     assert not line("qwen2.5-0.5B", "--device cpu")

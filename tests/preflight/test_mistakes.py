@@ -90,11 +90,11 @@ def test_mistakes_are_answered_without_torch_and_transformers(run: str, model: P
         (
             "slimelite",
             f"serve {model} --port {port}".split(),
-            f"--port {port} is taken on 127.0.0.1: choose another one",
+            f"--port {port} is taken on 127.0.0.1: choose another port",
         ),
         ("slimelite", ["chat", "/models/none"], "no such folder"),
         ("slimelite", f"eval {model} --tasks gsm9k".split(), "gsm9k: there is no such task; did you mean gsm8k?"),
-        ("slimelite", f"eval {model} --tasks gsm8k --data {tmp_path}/none".split(), "no such folder of data"),
+        ("slimelite", f"eval {model} --tasks gsm8k --data {tmp_path}/none".split(), "folder of data does not exist"),
         ("slimelite", f"view {empty}".split(), "is not a run folder"),
     ]
     asked = json.dumps([[program, words] for program, words, _ in commands])
@@ -139,8 +139,8 @@ def test_documents_are_looked_at_before_the_start(model: Path, tmp_path: Path) -
 
 def test_a_dry_run_with_a_mistake_says_what_is_left_out(run: str) -> None:
     """Memory and tokens take the imports that the answer to a mistake does not wait for."""
-    (left,) = [w for w in inspect(parse(f"{run} --dry-run --label-key answer"), CPU).warnings if "once the" in w]
-    assert left.startswith("checked once the problems are fixed: the tokenizer, the memory, and the prompts")
+    (left,) = [w for w in inspect(parse(f"{run} --dry-run --label-key answer"), CPU).warnings if "until the" in w]
+    assert left.startswith("not checked until the problems are fixed: tokenizer, memory, and the prompts")
     good = inspect(parse(f"{run} --dry-run"), CPU)
     assert left not in good.warnings
     assert "--prompt-data: 100 prompts, the longest of 23 tokens" in good.facts
@@ -172,7 +172,7 @@ def test_a_disk_without_room_for_a_checkpoint(
     monkeypatch.setattr(shutil, "disk_usage", lambda _folder: disk)
     words = f"{run} --save {tmp_path}/saved/here --save-interval 1"
     assert problems(words) == [
-        f"--save {tmp_path}/saved/here: a checkpoint takes about 98.3 kB, and 98.3 kB are free there: make room, or "
+        f"--save {tmp_path}/saved/here: a checkpoint takes about 98.3 kB, but only 98.3 kB are free: make room, or "
         "name another folder"
     ]
     assert not any("a checkpoint takes" in problem for problem in problems(f"{words} --no-save-optim"))

@@ -58,9 +58,9 @@ def test_a_good_run(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert out == ""
     (line,) = err.splitlines()
     assert line.startswith("train.py: warning: --hf-checkpoint ")
-    assert line.endswith("contains no weights: training starts from random ones (--seed 1234)")
+    assert line.endswith("contains no weights: training starts from random weights (--seed 1234)")
     only = inspect(parse(f"{run} --debug-rollout-only --rollout-seed 7"), CPU)
-    assert any("the engines sample from random ones (--rollout-seed 7)" in warning for warning in only.warnings)
+    assert any("the engines sample from random weights (--rollout-seed 7)" in warning for warning in only.warnings)
 
 
 def test_a_run_folder_is_for_one_run(run: str, tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_a_run_folder_is_for_one_run(run: str, tmp_path: Path) -> None:
     metrics.close(False)
     (problem,) = problems(words)
     assert problem.startswith(
-        f"--run-dir {tmp_path} contains another run: name a new folder, or remove this one if that run is over"
+        f"--run-dir {tmp_path} contains another run: name a new folder, or remove this folder if the other run has"
     )
     # a script that resumes may be started again before its first checkpoint
     assert problems(f"{words} --load {tmp_path / 'checkpoints'}") == []
@@ -83,9 +83,9 @@ def test_a_new_run_that_saves_where_another_one_has_saved_is_warned(run: str, tm
     words = f"{run} --save {tmp_path} --save-interval 1"
     assert not any("starts anew" in warning for warning in inspect(parse(words), CPU).warnings)
     (tmp_path / MARKER).write_text("399")
-    (warning,) = (each for each in inspect(parse(words), CPU).warnings if "starts anew" in each)
+    (warning,) = (each for each in inspect(parse(words), CPU).warnings if "starts from the beginning" in each)
     assert warning.startswith(f"--save {tmp_path} has the checkpoint of rollout 399 of another run")
-    assert warning.endswith(f"To continue that run, add --load {tmp_path}; else name another folder")
+    assert warning.endswith(f"To continue the other run, add --load {tmp_path}. Otherwise name another folder")
 
 
 def test_dry_run_report(run: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,7 +97,7 @@ def test_dry_run_report(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "device" in text
     assert "(no GPU found)" in text
     assert "the last of 3 steps" in text
-    assert "--sequence-parallel: it belongs to tensor parallelism" in text
+    assert "--sequence-parallel: this flag is for tensor parallelism" in text
     assert "--prompt-data: 100 prompts" in text
     assert "eval dataset sums: 10 prompts" in text
     assert "the right answer as the response to the first prompt gets 1.0 (label '0')" in text
@@ -110,7 +110,7 @@ def test_a_curriculum_needs_levels(run: str) -> None:
     (problem,) = problems(f"{run} --curriculum-threshold 0.5 --launcher local")
     assert problem == (
         "--curriculum-threshold: rows need a number as level in their metadata, such as those of --environment "
-        "'reasoning-gym:gcd?levels=3' have; one has None"
+        "'reasoning-gym:gcd?levels=3' have; one row has None"
     )
 
 
@@ -207,8 +207,11 @@ def test_a_start_looks_at_the_first_rows_only(run: str) -> None:
         ("--save /proc/y/z --save-interval 1", "--save: /proc/y/z cannot be written to: No such file"),
         (f"--run-dir {__file__}", f"--run-dir: {__file__} cannot be written to: Not a directory"),
         ("--rollout-max-prompt-len 3", "no prompts left"),
-        ("--rollout-stop-token-ids 511 512", "--rollout-stop-token-ids [512]: token ids are 0 to 511"),
-        ("--rollout-stop-token-ids -7", "eval dataset sums: stop_token_ids [-7]: token ids are 0 to 511"),
+        (
+            "--rollout-stop-token-ids 511 512",
+            "--rollout-stop-token-ids [512]: the model's vocabulary has the token ids 0 to 511",
+        ),
+        ("--rollout-stop-token-ids -7", "sums: stop_token_ids [-7]: the model's vocabulary has the token ids 0 to 511"),
         ("--tool-key functions --dry-run", "--prompt-data: no row has a column 'functions' (--tool-key)"),
         ("--metadata-key meta --dry-run", "eval dataset sums: no row has a column 'meta' (--metadata-key)"),
         ("--prompt-data owner/name", "pip install -e '.[hub]'"),
@@ -229,14 +232,14 @@ def test_messages_without_the_chat_template_name_the_flag(run: str, tmp_path: Pa
     bare = run.replace("--apply-chat-template ", "")
     found = problems(bare)
     assert [problem.split(":")[0] for problem in found] == ["--prompt-data", "eval dataset sums"]
-    assert all("column 'messages' holds messages: add --apply-chat-template" in problem for problem in found)
+    assert all("column 'messages' contains messages: add --apply-chat-template" in problem for problem in found)
     plugin = tmp_path / "mine.py"
     plugin.write_text("async def generate(args, sample, params):\n    return sample\n")
     assert problems(f"{bare} --custom-generate-function-path {plugin}:generate") == []
     as_text = tmp_path / "text.jsonl"
     as_text.write_text(json.dumps({"messages": '[{"role": "user", "content": "1+1="}]', "label": "2"}))
     (problem,) = problems(f"{bare.replace('--eval-interval 1', '')} --prompt-data {as_text}")
-    assert "row 0 (line 1): column 'messages': messages are written as text; write them as a list" in problem
+    assert "row 0 (line 1): column 'messages': the messages are text; write them as a list" in problem
 
 
 def test_how_a_family_is_trained_is_said_before_a_start(run: str, model: Path) -> None:
@@ -268,7 +271,7 @@ def test_how_a_family_is_trained_is_said_before_a_start(run: str, model: Path) -
         ({"layer_types": ["full_attention"]}, "must be equal to the number of `layer_types` (1)"),
         ({"model_type": "bert"}, "its tokens attend to later tokens"),
         ({"text_config": "x"}, "cannot build a causal language model"),
-        ({"eos_token_id": 9999}, "or the tokenizer [9999]: token ids are 0 to 511"),
+        ({"eos_token_id": 9999}, "or the tokenizer [9999]: the model's vocabulary has the token ids 0 to 511"),
     ],
 )
 def test_a_config_that_makes_no_model(run: str, model: Path, changes: dict[str, Any], says: str) -> None:
@@ -355,8 +358,7 @@ def test_what_may_not_be_read_is_a_line_that_names_it(run: str, tmp_path: Path) 
 def test_a_model_is_not_saved_over_the_one_that_it_starts_from(run: str, model: Path) -> None:
     (problem,) = problems(f"{run} --save-hf {model}/")
     assert (
-        problem
-        == f"--save-hf: {model} is the folder of --hf-checkpoint, which would be overwritten; name another folder"
+        problem == f"--save-hf: {model} is the folder of --hf-checkpoint, and would be overwritten; name another folder"
     )
 
 
@@ -365,7 +367,7 @@ def test_a_reference_of_fewer_tokens(run: str, model: Path, tmp_path: Path) -> N
     config = tmp_path / "small" / "config.json"
     config.write_text(config.read_text().replace('"vocab_size": 512', '"vocab_size": 200'))
     (problem,) = problems(f"{run} --use-kl-loss --kl-loss-coef 0.1 --ref-load {tmp_path / 'small'}")
-    assert "small: its vocabulary has 200 tokens, the tokenizer 258: use a reference that" in problem
+    assert "small: the vocabulary has 200 tokens, but the tokenizer has 258: use a reference model" in problem
 
 
 def test_conversations_are_checked_and_some_are_made(model: Path, tmp_path: Path) -> None:
@@ -380,7 +382,7 @@ def test_conversations_are_checked_and_some_are_made(model: Path, tmp_path: Path
         ({"input": "1+1=", "answer": "2"}, "; if 'input' is the prompt and 'answer' the reply, convert the file"),
         ({"input": [asked]}, "2 of the first 2 conversations have no token of an assistant to train on; --input-key"),
         ({"input": [asked, {**reply, "content": 2}]}, "conversation 0 ('1+1='): the chat template refuses"),
-        ({"input": [asked, reply], "tools": [1]}, "row 0 (line 1): column 'tools': tool 0 is an object"),
+        ({"input": [asked, reply], "tools": [1]}, "row 0 (line 1): column 'tools': tool 0 must be an object"),
     ):
         path.write_text(f"{json.dumps(row)}\n" * 2)
         found = problems(words)
@@ -392,7 +394,7 @@ def test_conversations_are_checked_and_some_are_made(model: Path, tmp_path: Path
     findings = inspect(parse(words), CPU)
     (shown,) = [fact for fact in findings.facts if "the first conversation as the model sees it: '<|im_start|>" in fact]
     assert "1+1=<|im_end|>" in shown
-    assert "3 of them are trained on; the first 2 conversations have " in shown
+    assert "3 of these tokens are trained on; the first 2 conversations have " in shown
     assert not any("does not know" in line for line in findings.warnings)
     settings = json.loads(template.read_text())
     template.write_text(json.dumps(settings | {"unk_token": "1"}))
@@ -404,7 +406,9 @@ def test_conversations_are_checked_and_some_are_made(model: Path, tmp_path: Path
     called = {**reply, "tool_calls": [{"name": "add", "arguments": "{}"}]}
     path.write_text("".join(json.dumps({"input": [asked, answer]}) + "\n" for answer in (reply, called)))
     warnings = inspect(parse(words), CPU).warnings
-    assert any("leaves tool_calls out of 1 of the first 2 rows: the model cannot learn it" in line for line in warnings)
+    assert any(
+        "leaves tool_calls out of 1 of the first 2 rows: the model cannot learn tool_calls" in line for line in warnings
+    )
 
 
 def test_sft_with_an_evaluation_names_what_applies_the_template_to_it(model: Path, tmp_path: Path) -> None:
@@ -418,7 +422,7 @@ def test_sft_with_an_evaluation_names_what_applies_the_template_to_it(model: Pat
     remedy = "set apply_chat_template: true in the file of --eval-config (docs/user_guide.md#sft)"
     held.write_text(json.dumps({"messages": turns[:1], "label": "2"}))
     (problem,) = problems(f"{words} --eval-prompt-data held {held}")
-    assert problem.startswith(f"eval dataset held: the prompt holds messages: {remedy}, which turns them into text")
+    assert problem.startswith(f"eval dataset held: the prompt contains messages: {remedy} to turn them into text")
     assert problem.endswith("or name a column of text with --eval-input-key")
     config.write_text(f"datasets: [{{name: held, path: {held}, apply_chat_template: true}}]")
     findings = inspect(parse(f"{words} --eval-config {config}"), CPU)
@@ -455,7 +459,7 @@ def test_prompts_that_are_answered_already(run: str, tmp_path: Path) -> None:
     path.write_text(json.dumps({"messages": turns, "label": "2"}))
     warnings = inspect(parse(f"{run} --prompt-data {path}"), CPU).warnings
     assert any(
-        "--prompt-data: column 'messages' holds conversations that end with an answer" in line for line in warnings
+        "--prompt-data: column 'messages' contains conversations that end with an answer" in line for line in warnings
     )
     assert not any("eval dataset sums: column" in line for line in warnings)
 
@@ -541,7 +545,7 @@ def test_a_dry_run_for_an_unknown_gpu_ends_in_a_message(run: str, capsys: pytest
         train.main(f"{run} --dry-run --plan-gpu h10:8 --lr fast".split())
     assert end.value.code == 2
     err = capsys.readouterr().err
-    assert err.count("--plan-gpu h10:8: there is no such GPU in the planner's list; did you mean h100:8?") == 1
+    assert err.count("--plan-gpu h10:8: this GPU is not in the planner's list; did you mean h100:8?") == 1
     assert "--lr takes a number" in err
 
 
@@ -597,7 +601,8 @@ def test_a_cache_smaller_than_prompt_and_response(run: str) -> None:
     cut, full = problems(f"{run} --kv-cache-tokens {longest + 15}")[0], problems(f"{run} --kv-cache-tokens 1")[0]
     assert cut == (
         f"--kv-cache-tokens {longest + 15} would cut responses short: a prompt of {longest} tokens (--prompt-data), "
-        f"and with a response of 16 it has {longest + 16}; raise it, or lower --rollout-max-response-len"
+        f"and with a response of 16 that makes {longest + 16}; raise --kv-cache-tokens, or lower "
+        "--rollout-max-response-len"
     )
     assert full == (
         f"--prompt-data: a prompt of {longest} tokens, which leaves no room for a response in --kv-cache-tokens of 1; "
@@ -667,7 +672,7 @@ def test_report_of_problems(run: str) -> None:
 def test_flags_without_effect_are_shown_reason_by_reason(run: str) -> None:
     words = f"{run} --tis-clip 3 --mis-level sequence --tis-clip-low 1"
     shown = format_report(make_args(words.split(), machine=CPU), Findings(), [])
-    assert "no effect here\n  --tis-clip, --tis-clip-low: needs --correction tis or icepop" in shown
+    assert "no effect here\n  --tis-clip, --tis-clip-low: needs --correction tis, icepop or custom" in shown
     assert "\n  --mis-level: needs --correction mis\n" in shown
 
 
@@ -714,7 +719,9 @@ def test_servers_that_release_memory_do_not_get_the_allocators_variables(
     assert warnings("--colocate") == []
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     (warning,) = warnings("--colocate")
-    assert warning.startswith("PYTORCH_CUDA_ALLOC_CONF in the environment: only trainers get it; sglang servers do not")
+    assert warning.startswith(
+        "PYTORCH_CUDA_ALLOC_CONF in the environment is passed to trainers, but not to sglang servers"
+    )
     assert warnings("--actor-num-gpus-per-node 1 --rollout-num-gpus 1") == []
     assert warnings("--colocate --rollout-backend embedded") == []
 
@@ -742,9 +749,9 @@ def test_an_environment_begins_one_episode(run: str, tmp_path: Path) -> None:
         (fact,) = [fact for fact in good.facts if fact.startswith(f"{name}: an episode begins with ")]
         assert fact.endswith(" tokens, no tools")
     for found in problems(f"{run} --environment {file}:Broken"):
-        assert re.search(r"fails to start: KeyError: 'there is none' \(.*own.py, line 9, in reset\)", found)
+        assert re.search(r"does not start: KeyError: 'there is none' \(.*own.py, line 9, in reset\)", found)
     assert "no 'Brok'; did you mean Broken?" in problems(f"{run} --environment {file}:Brok")[0]
-    said = "Bare has no method reset and no method step: an environment has reset and step (docs/agents.md)"
+    said = "Bare has no method reset and no method step; an environment needs reset and step (docs/agents.md)"
     assert said in problems(f"{run} --environment {file}:Bare")[0]
     (tmp_path / "odd.py").write_text("class E:\n    def reset(self row):\n")
     (odd,) = problems(f"{run} --environment {tmp_path}/odd.py:E")
@@ -802,7 +809,7 @@ def test_tools_that_the_template_does_not_show_are_said(run: str, tmp_path: Path
 def test_a_reward_key_without_entries_is_said(run: str) -> None:
     warnings = inspect(parse(f"{run} --reward-key score"), CPU).warnings
     (said,) = [warning for warning in warnings if "--reward-key" in warning]
-    assert said.startswith("--reward-key score: the reward of the first row of --prompt-data is 1.0, which is a number")
+    assert said.startswith("--reward-key score: the reward of the first row of --prompt-data is 1.0, a number")
     parts = inspect(parse(f"{run} --rm-type dapo --reward-key score"), CPU).warnings
     assert not [warning for warning in parts if "--reward-key" in warning]
 

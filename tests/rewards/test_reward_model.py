@@ -112,7 +112,7 @@ def test_what_cannot_be_a_reward_model_is_said_at_start(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="needs --reward-model-path"):
         check_reward(RewardArgs(rm_type="reward_model"), row)
     path = save_model(tmp_path, labels=2)
-    with pytest.raises(ValueError, match="has 2 outputs; a reward model has one"):
+    with pytest.raises(ValueError, match="has 2 outputs, but a reward model must have one"):
         RewardModel(path, "cpu")
     path = save_model(tmp_path / "headless")
     weights = load_file(file := f"{path}/model.safetensors")

@@ -206,9 +206,9 @@ def test_names() -> None:
     assert [name for name in RULES if name.startswith("boxed_")] == [name for name in RULES if RULES[name].boxed]
     with pytest.raises(ValueError, match=r"--rm-type maths: there is no such reward rule; did you mean math\?"):
         RULES["maths"]
-    with pytest.raises(ValueError, match=r"--rm-type xyz: there is no such reward rule; known are math, gsm8k.*rm"):
+    with pytest.raises(ValueError, match=r"--rm-type xyz: there is no such reward rule; the known names are math.*rm"):
         RULES["xyz"]
-    with pytest.raises(ValueError, match="opencua_click is not offered"):
+    with pytest.raises(ValueError, match="opencua_click is not supported"):
         RULES["opencua_click"]
     with pytest.raises(ValueError, match="boxed_reward_model would score every"):
         RULES["boxed_reward_model"]
@@ -255,11 +255,11 @@ def test_a_rule_of_a_users_file_is_a_rule_like_any_other_in_worker_processes_too
         *("[0.5, 0.5, 0.0]", "", "[0.0, 0.5, 0.0]", "", "[0.5, 0.5, 0.5]", ""),
         *(
             "[0.0, 0.0, 0.0]",
-            "the rule undecided cannot decide (its function quick returned None), and it has no function slow",
+            "the rule undecided cannot decide, because its function quick returned None and it has no function slow",
         ),
     ], done.stderr
     with pytest.raises(
-        ValueError, match="the rule 'nothing' cannot score: give it a function quick, a function slow or a scorer"
+        ValueError, match="the rule 'nothing' cannot score; give it a function quick, a function slow or a scorer"
     ):
         Rule("nothing")
 

@@ -355,5 +355,5 @@ def test_a_player_without_a_reward_has_0_where_the_other_has_one(play: Play) -> 
 
 
 def test_a_player_who_is_told_nothing_is_a_mistake_of_the_environment(play: Play) -> None:
-    with pytest.raises(ValueError, match="the role 'second' speaks, but has no message to answer"):
+    with pytest.raises(ValueError, match="the role 'second' must reply, but has no message to reply to"):
         play(of("Silent"), lambda *_: "word")

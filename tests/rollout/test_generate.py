@@ -337,7 +337,7 @@ def test_reward_errors(make_args: MakeArgs, make_manager: MakeManager, policy: s
 
 @pytest.mark.parametrize(
     ("policy", "what"),
-    [("zero", "rollout 0"), ("drop", "--reward-error drop dropped all samples of 4 groups in a row")],
+    [("zero", "rollout 0"), ("drop", "--reward-error drop removed all samples of 4 groups in a row")],
 )
 def test_a_rollout_without_any_reward_ends_the_run(
     make_args: MakeArgs, make_manager: MakeManager, policy: str, what: str

@@ -203,7 +203,7 @@ def test_without_restarts_a_death_is_an_error_and_too_many_are_too() -> None:
         engines = [Mortal()]
         pool = make_pool(engines, restarts=False)
         engines[0].alive = False
-        with pytest.raises(EngineLostError, match="with --launcher ray the run would start it again"):
+        with pytest.raises(EngineLostError, match="with --launcher ray the run would restart it"):
             await pool.refresh()
         pool = make_pool(engines, syncs=False)
         engines[0].may_start.set()

@@ -168,7 +168,7 @@ def test_the_end_of_a_run_ends_its_programs(make: Make, tmp_path: Path) -> None:
 def test_a_run_that_fails_waits_for_the_ends_of_its_programs(make: Make) -> None:
     """A loop that closes before says so for each of them, and the garbage collector with a traceback."""
     manager = make("late", *["hang"] * 7, agent_timeout=60.0, rm_type=None, custom_rm_path=None)
-    with pytest.raises(ValueError, match="has no scoring rule"):
+    with pytest.raises(ValueError, match="has no reward: give --rm-type"):
         manager.generate(0)
     manager.cancel()  # the first thing that the end of a run does
     transports = [t for t in gc.get_objects() if isinstance(t, BaseSubprocessTransport) and t.get_pid()]

@@ -42,7 +42,7 @@ def test_an_agent_opens_and_ends_no_session() -> None:
     url = f"http://:mine@127.0.0.1:{handle.port}"
     try:
         for method, path in (("POST", "/sessions"), ("DELETE", "/sessions/mine"), ("POST", "/abort_request")):
-            with pytest.raises(Refused, match="an agent may only request replies"):
+            with pytest.raises(Refused, match="this key is for an agent, which may only request replies"):
                 ask(method, url + path, {"abort_all": True})
         assert adapter.sessions.find("mine").id == "mine"
     finally:
@@ -55,5 +55,5 @@ def test_replies_are_read_by_sglangs_names() -> None:
     assert (read.reasoning, read.text, read.tool_uses) == ("so", "ok", [{"name": "f", "input": {"a": 1}}])
     plain = parse_model_output(text, tools_schema=None, tool_parser_name=None, reasoning_parser_name=None)
     assert (plain.text, plain.tool_uses, plain.ill_formed) == (text, [], False)
-    with pytest.raises(ImportError, match=r"does not provide slime\.agent\.sandbox; of slime it has .*slime\.agent\.a"):
+    with pytest.raises(ImportError, match=r"does not provide slime\.agent\.sandbox; it provides .*slime\.agent\.a"):
         importlib.import_module("slime.agent.sandbox")

@@ -113,7 +113,7 @@ def test_a_server_that_knows_no_temperature_is_refused_where_it_matters() -> Non
         Teacher(url, 1.0).ask_once()
         with pytest.raises(ValueError, match=r"scores at temperature 1, not at --rollout-temperature 0\.7"):
             Teacher(url, 0.7).ask_once()
-        with pytest.raises(ValueError, match="did not score the tokens it was sent"):
+        with pytest.raises(ValueError, match="did not score the tokens of the request"):
             asyncio.run(Teacher(url, 1.0).score([Sample(tokens=[0, 6], response_length=1)]))
 
     serve(answer, work)
@@ -136,5 +136,5 @@ def test_a_server_that_fails_or_refuses_is_named(url: str, monkeypatch: pytest.M
             Teacher(broken, 1.0).ask_once()
 
     serve(500, work)
-    with pytest.raises(ValueError, match=r"refused: .*ids from 0 to"):
+    with pytest.raises(ValueError, match=r"refused the request: .*ids from 0 to"):
         asyncio.run(Teacher(url, 1.0).score([Sample(tokens=[0, 10**6], response_length=1)]))

@@ -98,7 +98,7 @@ def test_a_table_of_another_format_is_refused(groups: list[list[Sample]], tmp_pa
     pq.write_table(found.replace_schema_metadata(None), file)
     assert len(SampleTable.from_parquet(file)) == 4, "another program wrote it, and it says nothing"
     pq.write_table(found.replace_schema_metadata({"slimelite.samples": "2"}), file)
-    with pytest.raises(ValueError, match=r"t\.parquet: has format 2, and this slimelite reads format 1: use the slime"):
+    with pytest.raises(ValueError, match=r"t\.parquet: has format 2, but this slimelite reads format 1: use the slime"):
         SampleTable.from_parquet(file)
 
 

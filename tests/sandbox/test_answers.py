@@ -239,7 +239,7 @@ def test_the_code_reward_says_what_a_kernel_lacks(
     monkeypatch.setattr(confine, missing, lambda: 0)
     with caplog.at_level(logging.WARNING):
         Grader(RewardArgs(rm_type="code"), workers=1).close()
-        assert "--rm-type code runs what the model writes" in caplog.text
+        assert "--rm-type code runs code that the model writes" in caplog.text
         caplog.clear()
         Grader(RewardArgs(rm_type="math"), workers=1).close()
         assert caplog.text == ""

@@ -100,7 +100,7 @@ def test_what_is_missing_is_said_at_the_start(tmp_path: Path, monkeypatch: pytes
         load("mcp:true", without)
     assert "does not answer: no daemon here; install it, start its daemon" in problem("echo no daemon here >&2; exit 1")
     absent = '[ "$1" = info ] || { echo no such image >&2; exit 125; }'
-    assert problem(absent) == f"--agent-image {IMAGE} is not here: no such image; docker pull {IMAGE}"
+    assert problem(absent) == f"--agent-image {IMAGE} is not on this machine: no such image; docker pull {IMAGE}"
     broken = '[ "$1" = run ] && { echo no cgroups >&2; exit 125; }; exit 0'
     assert "does not start a container of localhost/slimelite-test:1: no cgroups" in problem(broken)
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
@@ -142,7 +142,7 @@ def test_what_an_engine_leaves_does_not_change_the_status(tmp_path: Path, monkey
 def test_a_path_with_a_comma_is_refused(tmp_path: Path) -> None:
     """It would be an option of the mount."""
     (tmp_path / "a,b").mkdir()
-    with pytest.raises(ValueError, match=r"the program a path with a comma: .*/a,b; rename it"):
+    with pytest.raises(ValueError, match=r"cannot mount a path with a comma: .*/a,b; rename it"):
         launched("podman", ["agent"], read=(str(tmp_path / "a,b"),))
 
 
@@ -204,5 +204,5 @@ def test_the_image_of_a_task_is_built(tmp_path: Path) -> None:
     _, steps = episode(f"harbor:{folder}", row_of(folder), [bash("ls /etc/changed")], SandboxSettings("podman"))
     assert "No such file" in steps[0].messages[0]["content"], "each episode has a container of its own"
     folder = write_task(tmp_path / "two", dockerfile="FROM localhost/no-such-image:1\nRUN true\n")
-    with pytest.raises(ValueError, match=r"podman cannot build the image of the task two: .*; --agent-image names"):
+    with pytest.raises(ValueError, match=r"podman cannot build the image of the task two: .*; to use another image"):
         episode(f"harbor:{folder}", row_of(folder), [], SandboxSettings("podman"))

@@ -69,7 +69,7 @@ def test_a_run_is_served_until_it_is_interrupted(run_folder: Path) -> None:
             assert b"chat.completion.chunk" in stream.readline()
             server.send_signal(signal.SIGTERM)
             last = json.loads(stream.read().strip().rpartition(b"data: ")[2])
-        assert last["error"]["message"] == "the server is stopping; ask again when it is back"
+        assert last["error"]["message"] == "the server is stopping: send the request again when the server is back"
     finally:
         server.send_signal(signal.SIGTERM)
     said = server.communicate(timeout=30)[1]
@@ -123,7 +123,7 @@ def test_an_engine_that_is_not_installed_is_one_line(
         importlib.util, "find_spec", lambda name, *rest: None if name == "sglang" else find(name, *rest)
     )
     assert main(["serve", str(run_folder), "--engine", "sglang"]) == 1
-    said = "--engine sglang: sglang is not installed: docs/install.md says how; or use embedded"
+    said = "--engine sglang: sglang is not installed: see docs/install.md, or use --engine embedded"
     assert capsys.readouterr().err == f"slimelite serve: {said}\n"
 
 

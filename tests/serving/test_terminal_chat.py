@@ -88,7 +88,7 @@ def served() -> Iterator[Server]:
 @pytest.fixture
 def terminal(served: Server) -> Iterator[Terminal]:
     opened = Terminal(f"{served.url}/v1", "--system", "Be brief.", "--temperature", "0.5")
-    opened.until("tiny; /help lists commands, Ctrl-D leaves\n> ")
+    opened.until("tiny; /help lists the commands, Ctrl-D ends the chat\n> ")
     yield opened
     opened.close()
 
@@ -133,7 +133,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(served: Server, terminal: T
     engine.wait_for_cancel()
     assert (engine.cancelled, engine.said) == (1, 2)
     terminal.type("\x03")
-    terminal.until("Ctrl-D or /quit leaves\n> ", again="\x03")
+    terminal.until("Ctrl-D or /quit ends the chat\n> ", again="\x03")
     engine.allowed = None
     terminal.type("And?\n")
     assert terminal.until("\n> ").endswith("two")
@@ -186,9 +186,9 @@ def test_mistakes_are_one_line(
     with_key = Server(Scripted(["x"]), "secret")
     for url, words, said in (
         ("http://127.0.0.1:1", [], "http://127.0.0.1:1/v1/models does not answer"),
-        (with_key.url, [], "401: this needs the server's API key"),
+        (with_key.url, [], "401: this request needs the server's API key"),
         (served.url, ["--max-tokens", "0"], "400: max_tokens: Input should be greater than or equal to 1"),
-        (served.url, ["--base", "x"], "--base is for a model that this process serves"),
+        (served.url, ["--base", "x"], "--base works only for a model that this process serves"),
         ("/no/such/model", [], "/no/such/model: no such folder"),
     ):
         monkeypatch.setattr("sys.stdin", StringIO("Hi"))

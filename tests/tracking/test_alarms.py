@@ -263,8 +263,8 @@ def test_a_run_says_its_alarms_once_and_a_resumed_one_not_again(
     played(tmp_path / "straight", range(9))
     out = capsys.readouterr().out
     assert out.count("alarm mismatch since rollout 1:") == 1
-    assert "mean |log-prob difference| 0.050. The gradient is computed for another policy" in out
-    assert out.count("alarm mismatch since rollout 1, over in rollout 6") == 1
+    assert "mean |log-prob difference| 0.050. The policy that computes the gradient differs" in out
+    assert out.count("alarm mismatch since rollout 1, ended in rollout 6") == 1
     assert out.count("alarm skipped_steps since rollout 6:") == 1
     assert "50% of the optimizer steps changed nothing" in out
     assert "alarm mismatch since rollout 1:" in (tmp_path / "straight/log.txt").read_text()
@@ -278,7 +278,7 @@ def test_a_run_says_its_alarms_once_and_a_resumed_one_not_again(
     played(tmp_path / "resumed", range(3, 9))
     out = capsys.readouterr().out
     assert "alarm mismatch since rollout 1:" not in out, "it was said before"
-    assert "alarm mismatch since rollout 1, over in rollout 6" in out
+    assert "alarm mismatch since rollout 1, ended in rollout 6" in out
     assert saved(tmp_path / "resumed") == saved(tmp_path / "straight")
     played(tmp_path / "resumed", range(1))
     assert not (tmp_path / "resumed/alarms.jsonl").exists(), "the run began anew, and nothing is wrong in its rollout"

@@ -18,7 +18,7 @@ def run(folder: Path, **flags: Any) -> None:
 
 def test_a_metric_that_must_be_reached(tmp_path: Path) -> None:
     run(tmp_path / "a", ci_metric_checker_key="eval/sums", ci_metric_checker_threshold=0.6)
-    with pytest.raises(AssertionError, match=r"eval/sums reached 0\.65 at most, not 0\.7"):
+    with pytest.raises(AssertionError, match=r"eval/sums reached at most 0\.65, not 0\.7"):
         run(tmp_path / "b", ci_metric_checker_key="eval/sums", ci_metric_checker_threshold=0.7)
     with pytest.raises(AssertionError, match=r"eval/sum was never logged; did you mean eval/sums\?$"):
         run(tmp_path / "c", ci_metric_checker_key="eval/sum", ci_metric_checker_threshold=0.1)

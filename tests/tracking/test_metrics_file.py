@@ -76,7 +76,7 @@ def test_a_run_of_another_format_is_refused(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).write_text(line.replace('"format": 1, ', ""))
     assert len(read_metrics(tmp_path)) == 1
     (tmp_path / FILE_NAME).write_text(line.replace('"format": 1', '"format": 2'))
-    with pytest.raises(ValueError, match=r"metrics\.jsonl: has format 2, and this slimelite reads format 1: use the"):
+    with pytest.raises(ValueError, match=r"metrics\.jsonl: has format 2, but this slimelite reads format 1: use the"):
         read_metrics(tmp_path)
 
 
@@ -96,6 +96,6 @@ def test_the_nearest_names_come_first_when_a_metric_is_unknown() -> None:
     for wanted in ("rollout/mixed", "mixed", "rollout/mixed_group"):
         said = unknown_metrics([wanted], [records])
         assert said.startswith(
-            f"no run has {wanted}; did you mean rollout/mixed_groups? there are also: rollout/raw"
+            f"no run has {wanted}; did you mean rollout/mixed_groups? other metrics are: rollout/raw"
         ), said
-    assert unknown_metrics(["zzz"], [records]) == f"no run has zzz; there are: {', '.join(sorted(names))}"
+    assert unknown_metrics(["zzz"], [records]) == f"no run has zzz; the metrics are: {', '.join(sorted(names))}"

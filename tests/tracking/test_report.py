@@ -21,7 +21,7 @@ def test_facts_of_a_resumed_run_and_of_half_a_run() -> None:
     run = Path("runs/x")
     kl = {"use_kl_loss": True, "kl_loss_coef": 0.001}
     facts = run_facts(make_args(run, start_rollout_id=3, **kl))
-    assert facts["rollouts"] == "5, numbered 0 to 4 in files, going on at 3"
+    assert facts["rollouts"] == "5, numbered 0 to 4 in files, continuing at 3"
     assert facts["method"] == "grpo, adam lr 1e-06, KL loss 0.001 (low_var_kl)"
     assert "plugins" not in facts
     own = "slimelite.rollout.generate.offline_rollout"
@@ -85,13 +85,13 @@ def test_an_evaluation_in_words() -> None:
 
 def test_the_end_of_a_run_in_words() -> None:
     evals = [{"kind": "eval", "eval/step": s, "eval/sums": v} for s, v in ((-1, 0.25), (9, 0.9), (19, 0.875))]
-    assert summary(evals) == {"eval/sums": "first 0.250, best 0.900 after rollout 9, last 0.875"}
+    assert summary(evals) == {"eval/sums": "first 0.250, best 0.900 after 10 rollouts (rollout 9 in files), last 0.875"}
     with_error = [record | {"eval/sums-stderr": 0.03} for record in evals]
     assert summary(with_error) == {
-        "eval/sums": "first 0.250 ±0.030, best 0.900 ±0.030 after rollout 9, last 0.875 ±0.030"
+        "eval/sums": "first 0.250 ±0.030, best 0.900 ±0.030 after 10 rollouts (rollout 9 in files), last 0.875 ±0.030"
     }
     worse = [{"kind": "eval", "eval/step": s, "eval/sums": v} for s, v in ((-1, 0.25), (9, 0.2))]
     assert summary(worse) == {"eval/sums": "first 0.250, best 0.250 before training, last 0.200"}
     rewards = [{"kind": "rollout", "rollout/step": s, "rollout/raw_reward": v} for s, v in ((0, 0.1), (1, 0.2))]
-    assert summary(rewards) == {"reward": "first 0.100, best 0.200 in rollout 1, last 0.200"}
+    assert summary(rewards) == {"reward": "first 0.100, best 0.200 in rollout 2 (1 in files), last 0.200"}
     assert summary([]) == {}

@@ -52,7 +52,7 @@ def test_a_whole_run_leaves_everything_in_its_folder(tmp_path: Path, capsys: pyt
     assert out.count("samples of 1 of 5 (rollout 0 in files)") == 1
     assert out.count("answers to sums after 2 of 5 (rollout 1 in files)") == 1
     assert "  rollouts  5, numbered 0 to 4 in files\n" in out
-    assert "eval/sums   first 0.100, best 0.650 after rollout 3, last 0.650" in out
+    assert "eval/sums   first 0.100, best 0.650 after 4 rollouts (rollout 3 in files), last 0.650" in out
     assert "What is 0 + 0?" in (tmp_path / "log.txt").read_text()
 
 
@@ -62,7 +62,7 @@ def test_a_resumed_run_goes_on_in_the_same_folder(tmp_path: Path, capsys: pytest
     records = read_metrics(tmp_path)
     assert [r["rollout/step"] for r in records if r["kind"] == "rollout"] == [0, 1, 2, 3, 4]
     assert series(records, "eval/sums")[0] == [-1, 1, 3]
-    assert "rollouts  5, numbered 0 to 4 in files, going on at 3" in capsys.readouterr().out
+    assert "rollouts  5, numbered 0 to 4 in files, continuing at 3" in capsys.readouterr().out
 
 
 def test_a_long_run_keeps_its_newest_rollouts(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ class EngineLostError(Exception):
 
 
 def test_a_run_that_lost_its_machine_says_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save, advice = tmp_path / "ckpt", "to go on from the newest checkpoint, give the same command with --run-dir "
+    save, advice = tmp_path / "ckpt", "to continue from the newest checkpoint, give the same command with --run-dir "
     args = make_args(tmp_path / "run", save=str(save), start_rollout_id=3)
     for error, checkpoint, said in (
         (EngineLostError("gone"), False, False),
@@ -331,7 +331,7 @@ def test_the_curves_are_drawn_by_another_process_and_not_all_the_time(
 def test_curves_that_cannot_be_drawn_are_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "curves.png").mkdir()
     play(replace(make_args(tmp_path), num_rollout=2), range(2), draws=True)
-    assert "the curves are not drawn: [Errno 21] is a folder" in capsys.readouterr().out
+    assert "the curves were not drawn: [Errno 21] is a folder" in capsys.readouterr().out
     assert status(tmp_path)["status"] == "finished"
 
 

@@ -423,7 +423,7 @@ def test_a_wrong_adapter_is_refused(model: Path, tmp_path: Path) -> None:
     folder, _ = saved_run(model, tmp_path / "adapter")
     config = json.loads((folder / "adapter_config.json").read_text())
     for changes, said in (
-        ({"use_dora": True}, "a plain LoRA, not use_dora"),
+        ({"use_dora": True}, "only plain LoRA adapters are supported, not use_dora"),
         ({"bias": "all"}, "not bias"),
         ({"init_lora_weights": "pissa_niter_4"}, "not init_lora_weights pissa"),
         ({"peft_type": "IA3"}, "not IA3"),
@@ -455,7 +455,9 @@ def test_an_adapter_of_nan_is_refused(model: Path, tmp_path: Path, broken: float
         inspect_model(tiny_args(model, **LORA, lora_adapter_path=str(folder)), str(model), trained=True)
     config = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": broken}))
-    with pytest.raises(ValueError, match=rf"is no config of a peft adapter \(ValueError\('lora_alpha is {broken}'\)\)"):
+    with pytest.raises(
+        ValueError, match=rf"not the config of a peft adapter \(ValueError\('lora_alpha is {broken}'\)\)"
+    ):
         read_adapter(str(folder))
 
 

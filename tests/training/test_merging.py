@@ -51,7 +51,7 @@ def test_the_merged_model_has_the_trainers_weights(saves: str, flags: dict[str, 
         merged(Source(place, str(other)), folder, "float32")
     assert "--lora" not in str(caught.value), "a flag of train.py"
     with pytest.raises(
-        ValueError, match="changes no/model, which does not exist: name its base model with --base"
+        ValueError, match="belongs to the base model no/model, which does not exist: name the base with --base"
     ) as caught:
         merged(Source(place, "no/model"), folder, "float32")
     assert "\n" not in str(caught.value)

@@ -1,5 +1,5 @@
 "use strict";
-// What the pages of slimelite share: elements, numbers as text and the theme.
+// Code that the pages of slimelite share: elements, numbers as text and the theme.
 
 /** A new element. `attributes`: class, title, onclick, style as an object, and so on; children: elements or text. */
 function el(name, attributes = {}, ...children) {
@@ -36,7 +36,7 @@ function number(value) {
 
 const THEMES = { "light dark": "Auto", light: "Light", dark: "Dark" };
 
-/** The button that goes from the system's theme to light, to dark and back; remembered where the browser allows it. */
+/** The button that switches from the system's theme to light, to dark and back. If possible, the browser keeps it. */
 function themeButton() {
   const remember = (theme) => {
     try {
@@ -47,7 +47,7 @@ function themeButton() {
     }
   };
   const names = Object.keys(THEMES);
-  const button = el("button", { class: "quiet", title: "Colours: as the system's, light or dark" });
+  const button = el("button", { class: "quiet", title: "Colours: system setting, light or dark" });
   const show = (theme) => {
     document.documentElement.style.colorScheme = theme;
     button.textContent = THEMES[theme];

@@ -2,8 +2,8 @@
 
 /**
  * The box follows the pointer, a tap, and the arrow keys while `root`, or an `.answer` in it, has the focus. It shows the
- * elements that `rows(node)` gives for a token. `learn(node)` is called when it shows one; the box is drawn again when
- * its promise holds true.
+ * elements that `rows(node)` gives for a token. `learn(node)` is called when the box shows a token. If the promise of
+ * `learn` gives true, the box is drawn again.
  */
 function tokenBox(root, rows, learn = async () => false) {
   const box = el("div", { class: "token-box", role: "tooltip", hidden: true });
@@ -43,7 +43,7 @@ function tokenBox(root, rows, learn = async () => false) {
     if (event.key === "Escape") hide();
     if (!step) return;
     const all = (event.target.closest(".answer") ?? root).querySelectorAll("b.token");
-    const nodes = [...all].filter((node) => node.getClientRects().length); // those that are shown
+    const nodes = [...all].filter((node) => node.getClientRects().length); // the visible tokens
     if (!nodes.length) return;
     event.preventDefault();
     const i = nodes.includes(at) ? nodes.indexOf(at) + step : step > 0 ? 0 : nodes.length - 1;

@@ -57,7 +57,9 @@ class GenericDecoder(Weights):
             self._targets = as_filed(model, own)
         storages = {tensor.untyped_storage().data_ptr() for tensor in own.values()}
         if apart := [name for name, part in self._targets.items() if part.untyped_storage().data_ptr() not in storages]:
-            raise NotComputed(config.model_type, f"its weight {apart[0]} is not part of a parameter in memory")
+            raise NotComputed(
+                config.model_type, f"{apart[0]} of its files is converted when it is loaded, so updates cannot write it"
+            )
         names = {tensor.data_ptr(): name for name, tensor in own.items() if name in self._targets}
         tied = ((name, names.get(tensor.data_ptr())) for name, tensor in model.state_dict().items())
         self._complete({name: first for name, first in tied if first not in (None, name) and name not in own})

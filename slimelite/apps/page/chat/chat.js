@@ -1,13 +1,13 @@
-// The chat: a conversation, {id, title, model, began, used, system, turns}, the box to write in, and what is beside it.
-// What the model says enters the page through text nodes, or as HTML that the server has made of Markdown (rendered.js).
+// The chat: a conversation, {id, title, model, began, used, system, turns}, the input box, and the cards beside them.
+// The model's text enters the page in text nodes, or as HTML that the server has made from Markdown (rendered.js).
 
-const ALTERNATIVES = 5; // that are shown of a token
-const KEEP_EVERY = 2000; // a conversation is kept so often while an answer comes [ms]
-const SHOWN = "slimelite-shown"; // where localStorage has whether answers are shown as tokens
+const ALTERNATIVES = 5; // number of alternatives that are shown for a token
+const KEEP_EVERY = 2000; // a conversation is saved this often while an answer arrives [ms]
+const SHOWN = "slimelite-shown"; // key in localStorage: whether answers are shown as tokens
 
-let [model, running] = ["", null]; // running: the AbortController of the answer that comes now
+let [model, running] = ["", null]; // running: the AbortController of the current answer
 let talk = newTalk();
-let talks = true; // false: the model has no chat template, and goes on with a text
+let talks = true; // false: the model has no chat template, and continues a text
 let following = false; // whether the next frame scrolls to the end
 const ui = {};
 const on = { edit, again, goOn, show, results };
@@ -35,7 +35,7 @@ function build() {
         if (colored) showTokens(true);
       })),
     el("footer", {}, el("div", {}, el("div", { class: "compose" }, ui.text, ui.send),
-      el("p", { class: "dim small" }, "Enter sends, Shift+Enter begins a line, Esc stops, ↑ edits the last message"))));
+      el("p", { class: "dim small" }, "Enter sends, Shift+Enter starts a new line, Esc stops, ↑ edits the last message"))));
   addEventListener("keydown", (event) => event.key === "Escape" && running?.abort());
   tokenBox(ui.list, ({ piece }) => piece.tokens.map(tokenNumbers), learn);
 }
@@ -50,7 +50,7 @@ function showTokens(tokens, keeps = true) {
   ui.rendered.setAttribute("aria-pressed", !tokens);
   try {
     if (keeps) localStorage.setItem(SHOWN, tokens ? "tokens" : "rendered");
-  } catch {} // without storage it is rendered again after loading
+  } catch {} // without storage, the page shows rendered answers after a reload
   for (const turn of talk.turns) if (turn.role === "assistant") draw(turn, on);
 }
 
@@ -81,16 +81,16 @@ function ask() {
   answer();
 }
 
-/** Begin another conversation; this one stays in the list. */
+/** Begin another conversation. The current one stays in the list. */
 function restart() {
   enter(newTalk());
   history.replaceState(null, "", location.pathname);
   ui.text.focus();
 }
 
-/** Show a conversation that is kept. */
+/** Show a saved conversation. */
 async function openTalk(id) {
-  if (id === talk.id) return; // what is kept may be older than what is shown
+  if (id === talk.id) return; // the saved conversation may be older than the shown one
   const other = await kept(id);
   if (!other) return;
   enter(other);
@@ -110,14 +110,14 @@ function enter(other) {
   ui.listTalks();
 }
 
-/** A conversation was deleted: what still comes of its answer is not kept. */
+/** A conversation was deleted: the rest of its answer is not saved. */
 function forgotten(id) {
   if (id !== talk.id) return;
   talk.deleted = true;
   restart();
 }
 
-/** Keep the conversation `own` as it is now. */
+/** Save the conversation `own` in its present state. */
 async function remember(own) {
   if (own.deleted) return;
   if (own === talk) own.system = ui.system.value.trim();
@@ -136,7 +136,7 @@ function cut(start) {
   marked();
 }
 
-/** Take a message of the user's back into the box; what came after it is forgotten. */
+/** Move a message of the user back into the input box. The turns after it are removed. */
 function edit(turn) {
   running?.abort();
   ui.text.value = turn.content;
@@ -145,7 +145,7 @@ function edit(turn) {
   ui.text.focus();
 }
 
-/** Another version of the last answer; one that has nothing is replaced. */
+/** Get another version of the last answer. An empty version is replaced. */
 function again() {
   const turn = talk.turns.at(-1);
   if (turn?.role !== "assistant") return answer();
@@ -156,12 +156,12 @@ function again() {
   return answer(turn);
 }
 
-/** Let the last answer go on where it was cut. */
+/** Continue the last answer where it was cut off. */
 function goOn() {
   answer(talk.turns.at(-1), true);
 }
 
-/** Show another version of an answer, and the turns that came after it. */
+/** Show another version of an answer, with the turns that follow this version. */
 function show(turn, version) {
   const place = talk.turns.indexOf(turn) + 1;
   answerOf(turn).rest = talk.turns.slice(place);
@@ -174,7 +174,7 @@ function show(turn, version) {
   remember(talk);
 }
 
-/** Tell the model what its tools answer. */
+/** Send the results of the tools to the model. */
 function results(answers) {
   put({ role: "tool", results: answers });
   answer();
@@ -190,13 +190,13 @@ function put(turn) {
   return turn;
 }
 
-/** Regenerate and Continue belong to the last turn alone, and to none while it is being written. */
+/** Only the last turn has the buttons Regenerate and Continue, and only after its answer has ended. */
 function marked() {
   ui.list.classList.toggle("running", Boolean(running));
   talk.turns.forEach((turn, i) => views.get(turn).root.classList.toggle("last", i === talk.turns.length - 1 && !running));
 }
 
-/** What is sent: the turns before the answer, or with what there is of it. */
+/** The turns to send: those before the answer, and the beginning of the answer if it is continued. */
 function body(turns, goesOn) {
   const system = ui.system.value.trim();
   const settings = chosenSettings();
@@ -212,7 +212,7 @@ function body(turns, goesOn) {
   };
 }
 
-/** Get an answer and show it as it comes: a new turn, or the version that `turn` shows, which perhaps goes on. */
+/** Get an answer and show it while it arrives: in a new turn, or in the version that `turn` shows. */
 async function answer(turn = null, goesOn = false) {
   const own = talk;
   const before = turn && !goesOn ? own.turns.slice(0, -1) : [...own.turns];
@@ -250,7 +250,7 @@ async function answer(turn = null, goesOn = false) {
 
 /** Read the stream of an answer into the version `made`. */
 async function read(turn, made, asked, signal, save) {
-  let waiting = []; // tokens whose text has not come yet
+  let waiting = []; // tokens whose text has not arrived yet
   let saved = performance.now();
   const first = made.pieces.reduce((sum, piece) => sum + piece.tokens.length, 0);
   const add = (place, text, tokens) => {
@@ -293,8 +293,8 @@ async function read(turn, made, asked, signal, save) {
 }
 
 /**
- * If the end of the page is in sight, keep it there when the next frame shows what is added now. Once a frame: a layout
- * for each token would leave no frames, and a button that nobody can press.
+ * If the end of the page is visible, keep it visible when the next frame adds content. Do this once per frame: a layout
+ * for each token would leave no time for frames, and nobody could press a button.
  */
 function follow() {
   if (following) return;
@@ -307,8 +307,8 @@ function follow() {
 }
 
 /**
- * Ask the server, once for each answer, what else the model might have said in place of each token; true if it knows.
- * Alternatives in the stream would keep it back until its end. An engine that does not score prompts has none.
+ * Request the alternatives to each token of an answer, once per answer. Returns true if the server has them. In the
+ * stream, alternatives would delay the tokens until the end. An engine that does not score prompts has no alternatives.
  */
 async function learn(node) {
   const [turn] = [...views].find(([, { root }]) => root.contains(node)) ?? [];
@@ -318,7 +318,7 @@ async function learn(node) {
   return view.learnt.done;
 }
 
-/** Fill in `likely` of the tokens of an answer; one that went on has several parts, each with the prompt that it had. */
+/** Fill in `likely` of the tokens of an answer. A continued answer has several parts, each with its own prompt. */
 async function alternatives({ parts, pieces }) {
   const tokens = pieces.flatMap((piece) => piece.tokens);
   for (const { first, prompt, output } of parts) {
@@ -330,21 +330,21 @@ async function alternatives({ parts, pieces }) {
   }
 }
 
-/** Say what went wrong; ask for the key if the server wants one, and then `retry`. */
+/** Show an error. If the server needs a key, ask the user for it and then `retry`. */
 function failed(view, error, retry) {
   const lost = error instanceof TypeError ? "The server does not answer; is it still running?" : error.message;
-  view.failure.textContent = error.status === 401 ? "The server wants its key." : lost;
+  view.failure.textContent = error.status === 401 ? "The server needs its key." : lost;
   view.failure.hidden = false;
   if (error.status === 401) askForKey(retry);
 }
 
-/** A dialog for the key; it stays in this tab's sessionStorage. */
+/** A dialog for the key. The key stays in this tab's sessionStorage. */
 function askForKey(then) {
   const field = el("input", { type: "password", id: "key", autocomplete: "off", required: true });
   const refused = sessionStorage.getItem(KEY) !== null;
   const dialog = el("dialog", { class: "card", "aria-label": "Key of the server" },
     el("form", { method: "dialog", onsubmit: () => sessionStorage.setItem(KEY, field.value) },
-      el("label", { for: "key" }, refused ? "The server does not take this key. Another one:" : "Key of the server (--api-key):"),
+      el("label", { for: "key" }, refused ? "The server refused this key. Enter another key:" : "Key of the server (--api-key):"),
       field, el("button", { class: "send" }, "Use")));
   dialog.addEventListener("close", () => {
     dialog.remove();
@@ -363,7 +363,7 @@ async function meet() {
     talks = data[0].chats !== false;
     for (const [name, value] of Object.entries(data[0].sampling ?? {})) if (ui[name]) ui[name].value = value;
     if (!talks) {
-      ui.text.placeholder = "Begin a text; the model goes on with it";
+      ui.text.placeholder = "Begin a text; the model continues it";
       showTokens(true, false);
     }
     ui.model.textContent = ui.model.title = model;

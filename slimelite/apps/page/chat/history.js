@@ -21,5 +21,5 @@ function historyElement(on) {
   };
   ui.kept = el("p", { class: "dim small" });
   return el("details", { class: "card history", open: innerWidth > 1000 }, el("summary", {}, "Conversations"),
-    ui.talks, ui.kept, el("div", { class: "small dim export" }, "save this one as ", save("json", "application/json"), save("md", "text/markdown")));
+    ui.talks, ui.kept, el("div", { class: "small dim export" }, "save this conversation as ", save("json", "application/json"), save("md", "text/markdown")));
 }

@@ -1,9 +1,9 @@
-// Markdown as elements. The server makes the HTML (slimelite/serving/markdown.py), which has passed an allow list; a
-// document of its own reads it, where nothing runs, and the policy of this page lets nothing run either.
+// Markdown as elements. The server makes the HTML from an allow list (slimelite/serving/markdown.py). A separate
+// document parses the HTML without running scripts, and the policy of this page allows no scripts in it either.
 
 const sources = new WeakMap(); // element -> the HTML of each of its children
 
-/** Put HTML into `root`. Children that are there already stay, so that a stream changes the end alone. */
+/** Put HTML into `root`. Unchanged children stay, so a stream changes only the end. */
 function place(root, html) {
   const nodes = [...new DOMParser().parseFromString(html, "text/html").body.childNodes];
   const texts = nodes.map((node) => node.outerHTML ?? node.data);
@@ -19,7 +19,7 @@ function place(root, html) {
   sources.set(root, texts);
 }
 
-/** Forget what `root` shows. */
+/** Forget the content of `root`. */
 function unplace(root) {
   sources.delete(root);
   root.replaceChildren();
@@ -33,7 +33,7 @@ function copyButton(text) {
   return button;
 }
 
-/** Copy a text; whether that worked. Pages that come without TLS from another machine have no clipboard of their own. */
+/** Copy a text. Returns whether it worked. Pages from another machine without TLS cannot use navigator.clipboard. */
 async function copied(text) {
   if (navigator.clipboard) return navigator.clipboard.writeText(text).then(() => true, () => false);
   const box = el("textarea", { class: "away", value: text });
@@ -44,7 +44,7 @@ async function copied(text) {
   return done;
 }
 
-/** A call of a tool: its name, and its arguments one by one. */
+/** A tool call: its name, and one line for each argument. */
 function callElement({ function: { name, arguments: written } }) {
   let values = null;
   try {

@@ -1,4 +1,4 @@
-// What a request has beside the conversation: the system prompt with its presets, sampling and tools.
+// The fields of a request besides the conversation: the system prompt with its presets, sampling and tools.
 
 const SETTINGS = [
   ["temperature", "Temperature", { min: 0, max: 5, step: 0.1, value: 1 }],
@@ -12,7 +12,7 @@ const PRESETS = {
   "Programmer": "You are an experienced programmer. Answer with short, complete code in Markdown, and say what it assumes.",
   "Translator": "Translate what the user writes into English. Answer with the translation alone.",
 };
-const OWN = "slimelite-presets"; // where localStorage has the user's
+const OWN = "slimelite-presets"; // key of the user's presets in localStorage
 const TOOLS_HINT = '[{"type": "function", "function": {"name": "add", …}}]';
 
 /** The user's presets, name -> system prompt. */
@@ -20,7 +20,7 @@ function ownPresets() {
   try {
     return JSON.parse(localStorage.getItem(OWN)) ?? {};
   } catch {
-    return {}; // without storage there are none
+    return {}; // without storage there are no presets
   }
 }
 
@@ -38,11 +38,11 @@ function settingsElement(colored) {
       el("label", { for: "system", class: "wide" }, el("span", {}, "System prompt"), ui.system),
       presetsElement(),
       ...SETTINGS.map(field),
-      el("label", { for: "tools", class: "wide" }, el("span", {}, "Tools (JSON, as OpenAI’s)"), ui.tools),
+      el("label", { for: "tools", class: "wide" }, el("span", {}, "Tools (JSON, in OpenAI’s format)"), ui.tools),
       el("label", { class: "wide check" }, ui.colored, "colour tokens by probability")));
 }
 
-/** A list of system prompts to take, and buttons to keep the one that is there and to forget one. */
+/** A list of presets, and buttons to save the current system prompt as a preset and to forget a preset. */
 function presetsElement() {
   const choice = el("select", { "aria-label": "Presets" });
   const drop = el("button", { class: "quiet", title: "forget this preset" }, "Forget");
@@ -54,7 +54,7 @@ function presetsElement() {
   const change = (presets) => {
     try {
       localStorage.setItem(OWN, JSON.stringify(presets));
-    } catch {} // they are gone with the page then
+    } catch {} // then they are lost when the page is closed
     list();
   };
   choice.addEventListener("change", () => {
@@ -77,7 +77,7 @@ function presetsElement() {
   return el("div", { class: "wide presets" }, choice, save, drop);
 }
 
-/** The settings that are filled in, as fields of a request; an Error if the tools are no JSON. */
+/** The settings that are filled in, as fields of a request. Throws an Error if the tools are not JSON. */
 function chosenSettings() {
   const set = SETTINGS.map(([name]) => [name, ui[name].value]).filter(([, value]) => value !== "");
   const numbers = Object.fromEntries(set.map(([name, value]) => [name, Number(value)]));

@@ -1,9 +1,9 @@
 // Conversations, kept in this browser's IndexedDB: "titles" has {id, title, model, used} of each, "talks" all of them.
-// A browser that refuses storage forgets them with the page.
+// A browser without storage loses the conversations when the page is closed.
 
 const DATABASE = ["slimelite", 1];
 
-/** What `ask(stores)` requests, once it has come; `stores`: name -> object store. */
+/** The result of the request that `ask(stores)` makes. `stores`: name -> object store. */
 async function stored(mode, ask) {
   const settled = (request) => new Promise((resolve, reject) => {
     request.onsuccess = () => resolve(request.result);
@@ -22,7 +22,7 @@ async function stored(mode, ask) {
   }
 }
 
-/** Titles of the conversations, the last used first; null where nothing is kept. */
+/** Titles of the conversations, the last used first; null if the browser keeps none. */
 async function titles() {
   try {
     return (await stored("readonly", ({ titles }) => titles.getAll())).sort((one, other) => other.used - one.used);
@@ -41,7 +41,7 @@ async function keep(talk) {
   await stored("readwrite", ({ titles, talks }) => {
     titles.put({ id, title, model, used });
     return talks.put(talk);
-  }).catch(() => null); // the list says that nothing is kept
+  }).catch(() => null); // the list shows that nothing is kept
 }
 
 async function forget(id) {
@@ -51,7 +51,7 @@ async function forget(id) {
   }).catch(() => null);
 }
 
-/** What the server is asked with: the messages of these turns, in OpenAI's form. */
+/** The messages of these turns for a request, in OpenAI's format. */
 function messagesOf(turns) {
   return turns.flatMap((turn) => {
     if (turn.role === "user") return [{ role: "user", content: turn.content }];
@@ -63,7 +63,7 @@ function messagesOf(turns) {
   });
 }
 
-/** A conversation as a file: JSON with its messages and all versions and tokens, or Markdown to read. */
+/** A conversation as a file: JSON with messages, versions and tokens, or readable Markdown. */
 function exported(talk, kind) {
   const system = talk.system ? [{ role: "system", content: talk.system }] : [];
   const messages = [...system, ...messagesOf(talk.turns)];
@@ -79,7 +79,7 @@ function exported(talk, kind) {
   return [`# ${talk.title}`, ...messages.map(part)].join("\n\n") + "\n";
 }
 
-/** Offer a text as a file. */
+/** Let the user download a text as a file. */
 function download(name, type, text) {
   const url = URL.createObjectURL(new Blob([text], { type }));
   el("a", { href: url, download: name }).click();

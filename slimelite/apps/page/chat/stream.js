@@ -1,8 +1,8 @@
 // Requests to the server that the page came from.
 
-const KEY = "slimelite-key"; // where sessionStorage has the key of the server
+const KEY = "slimelite-key"; // name of the server's key in sessionStorage
 
-/** The server refused: `status` of HTTP, and its words. */
+/** The server refused a request: its HTTP `status` and its message. */
 class Refusal extends Error {
   constructor(status, message) {
     super(message);
@@ -10,7 +10,7 @@ class Refusal extends Error {
   }
 }
 
-/** The answer to a request; a `Refusal` if the server gives an error, a TypeError if there is no server. */
+/** The answer to a request. Throws a `Refusal` if the server sends an error, and a TypeError if it does not answer. */
 async function request(path, settings = {}) {
   const key = sessionStorage.getItem(KEY);
   const headers = { "Content-Type": "application/json", ...(key ? { Authorization: `Bearer ${key}` } : {}) };
@@ -20,11 +20,11 @@ async function request(path, settings = {}) {
   let message = text;
   try {
     message = JSON.parse(text).error.message ?? text;
-  } catch {} // a text in another form is shown as it is
+  } catch {} // a text that is not JSON is shown unchanged
   throw new Refusal(answer.status, message || `the server answered ${answer.status}`);
 }
 
-/** The chunks of a streamed answer, as they come. */
+/** The chunks of a streamed answer, as they arrive. */
 async function* chunks(body, signal) {
   const path = body.messages ? "v1/chat/completions" : "v1/completions";
   const answer = await request(path, { method: "POST", body: JSON.stringify(body), signal });

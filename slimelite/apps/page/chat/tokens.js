@@ -1,5 +1,5 @@
-// The text of an answer as tokens. A piece is some text and the tokens that it came from: {text, tokens}; a token is
-// what the server says of it: {token, bytes, logprob}, and `likely`, {own, others: text -> log-prob}, once it has been asked.
+// The text of an answer as tokens. A piece is a text with its tokens: {text, tokens}. A token has the server's fields
+// {token, bytes, logprob}. After a second request it also has `likely`: {own, others: text -> log-prob}.
 
 const LEAST = 5; // a token this many nats below certainty has the full colour
 
@@ -8,7 +8,7 @@ function textOf({ token, bytes }) {
 }
 
 /**
- * Pieces of the text that a chunk of the stream brought, one for each token where their texts make up the whole. Tokens
+ * The pieces of the text of a chunk: one for each token, if the texts of the tokens together give the text. Tokens
  * before and after it, such as the one that opens the thinking, have no text.
  */
 function piecesOf(text, tokens) {
@@ -39,7 +39,7 @@ function percent(logprob) {
   return `${value >= 99.95 ? 100 : digits} %`;
 }
 
-/** A token and the likeliest ones at its place, with their probabilities. */
+/** A token and the most likely tokens in its place, with their probabilities. */
 function tokenNumbers({ token, logprob, likely }) {
   const row = ([name, value, note]) =>
     el("tr", { class: name === token ? "chosen" : null }, el("th", {}, el("code", {}, JSON.stringify(name)), note),

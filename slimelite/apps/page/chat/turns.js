@@ -9,14 +9,14 @@ function emptyAnswer(model) {
   return { content: "", reasoning: "", calls: [], pieces: [], parts: [], finish: null, seconds: 0, model };
 }
 
-/** The version of an assistant's turn that is shown. */
+/** The shown version of an assistant's turn. */
 function answerOf(turn) {
   return turn.versions[turn.shown];
 }
 
 const NAMES = { user: "You", assistant: "Model", tool: "Tool" };
 
-/** The elements of a turn. `on`: what its buttons do, {edit, again, goOn, show, results}. */
+/** The elements of a turn. `on`: the actions of its buttons, {edit, again, goOn, show, results}. */
 function viewOf(turn, on) {
   const view = { root: el("article", { class: `turn ${turn.role}` }, el("h3", {}, NAMES[turn.role])) };
   views.set(turn, view);
@@ -42,7 +42,7 @@ function viewOf(turn, on) {
   view.versions = el("span", { class: "versions", hidden: true },
     button("‹", () => on.show(turn, turn.shown - 1), { "aria-label": "Version before" }), view.count,
     button("›", () => on.show(turn, turn.shown + 1), { "aria-label": "Next version" }));
-  view.goOn = button("Continue", on.goOn, { class: "quiet again", title: "let the answer go on where it was cut" });
+  view.goOn = button("Continue", on.goOn, { class: "quiet again", title: "continue the answer where it was cut off" });
   view.root.append(
     el("div", { class: "answer", tabindex: 0, role: "group", "aria-label": "Answer; arrow keys go from token to token" },
       view.thoughts, view.body, view.calling), view.results, view.failure,
@@ -52,7 +52,7 @@ function viewOf(turn, on) {
   return view;
 }
 
-/** Show the version of an assistant's turn that is chosen: as the server renders it, or as its tokens. */
+/** Show the chosen version of an assistant's turn, as the server renders it or as tokens. */
 function draw(turn, on) {
   const [view, answer] = [views.get(turn), answerOf(turn)];
   const tokens = showsTokens();
@@ -74,7 +74,7 @@ function showPiece(view, piece) {
   view[piece.place].append(pieceElement(piece));
 }
 
-/** Say what there is to say of an answer that has ended: its speed, its end, its calls, and how to go on. */
+/** Show the facts of an answer that has ended: its speed, how it ended, its calls, and the buttons to continue. */
 function ended(turn, on) {
   const [view, answer] = [views.get(turn), answerOf(turn)];
   const count = answer.pieces.reduce((sum, piece) => sum + piece.tokens.length, 0);
@@ -93,18 +93,18 @@ function ended(turn, on) {
   view.results.replaceChildren(...(answer.calls.length && answer.finish === "tool_calls" ? [resultsElement(answer.calls, on.results)] : []));
 }
 
-/** Where the user says what the tools answer. */
+/** The form in which the user enters the results of the tools. */
 function resultsElement(calls, send) {
   const fields = calls.map((call) => [call, el("input", { type: "text", "aria-label": `Result of ${call.function.name}`, dir: "auto", autocomplete: "off" })]);
   const results = () => fields.map(([{ id, function: { name } }, field]) => ({ tool_call_id: id, name, content: field.value }));
   return el("form", { class: "results", onsubmit: (event) => { event.preventDefault(); send(results()); } },
     ...fields.map(([{ function: { name } }, field]) => el("label", {}, el("span", { class: "dim small" }, `result of ${name}`), field)),
-    el("button", { class: "quiet" }, "Pass results on"));
+    el("button", { class: "quiet" }, "Return results"));
 }
 
 /**
- * Show what has come of an answer, rendered, and again while more comes. One request at a time, and a pause of several
- * times its length: a long answer, which takes longer, is rendered less often, and the model keeps the processor.
+ * Render the part of an answer that has arrived, again and again until its end. There is one request at a time. The
+ * pause is several times as long as the request, so a long answer is rendered less often, and the model is not slowed.
  */
 async function render(turn) {
   const view = views.get(turn);
@@ -118,7 +118,7 @@ async function render(turn) {
     let html = null;
     try {
       ({ html } = await (await request("render", { method: "POST", body: JSON.stringify({ texts }) })).json());
-    } catch {} // too long, or the server is gone: then it is text
+    } catch {} // too long, or no answer: show plain text
     if (answer !== answerOf(turn) || showsTokens()) continue;
     follow();
     [view.thinking, view.body].forEach((root, i) => {

@@ -1,15 +1,15 @@
-// The tab "Agents": curves of episodes, the episodes of a rollout on one scale of time, and the calls of their tools.
-// An address is #agents?run=0&source=3: the place of a file of samples among those of the run.
+// The tab "Agents": curves of episodes, the episodes of a rollout on one time scale, and the calls of their tools.
+// An address is #agents?run=0&source=3. `source` is the number of a sample file of the run.
 {
-  const STEP = 24; // episodes that are shown, and so many more
+  const STEP = 24; // number of episodes that are shown at first
 
-  /** The episodes of a source: [{sample, branches, episode, turns, error}], each once however many samples it made. */
+  /** The episodes of a source: [{sample, branches, episode, turns, error}]. An episode comes only once. */
   const episodesOf = async (samples, source) => {
     const found = new Map();
     for (let i = samples.first[source]; i >= 0 && i < samples.size && samples.columns.chunk[i] === source; i++) {
       const { episode, rest } = episodeOf((await samples.open(i)).metadata);
       if (!episode) continue;
-      const { log: _, ...facts } = episode; // the first sample alone has the log
+      const { log: _, ...facts } = episode; // only the first sample has the log
       const key = `${samples.columns.group[i]} ${JSON.stringify(facts)}`;
       const before = found.get(key);
       if (before) before.branches += 1;
@@ -35,7 +35,7 @@
       typeof error === "string" ? el("span", { class: "why" }, ...textNodes(error.slice(0, 300))) : null);
   };
 
-  /** Calls by tool: how many, how long on average and at most where somebody measured it. */
+  /** Calls by tool: their number, and their mean and longest time if it was measured. */
   const callsTable = (episodes) => {
     const tools = new Map();
     for (const { name, seconds } of episodes.flatMap(({ turns }) => turns.flatMap(callsOf))) {
@@ -58,7 +58,7 @@
   const key = () => {
     const bar = (kind) => el("span", { class: "lane" }, el("span", { class: `bar ${kind}`, style: { left: 0, width: "100%", "--run": "var(--run-0)" } }));
     return el("p", { class: "dim small episodes-key" }, el("span", {}, bar("reply"), "a reply of the model"),
-      el("span", {}, bar("acts"), "the environment or the program"), el("span", {}, "all lines have one scale of time"));
+      el("span", {}, bar("acts"), "the environment or the program"), el("span", {}, "all lines have the same time scale"));
   };
 
   const hasEpisodes = (run) => run.samples.sources.some(({ episodes }) => episodes);
@@ -83,7 +83,7 @@
       place.replaceChildren(el("p", { class: "dim" }, "decoding …"));
       const samples = await samplesOf(run);
       const episodes = await episodesOf(samples, at);
-      if (Number(source.value) !== at) return; // another one was chosen meanwhile
+      if (Number(source.value) !== at) return; // the user has chosen another source
       const end = Math.max(...episodes.map(({ turns }) => (turns.length ? endOf(turns) : 0)), 1e-3);
       const list = el("ol", { class: "episodes", "aria-label": "Episodes" });
       const draw = (limit) => {

@@ -14,7 +14,7 @@ function ticks(low, high, count) {
   return found;
 }
 
-/** The label of a tick: short, and different from its neighbours' at this step. */
+/** The label of a tick: short, but different from the labels of its neighbours. */
 function tickLabel(value, step) {
   if (value === 0) return "0";
   const size = Math.max(Math.abs(value), step);
@@ -38,7 +38,7 @@ function scale(low, high, from, to, count, log = false) {
   return { place, ticks: values.map((value) => [value, tickLabel(value, step)]) };
 }
 
-/** The range of the values, widened to at least `least`; from 0 where that wastes less than half of it. */
+/** The range of the values, widened to at least `least`. It begins at 0 if this wastes less than half of it. */
 function range(values, least, log) {
   let low = Infinity;
   let high = -Infinity;
@@ -69,7 +69,7 @@ function smooth(values, weight) {
   });
 }
 
-/** The path of a line; where many points share a pixel, the lowest and the highest of them. */
+/** The path of a line. If many points share a pixel, it has only the lowest and the highest of them. */
 function path(xs, ys, across, up) {
   let text = "";
   let pen = "M";
@@ -84,7 +84,7 @@ function path(xs, ys, across, up) {
     for (const point of low === high ? [low] : low < high ? [low, high] : [high, low]) {
       const height = up(ys[point]);
       if (Number.isFinite(height)) {
-        text += `${pen}${across(xs[point]).toFixed(1)},${height.toFixed(1)}${pen === "M" ? "h0" : ""}`; // h0: a dot, should it stay alone
+        text += `${pen}${across(xs[point]).toFixed(1)},${height.toFixed(1)}${pen === "M" ? "h0" : ""}`; // h0: draws a dot if no line follows
         pen = "L";
       } else pen = "M";
     }
@@ -126,10 +126,10 @@ function axes(width, height, across, up, labels) {
 }
 
 /**
- * A card with a chart that draws itself when it comes into sight and when its size changes.
+ * A card with a chart that draws itself when it becomes visible and when its size changes.
  * `draw(width, height)` returns {children, across, x, rows(x)}: the SVG elements, the scale of x, the x values in order,
- * and what is said about one of them as {title, rows: [[mark, name, text]], at: x}. Null: there is nothing to draw.
- * `zoom(first, last)` is called with the part that the pointer was drawn across, without arguments by a double click.
+ * and the text for an x value as {title, rows: [[mark, name, text]], at: x}. Null means that there is nothing to draw.
+ * `zoom(first, last)` is called with the selected range, and without arguments after a double click.
  */
 function chart({ title, detail, height, draw, zoom }) {
   const picture = svg("svg", { height, tabindex: 0, role: "img", "aria-label": `${title}; arrow keys read its values` });
@@ -227,7 +227,7 @@ function chart({ title, detail, height, draw, zoom }) {
   return self;
 }
 
-/** The scale of x from one rollout to another, with the way back from pixels. */
+/** The scale of x from one rollout to another. `back` converts pixels to rollouts. */
 function rollouts([first, last], width, room = 0) {
   let [low, high] = [first - room, last + room];
   if (low === high) [low, high] = [low - 1, high + 1];
@@ -238,13 +238,13 @@ function rollouts([first, last], width, room = 0) {
   return found;
 }
 
-/** Rollouts `xs` as `view.over` counts them: what the run's series has by then, 0 before training; or as they are. */
+/** The x of rollouts `xs` in the unit of `view.over`: the run's sum up to each rollout. Without it, `xs` itself. */
 function over(view, run, xs) {
   const sums = view.over && run.series[view.over.metric];
   return sums ? xs.map((x) => (x < sums.x[0] ? 0 : sums.y[nearest(sums.x, x)])) : xs;
 }
 
-/** The part of a line whose x are in the span. */
+/** The points of a line whose x are in the span. */
 function within(span, line) {
   if (!span || (span[0] <= line.x[0] && line.x[line.x.length - 1] <= span[1])) return line;
   const inside = (values) => values?.filter((_, i) => span[0] <= line.x[i] && line.x[i] <= span[1]);

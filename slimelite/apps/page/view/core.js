@@ -1,12 +1,12 @@
-// The shell of the page: durations as text, the payload and tabs. Every file of this folder is joined to it, after
-// slimelite/page/elements.js, into a single script. A tab is one file that calls
+// The base of the page: durations as text, the payload and tabs. All files of this folder follow it in a single script,
+// which begins with slimelite/apps/page/elements.js. A tab is one file that calls
 //
 //     tab("name", "Title", render, wanted);
 //
-// The tab is there if wanted(data) is true; without `wanted` it always is.
+// The page has the tab if wanted(data) is true, or if there is no `wanted`.
 // render(root, data) runs once, when the tab is first opened, and fills the element `root`. If it returns a function,
-// that is called with the URLSearchParams of the address each time the tab is shown: `go("samples", {run: 0, rollout: 12})`
-// leads to #samples?run=0&rollout=12. Text from a run enters the page through `el` alone, which sets textContent.
+// each later view of the tab calls it with the URLSearchParams of the address. `go("samples", {run: 0, rollout: 12})`
+// leads to #samples?run=0&rollout=12. Text from a run enters the page only through `el`, which sets textContent.
 
 /** A duration as on the console: 0.35s, 7.1s, 42s, 3m05s, 2h07m. */
 function duration(seconds) {
@@ -24,7 +24,7 @@ function prose(text) {
   return text.split(/(--[a-z][a-z0-9-]*)/).map((part, i) => (i % 2 ? el("code", {}, part) : part));
 }
 
-/** The bytes (an ArrayBuffer) that deflate and base64 were made of, decoded in the background. */
+/** Decode base64 and deflate in the background. Gives an ArrayBuffer. */
 async function inflate(text) {
   const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
@@ -45,13 +45,13 @@ function tab(name, title, render, wanted = () => true) {
   tabs.set(name, { button, panel, render, wanted, opened: false, shown: null });
 }
 
-/** The address of a place in the page, for links. */
+/** The address of a view of the page, for links. */
 function address(name, params = {}) {
   const query = new URLSearchParams(params).toString();
   return `#${name}${query ? "?" + query : ""}`;
 }
 
-/** Open a tab, at a place of it, at once; a change of location.hash would open it a little later. */
+/** Open a view of a tab at once. A change of location.hash would open it a little later. */
 function go(name, params = {}) {
   const place = address(name, params);
   if (location.hash !== place) history.pushState(null, "", place);
@@ -90,7 +90,7 @@ function moveAlong(event) {
   tabs.get(next).button.focus();
 }
 
-/** The payload, with every series as {x, y}: the file holds each list of x once, and numbers that JSON lacks as text. */
+/** The payload, with every series as {x, y}. The file has each list of x only once, and NaN and infinities as text. */
 function payload() {
   const data = JSON.parse(document.getElementById("data").textContent);
   for (const run of data.runs) {
@@ -115,7 +115,7 @@ function start() {
   open();
 }
 
-/** When the file was written; for a page that is rewritten during the run also a switch that loads it again. */
+/** The time when the file was written. A page that is rewritten during the run also has a switch for reloads. */
 function written(data) {
   const when = new Date(data.written * 1000);
   const text = el("time", { datetime: when.toISOString(), title: when.toISOString() }, `written ${when.toLocaleString([], { dateStyle: "medium", timeStyle: "short" })}`);
@@ -128,7 +128,7 @@ function written(data) {
     if (box.checked) timer = setInterval(() => location.reload(), data.live * 1000);
     try {
       sessionStorage.setItem(stored, box.checked ? "1" : "");
-    } catch {} // without storage the switch is off again after loading
+    } catch {} // without storage, the switch is off after a reload
   };
   try {
     box.checked = Boolean(sessionStorage.getItem(stored));

@@ -3,7 +3,7 @@
 
 const NONE = { x: [], y: [] };
 
-/** One line a run that has one of the metrics. */
+/** One line for each run that has one of the metrics. */
 const linesOf = (data, metrics) =>
   data.runs.flatMap((run) => {
     const name = metrics.find((metric) => run.series[metric]);
@@ -14,7 +14,7 @@ const linesOf = (data, metrics) =>
     return [{ run, x, y, error }];
   });
 
-/** A chart of the first of the metrics of `spec` that a run has; null if none has one. */
+/** A chart of the first metric of `spec` that a run has; null if no run has one. */
 const curvePanel = (data, spec, view) => {
   const lines = linesOf(data, spec.metrics);
   if (!lines.length) return null;
@@ -24,7 +24,7 @@ const curvePanel = (data, spec, view) => {
 };
 
 {
-  /** The panels of a group with the evaluations and the components of the reward, which runs name themselves. */
+  /** The panels of a group, with the evaluations and the components of the reward that the runs have. */
   const withOwn = (data, panels) => {
     const all = [...new Set(data.runs.flatMap((run) => Object.keys(run.series)))];
     const scores = [...new Set(data.runs.flatMap((run) => run.scores))];

@@ -1,4 +1,4 @@
-// The tab "Flags": where the runs' flags differ, and all flags with a filter.
+// The tab "Flags": the flags that differ between the runs, and all flags with a filter.
 {
   const text = (value) => {
     if (value === undefined || typeof value === "string") return value ?? "–";
@@ -30,7 +30,7 @@
         each.row.hidden = (only.checked && !each.differs) || !words.every((word) => each.words.includes(word));
         found += !each.row.hidden;
       }
-      count.textContent = found ? `${found} of ${rows.length} flags` : only.checked && !words.length ? "all flags are the same" : "no flag fits";
+      count.textContent = found ? `${found} of ${rows.length} flags` : only.checked && !words.length ? "all flags are the same" : "no flag matches";
     };
     search.addEventListener("input", filter);
     only.addEventListener("change", filter);

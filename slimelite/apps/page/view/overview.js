@@ -1,6 +1,6 @@
-// The tab "Overview": what each run is, how far it is, what it scored, and its alarms in words.
+// The tab "Overview": the facts, progress, scores and alarms of each run.
 
-/** Curves over the whole of the runs, each a link to all of them; null if the runs have none of these. */
+/** Curves over all rollouts, each with a link to the tab "Curves"; null if the runs have none of these metrics. */
 function curveSection(data, specs) {
   const view = { smoothing: 0, log: false, hidden: new Set(), mark: NaN, zoom: () => go("curves") };
   const ends = data.runs.flatMap((run) => run.axes.flatMap((axis) => [axis[0], axis.at(-1)]));
@@ -13,7 +13,7 @@ function curveSection(data, specs) {
 {
   const STATUS = { finished: "good", running: "warn", failed: "bad", interrupted: "bad", "stopped without a word": "bad" };
 
-  // what supervised training measures in place of a reward
+  // measures of supervised training, shown in place of a reward
   const SUPERVISED = { "train/loss": "loss", "train/rewards/accuracies": "accuracy", "train/rewards/margins": "margin" };
   const isSupervised = (run) => !run.series["rollout/raw_reward"];
 
@@ -41,7 +41,7 @@ function curveSection(data, specs) {
     const packages = ["python", "torch", "transformers", "ray", "sglang"];
     return {
       rollouts: done,
-      time: duration(run.seconds), // of all processes of a run that was resumed, which its status does not know
+      time: duration(run.seconds), // of all processes of a resumed run; status.json has only the last process
       began: status.began ? new Date(status.began * 1000).toLocaleString() : null,
       method: status.method,
       model: config.hf_checkpoint,
@@ -70,10 +70,10 @@ function curveSection(data, specs) {
     );
   };
 
-  /** What went wrong in words, with links to the rollout in which it began. */
+  /** The alarms, with links to the rollouts in which they began. */
   const alarm = (run, index, { kind, rollout_id, says, advice, ended }) => {
     const place = { run: index, rollout: rollout_id };
-    const until = ended === null ? "and on" : ended - 1 > rollout_id ? `to ${ended - 1}` : null;
+    const until = ended === null ? "and later" : ended - 1 > rollout_id ? `to ${ended - 1}` : null;
     return el("li", {},
       el("div", { class: "alarm-head" },
         el("span", { class: "badge warn" }, kind.replaceAll("_", " ")),
@@ -91,12 +91,12 @@ function curveSection(data, specs) {
     return el("section", { class: "card alarms" }, el("h2", {}, title), found.length ? el("ul", {}, ...found) : null);
   };
 
-  // titles of the panels that stand on this tab, beside the scores of the runs
+  // titles of the panels on this tab, besides the scores of the runs
   const CHOSEN = [
     "reward", "reward margin", "pairs ranked right", "response length", "replies of an episode", "episodes that failed",
   ];
 
-  /** The curves that say most. */
+  /** The most important curves. */
   const curves = (data) => {
     const scores = [...new Set(data.runs.flatMap((run) => run.scores))].slice(0, 2);
     const titles = data.runs.some(isSupervised) ? ["loss", ...CHOSEN] : CHOSEN;

@@ -1,7 +1,8 @@
-// The tab "Samples": lists of rollouts, groups, samples and prompts, sorted, filtered and searched; one sample beside them.
+// The tab "Samples": lists of rollouts, groups, samples and prompts that can be sorted, filtered and searched, with one
+// sample beside them.
 //
-// Places: #samples?run=0&level=samples&of=rollout&number=12&group=340&sample=2731 (the run's place among the runs; group
-// and sample counted in the page), #samples?rollout=12 for short, and #samples?prompt=7 for one prompt through the run.
+// Addresses: #samples?run=0&level=samples&of=rollout&number=12&group=340&sample=2731, where run, group and sample are
+// counted within the page; #samples?rollout=12 for short; and #samples?prompt=7 for one prompt in all rollouts.
 {
   const LEVELS = { rollouts: "Rollouts", groups: "Groups", samples: "Samples", prompts: "Prompts" };
   const KINDS = { rollout: "trained on", dropped: "dropped" };
@@ -48,7 +49,7 @@
       );
     }
 
-    /** Change the place; the address follows, so that the browser's way back works. */
+    /** Change the place and the address, so that the browser's back button works. */
     go(changes, quietly = false) {
       const next = { ...this.place, ...changes };
       const kept = Object.fromEntries(Object.entries(next).filter(([, value]) => value !== null && value !== undefined));
@@ -67,7 +68,7 @@
         number: whole("number") ?? short,
         group: whole("group"), prompt: whole("prompt"), sample: whole("sample"),
       };
-      if (this.samples.columns.chunk?.[this.place.sample] === undefined) this.place.sample = null; // an address of another page
+      if (this.samples.columns.chunk?.[this.place.sample] === undefined) this.place.sample = null; // the address belongs to another page
       this.refresh();
     }
 
@@ -82,7 +83,7 @@
       this.timer = setTimeout(() => this.find(this.search.value), 200);
     }
 
-    /** Search all prompts and responses, a file at a time. */
+    /** Search all prompts and responses, one file at a time. */
     async find(query) {
       const { samples } = this;
       this.query = query;
@@ -107,11 +108,11 @@
       }
       if (this.query !== query) return undefined;
       this.hits = hits;
-      this.said.textContent = found ? "" : "no sample has it";
+      this.said.textContent = found ? "" : "no sample contains it";
       return this.refresh();
     }
 
-    /** The samples that the place, the filters and the search leave. */
+    /** The samples that match the place, the filters and the search. */
     left() {
       const { samples, place } = this;
       const { columns } = samples;
@@ -153,7 +154,7 @@
       this.kind.value = place.of;
       this.drawChips();
       if (samples.prompts[place.prompt] !== undefined) {
-        const key = `${place.prompt} ${this.query}`; // what is chosen in it stays while its samples are opened
+        const key = `${place.prompt} ${this.query}`; // the choice in this view stays while the user opens its samples
         if (this.beside?.key !== key) {
           const links = { open: (sample) => this.go({ sample }), query: this.query };
           this.beside = { key, element: sideBySide(samples, place.prompt, links) };
@@ -168,7 +169,7 @@
         const by = sort && this.columns.find((column) => column.title === sort.title);
         this.rows = by ? sorted(all, by.key, sort.down) : all;
         this.drawHead(sort);
-        if (this.main.firstChild !== this.table) this.main.replaceChildren(this.table); // else it would lose the focus
+        if (this.main.firstChild !== this.table) this.main.replaceChildren(this.table); // a replaced element loses the focus
         const widths = this.columns.map(({ least, text }) => (text ? `minmax(${least}px, ${least}fr)` : `${least}px`));
         this.table.style.setProperty("--columns", widths.join(" "));
         this.table.style.setProperty("--least", `${this.columns.reduce((sum, { least }) => sum + least + 14, 18)}px`);
@@ -187,10 +188,10 @@
         const sort = { class: "link", title: column.hint, onclick: () => this.sortBy(column) };
         return el("span", attributes, column.key ? el("button", sort, text) : text);
       }));
-      this.head.children[focused]?.firstElementChild?.focus(); // who sorts with the keyboard goes on there
+      this.head.children[focused]?.firstElementChild?.focus(); // keep the focus for the keyboard
     }
 
-    /** First the greatest, for numbers, then the least, then the order of the run. */
+    /** Each click changes the order: for numbers first descending, then ascending, then the order of the run. */
     sortBy(column) {
       const { level } = this.place;
       const now = this.sorts[level];
@@ -210,7 +211,7 @@
       return el("div", attributes, ...cells);
     }
 
-    /** Go from a row to what it is made of. */
+    /** Go from a row to its parts: from a rollout to its groups, and so on. */
     enter(i) {
       const row = this.rows[i];
       this.at = null;
@@ -247,7 +248,7 @@
         place.prompt !== null ? scope("one prompt", { prompt: null, sample: null }) : null,
       ].filter(Boolean);
       const made = this.filters.map((filter) => filter.chip ?? (filter.chip = this.filterChip(filter, chip)));
-      // a chip in which somebody types is left where it is
+      // a chip in which the user types is not replaced
       const all = [...shown, ...made];
       if (all.length !== this.chips.children.length || all.some((node, i) => node !== this.chips.children[i])) {
         const focus = document.activeElement;

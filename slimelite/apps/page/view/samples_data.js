@@ -1,6 +1,6 @@
-// The samples of a run: the numbers of all of them at once, the texts and tokens of a file when one is opened.
+// The samples of a run. The numbers of all samples are decoded at once, and texts and tokens when a file is opened.
 
-/** What `pack` of slimelite/apps/view_samples.py made: {header, columns: name -> typed array}. */
+/** Unpack the result of `pack` in slimelite/apps/view_samples.py: {header, columns: name -> typed array}. */
 async function unpack(text) {
   const TYPES = { u1: Uint8Array, u2: Uint16Array, i2: Int16Array, i4: Int32Array, f4: Float32Array, f8: Float64Array };
   const bytes = new Uint8Array(await inflate(text));
@@ -19,7 +19,7 @@ async function unpack(text) {
   return { header, columns };
 }
 
-/** Where each of the parts with these lengths begins, and the end of the last. */
+/** The offsets of parts with these lengths, and the end of the last part. */
 function offsets(lengths) {
   const found = new Int32Array(lengths.length + 1);
   lengths.forEach((length, i) => (found[i + 1] = found[i] + length));
@@ -35,7 +35,7 @@ class Samples {
     this.decoder = new TextDecoder("utf-8", { ignoreBOM: true });
   }
 
-  /** Decode what the lists need. */
+  /** Decode the data that the lists need. */
   async load() {
     const { index, prompts, vocabulary } = this.run.samples;
     const [numbers, texts, pieces] = await Promise.all([index, prompts, vocabulary].map((part) => part && unpack(part)));
@@ -70,7 +70,7 @@ class Samples {
     return this.chunks.get(i);
   }
 
-  /** All there is about one sample. `tokens` is null where the tokens' texts are not known. */
+  /** All data of one sample. `tokens` is null if the texts of the tokens are unknown. */
   async open(sample) {
     const chunk = await this.chunk(sample);
     const row = sample - this.first[this.columns.chunk[sample]];
@@ -86,7 +86,7 @@ class Samples {
     };
   }
 
-  /** The response alone, as fast as it can be had. */
+  /** Only the response. This is faster than decoding the whole sample. */
   async response(sample) {
     const chunk = await this.chunk(sample);
     const row = sample - this.first[this.columns.chunk[sample]];
@@ -107,8 +107,8 @@ class Samples {
   }
 
   /**
-   * The response as spans [{text, tokens}], `tokens` counted from the first of the response. A token is a span, except
-   * that tokens which are parts of one character share one. Joined, the texts are the response.
+   * The response as spans [{text, tokens}]. `tokens` are counted from the start of the response. Each token has its own
+   * span, except that the tokens of one character share a span. The joined texts are the response.
    */
   spans({ columns, start, end }) {
     const { bytes, starts } = this.vocabulary;
@@ -142,7 +142,7 @@ function samplesOf(run) {
   return run.decoded;
 }
 
-/** A number of a token: fixed-point columns have steps, and the least integer where there is none. */
+/** A number of a token. In fixed-point columns, it is a multiple of a step, and the least integer means NaN. */
 function tokenNumber({ columns, start }, name, k) {
   const STEPS = { engine: 1e-3, difference: 1e-4, entropy: 1e-3, version: 1 };
   const values = columns[name];

@@ -1,8 +1,8 @@
-// The episode of a sample: what it counted, its turns as a tree beside their times, and what its program printed.
+// The episode of a sample: its counts, its turns as a tree with their times, and the output of its program.
 
 const MOST_INDENTS = 8;
 
-/** Metadata as an object, and its episode apart; without one the text stays whole. */
+/** Metadata as an object, and the episode separately. Metadata without an episode stays a text. */
 function episodeOf(metadata) {
   try {
     const { episode, ...rest } = JSON.parse(metadata);
@@ -12,7 +12,7 @@ function episodeOf(metadata) {
   }
 }
 
-/** The turns of an episode that can be drawn, each with `answer`: seconds until the environment, or the next request, followed. */
+/** The turns of an episode that can be drawn. `answer`: seconds until the environment or the next request followed. */
 function turnsOfEpisode(episode) {
   const isTurn = (turn) => ["turn", "role", "begin", "seconds", "tokens"].every((name) => Number.isFinite(turn?.[name]));
   const turns = (Array.isArray(episode?.timeline) ? episode.timeline : []).filter(isTurn);
@@ -24,18 +24,18 @@ function turnsOfEpisode(episode) {
   });
 }
 
-/** When the last of these turns was over [s]. */
+/** The end of the last of these turns [s]. */
 function endOf(turns) {
   return Math.max(...turns.map(({ begin, seconds, answer = 0 }) => begin + seconds + answer), 1e-3);
 }
 
-/** The calls of a turn, [{name, seconds}]; of calls whose time nobody measured, seconds is NaN. */
+/** The calls of a turn, [{name, seconds}]. `seconds` is NaN if the time was not measured. */
 function callsOf({ calls, call_seconds: took }) {
   if (!Array.isArray(calls)) return [];
   return calls.map((name, i) => ({ name: String(name), seconds: Number.isFinite(took?.[i]) ? took[i] : NaN }));
 }
 
-/** The bars of a turn on a scale of so many seconds: the reply, and the answer to it. */
+/** The bars of a turn, the reply and the answer to it, on a scale of `end` seconds. */
 function turnBars(turn, end) {
   const bar = (name, from, seconds, title) => el("span", {
     class: `bar ${name}`, title, style: { left: `${(100 * from) / end}%`, width: `${(100 * seconds) / end}%`, "--run": `var(--run-${turn.role % 8})` },
@@ -48,7 +48,7 @@ function turnBars(turn, end) {
   ].filter(Boolean);
 }
 
-/** Turns in the order of the tree, with the number of branchings above each: a turn that goes on from the last stands below it. */
+/** Turns in the order of the tree, with the number of branchings above each. A turn follows the one it continues. */
 function treeOf(turns) {
   const key = ({ role, turn }) => `${role}/${turn}`;
   const children = Map.groupBy(turns, ({ role, parent }) => (parent === null ? null : `${role}/${parent}`));
@@ -67,7 +67,7 @@ function treeOf(turns) {
   return rows;
 }
 
-/** One line a turn: its number, a bar for the reply and a paler one for what followed it, tokens and calls. */
+/** One line for each turn: its number, a bar for the reply, a paler bar for the answer to it, tokens and calls. */
 function timelineElement(turns) {
   const end = endOf(turns);
   const line = ({ turn, depth }) => {
@@ -83,7 +83,7 @@ function timelineElement(turns) {
   return el("ol", { class: "episode-turns", "aria-label": "Turns" }, ...treeOf(turns).map(line));
 }
 
-/** What there is to say about an episode; null without one. */
+/** The facts of an episode; null without an episode. */
 function episodeElement(episode, query) {
   if (!episode) return null;
   const fact = (name, value) => el("div", { class: "fact" }, el("span", { class: "dim" }, name), el("b", {}, number(value)));

@@ -1,8 +1,8 @@
-// The lists of the tab "Samples": their rows, made from samples, their columns, and the elements of those in sight.
+// The lists of the tab "Samples": their rows, their columns, and the elements of the visible rows.
 
 const ROW = 30; // pixels
 
-/** A list of rows of one height, of which only those in sight are elements. */
+/** A list of rows of the same height. Only the visible rows have elements. */
 function rowList(draw) {
   const space = el("div", { class: "rows", role: "presentation" });
   const says = "Rows; arrow keys choose one, Enter opens it";
@@ -43,7 +43,7 @@ function numbersOf({ columns, components }) {
   return { reward: columns.reward, ...own, advantage: columns.advantage, tokens: columns.length, stale: columns.stale };
 }
 
-/** Means over the samples of each key: [{key, rows, reward, spread, tokens, truncated, stale}], in order of the first. */
+/** Means over the samples of each key, [{key, rows, reward, spread, tokens, truncated, stale}], by first appearance. */
 function summed(samples, rows, keyOf) {
   const { reward, length, stale, status } = samples.columns;
   const cut = samples.statuses.indexOf("truncated");
@@ -65,7 +65,7 @@ function summed(samples, rows, keyOf) {
   return [...found.values()];
 }
 
-/** The rows of a level, from the samples that are left; `whole`: rollouts have the numbers of all their samples. */
+/** The rows of a level, from the remaining samples. `whole`: rollouts have the numbers of all their samples. */
 function rowsOf(samples, level, left, whole) {
   const { columns, sources } = samples;
   if (level === "samples") return left;
@@ -85,7 +85,7 @@ function rowsOf(samples, level, left, whole) {
   });
 }
 
-/** Sorted by a column; rows without a number come last, whichever way. */
+/** Rows sorted by a column. Rows without a number come last in both directions. */
 function sorted(rows, key, down) {
   const lost = (value) => value === undefined || Number.isNaN(value);
   const order = (a, b) => lost(a) - lost(b) || (a < b ? -1 : a > b ? 1 : 0) * (down && !lost(a) ? -1 : 1);
@@ -96,7 +96,7 @@ function percent(value) {
   return value ? `${(100 * value).toFixed(1)} %` : "0";
 }
 
-/** Rewards as at most sixteen bars, least first. */
+/** Rewards as at most sixteen bars, in ascending order. */
 function rewardBars(samples, rows) {
   const [low, high] = samples.rewardRange;
   const values = rows.map((i) => samples.columns.reward[i]).sort((a, b) => a - b);
@@ -108,7 +108,7 @@ function rewardBars(samples, rows) {
   }));
 }
 
-/** What a prompt asks, without chat marks: its last turn with text. */
+/** The question of a prompt, without chat marks: its last turn with text. */
 function promptLine(samples, id) {
   samples.lines ??= new Map();
   if (!samples.lines.has(id)) {
@@ -143,7 +143,7 @@ function columnsOf(samples, level, state) {
   const why = (sample) => reasons[columns.reason[sample]];
   const reason = (of) => ({ title: "dropped because", least: 150, key: (row) => why(of(row)), cell: (row) => textNodes(why(of(row))) });
   const rewards = {
-    title: "rewards", hint: "rewards from the least to the greatest", least: 124,
+    title: "rewards", hint: "rewards in ascending order", least: 124,
     key: (row) => row.reward, cell: (row) => rewardBars(samples, row.rows),
   };
   const means = [
@@ -155,14 +155,14 @@ function columnsOf(samples, level, state) {
   ].slice(0, samples.aged ? 5 : 4);
   const dropped = state.of === "dropped";
   if (level === "rollouts") {
-    const shown = numeric("shown", (row) => row.rows.length, "samples of it in this page, after filters");
+    const shown = numeric("shown", (row) => row.rows.length, "samples in this page, after the filters");
     return [
       place((row) => row.source),
-      numeric("samples", (row) => row.source.samples, "its samples"),
+      numeric("samples", (row) => row.source.samples, "number of samples"),
       ...(state.partial ? [shown] : []),
       ...means,
       numeric("equal groups", (row) => row.source.equal / row.source.groups,
-        "share of the groups of which all rewards are equal: they teach nothing", percent, 100),
+        "share of groups whose rewards are all equal, so that nothing is learned from them", percent, 100),
       { ...rewards, least: 160 },
     ];
   }
@@ -173,10 +173,10 @@ function columnsOf(samples, level, state) {
   }
   if (level === "prompts") {
     return [
-      numeric("groups", (row) => row.groups, "how often it was used"),
-      numeric("first", (row) => row.first, "mean reward of its first group"),
-      numeric("last", (row) => row.last, "mean reward of its last group"),
-      numeric("change", (row) => row.last - row.first, "of the mean reward, from the first group to the last"),
+      numeric("groups", (row) => row.groups, "how often the prompt was used"),
+      numeric("first", (row) => row.first, "mean reward of the prompt’s first group"),
+      numeric("last", (row) => row.last, "mean reward of the prompt’s last group"),
+      numeric("change", (row) => row.last - row.first, "change of the mean reward from the first group to the last"),
       means[2],
       means[3],
       prompt((row) => row.key),
@@ -193,7 +193,7 @@ function columnsOf(samples, level, state) {
     },
   };
   const each = Object.entries(numbersOf(samples)).map(([name, values]) => numeric(name, (row) => values[row]));
-  const few = ["reward", "advantage", "tokens"]; // the others stand in the sample beside the list
+  const few = ["reward", "advantage", "tokens"]; // the sample beside the list shows the others
   const kept = each.filter(({ title }) => (state.narrow ? few.includes(title) : title !== "stale" || samples.aged));
   const lost = dropped && !state.narrow ? [reason((row) => row)] : [];
   const from = state.one ? [] : [place((row) => samples.source(row))];

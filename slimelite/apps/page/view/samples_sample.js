@@ -1,6 +1,6 @@
 // One sample in full, and the samples of one prompt side by side.
 
-/** Where a sample is from, as "rollout 12", "dropped in rollout 12", "gsm8k after rollout 9". */
+/** The origin of a sample, such as "rollout 12", "dropped in rollout 12" or "gsm8k after rollout 9". */
 function sourceName({ kind, name, number }) {
   if (kind === "eval") return `${name} ${number < 0 ? "before training" : `after rollout ${number}`}`;
   return kind === "dropped" ? `dropped in rollout ${number}` : `rollout ${number}`;
@@ -15,14 +15,14 @@ function statusBadges(samples, sample) {
   return [
     el("span", { class: `badge ${STATUS_BADGE[status] ?? ""}` }, status),
     reason ? el("span", { class: "badge bad", title: "why the group was dropped" }, ...textNodes(reason)) : null,
-    columns.removed[sample] ? el("span", { class: "badge warn", title: "kept out of the loss" }, "removed") : null,
+    columns.removed[sample] ? el("span", { class: "badge warn", title: "not used in the loss" }, "removed") : null,
   ];
 }
 
 const MOST_ENTRIES = 200; // of an object or a list in metadata
-const MOST_LEVELS = 8; // what lies deeper is JSON
+const MOST_LEVELS = 8; // deeper levels are shown as JSON
 
-/** A value of JSON as a list of names and values, one within the other; texts as they are, with the hits of a search. */
+/** A JSON value as nested lists of names and values. Texts are unchanged, with the hits of a search marked. */
 function valueElement(value, query, depth = 0) {
   if (value === null || typeof value !== "object" || depth > MOST_LEVELS) {
     const text = el("span", { class: "value" });
@@ -39,21 +39,21 @@ function valueElement(value, query, depth = 0) {
     ...(more > 0 ? [el("dt", {}, "…"), el("dd", { class: "dim" }, `${more} more`)] : []));
 }
 
-/** JSON as names and values, and a text that is none as it is. */
+/** JSON as names and values. A text that is not JSON is shown unchanged. */
 function jsonElement(text, query) {
   let value = text;
   try {
     value = JSON.parse(text);
-  } catch {} // NaN is no JSON
+  } catch {} // NaN is not JSON
   return valueElement(value, query);
 }
 
-/** Whether a dict of rewards, as JSON, has nothing but numbers. */
+/** Whether a dict of rewards, as JSON, has only numbers. */
 function isNumbers(text) {
   try {
     return Object.values(JSON.parse(text)).every((value) => ["number", "boolean"].includes(typeof value));
   } catch {
-    return false; // NaN is no JSON
+    return false; // NaN is not JSON
   }
 }
 
@@ -70,7 +70,7 @@ function sampleFacts(samples, sample) {
     fact("advantage", number(columns.advantage[sample])),
     fact("tokens", trained === length ? number(length) : `${number(length)}, ${number(trained)} in the loss`),
     Number.isFinite(columns.stale[sample])
-      ? fact("staleness", number(columns.stale[sample]), "weight updates between its oldest token and the weights it trains")
+      ? fact("staleness", number(columns.stale[sample]), "weight updates between the sample’s oldest token and its training")
       : null,
   );
 }
@@ -85,9 +85,9 @@ function sampleElement(samples, sample, links) {
     el("h3", {}, sourceName(samples.source(sample)), el("span", { class: "dim" }, ` · sample ${columns.sample[sample]}`)),
     ...statusBadges(samples, sample),
     el("span", { class: "steps" },
-      step(before, "‹", "the sample before it in the list"),
+      step(before, "‹", "the previous sample in the list"),
       step(after, "›", "the next sample in the list"),
-      el("button", { class: "quiet", onclick: () => links.prompt(columns.prompt[sample]) }, "this prompt through the run"),
+      el("button", { class: "quiet", onclick: () => links.prompt(columns.prompt[sample]) }, "this prompt in all rollouts"),
       el("button", { class: "quiet", title: "close the sample", "aria-label": "Close", onclick: links.close }, "✕")),
   );
   const mates = el("div", { class: "mates" }, el("span", { class: "dim" }, "its group"),
@@ -127,11 +127,11 @@ function responseParts(samples, sample, opened, query) {
     const text = el("div", { class: "text" });
     const put = (block, from, to) => longText(block, opened.response.slice(from, to), query);
     text.append(...turnsOf(opened.response, "assistant").map((turn) => turnElement(opened.response, turn, put, { marks: true })));
-    const why = samples.vocabulary ? "Its text is not the text of its tokens, so" : "The run’s tokenizer is missing, so";
-    const said = `${why} it is not known where each token ends.`;
+    const why = samples.vocabulary ? "The response is not the text of its tokens, so" : "The run’s tokenizer is missing, so";
+    const said = `${why} the boundaries of its tokens are unknown.`;
     return [title, el("p", { class: "dim small" }, said), text];
   }
-  if (opened.tokens.start === opened.tokens.end) return [title, el("p", { class: "dim" }, "It is empty.")];
+  if (opened.tokens.start === opened.tokens.end) return [title, el("p", { class: "dim" }, "The response is empty.")];
   const measures = tokenMeasures(samples, sample, opened.tokens);
   const { root, paint } = tokensElement(samples, opened, measures, query);
   const key = el("span", { class: "legend-place" });

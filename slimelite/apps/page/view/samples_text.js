@@ -1,26 +1,26 @@
 // Text from a run: invisible characters shown by name, hits of a search marked, chat marks read as turns.
 
-/** Characters that nobody sees, or that reorder what one sees; joiners stay, since emoji are made with them. */
+/** Characters that are invisible or reorder the text. Joiners are not included, because emoji need them. */
 const UNSEEN = /(?![\n\t\u200c\u200d])[\p{Cc}\p{Cf}\p{Cs}\u2028\u2029]/gu;
 
-/** Where a query is found, without regard to case: [[start, end], …]. */
+/** The hits of a query, without regard to case: [[start, end], …]. */
 function findHits(text, query) {
   if (!query) return [];
   let [where, what] = [text.toLowerCase(), query.toLowerCase()];
-  if (where.length !== text.length) [where, what] = [text, query]; // "İ" gets longer, and places would shift
+  if (where.length !== text.length) [where, what] = [text, query]; // "İ" gets longer, and positions would shift
   const hits = [];
   for (let at = where.indexOf(what); at >= 0; at = where.indexOf(what, at + what.length)) hits.push([at, at + what.length]);
   return hits;
 }
 
-/** The nodes of a text without hits: characters that nobody sees are named, as U+202E. */
+/** The nodes of a text without hits. Invisible characters are named, such as U+202E. */
 function textNodes(text) {
   const nodes = [];
   let at = 0;
   for (const match of text.matchAll(UNSEEN)) {
     if (match.index > at) nodes.push(text.slice(at, match.index));
     const name = match[0].codePointAt(0).toString(16).toUpperCase().padStart(4, "0");
-    nodes.push(el("i", { class: "unseen", title: "a character that cannot be seen" }, `U+${name}`));
+    nodes.push(el("i", { class: "unseen", title: "an invisible character" }, `U+${name}`));
     at = match.index + match[0].length;
   }
   if (at < text.length) nodes.push(text.slice(at));
@@ -38,7 +38,7 @@ function markedNodes(text, query) {
   return [...nodes, ...textNodes(text.slice(at))];
 }
 
-/** One line of a text: from around the first hit, else its beginning, or its end. */
+/** One line of a text: around the first hit. Without a hit, it is the beginning or the end of the text. */
 function excerpt(text, query, { end = false, length = 160 } = {}) {
   const [hit] = findHits(text, query);
   let from = hit ? Math.max(0, hit[0] - 30) : end ? Math.max(0, text.length - length) : 0;
@@ -47,7 +47,7 @@ function excerpt(text, query, { end = false, length = 160 } = {}) {
   return [from ? "…" : null, ...markedNodes(line, query), from + length < text.length ? "…" : null];
 }
 
-/** How chat templates begin a turn; the first group that is there is the role. */
+/** The beginnings of a turn in chat templates. The first group that matches is the role. */
 const HEADS = new RegExp(
   [
     /<\|im_start\|>([\w -]{1,30})\n/, // ChatML: Qwen, SmolLM
@@ -63,7 +63,7 @@ const HEADS = new RegExp(
 const TURN_END = /(?:<\|(?:im_end|eot_id|eom_id|end|return|call|endoftext)\|>|<end_of_turn>|<｜end▁of▁sentence｜>|<\/s>)\s*$/;
 const TURN_BEGIN = /^(?:<\|begin_of_text\|>|<bos>|<s>|<｜begin▁of▁sentence｜>|<\|endoftext\|>|\[gMASK\]|<sop>)+\s*$/;
 const BLOCKS = /<(think|tool_call|tool_response|tool_result|tools|answer)>([\s\S]*?)(?:<\/\1>|$)/g;
-const MOST = 500; // turns of a text, and blocks of a turn: a text of nothing but marks would be as many elements
+const MOST = 500; // limit of the turns of a text and of the blocks of a turn: a text may have only marks
 const NAMES = {
   INST: "user", "/INST": "assistant", User: "user", Assistant: "assistant", model: "assistant", ipython: "tool", observation: "tool",
 };
@@ -87,7 +87,7 @@ function turnsOf(text, first = "") {
   return turns.filter((turn) => turns.length === 1 || turn.role || !TURN_BEGIN.test(text.slice(turn.start, turn.end)));
 }
 
-/** The parts of text[start:end] that stand in tags of thinking and tools: [{kind, start, end}], all of it covered. */
+/** Divide text[start:end] into parts inside and outside tags of thinking and tools: [{kind, start, end}]. */
 function blocksOf(text, start, end) {
   const parts = [];
   let at = start;
@@ -113,7 +113,7 @@ function turnElement(text, turn, put, { marks = false } = {}) {
   return el("div", { class: "turn", "data-role": turn.role || null }, role || null, ...blocks);
 }
 
-/** A text of which the first part is shown, and the rest by steps, since browsers are slow with millions of characters. */
+/** A text that shows its first part, and more on request: browsers are slow with millions of characters. */
 function longText(parent, text, query) {
   const STEP = 50_000;
   const [hit] = findHits(text, query);
@@ -136,7 +136,7 @@ function messagesOf(prompt) {
     const found = JSON.parse(prompt);
     return found.every((message) => typeof message?.role === "string") ? found : null;
   } catch {
-    return null; // a prompt that only begins like JSON
+    return null; // the prompt begins like JSON, but is not JSON
   }
 }
 

@@ -1,4 +1,4 @@
-// A response as tokens: each in the colour of a number, and all its numbers in a box beside the one under the pointer.
+// A response as tokens. Each token has the colour of a number, and a box shows all numbers of the token at the pointer.
 
 const UNTOLD = {
   engine: "no engine sampled it",
@@ -7,7 +7,7 @@ const UNTOLD = {
   version: "unknown",
 };
 
-/** What tokens can be coloured by, of those that a sample has: name -> {title, value(k), scale, low, high, …}. */
+/** The numbers of a sample that can colour its tokens: name -> {title, value(k), scale, low, high, …}. */
 function tokenMeasures(samples, sample, tokens) {
   const { columns } = samples;
   const count = tokens.end - tokens.start;
@@ -47,13 +47,13 @@ function tokenMeasures(samples, sample, tokens) {
   return found;
 }
 
-/** At most a thousand of the values, evenly chosen. */
+/** At most a thousand of the values, at even distances. */
 function sampled(values) {
   const step = Math.ceil(values.length / 1000);
   return Array.from(values).filter((_, i) => i % step === 0);
 }
 
-/** {side, strength}: which of the two colours, and how much of it, 0 to 1; null where there is no value. */
+/** {side, strength}: which of the two colours, and its strength from 0 to 1; null without a value. */
 function tint(measure, value) {
   if (!Number.isFinite(value)) return null;
   const { scale, limit } = measure;
@@ -69,7 +69,7 @@ function shownNumber(value, digits) {
   return (value < 0 && Number(text) ? "−" : "") + text;
 }
 
-/** The scale of a measure, its ends, and what a token without value or outside the loss looks like. */
+/** The legend of a measure: its scale, the ends, a token without a value, and a token outside the loss. */
 function legend(measure, lacks) {
   const { scale, limit } = measure;
   const [low, high] = {
@@ -135,7 +135,7 @@ function tokensElement(samples, opened, measures, query) {
     };
     const turns = turnsOf(response, "assistant").map((turn) => turnElement(response, turn, put, { marks: true }));
     root.replaceChildren(...turns.filter((turn) => turn.querySelector("b")));
-    // spans without text at the very end stand behind all text
+    // spans without text at the end come after all text
     if (next < last) put(root.lastElementChild?.lastElementChild ?? root, 0, Infinity);
     if (last < spans.length) {
       root.append(el("button", { class: "quiet more", onclick: () => draw(limit + 2 * STEP) },
@@ -149,7 +149,7 @@ function tokensElement(samples, opened, measures, query) {
   return { root, paint };
 }
 
-/** A text with a sign for each line break, which would be invisible as a token. */
+/** A text with a sign for each line break, because a line break is invisible as a token. */
 function breaksShown(text) {
   return text.split("\n").flatMap((part, i) => [...(i ? [el("i", { class: "break" }), "\n"] : []), ...textNodes(part)]);
 }

@@ -20,7 +20,7 @@
     wake_up: ["memory back", "var(--phase-7)"],
   };
 
-  /** [{x, seconds: {phase: s}}], a rollout each, of the phases that took any time. */
+  /** [{x, seconds: {phase: s}}], one entry for each rollout, with the phases that took time. */
   const turns = (run, phases) => {
     const found = new Map();
     for (const phase of Object.keys(phases)) {
@@ -41,7 +41,7 @@
     return [...found.values()].sort((a, b) => a.x - b.x);
   };
 
-  /** At most `most` bars: the means of as many rollouts as share one. */
+  /** At most `most` bars. A bar is the mean of its rollouts. */
   const binned = (rows, most) => {
     const size = Math.ceil(rows.length / most);
     if (size <= 1) return { size: 1, bars: rows.map((row) => ({ ...row, from: row.x, to: row.x })) };
@@ -55,7 +55,7 @@
     return { size, bars };
   };
 
-  /** A chart of stacked bars, a bar a rollout. */
+  /** A chart of stacked bars, one bar for each rollout. */
   const bars = (title, rows, phases, hidden) => chart({
     title,
     height: 220,
@@ -92,7 +92,7 @@
     },
   });
 
-  /** Total, share and middle of each phase. */
+  /** The total, share and median of each phase. */
   const totals = (rows, phases) => {
     const all = rows.flatMap((row) => Object.values(row.seconds)).reduce((sum, value) => sum + value, 0);
     const lines = Object.keys(phases).flatMap((phase) => {
@@ -103,11 +103,11 @@
       const numbers = [duration(sum), `${((100 * sum) / all).toFixed(1)}%`, duration(values[values.length >> 1]), duration(values.at(-1)), values.length];
       return [el("tr", {}, el("td", {}, mark, phases[phase][0]), ...numbers.map((each) => el("td", { class: "number" }, String(each))))];
     });
-    const head = ["phase", "in all", "share", "median", "longest", "times"];
+    const head = ["phase", "total", "share", "median", "longest", "count"];
     return el("div", { class: "card scroll" }, el("table", { class: "totals" }, el("tr", {}, ...head.map((name, i) => el("th", { class: i ? "number" : "" }, name))), ...lines));
   };
 
-  /** A button for each phase that some run has; it shows or hides the phase everywhere. */
+  /** A button for each phase of the runs. It shows or hides the phase in all charts. */
   const legend = (phases, used, hidden, redraw) =>
     Object.entries(phases).filter(([phase]) => used.has(phase)).map(([phase, [label, color]]) => {
       const button = el("button", { class: "quiet legend", "aria-pressed": "true" }, el("span", { class: "run-name" }, el("i", { class: "dot", style: { background: color } }), label));
@@ -124,7 +124,7 @@
     const found = data.runs.map((run) => [run, turns(run, phases)]).filter(([, rows]) => rows.length);
     if (!found.length) return;
     const used = new Set(found.flatMap(([, rows]) => rows.flatMap((row) => Object.keys(row.seconds))));
-    if (used.size < 2) return; // a single part is the whole, which is a phase of the loop already
+    if (used.size < 2) return; // a single part would only repeat a phase of the loop
     const made = found.map(([run, rows]) => [bars(run.name, rows, phases, hidden), totals(rows, phases)]);
     root.append(
       el("h2", {}, title),
