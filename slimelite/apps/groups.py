@@ -185,6 +185,8 @@ def show_groups(facts: Facts) -> None:
     late = {len(measure["at"]) > 1 for group in groups for measure in group["measures"].values()}
     if True in late:
         notes.append("Some runs ended earlier than others; the last value of each run is compared.")
+    if len(groups) > 1 and not paired and any(group["seeds"] != groups[0]["seeds"] for group in groups):
+        notes.append("The runs are not paired by seed, because the groups have different seeds.")
     print_table([group["name"] for group in groups], [_head(facts), list(_rows(groups))], notes)
 
 

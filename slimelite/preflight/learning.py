@@ -84,8 +84,8 @@ def try_estimator(args: Args) -> tuple[str, str | None] | None:
     each. In one of them, all rewards are equal. Two groups have eight responses with rewards of 0 and 1.
 
     Returns:
-        A line for the dry run's report, and a warning if an advantage is large. None if the whole estimator is part of
-        slimelite.
+        A line for the dry run's report, and a warning if the advantages look wrong: one is large, a higher reward gets
+        a lower advantage, or most rewards of 0 and 1 get none. None if the whole estimator is part of slimelite.
 
     Raises:
         ValueError: a function fails, or does not return one finite number for each response or token.
@@ -98,17 +98,27 @@ def try_estimator(args: Args) -> tuple[str, str | None] | None:
     # one right answer among wrong ones, and the reverse: a median, or a deviation from it, ignores that answer
     binary = [0.0] * 7 + [1.0] + [1.0] * 7 + [0.0]
     _, of_tokens = _tried(record, args, binary, 8)
+    name, of_binary = f"--advantage-estimator {record.name}", of_tokens.reshape(16, 3).mean(1)
+    fact = (
+        f"{name}: rewards 0, 1, 0.5, 1 of one prompt give {spread}; seven rewards of 0 and one of 1 give "
+        f"{of_binary[0]:.3g} and {of_binary[7]:.3g}; equal rewards are fine"
+    )
     (largest, token) = of_tokens.abs().max(0)
     group = int(token) // (3 * 8)
-    warning = (
-        f"--advantage-estimator {record.name}: rewards {', '.join(f'{r:g}' for r in binary[8 * group :][:8])} of one "
-        f"prompt give an advantage of {of_tokens[token].item():.3g}: one such response outweighs all others. Maybe "
-        "the divisor vanishes when most rewards are equal: use another divisor, or clamp the advantages"
-    )
-    fact = (
-        f"--advantage-estimator {record.name}: rewards 0, 1, 0.5, 1 of one prompt give {spread}; equal rewards are fine"
-    )
-    return fact, warning if largest > LARGE else None
+    if largest > LARGE:
+        return fact, (
+            f"{name}: rewards {', '.join(f'{r:g}' for r in binary[8 * group :][:8])} of one prompt give an advantage "
+            f"of {of_tokens[token].item():.3g}: one such response outweighs all others. Maybe the divisor vanishes "
+            "when most rewards are equal: use another divisor, or clamp the advantages"
+        )
+    if of_binary[7] < of_binary[0]:
+        return fact, f"{name}: the higher reward gets the lower advantage. Is the sign right?"
+    if not of_binary[:7].any():
+        return fact, (
+            f"{name}: if seven rewards are 0 and one is 1, the advantage of all seven is 0, so training ignores the "
+            "wrong answers of a hard prompt. A median has this effect on rewards of 0 and 1; a mean does not"
+        )
+    return fact, None
 
 
 def _tried(record: Estimator, args: Args, made_up: list[float], size: int) -> tuple[np.ndarray, Any]:

@@ -85,6 +85,7 @@ RIGHT = {"group": "return rewards.centered", "loss": "return -log_ratio.exp() * 
     ("name", "parts", "expected"),
     [
         ("right", {}, "rewards 0, 1, 0.5, 1 of one prompt give -0.625, 0.375, -0.125, 0.375"),
+        ("binary", {}, "seven rewards of 0 and one of 1 give -0.125 and 0.875"),
         ("fails", {"group": "return rewards.nothing"}, "AttributeError: 'GroupedRewards' object has no attribute"),
         ("short", {"group": "return rewards.centered[:3]"}, "own-short"),
         ("nan", {"group": "return rewards.centered / rewards.std[rewards.group]"}, "are not finite"),
@@ -100,6 +101,26 @@ def test_an_estimator_of_ones_own_is_tried(report: Report, name: str, parts: dic
     assert expected in shown
     assert "give an advantage of" not in shown
     assert shown.endswith("ready to start\n" if not parts else "1 problem(s) found\n")
+
+
+MEDIAN = "d = rewards.rewards; g = rewards.group; return d - torch.stack([d[g == i].median() for i in g.unique()])[g]"
+
+
+@pytest.mark.parametrize(
+    ("group", "says"),
+    [
+        ("return -rewards.centered", "the higher reward gets the lower advantage. Is the sign right?"),
+        (MEDIAN, "training ignores the wrong answers of a hard prompt"),
+    ],
+)
+def test_a_wrong_sign_and_a_median_of_binary_rewards_are_warnings(report: Report, group: str, says: str) -> None:
+    own = OWN.format(name="doubtful", group=group, loss=RIGHT["loss"])
+    try:
+        shown = report("--rm-type math --import-file OWN --advantage-estimator own-doubtful", own)
+    finally:
+        ESTIMATORS.pop("own-doubtful", None)
+    assert says in " ".join(shown.split())
+    assert shown.endswith("ready to start\n"), "a warning, because it may be meant"
 
 
 def test_a_scale_that_vanishes_for_binary_rewards_is_a_warning(report: Report) -> None:
