@@ -212,7 +212,9 @@ def _engines(args: Args) -> Iterator[str]:
     if args.job.engines == "own" and args.rollout_num_gpus == 0:
         yield "--rollout-num-gpus 0 leaves no engine to generate responses; give at least 1"
     if not engine.wide and (size := args.rollout_num_gpus_per_engine) > 1:
-        yield f"--rollout-num-gpus-per-engine {size}: the {engine.name} engine runs on only one device; give 1"
+        yield f"--rollout-num-gpus-per-engine {size}: the {engine.name} engine runs on only one device; give 1" + (
+            "" if args.job.gpus else ", or plan for GPUs with --dry-run --plan-gpu h100:8"
+        )
     shares = args.job.gpus and (args.colocate or args.job.local)
     if not engine.releases_memory and (args.offload_rollout or shares):
         yield (

@@ -141,7 +141,8 @@ def find_checkpoint(
     if not any(root.glob(f"iter_*/{ROLLOUT_STATE}")):
         raise ValueError(
             f"{load}: {MARKER} names {word}, but iter_{word:0>7}/{ROLLOUT_STATE} is missing: is it a Megatron "
-            "checkpoint?"
+            "checkpoint? Give --load and --save another folder. To continue from its weights, convert them to Hugging "
+            "Face format with slime's tools, and give that folder as --hf-checkpoint"
         )
     if not word.isdecimal():
         cut = f"{marker}: is damaged: it must contain the number of a rollout"

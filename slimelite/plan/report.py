@@ -29,6 +29,8 @@ UNKNOWN = {
     ),
     "the GPUs' memory is not known here": "name the GPUs, as in --plan-gpu h100:8",
 }
+# another placement is proposed if a rollout takes so many times as long as with it
+SHORTER = 1.05
 # --compile is proposed if a step without it takes more than this factor times the time with it
 GAIN = 1.15
 
@@ -121,7 +123,8 @@ def _memory(plan: Plan) -> Iterator[str]:
         frozen = plan.load.width * plan.load.shapes.parameters * plan.load.others / plan.load.shards
         state = total(replace(plan.load, on_host=False).state())
         host = (state if plan.args.offload_train or plan.load.on_host else 0) + frozen
-        yield f"  host memory for each rank while it reads the model: {plan.load.reading() / 1e9:.1f} GB at most"
+        reading = max(plan.load.reading() / 1e9, 0.1)
+        yield f"  host memory for each rank while it reads the model: {reading:.1f} GB at most"
         if host:
             yield f"  host memory for each rank: {host / 1e9:.1f} GB of weights, moments and reference"
         args, weights = plan.args, plan.load.width * plan.load.shapes.parameters
@@ -140,10 +143,10 @@ def _on_disk(plan: Plan) -> str:
     interval = args.save_retain_interval or args.save_interval
     if not rollouts or not interval or interval >= rollouts:
         return line
-    # the last rollout's stays too
-    kept = ceil(rollouts / interval)
+    # the last one stays too; those that do not stay are deleted when the next one is complete
+    most = ceil(rollouts / interval) + bool(args.save_retain_interval)
     advice = "" if args.save_retain_interval else "; --save-retain-interval keeps fewer"
-    return f"{line}, {kept * each / 1e9:,.1f} GB for the {kept:,} of them that stay{advice}"
+    return f"{line}, at most {most * each / 1e9:,.1f} GB for {most:,} of them at the same time{advice}"
 
 
 def _cache_capacity(plan: Plan) -> Iterator[str]:
@@ -195,7 +198,9 @@ def _time(plan: Plan) -> Iterator[str]:
         yield f"  {name:14}{seconds:>9.{1 if cost else 2}f}{mfu:>6}   {why}"
     rollouts = plan.args.num_rollout
     if rollouts and not plan.shared:
-        yield f"  all {rollouts:,} rollouts: {rollouts * plan.rollout_seconds() / 3600:,.1f} hours"
+        hours = rollouts * plan.rollout_seconds() / 3600
+        yield f"  a rollout: {plan.rollout_seconds():.1f} s; all {rollouts:,}: {hours:,.1f} hours"
+        yield "  evaluations and checkpoints are not counted"
     if not plan.shared:
         yield from _shorter(plan)
         yield from _compiled(plan)
@@ -234,7 +239,7 @@ def _shorter(plan: Plan) -> Iterator[str]:
         parts = f"generate {seconds['generate']:.1f}, train {seconds['train']:.1f}, a rollout {rollout:.1f} s"
         rollouts = plan.args.num_rollout or 0
         whole = f", all {rollouts * rollout / 3600:,.1f} hours" if rollouts else ""
-        yield f"  if the average response has a quarter of that length: {parts}{whole}"
+        yield f"  if the average length is a quarter of that: {parts}{whole}"
 
 
 def _compiled(plan: Plan) -> Iterator[str]:
@@ -250,7 +255,7 @@ def _compiled(plan: Plan) -> Iterator[str]:
 
 
 def _placement(plan: Plan, device: Device) -> Iterator[str]:
-    """The size of an engine, and the times with and without --colocate."""
+    """Other placements that would be faster: another size of engines, and engines with and without --colocate."""
     sizes = [n for n in (1, 2, 4, 8) if replace(plan.serving, gpus=n).fits(plan.usable)]
     gpus = plan.ranks if plan.args.colocate else plan.ranks + plan.engines * plan.serving.gpus
     if not sizes or not plan.engines or not plan.ranks or gpus < max(2, sizes[0]):
@@ -272,15 +277,17 @@ def _placement(plan: Plan, device: Device) -> Iterator[str]:
     split = {
         count: max(generating(count) + between, training(gpus - count)) + sync for count in range(width, gpus, width)
     }
-    yield (
-        f"  an engine needs {width} GPU(s); with --colocate there are {gpus // width} engines, and a rollout takes "
-        f"{turns:.0f} s"
-    )
-    if split:
-        best = min(split, key=lambda count: split[count])
+    now = plan.rollout_seconds()
+    if turns < now / SHORTER:
         yield (
-            f"  on separate GPUs, with --async-rollout and --rollout-num-gpus {best} of {gpus}: {split[best]:.0f} s, "
-            "with weights one version old"
+            f"  faster with --colocate and {gpus // width} engines of {width} GPU(s): {turns:.0f} s for a rollout "
+            f"(--rollout-num-gpus-per-engine {width})"
+        )
+    best = min(split, key=lambda count: split[count], default=0)
+    if best and split[best] < now / SHORTER:
+        yield (
+            f"  faster on separate GPUs, with --async-rollout and --rollout-num-gpus {best} of {gpus}: "
+            f"{split[best]:.0f} s, weights one version old"
         )
 
 
@@ -305,7 +312,10 @@ def _traffic(plan: Plan) -> Iterator[str]:
                 replicas.append(ranks)
         yield row
     if replicas and peak(replace(load, shards=node)) <= plan.usable:
-        yield f"  from {replicas[0]} GPUs on, --dp-replicate-size NODES is faster: weights are gathered within a node"
+        yield (
+            f"  from {replicas[0]} GPUs on, --dp-replicate-size NODES sends in less time: it gathers weights within "
+            "a node"
+        )
     elif replicas:
         yield f"  a replica in each node would be faster, but it does not fit a node's {node} GPU(s)"
     yield f"  a weight sync sends {plan.buckets} bucket(s) of --update-weight-buffer-size" + (
