@@ -48,7 +48,11 @@ def main() -> None:
     """Run the program of the plan, and exit with its status."""
     plan: ContainerPlan = marshal.loads(bytes.fromhex(os.environ.pop(VARIABLE)))
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    container = _Container(plan)
+    try:
+        container = _Container(plan)
+    except OSError as error:
+        print(f"the sandbox does not start: {error}", file=sys.stderr, flush=True)
+        sys.exit(NO_START)
     try:
         status = container.to_the_end()
     finally:
@@ -71,13 +75,17 @@ class _Container:
         self._file = os.path.join(self._folder, "variables")
         with open(os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.writelines(f"{name}={value}\n" for name, value in plan["variables"].items())
-        self._client = subprocess.Popen(
-            [self._engine, verb, "--name", self._name, "--env-file", self._file, *rest],
-            cwd=self._folder,
-            stdin=subprocess.PIPE,
-            start_new_session=True,
-            preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS),
-        )
+        try:
+            self._client = subprocess.Popen(
+                [self._engine, verb, "--name", self._name, "--env-file", self._file, *rest],
+                cwd=self._folder,
+                stdin=subprocess.PIPE,
+                start_new_session=True,
+                preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS),
+            )
+        except OSError:
+            shutil.rmtree(self._folder)
+            raise
 
     def to_the_end(self) -> int:
         """Wait for the program and for signals. Returns the exit status."""

@@ -15,6 +15,7 @@ from slimelite.environments.hosts import load
 from slimelite.sandbox import containers
 from slimelite.sandbox.container_supervisor import VARIABLE
 from slimelite.sandbox.registry import Launch, SandboxSettings, cautions, open_sandbox
+from slimelite.sandbox.supervisor import NO_START
 from tests.environments.test_adapters import episode, said
 from tests.environments.test_harbor import TOML, bash, plays, row_of, write_task
 from tests.sandbox.sandboxes import IMAGE, settings
@@ -137,6 +138,10 @@ def test_what_an_engine_leaves_does_not_change_the_status(tmp_path: Path, monkey
     done = subprocess.run(launch.words, env=launch.environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (3, "")
     assert [path.name for path in tmp_path.iterdir()] == ["docker"]
+    (tmp_path / "docker").unlink()
+    gone = subprocess.run(launch.words, env=launch.environment, capture_output=True, text=True, check=False)
+    assert (gone.returncode, gone.stderr.startswith("the sandbox does not start: ")) == (NO_START, True)
+    assert [*tmp_path.iterdir()] == [], "the file of variables, which may be secret, goes too"
 
 
 def test_a_path_with_a_comma_is_refused(tmp_path: Path) -> None:
