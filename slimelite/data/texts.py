@@ -7,6 +7,7 @@ import codecs
 import csv
 import gzip
 import json
+import logging
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -18,6 +19,8 @@ import pyarrow.parquet as pq
 from slimelite.data.hub import HubFile, hub_files
 from slimelite.data.reader import HUB_ID, BadRows
 from slimelite.data.reader import READERS as ROWS
+
+logger = logging.getLogger(__name__)
 
 # name endings of files of documents
 ENDINGS = (".parquet", ".jsonl", ".jsonl.gz", ".txt")
@@ -71,8 +74,8 @@ def read_texts(spec: str, column: str = "text", *, skip_bad: bool = False, flag:
     at a time.
 
     ``column``: the column of the text, in files with columns. Error messages name ``flag``, with which the user sets
-    the column. A file named by its path may be CSV. A CSV file is read as a whole. With ``skip_bad``, rows that cannot
-    be trained on are left out, and a warning names and counts them.
+    the column. A CSV file is read as a whole. In a folder, CSV files without the column are left out, and a warning
+    names them. With ``skip_bad``, rows that cannot be trained on are left out, and a warning names and counts them.
 
     Raises:
         ValueError: there is no such file or column, or a file is cut short. Rows that cannot be trained on raise the
@@ -80,6 +83,9 @@ def read_texts(spec: str, column: str = "text", *, skip_bad: bool = False, flag:
     """
     for file in find_files(spec, plain=True):
         if isinstance(file, Path):
+            if file.suffix == CSV and str(file) != spec and column not in (names := _csv_columns(file)):
+                logger.warning(f"{file} is left out: it has no column {column!r}; its columns are {names} ({flag})")
+                continue
             yield from _texts(str(file), str(file), column, flag, skip_bad=skip_bad)
             continue
         with tempfile.TemporaryDirectory() as folder, file.downloaded(Path(folder)) as copy:
@@ -173,12 +179,15 @@ def _parquet_documents(path: str, column: str) -> Iterator[tuple[str, object]]:
 
 
 def _csv_documents(path: str, column: str, flag: str) -> Iterator[tuple[str, object]]:
-    with Path(path).open(encoding="utf-8-sig", newline="", errors="replace") as file:
-        names = next(csv.reader(file), [])
-    if column not in names:
+    if column not in (names := _csv_columns(Path(path))):
         raise ValueError(f"{path} has no column {column!r}; its columns are {names} ({flag})")
     for place, row in ROWS[CSV](path, slice(None), [], None):
         yield place, None if isinstance(row, str) else row.get(column, "")
+
+
+def _csv_columns(path: Path) -> list[str]:
+    with path.open(encoding="utf-8-sig", newline="", errors="replace") as file:
+        return next(csv.reader(file), [])
 
 
 def _jsonl_documents(path: str, column: str) -> Iterator[tuple[str, object]]:

@@ -119,7 +119,7 @@ def test_an_estimator_is_one_file() -> None:
     args = make_args(f"{RUN} --advantage-estimator median --gamma 0.5".split())
     assert args.estimator.name == "median"
     assert dict(args.no_effect)["--gamma"].endswith(
-        "--advantage-estimator reinforce_plus_plus or ppo or grpo_turns or ppo_turns"
+        "--advantage-estimator reinforce_plus_plus, ppo, grpo_turns or ppo_turns"
     )
     with pytest.raises(ArgumentError, match=r"--kl-coef 0.1 has no effect with median: use --use-kl-loss"):
         make_args(f"{RUN} --advantage-estimator median --kl-coef 0.1".split())

@@ -119,13 +119,15 @@ def test_the_table_counts_what_training_did_not_see(folder: Path) -> None:
     assert [cell.strip() for cell in rows["notes"]] == [f"{size:,}", f"{size / count:.2f}"]
 
 
-def test_a_csv_file_has_a_text_in_each_row(tmp_path: Path) -> None:
+def test_a_csv_file_has_a_text_in_each_row(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "rows.csv"
     file.write_text("question,answer\n" + '"1+1=, or\nmore?",2\n' * 3 + ",4\n")
     assert list(read_texts(str(file), "question", skip_bad=True)) == ["1+1=, or\nmore?"] * 3
     with pytest.raises(ValueError, match="1 of 4 rows is malformed: row 3: empty"):
         list(read_texts(str(file), "question"))
+    (tmp_path / "figures.csv").write_text("step,loss\n1,2\n")
     assert [*read_texts(str(tmp_path), "question", skip_bad=True)] == ["1+1=, or\nmore?"] * 3, "in a folder too"
+    assert "figures.csv is left out: it has no column 'question'; its columns are ['step', 'loss']" in caplog.text
     pq.write_table(pa.table({"question": ["a"]}), tmp_path / "rows.parquet")
     for name in ("rows.csv", "rows.parquet"):
         with pytest.raises(ValueError, match=r"has no column 'text'; its columns are \['question'.*\] \(--column\)$"):
