@@ -95,7 +95,7 @@ def test_a_shard_is_made_once_and_again_when_it_is_damaged_or_its_file_changes(
     moved.write_text(json.dumps({"text": "other"}) + "\n")
     (other,) = make(moved, coder, cache)
     assert other.facts.documents == 1
-    assert f"{moved} has changed since it was tokenised" in caplog.text
+    assert f"{moved} has changed since it was last tokenised" in caplog.text
 
 
 def test_workers_make_the_same_shards(coder: TextCoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

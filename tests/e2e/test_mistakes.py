@@ -54,7 +54,7 @@ def test_each_mistake(
         "--hidden-size is 1024 but the model's config.json has 64": ["--hidden-size", "1024"],
         "empty.parquet": ["--prompt-data", str(empty_dataset)],
         "division by zero": ["--custom-rm-path", broken_reward],
-        "that gets 4 samples must return a list": ["--custom-rm-path", f"{broken_reward}_one", "--group-rm"],
+        "for 4 samples must return a list": ["--custom-rm-path", f"{broken_reward}_one", "--group-rm"],
         "did you mean q_proj?": ["--lora-rank", "8", "--lora-target-modules", "q_prj,v_proj"],
         "--lora-rank 1000000: the matrices that get an adapter have at most rank 64": ["--lora-rank", "1000000"],
         "Muon trains whole matrices": ["--lora-rank", "8", "--optimizer", "muon"],

@@ -344,7 +344,7 @@ def test_a_rollout_without_any_reward_ends_the_run(
 ) -> None:
     args = make_args(custom_rm_path=plugin("rewards.py:of_one"), group_rm=True, reward_error=policy)
     with pytest.raises(
-        ValueError, match=f"{what}: the reward of every sample failed .* that gets 4 samples must return a list"
+        ValueError, match=f"{what}: the reward of every sample failed .* for 4 samples must return a list"
     ):
         make_manager(args, [ScriptedEngine()]).generate(0)
 
