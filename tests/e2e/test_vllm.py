@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import train
 from slimelite.samples.table import SampleTable
 
 from .conftest import metrics
+from .test_deaths import ROLLOUTS, assert_nothing_left, hurt, start
 
 pytestmark = [pytest.mark.e2e, pytest.mark.vllm]
 # vLLM's CPU attention has no heads smaller than 32; with these the weights have the same shapes
@@ -37,3 +41,23 @@ def test_engine_and_trainer_agree_after_every_sync(grpo_args: list[str], tmp_pat
     for rollout in range(4):
         table = SampleTable.from_parquet(tmp_path / "rollouts" / f"{rollout:07d}.parquet")
         assert set(table.weight_versions.tolist()) == {rollout}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_killed_engine_comes_back_with_the_current_weights(small: Path) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        config = AutoConfig.from_pretrained(small / "model", hidden_size=64)  # heads of 32
+        AutoModelForCausalLM.from_config(config).save_pretrained(small / "model")
+    process = start(
+        small, "--rollout-backend", "vllm", "--no-deterministic-mode", "--ci-test", "--check-weight-update-equal"
+    )
+    session, members = hurt(process, small, "ray::engine", signal.SIGKILL)
+    out, _ = process.communicate(timeout=500)
+    assert process.returncode == 0, out
+    assert "Traceback" not in out
+    assert "engine_0" in out, "its death is said"
+    gaps = metrics(small / "run", "perf/update_weights_logprob_abs_diff")
+    assert (len(gaps), max(gaps) < 1e-4) == (ROLLOUTS, True), gaps
+    assert_nothing_left(session, members)
