@@ -112,14 +112,14 @@ def confine(folder: str, cpu_seconds: int, memory_bytes: int, *, alone: bool = T
     """
     limits = {
         resource.RLIMIT_CPU: cpu_seconds,
-        resource.RLIMIT_AS: memory_bytes,
         resource.RLIMIT_FSIZE: FILE_BYTES,
-        resource.RLIMIT_NOFILE: OPEN_FILES,
         resource.RLIMIT_CORE: 0,
         **({resource.RLIMIT_NPROC: 0} if alone else {}),
+        # last, because this process is still a copy of its parent, which may have more memory and open files
+        resource.RLIMIT_NOFILE: OPEN_FILES,
+        resource.RLIMIT_AS: memory_bytes,
     }
-    for kind, limit in limits.items():
-        resource.setrlimit(kind, (limit, limit))
+    program: bytes | None = None
     if sys.platform == "linux" and alone:
         libc = ctypes.CDLL(None, use_errno=True)
         _check(libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0), "PR_SET_PDEATHSIG")
@@ -128,8 +128,10 @@ def confine(folder: str, cpu_seconds: int, memory_bytes: int, *, alone: bool = T
         program = answer_filter() if has_seccomp() else None  # read it now, because its file cannot be read afterwards
         if landlock_abi():
             restrict_files([*interpreter_paths(), *READABLE], [folder])
-        if program is not None:
-            install(program)
+    for kind, limit in limits.items():
+        resource.setrlimit(kind, (limit, limit))
+    if program is not None:
+        install(program)
 
 
 def interpreter_paths() -> list[str]:

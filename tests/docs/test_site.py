@@ -25,6 +25,7 @@ OTHER_COMMANDS = {
     "--pid",
     "--ipc",
     "--address",
+    "--dashboard-agent-listen-port",
     "--nodes",
     "--follow",
     "--shuffle",

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
 import os
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from slimelite.arguments import RewardArgs
-from slimelite.rewards.code import last_block, quick, read_tests
+from slimelite.rewards.code import last_block, quick, read_tests, run_code
 from slimelite.rewards.grader import Grader
 from slimelite.rewards.rules import Answer
 from slimelite.samples.sample import Sample
+from slimelite.sandbox.confine import OPEN_FILES
 
 SECONDS = 1.2
 ADD = {"test": "def check(f):\n    assert f(1, 2) == 3\n    assert f(-1, 1) == 0", "entry_point": "add"}
@@ -210,6 +213,13 @@ def test_memory_is_limited_by_the_flag() -> None:
         grader = Grader(RewardArgs(rm_type="code", code_memory_mb=memory), workers=1)
         assert score(grader, "x = bytearray(200 << 20)", {"test_list": ["assert x"]}) == expected
         grader.close()
+
+
+def test_a_grader_with_more_memory_and_files_than_the_limits_starts_programs() -> None:
+    with ExitStack() as stack, mmap.mmap(-1, 4 << 30):
+        for _ in range(OPEN_FILES):
+            stack.enter_context(open(os.devnull))
+        assert run_code("print(1)", None, "", seconds=20, memory_mb=1024).output == "1\n"
 
 
 def test_the_last_closed_python_block_counts() -> None:
