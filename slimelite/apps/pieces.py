@@ -22,7 +22,7 @@ BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a byte in a vocabulary with byte fall
 
 
 class Pieces:
-    """A vocabulary of pairs: a token id and the bytes of its piece. Each encoded table adds the pairs that it needs.
+    """A vocabulary whose entries are a token id and its piece as bytes. `encode` adds the entries that a table needs.
 
     Pieces are bytes, because a token may be a part of a UTF-8 character. If the pieces of a response are joined and
     decoded (invalid bytes as U+FFFD), they give the response. A token id may have several pieces. For example, the

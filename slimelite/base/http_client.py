@@ -234,8 +234,8 @@ class Client:
 
 
 def ask(method: str, url: str, body: object = None, retry: Retry | None = None, timeout_s: float | None = None) -> Any:
-    """Send one request from code without an event loop, and wait for the answer. It may be JSON or text; see
-    `Client.ask`."""
+    """Send one request from code without an event loop, and return the answer. An answer that is not JSON is returned
+    as text (see ``texts`` of `Client`)."""
 
     async def once() -> object:
         async with Client(retry, timeout_s, texts=True) as client:

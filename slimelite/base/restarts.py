@@ -155,7 +155,7 @@ class _Parent:
             out.seek(0)
             less: list[str] = json.loads(out.read().splitlines()[-1])
         if less:
-            _say(f"fewer machines answer than before (--elastic): this start has {' '.join(less)}")
+            _say(f"fewer machines answer than before (--elastic): this start uses {' '.join(less)}")
         return less
 
     def _end_with_parent(self) -> None:

@@ -165,7 +165,7 @@ class Running:
         self.future.set_running_or_notify_cancel()
 
     def finish(self, reason: FinishReason) -> None:
-        """Pass the result to the caller."""
+        """Set the finish reason, and give the result to the coroutine that waits for this request."""
         self.result.finish_reason = reason
         self.future.set_result(self.result.packed())
 

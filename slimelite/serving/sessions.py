@@ -448,7 +448,7 @@ class Sessions:
 
         Raises:
             LookupError: there is no such session.
-            PermissionError: ``key`` is not the key of the session.
+            PermissionError: ``key`` is wrong for this session.
         """
         session = self.find(session_id)
         if not hmac.compare_digest((key or "").encode(), session.key.encode()):

@@ -153,5 +153,5 @@ sys.exit("nothing fits" if file.name == "plan_1" else 0)
     again = [*own, "--load", "saved"]
     assert (code, starts) == (0, [own, [*again, "--actor-num-nodes", "1"], again])
     said = capfd.readouterr().err.splitlines()
-    assert said[1] == "train.py: fewer machines answer than before (--elastic): this start has --actor-num-nodes 1"
+    assert said[1] == "train.py: fewer machines answer than before (--elastic): this start uses --actor-num-nodes 1"
     assert said[3] == "nothing fits"

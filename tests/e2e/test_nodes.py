@@ -175,7 +175,7 @@ def test_a_run_goes_on_with_the_node_that_is_left(
         _, err = run.communicate(timeout=600)
         record_property("seconds", f"{time.monotonic() - killed:.0f} until the last of 12 rollouts")
         assert run.returncode == 0, err
-        assert "this start has --actor-num-nodes 1\n" in err, "the node that is left has room for both engines"
+        assert "this start uses --actor-num-nodes 1\n" in err, "the node that is left has room for both engines"
         assert "Traceback" not in err
         losses = [record for record in read_metrics(tmp_path / "run") if "train/loss" in record]
         assert len(losses) == 12, "each once, but for those that the new start did again"
