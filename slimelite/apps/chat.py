@@ -54,7 +54,7 @@ class Chat:
         """Ask the server for the name of its model, and whether the model answers messages or only continues a text.
 
         Raises:
-            HttpError: the server does not answer, or the key is wrong.
+            HttpError: the server does not answer, or the API key is wrong.
         """
 
         async def ask() -> dict[str, Any]:
@@ -67,10 +67,11 @@ class Chat:
         self.model, self.chats = str(model["id"]), model.get("chats") is not False
 
     def ask(self, text: str) -> None:
-        """Send a message and print the answer. Both stay in the conversation.
+        """Send a message and print the answer. The message and the answer stay in the conversation.
 
         Raises:
-            HttpError: the server does not answer, or refuses the request. The message is then removed again.
+            HttpError: the server does not answer, or refuses the request. The message is then removed from the
+                conversation.
         """
         self.messages.append({"role": "user", "content": text})
         try:
@@ -80,8 +81,8 @@ class Chat:
             raise
 
     def _answer(self) -> None:
-        """Print the answer while it arrives, and add it to the messages. Ctrl-C stops it, and the part that arrived is
-        kept."""
+        """Print the answer while it arrives, and add the answer to the messages. Ctrl-C stops the answer, and the part
+        that has arrived is kept."""
         pieces: list[str] = []
         try:
             finish = asyncio.run(self._print(pieces))
@@ -123,7 +124,7 @@ class Chat:
         """Run the command in a line that begins with /. Returns False if the program should end.
 
         Raises:
-            ValueError: there is no such command, or its value is not a number.
+            ValueError: there is no such command, or the command's value is not a number.
             HttpError: see `ask`.
         """
         name, _, text = line[1:].partition(" ")
@@ -216,7 +217,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _talk(chat: Chat) -> None:
-    """Read lines and answer them until the input ends."""
+    """Read the user's lines until the input ends. A line is a command, or a message for the model."""
     with suppress(ImportError):
         import readline  # noqa: F401  # history and editing for input()
     going = True
@@ -260,7 +261,7 @@ def _aside(text: str, end: str = "\n") -> None:
 
 @contextmanager
 def _server(args: argparse.Namespace) -> Iterator[str]:
-    """The base URL of the server: ``args.model`` if it is a URL, else the URL of a server in this process."""
+    """The base URL of the server: ``args.model`` if this is a URL, else the URL of a server in this process."""
     if args.model.startswith(("http://", "https://")):
         if names := [name for name in MODEL_FLAGS if getattr(args, name) not in (None, "embedded")]:
             flag = names[0].replace("_", "-")

@@ -1,4 +1,4 @@
-"""The program ``slimelite``. It shows runs of ``train.py``, and uses their models.
+"""The program ``slimelite``, which shows the runs of ``train.py`` and uses their models.
 
 The module of a command is imported only when the command runs.
 """
@@ -19,8 +19,8 @@ class Command(NamedTuple):
     """One command, with a summary and an example for the list of commands.
 
     ``module``: the module whose ``main`` takes the command's arguments. ``connects``: the command has network
-    connections, and must not end when a peer closes one of them. ``own``: the command handles signals and error
-    messages itself.
+    connections, and must not end when the other side closes a connection. ``own``: the command handles signals and
+    error messages itself.
     """
 
     summary: str
@@ -109,7 +109,8 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. Returns the exit status: 0, 1 for a run that cannot be read, 2 for a wrong command line.
+    """Run a command. Returns the exit status: 0 for success, 1 for a run that cannot be read, 2 for a wrong command
+    line.
 
     After Ctrl-C the exit status is 130.
     """

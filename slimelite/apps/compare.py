@@ -29,9 +29,9 @@ Facts = dict[str, Any]
 def comparison(runs: Sequence[Run]) -> Facts:
     """Everything that ``slimelite compare --json`` prints.
 
-    ``flags``: name -> its value in each run, for flags that differ. ``test``: the meaning of p. ``runs``: a dict for
-    each run, with ``name``, ``folder``, ``status``, ``rollouts``, ``alarms`` (see `Run.alarms`), ``evals`` (dataset ->
-    ``best``, ``last`` and, from the second run on, ``against_first``), ``reward``, ``tokens_generated``,
+    ``flags``: name -> its value in each run, for flags that differ. ``test``: the meaning of the p-values. ``runs``: a
+    dict for each run, with ``name``, ``folder``, ``status``, ``rollouts``, ``alarms`` (see `Run.alarms`), ``evals``
+    (dataset -> ``best``, ``last`` and, from the second run on, ``against_first``), ``reward``, ``tokens_generated``,
     ``tokens_trained``, ``seconds``, ``wall_seconds``, ``cpu_hours``, ``gpu_hours``. A value that a run did not measure
     is None. ``same``: see `same_notes`.
     """
@@ -109,8 +109,8 @@ def _facts(run: Run) -> Facts:
 
 
 def _best_and_last(run: Run, name: str) -> Facts:
-    """The ``best`` and ``last`` score of an eval dataset. Each has ``value``, ``standard_error``, and ``at``, the
-    eval/step of its evaluation."""
+    """The ``best`` and ``last`` score of an eval dataset. Each of these scores has ``value``, ``standard_error``, and
+    ``at``, the eval/step of its evaluation."""
     steps, values = run.series[name]
     errors = dict(zip(*run.series.get(f"{name}-stderr", ((), ())), strict=True))
 
@@ -123,7 +123,8 @@ def _best_and_last(run: Run, name: str) -> Facts:
 
 
 def _total(run: Run, *metrics: str) -> float | None:
-    """The sum over all rollouts of a metric, or of the product of several metrics; None if the run lacks one."""
+    """The sum over all rollouts of a metric, or of the product of several metrics; None if the run lacks one of the
+    metrics."""
     if not all(metric in run.series for metric in metrics):
         return None
     columns = [dict(zip(*run.series[metric], strict=True)) for metric in metrics]
@@ -146,8 +147,8 @@ def wall_seconds(run: Run) -> float:
 
 
 def _cpu_hours(run: Run) -> float | None:
-    """The CPU hours of the run. Each process counts from its own start, so the last values of all processes are
-    added."""
+    """The CPU hours of the run. Each process counts its CPU time from its own start, so the last values of all
+    processes are added."""
     spent = [[r["perf/cpu_seconds"] for r in segment if "perf/cpu_seconds" in r] for segment in _segments(run)]
     return sum(seconds[-1] for seconds in spent if seconds) / 3600 if any(spent) else None
 
@@ -279,7 +280,7 @@ def _rollouts(run: Facts) -> str:
 
 
 def _alarms(run: Facts) -> str:
-    """Alarms such as ``stall in 3, mismatch since 12``, with the rollout where each began."""
+    """Alarms such as ``stall in 3, mismatch since 12``, with the rollout in which each alarm began."""
     when = {True: "since", False: "in"}
     return ", ".join(f"{each['kind']} {when[each['ended'] is None]} {each['rollout_id']}" for each in run["alarms"])
 

@@ -50,7 +50,8 @@ HUB_SECONDS = 5
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check. ``state``: "broken" stops runs, "warning" limits or slows them, "ok" confirms."""
+    """The result of one check. ``state``: "broken" for a fault that stops runs, "warning" for a fault that limits or
+    slows runs, "ok" for no fault."""
 
     part: str
     state: Literal["ok", "warning", "broken"]
@@ -138,7 +139,7 @@ def system() -> Iterator[Finding]:
 
 
 def graphics() -> Iterator[Finding]:
-    """Check the GPUs and the driver, and whether torch can use them."""
+    """Check the GPUs and the driver, and check whether torch can use the GPUs."""
     machine = this_machine()
     if not glob.glob("/dev/nvidia[0-9]*") and not machine.gpus:
         yield Finding("GPU", "ok", f"none: runs use the CPU ({len(os.sched_getaffinity(0))} cores)")
@@ -167,7 +168,7 @@ def graphics() -> Iterator[Finding]:
 
 def ray() -> Iterator[Finding]:
     """Check whether the Ray cluster of ``RAY_ADDRESS`` answers. Without this variable, check whether a run can start
-    its own Ray here."""
+    its own Ray on this machine."""
     if address := os.environ.get("RAY_ADDRESS"):
         host, _, port = address.rpartition("//")[2].rpartition(":")
         if not port.isdigit():
@@ -193,7 +194,7 @@ def ray() -> Iterator[Finding]:
 
 
 def storage() -> Iterator[Finding]:
-    """Check the free space on disks, the shared memory and the memory."""
+    """Check the free disk space, the shared memory and the main memory."""
     for purpose, folder in (("this folder", Path.cwd()), ("temporary files", Path(tempfile.gettempdir()))):
         usage = shutil.disk_usage(folder)
         text = f"{folder} has {in_units(usage.free)} free"

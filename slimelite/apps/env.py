@@ -125,7 +125,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def classes_of(target: str) -> list[str]:
-    """The environments in ``target``. In a file, each class with one of the methods of an environment counts.
+    """The environments in ``target``. In a file, each class with one of the methods of an environment counts as an
+    environment.
 
     The file is parsed, but not executed.
 
@@ -209,7 +210,7 @@ def _observe_all(plans: Sequence[Mapping[str, Any]]) -> list[Observed]:
 
 
 def _observe(process: subprocess.Popen[str], silent_seconds: float, observed: Observed) -> None:
-    """Read the output of a probe into ``observed`` until the probe ends. If it is silent for too long, it is killed.
+    """Read the output of a probe into ``observed`` until the probe ends. A probe that is silent for too long is killed.
 
     Time in which the probe waits for a processor does not count, so a busy machine is not a fault of the environment.
     """
@@ -250,7 +251,7 @@ def _observe(process: subprocess.Popen[str], silent_seconds: float, observed: Ob
 
 
 def _read(stream: IO[str], lines: queue.SimpleQueue[str]) -> None:
-    """Put each line of ``stream`` into ``lines``, and an empty line at its end."""
+    """Put each line of ``stream`` into ``lines``, and an empty line at the end of the stream."""
     for line in stream:
         lines.put(line)
     lines.put("")
@@ -285,7 +286,7 @@ def _report(environment: str, one: Observed, findings: Sequence[Finding], second
 
 
 def _not_checked(one: Observed) -> dict[str, str]:
-    """Checks that could not run, and why."""
+    """The checks that could not run, each with the reason."""
     if not any(e["turns"] for e in one.episodes):
         return dict.fromkeys((name for name in CHECKS if name != "runs"), "no step succeeded")
     reasons: dict[str, str] = {}

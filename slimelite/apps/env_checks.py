@@ -1,7 +1,7 @@
-"""The checks of `slimelite env check`. They judge the episodes that `slimelite.environments.probe` played.
+"""The checks of `slimelite env check`. The checks judge the episodes that `slimelite.environments.probe` played.
 
-Each check is a function of the observations. It yields one sentence for each fault. Rewards are scaled: 1 is the reward
-of the golden answer, and 0 is the lowest mean reward of any kind of reply.
+Each check is a function that gets the observations and yields one sentence for each fault. Rewards are scaled: 1 is the
+reward of the golden answer, and 0 is the lowest mean reward of any kind of reply.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Observed:
         return [e for e in self.episodes if e["kind"] == kind and part in (None, e["part"]) and not e["failure"]]
 
     def digests(self, part: str) -> dict[tuple[str, int], str]:
-        """(script, row) -> the digest of its episode."""
+        """(script, row) -> the digest of the episode."""
         return {(e["name"], e["row"]): e["digest"] for e in self.episodes if e["part"] == part}
 
     def golden(self) -> list[Record]:
@@ -70,7 +70,7 @@ class Finding(NamedTuple):
 
 
 def mean(episodes: Sequence[Record]) -> float | None:
-    """The mean reward of the episodes that have one."""
+    """The mean reward of the episodes that have a reward."""
     rewards = [e["reward"] for e in episodes if e["reward"] is not None]
     return fmean(rewards) if rewards else None
 
@@ -80,7 +80,7 @@ CHECKS: dict[str, tuple[str, Check]] = {}
 
 
 def check(name: str, healthy: str) -> Callable[[Check], Check]:
-    """Register a check. ``healthy``: the text in the table if it finds nothing."""
+    """Register a check. ``healthy``: the text in the table if the check finds no fault."""
 
     def register(function: Check) -> Check:
         CHECKS[name] = healthy, function

@@ -19,7 +19,8 @@ CONTEXT_STEP = 128
 
 
 def model_args(environment: str, options: argparse.Namespace, flags: Sequence[str], run_dir: str) -> Args:
-    """The arguments of the rollout. ``flags``: more flags of train.py. They override the flags of this function.
+    """The arguments of the rollout. ``flags``: additional flags of train.py, which override the flags that this
+    function sets.
 
     Raises:
         ValueError: some arguments are wrong. The message has one line for each problem.
@@ -36,7 +37,7 @@ def model_args(environment: str, options: argparse.Namespace, flags: Sequence[st
 
 
 def play(environment: str, options: argparse.Namespace, flags: Sequence[str]) -> dict[str, Any]:
-    """Play one rollout of ``--groups`` groups. Returns its facts: spread of rewards, tokens, seconds.
+    """Play one rollout of ``--groups`` groups. Returns the rollout's facts: spread of rewards, tokens, seconds.
 
     Raises:
         ValueError: the flags or the model are wrong, or no episode can be played.

@@ -51,7 +51,7 @@ OPTIONS = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command. Returns the exit status. It is 2 if a problem is found before the first model is loaded.
+    """Run the command. Returns the exit status. The status is 2 if a problem is found before the first model is loaded.
 
     Raises:
         ValueError: a model or a task does not exist, or an evaluation failed.
@@ -118,7 +118,7 @@ def _places(source: Source, output: str) -> tuple[Path, str]:
 
 
 def _tokenizer(source: Source) -> list[str]:
-    """The flag for an adapter that has its own tokenizer, because its base may have none."""
+    """The flag for an adapter that has its own tokenizer, because the adapter's base model may have none."""
     own = source.base is not None and (Path(source.path) / "tokenizer.json").is_file()
     return ["--tokenizer", source.path] if own else []
 
@@ -177,10 +177,9 @@ def _flags(options: argparse.Namespace) -> list[str]:
 
 
 def _facts(names: Sequence[str], folders: Sequence[str], results: Sequence[Results], tasks: Sequence[str]) -> Facts:
-    """The dict that ``--json`` prints. ``test``: the meaning of p. ``models``: a dict for each model, with ``name``,
-    ``folder`` and ``tasks``. The values of ``tasks`` have ``settings``, ``metrics`` and, from the second model on,
-    ``against_first``.
-    """
+    """The dict that ``--json`` prints. ``test``: the meaning of the p-values. ``models``: a dict for each model, with
+    ``name``, ``folder`` and ``tasks``. The values of ``tasks`` have ``settings``, ``metrics`` and, from the second
+    model on, ``against_first``."""
     runs, models = read_runs(folders), list[Facts]()
     for name, run, known in zip(names, runs, results, strict=True):
         by_task: dict[str, Facts] = {}
@@ -204,8 +203,8 @@ def _show(facts: Facts) -> None:
 
 
 def _core(models: Sequence[Facts]) -> list[Row]:
-    """The mean of the centred scores over tasks, as in CORE: 0 is random guessing. Empty if only one task has
-    choices."""
+    """The mean of the centred scores over tasks, as in CORE: 0 is random guessing. The result is empty if fewer than
+    two tasks have answer choices."""
     scores = [
         {task: facts["metrics"].get(f"eval/{task}-centred") for task, facts in model["tasks"].items()}
         for model in models
@@ -216,8 +215,8 @@ def _core(models: Sequence[Facts]) -> list[Row]:
 
 
 def _rows(models: Sequence[Facts], task: str) -> Iterator[Row]:
-    """The rows of a task: the score, pass@k, answers that were cut off or are missing, and the difference from the
-    first model."""
+    """The table rows of a task: the score, pass@k, answers that were cut off or are missing, and the difference from
+    the first model."""
     metrics = [model["tasks"][task]["metrics"] for model in models]
     score = f"eval/{task}"
     powers = [name for name in metrics[0] if name.startswith(f"{score}-pass@") and not name.endswith("-stderr")]
@@ -245,8 +244,9 @@ def evaluation_args(
 ) -> Args:
     """The arguments of a run that only evaluates ``model``. Its run folder is ``folder``.
 
-    ``flags``: more flags of train.py. They override the flags of this function. ``engine``: ``--rollout-backend``.
-    ``chat``: whether the chat template is applied. None applies it if there is one.
+    ``flags``: additional flags of train.py, which override the flags that this function sets. ``engine``:
+    ``--rollout-backend``. ``chat``: whether the chat template is applied. None: the template is applied if the model
+    has one.
 
     Raises:
         ValueError: some arguments are wrong. The message has one line for each problem.
@@ -266,8 +266,8 @@ def evaluation_args(
 def check(args: Args, model: str) -> list[str]:
     """The problems that prevent an evaluation of ``model`` with ``args``. Warnings are printed.
 
-    If ``model`` is merged later, ``args`` may name its base. Warnings about the base are then left out, because they
-    need not apply to the merged model.
+    If ``model`` is merged with its base model later, ``args`` may name the base model. Warnings about the base model
+    are then left out, because such warnings need not apply to the merged model.
     """
     known = _written(args.run_dir).get("model", model)
     if known != model:
@@ -279,7 +279,7 @@ def check(args: Args, model: str) -> list[str]:
 
 
 def evaluate(args: Args, *, again: bool = False) -> Results:
-    """Evaluate the datasets of ``args`` whose results are not in its run folder yet. ``again``: evaluate all of them.
+    """Evaluate the datasets of ``args`` whose results are not in the run folder yet. ``again``: evaluate all datasets.
 
     Returns:
         dataset -> result, for each dataset that was ever evaluated with these settings. A result has ``metrics`` and
@@ -317,7 +317,7 @@ def evaluate(args: Args, *, again: bool = False) -> Results:
 
 
 def known_results(args: Args) -> Results:
-    """The results in the run folder for these settings, if model, tasks and rows are unchanged."""
+    """The results in the run folder for these settings, if the model, the tasks and their data rows are unchanged."""
     content = _written(args.run_dir)
     if content.get("run") != _run_settings(args):
         return {}
@@ -346,11 +346,11 @@ def _made_of(args: ModelArgs, datasets: Mapping[str, Mapping[str, Any]]) -> dict
 
 
 def _files(args: ModelArgs, dataset: Mapping[str, object]) -> dict[str, list[int]]:
-    """Size and modification time [ns] of the files that a score depends on: the files of the model, the task, its rows
-    and its scorer.
+    """Size and modification time [ns] of the files that a score depends on: the files of the model, of the task, of the
+    task's data rows and of the task's scorer.
 
-    A different modification time counts as a change, even an older one: a model that was moved here may be older than
-    the results.
+    A different modification time counts as a change, even an earlier time: a model that was moved to this path may be
+    older than the results.
     """
     task, scorer = str(dataset["task"]), str(dataset["custom_rm_path"]).rpartition(":")[0]
     rows = [split_path(str(dataset[name]))[0] for name in ("path", "examples")]
@@ -359,7 +359,7 @@ def _files(args: ModelArgs, dataset: Mapping[str, object]) -> dict[str, list[int
 
 
 def _run_settings(args: Args) -> dict[str, object]:
-    """The arguments that do not belong to a dataset. Results are valid only for the same arguments."""
+    """The arguments that do not belong to a dataset. Results are valid only if these arguments are unchanged."""
     apart = {*SOURCES, "derivations", "notes", "no_effect", "eval_datasets", *(f.name for f in group_flags(EvalArgs))}
     return _plain({name: value for name, value in config_dict(args).items() if name not in apart})
 

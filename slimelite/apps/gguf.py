@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _dtype_of(model: str) -> str:
-    """The dtype of the weights in a model's config; "None" if the config does not have it."""
+    """The dtype of the weights in a model's config; "None" if the config names no dtype."""
     config = read_config(model)
     return str(config.get("dtype", config.get("torch_dtype")))
 

@@ -57,7 +57,7 @@ def write_gguf(folder: Path, out: Path, dtype: str, *, name: str, tokenizer: boo
 
     Args:
         dtype: the type of the matrices; one of `TYPES`. Vectors, such as norms, are always f32.
-        name: the name of the model that programs show.
+        name: the name of the model that other programs show.
         tokenizer: False leaves the tokenizer out. llama.cpp then accepts only token ids.
 
     Raises:
@@ -163,8 +163,8 @@ def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, size: int) -> None:
 
 
 def add_ends(writer: gguf.GGUFWriter, ends: Sequence[int], eos: int | None) -> None:
-    """Add the tokens that end a reply. The first one ends a text. As in Llama 3.1, a second one ends a turn, and a
-    third one ends a message.
+    """Add the tokens that end a reply. The first token ends a text. As in Llama 3.1, a second token ends a turn, and a
+    third token ends a message.
 
     Raises:
         ValueError: there are more than three such tokens.
@@ -181,7 +181,7 @@ def add_ends(writer: gguf.GGUFWriter, ends: Sequence[int], eos: int | None) -> N
 
 
 def vocabulary(tokenizer: Tokenizer, size: int) -> tuple[list[str], list[int]]:
-    """The text and the type of each of ``size`` ids. Embedding rows without a token are padding."""
+    """The text and the type of each of ``size`` token ids. Embedding rows without a token are padding."""
     kinds = gguf.TokenType
     added = tokenizer.get_added_tokens_decoder()
     tokens, types = [f"[PAD{number}]" for number in range(size)], [int(kinds.UNUSED)] * size
@@ -277,7 +277,7 @@ def _type_of(shape: tuple[int, ...], dtype: str) -> gguf.GGMLQuantizationType:
 
 
 def _interleaved(name: str, weight: torch.Tensor, config: PretrainedConfig) -> torch.Tensor:
-    """Reorder the rows of Llama's queries and keys. llama.cpp rotates neighbouring rows, and transformers rotates
+    """Reorder the rows of Llama's query and key weights. llama.cpp rotates neighbouring rows, and transformers rotates
     halves of a head."""
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
     if heads is None:

@@ -29,7 +29,7 @@ def read_groups(words: Sequence[Sequence[str]]) -> dict[str, list[Run]]:
     """The runs of each ``--group NAME RUN...``.
 
     Raises:
-        ValueError: a run cannot be read, or is in two groups; or a group's name is repeated, or has no run.
+        ValueError: a run cannot be read, or is in two groups; or a group's name is repeated, or a group has no run.
     """
     folders: dict[str, list[str]] = {}
     for name, *several in words:
@@ -45,17 +45,16 @@ def read_groups(words: Sequence[Sequence[str]]) -> dict[str, list[Run]]:
 def grouped(groups: Groups, metrics: Sequence[str] = ()) -> Facts:
     """Everything that ``slimelite compare --group --json`` prints.
 
-    ``flags``: name -> its value in each group, for flags that differ only between groups. ``test``,
-    ``paired_test``: the meaning of p. ``groups``: a dict for each group, with ``name``, ``runs``, ``seeds`` and
-    ``measures``. ``same``: see `same_notes`. ``order``: a sentence about groups whose runs saw the same prompts in the
-    same order.
+    ``flags``: name -> its value in each group, for flags that differ only between groups. ``test``, ``paired_test``:
+    the meaning of the p-values. ``groups``: a dict for each group, with ``name``, ``runs``, ``seeds`` and ``measures``.
+    ``same``: see `same_notes`. ``order``: a sentence about groups whose runs saw the same prompts in the same order.
 
     By default, a measure is the last score of a dataset, or the mean ``reward`` or ``loss`` of the last rollouts. With
     ``metrics``, there is one measure for each of these metrics: the last value of a metric of evaluations, or the mean
-    of another metric over the last rollouts. A measure has ``values`` (one for each run), ``mean``,
-    ``standard_error`` and ``at``. From the second group on, it also has ``against_first`` (see `Unpaired`, or
-    ``why_not``). If the seeds of both groups match, it has ``paired``: ``pairs``, ``difference``, ``standard_error``,
-    ``p`` and ``least_p``.
+    of another metric over the last rollouts. A measure has ``values`` (one for each run), ``mean``, ``standard_error``
+    and ``at``. From the second group on, a measure also has ``against_first`` (see `Unpaired`, or ``why_not``). If the
+    two groups have the same seeds, a measure also has ``paired``: ``pairs``, ``difference``, ``standard_error``, ``p``
+    and ``least_p``.
 
     Raises:
         ValueError: a run has none of the values of one of ``metrics``.
@@ -89,8 +88,8 @@ def grouped(groups: Groups, metrics: Sequence[str] = ()) -> Facts:
 
 
 def _pairs(first: Sequence[Run], other: Sequence[Run]) -> list[tuple[int, int]]:
-    """For each seed, the positions of its runs in the two groups. Empty if the groups have different seeds, or if a
-    group has a seed twice."""
+    """For each seed, the positions of the seed's runs in the two groups. The result is empty if the groups have
+    different seeds, or if a group has a seed twice."""
     seeds = [[(run.config.get("seed"), run.config.get("rollout_seed")) for run in runs] for runs in (first, other)]
     known = all(None not in pair for of_group in seeds for pair in of_group)
     matching = set(seeds[0]) == set(seeds[1]) and len(set(seeds[0])) == len(seeds[0]) == len(seeds[1])
@@ -134,8 +133,8 @@ def _flags(groups: Groups) -> dict[str, list[object]]:
 
 
 def _measures(runs: Sequence[Run], metrics: Sequence[str]) -> dict[str, Facts]:
-    """Name -> the values of the runs that have it, their mean, and the standard error of the mean, s / sqrt(n), where
-    s² divides by n − 1."""
+    """Name of a measure -> the values of the runs that have this measure, their mean, and the standard error of the
+    mean, s / sqrt(n), where s² divides by n − 1."""
     names = dict.fromkeys(name for run in runs for name in run.scores)
     named = {name.removeprefix("eval/"): name for name in names}
     rewarded = any("rollout/raw_reward" in run.series for run in runs)

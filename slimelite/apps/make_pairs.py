@@ -29,7 +29,8 @@ from slimelite.samples.table import SampleTable
 
 
 def pairs_of(table: SampleTable, margin: float, most: int, left_out: Counter[str]) -> Iterator[dict[str, Any]]:
-    """Up to ``most`` pairs of each group of ``table``: best and worst, second best and second worst, and so on.
+    """Up to ``most`` preference pairs of each group of ``table``: the best and the worst response, then the second best
+    and the second worst response, and so on.
 
     Args:
         margin: the smallest difference of rewards; 0 accepts every difference.

@@ -62,7 +62,7 @@ def write_merged(source: Path, base: str, folder: Path, dtype: str) -> None:
 
 
 def _read_checkpoint(source: Path, hf: PreTrainedModel, base: str) -> None:
-    """Load a checkpoint into ``hf``. If the checkpoint has adapters, they are added to ``hf`` first."""
+    """Load a checkpoint into ``hf``. If the checkpoint has adapters, the adapters are added to ``hf`` first."""
     reader = CheckpointReader(source)
     saved = {name.removeprefix("model.") for name in reader.tensors if name.startswith("model.")}
     if lora := read_state(source).get(ADAPTER):

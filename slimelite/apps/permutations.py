@@ -82,9 +82,9 @@ def unpaired_test(first: Sequence[float], other: Sequence[float]) -> Unpaired:
 
     If the groups were alike, every division of the n₁ + n₂ values into groups of n₁ and n₂ would be equally likely.
     ``p`` is the share of divisions for which the means differ at least as much as the observed means, in either
-    direction. The test does not assume a normal distribution. It needs at least seven runs, such as 3 + 4, to reach a p
-    below 0.05. If there are more than `EXACT` divisions, `DRAWS` random divisions are used, and the observed division
-    counts too (Phipson and Smyth, 2010, doi:10.2202/1544-6115.1585).
+    direction. The test does not assume a normal distribution. The test needs at least seven runs, such as 3 + 4, to
+    reach a p below 0.05. If there are more than `EXACT` divisions, `DRAWS` random divisions are used, and the observed
+    division counts too (Phipson and Smyth, 2010, doi:10.2202/1544-6115.1585).
     """
     values, count = np.array([*first, *other], np.float64), len(other)
     difference = values[-count:].mean() - values[:-count].mean()

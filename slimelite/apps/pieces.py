@@ -25,8 +25,8 @@ class Pieces:
     """A vocabulary whose entries are a token id and its piece as bytes. `encode` adds the entries that a table needs.
 
     Pieces are bytes, because a token may be a part of a UTF-8 character. If the pieces of a response are joined and
-    decoded (invalid bytes as U+FFFD), they give the response. A token id may have several pieces. For example, the
-    first token of a response may lack the space that it has elsewhere.
+    decoded (invalid bytes as U+FFFD), the result is the response. A token id may have several pieces. For example, the
+    first token of a response may lack the space that the same token has elsewhere.
     """
 
     def __init__(self, file: Path) -> None:
@@ -107,7 +107,8 @@ class Pieces:
         return []
 
     def _marked(self, ids: Sequence[int], pieces: list[bytes]) -> list[bytes]:
-        """The pieces. If neighbouring byte tokens are not valid UTF-8, each becomes U+FFFD, as in the decoder."""
+        """The pieces of the tokens. If neighbouring byte tokens are not valid UTF-8, each of them becomes U+FFFD, as in
+        the decoder."""
         marked = []
         for is_byte, run in groupby(zip(ids, pieces, strict=True), lambda pair: pair[0] in self._bytes):
             run_pieces = [piece for _, piece in run]
@@ -148,7 +149,7 @@ def _part(pieces: Sequence[bytes], start: int, end: int) -> list[bytes]:
 
 
 def _find(run: Run, name: str) -> Path | None:
-    """The tokenizer.json of a folder or hub id. A relative path may start from any folder above the run's."""
+    """The tokenizer.json of a folder or hub id. A relative path may start from any folder above the run folder."""
     for base in (Path(), *run.folder.resolve().parents):
         if (base / name / FILE).is_file():
             return base / name / FILE

@@ -184,8 +184,8 @@ def _amounts(tokens: float, flops: float, hours: float) -> list[str]:
 
 def spent(run: Run) -> tuple[float, float, float]:
     """Three numbers: the tokens that were trained on (prompts included), the floating-point operations of training, and
-    the hours. The hours of each process are counted from its first record to its last one. So neither the startup of a
-    process nor the time between two processes counts.
+    the hours. The hours of each process are counted from its first record to its last record. So neither the startup of
+    a process nor the time between two processes counts.
 
     Work that a resume made invalid does not count in any of the three numbers.
     """

@@ -56,11 +56,12 @@ def resolve_models(paths: Sequence[str], base: str | None) -> list[Source]:
 
 
 def resolve_model(path: str, base: str | None = None) -> Source:
-    """The source of ``path``. It may be a model, an adapter, a checkpoint of ``--save``, a folder of checkpoints (the
-    newest one counts), or a run folder (the newest model or adapter of ``--save-hf`` counts, else the newest
+    """The source of ``path``. ``path`` may be a model, an adapter, a checkpoint of ``--save``, a folder of checkpoints
+    (the newest one counts), or a run folder (the newest model or adapter of ``--save-hf`` counts, else the newest
     checkpoint).
 
-    ``base``: the model that an adapter or a checkpoint began from. It replaces the base model that the source names.
+    ``base``: the model from which an adapter or a checkpoint was trained. This model replaces the base model that the
+    source names.
 
     Raises:
         ValueError: there is no model. The message says how to get one.
@@ -129,7 +130,7 @@ def _resolve_run(path: str, config: dict[str, Any], base: str | None) -> Source:
 
 @contextmanager
 def runnable(source: Source, dtype: str) -> Iterator[str]:
-    """The Hugging Face folder or hub id of a source. It exists until the block ends; see `merged`."""
+    """The Hugging Face folder or hub id of a source. The folder exists until the block ends; see `merged`."""
     if source.base is None:
         yield source.path
         return
@@ -143,8 +144,8 @@ def merged(source: Source, folder: Path, dtype: str) -> str:
     ``dtype``: the type of the written weights, "float32" or "bfloat16". Returns the folder.
 
     Raises:
-        ValueError: the base is not a model, the two do not belong together, or ``folder`` has the model of another
-            source.
+        ValueError: the base is not a model, the adapter or checkpoint does not belong to the base, or ``folder`` has
+            the model of another source.
     """
     assert source.base is not None
     files = [file for place in (source.path, source.base) if Path(place).is_dir() for file in Path(place).iterdir()]

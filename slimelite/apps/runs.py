@@ -83,9 +83,8 @@ class Run:
 
     @cached_property
     def series(self) -> dict[str, Series]:
-        """Metric -> (x, values), each on its own axis. Of two values at one x, the later one counts. ``rollout/flops``
-        is the number of floating-point operations of training so far.
-        """
+        """Metric -> (x, values), each metric on its own axis. Of two values at one x, the later value counts.
+        ``rollout/flops`` is the number of floating-point operations of training so far."""
         names = dict.fromkeys(n for r in self.records for n in r if "/" in n and n != axis_of(n))
         points = {name: series(self.records, name) for name in names}
         curves = {name: (np.array(x), np.array(values)) for name, (x, values) in points.items() if x}
@@ -105,7 +104,7 @@ class Run:
 
     @cached_property
     def dropped(self) -> dict[int, Path]:
-        """Rollout -> the parquet file of its groups that were not trained on."""
+        """Rollout -> the parquet file of the rollout's groups that were not trained on."""
         return self._numbered("dropped")
 
     @cached_property
@@ -127,7 +126,7 @@ class Run:
     def alarms(self) -> list[dict[str, object]]:
         """The alarms of the run: each `Alarm` as a dict, in the order in which they began.
 
-        They come from alarms.jsonl. A run without alarms does not have this file.
+        The alarms come from alarms.jsonl. A run without alarms does not have this file.
         """
         path = self.folder / "alarms.jsonl"
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
@@ -173,7 +172,8 @@ def read_runs(folders: Iterable[str | Path]) -> list[Run]:
 
 
 def flag_names(runs: Sequence[Run]) -> list[str]:
-    """The fields of the runs' configurations that are flags. They include flags of other versions and of plugins."""
+    """The fields of the runs' configurations that are flags. These fields include flags of other versions of slimelite
+    and of plugins."""
     flags = all_flags(Args)
     inner = {f.name for f in fields(Args) if f.name not in flags} - {"sglang_overrides", "custom_config"}
     return list(dict.fromkeys(name for run in runs for name in run.config if name not in inner))

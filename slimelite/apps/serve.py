@@ -161,7 +161,7 @@ class Served(NamedTuple):
 async def serving(
     args: argparse.Namespace, *, origins: frozenset[str] = frozenset(), logs: bool = False
 ) -> AsyncIterator[Served]:
-    """A server of ``args.model`` on the running event loop. It runs until the block ends.
+    """A server of ``args.model`` on the running event loop. The server runs until the block ends.
 
     ``origins``, ``logs``: see `Server`.
 
@@ -281,7 +281,7 @@ async def _interrupt() -> None:
 
 @asynccontextmanager
 async def _engine(args: argparse.Namespace, path: str, device: str, codec: Codec) -> AsyncIterator[Engine]:
-    """Start the engine. If it is a server, its process runs until the block ends."""
+    """Start the engine. If the engine is a server, its process runs until the block ends."""
     kind, process = ENGINES[args.engine], None
     with tempfile.TemporaryDirectory(prefix="slimelite-serve-") as folder:
         log, length = Path(folder) / "engine.log", args.context_length

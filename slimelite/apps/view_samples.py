@@ -73,8 +73,9 @@ class Part:
 def samples(run: Run, budget: int = BUDGET) -> dict[str, object]:
     """The samples of ``run`` for the page, in at most about ``budget`` bytes.
 
-    ``index``, ``prompts``, ``vocabulary`` and ``chunks`` come from `pack`. ``sources`` describes each chunk. Its
-    field ``episodes`` is the number of samples that belong to an episode. ``notes`` are sentences about missing data.
+    ``index``, ``prompts``, ``vocabulary`` and ``chunks`` come from `pack`. ``sources`` describes each chunk. The field
+    ``episodes`` of a source is the number of samples that belong to an episode. ``notes`` are sentences about missing
+    data.
     """
     parts, notes = [], []
     for source in _sources(run):
@@ -128,7 +129,7 @@ def pack(header: Mapping[str, object], columns: Mapping[str, np.ndarray]) -> str
     """Pack three parts with deflate and base64: the length of the header (uint32), the JSON header, and the columns.
 
     ``header["columns"]`` becomes a list of [name, dtype, entries]. A column is little-endian. Its bytes are ordered by
-    significance: all lowest bytes, then all second-lowest, and so on. Equal neighbours compress better.
+    significance: all lowest bytes, then all second-lowest, and so on. Equal neighbouring bytes compress better.
     """
     arrays = {name: np.ascontiguousarray(a, a.dtype.newbyteorder("<")) for name, a in columns.items()}
     listed = [[name, f"{a.dtype.kind}{a.dtype.itemsize}", len(a)] for name, a in arrays.items()]
@@ -138,7 +139,8 @@ def pack(header: Mapping[str, object], columns: Mapping[str, np.ndarray]) -> str
 
 
 def fixed_point(values: np.ndarray, step: float) -> np.ndarray:
-    """Multiples of ``step`` as int16, or int32 if they need it. The smallest integer means NaN."""
+    """Multiples of ``step`` as int16, or as int32 if a multiple does not fit into int16. The smallest integer means
+    NaN."""
     known = np.isfinite(values)
     codes = np.rint(np.where(known, values, 0.0).astype(np.float64) / step)
     dtype = np.int16 if np.abs(codes).max(initial=0) < 2**15 else np.int32
@@ -196,7 +198,7 @@ def _part(source: Source) -> Part:
 
 
 def _read(path: Path) -> pa.Table:
-    """All columns. One thread reads files of this size faster than several."""
+    """All columns. One thread reads files of this size faster than several threads."""
     return pq.ParquetFile(path).read(use_threads=False)
 
 
@@ -306,7 +308,8 @@ def _advantages(table: SampleTable) -> np.ndarray:
 def _newest(run: Run, parts: Sequence[Part]) -> dict[int, float]:
     """Rollout -> version of the weights when the rollout was trained on.
 
-    The metrics have the age of the rollout's oldest token. So this version is known even if no token has it.
+    The metrics have the age of the rollout's oldest token. So the version of the weights is known even if no token has
+    this version.
     """
     ages = dict(zip(*(axis.tolist() for axis in run.series.get(STALENESS, (np.zeros(0),) * 2)), strict=True))
     newest = {}

@@ -1,1 +1,2 @@
-"""Helpers for every package: files, locks, processes, HTTP, registries. They do not depend on other packages."""
+"""Helpers for every package: files, locks, processes, HTTP, registries. These helpers do not depend on other packages
+of slimelite."""

@@ -1,4 +1,4 @@
-"""Bin packing. It packs samples into micro-batches, and documents into sequences."""
+"""Bin packing, which packs samples into micro-batches, and documents into sequences."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ def best_fit(sizes: Iterable[int], capacity: int) -> list[list[int]]:
     """Pack pieces into bins. Returns the indices of the pieces in each bin.
 
     A piece goes into the bin where it leaves the least free space, or into a new bin if it fits nowhere. Pieces are
-    taken in the given order. If the largest piece comes first, this is best-fit decreasing. A piece that is larger than
-    ``capacity`` gets its own bin.
+    taken in the given order. If the pieces are sorted from the largest to the smallest, the method is best-fit
+    decreasing. A piece that is larger than ``capacity`` gets its own bin.
     """
     bins: list[list[int]] = []
     # the bins with free space, sorted by their free space

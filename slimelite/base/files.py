@@ -26,7 +26,8 @@ FORMAT = 1
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """A path of a temporary file. When the block ends, the file is renamed to ``path``. After an error it is removed.
+    """A path of a temporary file. When the block ends, the temporary file is renamed to ``path``. After an error, the
+    temporary file is removed.
 
     Raises:
         OSError: the disk is full (the message has the path and the free space), or ``path`` is a folder.
@@ -50,7 +51,8 @@ def write_text(path: Path, text: str) -> None:
 
 
 def check_format(path: Path, number: object) -> None:
-    """Refuse the file at ``path`` if its format ``number`` is not `FORMAT`. None means that the file has no number.
+    """Refuse the file at ``path`` if its format ``number`` is not `FORMAT`. If ``number`` is None, the file has no
+    number.
 
     Raises:
         ValueError: the number is not ``FORMAT``.
@@ -75,8 +77,8 @@ def named(path: Path) -> Iterator[None]:
 
 
 def beside_package(name: str) -> Path:
-    """The path of train.py or constraints.txt. They are in the top folder of a checkout, but in the package of a
-    wheel."""
+    """The path of train.py or constraints.txt. Both files are in the top folder of a checkout, but inside the package
+    in a wheel."""
     package = Path(__file__).parents[1]
     return next((path for path in (package / name, package.parent / name) if path.is_file()), package / name)
 
@@ -105,7 +107,7 @@ def hold(folders: dict[str, str | None]) -> Iterator[None]:
     """Lock ``folders``, {flag: folder}, until the block ends. Missing folders are created.
 
     Raises:
-        ValueError: another run has locked one of them.
+        ValueError: another run has locked one of the folders.
     """
     places = {Path(folder).resolve(): flag for flag, folder in folders.items() if folder is not None}
     with ExitStack() as stack:

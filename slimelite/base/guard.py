@@ -71,7 +71,7 @@ def named_error(error: BaseException) -> str:
 
 
 def own_traceback(error: BaseException) -> str:
-    """The traceback of a plugin's error, without our own calls above the plugin's first line.
+    """The traceback of a plugin's error, without slimelite's own calls above the plugin's first line.
 
     If the traceback has no line of the plugin, it is complete. For a TimeoutError from another thread, asyncio loses
     the lines of the plugin.

@@ -22,7 +22,8 @@ SELDOM = 50_000
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """Run Python's garbage collector seldom inside this block. Imported modules stay in memory, so it finds little.
+    """Run Python's garbage collector seldom inside this block. Imported modules stay in memory, so garbage collection
+    would find little.
 
     Without this setting, garbage collection took a tenth to a fifth of the CPU time of a trainer's imports.
     """
@@ -35,9 +36,8 @@ def loading() -> Iterator[None]:
 
 
 def set_heap(*, mapped_above: int, trimmed_above: int) -> None:
-    """Set two limits in bytes; -1 means never. Blocks above ``mapped_above`` are mapped one by one, outside the heap.
-    Free memory above ``trimmed_above`` at the end of the heap is returned to the system at once.
-    """
+    """Set two limits in bytes; -1 means never. Memory blocks above ``mapped_above`` are mapped one by one, outside the
+    heap. Free memory above ``trimmed_above`` at the end of the heap is returned to the system at once."""
     if GLIBC is not None:
         GLIBC.mallopt(M_MMAP_THRESHOLD, mapped_above)
         GLIBC.mallopt(M_TRIM_THRESHOLD, trimmed_above)
@@ -57,8 +57,8 @@ def keep_freed_memory(*, tight: bool) -> None:
 def return_freed_memory(*, above: int = 2**30) -> None:
     """If more than ``above`` bytes of the heap are free, return them to the system for other processes.
 
-    The default keeps the memory that a trainer's next rollout will use again. A large micro-batch has gigabytes of
-    activations.
+    The default of ``above`` keeps the memory that a trainer's next rollout will use again. A large micro-batch has
+    gigabytes of activations.
     """
     if GLIBC is None:
         return

@@ -1,5 +1,5 @@
-"""Request bodies as pydantic models. The models check a body once, name the wrong place in an error, and give the
-OpenAPI schema.
+"""Request bodies as pydantic models. The models check a body once, name the place of the mistake in an error, and give
+the OpenAPI schema.
 
 A field that is null counts as a field that was not sent.
 """
@@ -100,7 +100,7 @@ def unread(*names: str, **only: object) -> Mapping[str, tuple[Any, Any]]:
 
 
 async def read_body(http: web.Request, kind: type[B]) -> B:
-    """The body of a request. It raises the same errors as `checked` and `read_json`."""
+    """The body of a request. `read_body` raises the same errors as `checked` and `read_json`."""
     return checked(kind, await read_json(http))
 
 
@@ -108,7 +108,7 @@ def checked(kind: type[B], body: Any) -> B:
     """``body``, parsed from JSON, as an object of ``kind``.
 
     Raises:
-        RequestError: the body does not fit. The message names the wrong place and the expected value.
+        RequestError: the body does not fit. The message names the place of the mistake and the expected value.
     """
     try:
         return kind.model_validate(body)

@@ -1,6 +1,7 @@
-"""The HTTP client for all requests to servers. It sends and reads JSON, and retries failed requests.
+"""The HTTP client for all requests to servers. The client sends and reads JSON, and retries failed requests.
 
-It ignores the proxies of the environment, because the servers belong to the run or were named by the user.
+The client ignores the proxies of the environment variables, because the servers belong to the run or were named by the
+user.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Refused(HttpError, RuntimeError):
 class Retry:
     """When and how often a request is sent again. After a lost connection, the server may receive a request twice.
 
-    ``first_s``: the wait before the second attempt. Each wait is twice as long as the one before, up to ``most_s``. A
+    ``first_s``: the wait before the second attempt. Each wait is twice as long as the wait before, up to ``most_s``. A
     random 0 to 50 % is added. ``refused``: also retry after a transient error, for example from a busy server.
     """
 

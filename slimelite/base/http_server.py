@@ -1,8 +1,8 @@
 """The base of our HTTP servers: access control, JSON and server-sent events, errors as JSON.
 
 The key is a bearer token, the header ``x-api-key``, or the password of an address: ``http://:KEY@host:port``. A server
-without a key answers only requests from this machine. It refuses requests from the pages of other sites, even in a
-browser on this machine.
+without a key answers only requests from this machine. Such a server refuses requests from the pages of other sites,
+even in a browser on this machine.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ GZIP = b"\x1f\x8b"
 
 
 class RequestError(ValueError):
-    """A request that cannot be served. ``status``: of HTTP. ``param``: the wrong parameter. ``code``: OpenAI's code.
+    """A request that cannot be served. ``status``: the HTTP status. ``param``: the wrong parameter. ``code``: OpenAI's
+    code.
 
     ``details``: fields of the error that Anthropic's clients read, for errors that these clients handle themselves.
     """
@@ -62,7 +63,7 @@ class Server(ABC):
 
     ``most_bytes``: longer bodies are refused without being read. ``key``: every request needs this key, except requests
     to the handlers of `_public`. None means no key; see the top of this file. ``origins``: sites whose pages may send
-    requests; "*" for all. Set ``origins`` before the start. ``logs``: write each request to the log
+    requests; "*" for all. The caller must set ``origins`` before `start`. ``logs``: write each request to the log
     ``slimelite.access``.
     """
 
@@ -86,8 +87,8 @@ class Server(ABC):
         return url
 
     async def drain(self, seconds: float) -> None:
-        """Refuse new requests, and wait for running requests up to ``seconds``. Requests that still run then end with
-        error 503."""
+        """Refuse new requests, and wait for running requests up to ``seconds``. Requests that still run after this time
+        end with error 503."""
         self._drains = True
         if self._answering:
             await asyncio.wait(self._answering, timeout=seconds)
@@ -111,7 +112,7 @@ class Server(ABC):
         return app
 
     async def _share(self, http: web.Request, response: web.StreamResponse) -> None:
-        """Let a page of ``origins`` read an answer (CORS)."""
+        """Allow a page of ``origins`` to read an answer (CORS)."""
         if self.origins:
             response.headers["Vary"] = "Origin"
             if self._is_shared(http):
@@ -155,7 +156,8 @@ class Server(ABC):
         return {"error": {"message": str(error)}}
 
     def _last(self, http: web.Request, described: dict[str, Any], written: int) -> bytes:  # noqa: ARG002
-        """The event that ends a stream with an error. ``written``: the number of events before it."""
+        """The event that ends a stream with an error. ``written``: the number of events that were sent before this
+        event."""
         return sse(described, described.get("type"))
 
     @web.middleware
@@ -193,7 +195,7 @@ class Server(ABC):
 
     async def _respond(self, http: web.Request, answer: Answer) -> web.StreamResponse:
         """Send an answer. Events are sent as they come. An error before the first event sets the status. A later error
-        is an event."""
+        is sent as an event."""
         if isinstance(answer, dict):
             return web.json_response(answer)
         async with aclosing(answer):
@@ -313,7 +315,7 @@ async def read_json(http: web.Request) -> dict[str, Any]:
 
 
 def _status(error: Exception) -> int:
-    """The HTTP status for an error. An error of our own code is logged."""
+    """The HTTP status for an error. An error of slimelite's own code is logged."""
     if isinstance(error, RequestError | web.HTTPException):
         return error.status
     for kind, status in ((LookupError, 404), (ValueError, 400), (ConnectionError, 503)):

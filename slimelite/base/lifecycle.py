@@ -100,7 +100,8 @@ class StopSignals:
 
     @classmethod
     def check(cls) -> None:
-        """Raise `Stopped` if a signal was received. A run's loop calls this in case the first exception was lost."""
+        """Raise `Stopped` if a signal was received. A run's loop calls this method in case the first exception was
+        lost."""
         if cls._number is not None:
             raise Stopped(cls._number)
 
@@ -126,11 +127,11 @@ def start_module(module: str, *words: str, **options: Any) -> subprocess.Popen[A
 
 
 class Watchdog:
-    """A small process that outlives this process. It kills the processes that this process started and could not end.
+    """A small process that outlives this process, and kills the processes that this process started and could not end.
 
     The watchdog acts when this process dies or leaves the block with an error. It kills every process with our mark in
-    its environment (Ray's daemons, actors, servers). If the run could not write its status, the watchdog writes it.
-    ``folder``: the run folder. ``explain``: a command that prints a possible reason why the run was killed.
+    its environment (Ray's daemons, actors, servers). If the run could not write its status, the watchdog writes the
+    status. ``folder``: the run folder. ``explain``: a command that prints a possible reason why the run was killed.
     """
 
     _current: ClassVar[Watchdog | None] = None
@@ -168,7 +169,8 @@ class Watchdog:
 
     @classmethod
     def note_session(cls, session: Path) -> None:
-        """Let the watchdog remove this folder of Ray when this process ends, even if Ray's daemons are already gone."""
+        """Tell the watchdog to remove this folder of Ray when this process ends, even if Ray's daemons are already
+        gone."""
         if cls._current is not None and (stdin := cls._current._process.stdin) is not None:
             with suppress(BrokenPipeError):
                 stdin.write(f"{session}\n".encode())
@@ -303,7 +305,7 @@ def _set_status(folder: Path, pid: int, explain: list[str]) -> None:
 
 
 def _status_of(folder: Path, pid: int) -> dict[str, Any] | None:
-    """The status in ``folder``, if process ``pid`` wrote it and then died without writing its final status."""
+    """The status in ``folder``, if process ``pid`` wrote this status and then died without writing its final status."""
     status = read_status(folder)
     return status if status.get("pid") == pid and status["status"] == WITHOUT_A_WORD else None
 

@@ -74,8 +74,8 @@ class _Window:
 class Machine:
     """Observes the processes of this machine. ``limit``: a worker may do nothing for this long [s].
 
-    A worker is recognised by its log, because the log is its stderr. The processes that a worker or this process has
-    started also belong to the run.
+    A worker is recognised by its log, because the log is the worker's stderr. The processes that a worker or this
+    process has started also belong to the run.
     """
 
     limit: float
@@ -175,8 +175,8 @@ class MemoryKills:
             self._noted.popleft()
 
     def recent(self) -> int | None:
-        """The number of kills in the last `RECENT_S` seconds; None if this kernel does not count them, or if
-        nobody looked lately."""
+        """The number of kills in the last `RECENT_S` seconds; None if this kernel does not count them, or if `look` was
+        not called lately."""
         count = _memory_kills()
         if count is None or not self._noted:
             return None
@@ -210,7 +210,8 @@ def is_stopped(pid: int) -> bool:
 def waited(pid: int | None = None) -> float:
     """Seconds for which a thread was ready to run but had no processor; 0 if the kernel does not report it.
 
-    ``pid``: a process. The thread of the process that waited longest counts. None: only the calling thread counts.
+    ``pid``: a process. Of the process's threads, the thread that waited longest counts. None: only the calling thread
+    counts.
     """
     files = [Path("/proc/thread-self/schedstat")] if pid is None else Path(f"/proc/{pid}/task").glob("*/schedstat")
     longest = 0.0
@@ -251,7 +252,7 @@ def _states(family: Sequence[Process]) -> set[str]:
 def show_stacks() -> None:
     """From now on, this process writes the stacks of its threads to its stderr when `stack` asks for them.
 
-    The handler is written in C, so it works even while another thread holds Python's lock.
+    The handler is written in C, so it works even while another thread holds Python's global lock.
     """
     faulthandler.register(SHOW_STACK, all_threads=True, chain=False)
 

@@ -1,5 +1,5 @@
-"""The progress of a process that reads a large model. The process prints it, and other processes read it in the
-log."""
+"""The progress of a process that reads a large model. The process prints its progress, and other processes read this
+progress in the log."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ READ = "read"
 
 
 class Reading:
-    """Prints the progress and the speed of reading ``total`` bytes from time to time. The output goes to the rank's
+    """From time to time, prints the progress and the speed of reading ``total`` bytes. The output goes to the rank's
     log."""
 
     def __init__(self, total: int) -> None:
@@ -43,6 +43,6 @@ class Reading:
 
 
 def last_reading(log: Path) -> str | None:
-    """The last line of `Reading` in the file ``log``, if it is the last line of the file."""
+    """The last line of `Reading` in the file ``log``, if no other line follows in the file."""
     lines = log.read_text(encoding="utf-8", errors="replace")[-300:].splitlines() if log.is_file() else []
     return lines[-1] if lines and lines[-1].startswith(READ) else None

@@ -7,8 +7,8 @@
     ESTIMATORS.add(Estimator("mine", ...))
 
 in a file of ``--import-file`` adds a record. Choices, dispatch, checks, help and docs all read the records, so there is
-no second list of names. Records need only the standard library. A record names a function that imports torch as
-``"package.module:function"``. The first call of the function imports it (`function`).
+no second list of names. Records need only the standard library. If a function imports torch, its record names the
+function as ``"package.module:function"``. The first call of the function imports it (`function`).
 """
 
 from __future__ import annotations

@@ -48,8 +48,8 @@ class Settings(Protocol):
 
 
 def keep_running(program: str, argv: Sequence[str], args: Settings) -> int:
-    """Run ``program`` with ``argv`` until it finishes, or fails because of a mistake of the user. Returns its exit
-    status.
+    """Run ``program`` with ``argv`` until the program finishes, or fails because of a mistake of the user. Returns the
+    program's exit status.
 
     A restart resumes from the newest complete checkpoint in ``--save``. Without a checkpoint, the run begins again.
     Ctrl-C and SIGTERM are passed on to the run.
@@ -88,8 +88,8 @@ def _say(text: str) -> None:
 
 
 def _mishap(run_dir: str, code: int, pid: int) -> str | None:
-    """The reason why process ``pid`` of the run ended, if a restart may help. None if the run is finished, or if it
-    would fail again."""
+    """The reason why process ``pid`` of the run ended, if a restart may help. None if the run is finished, or if a
+    restarted run would fail again."""
     status = read_status(run_dir)
     if code == 0 or status.get("pid") != pid:  # another pid: it ended before it began to work
         return None
@@ -128,7 +128,7 @@ class _Parent:
         """Run ``command`` to its end, in this process's group, and return its exit code. If this process dies, the
         command ends too.
 
-        ``out``: a file for its output. ``more``: variables in addition to this process's environment.
+        ``out``: a file for the command's output. ``more``: variables in addition to this process's environment.
         """
         environment = {**os.environ, **(more or {}), ATTEMPT: str(attempt)}
         self._child = subprocess.Popen(command, env=environment, stdout=out, preexec_fn=self._end_with_parent)
@@ -142,7 +142,7 @@ class _Parent:
         """Additional flags that make the run of ``words`` fit the remaining machines.
 
         The list is empty if the run fits already, or if no run fits the remaining machines. In the second case, the run
-        waits for machines, and prints a message about it.
+        waits for machines, and prints a message about the wait.
         """
         # the path lets the process find our package, in whatever folder the run was started
         path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", ""))))

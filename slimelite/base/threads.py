@@ -81,8 +81,8 @@ class Gathered(Generic[T]):
 
 
 async def call(function: Callable[..., Any], *args: object, **named: object) -> Any:
-    """The result of an async or plain function. A plain function runs in a daemon thread. If it hangs, it does not
-    block the program's exit.
+    """The result of an async or plain function. A plain function runs in a daemon thread. If the function hangs, the
+    program can still exit.
 
     Raises:
         RuntimeError: the function raised an exception that would end the program or its event loop, such as

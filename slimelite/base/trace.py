@@ -1,9 +1,9 @@
-"""`--trace`: records the work of every worker of a run over time, as a Chrome trace. Perfetto opens it too.
+"""`--trace`: records the work of every worker of a run over time, as a Chrome trace, which Perfetto can open too.
 
 The file is a JSON array with one event on each line. All processes of a machine append to the file, and each event is
 one `write`. So a killed process loses no events, and no files have to be merged. `finish` writes the last bracket, but
-both viewers also open an array without it. The format is Chrome's "Trace Event Format", with complete events ("X") and
-names ("M").
+Chrome and Perfetto also open an array without this bracket. The format is Chrome's "Trace Event Format", with complete
+events ("X") and names ("M").
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ORDER = ("driver", "rollout", "trainer", "engine")
 
 
 class _Writer:
-    """Appends events to the file at ``path``. Other processes append to it too."""
+    """Appends events to the file at ``path``. Other processes append to the same file too."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -118,14 +118,14 @@ def finish() -> None:
 
 
 def call(worker: str, method: str, arguments: Iterable[object]) -> AbstractContextManager[dict[str, object]]:
-    """The span of a call of the worker's ``method``. It shows the arguments that are numbers or texts."""
+    """The span of a call of the worker's ``method``. The span shows the arguments that are numbers or texts."""
     return span(worker, "calls", method, arguments=[each for each in arguments if isinstance(each, int | str)])
 
 
 @contextmanager
 def span(worker: str, track: str, name: str, **facts: object) -> Iterator[dict[str, object]]:
-    """Record the time of the block as a bar called ``name`` on a track of ``worker``. Before `begin`, this does
-    nothing.
+    """Record the time of the block as a bar called ``name`` on a track of ``worker``. Before `begin` is called, `span`
+    records nothing.
 
     ``facts``: shown with the bar. The block gets this dict and may add to it.
     """

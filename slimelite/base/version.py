@@ -21,9 +21,10 @@ def add_version(parser: argparse.ArgumentParser) -> None:
 
 
 def answer_version(argv: Sequence[str] | None = None) -> None:
-    """Print the version and exit if ``--version`` is in ``argv`` before any ``--``. None means this process's argv.
+    """Print the version and exit if ``--version`` is in ``argv`` before any ``--``. If ``argv`` is None, this process's
+    argv counts.
 
-    This is for programs that read their command line without argparse, or whose parser has subcommands.
+    This function is for programs that read their command line without argparse, or whose parser has subcommands.
     """
     words = sys.argv[1:] if argv is None else argv
     if "--version" in takewhile(lambda word: word != "--", words):
