@@ -1,8 +1,8 @@
 """Calls an engine in another process, and puts many calls into one message.
 
-A message between two processes costs about a millisecond of CPU time. A decoding step of a tiny model costs the same. A
-rollout of 32 groups makes 32 calls of `Engine.generate` at the same time. These calls are sent as one batch, and their
-results come back in a few messages.
+A message between two processes costs about a millisecond of CPU time. A decoding step of a tiny model costs the same
+CPU time. A rollout of 32 groups makes 32 calls of `Engine.generate` at the same time. These calls are sent as one
+batch, and their results come back in a few messages.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Done = list[tuple[int, Results | None]]
 
 
 class EngineDesk:
-    """Wraps an engine in the engine's own process. `remote_engine` calls its methods from another process.
+    """Wraps an engine in the engine's own process. `remote_engine` calls the desk's methods from another process.
 
     ``syncs``: whether the run sends weights to this engine. ``empty``: whether the engine's process was restarted and
     has not received weights since then.
@@ -95,8 +95,8 @@ class EngineDesk:
         return done
 
     async def cancel(self, batch: tuple[int, int], call: int | None = None) -> None:
-        """Cancel one ``call`` of ``batch``, because its caller is gone. None cancels all calls. After that, nobody
-        fetches the batch."""
+        """Cancel one ``call`` of ``batch``, because its caller is gone. If ``call`` is None, all calls are cancelled,
+        and nobody fetches the batch after that."""
         tasks = self._batches.get(batch, {}) if call is not None else self._batches.pop(batch, {})
         for task in [task for task, number in tasks.items() if call in (None, number)]:
             task.cancel()
@@ -141,7 +141,7 @@ class _RemoteEngine:
         return call
 
     async def restart(self) -> None:
-        """Wait until the engine answers again. Ray restarts its dead process.
+        """Wait until the engine answers again. Ray restarts the engine's dead process.
 
         Raises:
             ConnectionError: the engine does not answer within `START_S`.

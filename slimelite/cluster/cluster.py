@@ -83,7 +83,7 @@ class Cluster:
     Verbs that need the trainers run one after the other, on a thread of the handle. With ``--launcher local`` these
     verbs run in the caller's thread, so a debugger can follow them. `generate` and `evaluate` run in parallel to the
     trainers. These two verbs begin immediately, unless an earlier verb still uses the engines (`sync`, `save`, another
-    `generate`). Later verbs that use the engines wait for them.
+    `generate`). Later verbs that use the engines wait for `generate` and `evaluate`.
 
     If a verb fails, queued verbs fail with the same error. New verbs raise this error, and so does the end of the
     ``with`` block. Verbs run again after `Pending.result` has raised the error to the caller. After `complete_args`,
@@ -157,8 +157,8 @@ class Cluster:
         return pending
 
     def evaluate(self, rollout_id: int, names: Sequence[str] = ()) -> Pending[EvalOutput]:
-        """Evaluate eval datasets with the engines' current weights. ``names``: evaluate only these datasets. If it is
-        empty, evaluate all datasets."""
+        """Evaluate eval datasets with the engines' current weights. ``names``: evaluate only these datasets. If
+        ``names`` is empty, evaluate all datasets."""
         if rollout_id != -1:  # -1 means before the first rollout
             check_number("evaluate", "rollout_id", rollout_id)
         self._need_memory("evaluate")

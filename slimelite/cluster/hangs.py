@@ -1,10 +1,10 @@
 """Implements ``--hang-timeout``. The monitor finds workers that are stopped or make no progress, names them in a
 message, and ends them.
 
-A thread of the driver checks the processes of the run. On other nodes, an actor does this for the driver. The
-information comes from the kernel. A worker hangs if its process is stopped, or if all training ranks are idle although
-they have work. A worker that computes, reads a disk or holds Python's global lock never counts as hanging, even if this
-takes very long.
+A thread of the driver checks the processes of the run. On other nodes, an actor checks the processes for the driver.
+The information comes from the kernel. A worker hangs if its process is stopped, or if all training ranks are idle
+although they have work. A worker that computes, reads a disk or holds Python's global lock never counts as hanging,
+even if this takes very long.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Calls:
 
 
 class Worker(Protocol):
-    """The attributes of a worker that the monitor needs. ``verdict``: why the monitor ended the worker, for later
-    callers."""
+    """The attributes of a worker that the monitor needs. ``verdict``: why the monitor ended the worker, for error
+    messages."""
 
     name: str
     log: Any
@@ -191,7 +191,7 @@ class Monitor:
             self._kill(place, stopped.pid)
 
     def _still(self, seen: Sequence[Seen]) -> None:
-        """End the rollout manager if it does not answer. Also end a rank if all other ranks wait for it."""
+        """End the rollout manager if it does not answer. Also end a rank if all other ranks wait for this rank."""
         long = [each for each in seen if each.waits() >= self._limit <= each.still]
         for each in long:
             if each.worker.name == "rollout" and each.method() == PROGRESS:
@@ -214,8 +214,8 @@ class Monitor:
             self._end(ranks[0], f"and the other ranks wait for each other ({others})", stacks[ranks[0]])
 
     def _engines_still(self, seen: Sequence[Seen]) -> bool:
-        """Whether this run's engines are idle too. If not, they may be the reason for the wait, for example because
-        they load weights. Returns False for external engines, because their processes cannot be checked."""
+        """Whether this run's engines are idle too. If not, the engines may be the reason for the wait, for example
+        because they load weights. Returns False for external engines, because their processes cannot be checked."""
         engines = [each for each in seen if each.worker.name.startswith("engine")]
         return bool(engines) and all(each.still >= self._limit for each in engines)
 

@@ -73,7 +73,7 @@ class Host:
     """An actor with an object of any class. The object may be created later than the actor.
 
     Args:
-        folder: the driver's working directory. The actor changes to it, so relative paths are the same in both
+        folder: the driver's working directory. The actor changes to this folder, so relative paths are the same in both
             processes.
         log: the file for all output of the process.
         name: the worker's name in the trace.
@@ -149,8 +149,8 @@ class Host:
 class AsyncHost(Host):
     """An actor with an object of async methods. The methods run on the actor's event loop.
 
-    The object is an engine. Freed memory stays allocated in its process, because each decoding step needs it again.
-    `EngineDesk` returns the memory to the system after a rollout.
+    The object is an engine. Freed memory stays allocated in its process, because each decoding step needs this memory
+    again. `EngineDesk` returns the memory to the system after a rollout.
     """
 
     returns_blocks = False
@@ -229,7 +229,7 @@ class RayRemote(Remote[T]):
             outer.set_exception(self._explained(error))
 
     def _explained(self, error: BaseException) -> BaseException:
-        """The error that the object raised, with its traceback as a note. If the object's process died, it is a
+        """The error that the object raised, with its traceback as a note. If the object's process died, the error is a
         `ClusterError`."""
         if isinstance(error, RayTaskError | UnserializableException):
             # the cause of Ray's error is the original error; it is missing if this process cannot create that error,
@@ -258,8 +258,8 @@ def _one_message() -> Iterator[None]:
 class Actors:
     """The actors of a run on its placement group.
 
-    Colocated engines share the trainers' devices. Other engines get the devices that follow. ``started``: all actors
-    are added to this list. ``kills``: see ``memory_kills`` of `Monitor`.
+    Colocated engines share the trainers' devices. Other engines get the devices after the trainers' devices.
+    ``started``: all actors are added to this list. ``kills``: see ``memory_kills`` of `Monitor`.
     """
 
     def __init__(
@@ -593,8 +593,8 @@ def _wait_for(
 
 
 def _env(threads: int) -> dict[str, str]:
-    """Environment variables of a worker. The wrapper for slime's scripts passes on those of --runtime-env-json. Secret
-    variables are left out, because Ray writes them to logs."""
+    """Environment variables of a worker. The wrapper for slime's scripts passes on the variables of --runtime-env-json.
+    Secret variables are left out, because Ray writes them to logs."""
     shown = public_part(json.loads(os.environ.get("SLIMELITE_WORKER_ENV", "{}")))[0]
     memory = {"MALLOC_MMAP_THRESHOLD_": str(BLOCK), "MALLOC_TRIM_THRESHOLD_": str(BLOCK)}  # for child processes
     return {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", **memory, **shown}

@@ -116,7 +116,7 @@ class Remote(ABC, Generic[T_co]):
     @overload
     def submit(self, method: Callable[Concatenate[T_co, P], R], *args: P.args, **kwargs: P.kwargs) -> Future[R]: ...
     def submit(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
-        """Start ``method``, such as ``Trainer.save``. The future gets its result or its error.
+        """Start ``method``, such as ``Trainer.save``. The future gets the method's result or error.
 
         The object's own method of the same name is called, so ``method`` may belong to a base class or a protocol.
         """
@@ -261,7 +261,7 @@ class Failure:
 
 
 class Turns:
-    """Runs jobs one after the other on a thread, in the order of the calls. ``inline``: whether they run in the
+    """Runs jobs one after the other on a thread, in the order of the calls. ``inline``: whether the jobs run in the
     caller's thread instead.
 
     After an error, no job runs until a `Pending.result` has raised this error to the caller. Jobs that were queued
@@ -282,7 +282,7 @@ class Turns:
             self._thread.start()
 
     def take(self, pending: Pending[R], work: Callable[[], R]) -> Pending[R]:
-        """Queue ``work``. ``pending`` gets its result."""
+        """Queue ``work``. ``pending`` gets the result of ``work``."""
         job = partial(self.run, pending, work)
         if self.inline:
             job()

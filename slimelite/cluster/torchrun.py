@@ -73,8 +73,8 @@ class Desk:
 
 
 class Shared:
-    """A value that is sent only once. Other ranks read it from the store with ``key``. In this process, ``value`` is
-    the value."""
+    """A value that is sent only once. Other ranks read the value from the store with ``key``. In this process,
+    ``value`` is the value."""
 
     def __init__(self, key: str, value: object = None) -> None:
         self.key, self.value = key, value
@@ -182,7 +182,7 @@ def follow() -> int:
 
 
 def leave() -> None:
-    """Let the other ranks end. Rank 0 calls this function."""
+    """Tell the other ranks to end. Rank 0 calls this function."""
     store = meet()
     for rank in range(1, int(os.environ["WORLD_SIZE"])):
         _put(store, f"slimelite/call/{rank}/{_numbers[rank]}", (LEAVE, (), {}))
@@ -199,7 +199,7 @@ def _put(store: dist.Store, key: str, value: object) -> None:
 
 
 def _take(store: dist.Store, key: str) -> Any:
-    """Wait for the value of ``key``, and remove it."""
+    """Wait for the value of ``key``, and remove the value from the store."""
     while True:
         try:
             store.wait([key], timedelta(seconds=RENEW_S))

@@ -162,7 +162,7 @@ class EngineFactory:
         return RolloutManager(self._args, self.clients(engines, processes), load_tokenizer(self._args.tokenizer))
 
     def _connected(self, server: ServerAddress, owner: Restartable | None) -> Engine:
-        """The engine for a server. ``owner`` can restart the server. None: the server is external."""
+        """The engine for a server. ``owner`` can restart the server. An external server has no ``owner``."""
         engine: Engine = self._function(self._parts.connect)(self.setup(0), self._codec(), server, owner)
         return engine
 

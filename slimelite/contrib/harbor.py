@@ -1,10 +1,10 @@
-"""The environment ``harbor:<folder>`` runs tasks in Harbor's format (terminal-bench uses it too). The model has a shell
-in its own box, which is a container or a sandbox.
+"""The environment ``harbor:<folder>`` runs tasks in Harbor's format (terminal-bench uses this format too). The model
+has a shell in its own box, which is a container or a sandbox.
 
 The folder is a task, or contains task folders. A task has task.toml, instruction.md, environment/ and tests/. Commands
 run in a container of the task's image, with podman or docker. If the task's Dockerfile runs no commands, bubblewrap
-with the programs of this machine is possible too. When the model sends a reply without a call, tests/test.sh decides
-the reward.
+with the programs of this machine is possible too. When the model sends a reply without a tool call, tests/test.sh
+decides the reward.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def _dockerfile(folder: Path) -> _Dockerfile:
 
 
 def _copies(folder: Path, sources: Sequence[str], target: str, workdir: str) -> Iterator[tuple[Path, str]]:
-    """Yield pairs (file on this machine, path in the box) for one COPY.
+    """Yield pairs (file on this machine, path in the box) for one COPY instruction.
 
     Raises:
         ValueError: a source is not a file or folder in ``folder``.
@@ -248,7 +248,7 @@ class Box:
             await self._process.stdin.drain()
 
     async def _answer(self, line: str, seconds: float) -> tuple[int, str]:
-        """Run ``line`` in the box's shell. Returns the exit status and the output, at most `MOST_BYTES` of it.
+        """Run ``line`` in the box's shell. Returns the exit status and at most `MOST_BYTES` of the output.
 
         Raises:
             OSError: the box has ended, or does not answer.
@@ -305,7 +305,7 @@ class Box:
         """Pack the files of ``folders``, and write them to ``into`` as base64 text of at most ``most`` bytes.
 
         Raises:
-            OSError: the text is longer, or the box does not answer.
+            OSError: the text is longer than ``most``, or the box does not answer.
         """
         mark = secrets.token_hex(12)
         places = " ".join(shlex.quote(folder.strip("/")) for folder in folders)
@@ -324,7 +324,7 @@ class Box:
             raise OSError("the shell of the container does not answer") from error
 
     async def unpack(self, packed: IO[bytes]) -> None:
-        """Write files that `pack` has packed into the box.
+        """Write into the box the files that `pack` has packed.
 
         Raises:
             OSError: the box cannot write the files.
@@ -403,7 +403,7 @@ class Harbor(ToolEnvironment):
 
     async def _verdict(self) -> float | None:
         """Run tests/test.sh in a new box with the model's files. Returns the reward that the tests write, or None if
-        they write none.
+        the tests write no reward.
 
         The model's own box is not used. A program that the model has left running there could change the input and the
         output of the box's shell.
@@ -459,14 +459,14 @@ class Harbor(ToolEnvironment):
 
 
 def _kept(settings: SandboxSettings) -> list[str]:
-    """The folders that the model can write to. Folders that a commit of its container contains are left out."""
+    """The folders that the model can write to. Folders that a commit of the model's container contains are left out."""
     if is_container(settings.name):
         return ["/tmp", CONTAINER_HOME]
     return [*(folder for folder in settings.folders if folder not in ("/tests", "/logs")), "/tmp", HOME]
 
 
 def _engine(words: Sequence[str], what: str, seconds: float) -> None:
-    """Run a command of podman or docker. ``what``: its purpose, for the error message.
+    """Run a command of podman or docker. ``what``: the purpose of the command, for the error message.
 
     Raises:
         ValueError: the command fails, or takes longer than ``seconds``.

@@ -111,8 +111,8 @@ def keywords_multiple(text: str, keyword1: str, keyword2: str, keyword3: str, ke
 
 
 def alphabet(text: str) -> bool:
-    """Whether each word begins with the next letter of the alphabet after the first letter of the word before. The
-    letter after z is a."""
+    """Whether the first letter of each word is the next letter of the alphabet after the first letter of the word
+    before. The letter after z is a."""
     firsts = "".join(word[0].lower() for word in plain_words(text))
     start = string.ascii_lowercase.find(firsts[:1]) if firsts else -1
     return start >= 0 and firsts == (string.ascii_lowercase * (len(firsts) // 26 + 2))[start : start + len(firsts)]
@@ -138,7 +138,8 @@ def words_position(text: str, keyword: str) -> bool:
 
 
 def alliteration(sentence: str) -> int:
-    """The number of words of a sentence that belong to runs of two or more words with the same first letter."""
+    """The number of words of a sentence that belong to sequences of two or more neighbouring words with the same first
+    letter."""
     firsts = "".join(word[0] for part in sentence.lower().split() if (word := part.lstrip(EDGES)))
     return sum(len(run[0]) for run in re.finditer(r"(.)\1+", firsts))
 

@@ -1,12 +1,12 @@
 """IFEval's verifiable instructions (Zhou et al., arXiv:2311.07911), and the functions for English text that the checks
 need.
 
-A check gets the text and the arguments of its row. The check returns whether the text follows the instruction. The
+A check gets the text and the arguments of its data row. The check returns whether the text follows the instruction. The
 checks were written from the paper and from the names of the arguments in its data set. ``change_case`` checks only the
-case, but the reference also tests with langdetect whether the text is English.
+case, but the reference code of the paper also tests with langdetect whether the text is English.
 
-The reference uses NLTK, syllapy and the emoji package. This file approximates these libraries without their data. It
-approximates NLTK's sentences, tokens, stop words, pronouns and verbs, syllapy's syllables, and the emoji.
+The reference code uses NLTK, syllapy and the emoji package. This file approximates these libraries without their data.
+It approximates NLTK's sentences, tokens, stop words, pronouns and verbs, syllapy's syllables, and the emoji.
 docs/rewards.md lists the checks that may differ for this reason. All run times are linear in the length of the text.
 """
 
@@ -112,7 +112,7 @@ def compares(count: int, number: int, relation: str) -> bool:
     """Compare ``count`` with ``number``. ``relation`` is "at least" or "less than".
 
     Raises:
-        ValueError: ``relation`` is neither of these.
+        ValueError: ``relation`` is another text.
     """
     if relation not in ("at least", "less than"):
         raise ValueError(f"a relation must be 'at least' or 'less than', not {relation!r}")

@@ -1,8 +1,9 @@
 """The environment ``mcp:<command or url>``. The model may call the tools of an MCP server. The model's last reply is
 the answer.
 
-A command is started for each episode, so episodes do not share the server's state. If a server has no state, start it
-once and give its address, because this is cheaper. Then each episode has its own connection.
+A command is started for each episode, so episodes do not share the server's state. If a server has no state, the user
+can start the server once and give its address, which is cheaper. Then each episode has its own connection to this
+server.
 """
 
 from __future__ import annotations

@@ -83,8 +83,8 @@ class OpenEnv:
         return f"Reply with one action as JSON of this schema: {json.dumps(self._actions)}"
 
     async def step(self, reply: Mapping[str, Any]) -> Step:
-        """Send the action, or each tool call, to the server. In an episode with tools, a reply without a call ends the
-        episode."""
+        """Send the action, or each tool call, to the server. In an episode with tools, a reply without a tool call ends
+        the episode."""
         if self._tools:
             return await self._called(reply)
         action = self._action(reply.get("content") or "")

@@ -2,12 +2,12 @@
 and scores the answers.
 
 ``size``: the number of rows of each task at each level. ``levels``: the number of levels. Rows have the difficulties 0
-… levels - 1 of the library's curriculum. With ``levels=0`` they have the default difficulty. ``prompt``: the name of a
-system prompt of the library. These prompts ask for ``<answer>`` tags. Without a prompt, the whole reply is the answer.
-Other keys are settings of the tasks, such as ``allow_negation=false``.
+… levels - 1 of the library's curriculum. With ``levels=0`` the rows have the default difficulty. ``prompt``: the name
+of a system prompt of the library. These prompts ask for ``<answer>`` tags. Without a prompt, the whole reply is the
+answer. All other parameters are settings of the tasks, such as ``allow_negation=false``.
 
-The library scores some answers with ``eval``. So scoring runs in a separate process that can read only Python's own
-files and has no other access (`confine`). This file is also the program of this process.
+The library scores some answers with Python's ``eval``. So scoring runs in a separate process that can read only
+Python's own files and has no other access (`confine`). This file is also the program of the scoring process.
 """
 
 from __future__ import annotations

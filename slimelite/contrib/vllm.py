@@ -67,7 +67,7 @@ class TemperedLogProbs(Sampler):
 
     vLLM itself reports log-probs either without temperature or after top-k and top-p. vLLM also applies top-p to the
     tokens that remain after top-k. In this sampler, top-k and top-p both apply to the whole distribution, and a token
-    must pass both.
+    must pass both limits.
     """
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ def install_sampler(worker: Any) -> None:
 
 
 def begin_reload(worker: Any) -> None:
-    """Start an update. From now on, vLLM loads each layer as soon as all weights of the layer have arrived."""
+    """Start a weight update. From now on, vLLM loads each layer as soon as all weights of the layer have arrived."""
     initialize_layerwise_reload(worker.model_runner.get_model())
 
 
@@ -115,7 +115,7 @@ def reload(worker: Any, tensors: list[tuple[str, torch.Tensor]]) -> None:
 
 
 def end_reload(worker: Any) -> None:
-    """Finish the update. vLLM loads the last layers, and packs weights into the layout of its kernels."""
+    """Finish the weight update. vLLM loads the last layers, and packs weights into the layout of its kernels."""
     model, config = worker.model_runner.get_model(), worker.model_runner.model_config
     with set_current_vllm_config(worker.vllm_config):
         finalize_layerwise_reload(model, config)
@@ -173,7 +173,7 @@ class Running:
 class VllmEngine(InProcessEngine):
     """The vLLM engine. The class implements `slimelite.engines.protocol.Engine`.
 
-    Running requests continue after a weight update. vLLM discards their cached keys and values, and computes them
+    Running requests continue after a weight update. vLLM discards the KV cache of these requests, and computes it
     again.
 
     Grammars are passed to vLLM as ``structured_outputs``. With a grammar, log-probs are normalised over the allowed

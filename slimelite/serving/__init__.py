@@ -1,2 +1,2 @@
 """Serves a model to programs. The package converts messages to tokens and back, keeps sessions with exact tokens, and
-has the HTTP front."""
+contains the HTTP front."""

@@ -1,7 +1,7 @@
 """Anthropic's dialect: ``/v1/messages``, with complete answers or events, and ``/v1/messages/count_tokens``.
 
-The model's tools and thinking are separate blocks. A conversation is converted to OpenAI's messages and uses the same
-session, so both dialects may alternate in one session.
+The model's tool calls and its thinking are separate blocks of a message. A conversation is converted to OpenAI's
+messages. Both dialects use the same sessions, so Anthropic's and OpenAI's requests may alternate in one session.
 """
 
 from __future__ import annotations
@@ -196,8 +196,8 @@ def error_body(error: Exception, status: int) -> dict[str, object]:
 
 
 def _conversation(body: CountBody) -> tuple[list[Message], list[dict[str, Any]] | None, list[str]]:
-    """Messages and tools in OpenAI's form, and the names of the tools that the reply can choose from if it must call
-    one."""
+    """Messages and tools in OpenAI's form, and the names of the tools from which a reply that must call a tool can
+    choose."""
     conversation: list[Message] = [{"role": "system", "content": _text(body.system)}] if body.system else []
     for index, message in enumerate(body.messages):
         conversation += checked_messages(_messages(message), f"messages[{index}]")
@@ -237,9 +237,8 @@ def _check_clears(body: CountBody, messages: list[Message], tokens: int) -> None
 
 
 def _template_kwargs(body: CountBody, chat_format: ChatFormat) -> dict[str, Any]:
-    """The variables of the chat template that effort and ``thinking`` set, if the template has these variables. A
-    thinking budget is not enforced.
-    """
+    """The variables of the chat template that the request's effort and ``thinking`` set, if the template has these
+    variables. A thinking budget is not enforced."""
     kind, effort = body.thinking.type, chat_format.effort_kwargs(body.output_config.effort)
     if kind == "adaptive" or SWITCH_NAME not in str(chat_format.tokenizer.chat_template):
         return effort
@@ -284,7 +283,7 @@ def _blocks(part: Part) -> list[dict[str, Any]]:
 
 
 def _end(turn: Turn, params: SamplingParams) -> dict[str, object]:
-    """The reason why the turn ended. If a stop sequence ended it, the fields include this sequence."""
+    """The reason why the turn ended. If a stop sequence ended the turn, the fields include this sequence."""
     if turn.finish_reason != "stop":
         return {"stop_reason": STOP_REASONS[turn.finish_reason], "stop_sequence": None}
     if turn.reply.tool_calls:

@@ -1,6 +1,6 @@
 """Functions that read tool calls, for all model families. The functions convert a text to values.
 
-The values of Gemma 4 and LFM2 are neither JSON nor plain text. They look like Python.
+The argument values in calls of Gemma 4 and LFM2 are neither JSON nor plain text, but look like Python.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ToolCall:
 class Piece(NamedTuple):
     """One or several tool calls: characters [start, end) of a reply, and the text ``inside`` the marks of the calls.
 
-    ``missing``: the closing mark, if it is missing.
+    ``missing``: the closing mark, if the reply lacks this mark.
     """
 
     start: int
@@ -153,7 +153,7 @@ def _typed(text: str, kinds: set[str]) -> object:
 def _kinds(schema: object, *, chosen: bool = False) -> set[str]:
     """The types that a JSON schema allows. "any" stands for the types that the schema does not restrict.
 
-    ``chosen``: whether the schema is one choice of another schema. Its own choices are then ignored.
+    ``chosen``: whether the schema is one choice of another schema. The choices of this schema itself are then ignored.
     """
     if not isinstance(schema, Mapping):
         return {"any"}

@@ -209,7 +209,7 @@ class ChatFormat:
         """The format of calls in a reply; None: the reply has no calls. If a request has no tools, JSON in the reply is
         not a call.
 
-        If a parser was named, it reads every reply, because a system prompt may describe the tools.
+        If the user named a parser, this parser reads every reply, because a system prompt may describe the tools.
         """
         return self.tools if tools or self._reads_always else None
 
@@ -260,9 +260,9 @@ class ChatFormat:
     ) -> list[int]:
         """The tokens that a call of one of the tools ``names`` begins with, after the prompt ``rendered``.
 
-        These tokens are the common beginning of such calls, without arguments and with each of the tool's parameters
-        first. With one tool of Qwen, these are all tokens up to the arguments. With several tools, these are all tokens
-        up to the name.
+        These tokens are the common beginning of the possible calls: a call without arguments, and a call with each of
+        the tool's parameters first. With one tool of Qwen, these are all tokens up to the arguments. With several
+        tools, these are all tokens up to the name.
 
         Raises:
             ValueError: the format of the model's calls is unknown. Or the prompt opens the thinking, but the template
@@ -430,8 +430,8 @@ class ChatFormat:
     def _toolless(self) -> str | None:
         """The reason why tools cannot be used with this chat template; None if they can.
 
-        The template must show tools, and must write calls that the parser can read. If a parser was named, calls are
-        not checked, because the system prompt may describe their format.
+        The template must show tools, and must write calls that the parser can read. If the user named a parser, calls
+        are not checked, because the system prompt may describe their format.
         """
         texts = {name: {"type": "string", "description": "x"} for name in ("text", PROBE)}
         parameters = {"type": "object", "properties": texts, "required": ["text"]}
@@ -517,7 +517,7 @@ class ChatFormat:
 
     @cached_property
     def _written(self) -> Callable[[Sequence[tuple[str, dict[str, Any]]]], str] | None:
-        """The function that writes the calls of a message, if the chat template does not."""
+        """The function that writes the calls of a message, if the chat template does not write them."""
         if self.tools is None or self.tools.write is None:
             return None
         call = {"role": "assistant", "content": "x", "tool_calls": [_called(PROBE, {})]}
@@ -567,8 +567,8 @@ def structural_tag(functions: Sequence[Mapping[str, Any]], begin: str, end: str)
 def _probes(reply: Message) -> Iterator[Message]:
     """Test replies in place of ``reply``: a reply with the text `PROBE`, and a reply with a call of `PROBE`.
 
-    Both have the thinking of ``reply``, because a reply without thinking cannot follow a prompt that opens the
-    thinking.
+    Both test replies have the thinking of ``reply``, because a reply without thinking cannot follow a prompt that opens
+    the thinking.
     """
     own = {"role": "assistant", **{name: reply[name] for name in THOUGHTS[:1] if name in reply}}
     yield {**own, "content": PROBE}

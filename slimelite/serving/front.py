@@ -1,10 +1,10 @@
-"""The HTTP front. The front serves every dialect, with and without sessions. It uses one engine or all engines of a
-run.
+"""The HTTP front. The front serves every dialect, with and without sessions. The front uses one engine or all engines
+of a run.
 
 ``POST /sessions`` opens a session, and returns its id and key. The endpoints that sample also exist under
 ``/sessions/<id>``. Replies under such a path are kept with their exact tokens until ``DELETE /sessions/<id>``; ``GET
-/sessions/<id>`` returns them. The front's key opens everything. A session's key opens only its sampling endpoints and
-its record.
+/sessions/<id>`` returns them. The front's key gives access to everything. A session's key gives access only to the
+session's sampling endpoints and to its record.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ class RenderBody(Body):
 
 
 class Front(GenerateServer):
-    """A server in the event loop of the caller that starts it. The sessions use the same loop.
+    """A server in the event loop of the code that starts the server. The sessions use the same event loop.
 
     Args:
         sessions: the open sessions. A request without a session gets a temporary session.
         name: the model's name in answers.
-        key: the key that opens everything. None: requests that name no session need no key.
+        key: the key that gives access to everything. None: requests that name no session need no key.
         page: HTML that is served at ``/`` without a key. With a page, ``/render`` converts Markdown to HTML.
     """
 
@@ -168,7 +168,7 @@ class Front(GenerateServer):
         return True
 
     def _session(self, http: web.Request) -> Session:
-        """The session that a request names, or a temporary one."""
+        """The session that a request names, or a temporary session."""
         name, sessions = http.match_info.get("session"), self._model.sessions
         return sessions.anonymous() if name is None else sessions.find(name)
 

@@ -50,8 +50,8 @@ class Counts:
         return sample
 
     def text(self, running: int, sessions: int, most: int) -> str:
-        """The text of ``/metrics``. ``running``: the number of running requests. ``most``: the most responses that the
-        engine samples at the same time."""
+        """The text of ``/metrics``. ``running``: the number of running requests. ``most``: the largest number of
+        responses that the engine samples at the same time."""
         values = {"requests_running": running, "sessions_open": sessions}
         values |= {"responses_running": min(self.sampling, most), "responses_waiting": max(0, self.sampling - most)}
 

@@ -234,7 +234,7 @@ def checked_messages(messages: Sequence[Message], place: str = "") -> list[Messa
 
 
 def shown_tools(tools: list[dict[str, Any]], choice: object) -> tuple[list[dict[str, Any]] | None, list[str]]:
-    """(the tools that the model sees, the names of the tools that it can choose from if it must call one). If
+    """(the tools that the model sees, the names of the tools from which a reply that must call a tool can choose). If
     ``tool_choice`` is "none", the model sees no tools.
 
     Raises:

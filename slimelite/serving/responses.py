@@ -1,9 +1,9 @@
 """OpenAI's Responses API: ``/v1/responses``, with complete answers or events. Answers are stored for
 ``previous_response_id``.
 
-The items of a conversation are converted to the messages of a chat and use the same session, so all dialects may
-alternate in one session. The server cannot run OpenAI's own tools (a search, a code interpreter). Such tools are left
-out, and ``tools`` of an answer lists the tools that were shown to the model.
+The items of a conversation are converted to the messages of a chat. All dialects use the same sessions, so their
+requests may alternate in one session. The server cannot run OpenAI's own tools (a search, a code interpreter). Such
+tools are left out, and ``tools`` of an answer lists the tools that were shown to the model.
 """
 
 from __future__ import annotations

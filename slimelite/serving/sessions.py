@@ -139,9 +139,9 @@ class Session:
 
     ``key`` opens only this session. ``turns``: the finished turns, in the order in which they finished. ``running``:
     the number of requests that are being sampled. ``overflows``: the number of prompts that left no room for a reply.
-    ``trains_constrained``: whether tokens that a grammar constrained are trained on. ``longest_reply``: the most tokens
-    of a reply, even if a request allows more. ``used``: the time when the session was opened, or when its last turn
-    ended [s, monotonic].
+    ``trains_constrained``: whether tokens that a grammar constrained are trained on. ``longest_reply``: the largest
+    number of tokens of a reply, even if a request allows more. ``used``: the time when the session was opened, or when
+    its last turn ended [s, monotonic].
     """
 
     def __init__(
@@ -183,8 +183,8 @@ class Session:
         return await self.sample(self.turn(messages, tools), params)
 
     def pause(self) -> None:
-        """Let new requests wait for `resume`. If the engine aborts a request during the pause, the request keeps its
-        tokens and continues after `resume`."""
+        """Make new requests wait until `resume` is called. If the engine aborts a request during the pause, the request
+        keeps its tokens and continues after `resume`."""
         self._going.clear()
 
     def resume(self) -> None:
@@ -205,7 +205,7 @@ class Session:
         return [leaf.path for leaf in sorted(leaves, key=lambda leaf: leaf.number)]
 
     def samples(self, sample: Sample) -> list[Sample]:
-        """Copies of ``sample``, one for each leaf of the tree, with the tokens of the path to it.
+        """Copies of ``sample``, one for each leaf of the tree, with the tokens of the path to this leaf.
 
         The prompt is the prompt of the path's first turn. The loss mask is 1 only on sampled tokens. The mask is 0 on
         tokens that a grammar constrained, unless the session ``trains_constrained``. A turn in several paths is trained
@@ -313,8 +313,8 @@ class Session:
         return Turn(self._next(), None, whole, rendered, self.format.encode(rendered), sent, tools, opening, ends)
 
     def raw_turn(self, input_ids: Sequence[int]) -> Turn:
-        """The turn that continues raw tokens. The parent is the longest turn such that the raw tokens begin with its
-        prompt and output."""
+        """The turn that continues raw tokens. The parent is the longest turn such that the raw tokens begin with this
+        turn's prompt and output."""
         ids, parent = list(input_ids), None
         # number of a turn that the tokens begin with -> the position in the tokens where the turn ends
         ends: dict[int | None, int] = {None: 0}
@@ -413,8 +413,9 @@ class Sessions:
     """The open sessions on one sampler.
 
     Args:
-        max_context_len: the most tokens of prompt and reply together.
-        defaults: sampling parameters of sessions that set none. Its ``max_new_tokens`` equals ``max_context_len``.
+        max_context_len: the largest number of tokens of prompt and reply together.
+        defaults: sampling parameters of sessions that set none. The ``max_new_tokens`` of ``defaults`` equals
+            ``max_context_len``.
     """
 
     def __init__(

@@ -5,7 +5,8 @@ the reason, and the environment may show this sentence to the model. The text of
 reply.
 
 ``--tool-call-parser`` and ``--reasoning-parser`` name a record. Without these flags, a mark in the text of the chat
-template selects the record. To add a record, write its functions, and add it here or in a file of ``--import-file``.
+template selects the record. A developer adds a record, together with its functions, in this file or in a file of
+``--import-file``.
 """
 
 from __future__ import annotations
@@ -358,8 +359,8 @@ REASONING_FORMATS = Registry[ReasoningFormat](
 
 
 def tool_format(template: str, name: str | None = None) -> ToolFormat | None:
-    """The format with this ``name``. Without a name: the format with a mark in the chat template. None: the model calls
-    no tools.
+    """The format with this ``name``. Without a name: the format whose mark occurs in the chat template. None: the model
+    calls no tools.
 
     Raises:
         ValueError: there is no format of this name.
@@ -370,8 +371,8 @@ def tool_format(template: str, name: str | None = None) -> ToolFormat | None:
 
 
 def reasoning_format(template: str, name: str | None = None) -> ReasoningFormat | None:
-    """The format with this ``name``. Without a name: the format with a mark in the chat template. None: the model does
-    not think.
+    """The format with this ``name``. Without a name: the format whose mark occurs in the chat template. None: the model
+    does not think.
 
     Raises:
         ValueError: there is no format of this name.

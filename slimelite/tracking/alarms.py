@@ -1,7 +1,7 @@
 """Alarms: signs that training goes wrong. An alarm has a text, the rollout where it began, and the usual remedy.
 
-`Alarms` gets the records of metrics.jsonl in order: from the tracker during the run, and from `replay` afterwards. It
-has no clock and reads no file.
+`Alarms` gets the records of metrics.jsonl in order: from the tracker during the run, and from `replay` afterwards.
+`Alarms` has no clock and reads no file.
 
 Each kind of alarm is a function that returns its finding, or None. Levels are medians over a few rollouts. Noise is
 measured from the differences of successive rollouts. So neither one odd rollout nor the scale of the reward matters.
@@ -59,7 +59,7 @@ class Score(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """A condition that holds: the text of the alarm, and a function that tests it again after a later rollout."""
+    """A condition that holds: the alarm's text, and a function that tests the condition after a later rollout."""
 
     says: str
     goes_on: Callable[[History], bool]
@@ -93,11 +93,11 @@ class History:
         return len(self.values[name]) >= 2 * LEVEL
 
     def now(self, name: str, rollouts: int = LEVEL) -> float:
-        """The level of a metric; -inf if it has no values."""
+        """The present level of a metric; -inf if the metric has no values."""
         return median(self.values[name][-rollouts:] or [-math.inf])
 
     def then(self, name: str) -> float:
-        """The level about ``WINDOW`` rollouts ago, or at the beginning. It leaves out the rollouts of `now`."""
+        """The level about ``WINDOW`` rollouts ago, or at the beginning. The rollouts of `now` are left out."""
         return median(self.values[name][-WINDOW - LEVEL : -LEVEL][:LEVEL] or [math.inf])
 
     def at(self, name: str, rollouts: int) -> float:
@@ -105,13 +105,13 @@ class History:
         return median(self.values[name][max(rollouts - LEVEL, 0) : max(rollouts, LEVEL)] or [math.inf])
 
     def noise(self, name: str) -> float:
-        """Standard deviation of a metric between rollouts, from the median step. A trend adds little to it."""
+        """Standard deviation of a metric between rollouts, from the median step. A trend adds little to this number."""
         recent = self.values[name][-WINDOW - LEVEL :]
         steps = [abs(after - before) for before, after in pairwise(recent)]
         return 1.4826 * median(steps or [0.0]) / math.sqrt(2)
 
     def rose(self, name: str, since: float) -> bool:
-        """Whether the level is above ``since`` by more than the noise."""
+        """Whether the level of a metric is above ``since`` by more than the noise."""
         return self.now(name) - since > NOISE * self.noise(name)
 
     def improved(self, rollouts: int) -> bool:
@@ -154,7 +154,7 @@ def kind(when: str, advice: str) -> Callable[[See], See]:
 
 
 def rollout_values(pending: Mapping[str, list[float]]) -> dict[str, float]:
-    """The metrics of a rollout: their last values, but the largest gradient norm and the mean skips of its steps."""
+    """The metrics of a rollout: the last value of each, but the largest gradient norm and the mean of `SKIPPED`."""
     row = {name: values[-1] for name, values in pending.items()}
     row |= {name: fmean(pending[name]) for name in SKIPPED if name in pending}
     row |= {short: row[name] for short, name in METRICS.items() if name in row}
@@ -202,7 +202,7 @@ def reward_collapse(h: History) -> Seen | None:
     "samples per prompt, or SFT first.",
 )
 def all_wrong(h: History) -> Seen | None:
-    """It takes three rollouts in a row, so one hard batch is not an alarm. `reward_collapse` is another case."""
+    """Three rollouts in a row are needed, so one hard batch is no alarm. `reward_collapse` is a separate alarm."""
     share = min(h.values["wrong"][-QUIET:], default=0.0)
     if len(h.values["wrong"]) < QUIET or share < ALL or h.least_wrong <= 0.5:
         return None
@@ -216,7 +216,7 @@ def all_wrong(h: History) -> Seen | None:
     "Shorten such prompts, or raise --rollout-max-context-len. If environments failed, log.txt has the errors.",
 )
 def no_tokens(h: History) -> Seen | None:
-    """It takes one rollout, because a rollout without a single token is never chance."""
+    """One rollout is enough, because a rollout without a single token is never chance."""
     if h.row.get("length") != 0:
         return None
     return Seen("no response has any token, so there is nothing to train on", lambda h: h.row.get("length") == 0)
@@ -279,7 +279,7 @@ def truncation(h: History) -> Seen | None:
     "--calculate-per-token-loss, every token of a long wrong answer counts.",
 )
 def length(h: History) -> Seen | None:
-    """It takes twice the length. Responses also grow while a model learns to reason, but then the score rises too."""
+    """The length must double. Responses also grow while a model learns to reason, but then the score rises too."""
     then, now, done = h.then("length"), h.now("length"), max(h.rollouts - WINDOW - LEVEL, 0)
     if not h.enough("length") or not h.values["reward"] or not then or now < 2 * then or h.improved(done):
         return None
@@ -332,8 +332,8 @@ def _stays_below(name: str, score: float) -> Callable[[History], bool]:
     "small differences. docs/metrics.md lists the causes.",
 )
 def mismatch(h: History) -> Seen | None:
-    """One rollout above the limit is enough, because the mean is over many tokens. Below the limit, it takes five times
-    the earlier level and a tenth of the limit. Smaller differences are rounding. Each weight update adds to the
+    """One rollout above the limit is enough: the mean is over many tokens. Below the limit, the level must exceed five
+    times the earlier level and a tenth of the limit. Smaller differences are rounding. Each weight update adds to the
     difference: 0.17 in healthy runs that generate one rollout ahead at the quickstart's high learning rate."""
     now, then, age = h.row.get("mismatch", 0.0), h.then("mismatch"), h.row.get("staleness", 0.0)
     limit = MISMATCH_LIMIT + 0.2 * age
@@ -350,8 +350,8 @@ def mismatch(h: History) -> Seen | None:
     "Sync more often (--update-weights-interval 1), set --max-weight-staleness, or correct with --correction tis.",
 )
 def stale(h: History) -> Seen | None:
-    """Four updates are too many: a rollout that is generated one ahead has an age of one, and a policy gradient
-    tolerates a few. If half of the groups are dropped, the run discards more work than it uses."""
+    """An age of four weight updates is too much: a rollout that is generated one ahead has an age of one update, and a
+    policy gradient tolerates a few. If half of the groups are dropped, the run discards more work than it uses."""
     age, dropped = h.now("staleness", QUIET), h.row.get("rollout/stale_groups", 0.0)
     if age >= 4:
         return Seen(f"trained tokens are {age:.1f} weight updates old", lambda h: h.now("staleness", QUIET) >= 4)
@@ -367,8 +367,8 @@ def stale(h: History) -> Seen | None:
     "rollout: long or repetitive samples and extreme rewards cause spikes.",
 )
 def grad_spike(h: History) -> Seen | None:
-    """It takes both limits. When most groups are solved, the gradient comes from a few odd groups. Its norm then
-    reaches 13 times the median and 2.6 times the largest norm in healthy runs."""
+    """The norm must exceed both limits. When most groups are solved, the gradient comes from a few odd groups. The norm
+    then reaches 13 times the median and 2.6 times the largest norm in healthy runs."""
     before = h.values["grad"][-WINDOW - 1 : -1]
     if "grad" not in h.row or len(before) < WINDOW:
         return None
@@ -432,7 +432,7 @@ def failed_groups(h: History) -> Seen | None:
     "For sync: a slow network or disk. For all phases: another job on the machine.",
 )
 def stall(h: History) -> Seen | None:
-    """It takes five times the usual time and a minute more. A smaller delay is most likely due to a busy machine."""
+    """Five times the usual time and a minute more are needed. A smaller delay is most likely due to a busy machine."""
     *before, now = h.values["seconds"][-WINDOW - 1 :] or [0.0]
     usual = median(before or [math.inf])
     if len(before) < LEVEL or now < max(5 * usual, usual + 60):
@@ -447,7 +447,7 @@ def stall(h: History) -> Seen | None:
     "faults of an environment. --reward-error decides what happens to the samples of failed episodes.",
 )
 def agent_errors(h: History) -> Seen | None:
-    """It takes a tenth of the episodes, and at least two, because one failed program among many is normal."""
+    """A tenth of the episodes, and at least two, must fail, because one failed program among many is normal."""
     return _share_of_episodes(h, "errors", "failed or crashed")
 
 
@@ -487,7 +487,7 @@ def context_overflow(h: History) -> Seen | None:
     "more turns, raise --environment-max-turns.",
 )
 def turn_limit(h: History) -> Seen | None:
-    """It takes half of the episodes in three rollouts, because a new model may still learn to end an episode."""
+    """Half of the episodes in three rollouts are needed, because a new model may still learn to end an episode."""
     limit = h.values["turn_limit"]
     if len(limit) < QUIET or min(limit[-QUIET:]) < 0.5:
         return None
@@ -541,11 +541,11 @@ class Alarms:
 
     @property
     def active(self) -> int:
-        """The number of alarms that continue."""
+        """The number of alarms that have not ended."""
         return len(self._going)
 
     def note(self, record: Mapping[str, Any]) -> list[Alarm]:
-        """Take one record of metrics.jsonl. Returns the alarms that it began or ended (``ended`` is set)."""
+        """Take one record of metrics.jsonl. Returns the alarms that this record began or ended (``ended`` is set)."""
         if record["kind"] == "start":
             self._pending.clear()
             return []
@@ -561,7 +561,7 @@ class Alarms:
         return self.judge() if record["kind"] == "perf" else []
 
     def judge(self) -> list[Alarm]:
-        """End the rollout of the last records. Call this after a failed rollout, which has no closing record."""
+        """End the rollout of the last records. Also needed after a failed rollout, which has no closing record."""
         if DEFAULT_AXIS not in self._pending:
             return []
         rollout_id = int(self._pending[DEFAULT_AXIS][-1])

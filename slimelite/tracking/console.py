@@ -1,5 +1,5 @@
-"""Console output of a run: plain aligned text, with colour on a terminal. It has the facts of the run, phases with time
-and progress, samples and the summary. All lines go to the log too."""
+"""Console output of a run: plain aligned text, with colour on a terminal. The output has the facts of the run, phases
+with time and progress, samples and the summary. All lines go to the log too."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def duration(seconds: float) -> str:
 
 
 def small(value: float) -> str:
-    """A loss or KL with four decimals. A value that is too small for them has an exponent."""
+    """A loss or KL with four decimals. A value that is too small for four decimals has an exponent."""
     if abs(value) >= 100:
         return f"{value:.4g}"
     return f"{value:.0e}" if 0 < abs(value) < 1e-3 else f"{value:.4f}"
@@ -79,8 +79,8 @@ def speed(value: float) -> str:
 
 
 def times(seconds: float, phases: Mapping[str, float], room: int) -> str:
-    """Text such as ``4.5s: gen 3.0s, train 1.5s``, in at most ``room`` characters. It leaves out phases below 1 % of
-    ``seconds``."""
+    """Text such as ``4.5s: gen 3.0s, train 1.5s``, in at most ``room`` characters. Phases below 1 % of ``seconds`` are
+    left out."""
     kept = {label: s for label, s in phases.items() if s >= 0.01 * seconds}
     while kept:
         text = f"{duration(seconds)}: " + ", ".join(f"{label} {duration(s)}" for label, s in kept.items())
@@ -92,8 +92,8 @@ def times(seconds: float, phases: Mapping[str, float], room: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of the rollout table. ``metrics``: the column shows the first of them that exists. ``keep``: a narrow
-    terminal drops the columns with the lowest values first."""
+    """A column of the rollout table. ``metrics``: the column shows the first of these metrics that exists. ``keep``: a
+    narrow terminal drops the columns with the lowest values first."""
 
     title: str
     width: int
@@ -317,8 +317,8 @@ class Timer:
 
         Returns:
             ``perf/{phase}_time`` of every phase, and ``perf/step_time``, the wall-clock time of the step. If there was
-            a phase ``train``, also ``perf/train_wait_time``, the time of the step without it, and its share
-            ``perf/wait_time_ratio``.
+            a phase ``train``, also ``perf/train_wait_time``, the time of the step without this phase, and
+            ``perf/wait_time_ratio``, the share of this time in the step.
         """
         step = self._clock() - self._step_began
         times = {f"perf/{name}_time": seconds for name, seconds in self.seconds.items()} | {"perf/step_time": step}

@@ -3,8 +3,8 @@
 A line has ``time`` (seconds since the epoch), ``kind``, and metrics by their full names. The axes are among the
 metrics. Numbers that JSON cannot hold are the strings "NaN", "Infinity" and "-Infinity", which ``float()`` understands.
 Lines are only appended. A line of kind ``start`` has the rollout at which the run began or resumed, and the format of
-the run folder. It makes earlier lines about this rollout or later rollouts invalid. ``eval/step`` is the number of the
-rollout before an evaluation, -1 before training.
+the run folder. A ``start`` line makes earlier lines about this rollout or later rollouts invalid. ``eval/step`` is the
+number of the rollout before an evaluation, -1 before training.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def axis_of(metric: str) -> str:
 
 
 class MetricsFile:
-    """Appends records to the file. `write` flushes each of them."""
+    """Appends records to the file. `write` flushes each record."""
 
     name = "metrics"
 
@@ -119,7 +119,8 @@ def eval_metrics(records: Iterable[Mapping[str, object]]) -> list[str]:
 
 
 def unknown_metrics(wanted: Iterable[str], runs: Iterable[Iterable[Record]]) -> str:
-    """The message about metrics that no run has. It lists the most similar metrics of the runs, then all others."""
+    """The message about metrics that no run has. The message lists the most similar metrics of the runs, then all
+    others."""
     known = sorted({name for records in runs for r in records for name in r if "/" in name and name != axis_of(name)})
     near: dict[str, None] = {}
     for name in (wanted := list(wanted)):

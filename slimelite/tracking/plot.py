@@ -115,8 +115,8 @@ def draw_runs(runs: Runs, out: str | Path, metrics: Sequence[str] = (), kind: st
 def band(curves: Sequence[Points], kind: str = "minmax") -> tuple[list[float], list[float], list[float], list[float]]:
     """(steps, middle, low, high). Each step covers the curves that have a value there.
 
-    ``kind``: one of `BANDS`. The standard error is the one of the mean of n runs, s / sqrt(n), where s² divides by
-    n − 1. A single run has no band.
+    ``kind``: one of `BANDS`. The standard error is that of the mean of n runs, s / sqrt(n), where s² divides by n − 1.
+    A single run has no band.
     """
     import numpy as np
 
@@ -141,8 +141,8 @@ def band(curves: Sequence[Points], kind: str = "minmax") -> tuple[list[float], l
 
 
 def axis_range(values: Sequence[float], span: float) -> tuple[float, float]:
-    """(low, high) of the y-axis. It has all finite values, spans at least ``span``, and begins at 0 if that wastes less
-    than half.
+    """(low, high) of the y-axis. The range contains all finite values, spans at least ``span``, and begins at 0 if less
+    than half of the axis is then empty.
 
     >>> axis_range([3e-7, 4e-7], 1e-4)
     (0.0, 0.000104)
@@ -178,7 +178,8 @@ def _panel(title: str, metrics: Sequence[str], runs: Runs) -> Panel:
 
 
 def _grid(count: int, columns: int = 0) -> tuple[Figure, list[Axes]]:
-    """A figure with ``count`` axes, square unless ``columns`` is given. It avoids pyplot, which needs a display."""
+    """A figure with ``count`` axes, square unless ``columns`` is given. The function avoids pyplot, which needs a
+    display."""
     from matplotlib.figure import Figure
 
     width, height = (2.7, 2.1) if columns else (4.2, 3.0)  # inches

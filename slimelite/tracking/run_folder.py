@@ -159,7 +159,7 @@ def config_yaml(args: Args) -> str:
 
 
 def entry(name: str, value: object) -> str:
-    """A line of YAML. For a secret, it is a comment without the value."""
+    """A line of YAML. For a secret, the line is a comment without the value."""
     shown = masked(name, value)
     return f"# {name}: not saved; give it again" if shown == HIDDEN else f"{name}: {_shown(shown)}"
 

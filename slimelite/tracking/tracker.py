@@ -1,4 +1,4 @@
-"""`Tracker` records a run. It owns the run folder, the console and the metric writers."""
+"""`Tracker` records a run, and owns the run folder, the console and the metric writers."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Drawing:
 
     @property
     def due(self) -> bool:
-        """Whether enough time has passed since the last drawing, or before the first drawing since the start."""
+        """Whether enough time has passed since the last drawing or, without a drawing, since the start."""
         return self._process is None and time.monotonic() - self._began > self._took / DRAWING_SHARE
 
     def begin(self) -> None:

@@ -34,7 +34,7 @@ class Writer(Protocol):
     where: str
 
     def write(self, kind: Kind, metrics: Mapping[str, float], /) -> None:
-        """Write metrics that belong together. Their steps (see `AXES`) are among them."""
+        """Write metrics that belong together. The steps of these metrics (see `AXES`) are among the metrics."""
         ...
 
     def write_alarm(self, title: str, text: str, rollout_id: int, /) -> None:
@@ -117,14 +117,14 @@ class WandbWriter:
         self._ask(lambda run: run.log(row))
 
     def write_alarm(self, title: str, text: str, _rollout_id: int, /) -> None:
-        """Send an alert. wandb forwards it by mail or Slack, as the user has set there."""
+        """Send an alert. wandb forwards the alert by mail or Slack, as the user has set in wandb."""
         self._ask(lambda run: run.alert(title=title, text=text, level="WARN"))
 
     def close(self, failed: bool, /) -> None:
         """Upload the remaining data.
 
-        After a failure, the watchdog kills every process of the run. wandb's process must have ended before that:
-        otherwise wandb raises an error when Python exits.
+        After a failure, the watchdog kills every process of the run. wandb's process must have ended before the
+        watchdog kills it: otherwise wandb raises an error when Python exits.
         """
         self._ask(lambda run: run.finish(exit_code=int(failed)))
         if failed and self._run is not None:
@@ -197,8 +197,8 @@ class TensorboardWriter:
 class PrometheusWriter:
     """Answers ``/metrics`` with the newest value of every metric, from a thread of this process.
 
-    A metric is a gauge under a name that Prometheus allows. The label ``metric`` has its usual name, and the label
-    ``run_name`` has the name of the run. The metric ``slimelite_run_info`` exists from the start.
+    A metric is a gauge under a name that Prometheus allows. The label ``metric`` has the metric's usual name, and the
+    label ``run_name`` has the name of the run. The metric ``slimelite_run_info`` exists from the start.
 
     Raises:
         ValueError: the port is taken, or the host is not an address of this machine.
@@ -294,7 +294,8 @@ def tensorboard_directory(args: TrackingArgs) -> Path:
 
 
 def _wandb_identity(args: TrackingArgs) -> dict[str, str]:
-    """id, group and name of the wandb run. They are saved in the run folder, so that a resumed run can continue it."""
+    """id, group and name of the wandb run. The three values are saved in the run folder, so that a resumed run can
+    continue the wandb run."""
     path = Path(args.run_dir) / "wandb_run.json"
     known: dict[str, str] = json.loads(path.read_text()) if path.is_file() else {}
     if not known or args.wandb_run_id not in (None, known["id"]):
