@@ -44,9 +44,9 @@ def comparison(runs: Sequence[Run]) -> Facts:
 
 
 def against(first: Run, other: Run, dataset: str) -> Facts:
-    """Compare the last evaluations of ``other`` and ``first`` prompt by prompt; see `Paired`.
+    """Compare the last evaluations of ``other`` and ``first``, one prompt after the other; see `Paired`.
 
-    If they cannot be compared, the dict has only ``why_not``.
+    If the evaluations cannot be compared, the result has only ``why_not``.
     """
     scores = [_prompt_scores(run, dataset) for run in (first, other)]
     if missing := [run.name for run, rewards in zip((first, other), scores, strict=True) if not rewards]:

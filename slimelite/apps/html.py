@@ -31,8 +31,7 @@ PAGE = """<!DOCTYPE html>
 
 def document(scripts: Sequence[Traversable], styles: Sequence[Traversable], data: str, *, asks: bool = False) -> str:
     """Make a page from the `SHARED` scripts and these files. ``data``: JSON text for the element with the id "data".
-    ``asks``: the page may send requests, but only to its own server.
-    """
+    ``asks``: whether the page may send requests, but only to its own server."""
     shared = files("slimelite.apps") / "page"
     script = "\n".join(file.read_text(encoding="utf-8") for file in (*map(shared.joinpath, SHARED), *scripts))
     style = "\n".join(file.read_text(encoding="utf-8") for file in (shared / "base.css", *styles))

@@ -81,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def write_page(runs: Sequence[Run], out: Path, *, live: bool = False) -> list[str]:
-    """Write the page about ``runs``, completely or not at all. ``live``: the page offers to reload itself.
+    """Write the page about ``runs``, completely or not at all. ``live``: whether the page offers to reload itself.
 
     Returns a line for each file of samples that could not be read. The page shows these lines too.
     """

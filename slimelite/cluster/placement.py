@@ -10,7 +10,7 @@ from slimelite.arguments.engines import EnginePlace
 
 def beside_ranks(args: ClusterArgs, ranks: int, engines: Sequence[EnginePlace]) -> list[int]:
     """The widths [devices] of the units that need devices in addition to the ranks' devices. A unit is an engine, or
-    one device between engines that stays free."""
+    one device that stays free beside the engines."""
     first, taken, widths = (0 if args.colocate else ranks), ranks, list[int]()
     for place in engines:
         begin, end = max(first + place.first_gpu, taken), first + place.first_gpu + place.width

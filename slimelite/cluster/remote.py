@@ -57,8 +57,8 @@ class RestartWaitError(ClusterError):
 
 
 def not_there(problem: str, patience: float) -> ClusterError:
-    """The error for a missing cluster or missing devices. ``patience``: the time for which a restart has waited for
-    them [s]. ``patience`` is 0 at the first start."""
+    """The error for a missing cluster or missing devices. ``patience``: the time for which a restart has waited for the
+    cluster or the devices [s]. ``patience`` is 0 at the first start."""
     if not patience:
         return ClusterError(problem)
     return RestartWaitError(f"a restart has waited {patience:g} s for its machines (--restart-wait): {problem}")

@@ -2,9 +2,9 @@
 
 The row's metadata (or its label, as JSON) has ``instruction_id_list`` and ``kwargs``, one dict for each instruction, as
 in the data sets IFEval and IFBench. There are IFEval's 25 checks (in `instructions`) and IFBench's own 58 checks (in
-this file; Pyatkin et al., arXiv:2507.02833). Any other instruction is a reward error. The verdicts equal the verdicts
-of IFBench's own code, even where that code is odd. The verdicts may differ only where `instructions` approximates
-English (docs/rewards.md lists the differences). Positions are counted from 1, and spans of words from 0.
+this file; Pyatkin et al., arXiv:2507.02833). Any other instruction raises an error. The verdicts equal the verdicts of
+IFBench's own code, even where that code is odd. The verdicts may differ only where `instructions` approximates English
+(docs/rewards.md lists the differences). Positions are counted from 1, and spans of words from 0.
 """
 
 from __future__ import annotations

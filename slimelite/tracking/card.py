@@ -40,7 +40,7 @@ def write_card(folder: Path, args: Args, rollout_id: int, records: Sequence[Reco
 
 
 def add_scores(folder: Path, args: Args, rollout_id: int) -> None:
-    """Write the card again, now with the evaluation of the model, which came after the model was saved.
+    """Write the card again with the model's evaluation, which took place after the model was saved.
 
     If ``folder`` is not visible on this machine, its card stays unchanged.
     """

@@ -9,8 +9,8 @@ from typing import NamedTuple
 class Panel(NamedTuple):
     """One plot: the first of ``metrics`` that a run has, over rollouts.
 
-    ``least``: the smallest span of the y-axis, so that noise around zero looks like a flat line. ``picture``:
-    curves.png has this plot too.
+    ``least``: the smallest span of the y-axis, so that noise around zero looks like a flat line. ``picture``: whether
+    curves.png also has this plot.
     """
 
     title: str

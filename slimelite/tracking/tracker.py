@@ -413,7 +413,7 @@ class Tracker:
             self.console.line(hint)
 
     def _way_on(self, error: BaseException) -> str | None:
-        """The advice how to continue after a machine, Ray or a worker was lost; None if there is no checkpoint."""
+        """The advice on how to continue after a machine, Ray or a worker was lost; None if there is no checkpoint."""
         save = self.args.save
         lost = f"{type(error).__name__}:" in OUTSIDE
         if not (lost and save and (Path(save) / MARKER).is_file()) or self.args.max_restarts:
