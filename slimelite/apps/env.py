@@ -118,7 +118,13 @@ def _parser() -> argparse.ArgumentParser:
         help="start no new script after this many seconds (default: %(default)s)",
     )
     add("--hf-checkpoint", metavar="MODEL", help="also let this model play groups of episodes")
-    add("--groups", type=int, default=8, metavar="N", help="number of groups for the model (default: %(default)s)")
+    add(
+        "--groups",
+        type=int,
+        default=8,
+        metavar="N",
+        help="number of groups that this model plays (default: %(default)s)",
+    )
     add("--samples", type=int, default=8, metavar="N", help="episodes in each group (default: %(default)s)")
     add("--json", action="store_true", help="print all findings as JSON")
     return parser

@@ -37,9 +37,9 @@ def main(argv: Sequence[str]) -> int:
         action="append",
         default=[],
         metavar=("NAME", "RUN"),
-        help="several runs under one name, drawn as their median with a band from minimum to maximum. Another --band "
-        "without run folders chooses the kind of all bands: mean-se (mean ± standard error), minmax (median and "
-        "extremes) or quantiles (median and quartiles)",
+        help="several runs under one name, drawn as their median with a band from minimum to maximum. To choose "
+        "how all bands are drawn, give --band once more with only one word: mean-se (mean ± standard error), minmax "
+        "(median and extremes) or quantiles (median and quartiles)",
     )
     parser.add_argument("--metric", action="append", default=[], help=MANY)
     parser.add_argument("-o", "--out", default="curves.png", metavar="FILE", help="PNG to write (default: %(default)s)")

@@ -106,7 +106,10 @@ class ContainerSandbox:
         values, name = {**kept, **variables}, f"slimelite-{os.urandom(8).hex()}"
         for variable, value in values.items():
             if "\n" in value or not variable or "=" in variable or variable[0] == "#" or variable.split() != [variable]:
-                raise ValueError(f"the variable {variable!r} cannot be given to a container: it has several lines")
+                raise ValueError(
+                    f"the variable {variable!r} cannot be given to a container: its value has several lines, or its "
+                    "name is empty, begins with # or contains = or white space"
+                )
         words, mounts = self._placed(words)
         command = [self.name, "run", *self._limits(), *mounts, *self._environment(values)]
         # start a shell, because an image may have its own entry point

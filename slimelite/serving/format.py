@@ -292,7 +292,8 @@ class ChatFormat:
         ``messages``.
 
         Raises:
-            ValueError: the reply has no text, or the template shows no reply that continues the prompt.
+            ValueError: the reply has no text or has tool calls. Or the template leaves the text out, or changes the
+                prompt before it.
         """
         content = content_text(reply.get("content"))
         if not content or reply.get("tool_calls"):
