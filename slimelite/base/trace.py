@@ -124,8 +124,8 @@ def call(worker: str, method: str, arguments: Iterable[object]) -> AbstractConte
 
 @contextmanager
 def span(worker: str, track: str, name: str, **facts: object) -> Iterator[dict[str, object]]:
-    """Record the time of the block as a bar called ``name`` on a track of ``worker``. Before `begin` is called, `span`
-    records nothing.
+    """Record the time of the ``with`` block as a bar called ``name``, on a track of ``worker``. Before `begin` is
+    called, `span` records nothing.
 
     ``facts``: shown with the bar. The block gets this dict and may add to it.
     """

@@ -65,7 +65,7 @@ def _value(text: str) -> Any:
 
 @lru_cache(64)
 def _dataset(task: str, level: int | None, seed: int, size: int, settings: str) -> Any:
-    """Create a data set of the library.
+    """Create the library's data set of ``task``.
 
     Raises:
         ValueError: there is no such task, the task refuses its settings, or the library cannot score the task's

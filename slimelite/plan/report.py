@@ -198,8 +198,7 @@ def _time(plan: Plan) -> Iterator[str]:
         yield f"  {name:14}{seconds:>9.{1 if cost else 2}f}{mfu:>6}   {why}"
     rollouts = plan.args.num_rollout
     if rollouts and not plan.shared:
-        hours = rollouts * plan.rollout_seconds() / 3600
-        yield f"  a rollout: {plan.rollout_seconds():.1f} s; all {rollouts:,}: {hours:,.1f} hours"
+        yield f"  a rollout: {plan.rollout_seconds():.1f} s; all {rollouts:,}: {_hours(plan)}"
         yield "  evaluations and checkpoints are not counted"
     if not plan.shared:
         yield from _shorter(plan)
@@ -237,9 +236,13 @@ def _shorter(plan: Plan) -> Iterator[str]:
         shorter = replace(plan, work=replace(plan.work, response=allowed // 4, longest=allowed))
         seconds, rollout = shorter.seconds(), shorter.rollout_seconds()
         parts = f"generate {seconds['generate']:.1f}, train {seconds['train']:.1f}, a rollout {rollout:.1f} s"
-        rollouts = plan.args.num_rollout or 0
-        whole = f", all {rollouts * rollout / 3600:,.1f} hours" if rollouts else ""
+        whole = f", all {_hours(shorter)}" if plan.args.num_rollout else ""
         yield f"  if the average length is a quarter of that: {parts}{whole}"
+
+
+def _hours(plan: Plan) -> str:
+    """The time of all rollouts, without evaluations and checkpoints."""
+    return f"{(plan.args.num_rollout or 0) * plan.rollout_seconds() / 3600:,.1f} hours"
 
 
 def _compiled(plan: Plan) -> Iterator[str]:

@@ -237,8 +237,8 @@ def _check_clears(body: CountBody, messages: list[Message], tokens: int) -> None
 
 
 def _template_kwargs(body: CountBody, chat_format: ChatFormat) -> dict[str, Any]:
-    """The variables of the chat template that the request's effort and ``thinking`` set, if the template has these
-    variables. A thinking budget is not enforced."""
+    """Variables for the chat template, from the request's effort and ``thinking``. Variables that the template does not
+    have are left out. A thinking budget is not enforced."""
     kind, effort = body.thinking.type, chat_format.effort_kwargs(body.output_config.effort)
     if kind == "adaptive" or SWITCH_NAME not in str(chat_format.tokenizer.chat_template):
         return effort

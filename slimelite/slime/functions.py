@@ -168,8 +168,8 @@ async def batched_async_rm(args: PluginArgs, samples: list[Sample], **_: Any) ->
 
 
 async def reward_func(_args: Any, samples: Sample | list[Sample], **_: Any) -> float | list[float]:
-    """slime's reward for pure distillation: 0. (In slime it also requests the teacher's log-probs; here the rollout
-    does that.)"""
+    """The reward of pure distillation: always 0. slime's function of this name also requests the teacher's log-probs;
+    here the rollout requests them."""
     return [0.0] * len(samples) if isinstance(samples, list) else 0.0
 
 

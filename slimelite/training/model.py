@@ -242,9 +242,9 @@ def _in_pass(sequences: PackedSequences, forward: Callable[..., Any], *args: Any
 
 
 class LanguageModel(nn.Module):
-    """A causal LM of transformers, with another forward method.
+    """A causal LM of transformers with its own `forward`, which applies the LM head too.
 
-    `forward` applies the head. So FSDP's hooks on this module also handle the head's weight, tied or not.
+    FSDP's hooks on this module therefore also gather the head's weight, even if it is tied to the embedding.
     """
 
     def __init__(self, hf: PreTrainedModel) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from slimelite.engines.embedded.caches import is_cut, joined, with_rows
+from slimelite.engines.embedded.caches import is_cut, joined, tensors, with_rows
 from slimelite.engines.embedded.gated_delta import HYBRIDS, HybridPasses
 from slimelite.engines.embedded.model import PACK_ELEMENTS
 from slimelite.engines.embedded.passes import Passes
@@ -92,8 +92,11 @@ def test_a_copy_of_a_cache_stays_as_it_was() -> None:
     pair = Pair("qwen3_5_text")
     _, cache = pair.fast.extend(pair.ids[:, :20], None, 0)
     kept = with_rows(cache, torch.tensor([1]))
+    before = [tensor.clone() for _, tensor in tensors(kept)]
     for length in (20, 21, 22):
         _, cache = pair.fast.decode(pair.fed([0, 1, 2], [length] * 3), cache, torch.tensor([length] * 3), length)
+    assert before
+    assert all(torch.equal(tensor, old) for (_, tensor), old in zip(tensors(kept), before, strict=True))
     logits, _ = pair.fast.decode(pair.fed([1], [20]), kept, torch.tensor([20]), 20)
     pair.is_right(logits, [1], [21])
 

@@ -447,6 +447,18 @@ def test_more_gpus_send_more_and_replicas_less() -> None:
     assert any("--dp-replicate-size NODES sends in less time" in line for line in lines)
 
 
+def test_only_a_faster_placement_is_proposed() -> None:
+    def proposed(words: str) -> list[str]:
+        lines = "\n".join(plan_lines(*run("qwen2.5-7B", f"--plan-gpu h100:8 {words}"))).splitlines()
+        return [line for line in lines if line.startswith("  faster with --colocate")]
+
+    assert proposed("--colocate") == []
+    assert proposed("--colocate --rollout-num-gpus-per-engine 2") == [], "narrower engines would be slower"
+    (line,) = proposed("--colocate --rollout-num-gpus-per-engine 8")
+    assert "8 engines of 1 GPU(s)" in line
+    assert len(proposed("--actor-num-gpus-per-node 4 --rollout-num-gpus 4")) == 1, "they wait for each other"
+
+
 def test_engines_wider_than_the_gpus_are_no_placement() -> None:
     words = "--rollout-num-gpus 1 --actor-num-gpus-per-node 1 --sglang-mem-fraction-static 0.3 --plan-gpu rtx4090:2"
     for model, given in (("qwen2.5-7B", words), ("qwen3-32B", "--colocate --plan-gpu rtx4090:2")):
