@@ -143,7 +143,8 @@ def _conversation(path: str, row: Mapping[str, object], wanted: Wanted, turns: s
         if speaker is None or speech is None:
             return f"a message needs a role and a content: see {PAGE}"
         if (speaker, speech) in (("role", "content"), ("from", "value")):
-            flags = f"{wanted.flags(input_key=turns)} {flags}".strip()
+            if turns != wanted.input_key or not flags:
+                flags = f"{wanted.flags(input_key=turns)} {flags}".strip()
             return f"if {turns!r} is the conversation, add {flags}: see {PAGE}"
         names = list(dict.fromkeys(str(turn.get(speaker)) for turn in cell))
         role = f"m[{_literal(speaker)}]"

@@ -12,6 +12,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 
 import pyarrow as pa
@@ -144,9 +145,15 @@ def _reader(name: str) -> Reader:
     if read is None and not path.exists() and HUB_ID.fullmatch(name):
         return _hub_rows
     if read is None or not path.is_file():
-        reason = f"cannot read {name}: not one of {', '.join(READERS)}" if path.exists() else f"no such file: {name}"
+        reason = f"cannot read {name}: not one of {', '.join(READERS)}" if path.exists() else _no_file(name, path)
         raise ValueError(f"{reason} (--prompt-data, --eval-prompt-data)")
     return read
+
+
+def _no_file(name: str, path: Path) -> str:
+    beside = {other.stem: other for other in path.parent.glob(f"*{path.suffix}")} if path.suffix else {}
+    near = get_close_matches(path.stem, beside, 1, cutoff=0.75)
+    return f"no such file: {name}" + (f"; did you mean {beside[near[0]]}?" if near else "")
 
 
 def column_names(spec: str) -> list[str]:

@@ -107,7 +107,8 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "a.xml").write_text("x")
     (tmp_path / "one.json").write_text("{}")
     for name, message in {
-        "nothing.parquet": "no such file",
+        "nothing.parquet": r"no such file: \S+nothing\.parquet \(",
+        "brokne.parquet": r"no such file: \S+; did you mean \S+broken\.parquet\?",
         "broken.parquet": "not a readable parquet file",
         "a.xml": r"not one of \.parquet, \.jsonl, \.json",
         "one.json": "must be a list of objects",

@@ -51,6 +51,7 @@ def test_each_mistake(
         "did you mean --eps-clip?": ["--esp-clip", "0.3"],
         "no such file": ["--prompt-data", str(tmp_path / "absent.parquet")],
         "its columns are ['label', 'messages']": ["--label-key", "answer"],
+        "if 'messages' is the conversation, add --label-key label:": ["--label-key", "answer"],
         "--hidden-size is 1024 but the model's config.json has 64": ["--hidden-size", "1024"],
         "empty.parquet": ["--prompt-data", str(empty_dataset)],
         "division by zero": ["--custom-rm-path", broken_reward],
