@@ -62,11 +62,14 @@ def test_the_script_writes_what_it_sees(script: ModuleType, tmp_path: Path, monk
         "lfm2": (script.PACKED, ""),
         "gpt_oss": (script.PACKED, ""),
         "phi": (script.PACKED, ""),
-        "bart": (script.ALONE, "in a pack its BartLearnedPositionalEmbedding depends on where a sequence begins"),
+        "bart": (
+            script.ALONE,
+            "in a pack, the output of BartLearnedPositionalEmbedding depends on the place of the sequence",
+        ),
         "bloom": (
             script.EAGER_ALONE,
-            "its BloomAttention computes something different without mask tensors; in a pack its BloomAttention sees "
-            "the sequence before",
+            "its BloomAttention computes something different without mask tensors; in a pack, BloomAttention "
+            "reads the preceding sequence",
         ),
         "gptj": (script.EAGER_PACKED, "it has its own attention code, which cannot be replaced"),
         "recurrent_gemma": (
@@ -74,7 +77,7 @@ def test_the_script_writes_what_it_sees(script: ModuleType, tmp_path: Path, monk
             "its RecurrentGemmaSdpaAttention computes something different without mask tensors",
         ),
         "bert": (script.REFUSED, "its tokens attend to later tokens"),
-        "openai-gpt": (script.ALONE, "in a pack its OpenAIGPTModel sees the sequence before"),
+        "openai-gpt": (script.ALONE, "in a pack, OpenAIGPTModel reads the preceding sequence"),
         "moshi": (script.REFUSED, "its tokens attend to later tokens"),
         "musicgen": (script.UNSEEN, script.AUDIO),
     }

@@ -82,10 +82,10 @@ def config_of(family: str) -> PretrainedConfig:
 
 FAST, GENERIC = "fast", "generic"
 # what a family's cache does not allow
-NO_CACHE = "each step computes all tokens, because it has no cache; so does generate()"
-WRONG_CACHE = "each step computes all tokens, because its cache fails or gives wrong results, in generate() too"
-ALIKE = "only rows of equal length share a step"
-WHOLE_PREFIXES = "at most one token may follow a known prefix"
+NO_CACHE = "the model has no cache, so each decode step computes all tokens, as in generate()"
+WRONG_CACHE = "the cache fails or gives wrong results, also in generate(), so each decode step computes all tokens"
+ALIKE = "only sequences of equal length are decoded together"
+WHOLE_PREFIXES = "a cached prefix is used only if at most one prompt token follows it"
 
 
 def engine(family: str) -> tuple[str, str]:

@@ -25,28 +25,30 @@ INTRODUCTION = """\
 # Chat templates
 
 `scripts/dev/templates_table.py` generates this page; do not edit it. The {count} chat templates belong to real models.
-They come with TRL {version}, and tests read them there. A row is valid for every model with the same template, whatever
-the model's name. The table is for transformers {transformers}. A newer version (seen with 5.23.0) also passes the
-thinking to a template under the name `thinking`. With that version, `gptoss` and `lfm2_2_5` show thoughts, and the
-conversation branches after a thought.
+The templates are files of the Python package TRL {version}, and our tests read these files. A row is valid for every
+model with the same template, whatever the model's name. The table is for transformers {transformers}. transformers
+5.23.0 also passes the thinking to a template under the name `thinking`. With transformers 5.23.0, the templates
+`gptoss` and `lfm2_2_5` therefore show thoughts, and their conversations branch after a thought.
 
-- **SFT**: this column shows the source of the marks for the model's own tokens. The tests compare these marks with the
-  masks of `--loss-mask-type auto`. The tests use conversations of several turns with tools and thinking. For every
-  template they also check two things. The masks must not cover text of a user, a system prompt or a tool. They must
-  cover everything that the model writes.
-    - *TRL's*: TRL ships the template with `{{% generation %}}` marks, and the masks must be equal token for token.
-      There are two exceptions. The first is tokens that are part of the generation prompt. The second is
-      `<|tool_response>`: Gemma 4 ends a call with this token, but TRL's marks do not include it.
+- **SFT**: this column shows who marked the model's own text in the template: TRL, the template's author, or nobody. The
+  tests compare these marks with the loss masks of `--loss-mask-type auto`. The tests use conversations of several turns
+  with tools and thinking. For every template the tests also check that the loss masks do not cover text of a user, a
+  system prompt or a tool. The loss masks must cover everything that the model writes.
+    - *TRL's*: TRL has a copy of the template with `{{% generation %}}` marks. The loss masks must equal these marks at
+      every token, with two exceptions. The first exception is tokens that are part of the generation prompt. The second
+      exception is the token `<|tool_response>`: Gemma 4 ends a call with this token, but TRL's marks do not include it.
     - *own*: the template itself has marks.
-    - *tests alone*: the template has no marks, so the tests make only the other two checks.
-- **tool calls**: the format in which the template writes calls. The tests read each call back as the same call. *none*:
-  the template does not show tools to the model. slimelite then refuses `--environment` with tools, and requests with
-  `tools`.
-- **next question**, **after a thought**: these columns show whether the conversation continues from the sampled tokens
-  when the user asks again. The first column is for a plain reply, the second for a reply with thinking. If the template
-  writes the reply differently from the sampled tokens, the conversation branches instead. *not shown*: the template
-  does not write thinking that is in a separate field of the message. During tool calls, the sampled thoughts stay in
-  the conversation. Exceptions are the templates that `tests/serving/test_real_templates.py` names.
+    - *tests alone*: neither the template nor TRL has marks, so the tests check only which text the loss masks cover.
+    - *calls in a row: refused*: SFT refuses conversations with several tool calls in a row.
+- **tool calls**: the format in which the template writes calls. The tests check that slimelite parses each written call
+  back into the original call. *none*: the template does not show tools to the model. With such a template slimelite
+  refuses `--environment` with tools, and requests with `tools`.
+- **next question**, **after a thought**: these columns show what a session's prompt contains when the user asks the
+  next question. *continues*: the prompt contains the sampled tokens of the reply. *branches*: the template writes the
+  reply differently from the sampled tokens, and the prompt contains the template's text. "next question" is for a plain
+  reply, and "after a thought" is for a reply with thinking. *not shown*: the template leaves out thinking that is in a
+  separate field of the message. From one tool call to the next, the prompt keeps the sampled thoughts, except with the
+  templates that `tests/serving/test_real_templates.py` names.
 
 | template | SFT | tool calls | next question | after a thought |
 |---|---|---|---|---|

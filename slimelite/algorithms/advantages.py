@@ -1,7 +1,7 @@
 """The second step from rewards to advantages: token-level and turn-level estimators, whitening, on-policy distillation.
 
-The first step, in `groups`, has already compared the rollouts of each prompt. The functions of this file take packed
-tokens (see `packed`). They compute no gradients.
+The first step from rewards to advantages is in `groups`; it has already compared the rollouts of each prompt. The
+functions of this file take packed tokens (see `packed`). These functions compute no gradients.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class RolloutTokens:
     ``advantages``: [rows] fp32, the result of `groups.group_advantages`. ``kl``: [T] fp32, an estimate of
     KL(old ‖ ref), 0 without ``--kl-coef``. ``mask``: [T] bool. ``segments``: [T] int64, the row of each token.
     ``values``: [T], the critic's value at the position that predicts the token; None without a critic.
-    ``turn_rewards``: [T], a turn's reward at the last token of its reply, and NaN at other tokens. It is None if no row
-    has turn rewards, or if ``advantages`` are not plain rewards. ``groups``, ``rollouts``: [rows] int64, the number of
-    each row's group and rollout; the rollouts of a group are compared. ``kl_coef``, ``gamma``, ``lambd``: the values of
-    the flags.
+    ``turn_rewards``: [T], a turn's reward at the last token of its reply, and NaN at other tokens. ``turn_rewards`` is
+    None if no row has turn rewards, or if ``advantages`` are not plain rewards. ``groups``, ``rollouts``: [rows] int64,
+    the number of each row's group and rollout; the rollouts of a group are compared. ``kl_coef``, ``gamma``, ``lambd``:
+    the values of the flags.
     """
 
     advantages: Tensor
@@ -54,7 +54,8 @@ class RolloutTokens:
 
 @torch.no_grad()
 def token_advantages(estimator: str, tokens: RolloutTokens) -> tuple[Tensor, Tensor]:
-    """[T] advantages and [T] returns. They differ only if the estimator's ``token`` function returns both."""
+    """[T] advantages and [T] returns. The returns differ from the advantages only if the estimator's ``token`` function
+    returns both."""
     make = ESTIMATORS[estimator].token
     if make is None:
         advantages = returns = tokens.advantages[tokens.segments]
@@ -185,7 +186,7 @@ def reverse_scan(values: Tensor, decay: float, segments: Tensor) -> Tensor:
     """[T] y_t = x_t + decay·y_{t+1} within each row, computed in log2(T) passes instead of a loop over tokens.
 
     Each pass doubles the number of summed terms. After k passes, y_t is the discounted sum of the 2^k terms from t on.
-    factor_t is the discount of the terms after these, and 0 if they are after the end of the row.
+    factor_t is the discount of the term after these 2^k terms, and 0 if that term is after the end of the row.
     """
     y = values.clone()
     factor = decay * _continues(segments).to(values.dtype)
@@ -199,16 +200,17 @@ def reverse_scan(values: Tensor, decay: float, segments: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """The K turns of all rows of a rollout, in order. Turn-level estimators use turns as steps, instead of tokens.
+    """The K turns of all rows of a rollout, in order. For turn-level estimators, a time step is a turn instead of a
+    token.
 
     A turn ends at each token that has a number in `RolloutTokens.turn_rewards`, and at the row's last unmasked token.
     The environment's tokens before a reply belong to the turn of the reply, and are masked. A row without turn rewards
     is one turn.
 
     ``of``: [T] int64, the turn of each token; K for tokens after the last turn. ``rows``: [K] int64, the row of each
-    turn. ``number``: [K] int64, the turn's number in its row, from 0. ``rewards``: [K] float64, the sum of the rewards
-    of the turn's tokens. ``begin``: [K] int64, the position of the turn's first unmasked token. If all its tokens are
-    masked, ``begin`` is the position of its last token.
+    turn. ``number``: [K] int64, the index of the turn among the turns of its row, from 0. ``rewards``: [K] float64, the
+    sum of the rewards of the turn's tokens. ``begin``: [K] int64, the position of the turn's first unmasked token. If
+    all its tokens are masked, ``begin`` is the position of its last token.
     """
 
     of: Tensor
@@ -246,9 +248,9 @@ class Turns:
 def grpo_turns(tokens: RolloutTokens) -> Tensor:
     """[T] A_k = (G_k − mean) / (std + 1e-6) over the k-th turns of a group's rollouts (after arXiv:2505.11821).
 
-    G_k = r_k + γ·G_{k+1}. Each branch of a rollout has its own G_k, but the mean and std count the rollout once, with
-    the mean G_k of its branches. A_k is 0 if no other rollout of the group has a k-th turn, or if all these turns have
-    the same G_k. Standard deviations are unbiased.
+    G_k = r_k + γ·G_{k+1}. Each branch of a rollout has its own G_k. In the mean and std, the rollout is included once,
+    with the mean G_k of its branches. A_k is 0 if no other rollout of the group has a k-th turn, or if all these turns
+    have the same G_k. Standard deviations are unbiased.
     """
     assert tokens.groups is not None
     assert tokens.rollouts is not None

@@ -109,9 +109,9 @@ def opsm_keep(
     """Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556; ``--use-opsm``). Returns keep [T] bool.
 
     A response is dropped if its advantage is negative and its mean of old − log_probs exceeds ``delta``. Means are over
-    the unmasked tokens. If the advantage [T] varies within the response, the mean advantage decides for all its tokens
-    (slime decides for each token). Metric ``opsm_clipfrac``: the share of dropped responses among the responses with an
-    unmasked token (slime: the share of tokens).
+    the unmasked tokens. If the advantage [T] varies within the response, its mean decides whether the whole response is
+    dropped (slime decides for each token). Metric ``opsm_clipfrac``: the share of dropped responses among the responses
+    with an unmasked token (slime: the share of tokens).
     """
     drift = segment_mean(select(old, mask) - select(log_probs, mask), mask, segments, num_segments)
     advantage = segment_mean(advantages, mask, segments, num_segments)
@@ -145,10 +145,10 @@ def mismatch_metrics(old: Tensor, roll: Tensor, mask: Tensor, *, clip: float = 2
 
 
 def effective_sample_size(mean_ratio: float, mean_ratio_sq: float) -> float:
-    """(Σρ)² / (N·Σρ²), computed from the means of ρ and ρ² over N tokens. It is the effective share of tokens under
-    importance weighting.
+    """(Σρ)² / (N·Σρ²), computed from the means of ρ and ρ² over N tokens. The result is the effective share of tokens
+    under importance weighting.
 
-    It is the only mismatch metric that is not a mean. So it is computed last, from the means over all ranks.
+    This is the only mismatch metric that is not a mean. So this metric is computed last, from the means over all ranks.
     """
     return mean_ratio**2 / mean_ratio_sq if mean_ratio_sq > 0 else 0.0
 

@@ -28,9 +28,9 @@ class Estimator:
     Args:
         name: the value of ``--advantage-estimator``.
         summary: the advantage as a formula, for the help.
-        paper: the arXiv number of its paper.
-        group: ``fn(rewards: GroupedRewards) -> [M]`` float64. It compares the M rollouts within the group of each
-            prompt, and returns their advantages; see `groups.GroupedRewards`. None: the advantage is the reward.
+        paper: the arXiv number of the estimator's paper.
+        group: ``fn(rewards: GroupedRewards) -> [M]`` float64. The function compares the M rollouts within the group of
+            each prompt, and returns their advantages; see `groups.GroupedRewards`. None: the advantage is the reward.
         token: ``fn(tokens: RolloutTokens) -> [T]``, the advantages of the T packed response tokens of a whole rollout.
             Advantages of unmasked tokens must be finite. The function may also return a pair: these advantages, and the
             returns [T] that a critic learns. See `advantages.RolloutTokens`. None: every token has its row's advantage.
@@ -96,7 +96,7 @@ ESTIMATORS = Registry(
         Estimator("rloo", "R − mean over the other responses to the prompt", "2402.14740", f"{_GROUPS}:leave_one_out"),
         Estimator(
             "reinforce_plus_plus",
-            "the discounted sum of the reward minus the KL, over the following tokens",
+            "the discounted sum of (reward − KL) over the token and the tokens after it",
             "2501.03262",
             token=f"{_ADVANTAGES}:reinforce_plus_plus",
             takes_kl=True,
@@ -123,8 +123,8 @@ ESTIMATORS = Registry(
         ),
         Estimator(
             "grpo_turns",
-            "for each reply, (G − mean) / std over the same reply in the prompt's other episodes; G is the sum of "
-            "rewards from that reply on",
+            "for the k-th reply, (G − mean) / std over the k-th replies of all episodes of the prompt; G is the "
+            "discounted sum of the rewards from that reply on",
             "2505.11821",
             token=f"{_ADVANTAGES}:grpo_turns",
             discounts=True,
@@ -132,7 +132,7 @@ ESTIMATORS = Registry(
         ),
         Estimator(
             "ppo_turns",
-            "like ppo, but each reply of an episode is one step",
+            "like ppo, but each reply of an episode is one time step",
             "1506.02438",
             token=f"{_ADVANTAGES}:ppo_turns",
             takes_kl=True,

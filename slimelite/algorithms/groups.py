@@ -1,6 +1,6 @@
 """The first step from rewards to advantages: each rollout is compared with the other rollouts of its prompt.
 
-This step runs once for the whole rollout, before rows are distributed to ranks. It uses numpy arrays, because the
+This comparison runs once for the whole rollout, before rows are distributed to ranks. It uses numpy arrays, because the
 process that runs it does not import torch.
 """
 
@@ -69,8 +69,8 @@ def group_advantages(
     """The advantage of each row. The estimator's ``group`` function compares the rewards of a group's rollouts.
 
     Groups may have any size. (If sizes differ, slime uses one group for the whole batch.) Rows of one rollout id
-    (fan-out siblings) count once, with the mean of their rewards, and share one advantage. In a group of one rollout
-    and in a group of equal rewards, the advantages are exactly 0. The metrics ``groups_of_one`` and
+    (fan-out siblings) count as one rollout, with the mean of their rewards, and have the same advantage. In a group of
+    one rollout and in a group of equal rewards, the advantages are exactly 0. The metrics ``groups_of_one`` and
     ``zero_variance_groups`` are the shares of these two kinds of groups among all groups. Without rows there are no
     metrics.
 

@@ -10,7 +10,7 @@ from slimelite.base.registry import Function, Registry
 @dataclass(frozen=True)
 class Choice:
     """One value of an option. The code that reads the option has a branch for each built-in value. A loss or a
-    correction of your own has a ``function`` instead.
+    correction of your own has a ``function`` instead of such a branch.
     """
 
     name: str
@@ -134,7 +134,7 @@ LEVELS = Registry(
     "correction level",
     "--mis-level",
     (
-        Choice("token", "each token has a ratio"),
+        Choice("token", "each token has its own ratio"),
         Choice("sequence", "a response has one ratio, the product of its tokens' ratios"),
         Choice("geometric", "a response has one ratio, the geometric mean of its tokens' ratios"),
     ),
@@ -146,7 +146,7 @@ MODES = Registry(
     "--mis-mode",
     (
         Choice("truncate", "the weight is min(ratio, upper)"),
-        Choice("mask", "the weight is the ratio inside the bounds, and 0 outside", reads=("mis_lower_bound",)),
+        Choice("mask", "the weight is the ratio if it is within the bounds, else 0", reads=("mis_lower_bound",)),
         Choice("clip", "the weight is the ratio, clamped into the bounds", reads=("mis_lower_bound",)),
         Choice("none", "every weight is 1"),
     ),
@@ -177,7 +177,7 @@ AGGREGATIONS = Registry(
     "reduction",
     "--loss-aggregation",
     (
-        Choice("rollout", "the loss is the mean over responses of each response's token mean"),
+        Choice("rollout", "the loss is averaged over the tokens of each response, then over responses"),
         Choice("token", "the loss is the mean over tokens"),
         Choice("constant", "the loss is the sum over tokens divided by a constant length (Dr.GRPO)"),
     ),

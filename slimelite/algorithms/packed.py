@@ -5,8 +5,8 @@ In this package ``[T]`` is the shape of a tensor with the response tokens of som
 of each token. A row's tokens are contiguous and in order, and a row may have no tokens.
 
 The weight of every token is computed from the *whole* optimizer step, before the first micro-batch of the step runs.
-The loss of a micro-batch is then a weighted sum. The gradients of all micro-batches and ranks are added, not averaged.
-So the total gradient does not depend on the packing.
+With these weights, the loss of a micro-batch is a weighted sum of its token losses. The gradients of all micro-batches
+and ranks are added, not averaged. So the total gradient does not depend on the packing.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def upcast(values: Tensor) -> Tensor:
 def select(values: Tensor, mask: Tensor) -> Tensor:
     """[T] ``values`` in at least fp32, 0 where ``mask`` is False.
 
-    Apply it to the *inputs* of a formula. Then an inf or NaN at a masked token does not change the formula's value or
-    gradient. A multiplication by the mask does not have this effect, because 0·inf = NaN.
+    Apply `select` to the *inputs* of a formula. Then an inf or NaN at a masked token does not change the formula's
+    value or gradient. A multiplication by the mask does not have this effect, because 0·inf = NaN.
     """
     return torch.where(mask, upcast(values), 0.0)
 
@@ -63,11 +63,11 @@ def row_weights(mask_sums: Tensor, rollout_ids: Tensor, mode: str, *, max_respon
     Args:
         mask_sums: [N] number of unmasked tokens of each row.
         rollout_ids: [N] int64, equal for the fan-out siblings of one rollout.
-        mode: one of ``AGGREGATIONS``. It selects the divisor of each token's loss.
+        mode: one of ``AGGREGATIONS``. The mode selects the divisor of each token's loss.
         max_response_len: number of tokens, which the mode ``constant`` needs.
 
     Returns:
-        [N] float64. A row has weight 0 if its divisor is 0, because then it has no unmasked token.
+        [N] float64. A row whose divisor is 0 has no unmasked token, and gets weight 0.
 
     Raises:
         ValueError: an unknown mode, or ``constant`` without a positive max_response_len.
@@ -102,7 +102,8 @@ def checked(values: object, length: int, what: str) -> Tensor:
     returned them.
 
     Raises:
-        ValueError: ``values`` have another shape. Broadcasting or indexing them would give a wrong result.
+        ValueError: the shape of ``values`` is not [length]. Broadcasting or indexing such values would give a wrong
+            result.
     """
     if not isinstance(values, Tensor) or values.shape != (length,):
         actual = f"shape {list(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"

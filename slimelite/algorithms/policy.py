@@ -38,12 +38,12 @@ def policy_loss(
     function.
 
     The signature of that function is ``fn(log_probs, log_ratio, advantages, *, eps_clip, eps_clip_high, eps_clip_c)``.
-    All tensors are [T] and 0 where masked. The function returns losses [T] and a dict of metrics. Each metric has
-    values [T], and its mean over unmasked tokens is logged.
+    The tensors that this function gets are [T] and 0 where masked. It returns losses [T] and a dict of metrics. Each
+    metric has values [T], and its mean over unmasked tokens is logged.
 
     An estimator with ``sequence_ratio`` has one ratio for each response: exp(mean of log_probs − old over its unmasked
-    tokens). This is GSPO (arXiv:2507.18071). Its clip widths are about 3e-4. The gradient flows through the mean, so a
-    response must not be split over micro-batches.
+    tokens). This is GSPO (arXiv:2507.18071). Clip widths for GSPO are about 3e-4. The gradient flows through the mean,
+    so a response must not be split over micro-batches.
 
     Args:
         log_probs: [T] of the weights that are trained. Only this tensor has a gradient.
@@ -129,9 +129,9 @@ def cispo_loss(
 
     −sg(clip(r, 1 − eps_clip, 1 + eps_clip_high))·A·log_probs
 
-    Here sg(x) is x without a gradient. So clipping never removes a token's gradient. The metric ``pg_clipfrac`` is the
-    share of tokens whose weight was clipped. The paper does not bound the ratio from below (eps_clip = 1) and uses a
-    large eps_clip_high (about 4).
+    Here sg(x) is x without a gradient. So a clipped token still has a gradient. The metric ``pg_clipfrac`` is the share
+    of tokens whose weight was clipped. The paper does not bound the ratio from below (eps_clip = 1) and uses a large
+    eps_clip_high (about 4).
     """
     ratio = bounded_exp(log_ratio.detach())
     weight = ratio.clamp(1 - eps_clip, 1 + eps_clip_high)
@@ -162,9 +162,9 @@ def value_loss(
 
 @torch.no_grad()
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Metric:
-    """1 − Var(returns − values) / Var(returns) over unmasked tokens. It is 1 for a perfect critic, 0 for a critic with
-    constant values, and below 0 for a worse critic. All arguments are [T]. The metric's weight is 0 if the returns do
-    not vary.
+    """1 − Var(returns − values) / Var(returns) over unmasked tokens. The result is 1 for a perfect critic, 0 for a
+    critic with constant values, and below 0 for a worse critic. All arguments are [T]. The metric's weight is 0 if the
+    returns do not vary.
     """
     kept = returns[mask].double()
     spread = kept.var(unbiased=False) if len(kept) else kept.sum()

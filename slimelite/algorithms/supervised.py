@@ -44,7 +44,7 @@ def dpo_loss(
         rejected: [P] int64, row of each pair's other response.
         beta: how strongly the policy is pulled to the reference.
         kind: one of ``DPO_KINDS``.
-        label_smoothing: ε, the probability that a label is wrong. Only the kind ``sigmoid`` reads it.
+        label_smoothing: ε, the probability that a label is wrong. Only the kind ``sigmoid`` uses ``label_smoothing``.
 
     Returns:
         [P] losses, to be averaged over the pairs of the step, and metrics over pairs: ``rewards/chosen`` and
@@ -102,15 +102,15 @@ def kto_loss(
         mask: [T] bool.
         segments: [T] int64 row of each token.
         num_segments: number of rows, n.
-        desirable: [n] bool. The sign ± is + for desirable replies, and − for the others.
+        desirable: [n] bool. The sign ± is + for desirable and − for undesirable replies.
         kl: in nats, an estimate of the KL between policy and reference. It is the mean over the optimizer step of
             Σ(log_probs − ref), computed for replies that are paired with the prompts of other rows.
         beta: how strongly the policy is pulled to the reference.
-        desirable_weight, undesirable_weight: w for desirable replies and for the others.
+        desirable_weight, undesirable_weight: w for desirable and for undesirable replies.
 
     Returns:
         [n] losses, to be averaged over the rows of the step, and metrics over rows: ``rewards/chosen`` and
-        ``rewards/rejected`` (h of desirable replies and of the others), ``logps/chosen`` and ``logps/rejected``.
+        ``rewards/rejected`` (h of desirable and of undesirable replies), ``logps/chosen`` and ``logps/rejected``.
     """
     h = beta * segment_sum(select(log_probs, mask) - select(ref, mask), segments, num_segments)
     gap = h - beta * max(kl, 0.0)
@@ -167,7 +167,7 @@ def odds_ratio_loss(
 def reward_model_loss(scores: Tensor, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Metrics]:
     """The Bradley–Terry loss of each pair: −log σ(s_w − s_l) (arXiv:2203.02155, equation 1).
 
-    s_w is the score of the preferred conversation, and s_l the score of the other one.
+    s_w is the score of the preferred conversation, and s_l the score of the rejected conversation.
 
     Args:
         scores: [n], one for each conversation.

@@ -70,8 +70,8 @@ class Chat:
         """Send a message and print the answer. The message and the answer stay in the conversation.
 
         Raises:
-            HttpError: the server does not answer, or refuses the request. The message is then removed from the
-                conversation.
+            HttpError: the server does not answer, or refuses the request. After such an error, the message is no longer
+                in the conversation.
         """
         self.messages.append({"role": "user", "content": text})
         try:

@@ -189,7 +189,7 @@ def main(argv: Sequence[str]) -> int:
         help=f"compare groups by this metric: its mean over the last {LAST} rollouts, or its value in the last "
         "evaluation; may be given several times",
     )
-    parser.add_argument("--json", action="store_true", help="every number as JSON")
+    parser.add_argument("--json", action="store_true", help="print every number as JSON")
     args = parser.parse_args(argv)
     if bool(args.runs) == bool(args.group):
         parser.error("name run folders, or groups of runs with --group NAME RUN...")

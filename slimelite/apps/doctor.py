@@ -86,7 +86,7 @@ def versions() -> Iterator[Finding]:
             differs.append(f"{name} {have} (tested: {tested[name]})")
     if differs:
         text = f"these versions differ from the tested ones: {', '.join(differs)}"
-        yield Finding("packages", "warning", text, "pip install -c constraints.txt -e . installs the tested ones")
+        yield Finding("packages", "warning", text, "pip install -c constraints.txt -e . installs the tested versions")
     elif not broken:
         yield Finding("packages", "ok", f"all {len(required)} required packages have the versions of constraints.txt")
 
@@ -167,8 +167,8 @@ def graphics() -> Iterator[Finding]:
 
 
 def ray() -> Iterator[Finding]:
-    """Check whether the Ray cluster of ``RAY_ADDRESS`` answers. Without this variable, check whether a run can start
-    its own Ray on this machine."""
+    """Check whether the Ray cluster of ``RAY_ADDRESS`` answers. If ``RAY_ADDRESS`` is not set, check whether a run can
+    start its own Ray on this machine."""
     if address := os.environ.get("RAY_ADDRESS"):
         host, _, port = address.rpartition("//")[2].rpartition(":")
         if not port.isdigit():
@@ -185,7 +185,7 @@ def ray() -> Iterator[Finding]:
         socket.gethostbyname(socket.gethostname())
     except OSError:
         text = f"the host name {socket.gethostname()} has no address"
-        yield Finding("host name", "warning", text, "add it to /etc/hosts, because gloo and Ray look it up")
+        yield Finding("host name", "warning", text, "add the host name to /etc/hosts, because gloo and Ray look it up")
     for number, purpose in RAY_PORTS.items():
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", number)) == 0:

@@ -1,8 +1,9 @@
 """``slimelite env check``: plays scripted episodes to check whether an environment is fit for training.
 
-The episodes find faults before you spend GPU hours. The environment runs in two separate processes. One process plays
-every script. The other process plays the first scripts again, and the results are compared. With ``--hf-checkpoint``, a
-model also plays groups of episodes. The spread of the rewards in a group shows whether the model can learn from them.
+The episodes find faults before you spend GPU hours. The environment runs in two separate processes. One of the two
+processes plays all scripts. The other process plays the first scripts too, and the results of the two processes are
+compared. With ``--hf-checkpoint``, a model also plays groups of episodes. The spread of the rewards in a group shows
+whether the model can learn from them.
 """
 
 from __future__ import annotations
@@ -108,14 +109,14 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=10.0,
         metavar="S",
-        help="time limit of one call in seconds (default: %(default)s)",
+        help="time limit of one call of the environment, in seconds (default: %(default)s)",
     )
     add(
         "--seconds",
         type=float,
         default=120.0,
         metavar="S",
-        help="start no new script after this many seconds (default: %(default)s)",
+        help="start no new scripted episode after this many seconds (default: %(default)s)",
     )
     add("--hf-checkpoint", metavar="MODEL", help="also let this model play groups of episodes")
     add(

@@ -47,7 +47,7 @@ class Observed:
     died: str | None = None
 
     def of(self, kind: str, part: str | None = None) -> list[Record]:
-        """The successful episodes of a kind of script. ``part``: only the episodes of this part."""
+        """The successful episodes of a ``kind`` of script. ``part``: only the episodes of this part of the probe."""
         return [e for e in self.episodes if e["kind"] == kind and part in (None, e["part"]) and not e["failure"]]
 
     def digests(self, part: str) -> dict[tuple[str, int], str]:
@@ -90,7 +90,8 @@ def check(name: str, healthy: str) -> Callable[[Check], Check]:
 
 
 def judge(one: Observed, two: Observed) -> list[Finding]:
-    """The faults in the output of two processes of the probe. ``two`` played only the first part."""
+    """The faults in the outputs ``one`` and ``two`` of the probe's two processes. The second process played only the
+    first part of the probe."""
     return [Finding(name, says) for name, (_, find) in CHECKS.items() for says in dict.fromkeys(find(one, two))]
 
 

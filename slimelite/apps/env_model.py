@@ -63,8 +63,8 @@ def play(environment: str, options: argparse.Namespace, flags: Sequence[str]) ->
 
 
 def facts(table: Any, metrics: Mapping[str, float], seconds: float) -> dict[str, Any]:
-    """The facts of a table of samples. The samples of an episode share a rollout id, and the reward of an episode is
-    the mean reward of its samples."""
+    """The facts about a rollout with the samples ``table``, such as the spread of the rewards. The samples of an
+    episode share a rollout id, and the reward of an episode is the mean reward of its samples."""
     episodes, row = np.unique(table.rollout_id, return_inverse=True)
     rewards = np.bincount(row, np.nan_to_num(table.reward)) / np.bincount(row)
     group = np.zeros(len(episodes), np.int64)

@@ -242,7 +242,7 @@ Results = dict[str, dict[str, Any]]
 def evaluation_args(
     model: str, folder: Path, flags: Sequence[str], engine: str = "embedded", chat: bool | None = None
 ) -> Args:
-    """The arguments of a run that only evaluates ``model``. Its run folder is ``folder``.
+    """The arguments of a run that only evaluates ``model`` and has the run folder ``folder``.
 
     ``flags``: additional flags of train.py, which override the flags that this function sets. ``engine``:
     ``--rollout-backend``. ``chat``: whether the chat template is applied. None: the template is applied if the model
@@ -266,8 +266,8 @@ def evaluation_args(
 def check(args: Args, model: str) -> list[str]:
     """The problems that prevent an evaluation of ``model`` with ``args``. Warnings are printed.
 
-    If ``model`` is merged with its base model later, ``args`` may name the base model. Warnings about the base model
-    are then left out, because such warnings need not apply to the merged model.
+    If ``model`` will be merged with its base model only after this check, ``args`` may name the base model. In this
+    case, warnings about the base model are not printed, because they need not apply to the merged model.
     """
     known = _written(args.run_dir).get("model", model)
     if known != model:
@@ -279,7 +279,8 @@ def check(args: Args, model: str) -> list[str]:
 
 
 def evaluate(args: Args, *, again: bool = False) -> Results:
-    """Evaluate the datasets of ``args`` whose results are not in the run folder yet. ``again``: evaluate all datasets.
+    """Evaluate the datasets of ``args`` whose results are not in the run folder yet. ``again``: evaluate all datasets,
+    even if their results are known.
 
     Returns:
         dataset -> result, for each dataset that was ever evaluated with these settings. A result has ``metrics`` and

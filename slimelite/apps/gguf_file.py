@@ -88,10 +88,10 @@ def write_gguf(folder: Path, out: Path, dtype: str, *, name: str, tokenizer: boo
 
 
 def check_family(config: PretrainedConfig) -> None:
-    """Refuse a model whose family is not supported, or that llama.cpp would compute differently.
+    """Check that the model's family is supported, and that llama.cpp would compute the model in the same way.
 
     Raises:
-        ValueError: the model is refused.
+        ValueError: the family is not supported, or llama.cpp would compute the model differently.
     """
     kind = config.model_type
     if kind not in ARCHITECTURES:
@@ -108,7 +108,7 @@ def check_family(config: PretrainedConfig) -> None:
 
 
 def rope_of(config: PretrainedConfig) -> dict[str, Any]:
-    """The rope settings: ``rope_type``, ``rope_theta`` and so on."""
+    """The settings of the rotary position embedding (RoPE), such as ``rope_type`` and ``rope_theta``."""
     return {"rope_type": "default", **(config.rope_parameters or {})}
 
 
@@ -163,11 +163,11 @@ def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, size: int) -> None:
 
 
 def add_ends(writer: gguf.GGUFWriter, ends: Sequence[int], eos: int | None) -> None:
-    """Add the tokens that end a reply. The first token ends a text. As in Llama 3.1, a second token ends a turn, and a
-    third token ends a message.
+    """Add the tokens that end a reply. GGUF gets the first of these tokens as the end of a text, the second as the end
+    of a turn, and the third as the end of a message, as in Llama 3.1.
 
     Raises:
-        ValueError: there are more than three such tokens.
+        ValueError: more than three tokens end a reply.
     """
     first = eos if eos is not None and eos in ends else ends[0]
     ids = [first, *(end for end in ends if end != first)]

@@ -52,9 +52,9 @@ def grouped(groups: Groups, metrics: Sequence[str] = ()) -> Facts:
     By default, a measure is the last score of a dataset, or the mean ``reward`` or ``loss`` of the last rollouts. With
     ``metrics``, there is one measure for each of these metrics: the last value of a metric of evaluations, or the mean
     of another metric over the last rollouts. A measure has ``values`` (one for each run), ``mean``, ``standard_error``
-    and ``at``. From the second group on, a measure also has ``against_first`` (see `Unpaired`, or ``why_not``). If the
-    two groups have the same seeds, a measure also has ``paired``: ``pairs``, ``difference``, ``standard_error``, ``p``
-    and ``least_p``.
+    and ``at`` (the last steps of the runs). In every group but the first, a measure also has ``against_first`` (see
+    `Unpaired`, or ``why_not``). If the two groups have the same seeds, a measure also has ``paired``, a dict with
+    ``pairs``, ``difference``, ``standard_error``, ``p`` and ``least_p``.
 
     Raises:
         ValueError: a run has none of the values of one of ``metrics``.

@@ -30,8 +30,9 @@ PAGE = """<!DOCTYPE html>
 
 
 def document(scripts: Sequence[Traversable], styles: Sequence[Traversable], data: str, *, asks: bool = False) -> str:
-    """Make a page from the `SHARED` scripts and these files. ``data``: JSON text for the element with the id "data".
-    ``asks``: whether the page may send requests, but only to its own server."""
+    """Make a page from the `SHARED` scripts, ``scripts`` and ``styles``. ``data``: JSON text for the element with the
+    id "data". ``asks``: whether the page may send requests to its own server. The page can never send requests to other
+    servers."""
     shared = files("slimelite.apps") / "page"
     script = "\n".join(file.read_text(encoding="utf-8") for file in (*map(shared.joinpath, SHARED), *scripts))
     style = "\n".join(file.read_text(encoding="utf-8") for file in (shared / "base.css", *styles))

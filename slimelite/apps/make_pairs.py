@@ -34,7 +34,7 @@ def pairs_of(table: SampleTable, margin: float, most: int, left_out: Counter[str
 
     Args:
         margin: the smallest difference of rewards; 0 accepts every difference.
-        left_out: reason -> number of responses or groups that give no pair. This function adds to it.
+        left_out: reason -> number of responses or groups that give no pair. This function increases these numbers.
     """
     for group in dict.fromkeys(table.group_id.tolist()):
         usable = []
@@ -87,9 +87,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("sources", nargs="+", metavar="RUN_OR_PARQUET", help="a run folder, or a saved rollout's file")
     parser.add_argument("-o", "--out", type=Path, required=True, metavar="FILE.parquet", help="the file to write")
     parser.add_argument(
-        "--margin", type=float, default=0.0, help="the smallest difference between the rewards of a pair"
+        "--margin", type=float, default=0.0, help="rewards of the two replies of a pair differ by at least this value"
     )
-    parser.add_argument("--max-pairs-per-group", type=int, default=1, metavar="N", help="most pairs of one group")
+    parser.add_argument(
+        "--max-pairs-per-group", type=int, default=1, metavar="N", help="make at most this many pairs from one group"
+    )
     args = parser.parse_args(argv)
     if args.out.suffix != ".parquet":
         parser.error(f"-o {args.out}: name a file that ends with .parquet")

@@ -93,7 +93,8 @@ def unpaired_test(first: Sequence[float], other: Sequence[float]) -> Unpaired:
     observed = abs(difference) * (1 - 1e-9) - 1e-12 * np.abs(values).max(initial=0.0)
 
     def distances(chosen: np.ndarray) -> np.ndarray:
-        """|difference of means| of each row of ``chosen``, [ways, count] indices of the second group."""
+        """The absolute difference of the two means for each row of ``chosen`` [ways, count]. A row has the indices of
+        the second group."""
         sums = values[chosen].sum(axis=1)
         means: np.ndarray = sums / count - (values.sum() - sums) / (len(values) - count)
         return np.abs(means)

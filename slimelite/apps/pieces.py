@@ -22,7 +22,8 @@ BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a byte in a vocabulary with byte fall
 
 
 class Pieces:
-    """A vocabulary whose entries are a token id and its piece as bytes. `encode` adds the entries that a table needs.
+    """A vocabulary whose entries are a token id and its piece as bytes. `encode` adds the entries for the responses of
+    a table.
 
     Pieces are bytes, because a token may be a part of a UTF-8 character. If the pieces of a response are joined and
     decoded (invalid bytes as U+FFFD), the result is the response. A token id may have several pieces. For example, the

@@ -72,7 +72,9 @@ def main(argv: Sequence[str]) -> int:
     add("--data", metavar="DIR", help="the rows of the tasks are read from files in this folder")
     add("--limit", type=int, metavar="N", help="read only the first N rows of each task")
     add("--prompts", nargs="*", default=PROMPTS, metavar="TEXT", help="prompts that the model of every stage answers")
-    add("--max-tokens", type=int, default=64, metavar="N", help="most tokens of an answer to --prompts (%(default)s)")
+    add(
+        "--max-tokens", type=int, default=64, metavar="N", help="maximum tokens of an answer to --prompts (%(default)s)"
+    )
     args = parser.parse_args(argv)
     stages = read_stages(args.journey)
     _evaluate(args, stages)

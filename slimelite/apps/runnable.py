@@ -56,15 +56,15 @@ def resolve_models(paths: Sequence[str], base: str | None) -> list[Source]:
 
 
 def resolve_model(path: str, base: str | None = None) -> Source:
-    """The source of ``path``. ``path`` may be a model, an adapter, a checkpoint of ``--save``, a folder of checkpoints
-    (the newest one counts), or a run folder (the newest model or adapter of ``--save-hf`` counts, else the newest
-    checkpoint).
+    """The model that ``path`` leads to. ``path`` may be a model, an adapter, a checkpoint of ``--save``, a folder of
+    checkpoints (the newest one counts), or a run folder (the newest model or adapter of ``--save-hf`` counts, else the
+    newest checkpoint).
 
-    ``base``: the model from which an adapter or a checkpoint was trained. This model replaces the base model that the
-    source names.
+    ``base``: the model from which an adapter or a checkpoint was trained. ``base`` replaces the base model that the
+    adapter or the checkpoint names.
 
     Raises:
-        ValueError: there is no model. The message says how to get one.
+        ValueError: ``path`` leads to no model. The error message explains how to get a model.
     """
     folder = Path(path)
     if not folder.exists() and HUB_ID.fullmatch(path):
@@ -144,8 +144,8 @@ def merged(source: Source, folder: Path, dtype: str) -> str:
     ``dtype``: the type of the written weights, "float32" or "bfloat16". Returns the folder.
 
     Raises:
-        ValueError: the base is not a model, the adapter or checkpoint does not belong to the base, or ``folder`` has
-            the model of another source.
+        ValueError: the base is not a model, the adapter or checkpoint does not belong to the base, or ``folder``
+            contains the model of another source.
     """
     assert source.base is not None
     files = [file for place in (source.path, source.base) if Path(place).is_dir() for file in Path(place).iterdir()]

@@ -172,19 +172,19 @@ def read_runs(folders: Iterable[str | Path]) -> list[Run]:
 
 
 def flag_names(runs: Sequence[Run]) -> list[str]:
-    """The fields of the runs' configurations that are flags. These fields include flags of other versions of slimelite
-    and of plugins."""
+    """The fields of the runs' configurations that are flags, including the flags of other versions of slimelite and of
+    plugins."""
     flags = all_flags(Args)
     inner = {f.name for f in fields(Args) if f.name not in flags} - {"sglang_overrides", "custom_config"}
     return list(dict.fromkeys(name for run in runs for name in run.config if name not in inner))
 
 
 def differing_flags(runs: Sequence[Run]) -> dict[str, list[object]]:
-    """Flag -> its value in each run, for flags that differ. A value may also be None because only a plugin of another
-    run has the flag.
+    """Flag -> its value in each run, for flags that differ. A value may also be None because the flag belongs to a
+    plugin that only another run uses.
 
-    Two kinds are left out: flags that only name the source of arguments or the run folder, and flags whose values every
-    run derived from other flags.
+    Two kinds of flags are left out: flags that only name the source of arguments or the run folder, and flags whose
+    values every run derived from other flags.
     """
     differing = {}
     for name in [name for name in flag_names(runs) if name not in SOURCES]:
@@ -211,11 +211,11 @@ def same_runs(runs: Sequence[Run]) -> list[list[Run]]:
 
 
 def same_notes(runs: Sequence[Run]) -> list[str]:
-    """A sentence for each group of `same_runs`."""
+    """One sentence for each group of equal runs (`same_runs`)."""
     notes = []
     for group in same_runs(runs):
         *first, last = (run.name for run in group)
         names, seeds = f"{', '.join(first)} and {last}", {str(run.config.get("rollout_seed")) for run in group}
         why = f"same seeds (--rollout-seed {min(seeds)})" if len(seeds) == 1 else "although their seeds differ"
-        notes.append(f"runs {names} are the same to the last digit: {why}. They are one run, not {len(group)}.")
+        notes.append(f"runs {names} are the same to the last digit: {why}. Equal runs count as one run.")
     return notes

@@ -109,7 +109,7 @@ def add_model_flags(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--base",
         metavar="MODEL",
-        help="the base model of an adapter or checkpoint, instead of the one that it names",
+        help="use this base model instead of the base model that the adapter or checkpoint names",
     )
     parser.add_argument("--engine", default="embedded", choices=list(ENGINES), help="what computes")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: a GPU if there is one")

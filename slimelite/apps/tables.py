@@ -18,7 +18,7 @@ Row = tuple[str, list[str]]  # a title, and a text for each run
 def print_table(names: Sequence[str], blocks: Iterable[Iterable[Row]], notes: Sequence[str]) -> None:
     """Print rows with a column for each of ``names``, and the notes below the table. An empty line separates blocks.
 
-    The table fits the width of the terminal. Without a terminal, its width is not limited.
+    The table fits the width of the terminal. If the output is not a terminal, the width of the table is not limited.
     """
     console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:

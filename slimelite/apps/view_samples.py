@@ -49,8 +49,8 @@ class Source(NamedTuple):
 
 @dataclass
 class Part:
-    """The part of a source that the page has: all its groups or some of them. ``facts`` and ``versions`` describe the
-    whole file."""
+    """The part of a source that the page shows: all groups of the source, or some of them. ``facts`` and ``versions``
+    describe the whole file of the source."""
 
     source: Source
     light: pa.Table
@@ -128,8 +128,9 @@ def samples(run: Run, budget: int = BUDGET) -> dict[str, object]:
 def pack(header: Mapping[str, object], columns: Mapping[str, np.ndarray]) -> str:
     """Pack three parts with deflate and base64: the length of the header (uint32), the JSON header, and the columns.
 
-    ``header["columns"]`` becomes a list of [name, dtype, entries]. A column is little-endian. Its bytes are ordered by
-    significance: all lowest bytes, then all second-lowest, and so on. Equal neighbouring bytes compress better.
+    ``header["columns"]`` becomes a list of [name, dtype, entries]. The numbers of a column are little-endian. A column
+    has the lowest bytes of all its numbers first, then all second-lowest bytes, and so on. Bytes in this order compress
+    better, because neighbouring bytes are often equal.
     """
     arrays = {name: np.ascontiguousarray(a, a.dtype.newbyteorder("<")) for name, a in columns.items()}
     listed = [[name, f"{a.dtype.kind}{a.dtype.itemsize}", len(a)] for name, a in arrays.items()]
@@ -139,8 +140,8 @@ def pack(header: Mapping[str, object], columns: Mapping[str, np.ndarray]) -> str
 
 
 def fixed_point(values: np.ndarray, step: float) -> np.ndarray:
-    """Multiples of ``step`` as int16, or as int32 if a multiple does not fit into int16. The smallest integer means
-    NaN."""
+    """``values`` as multiples of ``step``, in int16, or in int32 if a multiple does not fit into int16. The smallest
+    integer of the type stands for NaN."""
     known = np.isfinite(values)
     codes = np.rint(np.where(known, values, 0.0).astype(np.float64) / step)
     dtype = np.int16 if np.abs(codes).max(initial=0) < 2**15 else np.int32

@@ -74,7 +74,7 @@ class AlgorithmArgs(OfJob):
     )
     compute_advantages_and_returns: bool = flag(
         True,
-        "the run computes no advantages. Use this switch with a loss that needs none, such as a custom_loss",
+        "the run computes no advantages. Use this switch with a loss that needs no advantages, such as a custom_loss",
         POLICY,
         negative="--disable-compute-advantages-and-returns",
     )
@@ -157,7 +157,7 @@ class AlgorithmArgs(OfJob):
     kl_coef: float = flag(
         0.0,
         "the KL to the reference model is subtracted from the reward with this weight. Some estimators do not support "
-        "this. --use-kl-loss adds the KL to the loss instead",
+        "a KL in the reward. --use-kl-loss adds the KL to the loss instead",
         POLICY_TRAINING,
         at_least=0,
     )
@@ -166,7 +166,7 @@ class AlgorithmArgs(OfJob):
     )
     kl_loss_coef: float = flag(
         0.0,
-        "weight of the KL in the loss. With 0, no reference model is loaded",
+        "weight of the KL in the loss. With weight 0, no reference model is loaded",
         POLICY_TRAINING & when("--use-kl-loss", lambda a: a.use_kl_loss or not a.job.sampled).strictly(),
         at_least=0,
     )
@@ -220,7 +220,7 @@ class PreferenceArgs(AlgorithmArgs):
     """Preferences and reward models.
 
     The losses dpo_loss, orpo_loss and reward_model_loss train on pairs of replies. --input-key names the column of the
-    prompt. Batch sizes count pairs.
+    prompt. With these losses, batch sizes count pairs of replies.
     """
 
     chosen_key: str = flag(
@@ -259,8 +259,8 @@ class PreferenceArgs(AlgorithmArgs):
 class CorrectionArgs(AlgorithmArgs):
     """Train/inference mismatch.
 
-    The ratio of a token is its probability in the trainer, divided by its probability in the engine. Metrics of this
-    ratio are always logged.
+    The ratio of a token is its probability in the trainer, divided by its probability in the engine. Metrics of the
+    ratio of trainer to engine probability are logged whatever ``--correction`` is.
     """
 
     correction: str = flag(
@@ -351,8 +351,8 @@ class CorrectionArgs(AlgorithmArgs):
     )
     use_rs: bool | None = flag(
         None,
-        "slime's switch for rejection. --use-rs rejects at --mis-rejection-level, by default token. --no-use-rs turns "
-        "rejection off",
+        "slime's switch for the rejection of tokens or responses. --use-rs turns on rejection at the level "
+        "--mis-rejection-level, by default token. --no-use-rs turns rejection off",
         MIS,
     )
     custom_tis_function_path: str | None = plugin(
@@ -373,8 +373,8 @@ class CorrectionArgs(AlgorithmArgs):
 class CriticArgs(AlgorithmArgs):
     """Critic.
 
-    With --advantage-estimator ppo, a second model, the critic, is trained on the trainer's ranks. Other settings of
-    the critic are the policy's.
+    With --advantage-estimator ppo, a second model, the critic, is trained on the trainer's ranks. For settings without
+    a critic flag, the critic uses the policy's values.
     """
 
     critic_lr: float = flag(None, "peak learning rate of the critic (AdamW)", CRITIC, at_least=0, auto="--lr")

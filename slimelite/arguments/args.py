@@ -65,7 +65,7 @@ class Args(
 ):
     """Every argument of a run as an attribute, such as ``args.rollout_temperature``.
 
-    ``--help-all`` lists the base classes from right to left.
+    Each base class is a group of flags, and ``--help-all`` lists these groups from right to left.
     """
 
     # values from the command line and its files, by field name, before any value is derived
@@ -104,7 +104,7 @@ class Draft:
         self.derivations.append(Derivation(name, value, reason))
 
     def default(self, name: str, value: object, reason: str) -> None:
-        """Set the field like `set`, unless it already has a value."""
+        """As `set`, unless the field already has a value."""
         if getattr(self.args, name) is None:
             self.set(name, value, reason)
 

@@ -1,7 +1,7 @@
 """The kind of a run, and the conditions under which flags have an effect.
 
-Only this module derives the kind of a run from its flags; other modules read it as ``args.job``. A condition is a test
-of the complete arguments, with words for messages ("needs ...").
+Only this module derives the kind of a run from its flags; other modules read this kind as ``args.job``. A condition is
+a test of the complete arguments, with words for messages ("needs ...").
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ class Job:
     """The kind of a run.
 
     ``trains``: the run has training ranks. ``engines``: who owns the inference engines ("own" or "external"); None: the
-    run has no engines. ``servers``: engines are HTTP servers. ``syncs``: trained weights are
-    sent to engines. ``evaluates``: the run has evaluations. ``sampled``: the run learns from responses that were
-    sampled, in this run or an earlier one. Otherwise the responses are in the data, and have no temperature and no old
-    policy. ``saved``: the files of rollouts to replay, with ``{rollout_id}``; None: rollouts are generated.
-    ``documents``: the run learns from documents, which are packed into sequences. ``loss``: the family of the loss.
-    ``gpus``: the run computes on GPUs. ``local``: the run is one process, without Ray. ``revives``: an engine that dies
-    is restarted.
+    run has no engines. ``servers``: engines are HTTP servers. ``syncs``: trained weights are sent to engines.
+    ``evaluates``: the run has evaluations. ``sampled``: the run learns from responses that were sampled, in this run or
+    an earlier one. If False, the responses are in the data, so they have no temperature and no old policy. ``saved``:
+    the files of rollouts to replay, with ``{rollout_id}``; None: rollouts are generated. ``documents``: the run learns
+    from documents, which are packed into sequences. ``loss``: the family of the loss. ``gpus``: the run computes on
+    GPUs. ``local``: the run is one process, without Ray. ``revives``: an engine that dies is restarted.
     """
 
     trains: bool
@@ -75,7 +74,7 @@ class Job:
 
 
 class OfJob:
-    """Base class of the flag groups. It gives each group the kind of the run."""
+    """Base class of the flag groups. The property ``job`` tells each group the kind of the run."""
 
     @cached_property
     def job(self) -> Job:
@@ -93,7 +92,8 @@ def gpus_of(config: Mapping[str, Any]) -> int:
 
 
 def when(words: Words, holds: Callable[[Any], object], why_not: str = "") -> Needs:
-    """One condition. ``holds`` tests the arguments. Messages describe it by ``words``, followed by ``why_not``."""
+    """One condition. ``holds`` tests the arguments. Messages describe the condition by ``words``, followed by
+    ``why_not``."""
     return Needs((Condition(words, holds, why_not),))
 
 
@@ -104,8 +104,8 @@ def use_of(option: str) -> Needs:
 
 
 def rule_reads(flag: str) -> Needs:
-    """The condition that the run may use a reward rule that reads ``flag``. Without --rm-type, the condition holds,
-    because any sample may name such a rule."""
+    """The condition that the run may use a reward rule whose result depends on ``flag``. Without --rm-type, the
+    condition holds, because any sample may name such a rule."""
 
     def reads(name: str) -> bool:
         return name in RULES and flag in (RULES[name].needs, *RULES[name].reads)

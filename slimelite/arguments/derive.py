@@ -1,4 +1,4 @@
-"""Fills in open fields after all sources are merged, and replaces some values. Each change has a reason."""
+"""Fills in open fields after all sources are merged, and replaces some values. Each change records its reason."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ OFFLINE_ROLLOUT = "slimelite.rollout.generate.offline_rollout"
 
 
 def derive(args: Args, explicit: frozenset[str], machine: Machine, settings: Settings) -> Args:
-    """``args`` with every open field filled in. If that fails for a field, ``settings`` gets a problem.
+    """``args`` with every open field filled in. If a field cannot be filled in, a problem is added to ``settings``.
 
     ``args.derivations`` has the values of presets already.
     """
@@ -119,7 +119,7 @@ def _modes(draft: Draft) -> None:
     if not job.trains and args.colocate:
         draft.set("colocate", False, "--debug-rollout-only starts no trainer to share GPUs with")
     if args.save_rollouts in ("none", "0"):
-        draft.set("token_stats", "none", f"--save-rollouts {args.save_rollouts}: token stats belong to saved samples")
+        draft.set("token_stats", "none", f"--save-rollouts {args.save_rollouts}: token stats need saved samples")
     if args.dump_details:
         folder = args.dump_details.rstrip("/")
         draft.default("save_debug_rollout_data", f"{folder}/rollout_data/{{rollout_id}}.parquet", "--dump-details")
@@ -206,7 +206,7 @@ def _engines(draft: Draft) -> None:
         draft.set("num_engines", servers if args.job.engines else 0, "--rollout-external-engine-addrs")
         return
     if args.colocate:
-        draft.default("rollout_num_gpus", ranks, "--colocate: the GPUs of training")
+        draft.default("rollout_num_gpus", ranks, "--colocate: as many as for training")
         if cuda and draft.args.job.servers and draft.args.rollout_num_gpus > ranks:
             draft.set("rollout_num_gpus", ranks, f"--colocate: the engines share the GPUs of {ranks} training rank(s)")
     elif not args.job.engines:
@@ -307,11 +307,11 @@ def _lora(draft: Draft) -> None:
         return
     own = args.engine_kind.adapters and not (args.rollout_external_engine_addrs or args.load_in_4bit)
     alone = own and set(draft.args.lora_modules) <= set(INNER)
-    draft.default("lora_sync", "adapter" if alone else "merged", "this is what the engines accept")
+    draft.default("lora_sync", "adapter" if alone else "merged", "the engines can receive this form")
     if args.lora_dropout:
         draft.notes.append(
-            f"--lora-dropout {args.lora_dropout}: the policy in training differs from the policy that generated. Only "
-            "the policy without dropout is compared with the reference and the engines. Use 0 in RL"
+            f"--lora-dropout {args.lora_dropout}: the policy in training differs from the policy that generated the "
+            "responses. Only the policy without dropout is compared with the reference and the engines. Use 0 in RL"
         )
 
 
@@ -414,7 +414,7 @@ def _lengths(draft: Draft) -> None:
     if args.rollout_max_context_len is not None:
         draft.default("rollout_max_prompt_len", args.rollout_max_context_len - 1, "--rollout-max-context-len minus 1")
     if args.rollout_max_response_len is None and (args.rollout_function_path or not args.job.engines):
-        draft.set("rollout_max_response_len", args.rollout_max_context_len or 0, "no engine of the run generates")
+        draft.set("rollout_max_response_len", args.rollout_max_context_len or 0, "no engine generates in this run")
 
 
 def _context(draft: Draft) -> None:
@@ -422,7 +422,7 @@ def _context(draft: Draft) -> None:
     longest = draft.args.rollout_max_context_len
     if longest is not None:
         longest = max([longest, *(d.max_context_len or 0 for d in draft.args.eval_datasets)])
-        draft.default("sglang_context_length", longest, "the longest of --rollout-max-context-len and of evaluation")
+        draft.default("sglang_context_length", longest, "the longest context of rollouts and evaluations")
 
 
 def _algorithm(draft: Draft) -> None:
@@ -540,7 +540,7 @@ def _tracking(draft: Draft) -> None:
         path = Path(args.prompt_data[0].partition("@[")[0].removeprefix("environment:"))
         name += f" {path.parent.name if path.stem in ('train', 'test', 'data') else path.stem}"
     name = "-".join("".join(c if c.isalnum() or c in "._+" else " " for c in name).split())[:120]
-    draft.default("run_dir", f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}", "model, data and the time")
+    draft.default("run_dir", f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}", "from the model, the data and the time")
 
 
 def _correction(draft: Draft) -> None:
@@ -580,7 +580,7 @@ def _resolve_plugin(draft: Draft, path: str) -> None:
     if ours == draft.args.correction:
         draft.set("custom_tis_function_path", None, f"slime's function is --correction {ours}")
         if draft.args.use_tis and ours != "tis":
-            draft.set("use_tis", False, f"slime's switch, with --correction {ours}")
+            draft.set("use_tis", False, f"--correction {ours} replaces slime's switch")
 
 
 def _distillation(draft: Draft) -> None:

@@ -30,7 +30,8 @@ class SglangArgs(RolloutArgs):
     )
     sglang_max_running_requests: int | None = flag(
         None,
-        "an engine decodes at most this many sequences at once. This limit also applies to the embedded engine",
+        "an engine decodes at most this many sequences at once. The limit of sequences also applies to the embedded "
+        "engine",
         OWN_ENGINES,
         at_least=1,
     )
@@ -139,7 +140,7 @@ def engine_places(content: object, checkpoint: str | None, gpus: int, width: int
         content: the content of the YAML file.
         checkpoint: ``--hf-checkpoint``. A model with this path is the policy.
         gpus: ``--rollout-num-gpus``, the GPUs of all groups together.
-        width: ``--rollout-num-gpus-per-engine``, for groups without a width.
+        width: ``--rollout-num-gpus-per-engine``, for groups that do not set ``num_gpus_per_engine``.
 
     Raises:
         ValueError: a setting is not supported.

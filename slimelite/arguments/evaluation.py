@@ -1,4 +1,5 @@
-"""Evaluation datasets with all their settings. ``--eval-*`` flags, files and tasks define them."""
+"""Evaluation datasets with all their settings. The datasets and settings come from ``--eval-*`` flags, files and
+tasks."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ CHOOSE, CONTINUE = "slimelite.rollout.evaluation.choose", "slimelite.rollout.eva
 class Task:
     """The content of a task file.
 
-    Templates and expressions are written in Jinja. Their variables are the columns of a row, and ``chat``, which is
-    true if the chat template is applied.
+    Templates and expressions are written in Jinja. The variables in a template are the columns of a row, and ``chat``,
+    which is true if the chat template is applied.
     """
 
     name: str = flag(None, "the score of the task is called `eval/<name>`", ALWAYS)
@@ -98,7 +99,7 @@ class Task:
 
     @property
     def chooses(self) -> bool:
-        """Whether choices are scored. Nothing is generated then."""
+        """Whether the task scores given choices, so that no response is generated."""
         return self.kind == "multiple-choice"
 
     @property
@@ -227,7 +228,9 @@ class EvalDataset:
 
     name: str = flag(None, "the metrics of the dataset are called eval/<name>", ALWAYS)
     path: str = flag(
-        None, "the rows come from this file (jsonl or parquet) or hub dataset; path@[a:b] takes a slice", ALWAYS
+        None,
+        "the rows come from this file (jsonl or parquet) or hub dataset; path@[a:b] selects a slice of the rows",
+        ALWAYS,
     )
     task: str | None = flag(None, "prompts, labels and the settings below come from this task", ALWAYS)
     fewshot: int = flag(0, "each prompt of the task begins with this many examples", ALWAYS, at_least=0)
@@ -312,7 +315,8 @@ class EvalArgs(RewardArgs, CheckpointArgs, ClusterArgs):
     )
     eval_prompt_data: list[str] = flag(
         [],
-        "evaluation datasets, each as a name and a path, such as gsm8k test.parquet; path@[a:b] takes a slice",
+        "evaluation datasets, each as a name and a path, such as gsm8k test.parquet; path@[a:b] selects a slice of the "
+        "rows",
         EVALUATION,
         metavar="NAME PATH",
     )

@@ -55,7 +55,7 @@ class Condition(NamedTuple):
     """One condition that a flag may need: a test of the arguments, and a description for messages ("needs ...").
 
     ``why_not``: the usual reason why the test fails; messages append it to the description. ``strict``: giving the flag
-    while the test fails is an error. Otherwise the flag is only listed under "no effect here".
+    while the test fails is an error. If ``strict`` is False, the flag is only listed under "no effect here".
     """
 
     description: Words
@@ -90,8 +90,8 @@ class Needs:
         return Needs(tuple(condition._replace(strict=True) for condition in self.conditions))
 
     def missing(self, args: object, *, strict: bool = False) -> str | None:
-        """The words of the first condition that ``args`` do not meet, or None. With ``strict``, only strict conditions
-        count. Without ``strict``, only the other conditions count."""
+        """The words of the first condition that ``args`` do not meet, or None. With ``strict``, only the strict
+        conditions are tested. Without ``strict``, only the conditions that are not strict are tested."""
         for condition in self.conditions:
             if condition.strict == strict and not condition.holds(args):
                 return condition.words + condition.why_not
@@ -133,7 +133,8 @@ def flag(
 
     Args:
         default: value if no source sets the flag; lists and dicts are copied.
-        help: a sentence or two, with units in brackets. It is a function if the text lists the names in a registry.
+        help: a sentence or two, with units in brackets. If the text lists the names in a registry, ``help`` is a
+            function that returns the text.
         needs: the conditions under which the flag has an effect; `ALWAYS` if there are none. If the flag is given while
             a condition does not hold, the start of the run lists the flag under "no effect here".
         required: the flag must be given if the last condition of ``needs`` holds.
@@ -147,7 +148,7 @@ def flag(
         infinite: the number may be ``inf``, which means "no bound".
         negative: name of the switch that turns off a field whose default is True (``--disable-...``).
         metavar: what the value is called in ``--help``.
-        repeat: the flag may be given several times, and each time adds to a list. Otherwise the last value wins.
+        repeat: the flag may be given several times, and each time adds to a list. If False, the last value wins.
         auto: how the value is found when none is given, as text for ``--help``.
         aliases: other spellings of the option, such as slime's ``--tis-level`` for ``--mis-level``.
     """
@@ -202,7 +203,7 @@ class Flag:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The allowed values, including the names registered so far. Empty means that any value is allowed."""
+        """The allowed values, including the names registered so far. An empty tuple means that any value is allowed."""
         names: list[str] = []
         for part in self.known:
             names += [part] if isinstance(part, str) else part
@@ -251,7 +252,7 @@ class Flag:
 
 @cache
 def group_flags(group: type) -> tuple[Flag, ...]:
-    """The flags that ``group`` itself declares, in order. Inherited flags belong to its bases."""
+    """The flags that ``group`` itself declares, in order. Inherited flags are not included."""
     hints = typing.get_type_hints(group)
     own = vars(group).get("__annotations__", {})
     flags = []
@@ -262,7 +263,7 @@ def group_flags(group: type) -> tuple[Flag, ...]:
 
 
 def groups_of(args_type: type) -> list[type]:
-    """The groups that ``args_type`` is composed of. Bases come first, and each group comes once."""
+    """The groups that ``args_type`` is composed of. Base classes come first, and each group is listed once."""
     return [c for c in reversed(args_type.__mro__) if dataclasses.is_dataclass(c) and group_flags(c)]
 
 
@@ -310,8 +311,8 @@ def sampling_setting(name: str, needs: Needs = ALWAYS, *, optional: bool = False
 
 
 def with_sampling(place: Literal["rollout", "eval", "dataset"], needs: Needs = ALWAYS) -> Callable[[type[T]], type[T]]:
-    """A decorator, to be written below `dataclass`. It adds the sampling parameters of ``place`` to the class, after
-    the temperature.
+    """A decorator, to be written below `dataclass`. It adds fields for the sampling parameters of ``place`` to the
+    class, after the field of the temperature.
 
     Parameters that the class declares itself stay unchanged. ``--eval-*`` flags are None unless they are given, because
     the datasets check the bounds.

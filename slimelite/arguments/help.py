@@ -64,7 +64,8 @@ def help_text(args_type: type, argv: Sequence[str]) -> str:
     """The help that ``argv`` asks for, wrapped to the width of the terminal, at most 120 columns.
 
     ``--help-all``: every flag. ``--help reward``: a group of flags. ``--help lr``, or ``--help --lr`` at the end: a
-    flag. ``--help kl``: every flag whose name contains these letters. Otherwise: the flags that people use most.
+    flag. ``--help kl``: every flag whose name contains these letters. Without such a word: the flags that people use
+    most.
 
     Raises:
         ArgumentError: there is no such group or flag.
@@ -199,7 +200,7 @@ def usage(flag: Flag) -> str:
 
 
 def shown_default(flag: Flag) -> str:
-    """The default as text, or "" if it would not help the reader."""
+    """The default as text, or "" if the default would not help the reader."""
     if flag.auto is not None:
         return flag.auto
     if flag.default in (None, [], {}, False) or flag.kind is bool:
@@ -208,7 +209,7 @@ def shown_default(flag: Flag) -> str:
 
 
 def shared_needs(group: type) -> set[str]:
-    """The conditions that all flags of ``group`` need. ``--help`` states them once for the group."""
+    """The conditions that all flags of ``group`` need. ``--help`` prints these conditions once for the group."""
     needs = [flag.needs or ALWAYS for flag in group_flags(group)]
     return set.intersection(*({condition.words for condition in need.conditions} for need in needs))
 
@@ -229,7 +230,7 @@ def meaning(flag: Flag, shared: Collection[str] = ()) -> str:
     if own := [words for words in needs if words not in shared]:
         sentences.append(f"The flag needs {_together(own)}.")
     if flag.required:
-        sentences.append(f"It is required with {needs[-1]}.")
+        sentences.append(f"The flag is required with {needs[-1]}.")
     return " ".join(sentences)
 
 

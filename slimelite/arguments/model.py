@@ -49,9 +49,8 @@ class ClusterArgs(OfJob):
     )
     launcher: Literal["ray", "local", "torchrun"] = flag(
         None,
-        "with ray, workers are Ray actors. With local, the same classes run in this one process, for debugging. With "
-        "torchrun, the processes of `torchrun --nproc-per-node 8 train.py ...` are the training ranks, and no engine "
-        "runs",
+        "with ray, workers are Ray actors. With local, all workers run in one process, for debugging. With torchrun, "
+        "the processes of `torchrun --nproc-per-node 8 train.py ...` are the training ranks, and no engine runs",
         ALWAYS,
         auto="torchrun under torchrun, else ray",
     )
@@ -75,7 +74,8 @@ class ClusterArgs(OfJob):
     )
     colocate: bool = flag(
         False,
-        "training and inference share the GPUs and take turns. On GPUs, both offload flags are then on by default",
+        "training and inference share the GPUs and take turns. On GPUs, --offload-train and --offload-rollout are then "
+        "on by default",
         SYNC,
     )
     offload: bool = flag(False, "this flag turns on --offload-train and --offload-rollout", SYNC & GPUS)
@@ -117,8 +117,8 @@ class ClusterArgs(OfJob):
     )
     elastic: bool = flag(
         False,
-        "a restart may use fewer nodes than the run asked for. Ranks and engines are then reassigned to the nodes "
-        "that answer (docs/reliability.md)",
+        "a restart may use fewer nodes than the run asked for. After a restart with fewer nodes, ranks and engines are "
+        "assigned to the nodes that answer (docs/reliability.md)",
         use_of("--max-restarts")
         & when("--launcher ray", lambda a: a.launcher == "ray")
         & when("a run without --sglang-config, which fixes the place of each engine", lambda a: not a.sglang_config),
@@ -157,8 +157,8 @@ class ClusterArgs(OfJob):
 class ArchitectureArgs:
     """Model architecture (Megatron's names).
 
-    If --hf-checkpoint has a config.json, these flags are compared with it, and a difference is an error. Otherwise the
-    flags define a new Qwen2, Qwen3 or Llama model, which needs a tokenizer.
+    If --hf-checkpoint has a config.json, these flags are compared with it, and a difference is an error. Without a
+    config.json, these flags define a new Qwen2, Qwen3 or Llama model, which needs a tokenizer.
     """
 
     num_layers: int | None = flag(None, "the model has this many transformer layers", ALWAYS, at_least=1)
@@ -206,7 +206,7 @@ class ArchitectureArgs:
 
     @property
     def describes_model(self) -> bool:
-        """Whether the flags describe a whole model, as the array of a ``models/*.sh`` file does. They do if
+        """Whether the flags describe a whole model, as the array of a ``models/*.sh`` file does. This is the case if
         ``--num-layers`` is given."""
         return self.num_layers is not None
 
@@ -232,7 +232,7 @@ class ModelArgs(ArchitectureArgs, OfJob):
         None, "the policy's weights are copied into the reference model after every N rollouts", REFERENCE, at_least=1
     )
     attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3"] = flag(
-        "auto", "training uses this attention kernel", TRAINING, auto="the fastest that works on this machine"
+        "auto", "training uses this attention kernel", TRAINING, auto="the fastest kernel that works on this machine"
     )
 
     # config of a new model that the architecture flags define; None: --hf-checkpoint has its own
@@ -281,7 +281,8 @@ class CheckpointArgs(OfJob):
     )
     save_retain_interval: int | None = flag(
         None,
-        "the checkpoint of every N-th rollout is kept. Any other checkpoint is deleted when the next one is complete",
+        "the checkpoint of every N-th rollout is kept. Every other checkpoint is deleted when a newer checkpoint is "
+        "complete",
         SAVE,
         at_least=1,
     )
@@ -314,9 +315,9 @@ class CheckpointArgs(OfJob):
     )
     save_best: bool = flag(
         False,
-        "the model with the best evaluation so far is kept. With --save, its checkpoint is kept and named in "
-        "best_checkpointed_iteration.txt. With --save-hf, the model is also written to a folder whose name ends with "
-        "-best",
+        "the model with the best evaluation so far is kept. With --save, the checkpoint of this model is kept, and "
+        "best_checkpointed_iteration.txt names this checkpoint. With --save-hf, the model is also written to a folder "
+        "whose name ends with -best",
         TRAINING.strictly()
         & SCORES.strictly()
         & when("--save or --save-hf", lambda a: a.save or a.save_hf, ": the folder for the best model").strictly(),
@@ -335,11 +336,15 @@ class CheckpointArgs(OfJob):
     no_load_rng: bool = flag(False, "the run starts with a fresh random state", CHECKPOINT)
     finetune: bool = flag(
         False,
-        "the run takes only the weights from --load. Optimizer, random state and rollout count start fresh",
+        "the run loads only the weights from --load. Optimizer, random state and rollout count start fresh",
         LOAD.strictly(),
     )
     start_rollout_id: int = flag(
-        None, "the first rollout has this number", ALWAYS, at_least=0, auto="one after the checkpoint's rollout, else 0"
+        None,
+        "the first rollout has this number",
+        ALWAYS,
+        at_least=0,
+        auto="the rollout after the checkpoint's, or 0 without a checkpoint",
     )
     override_lr_scheduler: bool = flag(
         False, "on resume, the learning-rate flags override the checkpoint's schedule", CHECKPOINT
@@ -352,7 +357,7 @@ class CheckpointArgs(OfJob):
 def model_config_from_flags(args: ArchitectureArgs) -> dict[str, Any]:
     """The Hugging Face config of the new model that the architecture flags define.
 
-    ``--add-qkv-bias`` makes it a Qwen2 and ``--qk-layernorm`` a Qwen3. Without both it is a Llama.
+    With ``--add-qkv-bias`` the model is a Qwen2, with ``--qk-layernorm`` a Qwen3, and without these flags a Llama.
 
     Raises:
         ValueError: flags are missing, or ask for a feature that these three families do not have.

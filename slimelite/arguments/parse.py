@@ -197,8 +197,8 @@ def parse_args(
     *,
     inspect: Callable[[Args], list[str]] = lambda _: [],
 ) -> Args:
-    """`make_args` for a command line. If it asks for help, print the help and exit. If there are problems, print each
-    of them on its own line and exit.
+    """`make_args` for a command line. If the command line asks for help, print the help and exit. If there are
+    problems, print each of them on its own line and exit.
 
     Args:
         argv: the words of a command line, without the program's name; None: this process's command line.
@@ -228,7 +228,8 @@ def parse_args(
 
 def make_args(argv: Sequence[str], groups: Sequence[type] = (), *, machine: Machine | None = None) -> Args:
     """Complete arguments. The sources, from the strongest to the weakest: the command line, ``--config``,
-    ``--custom-config-path``, ``--preset``, defaults. Then open values are derived.
+    ``--custom-config-path``, ``--preset``, defaults. After the sources are merged, values that no source sets are
+    derived.
 
     Args:
         argv: as in `parse_args`.
@@ -236,7 +237,7 @@ def make_args(argv: Sequence[str], groups: Sequence[type] = (), *, machine: Mach
         machine: determines the device and the numbers of GPUs; None: this machine.
 
     Raises:
-        ArgumentError: it lists every problem.
+        ArgumentError: the arguments are wrong. The message lists every problem.
     """
     kind = args_type(argv, groups)
     vocabulary = Vocabulary(kind)
@@ -290,7 +291,8 @@ def args_type(argv: Sequence[str], groups: Sequence[type] = ()) -> type[Args]:
 
 
 def merge_sources(argv: Sequence[str], vocabulary: Vocabulary) -> Settings:
-    """The settings of a command line. They override the settings of the YAML files that it names."""
+    """The settings of a command line, merged with those of the YAML files that it names. The command line overrides the
+    files."""
     merged = read_command_line(argv, vocabulary)
     for name, option in (("config", "--config"), ("custom_config_path", "--custom-config-path")):
         if path := merged.values.get(name):

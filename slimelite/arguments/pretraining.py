@@ -32,11 +32,11 @@ class PretrainingArgs(OfJob):
         None, "this many processes tokenise files", TEXTS, at_least=1, auto="the cores of this machine"
     )
     train_tokens: float | None = flag(
-        None, "the run trains on this many tokens. Every sequence counts with its full length", DOCUMENTS, above=0
+        None, "the run trains on this many tokens. Every sequence counts as --seq-length tokens", DOCUMENTS, above=0
     )
     train_flops: float | None = flag(
         None,
-        "the run trains for this many floating-point operations. Every sequence counts with its full length",
+        "the run trains for this many floating-point operations. Every sequence counts as --seq-length tokens",
         DOCUMENTS,
         above=0,
     )
@@ -48,8 +48,8 @@ class PretrainingArgs(OfJob):
     )
     depth: int | None = flag(
         None,
-        "a new model has this many layers. Its width, the number of tokens, the batch size and the optimizer's "
-        "settings are derived from this number, unless flags set them. docs/from_bytes.md has the rules",
+        "a new model has this many layers. The width of the model, the number of tokens, the batch size and the "
+        "optimizer's settings are derived from this number, unless flags set them. docs/from_bytes.md has the rules",
         DOCUMENTS,
         at_least=1,
     )

@@ -47,7 +47,7 @@ def validate(args: Args) -> list[str]:
 def without_effect(args: Args, explicit: frozenset[str]) -> Iterator[tuple[str, str]]:
     """(flag, reason) for each flag that was given but has no effect, such as --mis-level without --correction mis.
 
-    These flags are not errors. The start of the run lists them under "no effect here".
+    A flag without effect is not an error. The start of the run lists such flags under "no effect here".
     """
     for flag in all_flags(type(args)).values():
         if flag.name in explicit and flag.needs and (missing := flag.needs.missing(args)):

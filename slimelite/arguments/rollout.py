@@ -48,8 +48,8 @@ class DataArgs(OfJob):
 
     prompt_data: list[str] = flag(
         [],
-        "prompts come from these files (jsonl or parquet) or hub datasets. path@[a:b] takes a slice. A single YAML "
-        "file defines a mixture: paths with weights",
+        "prompts come from these files (jsonl or parquet) or hub datasets. path@[a:b] selects a slice of the rows. A "
+        "single YAML file defines a mixture: paths with weights",
         NEW_ROLLOUTS,
         metavar="PATH",
     )
@@ -89,8 +89,9 @@ class DataArgs(OfJob):
     )
     curriculum_threshold: float | None = flag(
         None,
-        "threshold of a curriculum. Each task begins with the prompts of its lowest level (in their metadata). A task "
-        "moves to its next level when the mean reward of its groups in a rollout reaches the threshold",
+        "threshold of a curriculum. Each task begins with the prompts of its lowest level (the metadata of a prompt "
+        "gives its level). A task moves to its next level when the mean reward of its groups in a rollout reaches the "
+        "threshold",
         NEW_ROLLOUTS & when("a run without --data-source-path", lambda a: a.data_source_path is None),
         auto="no curriculum: prompts of all levels",
     )
@@ -150,7 +151,7 @@ class DataArgs(OfJob):
     )
     global_batch_size: int = flag(
         None,
-        "an optimizer step takes this many samples",
+        "an optimizer step trains on this many samples",
         TRAINING,
         at_least=1,
         auto="all samples of the rollout, or those samples / --num-steps-per-rollout",
@@ -160,11 +161,11 @@ class DataArgs(OfJob):
         "a rollout makes this many optimizer steps",
         TRAINING,
         at_least=1,
-        auto="samples / --global-batch-size, rounded up",
+        auto="samples of a rollout / --global-batch-size, rounded up",
     )
     micro_batch_size: int = flag(
         1,
-        "a forward pass takes this many samples",
+        "a forward pass computes this many samples",
         TRAINING
         & when("a run without --use-dynamic-batch-size", lambda a: a.job.documents or not a.use_dynamic_batch_size),
         at_least=1,
@@ -218,8 +219,8 @@ class RolloutArgs(DataArgs, ClusterArgs):
     )
     allow_truncated_sampling: bool = flag(
         False,
-        "training computes log-probs over the whole vocabulary, although top-p, top-k or min-p truncated the "
-        "sampling. Without this flag, log-probs are renormalised over the tokens that the engine kept",
+        "training computes log-probs over the whole vocabulary, although top-p, top-k or min-p truncated the sampling. "
+        "Without this flag, log-probs are renormalised over the tokens that top-p, top-k and min-p kept",
         when(
             "--rollout-top-p, --rollout-top-k or --rollout-min-p",
             lambda a: SamplingParams.of(a, "rollout").truncation(),
@@ -228,8 +229,8 @@ class RolloutArgs(DataArgs, ClusterArgs):
     train_constrained: bool = flag(
         False,
         "the run also trains on tokens that were sampled under a grammar, such as the JSON schema of an agent's "
-        "request. Their log-probs are computed over the tokens that the grammar allowed. Without this flag, the loss "
-        "mask of these tokens is 0",
+        "request. The log-probs of these tokens are computed over the tokens that the grammar allowed. Without this "
+        "flag, tokens that were sampled under a grammar have loss mask 0",
         POLICY,
     )
     rollout_max_context_len: int | None = flag(
@@ -274,8 +275,8 @@ class RolloutArgs(DataArgs, ClusterArgs):
 
     async_rollout: bool = flag(
         False,
-        "the next rollout is generated during the training on the current rollout. It therefore uses older weights "
-        "(slime's train_async.py)",
+        "the next rollout is generated during the training on the current rollout. The next rollout therefore uses "
+        "weights from before this training (slime's train_async.py)",
         TRAINING,
     )
     update_weights_interval: int = flag(
@@ -365,7 +366,7 @@ class RewardArgs(RolloutArgs):
 
     rm_type: str | None = flag(
         None,
-        lambda: f"this rule computes the reward: {', '.join(RULES)}. A boxed_ rule reads only \\boxed{{}}",
+        lambda: f"this rule computes the reward: {', '.join(RULES)}. A boxed_ rule considers only \\boxed{{}}",
         SAMPLING & when("a run without --custom-rm-path (which overrides this flag)", lambda a: not a.custom_rm_path),
     )
     reward_key: str | None = flag(None, "if a reward is a dict, its entry with this key is the reward", SAMPLING)
@@ -401,7 +402,8 @@ class RewardArgs(RolloutArgs):
     )
     code_memory_mb: int = flag(
         1024,
-        "address-space limit of the tested program [MiB]. It must be below the limit of the grading process",
+        "address-space limit of the tested program [MiB]. This limit must be below the memory limit of the grading "
+        "process",
         SAMPLING & rule_reads("code_memory_mb"),
         at_least=64,
         below=GRADER_MEMORY_MB,
@@ -413,7 +415,7 @@ class RewardArgs(RolloutArgs):
     )
     reward_model_device: Literal["auto", "cpu", "cuda"] = flag(
         "auto",
-        "the reward model runs on this device. With auto, it runs on a GPU if its process sees one",
+        "the reward model runs on this device. With auto, the reward model runs on a GPU if its process sees one",
         SAMPLING & use_of("--reward-model-path"),
     )
     reward_model_batch_size: int = flag(
@@ -497,14 +499,15 @@ class EnvironmentArgs(RolloutArgs):
     )
     environment_processes: int = flag(
         0,
-        "environments run in this many separate processes. With 0, they run in the process of the rollout",
+        "environments run in this many separate processes. With 0, environments run in the process of the rollout",
         IN_THIS_RUN,
         at_least=0,
     )
     agent_command: str | None = flag(
         None,
-        "this program answers each prompt. It gets the row as JSON on stdin, calls the model at OPENAI_BASE_URL, and "
-        'prints {"reward": 1.0} as its last line. If it prints no reward, --rm-type computes the reward',
+        "this program answers each prompt. The program gets the row as JSON on stdin, calls the model at "
+        'OPENAI_BASE_URL, and prints {"reward": 1.0} as its last line. If the program prints no reward, --rm-type '
+        "computes the reward",
         SAMPLING & NEW_ROLLOUTS,
         metavar="COMMAND",
     )
@@ -517,8 +520,8 @@ class EnvironmentArgs(RolloutArgs):
     )
     agent_sandbox_read: list[str] = flag(
         [],
-        "a program in a sandbox may also read these files and folders. It may always read the system's files, and the "
-        "files that its command names",
+        "a program in a sandbox may also read these files and folders. The program may always read the system's files, "
+        "and the files that its command names",
         BOXED,
         metavar="PATH",
     )

@@ -1,4 +1,5 @@
-"""Decides which arguments are secret. Code that shows, saves or logs arguments calls it, and writes ``***``."""
+"""Decides which arguments are secret. Code that shows, saves or logs arguments calls these functions, and writes
+``***`` instead of a secret."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class Settings:
         self.blamed.update((option, *also))
 
     def over(self, below: Settings) -> Settings:
-        """The settings of both; these settings override those of ``below``."""
+        """The settings of ``self`` and ``below``; ``self`` overrides ``below``."""
         return Settings(
             {**below.values, **self.values},
             {**below.sglang, **self.sglang},
@@ -62,8 +62,8 @@ class Settings:
 
 @dataclass(frozen=True)
 class KnownFlag:
-    """A flag of slime, miles or Megatron that has no field here. It takes ``arity`` values (-1: one or more, None: any
-    number). A refused flag is still accepted with the value ``harmless``."""
+    """A flag of slime, miles or Megatron that has no field here. ``arity``: how many values the flag takes (-1: one or
+    more, None: any number). ``harmless``: the value with which a refused flag is accepted."""
 
     arity: int | None
     why: str
@@ -94,8 +94,8 @@ def known_tables() -> dict[str, dict[str, str]]:
 
 @cache
 def known_flags(refused: bool | None = None) -> dict[str, KnownFlag]:
-    """Flags that have no field here, by name without dashes. ``refused``: only flags with this value; None: all
-    flags."""
+    """Flags that have no field here, by name without dashes. ``refused``: only flags with this value of ``refused``;
+    None: all flags."""
     if refused is not None:
         return {name: flag for name, flag in known_flags().items() if flag.refused == refused}
     tables, flags = known_tables(), dict[str, KnownFlag]()
@@ -158,7 +158,7 @@ class Vocabulary:
     def read(self, option: str, words: Sequence[str], into: Settings) -> None:
         """Read one option of a command line, such as ``--lr`` with ``words`` ["1e-6"], and note its value in ``into``.
 
-        If the option cannot be read, ``into`` gets a problem.
+        If the option cannot be read, the problem is added to ``into``.
         """
         name = option.removeprefix("--")
         try:
@@ -232,7 +232,8 @@ def read_yaml(flag: Flag, value: object) -> object:
 
 
 def as_words(value: object) -> list[str]:
-    """The command-line words for a value of a YAML file. The value true has no words, because a switch takes none."""
+    """The command-line words for a value of a YAML file. For the value true, the list is empty, because a switch takes
+    no value."""
     if value is True:
         return []
     if isinstance(value, dict):
@@ -398,7 +399,8 @@ def read_config(path: str, option: str, vocabulary: Vocabulary, *, own_keys: boo
 
 
 def load_yaml(path: str, option: str, settings: Settings) -> object:
-    """The content of a YAML file. If the file cannot be read, ``option`` gets a problem and the result is None."""
+    """The content of a YAML file. If the file cannot be read, a problem of ``option`` is noted, and the result is
+    None."""
     import yaml  # imported here, because --help needs only the standard library
 
     try:
@@ -469,8 +471,8 @@ def read_entry(
 ) -> dict[str, Any]:
     """The values of a mapping in a YAML file whose keys are the flags of ``group``. null means "not given".
 
-    ``refused``: other keys -> the reason why they are not supported. Problems are recorded for ``option``, and name the
-    place ``where``.
+    ``refused``: other keys -> the reason why they are not supported. Problems are recorded under ``option``, and their
+    text names the place ``where``.
     """
     flags = {f.name: f for f in group_flags(group)}
     values: dict[str, Any] = {}
@@ -563,7 +565,8 @@ def read_presets(
 
 
 def drop_unusable_paths(settings: Settings, vocabulary: Vocabulary) -> None:
-    """Remove each path that the system cannot look up, and report it as a problem. Later checks would fail on it."""
+    """Remove each path that the system cannot look up, and report it as a problem. Later checks would fail on such a
+    path."""
     for flag in vocabulary.flags.values():
         if flag.metavar not in PATHS or flag.name not in settings.values:
             continue

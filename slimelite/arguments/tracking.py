@@ -90,8 +90,8 @@ class TrackingArgs(DataArgs, CheckpointArgs):
     )
     prometheus_host: str = flag(
         "127.0.0.1",
-        "/metrics listens on this address. With 0.0.0.0, it listens on all addresses of the machine, and everyone who "
-        "can reach the machine can read the metrics",
+        "/metrics listens on this address. With 0.0.0.0, /metrics listens on all addresses of the machine, and "
+        "everyone who can reach the machine can read the metrics",
         PROMETHEUS,
     )
     prometheus_run_name: str | None = flag(
@@ -123,7 +123,7 @@ class ProfilingArgs(TrackingArgs):
 
     trace: bool = flag(
         False,
-        "the run writes a timeline of the work of every worker to trace.json in the run folder. Open it with "
+        "the run writes a timeline of the work of every worker to trace.json in the run folder. Open trace.json with "
         "ui.perfetto.dev or chrome://tracing",
         ALWAYS,
     )
@@ -146,8 +146,8 @@ class ProfilingArgs(TrackingArgs):
     )
     record_memory_history: bool = flag(
         False,
-        "each training rank records CUDA memory allocations. It writes them to a file when memory runs out, after "
-        "--memory-snapshot-num-steps, and when the run ends",
+        "each training rank records CUDA memory allocations. The rank writes these allocations to a file when memory "
+        "runs out, after --memory-snapshot-num-steps, and when the run ends",
         TRAINING & when("GPUs", lambda a: a.job.gpus, ": PyTorch records only the history of CUDA memory").strictly(),
     )
     memory_snapshot_dir: str | None = flag(
@@ -155,7 +155,7 @@ class ProfilingArgs(TrackingArgs):
         "the memory history is written to this folder",
         MEMORY_HISTORY,
         metavar="DIR",
-        auto="profile/ of the run folder",
+        auto="profile/ in the run folder",
     )
     memory_snapshot_num_steps: int | None = flag(
         None, "the memory history ends after this many rollouts", MEMORY_HISTORY, at_least=1, auto="the whole run"
@@ -174,8 +174,8 @@ class DebugArgs(OfJob):
     seed: int = flag(1234, "seed of the whole run", ALWAYS, at_least=SEEDS[0], at_most=SEEDS[-1])
     dry_run: bool = flag(
         False,
-        "the command checks everything that can be checked before a run. It prints all arguments and the expected "
-        "memory, time and traffic, and stops",
+        "the command checks everything that can be checked before a run. A dry run prints all arguments and the "
+        "expected memory, time and traffic, and stops",
         ALWAYS,
     )
     plan_gpu: str | None = flag(
@@ -195,8 +195,8 @@ class DebugArgs(OfJob):
     )
     args_group: list[str] = flag(
         [],
-        "this dataclass, such as my_file.py:MyArgs, defines your own flags. They work on the command line, in --help "
-        "and in config files, and plugins read them as args.my_flag. The flag may be given several times",
+        "this dataclass, such as my_file.py:MyArgs, defines your own flags. These flags work on the command line, in "
+        "--help and in config files, and plugins read them as args.my_flag. The flag may be given several times",
         ALWAYS,
         repeat=True,
         metavar="CLASS",

@@ -94,7 +94,7 @@ class PerfArgs(ClusterArgs):
 
     gradient_checkpointing: bool = flag(
         None,
-        "the backward pass recomputes activations. This is slower, but takes far less memory",
+        "the backward pass recomputes activations. Recomputation is slower, but needs far less memory",
         TRAINING,
         auto="on if training may not fit the GPUs' memory without it; off on a CPU",
     )
@@ -140,7 +140,8 @@ class PerfArgs(ClusterArgs):
 
     @property
     def recomputes_selectively(self) -> bool:
-        """Whether recomputation skips matrix products and attention. Compiled code does not show these operations."""
+        """Whether recomputation skips matrix products and attention. In compiled code, these operations cannot be told
+        apart."""
         return bool(self.gradient_checkpointing) and self.recompute_granularity == "selective" and not self.compile
 
 
@@ -186,8 +187,8 @@ class LoraArgs(CheckpointArgs, ModelArgs):
     )
     lora_dropout: float = flag(
         0.0,
-        "dropout rate of an adapter's inputs in training. Above 0, the policy in training differs from the policy "
-        "that generated the responses",
+        "dropout rate of an adapter's inputs in training. With a rate above 0, the policy in training differs from the "
+        "policy that generated the responses",
         LORA,
         at_least=0,
         below=1,
@@ -211,8 +212,8 @@ class LoraArgs(CheckpointArgs, ModelArgs):
     )
     lora_adapter_path: str | None = flag(
         None,
-        "training starts from the adapter in this folder, in peft's format. It takes over the adapter's rank, alpha, "
-        "type and modules",
+        "training starts from the adapter in this folder, in peft's format. The run uses the rank, alpha, type and "
+        "modules of this adapter",
         TRAINING,
         metavar="DIR",
     )

@@ -1,8 +1,8 @@
 """Writes files completely or not at all, explains a full disk, and checks the format number of files.
 
-Two runs never write to the same folder: `hold` creates a file in the folder and locks it. The file names the run. The
-kernel holds the lock (flock), and releases it when the run's process ends. On a network file system, other machines see
-the lock only if the file system supports such locks, like NFS.
+Two runs never write to the same folder: `hold` creates a file in the folder and locks it. The locked file contains a
+description of the run. The kernel holds the lock (flock), and releases it when the run's process ends. On a network
+file system, other machines see the lock only if the file system supports such locks, like NFS.
 """
 
 from __future__ import annotations

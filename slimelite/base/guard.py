@@ -73,8 +73,8 @@ def named_error(error: BaseException) -> str:
 def own_traceback(error: BaseException) -> str:
     """The traceback of a plugin's error, without slimelite's own calls above the plugin's first line.
 
-    If the traceback has no line of the plugin, it is complete. For a TimeoutError from another thread, asyncio loses
-    the lines of the plugin.
+    If the traceback has no line of the plugin, the whole traceback is returned. For a TimeoutError from another thread,
+    asyncio loses the lines of the plugin.
     """
     first = error.__traceback__
     while first is not None and Path(first.tb_frame.f_code.co_filename).is_relative_to(PACKAGE):
@@ -101,7 +101,8 @@ def defined_at(thing: Callable[..., object]) -> str:
 
 
 def import_failure(option: str, path: str, error: BaseException) -> str:
-    """The message for ``error``, which the user's file at ``path`` raised when it ran. ``option`` names the file."""
+    """The message for ``error``, which the user's file at ``path`` raised when it ran. ``option``: the flag whose value
+    is this file."""
     file = str(Path(path).resolve())
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
     what = " ".join((str(error) if isinstance(error, ValueError) else named_error(error)).split())

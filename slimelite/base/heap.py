@@ -25,7 +25,7 @@ def loading() -> Iterator[None]:
     """Run Python's garbage collector seldom inside this block. Imported modules stay in memory, so garbage collection
     would find little.
 
-    Without this setting, garbage collection took a tenth to a fifth of the CPU time of a trainer's imports.
+    With Python's default setting, garbage collection took a tenth to a fifth of the CPU time of a trainer's imports.
     """
     usual = gc.get_threshold()
     gc.set_threshold(SELDOM, *usual[1:])
@@ -44,7 +44,8 @@ def set_heap(*, mapped_above: int, trimmed_above: int) -> None:
 
 
 def keep_freed_memory(*, tight: bool) -> None:
-    """Let the heap of this process keep freed memory for the next tensors. ``tight``: only for tensors up to 1 MiB.
+    """Let the heap of this process keep freed memory for the next tensors. ``tight``: keep only the memory of tensors
+    up to 1 MiB.
 
     By default, glibc maps each larger tensor from the system, and returns its memory when the tensor is freed. Every
     page of a new tensor then causes a page fault. Page faults take a third of the CPU time of a step of a tiny model,

@@ -80,7 +80,8 @@ Ids = FirstError[list[int]]
 
 
 def with_fields(fields: Mapping[str, tuple[Any, Any]]) -> Callable[[type[B]], type[B]]:
-    """A decorator that adds ``fields``, name -> (type, default), to a body. Fields that the body has are kept."""
+    """A decorator that adds ``fields``, name -> (type, default), to a body. A field that the body already has stays
+    unchanged."""
 
     def decorated(body: type[B]) -> type[B]:
         new: dict[str, Any] = {name: kind for name, kind in fields.items() if name not in body.model_fields}
@@ -90,8 +91,8 @@ def with_fields(fields: Mapping[str, tuple[Any, Any]]) -> Callable[[type[B]], ty
 
 
 def unread(*names: str, **only: object) -> Mapping[str, tuple[Any, Any]]:
-    """Ignored fields, for `with_fields`. Fields of ``names`` may have any value. Fields of ``only`` must have the value
-    that has no effect."""
+    """Ignored fields, for `with_fields`. Fields in ``names`` may have any value. ``only``: name -> the only value that
+    the field may have, because this value has no effect."""
     fields: dict[str, tuple[Any, Any]] = dict.fromkeys(names, (Any, None))
     for name, value in only.items():
         check = AfterValidator(partial(_only, value=value))
@@ -108,7 +109,8 @@ def checked(kind: type[B], body: Any) -> B:
     """``body``, parsed from JSON, as an object of ``kind``.
 
     Raises:
-        RequestError: the body does not fit. The message names the place of the mistake and the expected value.
+        RequestError: the body is not a valid ``kind``. The message names the place of the mistake and the expected
+            value.
     """
     try:
         return kind.model_validate(body)

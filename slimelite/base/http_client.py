@@ -60,7 +60,8 @@ class Retry:
     """When and how often a request is sent again. After a lost connection, the server may receive a request twice.
 
     ``first_s``: the wait before the second attempt. Each wait is twice as long as the wait before, up to ``most_s``. A
-    random 0 to 50 % is added. ``refused``: also retry after a transient error, for example from a busy server.
+    random share of 0 to 50 % of the wait is added. ``refused``: also retry after a transient error, for example from a
+    busy server.
     """
 
     attempts: int = 1
@@ -110,9 +111,9 @@ class Conversation:
 class Client:
     """Sends requests over connections that stay open. All requests use the event loop of the first request.
 
-    ``timeout_s``: the time limit of one attempt. None means no limit, which generation needs. ``connections``: the
-    maximum number of connections at once. 0 means no limit. ``texts``: return an answer that is not JSON as text,
-    instead of raising an error.
+    ``timeout_s``: the time limit of one attempt. For generation, this must be None, which means no limit.
+    ``connections``: the maximum number of connections at once. 0 means no limit. ``texts``: return an answer that is
+    not JSON as text, instead of raising an error.
     """
 
     def __init__(

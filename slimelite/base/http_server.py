@@ -1,8 +1,8 @@
 """The base of our HTTP servers: access control, JSON and server-sent events, errors as JSON.
 
 The key is a bearer token, the header ``x-api-key``, or the password of an address: ``http://:KEY@host:port``. A server
-without a key answers only requests from this machine. Such a server refuses requests from the pages of other sites,
-even in a browser on this machine.
+without a key answers only requests from this machine. A server without a key also refuses requests from pages of other
+sites, even if the browser runs on this machine.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ GZIP = b"\x1f\x8b"
 
 
 class RequestError(ValueError):
-    """A request that cannot be served. ``status``: the HTTP status. ``param``: the wrong parameter. ``code``: OpenAI's
-    code.
+    """A request that cannot be served. ``status``: the HTTP status. ``param``: the name of the wrong parameter.
+    ``code``: OpenAI's code.
 
     ``details``: fields of the error that Anthropic's clients read, for errors that these clients handle themselves.
     """
@@ -62,9 +62,9 @@ class Server(ABC):
     """A server in the event loop of its caller. A subclass defines `_routes`.
 
     ``most_bytes``: longer bodies are refused without being read. ``key``: every request needs this key, except requests
-    to the handlers of `_public`. None means no key; see the top of this file. ``origins``: sites whose pages may send
-    requests; "*" for all. The caller must set ``origins`` before `start`. ``logs``: write each request to the log
-    ``slimelite.access``.
+    to the handlers of `_public`. None: requests need no key, but only this machine may send them. ``origins``: sites
+    whose pages may send requests; "*" for all. The caller must set ``origins`` before `start`. ``logs``: write each
+    request to the log ``slimelite.access``.
     """
 
     def __init__(self, most_bytes: int, host: str, port: int, key: str | None = None) -> None:
@@ -143,7 +143,7 @@ class Server(ABC):
         if http.match_info.handler not in self._public():
             # without a key, the server serves only this machine, but a browser here may show a page of another site
             if self.key is None and not _is_asked_from_here(http, self.origins):
-                raise RequestError("the server has no API key, so pages of other sites may not use it: set a key", 403)
+                raise RequestError("the server has no API key, so pages of other sites cannot use it: set a key", 403)
             if not self._opens(http, request_key(http)):
                 raise RequestError("this request needs the server's API key", 401, code="invalid_api_key")
         return await handler(http)

@@ -49,7 +49,7 @@ class Stopped(KeyboardInterrupt):
 
 
 class RolloutError(ValueError):
-    """A rollout cannot be finished. ``metrics`` (``rollout/...``): the counts so far."""
+    """A rollout cannot be finished. ``metrics``: the rollout's counts up to the error, as ``rollout/...``."""
 
     def __init__(self, message: str, metrics: Mapping[str, float]) -> None:
         super().__init__(message, metrics)  # Ray pickles this exception and rebuilds it from its arguments
@@ -63,8 +63,8 @@ class StopSignals:
     """Inside this block, the first Ctrl-C or SIGTERM raises `Stopped`. A second signal ends the process at once.
 
     The block catches `Stopped`, and ``status`` is then the exit status. If a signal arrives inside a finalizer
-    (``__del__``, for example of a pyarrow file), Python drops the exception. So code that waits calls `check`, which
-    raises `Stopped` again.
+    (``__del__``, for example of a pyarrow file), Python drops the exception. Therefore code that waits calls `check`,
+    which raises `Stopped` again.
     """
 
     status = 0
@@ -113,7 +113,7 @@ def _say(text: str) -> None:
 
 
 def start_module(module: str, *words: str, **options: Any) -> subprocess.Popen[Any]:
-    """Start ``python -m module words``, with the ``options`` of Popen. The process can import our package.
+    """Start ``python -m module words``, with the ``options`` of Popen. The new process can import our package.
 
     Ctrl-C reaches only the parent of the process.
     """
@@ -129,9 +129,10 @@ def start_module(module: str, *words: str, **options: Any) -> subprocess.Popen[A
 class Watchdog:
     """A small process that outlives this process, and kills the processes that this process started and could not end.
 
-    The watchdog acts when this process dies or leaves the block with an error. It kills every process with our mark in
-    its environment (Ray's daemons, actors, servers). If the run could not write its status, the watchdog writes the
-    status. ``folder``: the run folder. ``explain``: a command that prints a possible reason why the run was killed.
+    The watchdog acts when this process dies or leaves the block with an error. The watchdog then kills every process of
+    the run, such as Ray's daemons, actors and servers. A mark in their environment variables identifies these
+    processes. If the run could not write its status, the watchdog writes the status. ``folder``: the run folder.
+    ``explain``: a command that prints a possible reason why the run was killed.
     """
 
     _current: ClassVar[Watchdog | None] = None
@@ -200,8 +201,8 @@ def _started(pid: int) -> int | None:
 def read_status(folder: str | Path) -> dict[str, Any]:
     """The content of status.json in a run folder; empty if there is no such file.
 
-    If the file has the status "running" but the process is gone, the result has the status "stopped without a word". In
-    this case the watchdog died with the run: a scheduler killed the whole job, or the machine went down.
+    If the file has the status "running" but the process is gone, the result has the status "stopped without a word".
+    The watchdog then died with the run, because a scheduler killed the whole job or the machine went down.
     """
     try:
         status: Any = json.loads((Path(folder) / "status.json").read_text(encoding="utf-8"))

@@ -28,8 +28,8 @@ WAITING_FILES = ("threading.py", "queue.py", "selectors.py", "base_events.py", "
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process at one moment. ``state``: the letter of proc(5). ``cpu``: CPU seconds so far. ``faults``: pages read
-    from disk."""
+    """A process at one moment. ``state``: the letter of proc(5). ``cpu``: the CPU seconds that the process has used so
+    far. ``faults``: pages read from disk."""
 
     pid: int
     parent: int
@@ -41,7 +41,8 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """A process that has been stopped (SIGSTOP) for ``seconds``. ``log``: the log of the worker that it belongs to."""
+    """A process that has been stopped (SIGSTOP) for ``seconds``. ``log``: the log of the worker that the process
+    belongs to."""
 
     pid: int
     seconds: float
@@ -168,15 +169,16 @@ class MemoryKills:
         self.look()
 
     def look(self) -> None:
-        """Record the kernel's count of kills. The monitor calls this several times per `RECENT_S` seconds."""
+        """Record how many processes the kernel has killed for lack of memory. The monitor calls this several times per
+        `RECENT_S` seconds."""
         if (count := _memory_kills()) is not None:
             self._noted.append((time.monotonic(), count))
         while len(self._noted) > 1 and self._noted[1][0] < time.monotonic() - RECENT_S:
             self._noted.popleft()
 
     def recent(self) -> int | None:
-        """The number of kills in the last `RECENT_S` seconds; None if this kernel does not count them, or if `look` was
-        not called lately."""
+        """The number of processes that the kernel killed for lack of memory in the last `RECENT_S` seconds. None if
+        this kernel does not count such kills, or if `look` was not called lately."""
         count = _memory_kills()
         if count is None or not self._noted:
             return None
@@ -210,8 +212,8 @@ def is_stopped(pid: int) -> bool:
 def waited(pid: int | None = None) -> float:
     """Seconds for which a thread was ready to run but had no processor; 0 if the kernel does not report it.
 
-    ``pid``: a process. Of the process's threads, the thread that waited longest counts. None: only the calling thread
-    counts.
+    ``pid``: a process. The result is the time of the thread that waited longest in this process. None: the time of the
+    calling thread.
     """
     files = [Path("/proc/thread-self/schedstat")] if pid is None else Path(f"/proc/{pid}/task").glob("*/schedstat")
     longest = 0.0
@@ -258,10 +260,11 @@ def show_stacks() -> None:
 
 
 def stack(pid: int, log: str) -> str:
-    """The stack of a process that called `show_stacks`, as "file:line in function < ...", innermost call first.
-    Empty if the process does not answer.
+    """The stack of a process that called `show_stacks`, as "file:line in function < ...", innermost call first. The
+    text is empty if the process does not answer.
 
-    The process writes the stacks of all its threads to ``log``. A stopped process is continued for this.
+    The process writes the stacks of all its threads to ``log``. If the process is stopped, this function continues it
+    (SIGCONT).
     """
     with suppress(OSError, ValueError):
         caught = int(re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.M)[1], 16)  # type: ignore[index]

@@ -43,6 +43,6 @@ class Reading:
 
 
 def last_reading(log: Path) -> str | None:
-    """The last line of `Reading` in the file ``log``, if no other line follows in the file."""
+    """The last line of the file ``log`` if `Reading` wrote this line, else None."""
     lines = log.read_text(encoding="utf-8", errors="replace")[-300:].splitlines() if log.is_file() else []
     return lines[-1] if lines and lines[-1].startswith(READ) else None

@@ -8,7 +8,7 @@
 
 in a file of ``--import-file`` adds a record. Choices, dispatch, checks, help and docs all read the records, so there is
 no second list of names. Records need only the standard library. If a function imports torch, its record names the
-function as ``"package.module:function"``. The first call of the function imports it (`function`).
+function as ``"package.module:function"``. Such a function is imported when it is first called (see `function`).
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class Registry(dict[str, R], Generic[R]):
 def function(reference: Function, option: str = "", name: str = "") -> Callable[..., Any]:
     """The function that a record names: ``reference`` itself, or the function at ``"package.module:function"``.
 
-    If ``option`` and ``name`` are given, an error of a user's function becomes a `plugins.PluginError`. Its message
-    names the option, the record and the line of the error.
+    If ``option`` and ``name`` are given, an error of a user's function becomes a `plugins.PluginError`. The message of
+    this error names the option, the record and the line of the error.
 
     Raises:
         ValueError: there is no such module or function.

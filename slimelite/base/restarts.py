@@ -35,7 +35,7 @@ ELASTIC = "slimelite.cluster.elastic"
 
 
 class Settings(Protocol):
-    """The flags of the run that its parent needs."""
+    """The flags of the run that the parent process needs."""
 
     @property
     def run_dir(self) -> str: ...

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class LoopThread:
-    """A daemon thread called ``name`` with an event loop. It runs until `close` or `abandon`."""
+    """A daemon thread called ``name`` with an event loop. The loop runs until `close` or `abandon` is called."""
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
@@ -44,7 +44,7 @@ class LoopThread:
             raise
 
     def abandon(self) -> None:
-        """Ask the loop to stop, but do not wait for it, because a task that blocks it may never end."""
+        """Ask the loop to stop, but do not wait for it, because a task that blocks the loop may never end."""
         self.loop.call_soon_threadsafe(self.loop.stop)
 
     def close(self) -> None:
@@ -60,7 +60,7 @@ class LoopThread:
                 self.loop.run_forever()
                 stopped = True
             except SystemExit:  # from a plugin's task; asyncio raises it here and in the code that awaits the task
-                logger.warning("a plugin called sys.exit in a task of its own")
+                logger.warning("sys.exit was called in a plugin's own asyncio task")
 
 
 class Gathered(Generic[T]):

@@ -1,9 +1,9 @@
 """`--trace`: records the work of every worker of a run over time, as a Chrome trace, which Perfetto can open too.
 
 The file is a JSON array with one event on each line. All processes of a machine append to the file, and each event is
-one `write`. So a killed process loses no events, and no files have to be merged. `finish` writes the last bracket, but
-Chrome and Perfetto also open an array without this bracket. The format is Chrome's "Trace Event Format", with complete
-events ("X") and names ("M").
+one `write`. Therefore a killed process loses no events, and no files have to be merged. `finish` writes the last
+bracket, but Chrome and Perfetto also open an array without this bracket. The format is Chrome's "Trace Event Format",
+with complete events ("X") and names ("M").
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _Writer:
                 os.write(self._file, "".join(lines).encode())
 
     def close(self) -> None:
-        """Write the last bracket. Spans that end later are not written."""
+        """Write the last bracket of the JSON array. Spans that end after this call are not written."""
         end = {"name": "the run ends", "ph": "i", "s": "g", "ts": time.time_ns() // 1000, **_ids("driver", "phases", 0)}
         with self._lock:
             file, self._file = self._file, None
@@ -93,8 +93,8 @@ _writer: _Writer | None = None
 
 
 def begin(path: Path, *, driver: bool = False) -> None:
-    """From now on, record the spans of this process in the file at ``path``. The ``driver`` begins before the other
-    processes. If an earlier run has finished the file, the driver continues the file.
+    """From now on, record the spans of this process in the file at ``path``. The ``driver`` calls this function before
+    the other processes. If an earlier run has finished the file, the driver reopens it and appends.
     """
     global _writer
     if _writer is not None:
@@ -127,7 +127,7 @@ def span(worker: str, track: str, name: str, **facts: object) -> Iterator[dict[s
     """Record the time of the ``with`` block as a bar called ``name``, on a track of ``worker``. Before `begin` is
     called, `span` records nothing.
 
-    ``facts``: shown with the bar. The block gets this dict and may add to it.
+    ``facts``: shown with the bar. The ``with`` block receives ``facts`` as a dict and may add to it.
     """
     writer = _writer
     if writer is None:

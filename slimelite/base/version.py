@@ -22,7 +22,7 @@ def add_version(parser: argparse.ArgumentParser) -> None:
 
 def answer_version(argv: Sequence[str] | None = None) -> None:
     """Print the version and exit if ``--version`` is in ``argv`` before any ``--``. If ``argv`` is None, this process's
-    argv counts.
+    command line is used.
 
     This function is for programs that read their command line without argparse, or whose parser has subcommands.
     """

@@ -1,8 +1,8 @@
 """Calls an engine in another process, and puts many calls into one message.
 
-A message between two processes costs about a millisecond of CPU time. A decoding step of a tiny model costs the same
-CPU time. A rollout of 32 groups makes 32 calls of `Engine.generate` at the same time. These calls are sent as one
-batch, and their results come back in a few messages.
+A message between two processes costs about a millisecond of CPU time, as much as a decoding step of a tiny model. A
+rollout of 32 groups makes 32 calls of `Engine.generate` at the same time. These calls are sent as one batch, and their
+results come back in a few messages.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class EngineDesk:
         return getattr(self._engine, name)
 
     def begin_again(self) -> None:
-        """Note that this process replaces an earlier process of the engine."""
+        """Record that this process replaces an earlier process of the engine."""
         self.empty = self._syncs
 
     async def info(self) -> EngineInfo:
-        """See `Engine.info`. The weight version is -1 while the desk is empty."""
+        """See `Engine.info`. The weight version is -1 while a restarted engine waits for its weights."""
         info = await self._engine.info()
         return replace(info, weight_version=-1) if self.empty else info
 
@@ -67,7 +67,7 @@ class EngineDesk:
         """Start the ``calls`` of a new ``batch``, and return the first results as `fetch` does.
 
         Raises:
-            ConnectionError: the desk is empty.
+            ConnectionError: the engine was restarted, and waits for its weights.
         """
         if self.empty:
             raise ConnectionError("the engine was restarted, and waits for its weights")
@@ -104,7 +104,7 @@ class EngineDesk:
             self._errors = {place: error for place, error in self._errors.items() if place[0] != batch}
 
     async def error(self, batch: tuple[int, int], call: int) -> None:
-        """Raise the error of a ``call`` of ``batch``, and delete it."""
+        """Raise the stored error of a ``call`` of ``batch``, and delete the stored error."""
         raise self._errors.pop((batch, call))
 
 

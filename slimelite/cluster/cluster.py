@@ -82,12 +82,13 @@ class Cluster:
 
     Verbs that need the trainers run one after the other, on a thread of the handle. With ``--launcher local`` these
     verbs run in the caller's thread, so a debugger can follow them. `generate` and `evaluate` run in parallel to the
-    trainers. These two verbs begin immediately, unless an earlier verb still uses the engines (`sync`, `save`, another
-    `generate`). Later verbs that use the engines wait for `generate` and `evaluate`.
+    trainers. `generate` and `evaluate` begin immediately, unless an earlier verb still uses the engines (`sync`,
+    `save`, another `generate`). Later verbs that use the engines wait for `generate` and `evaluate`.
 
     If a verb fails, queued verbs fail with the same error. New verbs raise this error, and so does the end of the
-    ``with`` block. Verbs run again after `Pending.result` has raised the error to the caller. After `complete_args`,
-    ``args`` has values for ``start_rollout_id`` and ``num_rollout``. The other arguments are the fields of `Workers`.
+    ``with`` block. After `Pending.result` has raised this error to the caller, new verbs can run. After
+    `complete_args`, ``args`` has values for ``start_rollout_id`` and ``num_rollout``. All constructor arguments except
+    ``args`` are the fields of `Workers`.
     """
 
     def __init__(
@@ -136,8 +137,8 @@ class Cluster:
                 wait([self._last_use], CANCEL_S)
 
     def generate(self, rollout_id: int) -> Pending[RolloutOutput]:
-        """Begin a rollout. The result has the table of scored samples and the metrics. If this rollout has already
-        begun and its result was not taken, the same future is returned.
+        """Begin a rollout. The result has the table of scored samples and the metrics. If rollout ``rollout_id`` has
+        already begun, and nobody has read its result yet, the method returns the future of this rollout.
         """
         check_number("generate", "rollout_id", rollout_id)
         begun = self._rollouts.get(rollout_id)
@@ -168,7 +169,7 @@ class Cluster:
 
     def bits_per_byte(self) -> Pending[dict[str, float]]:
         """Compute ``eval/bpb``, the bits per byte of the texts of ``--eval-bpb`` with the trainers' weights. The bits
-        for the end of each document count too, because a decoder needs them. Without texts, the dict is empty.
+        for the end of each document count too, because a decoder needs them. Without ``--eval-bpb``, the dict is empty.
         """
 
         def work() -> dict[str, float]:
@@ -432,7 +433,7 @@ class Cluster:
                 return
             if self._moved:
                 raise ClusterError(MOVED_ON)
-            logger.warning("every engine was restarted, so weights %d are sent again", self._version)
+            logger.warning("every engine was restarted, so weight version %d is sent again", self._version)
             self._push(self._version)
 
     def _push(self, version: int) -> dict[str, float]:
@@ -450,7 +451,7 @@ class Cluster:
                 if not retries:
                     raise ClusterError(str(error)) from error
                 retries -= 1
-                logger.warning("%s; waiting until every engine is alive, then sending again", error)
+                logger.warning("%s; waiting until every engine is alive, then sending the weights again", error)
 
     def _check_engines(self, version: int) -> float:
         from slimelite.training.loss import engine_threshold  # imports torch
@@ -462,7 +463,7 @@ class Cluster:
             raise ClusterError(
                 f"--check-weight-update-equal: after sync {version} the log-probs of engines and trainer differ by "
                 f"{', '.join(f'{gap:.2e}' for gap in gaps)} (mean of each engine; inf: the engine still has another "
-                f"version). This is more than {limit}, so an engine does not have the trainer's weights"
+                f"version). At most {limit} is accepted, so an engine does not have the trainer's weights"
             )
         return float(gaps.max())
 

@@ -28,11 +28,11 @@ POLL_S = 1.0
 
 
 def smaller(args: Args, free: Mapping[str, int], *, first: str) -> list[str] | None:
-    """The arguments that make a run fit the remaining nodes. The list is empty if the run fits unchanged. None: no
-    smaller run fits either.
+    """The arguments that make a run fit the remaining nodes. The list is empty if the run fits unchanged. Returns None
+    if even the smallest run does not fit.
 
-    The result first keeps the largest possible number of nodes with ranks, and then the largest possible number of
-    engines.
+    The arguments keep as many nodes with ranks as possible. With these nodes, the arguments keep as many engines as
+    possible.
 
     Args:
         free: node id -> the number of its devices.
@@ -102,7 +102,8 @@ def _has_run(task: ray.ObjectRef[bool]) -> bool:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the arguments. If no run fits, the exit status is 1 and the reason is on stderr."""
+    """Print the arguments of `smaller`. If even the smallest run does not fit, the exit status is 1 and the reason is
+    on stderr."""
     try:
         args = make_args(argv)
         with connected(1, args.restart_wait):

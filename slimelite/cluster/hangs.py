@@ -2,9 +2,9 @@
 message, and ends them.
 
 A thread of the driver checks the processes of the run. On other nodes, an actor checks the processes for the driver.
-The information comes from the kernel. A worker hangs if its process is stopped, or if all training ranks are idle
-although they have work. A worker that computes, reads a disk or holds Python's global lock never counts as hanging,
-even if this takes very long.
+The kernel reports whether a process is stopped or idle. A worker hangs if its process is stopped, or if all training
+ranks are idle although they have work. A worker that computes, reads a disk or holds Python's global lock never counts
+as hanging, even if this takes very long.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class Calls:
     _next: int = 0
 
     def begin(self, method: str, answer: Future[Any]) -> None:
-        """Record a call. The call is removed when ``answer`` is done."""
+        """Record a call. The record is removed when ``answer`` is done."""
         number, self._next = self._next, self._next + 1
         self.open[number] = method, time.monotonic()
         answer.add_done_callback(lambda _: self.open.pop(number, None))
 
     def oldest(self) -> tuple[str, float] | None:
-        """The method and the age [s] of the oldest open call. ("", 0.0) if there is no open call."""
+        """The method and the age [s] of the oldest open call. Returns None if there is no open call."""
         method, since = min(list(self.open.values()), key=lambda call: call[1], default=("", 0.0))
         return (method, time.monotonic() - since) if method else None
 
@@ -95,8 +95,8 @@ class Seen:
         return self.worker.name.startswith("trainer")
 
     def waits(self) -> float:
-        """The time for which the worker's oldest call has waited for an answer [s]. The time is 0 if there is no
-        call."""
+        """The time for which the worker's oldest call has waited for an answer [s]. The result is 0 if the worker has
+        no open call."""
         oldest = self.worker.calls.oldest()
         return oldest[1] if oldest else 0.0
 

@@ -28,9 +28,10 @@ def nodes_of_bundles(
     free devices.
 
     Ranks use exactly ``nodes`` nodes, with the same number of ranks on each. The ranks begin on node ``first``. Then
-    the engines of ``widths`` are placed, each inside one node. The widest engine is placed first, on the node with the
-    most free devices. If the engines do not fit in this way, each engine takes the fullest node that has enough free
-    devices. If this fails too, the ranks begin on another node.
+    the engines are placed, each inside one node. ``widths``: the number of devices of each engine. The widest engine is
+    placed first, on the node with the most free devices. If some engines then do not fit, each engine is placed on the
+    node with the fewest free devices that suffice. If some engines still do not fit, the ranks begin on a node other
+    than ``first``.
 
     Args:
         free: node id -> number of free devices.

@@ -78,7 +78,7 @@ class Host:
         log: the file for all output of the process.
         name: the worker's name in the trace.
         trace_file: the file of ``--trace``. None: no trace is written.
-        env: environment variables. Ray's ``runtime_env`` could set them too, but then Ray starts each worker twice.
+        env: environment variables. If Ray's ``runtime_env`` set these variables, Ray would start each worker twice.
         make: the function that creates the object from ``args``.
     """
 
@@ -119,8 +119,8 @@ class Host:
         return f"{host}:{self.listener.getsockname()[1]}"
 
     def make(self, make: str, secrets: dict[str, str], *args: object) -> None:
-        """Create the object with the function ``make``, written as "package.module:function". So the driver need not
-        import the module. ``secrets``: environment variables that Ray must not write to logs or command lines.
+        """Create the object with the function ``make``, written as "package.module:function" so that the driver need
+        not import the module. ``secrets``: environment variables that Ray must not write to logs or command lines.
         """
         os.environ.update(secrets)
         with loading():
@@ -149,8 +149,8 @@ class Host:
 class AsyncHost(Host):
     """An actor with an object of async methods. The methods run on the actor's event loop.
 
-    The object is an engine. Freed memory stays allocated in its process, because each decoding step needs this memory
-    again. `EngineDesk` returns the memory to the system after a rollout.
+    The object is always an engine. The engine's process keeps freed memory allocated, because each decoding step needs
+    this memory again. `EngineDesk` returns the memory to the system after a rollout.
     """
 
     returns_blocks = False
@@ -258,8 +258,8 @@ def _one_message() -> Iterator[None]:
 class Actors:
     """The actors of a run on its placement group.
 
-    Colocated engines share the trainers' devices. Other engines get the devices after the trainers' devices.
-    ``started``: all actors are added to this list. ``kills``: see ``memory_kills`` of `Monitor`.
+    Colocated engines share the trainers' devices. Engines that are not colocated get the devices that follow the
+    trainers' devices. ``started``: all actors are added to this list. ``kills``: see ``memory_kills`` of `Monitor`.
     """
 
     def __init__(
@@ -317,7 +317,7 @@ class Actors:
         writes to ``--save-hf``.
 
         Raises:
-            ClusterError: a rank on another node does not see a file that the driver wrote into such a folder.
+            ClusterError: a rank on another node does not see the driver's files in ``--save`` or ``--save-hf``.
         """
         others = [trainer for n, trainer in enumerate(trainers) if self._nodes[n] != self._here]
         places = {"--save": self.args.save, "--save-hf": self.args.save_hf and str(Path(self.args.save_hf).parent)}
@@ -337,8 +337,8 @@ class Actors:
                     )
 
     def machines(self) -> dict[str, RemoteMachine]:
-        """Start an actor on each other node. The actor checks the processes on this node. Returns address of the node
-        -> machine."""
+        """Start an actor on every node except this one. Each actor checks the processes of its node. Returns address of
+        the node -> machine."""
         own = self._hosts[str(ray.get_runtime_context().get_node_id())]
         used = {self._hosts[node]: node for node in self._nodes.values()}
         limit = END * self.args.hang_timeout
@@ -410,8 +410,8 @@ class RemoteMachine:
 @contextmanager
 def ray_workers(args: Args, progress: Progress) -> Iterator[Workers]:
     """Start the workers of ``--launcher ray``: an actor for each trainer rank, for each engine and for the rollout
-    side. The actors run on the Ray cluster of ``RAY_ADDRESS``, which a `ray job` sets. Without this variable, a new Ray
-    is started for this run only.
+    side. The actors run on the Ray cluster of ``RAY_ADDRESS``, which a `ray job` sets. If ``RAY_ADDRESS`` is not set, a
+    new Ray is started for this run only.
 
     ``progress`` is called with a text that names the workers for which the start waits.
 
@@ -462,9 +462,9 @@ def start_workers(
 ) -> None:
     """Load all workers in parallel.
 
-    Engines and trainers that share GPUs do not load at the same time. The engines load first, because SGLang chooses
-    the size of its KV cache by the free memory. With ``--offload-rollout`` these engines release their memory before
-    the trainers load.
+    Engines and trainers that share GPUs do not load at the same time. Such engines load first, because SGLang chooses
+    the size of its KV cache by the free memory. With ``--offload-rollout``, engines on shared GPUs release their memory
+    before the trainers load.
     """
     first = ServerProcess.start if args.job.servers else Engine.info
     loading: dict[Future[Any], str] = {engine.submit(first): engine.name for engine in engines}

@@ -67,13 +67,14 @@ SETTINGS = {
 
 @contextmanager
 def connected(bundles: int, patience: float = 0.0) -> Iterator[bool]:
-    """Connect to the Ray of ``RAY_ADDRESS`` (a `ray job` sets this variable). Without the variable, start a Ray for
-    ``bundles`` devices.
+    """Connect to the Ray of ``RAY_ADDRESS`` (a `ray job` sets this variable). If this variable is not set, start a new
+    Ray for ``bundles`` devices.
 
     ``patience``: the time to wait for a cluster that does not answer [s].
 
     Yields:
-        whether the Ray cluster continues after the run. If so, the run must release its reserved devices.
+        whether the Ray cluster continues after the run. If the cluster continues, the run must release its reserved
+        devices.
 
     Raises:
         ClusterError: there is no cluster at the address, the cluster refuses the token, or Ray does not start.
@@ -157,7 +158,7 @@ def _start(bundles: int) -> None:
                 logger.warning("Ray did not start (%s); trying again", _first_line(error))
                 continue
             raise ClusterError(
-                f"Ray did not start in {TRIES} attempts: {_first_line(error)}. Its logs are in "
+                f"Ray did not start in {TRIES} attempts: {_first_line(error)}. Ray's logs are in "
                 f"{folder}/ray/session_latest/logs. Most often the machine is too busy, or has no memory or processes "
                 f"left (free -g, ulimit -u): end other jobs and start again; {LOCAL}"
             ) from error
@@ -233,7 +234,7 @@ def explained(
     verdict: str | None = None,
     host: str | None = None,
 ) -> ClusterError:
-    """Convert ``error`` to one message. Ray's own text is added as a note, which log.txt shows.
+    """Convert ``error`` to an error with one message. The text of ``error`` is added as a note, which log.txt shows.
 
     ``host``: the address of the worker's machine, for errors of Ray that do not name it.
     ``kills``: the number of processes on the worker's machine that the kernel has just killed because memory was full.
@@ -322,6 +323,7 @@ def _host_name(address: str) -> str:
 
 
 def last_line(error: BaseException) -> str:
-    """The last line of Ray's message. If an actor failed in its constructor, this line is the actor's error."""
+    """The last line of Ray's message. If an actor failed in its constructor, the last line contains the actor's
+    error."""
     lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", str(error)).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__

@@ -52,22 +52,22 @@ class MemoryShortage(ClusterError):
 
 
 class RestartWaitError(ClusterError):
-    """The machines of a run did not come back within ``--restart-wait``. After this error, the run is not started
-    again."""
+    """The machines of a run did not come back within ``--restart-wait``. A run that fails with this error is not
+    started again."""
 
 
 def not_there(problem: str, patience: float) -> ClusterError:
     """The error for a missing cluster or missing devices. ``patience``: the time for which a restart has waited for the
-    cluster or the devices [s]. ``patience`` is 0 at the first start."""
+    cluster or the devices [s]. At the first start of a run, ``patience`` is 0."""
     if not patience:
         return ClusterError(problem)
     return RestartWaitError(f"a restart has waited {patience:g} s for its machines (--restart-wait): {problem}")
 
 
 def with_memory(error: BaseException, args: Args) -> BaseException:
-    """Return ``error``, or a new error that explains it. For a shortage of memory, the explanation has the memory that
-    the run needed, and settings that would have fitted. For a failed collective, it states that a rank did not
-    answer."""
+    """Return ``error``, or a new error that explains it. After a shortage of memory, the new error names the memory
+    that the run needed, and settings that would have fitted. After a failed collective, the new error states that a
+    rank did not answer."""
     from slimelite.plan.run import is_shortage, needs_and_remedies, shortage  # only needed after an error
 
     if isinstance(error, MemoryShortage):
@@ -133,7 +133,7 @@ class Remote(ABC, Generic[T_co]):
 
     @abstractmethod
     def cpu_seconds(self) -> Future[float]:
-        """The CPU time of the object's process since its start [s]. The time is 0 if the object is in the caller's
+        """The CPU time of the object's process since its start [s]. The result is 0 if the object is in the caller's
         process."""
         ...
 
@@ -143,7 +143,7 @@ class Remote(ABC, Generic[T_co]):
 
 
 class LocalRemote(Remote[T_co]):
-    """An object of this process. The object's methods run immediately, in the caller's thread."""
+    """An object in this process. The object's methods run immediately, in the caller's thread."""
 
     def __init__(self, target: T_co, name: str) -> None:
         self.target, self.name = target, name
@@ -170,7 +170,8 @@ class LocalRemote(Remote[T_co]):
 
 
 class RemoteSink:
-    """Sends weights to remote engines. Each bucket is shared once, and all engines read it."""
+    """Sends weights to remote engines. Each bucket of weights is shared only once (`Remote.share`), and all engines
+    read this copy."""
 
     every_rank = False
 
@@ -203,13 +204,13 @@ class RemoteSink:
 
 
 def check_number(verb: str, name: str, value: object) -> None:
-    """Check that the argument ``name`` of ``verb`` is a whole number from 0. Raises ValueError if it is not."""
+    """Check that the argument ``name`` of ``verb`` is a whole number from 0. Raises ValueError for any other value."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise ValueError(f"{verb}: {name} must be a whole number from 0, not {value!r}")
 
 
 def check_table(verb: str, value: object) -> None:
-    """Check that the argument of ``verb`` is a table of samples. Raises ValueError if it is not."""
+    """Check that the argument of ``verb`` is a table of samples. Raises ValueError for any other value."""
     if not isinstance(value, SampleTable):
         has = isinstance(value, Pending) and ": take the .table of its result()"
         has = has or (hasattr(value, "table") and ": take its .table") or ""
@@ -231,12 +232,12 @@ class Pending(Future[R]):
         self._turns, self._attend = turns, attend
 
     def result(self, timeout: float | None = None, progress: Progress | None = None) -> R:
-        """Wait for the verb's result. Meanwhile ``progress`` is called with the progress of the verb.
+        """Wait for the verb's result. During the wait, ``progress`` is called with the progress of the verb.
 
         Raises:
-            Exception: the verb's error. After this, later verbs can run again.
+            Exception: the verb's error. After this error is raised, new verbs can run.
             Stopped: Ctrl-C or SIGTERM was received (see `StopSignals`).
-            TimeoutError: there is no result after ``timeout`` [s]. The verb continues to run.
+            TimeoutError: there is no result after ``timeout`` [s]. The verb continues to run in spite of this error.
         """
         end = math.inf if timeout is None else time.monotonic() + timeout
         StopSignals.check()
@@ -254,8 +255,8 @@ class Pending(Future[R]):
 
 @dataclass(slots=True)
 class Failure:
-    """The first ``error`` of the verbs since the caller has seen the previous error. ``error`` is None if there is no
-    such error."""
+    """The first ``error`` of a verb after the caller has seen the previous error. ``error`` is None if no verb has
+    failed since then."""
 
     error: BaseException | None = None
 
@@ -265,8 +266,8 @@ class Turns:
     caller's thread instead.
 
     After an error, no job runs until a `Pending.result` has raised this error to the caller. Jobs that were queued
-    before the error always fail with it. ``explained``: function that converts an error to the error that is raised. An
-    example is `with_memory`.
+    before the error always fail with this error. ``explained``: a function, such as `with_memory`, that converts an
+    error to the error that is raised.
     """
 
     def __init__(
@@ -291,11 +292,11 @@ class Turns:
         return pending
 
     def check(self, pending: Pending[Any] | None = None) -> None:
-        """Raise the current error if no `Pending.result` has raised it yet. With ``pending``, also raise an error that
-        occurred after the verb of ``pending`` was called.
+        """Raise the error of a failed verb if no `Pending.result` has raised this error yet. With ``pending``, also
+        raise an error that occurred after the verb of ``pending`` was called.
 
         Raises:
-            Exception: the current error.
+            Exception: the error of the failed verb.
             ValueError: the block of `launch` has ended.
         """
         error = self.failure.error or (None if pending is None else pending.failure.error)
@@ -305,7 +306,8 @@ class Turns:
             raise ValueError("the run has ended with its `with launch(...)` block: call verbs inside the block")
 
     def seen(self, pending: Future[Any]) -> None:
-        """Record that the caller has seen the error of ``pending``. From now on, jobs run again."""
+        """Record that the caller has seen the error of ``pending``. After that, new jobs can run although an earlier
+        job has failed."""
         if pending.done() and not pending.cancelled() and pending.exception() is self.failure.error is not None:
             self.failure = Failure()
 

@@ -15,8 +15,8 @@ class Saving(Thread):
     """Waits until every rank has written its part of the checkpoint ``final``, and then completes the checkpoint (see
     `writing`).
 
-    The ranks and the caller write to ``directory``. If the run dies meanwhile, the previous checkpoint remains the
-    newest checkpoint.
+    The ranks and the caller write the parts of the checkpoint to ``directory``. If the run dies before the checkpoint
+    is complete, the previous checkpoint remains the newest checkpoint.
     """
 
     def __init__(self, final: Path, size: int, retain: int | None, ranks: int) -> None:
@@ -52,7 +52,7 @@ class Saving(Thread):
 
     @property
     def failed(self) -> bool:
-        """Whether writing has ended with an error. `finish` raises the error."""
+        """Whether writing has ended with an error. `finish` raises this error."""
         return self._error is not None
 
     def finish(self) -> None:

@@ -73,8 +73,8 @@ class Desk:
 
 
 class Shared:
-    """A value that is sent only once. Other ranks read the value from the store with ``key``. In this process,
-    ``value`` is the value."""
+    """A value that rank 0 sends only once, for all ranks. The other ranks read the value from the store with ``key``.
+    Rank 0 uses ``value`` directly."""
 
     def __init__(self, key: str, value: object = None) -> None:
         self.key, self.value = key, value
@@ -102,8 +102,8 @@ class OwnTrainer(Remote["Trainer"]):
         return self._desk.submit(lambda: 0.0)
 
     def share(self, value: V) -> V:
-        """See `Remote.share`. The new value replaces the previous shared value, because the verb of the previous value
-        is over."""
+        """See `Remote.share`. Each new value replaces the previous shared value, because the verb that used the
+        previous value is over."""
         _numbers["shared"] += 1
         self._store.delete_key(f"slimelite/shared/{_numbers['shared'] - 1}")
         shared = Shared(f"slimelite/shared/{_numbers['shared']}", value)
@@ -158,7 +158,7 @@ def torchrun_workers(args: Args, progress: Progress) -> Iterator[Workers]:
 
 
 def follow() -> int:
-    """Handle the requests of rank 0 until rank 0 leaves. The other ranks call this function. Returns the exit
+    """Handle the requests of rank 0 until rank 0 leaves. All ranks except rank 0 call this function. Returns the exit
     status."""
     rank, store, trainer = int(os.environ["RANK"]), meet(), None
     while True:

@@ -1,5 +1,5 @@
 """Creates the objects that a launcher places in processes: trainers, engines, servers and the rollout worker.
-``--launcher local`` creates all of them in one process.
+``--launcher local`` creates all these objects in one process.
 
 Importing this file does not import torch. A process imports torch when it creates its engine or trainer.
 """
@@ -95,8 +95,8 @@ class EngineFactory:
         return process
 
     def addresses(self, processes: Sequence[Remote[ServerProcess]]) -> list[ServerAddress]:
-        """The addresses of the servers of ``--rollout-external-engine-addrs``. Without this flag, they are the
-        addresses of ``processes``."""
+        """The addresses of the engine servers: those of ``--rollout-external-engine-addrs`` if the run uses external
+        servers, else the addresses of ``processes``."""
         args = self._args
         if args.job.engines == "external":
             external = self._function(self._parts.external)
@@ -108,8 +108,8 @@ class EngineFactory:
         return [ServerAddress(url, place.width, place.first_gpu) for url, place in zip(urls, places, strict=True)]
 
     def clients(self, engines: Sequence[Target], processes: Sequence[Remote[ServerProcess]]) -> list[Engine]:
-        """Convert ``engines`` to engines that callers in this process can use. ``processes``: the processes of servers
-        that can be restarted. External servers have no such process.
+        """Convert ``engines`` to engines that callers in this process can use. ``processes``: the server processes that
+        slimelite can restart. For external servers, ``processes`` is empty.
         """
         owners: list[RemoteOwner | None] = [RemoteOwner(process) for process in processes]
         return [
@@ -120,8 +120,8 @@ class EngineFactory:
     def transport(
         self, device: torch.device, host: str = LOCAL_HOST, adapter: AdapterFormat | None = None
     ) -> Transport:
-        """The transport that sends weights to the servers. The transport sends the weights on ``device``, or only an
-        ``adapter``."""
+        """The transport that sends weights to the servers. The weights are on ``device``. With ``adapter``, the
+        transport sends only the weights of the adapter."""
         args = self._args
         setup = SyncSetup(
             model_path=str(args.hf_checkpoint),
@@ -248,8 +248,8 @@ def make_trainer(
 class Workers(NamedTuple):
     """The workers that a launcher has started, for `Cluster`.
 
-    ``trainers``: one for each rank, rank 0 first. ``engines``: the argument of `Trainer.push_weights`. ``others``:
-    other workers with their own processes. The CPU time of these workers counts too.
+    ``trainers``: one for each rank, rank 0 first. ``engines``: the engines, or the addresses of their servers.
+    ``others``: other workers with their own processes. The CPU time of ``others`` is a part of the run's CPU time.
     """
 
     rollout: Remote[RolloutManager]

@@ -58,8 +58,8 @@ class Task:
 
     ``files``: pairs (file on this machine, path in the box) of the files that the Dockerfile copies. ``plain``: why
     bubblewrap cannot run the task, or "". ``lost``: why no box can run the task without its image, or "".
-    ``variables``: environment variables, including the image's. ``own_variables``: environment variables without the
-    image's.
+    ``variables``: environment variables, including those of the image. ``own_variables``: environment variables without
+    those of the image.
     """
 
     name: str
@@ -589,7 +589,7 @@ def rows(spec: str) -> Iterator[dict[str, Any]]:
     """Yield a row with the instruction of each task.
 
     Raises:
-        ValueError: there is no task, or one of them cannot run here.
+        ValueError: there is no task, or a task cannot run here.
     """
     tasks, _ = _tasks(spec)
     _refuse(spec, tasks, {task.name: task.problem for task in tasks.values() if task.problem})

@@ -2,9 +2,10 @@
 
 The row's metadata (or its label, as JSON) has ``instruction_id_list`` and ``kwargs``, one dict for each instruction, as
 in the data sets IFEval and IFBench. There are IFEval's 25 checks (in `instructions`) and IFBench's own 58 checks (in
-this file; Pyatkin et al., arXiv:2507.02833). Any other instruction raises an error. The verdicts equal the verdicts of
-IFBench's own code, even where that code is odd. The verdicts may differ only where `instructions` approximates English
-(docs/rewards.md lists the differences). Positions are counted from 1, and spans of words from 0.
+this file; Pyatkin et al., arXiv:2507.02833). An instruction without a check raises an error. The verdicts equal the
+verdicts of IFBench's own code, even where that code is odd. The verdicts may differ only where `instructions`
+approximates English (docs/rewards.md lists the differences). In the arguments of an instruction, positions are counted
+from 1, but the words of a span are counted from 0.
 """
 
 from __future__ import annotations
@@ -178,8 +179,8 @@ def quotes(text: str) -> bool:
 
 
 def options(text: str, options: str) -> bool:
-    """Whether the text is one of the options. If the options are a, b, c, the text must match exactly. For other
-    options, case and surrounding punctuation do not matter."""
+    """Whether the text is one of the options. If the options are the letters a, b, c and so on, the text must equal an
+    option exactly. For all other options, the comparison ignores case and surrounding punctuation."""
     separator = next((mark for mark in ("/", "or") if mark in options), ",")
     choices = [option.strip() for option in options.split(separator)]
     if re.match(r"\W*[aA]\W*[bB]\W*[cC]", options):
@@ -267,7 +268,7 @@ def table(text: str, delimiter: str, height: int) -> list[list[str]]:
 
 
 def has_header(text: str, delimiter: str, *names: str) -> bool:
-    """Whether the first line has exactly these names, with or without quotes."""
+    """Whether the first line consists of exactly the column names ``names``, with or without quotes."""
     return [name.strip(" \t").strip('"') for name in text.split("\n")[0].strip().split(delimiter)] == list(names)
 
 
@@ -279,8 +280,8 @@ def csv_city(text: str) -> bool:
 
 
 def csv_special_character(text: str) -> bool:
-    """Whether the text has the header and 14 rows, and a quoted field with a special character. The rows up to this
-    field must have 5 fields each."""
+    """Whether the text has the instruction's header and 14 rows, and a quoted field with a special character. All rows
+    up to the row of this field must have 5 fields."""
     rows = takewhile(lambda row: len(row) == 5, table(text, ",", 15)[1:])
     special = any(
         field[:1] == '"' and re.search(r"[^\w\s]", field[1 : max(field.rfind('"'), 1)]) for row in rows for field in row
@@ -289,7 +290,8 @@ def csv_special_character(text: str) -> bool:
 
 
 def csv_quotes(text: str) -> bool:
-    """Whether the text has the header and 3 rows, separated by tabs, with 5 fields in double quotes each."""
+    """Whether the text has the instruction's header and 3 rows. Each row must have 5 fields in double quotes, separated
+    by tabs."""
     rows = [[field.strip() for field in row] for row in table(text, "\t", 4)]
     quoted = {*map(len, rows)} == {5} and all(field[:1] == '"' == field[-1:] for row in rows for field in row)
     return quoted and has_header(text, "\t", "StudentID", "Subject", "Grade", "Semester", "Score")
@@ -407,7 +409,7 @@ def loose(answer: Answer) -> float:
     """Like `strict`, but for each instruction it is enough that one of eight variants of the response follows it.
 
     Four variants are the whole response, and the response without its first line, its last line, or both. The other
-    four are the same texts without asterisks.
+    four variants are these four texts without asterisks.
     """
     lines = answer.response.split("\n")
     cut = ["\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1])]

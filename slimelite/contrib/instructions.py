@@ -56,8 +56,9 @@ def sentences(text: str) -> list[str]:
 
 
 def ends_sentence(before: str, after: str) -> bool:
-    """Whether the full stop at the end of ``before`` ends a sentence. The full stops in "Dr. Li", "J. Li" and "well...
-    perhaps" do not end a sentence."""
+    """Whether the full stop at the end of ``before`` ends a sentence. The full stop of an abbreviation ("Dr.") or an
+    initial ("J.") ends a sentence only before a capitalised stop word ("The"). An ellipsis before a small letter does
+    not end a sentence."""
     word = (before.split() or [""])[-1].lstrip("\"'([{*_“‘")
     if word.endswith(".."):
         return not after.lstrip()[:1].islower()
@@ -79,8 +80,8 @@ def word_tokens(text: str) -> list[str]:
 
 
 def syllables(word: str) -> int:
-    """The number of syllables. Each run of vowels counts, but a silent e does not. A word with a digit has 0 syllables.
-    ``word`` is in lower case.
+    """The number of syllables of ``word``, which is in lower case. Each run of vowels counts as one syllable, but a
+    silent e does not count. A word with a digit has 0 syllables.
     """
     if not word or re.search(r"\d", word):
         return 0
@@ -112,7 +113,7 @@ def compares(count: int, number: int, relation: str) -> bool:
     """Compare ``count`` with ``number``. ``relation`` is "at least" or "less than".
 
     Raises:
-        ValueError: ``relation`` is another text.
+        ValueError: ``relation`` is neither "at least" nor "less than".
     """
     if relation not in ("at least", "less than"):
         raise ValueError(f"a relation must be 'at least' or 'less than', not {relation!r}")
@@ -120,17 +121,17 @@ def compares(count: int, number: int, relation: str) -> bool:
 
 
 def occurrences(text: str, part: str) -> int:
-    """The number of times that ``part`` occurs in the text, also inside words. Case does not matter."""
+    """The number of times that ``part`` occurs in the text, also inside words. The comparison ignores case."""
     return text.lower().count(part.lower().strip())
 
 
 def count_words(text: str) -> int:
-    """The number of words. A word is a run of letters, digits and underscores."""
+    """The number of words in ``text``. A word is a run of letters, digits and underscores."""
     return len(re.findall(r"\w+", text))
 
 
 def whole_words(text: str, word: str) -> int:
-    """The number of times that ``word`` occurs in the text as a whole word. Case does not matter."""
+    """The number of times that ``word`` occurs in the text as a whole word. The comparison ignores case."""
     return len(re.findall(rf"\b{re.escape(word)}\b", text, re.IGNORECASE))
 
 
@@ -170,16 +171,16 @@ def nth_paragraph_first_word(text: str, num_paragraphs: int, nth_paragraph: int,
 
 
 def postscript(text: str, postscript_marker: str) -> bool:
-    """Whether there is a postscript that begins with the marker. For P.S. and P.P.S., full stops and spaces are
-    optional. Other markers are possible."""
+    """Whether the text has a postscript that begins with ``postscript_marker``, which may be any text. In markers such
+    as P.S. and P.P.S., full stops and spaces are optional."""
     letters = [letter for letter in re.split(r"[.\s]+", postscript_marker.strip().lower()) if letter]
     spelled = r"\.?\s?".join(map(re.escape, letters)) if postscript_marker.strip() else r"(?!)"
     return re.search(rf"(?<!\w){spelled}", text.lower()) is not None
 
 
 def number_highlighted_sections(text: str, num_highlights: int) -> bool:
-    """Whether at least ``num_highlights`` parts are in ``*stars*`` or ``**double stars**``. Each part must be within
-    one line."""
+    """Whether at least ``num_highlights`` parts are in ``*stars*`` or ``**double stars**``. Each highlighted part must
+    be within one line."""
     doubled = re.findall(r"\*\*([^\n*]+)\*\*", text)
     single = re.findall(r"\*([^\n*]+)\*", re.sub(r"\*\*[^\n*]+\*\*", " ", text))
     return sum(bool(part.strip()) for part in doubled + single) >= num_highlights

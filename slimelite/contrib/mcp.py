@@ -2,8 +2,8 @@
 the answer.
 
 A command is started for each episode, so episodes do not share the server's state. If a server has no state, the user
-can start the server once and give its address, which is cheaper. Then each episode has its own connection to this
-server.
+can start the server once and give its address, which is cheaper. With an address, each episode has its own connection
+to the same server.
 """
 
 from __future__ import annotations

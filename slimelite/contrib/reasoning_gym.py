@@ -1,10 +1,10 @@
 """The environment ``reasoning-gym:<task>[,<task>…][?key=value&…]``. The library reasoning-gym makes puzzles from seeds,
 and scores the answers.
 
-``size``: the number of rows of each task at each level. ``levels``: the number of levels. Rows have the difficulties 0
-… levels - 1 of the library's curriculum. With ``levels=0`` the rows have the default difficulty. ``prompt``: the name
-of a system prompt of the library. These prompts ask for ``<answer>`` tags. Without a prompt, the whole reply is the
-answer. All other parameters are settings of the tasks, such as ``allow_negation=false``.
+``size``: the number of rows of each task at each level. ``levels``: the number of difficulty levels. Rows have the
+levels 0 … levels - 1 of the library's curriculum. With ``levels=0`` the rows have the default difficulty. ``prompt``:
+the name of a system prompt of the library. The library's system prompts ask for ``<answer>`` tags. Without ``prompt``,
+the whole reply is the answer. All other parameters are settings of the tasks, such as ``allow_negation=false``.
 
 The library scores some answers with Python's ``eval``. So scoring runs in a separate process that can read only
 Python's own files and has no other access (`confine`). This file is also the program of the scoring process.
@@ -102,7 +102,8 @@ def _dataset(task: str, level: int | None, seed: int, size: int, settings: str) 
 def rows(text: str) -> Iterator[dict[str, Any]]:
     """Yield a row for each puzzle of ``text``, such as ``chain_sum,gcd``.
 
-    First come the first puzzles of all tasks, level by level. Then come the second puzzles, and so on up to ``size``.
+    The rows begin with the first puzzle of each task at each level, level by level. The second puzzle of each task at
+    each level follows, and so on up to puzzle number ``size``.
 
     Raises:
         ValueError: reasoning-gym has no such prompt, or no task has one of the settings.
@@ -142,7 +143,7 @@ class ReasoningGym:
         return Start(row.prompt)
 
     async def step(self, reply: Mapping[str, Any]) -> Step:
-        """Score the answer. If the scorer cannot read the answer, or takes too long, the reward is 0."""
+        """Score the answer. If the scorer cannot read the answer, or if the scoring takes too long, the reward is 0."""
         (score,) = await self._scorers.run([("reasoning-gym", Answer(reply["content"] or "", "", self._recipe))])
         number = score if isinstance(score, float) else None
         return Step(reward=number or 0.0, done=True, metrics={"unscored": float(number is None)})

@@ -1,7 +1,7 @@
 """The environment ``search:FOLDER_OR_FILE``, with a tool that finds passages of a local corpus by BM25.
 
 The index is 40 lines of numpy instead of a library. Scores are computed when the corpus is read: one number for each
-term of each passage. So a query only adds a few arrays. A million passages fit in memory.
+term of each passage. So a query only sums the stored scores of its terms. A million passages fit in memory.
 """
 
 from __future__ import annotations

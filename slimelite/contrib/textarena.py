@@ -36,8 +36,8 @@ def _global_chance(keeper: Game | None = None) -> Iterator[None]:
 class Game:
     """One game. Players take turns. The game's reward for a player is the reward of the player's last reply.
 
-    The library's games draw from Python's global random numbers. In this adapter, each game has its own sequence. So a
-    seed always gives the same game, even if other games run at the same time.
+    The library's games draw from Python's global random numbers. In this adapter, each game has its own sequence of
+    random numbers. So a seed always gives the same game, even if other games run at the same time.
     """
 
     def __init__(self, name: str, players: int) -> None:

@@ -90,7 +90,8 @@ class TemperedLogProbs(Sampler):
         return super().forward(logits, sampling_metadata, *args, **kwargs)
 
     def compute_logprobs(self, logits: torch.Tensor) -> torch.Tensor:
-        """The log-probs with temperature. vLLM passes the unchanged logits (``logprobs_mode`` raw_logprobs)."""
+        """The log-probs of ``logits`` at the requests' temperatures. vLLM passes unchanged logits, because
+        ``logprobs_mode`` is raw_logprobs."""
         tempered = logits.float() if self.temperature is None else logits.float() / self.temperature
         return tempered.log_softmax(-1)
 
@@ -179,9 +180,8 @@ class VllmEngine(InProcessEngine):
     Grammars are passed to vLLM as ``structured_outputs``. With a grammar, log-probs are normalised over the allowed
     tokens.
 
-    Three features are not supported. Seeds are not supported, because vLLM restarts the random stream in a continued
-    response. Scoring is not supported, because vLLM's prompt log-probs ignore the temperature. Memory cannot be
-    released.
+    This engine does not support seeds, because vLLM restarts the random stream in a continued response. It does not
+    support scoring, because vLLM's prompt log-probs ignore the temperature. This engine cannot release its memory.
     """
 
     name = "vllm"

@@ -1,14 +1,17 @@
-"""Turns conversations into training samples. No text is generated. The assistant's messages are the response.
+"""Turns conversations from the data into training samples, without generating text. The assistant's messages are the
+response.
 
-The loss covers the tokens that the model itself would generate. ``auto`` finds them with any chat template. ``auto``
-uses the template's ``{% generation %}`` marks if there are any. Otherwise it renders the conversation again with one
-reply replaced, and compares the two texts. A reply runs from the end of the generation prompt to the end of the turn,
-including the end-of-turn token. An assistant message with ``step_loss_mask: 0`` is not trained on.
+The loss covers the tokens that the model itself would generate. ``--loss-mask-type auto`` detects these tokens with any
+chat template. If the template has ``{% generation %}`` marks, ``auto`` uses them. Otherwise ``auto`` renders the
+conversation again with one reply replaced, and compares the two texts. A reply extends from the end of the generation
+prompt to the end of the turn, including the end-of-turn token. An assistant message with ``step_loss_mask: 0`` is not
+trained on.
 
-The other kinds of mask select exactly the same tokens as slime's masks. Each kind fits the ChatML template of the model
-in its name. ``qwen`` and ``qwen3`` render each message alone. So the tokens of these masks differ from a rollout's
-tokens if the template renders a message differently in its context. For example, a template may remove the thinking
-from the history, or join tool answers in one turn. ``auto`` does not have this limitation.
+The other values of ``--loss-mask-type`` select exactly the same tokens as slime's masks of the same name. Each of these
+masks fits the ChatML template of the model in its name. ``qwen`` and ``qwen3`` render each message alone. So their
+token ids differ from those of a rollout if the template renders a message differently inside a conversation. For
+example, a template may remove the thinking from earlier turns, or join tool answers in one turn. ``auto`` renders whole
+conversations, so it does not have this limitation.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ JUDGEMENTS = {"true": 1.0, "1": 1.0, "1.0": 1.0, "false": 0.0, "0": 0.0, "0.0": 
 
 
 class Piece(NamedTuple):
-    """A text that is tokenized separately, and the spans of this text that are trained on."""
+    """A text that is tokenized on its own, and the spans of this text that are trained on."""
 
     text: str
     trained: list[Span]
@@ -66,15 +69,15 @@ class ChatReader:
     max_context_len: int | None = None
 
     def render(self, messages: Messages, tools: Tools = None, *, generation_prompt: bool = False) -> str:
-        """The text of a conversation."""
+        """The text of a conversation, rendered with the chat template."""
         settings = {**self.template_kwargs, "add_generation_prompt": generation_prompt}
         return render(self.tokenizer, messages, tools, settings)
 
     def tokens(self, messages: Messages, tools: Tools = None) -> tuple[list[int], list[int]]:
-        """(token ids, loss mask) of a whole conversation. The mask has one entry (0 or 1) for each token.
+        """The pair (token ids, loss mask) for a whole conversation. The mask has one entry (0 or 1) for each token.
 
-        A token that is partly inside a trained span is trained on. Two kinds of such tokens are not trained on: special
-        tokens, and tokens with only white space of the reply and then other text.
+        A token that is only partly inside a trained span is trained on, with two exceptions: a special token, and a
+        token whose part inside the span is only white space, followed by other text.
 
         Raises:
             ValueError: the tokenizer has no chat template or gives no offsets, the template refuses the messages, or
@@ -102,10 +105,10 @@ class ChatReader:
         return token_ids, loss_mask
 
     def left_out(self, messages: Messages, tools: Tools = None) -> list[str]:
-        """The parts of a row that are missing in its rendered text: ``tools``, or fields of a reply that the template
-        does not show.
+        """The parts of a row that the chat template does not write into the rendered text: ``tools``, or fields of
+        replies such as ``tool_calls``.
 
-        Reasoning before the last question does not count, because templates remove it from the history on purpose.
+        Missing reasoning before the last user message is not reported, because templates remove it on purpose.
         """
         last_question = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=-1)
         hidden = ["tools"] if tools and PROBE not in self.render(messages, renamed(tools)) else []
@@ -126,13 +129,13 @@ class ChatReader:
     def fill(self, sample: Sample) -> None:
         """Turn a sample whose ``prompt`` is a conversation (messages) into a training sample, in place.
 
-        If an answer already ends with its end token (as in saved rollouts), it does not get a second end token. The
-        prompt becomes the text before the first trained token. The response is the rest of the text, with a loss mask.
-        The reward is 0. A conversation that was cut off has the status TRUNCATED. A conversation without a token to
-        train on gets ``response_length`` 0 and ``remove_sample``.
+        If the text of a reply already ends with the end-of-turn token (as in saved rollouts), no second one is added.
+        ``sample.prompt`` becomes the text before the first trained token. The response is the rest of the text, with a
+        loss mask. The sample's reward is 0. If the conversation was cut off at ``max_context_len``, the sample's status
+        is TRUNCATED. If no token is trained on, ``response_length`` is 0 and ``remove_sample`` is true.
 
         Raises:
-            ValueError: the prompt is not a list of messages, or `tokens` raises.
+            ValueError: the prompt is not a list of messages, or `tokens` raises an error.
         """
         if isinstance(sample.prompt, str):
             raise ValueError(TEXT_PROMPT)
@@ -147,11 +150,11 @@ class ChatReader:
         sample.reward = 0.0
 
     def judge(self, sample: Sample) -> None:
-        """Like `fill`, for a conversation with a label. A desirable last reply gets reward 1, any other reward 0. The
-        assistant's messages before the last reply are not trained on.
+        """Like `fill`, for a conversation with a label (KTO). The sample's reward is 1 if the label marks the last
+        reply as desirable, else 0. Only the last reply is trained on.
 
         Raises:
-            ValueError: the label is neither true nor false (see `JUDGEMENTS`), or `fill` raises.
+            ValueError: the label is neither true nor false (see `JUDGEMENTS`), or `fill` raises an error.
         """
         desirable = JUDGEMENTS.get(str(sample.label).lower())
         if desirable is None:
@@ -165,14 +168,14 @@ class ChatReader:
         sample.reward = desirable
 
     def scored_pair(self, sample: Sample) -> list[Sample]:
-        """Like `pair`, for training a reward model. The model reads whole conversations, rendered as for `--rm-type`
-        reward-model. The conversation is the prompt, and the response is one token. The score is read at the position
-        of this token.
+        """Like `pair`, for training a reward model. Each conversation is rendered as a whole, in the same way as for
+        `--rm-type reward_model`. The rendered conversation is the sample's prompt, and the sample's response is one
+        end-of-sequence token. The model's score is taken at the position of this token.
 
-        If one conversation is longer than ``max_context_len``, both samples are marked ``remove_sample``.
+        If one of the two conversations is longer than ``max_context_len``, both samples are marked ``remove_sample``.
 
         Raises:
-            ValueError: there is no pair.
+            ValueError: the sample has no `PAIR` in its metadata.
         """
         sides = self._sides(sample)
         for side, reply in zip(sides, sample.metadata[PAIR], strict=True):
@@ -201,14 +204,16 @@ class ChatReader:
         return sides
 
     def pair(self, sample: Sample) -> list[Sample]:
-        """Samples [chosen, rejected] from a sample with a `PAIR` in its metadata. Both samples have the same unit and
-        the same rollout. The rewards of the two samples are 1 and 0.
+        """The two training samples [chosen, rejected], made from a sample whose metadata contains a `PAIR` of replies.
+        Both have the same ``unit_id`` and the same ``rollout_id``. The chosen sample has reward 1, the rejected sample
+        has reward 0.
 
-        The prompt is the equal messages at the start of both conversations. Assistant messages in the prompt are not
-        trained on. If a reply has no token to train on after a cut, both samples are marked ``remove_sample``.
+        If the replies are conversations, the prompt consists of the messages with which both conversations begin.
+        Assistant messages in the prompt are not trained on. If no trained token of one reply is left after the cut at
+        ``max_context_len``, both samples are marked ``remove_sample``.
 
         Raises:
-            ValueError: there is no pair, or `fill` raises.
+            ValueError: the sample has no `PAIR` in its metadata, or `fill` raises an error.
         """
         sides = self._sides(sample)
         replies = sample.metadata[PAIR]
@@ -246,7 +251,7 @@ class ChatReader:
 
     @cached_property
     def special(self) -> re.Pattern[str]:
-        """A pattern for every special token of the tokenizer except the beginning-of-text token."""
+        """A regular expression that matches every special token of the tokenizer except the beginning-of-text token."""
         begin = {self.tokenizer.bos_token} - {self.tokenizer.eos_token}
         tokens = [token for token in self.tokenizer.added_tokens_decoder.values() if token.special]
         texts = [token.content for token in tokens if token.content not in begin]
@@ -286,7 +291,7 @@ def _together(sides: list[Sample]) -> list[Sample]:
 
 
 def is_trained(message: Message) -> bool:
-    """Whether a message is trained on. Returns False if its ``step_loss_mask`` is 0."""
+    """Whether a reply is trained on: true unless the message has a ``step_loss_mask`` other than 1."""
     return message.get("step_loss_mask", 1) == 1
 
 
@@ -326,10 +331,10 @@ def _tokenize(chat: ChatReader, piece: Piece) -> tuple[list[int], list[int]]:
 
 
 def auto_mask(chat: ChatReader, messages: Messages, tools: Tools) -> list[Piece]:
-    """The spans of the template's ``{% generation %}`` marks. Without marks, the spans are found by comparing
-    renderings.
+    """The rendered conversation with its trained spans. The spans come from the template's ``{% generation %}`` marks,
+    or if it has no marks, from comparing renderings.
 
-    The marks and the comparison are exact for every template that copies a reply's content unchanged.
+    Both methods give the exact spans for every template that copies a reply's content unchanged.
     """
     if MARKS.search(chat.tokenizer.get_chat_template(None, tools)):
         return [_marked(chat, messages, tools)]
@@ -378,8 +383,8 @@ def _unit(chat: ChatReader, text: str, message: Message) -> Piece:
 
 
 def qwen_mask(chat: ChatReader, messages: Messages, tools: Tools) -> list[Piece]:
-    """slime's mask ``qwen``. This mask renders each message separately, and cuts off the system prompt that the
-    template adds."""
+    """slime's mask ``qwen``. Each message is rendered separately, and the system prompt that the template adds is cut
+    off."""
     user = {"role": "user", "content": "x"}
     added = 2 * len(chat.render([user])) - len(chat.render([user, user]))
     pieces = [_unit(chat, chat.render(messages[:1], tools), messages[0])]
@@ -390,10 +395,10 @@ def qwen_mask(chat: ChatReader, messages: Messages, tools: Tools) -> list[Piece]
 
 
 def qwen3_mask(chat: ChatReader, messages: Messages, tools: Tools) -> list[Piece]:
-    """slime's mask ``qwen3``. This mask renders each message after a user's question, so every reply keeps its
-    thinking.
+    """slime's mask ``qwen3``. Each message is rendered after a dummy user message, so the template keeps the thinking
+    of every reply.
 
-    Consecutive tool answers are one piece, because the template writes them as one turn.
+    Consecutive tool answers are rendered together, because the template writes them as one turn.
     """
     question = {"role": "user", "content": "x"}
     length = len(chat.render([question]))
@@ -406,8 +411,8 @@ def qwen3_mask(chat: ChatReader, messages: Messages, tools: Tools) -> list[Piece
 
 
 def qwen3_5_mask(chat: ChatReader, messages: Messages, tools: Tools) -> list[Piece]:
-    """slime's mask ``qwen3_5``. This mask renders the whole conversation. A reply starts after its header and an
-    opening ``<think>``."""
+    """slime's mask ``qwen3_5``. The conversation is rendered as a whole. The trained span of a reply starts after the
+    turn's header and, if there is one, the opening ``<think>``."""
     text = chat.render(messages, tools)
     replies = re.finditer(r"<\|im_start\|>assistant\n(?:<think>\n)?(.*?<\|im_end\|>\n?)", text, re.DOTALL)
     flags = [is_trained(m) for m in messages if m["role"] == "assistant"]
@@ -421,7 +426,7 @@ def qwen3_5_mask(chat: ChatReader, messages: Messages, tools: Tools) -> list[Pie
 
 
 def distill_qwen_mask(chat: ChatReader, messages: Messages, tools: Tools) -> list[Piece]:
-    """slime's mask ``distill_qwen``. The first message is the prompt, and the content of the last message is the
+    """slime's mask ``distill_qwen``. Only the first message is the prompt, and the content of the last message is the
     response."""
     reply = messages[-1]["content"] or ""
     trained = [(0, len(reply))] if is_trained(messages[-1]) else []

@@ -1,8 +1,8 @@
-"""Advice for a file whose columns do not fit the flags: other flags that fit, or one line of Python that converts the
-file.
+"""Advice for the user if the columns of a data file do not fit the flags: other flags that fit, or one line of Python
+that converts the file.
 
-The roles of the columns are guessed from their names, so the advice states each guess. `docs/data_formats.md` shows
-every format that slimelite reads.
+Which column is the prompt, the reply or the label is guessed from the column names, so the advice states each guess.
+`docs/data_formats.md` shows every format that slimelite reads.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ ROLES = ("system", "user", "assistant", "tool")
 
 @dataclass(frozen=True)
 class Wanted:
-    """The columns that a run reads. ``judged``: the run is a KTO run, so a label says whether the reply is good.
-    ``prefix``: the beginning of the flags, ``--`` or ``--eval-``."""
+    """The columns that a run needs. ``judged``: whether the run is a KTO run, in which the label tells whether the
+    reply is good. ``prefix``: how the names of the data flags begin, ``--`` or ``--eval-``."""
 
     input_key: str
     label_key: str | None
@@ -42,12 +42,13 @@ class Wanted:
     prefix: str
 
     def flags(self, **columns: str) -> str:
-        """The flags that name ``columns``."""
+        """The command-line flags that select ``columns`` (keyword: name of the flag, value: name of the column)."""
         return " ".join(f"{self.prefix}{key.replace('_', '-')} {shlex.quote(name)}" for key, name in columns.items())
 
 
 def advice(path: str, row: Mapping[str, object], wanted: Wanted) -> str:
-    """One sentence that explains how to read the rows of ``path``. ``row`` is an example of such a row."""
+    """One sentence that tells the user how a run can read the rows of the file ``path``. ``row`` is an example row of
+    the file."""
     plain = {name: cell for name, cell in row.items() if not isinstance(cell, dict | list)}
     if wanted.loss == "paired":
         return _pairs(path, row, wanted)

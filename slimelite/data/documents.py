@@ -1,13 +1,14 @@
-"""Provides the data of pretraining. Documents in random order are packed into sequences of ``--seq-length`` tokens.
+"""Provides the data of pretraining: packs documents, in random order, into sequences of ``--seq-length`` tokens.
 
-Each epoch goes through all documents once, in a new order. The documents are packed one *window* at a time. A window is
-about ``WINDOW`` sequences. A document longer than a sequence is cut, and each piece is put into the sequence where it
-fits best (arXiv:2404.10830). So no token is left out, and few sequences have unused space. The order depends only on
-the seed and the epoch. A position in the order is three numbers, so a run can resume from any step. The order does not
-depend on the number of ranks, because the ranks divide the next sequences among themselves.
+Each epoch goes through all documents once, in a new order. The documents are packed one *window* at a time. A window
+contains the documents for about ``WINDOW`` sequences. A document that is longer than a sequence is cut into pieces, and
+each piece is put into the sequence where it fits best (arXiv:2404.10830). So no token is left out, and few sequences
+have unused space. The order of the sequences depends only on the seed and the epoch. A position in this order is stored
+as three numbers, so a run can resume after any training step. The order does not depend on the number of ranks, because
+each batch of sequences is divided among the ranks.
 
-A document consists of a start token, its tokens and an end-of-text token. If a document is cut, each later piece begins
-with the last token of the piece before. So each token is predicted exactly once in an epoch.
+A document consists of a start token, its tokens and an end-of-text token. If a document is cut, each piece except the
+first begins with the last token of the previous piece, as context. So each token is predicted exactly once in an epoch.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ SHOWN = 2
 
 
 class Documents:
-    """Hands out packed sequences. With ``--prompt-data-weights`` each path is a stream with its own epochs. The next
-    sequence comes from the stream that is furthest below its share of the tokens.
+    """Returns packed sequences for training. With ``--prompt-data-weights`` each path of ``--prompt-data`` is a
+    separate stream, which starts its own next epoch when it ends. The next sequence comes from the stream whose share
+    of the tokens so far is furthest below its weight.
     """
 
     def __init__(self, args: Args, tokenizer: str) -> None:
@@ -67,10 +69,10 @@ class Documents:
         return sum(-(-stream.size // self._args.seq_length) for stream in self._streams)
 
     def take(self, count: int) -> tuple[SampleTable, dict[str, float]]:
-        """Return the next ``count`` sequences, and metrics of the data. Each sequence has its own ``rollout_id`` and
-        ``unit_id``.
+        """Return the next ``count`` sequences, and metrics of the data. All rows of a sequence have the same
+        ``rollout_id`` and ``unit_id``, which no other sequence has.
 
-        A row is a piece of a document. With ``--cross-document-attention`` a row is a sequence.
+        A row of the table is a piece of a document, or with ``--cross-document-attention`` a whole sequence.
         """
         sequences = [self._next_stream().next() for _ in range(count)]
         numbers = np.repeat(np.arange(count), list(map(len, sequences))) + self._sequences
@@ -96,10 +98,10 @@ class Documents:
         return self._streams[behind.index(max(behind))]
 
     def held_out(self) -> Iterator[tuple[SampleTable, int]]:
-        """The documents of ``--eval-bpb`` in their order, one table at a time. With each table comes the number of
-        bytes of the texts that end in the table.
+        """The documents of ``--eval-bpb`` in the order of the files, as pairs (table, bytes). With the last table of a
+        file, ``bytes`` is the size of all texts of the file; with its other tables it is 0.
 
-        The documents are cut as in training, and each piece is a row.
+        The documents are cut as in training, and each piece is a row of a table.
         """
         for shard in self._held_out:
             if not len(shard.ends):
@@ -152,8 +154,8 @@ class Documents:
         )
 
     def state_dict(self) -> dict[str, object]:
-        """The position as plain JSON values, and the data and settings that must not change before the position is
-        restored."""
+        """The current position as plain JSON values, together with the data and settings that must be the same when
+        `load_state_dict` restores the position."""
         streams = [stream.state() for stream in self._streams]
         return {"streams": streams, "drawn": [self._sequences, self._rows], "dataset": self._identity()}
 
@@ -161,7 +163,7 @@ class Documents:
         """Continue from the position that `state_dict` saved.
 
         Raises:
-            ValueError: the documents, their order or their weights differ from the saved state.
+            ValueError: the documents, their order or their weights are not those of the run that saved the state.
         """
         saved, now = state["dataset"], self._identity()
         if changed := [key for key in now if saved.get(key) != now[key]]:
@@ -188,8 +190,8 @@ class Documents:
 
 
 class Stream:
-    """An endless sequence of packed sequences. ``size``: the number of tokens of an epoch. ``tokens``: the number of
-    tokens drawn so far."""
+    """The packed sequences of one stream, epoch after epoch without an end. ``size``: the number of tokens in an epoch.
+    ``tokens``: the number of tokens returned so far."""
 
     def __init__(self, shards: list[Shard], args: Args, start: int) -> None:
         self.shards, self.tokens = shards, 0
@@ -205,7 +207,7 @@ class Stream:
         self._open(0, 0)
 
     def next(self) -> list[np.ndarray]:
-        """The ids of each piece of the next sequence."""
+        """The next sequence, as a list with the token ids of each of its pieces."""
         epoch, first, taken = self._position
         if taken == len(self._bins):
             epoch, first = (epoch, self._last) if self._last < len(self._ends) else (epoch + 1, 0)
@@ -217,11 +219,11 @@ class Stream:
         return [_ids(self.shards[self._shard[piece[0]]], piece, self._start) for piece in pieces]
 
     def state(self) -> list[int]:
-        """The position, for `restore`."""
+        """The current position as a list of numbers, for `restore`."""
         return [*self._position, self.tokens]
 
     def restore(self, state: Sequence[int]) -> None:
-        """Continue from a position."""
+        """Continue from the position ``state``, which `state` returned."""
         epoch, first, taken, self.tokens = state
         self._position = (epoch, first, taken)
         self._open(epoch, first)
@@ -251,10 +253,11 @@ class Stream:
 
 
 def cut(begins: np.ndarray, ends: np.ndarray, length: int) -> np.ndarray:
-    """The pieces of documents in their order, [n, 4] int64. The documents span ``begins`` to ``ends`` of a shard's
-    tokens. Columns: the number of the document, where the piece begins and ends, and whether the document begins there.
+    """Cut documents into pieces. Document i is the tokens ``begins[i]`` to ``ends[i]`` of a shard. Returns one row for
+    each piece, in the order of the documents, [n, 4] int64. Its columns: the number of the document, the positions
+    where the piece begins and ends, and 1 for the first piece of a document, else 0.
 
-    A piece together with the token before it has at most ``length`` tokens.
+    A piece and the one token before it are at most ``length`` tokens together.
     """
     counts = -(-(ends - begins) // (length - 1))
     whose = np.repeat(np.arange(len(counts)), counts)

@@ -1,5 +1,5 @@
-"""Files of documents in a dataset of the Hugging Face hub. The files are listed with their digests, and downloaded one
-at a time."""
+"""Lists the document files of a dataset on the Hugging Face hub with their hashes, and downloads the files one at a
+time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file of a dataset. ``digest``: the hash of its content that the hub reports. ``size``: its size in bytes."""
+    """A file of a dataset on the Hugging Face hub. ``digest``: the hash of the file's content, as the hub reports it.
+    ``size``: the file's size in bytes."""
 
     dataset: str
     revision: str
@@ -26,12 +27,13 @@ class HubFile:
 
     @classmethod
     def parse(cls, text: str) -> HubFile | None:
-        """The inverse of `str`. Returns None if ``text`` is a path."""
+        """Convert the text that `str` made from a `HubFile` back to a `HubFile`. Returns None if ``text`` is a path."""
         return cls(**json.loads(text[4:])) if text.startswith("hub:{") else None
 
     @contextmanager
     def downloaded(self, folder: Path) -> Iterator[str]:
-        """Download the file to a path below ``folder``, and yield this path. The copy is deleted after the block.
+        """Download the file to a path below ``folder``, and yield this path. The downloaded copy is deleted at the end
+        of the ``with`` block.
 
         Raises:
             ValueError: the hub does not provide the file.
@@ -49,12 +51,13 @@ class HubFile:
 
 
 def hub_files(spec: str, endings: Sequence[str]) -> list[HubFile]:
-    """The files of a dataset ``owner/name[:config][:split]`` with one of ``endings``, in the order of their names.
+    """The files of the dataset ``spec`` (``owner/name[:config][:split]``) whose names end with one of ``endings``,
+    sorted by name.
 
-    A config is usually the name of a folder. A split is the name of a folder, or the first word of a file's name.
+    A config or a split selects the files that are in a folder of its name, or whose file names begin with its name.
 
     Raises:
-        ValueError: there is no such dataset, or it has no such files.
+        ValueError: the hub has no such dataset, or the dataset has no such files.
     """
     from huggingface_hub import HfApi
 

@@ -1,12 +1,13 @@
 """Converts messages in data files to OpenAI's form, which chat templates expect.
 
-Files differ. Arguments are JSON text (OpenAI) or an object. A missing value may be null. A call may be inside a
-``function`` field. Templates differ too. Most write ``arguments | tojson``, which would quote a JSON text a second
-time. DeepSeek's templates join texts. Some templates print null as the word None. Hermes' template needs the name of
-the tool in the tool's answer.
+Data files differ in their form. The arguments of a tool call are JSON text (as in OpenAI's API) or an object. A missing
+value may be absent or null. The name and the arguments of a tool call may be inside a ``function`` field. Chat
+templates differ too. Most templates write ``arguments | tojson``, which would quote arguments that are JSON text a
+second time. DeepSeek's templates need JSON text, because they concatenate it with other text. Some templates print null
+as the word None. Hermes' template needs the name of the tool in the message with the tool's answer.
 
-Templates are programs that come with a model. So each template is first tried in a process with limits. After that,
-each rendering of real messages has a time limit.
+Chat templates are programs that come with a model, and may be malicious. So each template is first tried in a separate
+process with limits on time and memory. Later, each rendering of a conversation has a time limit.
 """
 
 from __future__ import annotations
@@ -50,12 +51,13 @@ CALLED: list[dict[str, Any]] = [
 
 
 def try_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Render some conversations with the chat template, if there is one, in a copy of this process with limits.
+    """If there is a chat template, render a few short conversations with it, in a copy of this process with limits on
+    time and memory.
 
-    This test takes about ten milliseconds. Errors that the template raises are ignored here.
+    This test takes about ten milliseconds. Errors that the template raises during this test are ignored.
 
     Raises:
-        ValueError: the template takes too long or too much memory.
+        ValueError: the template needs too much time or memory.
     """
     if not tokenizer.chat_template:
         return
@@ -110,7 +112,8 @@ def _ended(child: int) -> int:
 
 
 class TooSlow(ValueError):
-    """A chat template takes too long for some messages. Other messages may take equally long, so stop rendering."""
+    """A chat template took too long to render some messages. The template may take equally long for other messages, so
+    the caller should not render more of them."""
 
 
 class _Stop(BaseException):
@@ -137,8 +140,8 @@ class _Watch:
         self._thread: threading.Thread | None = None
 
     def begin(self, seconds: float) -> None:
-        """Note that the calling thread begins a rendering. When this thread has used ``seconds`` more of CPU
-        time, `_Stop` is raised in it."""
+        """Record that the calling thread begins to render messages. If it uses more than ``seconds`` of CPU time before
+        it calls `end`, `_Stop` is raised in it."""
         ident = threading.get_ident()
         clock = time.pthread_getcpuclockid(ident)
         with self._lock:
@@ -148,7 +151,7 @@ class _Watch:
                 self._thread.start()
 
     def end(self) -> None:
-        """Note that the calling thread has finished its rendering."""
+        """Record that the calling thread has finished rendering, so `_Stop` is no longer raised in it."""
         ident = threading.get_ident()
         with self._lock:
             rendering = self._running.pop(ident, None)
@@ -175,14 +178,14 @@ os.register_at_fork(after_in_child=_watch.__init__)  # type: ignore[misc]  # a f
 
 @contextlib.contextmanager
 def bounded(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
-    """Inside this block, code may render messages with the template of ``tokenizer``, in any thread. The block costs a
-    few microseconds.
+    """A context manager for code that renders messages with the chat template of ``tokenizer``, in any thread. It costs
+    a few microseconds.
 
-    The block limits the loops of a template, and so the length of its texts. The block does not limit a single
-    operation, such as a power of huge numbers.
+    The context manager stops loops in a template that run too long, and so limits the length of the rendered text. It
+    cannot stop a single long operation, such as a power of huge numbers.
 
     Raises:
-        TooSlow: the rendering takes longer than `RENDER_S` of CPU time.
+        TooSlow: the code in the ``with`` block needs more than `RENDER_S` seconds of CPU time.
     """
     try:
         _watch.begin(RENDER_S)
@@ -212,7 +215,7 @@ DEPTH = 100
 
 
 class BadCell(ValueError):
-    """A problem in one column of a row."""
+    """The value in one column of a data row is malformed."""
 
     def __init__(self, column: str, problem: str) -> None:
         super().__init__(f"column {column!r}: {problem}")
@@ -220,13 +223,16 @@ class BadCell(ValueError):
 
 
 def read_messages(content: object, column: str = "messages") -> Messages:
-    """Convert ``content`` to messages. Nulls are removed, contents become text, arguments become objects, and each
-    answer of a tool gets the tool's name.
+    """Convert ``content``, a list of messages from a data file, to OpenAI's form. Fields that are null are removed, a
+    missing content becomes an empty text, the arguments of tool calls become objects, and each message with a tool's
+    answer gets the tool's name.
 
-    A message that needs no change is returned unchanged. ``tool_calls`` may be JSON text, as in parquet files.
+    Messages that already have this form stay the same. In ``content``, the field ``tool_calls`` may be JSON text, as in
+    parquet files.
 
     Raises:
-        BadCell: ``content`` is not a list of messages, a call has no name, or its arguments are not an object.
+        BadCell: ``content`` is not a list of messages, a tool call has no name, or the arguments of a tool call are not
+            an object.
     """
     if not isinstance(content, list) or not content:
         raise BadCell(column, f"text or a list of messages is expected, not {content!r:.60}")
@@ -266,7 +272,7 @@ def sound(value: object, column: str, depth: int = 0) -> object:
     """Return ``value``. Raises `BadCell` if UTF-8 cannot encode a text in ``value``, or if ``value`` is nested too
     deep."""
     if depth > DEPTH:
-        raise BadCell(column, f"is nested more than {DEPTH} levels deep")
+        raise BadCell(column, f"the value is nested more than {DEPTH} levels deep")
     if isinstance(value, str) and not value.isascii():
         try:
             value.encode()
@@ -298,12 +304,13 @@ def _call(raw: object, where: str, column: str) -> dict[str, object]:
 
 
 def parsed(value: object, kind: type[Kind], column: str, where: str = "") -> Kind:
-    """``value`` as a list or dict (``kind``). Text is parsed as JSON. Null and empty text give an empty list or dict.
+    """Convert ``value`` to the type ``kind``, a list or a dict. If ``value`` is text, it is parsed as JSON. Null and
+    empty text give an empty list or dict.
 
-    ``where``: the beginning of an error message. This beginning names the part of the cell, and includes the verb.
+    ``where``: how an error message begins: a part of the cell and a verb, such as "message 2: tool_calls are ".
 
     Raises:
-        BadCell: ``value`` is neither a ``kind`` nor the JSON text of one.
+        BadCell: ``value`` is neither of the type ``kind`` nor JSON text of this type.
     """
     what = "an object" if kind is dict else "a list"
     try:
@@ -319,8 +326,9 @@ def parsed(value: object, kind: type[Kind], column: str, where: str = "") -> Kin
 
 
 def render(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Tools, settings: Mapping[str, object]) -> str:
-    """The text of messages, rendered with the chat template. ``settings`` are the template's variables. Errors that the
-    template raises are not caught. If the template takes too long, `slimelite.data.messages.TooSlow` is raised.
+    """Render ``messages`` with the chat template, and return the text. ``settings`` are variables for the template.
+    This function does not catch errors that the template raises. If the template takes too long,
+    `slimelite.data.messages.TooSlow` is raised.
     """
     apply = tokenizer.apply_chat_template
     with bounded(tokenizer):
@@ -328,8 +336,8 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Tools,
 
 
 def with_arguments(render: Callable[[Messages], Rendered], messages: Messages) -> Rendered:
-    """The result of ``render(messages)``. If the template refuses objects as arguments, a second try passes the
-    arguments as JSON text."""
+    """Return ``render(messages)``. If this raises a TypeError, because the template does not accept objects as
+    arguments of tool calls, ``render`` is called again with the arguments as JSON text."""
     try:
         return render(messages)
     except TypeError:

@@ -1,5 +1,6 @@
-"""Prompts. Rows of data files become samples without a response. The samples are checked and filtered before a run.
-Then `DataSource` hands out the samples. The position of `DataSource` is saved, so a resumed run continues there.
+"""Reads the prompts of a run. Each row of a data file becomes a sample without a response. All samples are checked and
+filtered before the run starts. During the run, `DataSource` returns the samples group by group. Checkpoints contain the
+position of `DataSource`, so a resumed run continues there.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ DEFAULT_COLUMNS: dict[str, Any] = {"metadata_key": "metadata", "tool_key": "tool
 
 
 def deal(prompt: Sample, group_index: int, index: int) -> Sample:
-    """A copy of ``prompt`` for one response: sample number ``index`` in group number ``group_index``."""
+    """A copy of ``prompt`` that will get one response. The copy has the group number ``group_index`` and the sample
+    number ``index``."""
     sample = copy.copy(prompt)
     sample.group_index, sample.index = group_index, index
     sample.prompt, sample.label = copy.deepcopy(prompt.prompt), copy.deepcopy(prompt.label)
@@ -64,28 +66,29 @@ def load_prompts(
     note: Callable[[str], None] = logger.info,
     first: int | None = None,
 ) -> list[Sample]:
-    """The prompts of all ``paths``, in file order, as samples to be copied with `deal`.
+    """The prompts of all ``paths``, in file order, as samples that `deal` copies for each response.
 
-    A prompt is either text with token ids, or (as in SFT) messages without a chat template and without token ids.
+    A prompt is either text with token ids, or, as in SFT, a list of messages without token ids.
 
-    ``replies``: the columns of the preferred reply and of the other reply of a preference pair. Both replies are stored
-    in ``metadata["pair"]``. A reply is text, the turns that follow the prompt, or the whole conversation from the
-    prompt's first message on. If no column has only the prompt, ``input_key`` is the column of the chosen conversation.
-    The prompt is then the messages before the first assistant message of this conversation.
+    ``replies``: for preference pairs, the columns of the preferred reply and of the other reply. Both replies are
+    stored in ``metadata["pair"]``. A reply is text, the messages after the prompt, or the whole conversation with the
+    prompt. If no column contains only the prompt, ``input_key`` is the column of the preferred conversation. Then the
+    prompt is the messages before its first assistant message.
 
     Args:
-        tokenizer: with None, only the files are checked. No chat template is applied, and there are no token ids.
-        max_prompt_len: longer prompts are left out [tokens]. If the messages end with an answer, only the messages
-            before the first answer count.
-        keep_messages: put messages into ``metadata["messages"]`` too, for a reward model with a chat template.
+        tokenizer: if None, the files are only checked: no chat template is applied, and the samples have no token ids.
+        max_prompt_len: prompts with more tokens than this are left out. If the last message is the assistant's, only
+            the messages before the first assistant message are measured.
+        keep_messages: also store a prompt's messages in ``metadata["messages"]``, for a chat template of a reward
+            model.
         warn: called with a message about rows and prompts that are left out. ``note``: called with the shape of the
-            rows if it was recognised without a flag.
-        first: read only this number of rows of each path without a slice. A column that is missing in these rows may
-            appear later.
+            rows (see `shapes`) if no flag named the columns.
+        first: if a number, read only so many rows of each path that has no slice. A column that all these rows lack is
+            no error, because it may appear later.
 
     Raises:
         ValueError: files, columns or the chat template are missing, rows are malformed (unless ``skip_bad_rows``), or
-            no prompt is left although all rows of ``paths`` are read.
+            all rows of ``paths`` were read and no prompt is left.
     """
     if tokenizer is not None and columns.apply_chat_template and not tokenizer.chat_template:
         raise ValueError(
@@ -121,7 +124,7 @@ def load_prompts(
     kept = [p for p, length in zip(prompts, lengths, strict=True) if max_prompt_len is None or length <= max_prompt_len]
     if dropped := len(prompts) - len(kept):
         left_out.append(
-            f"left out {dropped} of {len(prompts)} prompts longer than {max_prompt_len} tokens "
+            f"left out {dropped} of {len(prompts)} prompts, which are longer than {max_prompt_len} tokens "
             "(--rollout-max-prompt-len, --eval-max-prompt-len)"
         )
     if not kept and first is None:
@@ -189,7 +192,8 @@ def _advice(columns: Columns, path: str, replies: tuple[str, str] | None) -> str
 
 
 def how_to_convert(columns: Columns, path: str, replies: tuple[str, str] | None = None) -> str:
-    """Advice on how the run can read the rows of ``path``: flags, or a line of Python that converts the file."""
+    """Advice for the user on how a run can read the rows of the file ``path``: flags, or a line of Python that converts
+    the file."""
     job, loss = getattr(columns, "job", None), getattr(columns, "loss", None)
     prefix = "--eval-" if job is None else "--"
     family = "policy" if job is None else job.loss
@@ -226,9 +230,8 @@ def _encode(prompts: list[Sample], texts: list[str], tokenizer: PreTrainedTokeni
 
 
 def before_answers(messages: Messages) -> Messages:
-    """The messages of the prompt. If the last of ``messages`` is not from the ``assistant``, all messages are the
-    prompt. In SFT data, rows contain the answers too. Then the messages before the assistant's first message are the
-    prompt."""
+    """The part of ``messages`` that is the prompt. If the last message is not the assistant's, it is all of them.
+    Otherwise, as in SFT data, it is the messages before the first assistant message."""
     if messages[-1]["role"] != "assistant":
         return messages
     return messages[: next(i for i, m in enumerate(messages) if m["role"] == "assistant")]
@@ -294,11 +297,11 @@ def _add_pair(
         messages = messages or [{"role": "user", "content": prompt.prompt}]
         messages = before_answers(messages) if inside else messages
         if not messages:
-            raise BadCell(input_key, "there is no message before the first answer")
+            raise BadCell(input_key, "there is no message before the first assistant message")
         prompt.prompt = messages
         pair = [_conversation(messages, cell, key, input_key) for key, cell in cells.items()]
     if pair[0] == pair[1]:
-        raise BadCell(keys[1], f"equals {keys[0]!r}, so neither reply is preferred")
+        raise BadCell(keys[1], f"the reply equals {keys[0]!r}, so neither reply is preferred")
     prompt.metadata[PAIR] = pair
     return messages
 
@@ -310,13 +313,13 @@ def _conversation(prompt: Messages, cell: object, key: str, input_key: str) -> M
     if not whole and reply[0]["role"] != "assistant":
         raise BadCell(
             key,
-            f"starts with a {reply[0]['role']} message that is not the first of {input_key!r}; a reply must be the "
-            f"assistant's turns, or the whole conversation including the prompt (if no column has only the "
-            f"prompt, give --input-key {key})",
+            f"the reply starts with a {reply[0]['role']} message that is not the first message of {input_key!r}; a "
+            f"reply must be the assistant's turns, or the whole conversation including the prompt (if no column has "
+            f"only the prompt, give --input-key {key})",
         )
     conversation = reply if whole else [*prompt, *reply]
     if len(conversation) == len(prompt) or conversation[-1]["role"] != "assistant":
-        raise BadCell(key, "does not end with a message of the assistant")
+        raise BadCell(key, "the conversation does not end with a message of the assistant")
     return conversation
 
 
@@ -346,12 +349,13 @@ def _tools(row: Row, columns: Columns) -> Tools:
 
 
 class DataSource:
-    """Hands out prompts as groups of ``--n-samples-per-prompt`` samples. Groups that were returned are handed out
-    first.
+    """Returns prompts as groups of ``--n-samples-per-prompt`` samples. Groups that `add_samples` gave back come before
+    new groups.
 
-    The order in epoch e is the file order. With ``--rollout-shuffle`` it is a permutation that depends only on
-    ``--rollout-seed`` + e. Several paths form one dataset. With ``--prompt-data-weights`` each path is a stream with
-    its own epochs. The next prompt comes from the stream that is furthest below its share.
+    In each epoch, the prompts come in file order. With ``--rollout-shuffle``, their order in epoch e is a permutation
+    that depends only on ``--rollout-seed`` + e. Several paths form one dataset. But with ``--prompt-data-weights`` each
+    path is a separate stream, which starts its own next epoch when it ends. The next prompt comes from the stream whose
+    share of the prompts so far is furthest below its weight.
     """
 
     def __init__(self, args: Args, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
@@ -398,22 +402,23 @@ class DataSource:
         )
 
     def __len__(self) -> int:
-        """The number of prompts in all paths together."""
+        """The total number of prompts in all paths."""
         return sum(len(stream.prompts) for stream in self._streams)
 
     def get_samples(self, n: int) -> list[list[Sample]]:
-        """Return ``n`` groups. Groups that were given back come first. Then come new groups with prompt tokens, label,
-        metadata and indices."""
+        """Return ``n`` groups. Groups that `add_samples` gave back come first. The others are new groups, with prompt
+        tokens, label, metadata and indices."""
         groups = self._pick(self.args, None, self._returned, n) if self._returned else []
         return [*groups, *(self._fresh_group() for _ in range(n - len(groups)))]
 
     def add_samples(self, groups: Sequence[list[Sample]]) -> None:
-        """Take back unfinished or surplus groups. `get_samples` returns them first (see --buffer-filter-path)."""
+        """Take back groups that a rollout did not finish or did not use. `get_samples` returns them before new groups
+        (see --buffer-filter-path)."""
         self._returned.extend(groups)
 
     def heed(self, groups: Sequence[list[Sample]], reward_key: str | None) -> dict[str, float]:
-        """Raise the levels of ``--curriculum-threshold`` according to a rollout's finished ``groups``. Returns the
-        metrics of the levels."""
+        """With ``--curriculum-threshold``, let tasks move to their next level, depending on the rewards of a rollout's
+        finished ``groups``. Returns metrics with the tasks' levels."""
         return {} if self._curriculum is None else self._curriculum.heed(groups, reward_key)
 
     def _fresh_group(self) -> list[Sample]:
@@ -435,10 +440,10 @@ class DataSource:
         return self._streams[behind.index(max(behind))]
 
     def state_dict(self) -> dict[str, object]:
-        """The state needed to resume, including the returned groups, as plain JSON values.
+        """The state that a resumed run needs, as plain JSON values, including the groups that `add_samples` gave back.
 
-        Values that plugins set on a sample are converted too. Numpy values become numbers and lists, and other values
-        become text.
+        Attributes that plugins set on a sample are converted to JSON values too: numpy values become numbers and lists,
+        other objects become text.
         """
         return {
             "drawn": [stream.drawn for stream in self._streams],
@@ -453,7 +458,7 @@ class DataSource:
         """Continue from the position that `state_dict` saved.
 
         Raises:
-            ValueError: the prompts, their order or their weights differ from the saved state.
+            ValueError: the prompts, their order or their weights are not those of the run that saved the state.
         """
         saved, now = state["dataset"], self._identity()
         if changed := [f"{key}: {saved[key]} when saved, {now[key]} now" for key in now if saved.get(key) != now[key]]:
@@ -481,18 +486,19 @@ class DataSource:
 
 
 class Curriculum:
-    """The levels of ``--curriculum-threshold``. A task moves to its next level when its mean reward reaches this
-    threshold.
+    """The curriculum of ``--curriculum-threshold``: a task moves to its next level of difficulty when its mean reward
+    reaches this threshold.
 
-    The metadata of a row has ``level``, and optionally ``task``. Each task is at one level, and starts at its lowest
-    level.
+    The metadata of each row must have ``level``, a number, and may have ``task``, a name. At any time a task gives only
+    prompts of one level. It starts at its lowest level.
 
     After each rollout, the mean reward of a task's groups at its current level is compared with the threshold. If the
-    mean is at least the threshold, the task moves to the next level. Prompts come from the tasks in turn.
+    mean is at least the threshold, the task moves to its next level. The groups of a rollout get their prompts from the
+    tasks in turn.
 
     Attributes:
         parts: the prompts of each task at each level.
-        levels: task -> the index of its level. The levels of the task's rows are sorted and counted from 0.
+        levels: task -> the index of its current level, counted from 0 in the sorted levels of the task's rows.
     """
 
     def __init__(self, threshold: float, prompts: Sequence[Sample]) -> None:
@@ -520,13 +526,13 @@ class Curriculum:
         self.levels = dict.fromkeys(by_task, 0)
 
     def part(self, group: int) -> int:
-        """The index of the part for group number ``group``."""
+        """The index in ``parts`` of the prompts from which group number ``group`` gets its prompt."""
         task = list(self.levels)[group % len(self.levels)]
         return self._places[task][self.levels[task]][1]
 
     def heed(self, groups: Sequence[list[Sample]], reward_key: str | None) -> dict[str, float]:
-        """Move tasks to their next levels. Returns ``rollout/level/TASK`` for the next rollout, or ``rollout/level`` if
-        there is only one task."""
+        """Move each task that has reached the threshold to its next level. Returns the level index of each task in the
+        next rollout as ``rollout/level/TASK``, or as ``rollout/level`` if the rows name no task."""
         for task, at in self.levels.items():
             level, last = self._places[task][at][0], at + 1 == len(self._places[task])
             rewards = [

@@ -1,5 +1,5 @@
-"""Reads rows, each with its place in the file. The rows come from files (parquet, jsonl, jsonl.gz, json, csv, arrow),
-from folders that ``datasets`` saved, or from hub datasets.
+"""Reads the rows of data files, and the place of each row in its file, such as "row 3". The rows come from files
+(parquet, jsonl, jsonl.gz, json, csv, arrow), from folders that ``datasets`` saved, or from hub datasets.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+){0,2}")
 
 @dataclass
 class BadRows:
-    """Counts the malformed rows of one file. `close` raises an error, or with ``skip`` it warns."""
+    """Counts the malformed rows of one file. If there are any, `close` raises an error, or with ``skip`` logs a
+    warning."""
 
     skip: bool = False
     warn: Callable[[str], None] = logger.warning
@@ -52,13 +53,13 @@ class BadRows:
     examples: dict[str, str] = field(default_factory=dict)  # problem -> its first place, for only a few problems
 
     def add(self, place: str, problem: str) -> None:
-        """Count a malformed row."""
+        """Count a malformed row, and remember its problem and place for `close`."""
         self.count += 1
         if len(self.examples) < EXAMPLES:
             self.examples.setdefault(problem, place)
 
     def close(self, name: str, first: int | None = None) -> None:
-        """Report the malformed rows after the whole file, or after its ``first`` rows, has been read.
+        """Report the malformed rows. Call this method after the whole file, or its ``first`` rows, have been read.
 
         Raises:
             ValueError: there are malformed rows, and ``skip`` is not set.
@@ -74,7 +75,8 @@ class BadRows:
 
 
 def split_path(spec: str) -> tuple[str, slice]:
-    """Split ``path@[a:b]`` into (path, slice). As in Python, a, b and an optional step may be negative or left out.
+    """Split ``path@[a:b]`` into (path, slice). As in a Python slice, a and b may be negative or missing, and a step may
+    follow.
 
     Raises:
         ValueError: the text in brackets is not a slice.
@@ -98,18 +100,19 @@ def read_rows(
     bad: BadRows | None = None,
     first: int | None = None,
 ) -> Iterator[tuple[str, Row]]:
-    """Yield (place, row) for each row of ``spec``, in order. Columns that are not in ``required`` may be missing in a
-    row.
+    """Yield (place, row) for each row of ``spec``, in order. Each row must have the columns ``required``; other columns
+    may be missing.
 
     ``spec``: a .parquet, .jsonl, .jsonl.gz, .json (one list), .csv or .arrow file; a folder that ``datasets`` saved
     (`save_to_disk`); a hub dataset ``owner/name[:config][:split]`` (default split ``train``); or
-    ``environment:name[:spec]``, the rows of an environment. Append ``@[a:b]`` to take a slice. ``optional`` None: keep
-    all columns. ``first``: read at most this number of rows. A slice in ``spec`` overrides ``first``.
+    ``environment:name[:spec]``, the rows of an environment. With ``@[a:b]`` appended, only this slice of the rows is
+    read. ``optional``: further columns to read, or None to read all columns. ``first``: read only so many rows, unless
+    ``spec`` has a slice.
 
     Raises:
         ValueError: there is no such file, its kind is not supported, the slice is empty, or a required column is
-            missing. Malformed rows, including those that the caller added, raise the error at the end, unless ``bad``
-            skips them.
+            missing. If rows are malformed, including those that the caller added to ``bad``, the error is raised after
+            the last row, unless ``bad.skip`` is set.
     """
     bad = bad or BadRows()
     name, part = split_path(spec)
@@ -157,10 +160,11 @@ def _no_file(name: str, path: Path) -> str:
 
 
 def column_names(spec: str) -> list[str]:
-    """The columns of a file, or of its first readable row. The list is empty if no row is readable.
+    """The names of a file's columns; for files other than parquet, those of the first readable row. The list is empty
+    if no row is readable.
 
     Raises:
-        ValueError: the same errors of the file as `read_rows` raises.
+        ValueError: there is no such file, its kind is not supported, or it cannot be read.
     """
     name, _ = split_path(spec)
     if name.endswith(".parquet") and Path(name).is_file():
@@ -172,10 +176,10 @@ def column_names(spec: str) -> list[str]:
 
 
 def first_row(spec: str) -> Row:
-    """The first readable row of a file. The row is empty if no row is readable.
+    """The first readable row of a file, or an empty row if no row is readable.
 
     Raises:
-        ValueError: the same errors of the file as `read_rows` raises.
+        ValueError: there is no such file, its kind is not supported, or it cannot be read.
     """
     name, _ = split_path(spec)
     return next((row for _, row in _reader(name)(name, slice(None), [], None) if isinstance(row, dict)), {})
@@ -306,7 +310,7 @@ def _json_rows(path: str, part: slice, *_: object) -> Iterator[Found]:
             f"{path} is not JSON ({error}); a file with one object per line must end with .jsonl"
         ) from error
     if not isinstance(rows, list):
-        raise ValueError(f"{path} has one {type(rows).__name__}, but a .json file of prompts must be a list of objects")
+        raise ValueError(f"{path} contains one {type(rows).__name__}; a .json file must be a list of objects")
     for index in range(len(rows))[part]:
         yield f"row {index}", _checked(rows[index])
 

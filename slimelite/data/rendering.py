@@ -1,4 +1,4 @@
-"""Turns rows of an evaluation task into prompts, with the templates and expressions of a task file."""
+"""Turns the data rows of an evaluation task into prompts, with the templates and expressions in the task's file."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ SEPARATOR = "\n\n"
 
 
 class TaskRows:
-    """Turns the rows of an evaluation task's data into rows of a prompt dataset.
+    """Turns the data rows of an evaluation task into rows with the columns of a prompt dataset.
 
-    Each row has ``prompt``, ``label`` and ``metadata``. The prompt is text. If there are examples and a chat template,
-    it is messages.
+    Each resulting row has ``prompt``, ``label`` and ``metadata``. The prompt is text, but a list of messages if the
+    task has few-shot examples and a chat template is applied.
 
-    ``metadata`` has the row's place in its file. So the answers of two models can be paired even if their chat
-    templates differ. For a task with choices, ``metadata`` also has ``choices`` and ``right``, the index of the right
-    choice.
+    ``metadata`` contains the place of the data row in its file. So the answers of two models to the same row can be
+    matched even if the models' chat templates give different prompts. For a task with choices, ``metadata`` also
+    contains ``choices``, and ``right``, the index of the right choice.
     """
 
     def __init__(self, spec: str, *, chat: bool) -> None:
@@ -49,9 +49,10 @@ class TaskRows:
         """Yield (place, row) for each row of the file or hub dataset ``path``, or only for its ``first`` rows (see
         `read_rows`).
 
-        ``shots`` examples come before each question. The examples are the first rows of ``examples``. Without
-        ``examples``, they are the first rows of ``path``, and these rows are not used as questions. For a task with
-        ``same``, they are the first rows that match the question's row.
+        In each prompt, ``shots`` examples come before the question. The examples are the first rows of the file
+        ``examples``. If ``examples`` is None, the examples are the first rows of ``path``, and these rows are not used
+        as questions. If the task has an expression ``same``, the examples are the first rows for which ``same`` has the
+        same value as for the question's row.
 
         Raises:
             ValueError: the rows cannot be read.

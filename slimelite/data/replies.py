@@ -1,9 +1,9 @@
-"""Finds an assistant's replies in the text of a conversation, with any chat template. The `Finder` replaces a reply by
-a probe text, renders the conversation again, and compares the texts.
+"""Detects where the assistant's replies are in the rendered text of a conversation, with any chat template. The
+`Finder` replaces a reply by a probe text, renders the conversation again, and compares the two rendered texts.
 
-A reply runs from the end of the generation prompt to the end of its turn. Text from a user, a system prompt or a tool
-is not part of a reply. Gemma 4's template writes tools' answers inside the model's turn. In this template, a reply ends
-before the tools' answers.
+A reply extends from the end of the generation prompt to the end of the assistant's turn. Text from a user, a system
+prompt or a tool is not part of a reply. Gemma 4's chat template writes tools' answers inside the assistant's turn. With
+this template, a reply ends before the tools' answers.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Finder:
-    """Finds replies by comparing texts.
+    """Detects where the replies are in the rendered text of one conversation.
 
     Args:
-        messages: the conversation. ``text``: its rendered text.
+        messages: the conversation. ``text``: the rendered text of the conversation.
         template: function (messages, whether to add the generation prompt) -> text.
-        special: matches special tokens, such as ``<|im_end|>``. Plain text never contains them.
+        special: a regular expression that matches special tokens, such as ``<|im_end|>``, which plain text never
+            contains.
     """
 
     messages: Messages
@@ -42,13 +43,13 @@ class Finder:
     _rendered: dict[tuple[str, bool], str] = field(default_factory=dict)
 
     def spans(self, i: int) -> list[Span]:
-        """Where the reply ``messages[i]`` is in the text.
+        """The spans (start, end) of the reply ``messages[i]`` in the rendered text.
 
-        Gemma 4's template writes the words of a reply after the tool calls of the reply and the tools' answers. These
-        words are a second span.
+        Usually there is one span. But Gemma 4's chat template writes a reply's tool calls first, then the tools'
+        answers, then the reply's words, which are a second span.
 
         Raises:
-            ValueError: the text does not show the reply where the generation prompt ends.
+            ValueError: the reply does not begin where the generation prompt ends in the rendered text.
         """
         self._rendered.clear()
         reply, start = self.messages[i], self._start(i)
@@ -150,8 +151,8 @@ class Finder:
         return end + length
 
     def next_mark(self) -> str:
-        """The special token that begins the next speaker's turn, if no special token ends the last reply. Returns "" if
-        a special token ends it."""
+        """The special token with which the next speaker's turn would begin, if the template ends the last reply without
+        a special token. Returns "" if a special token ends the last reply."""
         reply = self.messages[-1]
         if any(not self.text[mark.end() :].strip() for mark in self.special.finditer(self.text, len(self.text) - 100)):
             return ""
@@ -232,7 +233,8 @@ def _probes(reply: Message) -> Iterator[Message]:
 
 
 def renamed(called: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The calls, or tools. The name of the first call or tool is replaced by the probe."""
+    """A copy of ``called``, a list of tool calls or tools, in which the name of the first entry is replaced by the
+    probe text."""
     first, *others = called
     changed = {**first.get("function", first), "name": PROBE}
     return [{**first, "function": changed} if "function" in first else changed, *others]

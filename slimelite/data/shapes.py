@@ -1,7 +1,7 @@
-"""Common shapes of rows that are read without a flag: ShareGPT, Alpaca, prompt and completion, messages.
+"""Common shapes of data rows, which a run recognises without a flag: ShareGPT, Alpaca, prompt and completion, messages.
 
-A run tries these shapes only if ``--input-key`` is not given or has its default, and reports the shape that it used.
-`docs/data_formats.md` shows each shape, and the flags that read the same rows.
+A run tries to recognise the shape only if ``--input-key`` has its default value, and logs the shape that it used.
+`docs/data_formats.md` shows each shape, and the flags with which the same rows can be read.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ SPEAKERS = {
 
 @dataclass(frozen=True)
 class Shape:
-    """A shape of rows. ``columns`` are the columns that identify the shape. ``read`` converts a row to the prompt or
-    the conversation."""
+    """A shape of data rows. ``columns`` are the columns that identify the shape. ``read`` is a function that returns
+    the prompt or the conversation in a row."""
 
     name: str
     columns: tuple[str, ...]
@@ -67,12 +67,12 @@ SHAPES = (
 
 
 def shape_of(names: Collection[str], input_key: str, *, answers: bool, chosen: str | None = None) -> Shape | None:
-    """The shape of rows with columns ``names``. Returns None if ``input_key`` is one of these columns, or if no known
-    shape fits.
+    """The shape of rows whose columns are ``names``. Returns None if ``input_key`` is one of these columns, because
+    then no shape is needed, or if no known shape fits.
 
     Args:
-        answers: whether the run trains on answers in the rows (SFT, KTO).
-        chosen: the column of the preferred replies of pairs. These replies may include the prompt.
+        answers: whether the run trains on answers that are in the rows (SFT, KTO).
+        chosen: for preference pairs, the column of the preferred replies, which may include the prompt.
     """
     # Alpaca's column "input" is only part of the prompt
     if input_key in names and not (answers and set(ALPACA.columns) <= set(names)):
@@ -86,8 +86,8 @@ def shape_of(names: Collection[str], input_key: str, *, answers: bool, chosen: s
 
 
 def share_gpt(message: Mapping[str, object]) -> dict[str, object] | None:
-    """Convert a message of ShareGPT, ``{"from": "human", "value": ...}``, to OpenAI's form. Returns None if ``message``
-    has another form."""
+    """Convert a message in ShareGPT's form, ``{"from": "human", "value": ...}``, to OpenAI's form with ``role`` and
+    ``content``. Returns None if ``message`` has another form."""
     speaker = message.get("from")
     if "role" in message or not isinstance(speaker, str) or speaker not in SPEAKERS:
         return None

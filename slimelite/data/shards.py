@@ -1,11 +1,12 @@
-"""Tokenises texts before pretraining starts. Each file of documents becomes a shard of token ids, which is
-memory-mapped.
+"""Tokenises documents before pretraining starts. The token ids of each document file are stored in a shard, which the
+run memory-maps.
 
-Worker processes make a shard once (``python -m slimelite.data.shards``). Later runs find the shard in the cache by a
-key. The key is a hash of the shard's inputs: the content of its file, the column, and the tokenizer. A shard has three
-files in the cache folder. ``KEY.tokens`` has the ids of all documents, each followed by an end-of-text token.
-``KEY.ends.npy`` has the position where each document ends. ``KEY.json`` has `ShardFacts`, and is written last. So if a
-process is killed while it writes a shard, only this shard is made again.
+Worker processes (``python -m slimelite.data.shards``) make a shard only once, and store it in a cache folder. Later
+runs look it up in the cache by its key, a hash of the shard's inputs: the content of the document file, the column, and
+the tokenizer. A shard consists of three files in the cache folder. ``KEY.tokens`` contains the token ids of all
+documents, with an end-of-text token after each document. ``KEY.ends.npy`` contains the position where each document
+ends. ``KEY.json`` contains `ShardFacts`, and is written last. So if a process is killed while it writes a shard, this
+shard is made again, and no other.
 """
 
 from __future__ import annotations
@@ -56,11 +57,12 @@ FIRST = 64
 
 @dataclass(frozen=True)
 class ShardFacts:
-    """Facts about a shard.
+    """Describes a shard (the content of ``KEY.json``).
 
-    ``source``: the file of documents. ``digest``: the hash of this file's content. ``checksum``: the checksum of the
-    shard's files. ``bytes``: the size of the texts in UTF-8. ``left_out``: kind -> number of documents. ``places``:
-    kind -> the first such document.
+    ``source``: the file of documents. ``digest``: the hash of the source file's content. ``checksum``: the checksum of
+    the shard's token ids and document ends. ``bytes``: the total size of the documents' texts in UTF-8. ``left_out``:
+    kind of problem -> number of documents that are left out for it. ``places``: kind of problem -> place of the first
+    such document.
     """
 
     format: int
@@ -77,8 +79,8 @@ class ShardFacts:
 
 @dataclass(frozen=True)
 class Shard:
-    """Tokens of a file of documents. ``tokens``: [tokens] ids. ``ends``: [documents] int64, the position where each
-    document ends."""
+    """The token ids of a file of documents. ``tokens``: [tokens] token ids of all documents. ``ends``: [documents]
+    int64, the position in ``tokens`` where each document ends."""
 
     facts: ShardFacts
     tokens: np.ndarray
@@ -86,10 +88,11 @@ class Shard:
 
 
 class TextCoder:
-    """Turns texts into token ids. The texts are encoded as plain text, even if they contain the names of special
-    tokens. The id ``end`` follows each text.
+    """Encodes documents as token ids. The name of a special token in a document is encoded as plain text. ``end``: the
+    id of the end-of-text token, which follows each document in a shard.
 
-    ``start``: the id before a document, which is the context of its first token. ``digest``: the hash of the tokenizer.
+    ``start``: the id of the start token, which precedes each document in training, so its first token can be predicted.
+    ``digest``: a hash of the tokenizer.
 
     Raises:
         ValueError: the tokenizer has no end-of-sequence token.
@@ -111,13 +114,13 @@ class TextCoder:
         self.digest = _digest(json.dumps(parts).encode())
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of ``texts``."""
+        """The token ids of each of ``texts``, without ``start`` and ``end``."""
         options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
         ids: list[list[int]] = self._tokenizer(list(texts), **options)["input_ids"]
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ``ids``, special tokens included."""
+        """The text of the token ids ``ids``, including the names of special tokens."""
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
 
@@ -131,10 +134,11 @@ def tokenize(
     skip: bool = False,
     progress: Callable[[int, int], None] = lambda _done, _all: None,
 ) -> list[list[Shard]]:
-    """The shards of each of ``specs``. Shards that are not in the cache are made by ``workers`` processes.
+    """The shards of the document files of each of ``specs``. Shards that are not in the cache are made by up to
+    ``workers`` processes.
 
-    ``skip``: leave out documents that cannot be trained on, with a warning for each file. ``progress``: called with the
-    number of shards that are ready and the total number of shards.
+    ``skip``: leave out documents that cannot be trained on, with a warning for each file. ``progress``: a function that
+    is called with (number of shards that are ready, total number of shards).
 
     Raises:
         ValueError: a file cannot be read, or ``skip`` is off and a document cannot be trained on.
@@ -165,10 +169,12 @@ def tokenize(
 
 
 def check_documents(spec: str, column: str, *, skip: bool) -> None:
-    """Check that ``spec`` exists. If its files are on this machine, also check the first documents of each file.
+    """Check that the files of ``spec`` exist. If they are on this machine, also check the first `FIRST` documents of
+    each file.
 
     Raises:
-        ValueError: in the same cases as `tokenize`.
+        ValueError: a file does not exist, there are no documents, or ``skip`` is off and a document cannot be trained
+            on.
         OSError: a file cannot be read.
     """
     problems, good = [], False
@@ -193,7 +199,7 @@ def _problem(source: str, left_out: Mapping[str, int], places: Mapping[str, str]
 def _refuse(problems: Sequence[str], *, skip: bool) -> None:
     if problems and not skip:
         more = f"; and {len(problems) - 3} more files" if len(problems) > 3 else ""
-        raise ValueError(f"{'; '.join(problems[:3])}{more}; fix them, or leave them out with --skip-bad-rows")
+        raise ValueError(f"{'; '.join(problems[:3])}{more}; fix these documents, or skip them with --skip-bad-rows")
 
 
 def _judge(sources: Sequence[str], facts: Sequence[ShardFacts], *, skip: bool) -> None:
@@ -205,7 +211,7 @@ def _judge(sources: Sequence[str], facts: Sequence[ShardFacts], *, skip: bool) -
     ]
     _refuse(problems, skip=skip)
     for problem in problems:
-        logger.warning("%s; they are left out", problem)
+        logger.warning("%s; these documents are left out", problem)
 
 
 def _by_workers(
@@ -261,7 +267,8 @@ def _by_workers(
 
 
 def make_shard(source: str, coder: TextCoder, column: str, cache: Path) -> str:
-    """Tokenise a file, unless the cache has an undamaged shard of it. Returns the shard's key.
+    """Tokenise the file ``source``, unless the cache contains an undamaged shard of this file. Returns the key of the
+    shard.
 
     Raises:
         ValueError: the file cannot be read, or it changed while it was read.
@@ -359,7 +366,7 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def open_shard(cache: Path, key: str) -> Shard:
-    """Open the shard ``key``. The shard's files are memory-mapped."""
+    """Open the shard with the key ``key``. Its arrays are memory-mapped."""
     description, tokens, ends = _paths(cache, key)
     facts = ShardFacts(**json.loads(description.read_text()))
     mapped = np.memmap(tokens, facts.dtype, "r") if facts.tokens else np.zeros(0, facts.dtype)

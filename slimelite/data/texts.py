@@ -1,5 +1,5 @@
-"""Reads documents from parquet, jsonl or plain-text files or from hub datasets. Each document is one text. Files may be
-larger than memory."""
+"""Reads documents from parquet, jsonl or plain-text files or from hub datasets. A document is one text. The files may
+be larger than the machine's memory."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ ABSENT = object()
 
 
 class NoColumn(ValueError):
-    """A file lacks the column of texts."""
+    """A data file lacks the column that should contain the texts."""
 
 
 def find_files(spec: str, *, plain: bool = False) -> list[Path | HubFile]:
     """The files of documents that ``spec`` names: a file, a folder (with its subfolders), a pattern, or a hub dataset.
 
-    ``plain``: also accept plain texts. If ``spec`` names a file, its name may have any ending. In a folder, the endings
-    in `PLAIN` are accepted too.
+    ``plain``: also accept plain-text files: a single file with any ending, and in a folder also files with the endings
+    in `PLAIN`.
 
     Raises:
-        ValueError: there are no such files.
+        ValueError: ``spec`` names no existing file with an accepted ending.
     """
     path, endings = Path(spec), (*ENDINGS, *PLAIN) if plain else ENDINGS
     if path.is_dir():
@@ -70,16 +70,17 @@ def find_files(spec: str, *, plain: bool = False) -> list[Path | HubFile]:
 
 
 def read_texts(spec: str, column: str = "text", *, skip_bad: bool = False, flag: str = "--text-key") -> Iterator[str]:
-    """Each text of ``spec`` (see `find_files`), in order. Only one batch of rows, or one piece of a file, is in memory
-    at a time.
+    """Yield each text in the files of ``spec`` (see `find_files`), in order. Only one batch of rows, or one piece of a
+    plain-text file, is in memory at a time.
 
-    ``column``: the column of the text, in files with columns. Error messages name ``flag``, with which the user sets
-    the column. A CSV file is read as a whole. In a folder, CSV files without the column are left out, and a warning
-    names them. With ``skip_bad``, rows that cannot be trained on are left out, and a warning names and counts them.
+    ``column``: the column with the text, in files with columns. ``flag``: the flag with which the user sets this
+    column, for error messages. A CSV file is read into memory as a whole. If ``spec`` is a folder, its CSV files
+    without the column are left out, with a warning. With ``skip_bad``, rows that cannot be trained on are left out, and
+    a warning gives their number and examples.
 
     Raises:
-        ValueError: there is no such file or column, or a file is cut short. Rows that cannot be trained on raise the
-            error at the end of a file.
+        ValueError: there is no such file or column, or a file is cut short. If rows cannot be trained on, the error is
+            raised after the last row of their file.
     """
     for file in find_files(spec, plain=True):
         if isinstance(file, Path):
@@ -129,10 +130,10 @@ def _pieces(file: str) -> Iterator[tuple[str, object]]:
 
 
 def read_documents(path: str, column: str, flag: str = "--text-key") -> Iterator[tuple[str, str | None, str]]:
-    """Yield (place, text, "") for each document of a file. For a document that cannot be trained on, yield (place,
-    None, kind). Error messages name ``flag``, with which the user sets the column.
+    """Yield (place, text, "") for each document of a file, or (place, None, kind of problem) if the document cannot be
+    trained on. ``flag``: the flag with which the user sets ``column``, for error messages.
 
-    Only a part of the file is in memory at a time. A ``.txt`` file is one document.
+    Only a part of the file is in memory at a time. But a ``.txt`` file is a single document, and is read as a whole.
     """
     read = next(reader for ending, reader in READERS.items() if path.endswith(ending))
     try:

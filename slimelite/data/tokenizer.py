@@ -1,8 +1,8 @@
 """Loads tokenizers, and finds the token ids that end a response.
 
-A tokenizer with a ``tokenizer.json`` is loaded without torch, because the processes of train.py and the rollout side do
-not import torch. Importing transformers takes a second. So only the functions that need it import it, and most mistakes
-of the user are found before.
+A tokenizer with a ``tokenizer.json`` is loaded without importing torch, because the process of train.py and the rollout
+process do not import torch. Importing transformers takes a second. So this module imports transformers only inside the
+functions that need it, and most mistakes of the user are reported before this import.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ COMPANIONS = (
 
 
 def check_files(path: str) -> None:
-    """Check by file names only whether ``path`` can have a tokenizer.
+    """Check whether ``path`` can be a tokenizer. Only the names of files are checked, not their contents.
 
     Raises:
         ValueError: ``path`` is neither a folder with tokenizer files nor a hub id.
@@ -80,16 +80,18 @@ def check_files(path: str) -> None:
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder or hub id. The tokenizer gives the same ids as the folder's ``tokenizer.json``.
+    """Load the tokenizer of a model folder or hub id. The loaded tokenizer gives the same token ids as the folder's
+    ``tokenizer.json``.
 
-    The file ``tokenizer_config.json`` names the tokenizer's class. If this file names no class, `AutoTokenizer` chooses
-    a class by ``model_type``, and imports torch and torch.compile. Some classes rebuild the tokenizer from its
-    vocabulary, and silently drop the pre-tokenizer and the decoder of ``tokenizer.json``. This happens, for example,
-    for a Qwen2 model with a word-level tokenizer. So the ids of `PROBES` are compared. If they differ,
-    ``tokenizer.json`` is loaded directly.
+    The file ``tokenizer_config.json`` names the tokenizer's class. If ``tokenizer_config.json`` names no class,
+    `AutoTokenizer` chooses a class by the model's ``model_type``; this imports torch and torch.compile. Some classes
+    rebuild the tokenizer from its vocabulary, and silently drop the pre-tokenizer and the decoder of
+    ``tokenizer.json``. This happens, for example, for a Qwen2 model with a word-level tokenizer. So the token ids of
+    the texts `PROBES` are compared with those from ``tokenizer.json``. If the ids differ, ``tokenizer.json`` is loaded
+    directly.
 
     Raises:
-        ValueError: there is no tokenizer at ``path``, or no class reproduces the file's ids.
+        ValueError: there is no tokenizer at ``path``, or no tokenizer class gives the same ids as ``tokenizer.json``.
     """
     check_files(path)
     import transformers
@@ -119,10 +121,10 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """Hashes of the parts of ``tokenizer`` that turn texts and messages into tokens. Each checkpoint contains these
-    hashes.
+    """Hashes of the parts of ``tokenizer`` that turn texts and messages into tokens. Each checkpoint stores these
+    hashes, so a resumed run can check its tokenizer.
 
-    For a large vocabulary this takes a few tenths of a second.
+    For a large vocabulary, computing the hashes takes a few tenths of a second.
     """
     fast = getattr(tokenizer, "backend_tokenizer", None)
     # the pickled model does not contain settings that calls change, such as padding
@@ -142,10 +144,11 @@ def fingerprint(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
 
 
 def check_same(saved: Mapping[str, str], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check that ``tokenizer`` makes the same tokens as the tokenizer with the `fingerprint` ``saved``.
+    """Check that ``tokenizer`` gives the same tokens as the tokenizer of the checkpoint, whose `fingerprint` is
+    ``saved``.
 
     Raises:
-        ValueError: ``tokenizer`` makes other tokens. The message names the parts that differ.
+        ValueError: the two tokenizers differ. The message names the parts that differ.
     """
     if differ := [part for part, digest in fingerprint(tokenizer).items() if saved.get(part) != digest]:
         raise ValueError(
@@ -195,18 +198,19 @@ def _import_fast_tokenizers() -> None:
 
 
 def beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The ids that the tokenizer puts before a text, such as the beginning-of-sequence token of Llama and Gemma."""
+    """The token ids that the tokenizer adds before every text, such as the beginning-of-sequence token of Llama and
+    Gemma."""
     plain, whole = (tokenizer("x", add_special_tokens=added)["input_ids"] for added in (False, True))
     return next((whole[:at] for at in range(len(whole)) if whole[at : at + len(plain)] == plain), [])
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    """Token ids of texts that are not rendered with a chat template. As in pretraining, the tokenizer's `beginning`
-    comes first.
+    """Token ids of texts that are not rendered with a chat template. As in pretraining, the ids of each text begin with
+    the tokenizer's `beginning`.
 
-    A text that already begins with `beginning` does not get it again. Do not use this function for rendered chats,
-    because chat templates write the beginning themselves. The text prompts of a run do not get a beginning either, as
-    in slime.
+    If a text already begins with the text of `beginning`, the beginning is not added again. Do not use this function
+    for rendered chats, because chat templates write the beginning-of-sequence token themselves. Do not use it for the
+    text prompts of a training run either: as in slime, nothing is added before them.
     """
     begin = beginning(tokenizer)
     encoded: list[list[int]] = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
@@ -232,12 +236,13 @@ def _agrees(tokenizer: PreTrainedTokenizerBase, truth: Tokenizer) -> bool:
 
 
 def end_texts(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    """The texts of the tokens that end a response (`stop_token_ids`)."""
+    """The texts of the tokens that end a response, whose ids `stop_token_ids` returns."""
     return tuple(str(tokenizer.decode([i], skip_special_tokens=False)) for i in stop_token_ids(path, tokenizer))
 
 
 def end_of_reply(path: str) -> str:
-    """The eos token in the tokenizer_config.json of the folder ``path``. Returns an empty text if there is none."""
+    """The text of the eos token in the tokenizer_config.json of the folder ``path``, or an empty text if the file names
+    none."""
     file = Path(path) / "tokenizer_config.json"
     token = read_json(file).get("eos_token") if file.is_file() else None
     token = token.get("content") if isinstance(token, dict) else token
@@ -245,7 +250,8 @@ def end_of_reply(path: str) -> str:
 
 
 def copy_tokenizer(path: str, folder: Path, *, chats: bool = True) -> None:
-    """Copy the `COMPANIONS` of the folder or hub id ``path`` to ``folder``. ``chats``: also the chat template."""
+    """Copy the tokenizer's files (`COMPANIONS`) from the folder or hub id ``path`` to ``folder``. ``chats``: whether to
+    copy the chat template too."""
     source = Path(path)
     if not source.is_dir():
         from huggingface_hub import snapshot_download
@@ -258,9 +264,9 @@ def copy_tokenizer(path: str, folder: Path, *, chats: bool = True) -> None:
 
 
 def write_new_model(folder: Path, config: Mapping[str, object], tokenizer: str) -> None:
-    """Write a model folder without weights. The folder gets ``config``, with the ids of the tokens that begin, end and
-    pad texts, and the files of ``tokenizer`` (a folder or hub id). With these ids, programs that load the trained model
-    stop at the end of a reply.
+    """Write a folder for a new model, without weights. The folder contains ``config`` and the files of ``tokenizer`` (a
+    folder or hub id). The ids of the tokenizer's tokens that begin, end and pad texts are added to the config. With
+    these ids, programs that load the trained model stop at the end of a reply.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if not (Path(tokenizer).is_dir() and folder.samefile(tokenizer)):
@@ -277,11 +283,11 @@ def write_new_model(folder: Path, config: Mapping[str, object], tokenizer: str) 
 
 
 def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The sorted ids that end a response. These ids are the ``eos_token_id`` values of the generation config, the
+    """The sorted ids of the tokens that end a response: the ``eos_token_id`` values in the generation config, the model
     config and the tokenizer.
 
     Raises:
-        ValueError: none of the three has one, or a value is not a token id.
+        ValueError: none of the three has an ``eos_token_id``, or one of their values is not a token id.
     """
     from transformers.utils import cached_file
 

@@ -143,8 +143,8 @@ def check_ids(requests: Sequence[GenerateRequest], taken: Collection[str]) -> No
 
 
 def holds_stop(decode: Decode, response: Sequence[int] | np.ndarray, stops: Sequence[str]) -> bool:
-    """Whether the last tokens of ``response`` contain one of ``stops``. If the response continues an earlier one, pass
-    the tokens of both.
+    """Whether the last tokens of ``response`` contain one of ``stops``. If the response continues an earlier response,
+    pass the tokens of both responses.
 
     The check runs after every token, so it decodes no more tokens than the longest stop string can have.
     """
@@ -174,7 +174,7 @@ class WeightUpdate:
     ``shapes`` has the shape of each weight by name. ``aliases`` maps the second name of a tied weight to its first
     name, for example ``lm_head.weight`` to ``model.embed_tokens.weight``. ``version`` is the version of the current
     update, or None. ``received`` has the names that this update has brought so far. ``complete`` is true after an
-    update has brought every weight. A later update may then bring only the changed weights.
+    update has brought every weight. After such an update, later updates may bring only the changed weights.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], aliases: Mapping[str, str] | None = None) -> None:

@@ -124,8 +124,8 @@ class GenerateBody(Shape):
     prompt.
 
     ``return_sampling_mask``: if the request has top_p, top_k or min_p, return the ids that each token was drawn from,
-    and log-probs over these ids. ``output_token_logprobs`` are then over these ids too; in SGLang they are over the
-    whole vocabulary.
+    and log-probs over these ids. With this field, ``output_token_logprobs`` are over these ids too; in SGLang they are
+    over the whole vocabulary.
     """
 
     rid: Text = ""
@@ -169,7 +169,7 @@ class GenerateServer(Server):
     """SGLang's endpoints in front of an engine.
 
     The text of a response keeps its stop string. slime requests this behaviour with ``no_stop_trim``.
-    ``max_context_len`` limits the length of a body.
+    ``max_context_len`` limits the length of a request body.
     """
 
     def __init__(
@@ -258,7 +258,7 @@ class GenerateServer(Server):
         try:
             await asyncio.wait_for(self._engine.generate([request]), HEALTH_TIMEOUT)
         except TimeoutError:
-            return web.Response(status=503, text=f"no token within {HEALTH_TIMEOUT:.0f} s")
+            return web.Response(status=503, text=f"the engine sampled no token within {HEALTH_TIMEOUT:.0f} s")
         return web.Response()
 
     async def _model_info(self, _: web.Request) -> web.Response:

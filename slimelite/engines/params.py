@@ -1,7 +1,7 @@
 """The sampling parameters, defined once.
 
-Flags, evaluation datasets, engines and the request bodies of every HTTP dialect use these definitions. `parameter`
-gives the names that a parameter has in each of these places. To add a parameter, add a field to `SamplingParams`.
+Flags, evaluation datasets, engines and the request bodies of every HTTP dialect use these definitions. The arguments of
+`parameter` name a parameter in each of these places. To add a parameter, add a field to `SamplingParams`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def parameter(
     Args:
         default: the value if a source gives no value.
         help: the text for flags and settings.
-        own: the places where the parameter has its own name.
+        own: the places at which the parameter has the name of the field.
         truncates: the values that exclude likely tokens, in words.
         bounds: for flags and settings, as `slimelite.arguments.flags.flag` takes them.
         names: place -> the parameter's names at this place, if they differ from the field's name.
@@ -119,13 +119,13 @@ class SamplingParams:
     )
     presence_penalty: float = parameter(
         0.0,
-        "the logits of tokens in the response are lowered by this number",
+        "the logit of each token that the response already contains is lowered by this number",
         "openai responses sglang",
         bounds={"at_least": -2, "at_most": 2},
     )
     frequency_penalty: float = parameter(
         0.0,
-        "the logits of tokens in the response are lowered by this number for each occurrence",
+        "the logit of a token is lowered by this number for each time that the response already contains the token",
         "openai responses sglang",
         bounds={"at_least": -2, "at_most": 2},
     )
@@ -211,8 +211,8 @@ class SamplingParams:
         return any(getattr(self, name) is not None for name in GRAMMARS[:-1])
 
     def shifts(self) -> list[str]:
-        """Names of the parameters that change logits. If one of them is set, tokens are drawn from another distribution
-        than the log-probs describe."""
+        """Names of the parameters that change logits. If one of these parameters is set, the distribution from which
+        tokens are drawn differs from that of the reported log-probs."""
         defaults = {f.name: f.default for f in fields(self)}
         return [name for name in SHIFTS if (getattr(self, name) or defaults[name]) != defaults[name]]
 

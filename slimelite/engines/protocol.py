@@ -39,12 +39,12 @@ class EngineSetup:
     """The settings of one engine of a run, see `slimelite.engines.registry`.
 
     ``host``: the address of this machine that the engine listens on. ``log``: the file for a server's output.
-    ``kv_cache_tokens``: the most tokens in the KV cache. ``repeatable``: the same requests in the same order give the
-    same bits, whatever requests came before. ``memory_share``: share of the GPU's memory for weights and KV cache.
-    ``releases_memory``: whether the run calls `Engine.release_memory`. ``memory``: the content that remains in memory
-    after `Engine.release_memory`. ``width``: number of GPUs. ``options``: the other ``--sglang-*`` options, by field
-    name. ``adapter``: the LoRA adapters that the run will send; None: the run sends weights. None in any other field
-    leaves the choice to the engine.
+    ``kv_cache_tokens``: the largest number of tokens in the KV cache. ``repeatable``: the same requests in the same
+    order give the same bits, whatever requests came before. ``memory_share``: share of the GPU's memory for weights and
+    KV cache. ``releases_memory``: whether the run calls `Engine.release_memory`. ``memory``: the content that remains
+    in memory after `Engine.release_memory`. ``width``: number of GPUs. ``options``: the other ``--sglang-*`` options,
+    by field name. ``adapter``: the LoRA adapters that the run will send; None: the run sends weights. If any other
+    field is None, the engine chooses its value.
     """
 
     model_path: str
@@ -64,8 +64,8 @@ class EngineSetup:
     adapter: AdapterKind | None = None
 
     def backups(self) -> dict[str, bool]:
-        """The ``--sglang-*`` options that back up content in host memory. A release would lose this content, and no
-        weight sync would restore it."""
+        """The ``--sglang-*`` options that back up, in host memory, the content that a release would lose and no weight
+        sync would restore."""
         if not self.releases_memory:
             return {}
         return self.memory.needed(self.options, adapter_alone=self.adapter is not None)
@@ -113,8 +113,9 @@ class SyncSetup:
     ``transport``: "ipc", "nccl", "http" or "disk", see ``--update-weight-transport``. ``device``: where this rank's
     weights are. ``host``: a name of this machine that the servers can reach. ``directory``: folder for transport
     "disk". ``keep_folders``: whether earlier versions in ``directory`` are kept. ``timeout_s``: a broadcast that takes
-    longer fails [s]. ``adapter``: send only this adapter, with any transport; None: send weights. ``partial``: whether
-    an update may leave out weights that an earlier update brought, because the servers still have these weights.
+    more than this number of seconds fails. ``adapter``: send only this adapter, with any transport; None: send weights.
+    ``partial``: whether an update may leave out weights that an earlier update brought, because the servers still have
+    these weights.
     """
 
     model_path: str
@@ -146,16 +147,16 @@ class GenerateRequest:
 
 @dataclass
 class GenerateResult:
-    """The tokens of one response. The per-token fields may be set to arrays, but they are read as lists. `columns`
-    returns these fields in the stored form.
+    """The tokens of one response. The per-token fields may be set to lists or arrays, and are always read as lists.
+    `columns` returns these fields in the form in which they were set.
 
     ``log_probs``: one per token, under softmax(logits / temperature), before top-p, top-k or min-p renormalise. Greedy
     requests (temperature 0 or top_k 1) report the same quantity at temperature 1. ``kept``: for a request with
     `SamplingParams.kept`, the ids that each token was drawn from, if some were excluded. Log-probs of such tokens are
-    renormalised over these ids. A greedy request keeps only the token itself. ``constrained``: for a request with a
-    grammar, penalties or biases, one value per token: whether they excluded ids when this token was drawn.
-    ``weight_versions``: one per token, the version of the weights that produced it. ``cached_tokens``: number of prompt
-    tokens with keys and values from the cache.
+    renormalised over these ids. For a greedy request, ``kept`` has only the token itself. ``constrained``: for a
+    request with a grammar, penalties or biases, one value per token: whether the grammar, penalties or biases excluded
+    ids when this token was drawn. ``weight_versions``: one per token, the version of the weights that produced it.
+    ``cached_tokens``: number of prompt tokens with keys and values from the cache.
     """
 
     request_id: str
@@ -180,7 +181,7 @@ class GenerateResult:
 
     @property
     def columns(self) -> tuple[PerToken, PerToken, PerToken]:
-        """Tokens, log-probs and weight versions in the stored form: arrays or lists."""
+        """Tokens, log-probs and weight versions in the form in which they were set: arrays or lists."""
         values = vars(self)
         return values["output_ids"], values["log_probs"], values["weight_versions"]
 
@@ -224,7 +225,8 @@ class Scores:
 class WeightBucket:
     """Several tensors of one dtype, flattened into one tensor.
 
-    ``flat``: a 1-D tensor with the elements of all tensors, in the order of ``names``. These are Hugging Face's names.
+    ``flat``: a 1-D tensor with the elements of all tensors, in the order of ``names``. ``names``: the tensors' Hugging
+    Face names.
     """
 
     names: list[str]
@@ -304,8 +306,8 @@ class Engine(Protocol):
         ...
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """End the requests with these ids now; None: all requests. Each returns its tokens and finish reason
-        "abort"."""
+        """End the requests with these ids now; None: all requests. Each of these requests returns its tokens so far and
+        the finish reason "abort"."""
         ...
 
     async def begin_weight_update(self, version: int, changed: Collection[str] | None = None) -> bool:
@@ -314,8 +316,8 @@ class Engine(Protocol):
         ``changed``: names of the weights that may differ from earlier updates; None: all weights may differ.
 
         Returns:
-            whether the update may leave the other weights out. An update may do so only after an earlier update has
-            brought all weights.
+            whether the update may leave out the weights that are not in ``changed``. This is allowed only after an
+            earlier update has brought all weights.
         """
         ...
 
@@ -370,7 +372,8 @@ class ServerProcess(Protocol):
         ...
 
     def restart(self) -> None:
-        """Start the server again and wait until it answers. The server then has the weights of its first start."""
+        """Start the server again and wait until it answers. After this restart, the server has the weights of its first
+        start."""
         ...
 
     def close(self) -> None:
@@ -383,15 +386,15 @@ class Restartable(Protocol):
     """An engine with a process that can be started again after it has died."""
 
     async def restart(self) -> None:
-        """Start the engine again and wait until it answers. The engine then has the weights of its first start, and
-        version -1."""
+        """Start the engine again and wait until it answers. After this restart, the engine has the weights of its first
+        start, and version -1."""
         ...
 
 
 @runtime_checkable
 class Streaming(Protocol):
-    """An engine that reports tokens while it decodes. An engine behind Ray does not report them, because its results
-    arrive complete."""
+    """An engine that reports tokens while it decodes. An engine behind Ray is not a `Streaming` engine, because its
+    results arrive complete."""
 
     async def stream(self, request: GenerateRequest, on_tokens: OnTokens) -> GenerateResult:
         """Like `Engine.generate` for one request. ``on_tokens`` gets all tokens before the result is returned."""
@@ -401,7 +404,8 @@ class Streaming(Protocol):
 class WeightSink(Protocol):
     """Receives a weight update: call `begin`, then `send` for every bucket, then `end`.
 
-    ``every_rank``: whether every trainer rank has a sink and sends the same buckets to it. Otherwise only rank 0 sends.
+    ``every_rank``: whether every trainer rank has a sink and sends the same buckets to it. If False, only rank 0 has a
+    sink and sends.
     """
 
     every_rank: bool
@@ -432,7 +436,7 @@ class Transport(WeightSink, Protocol):
 
 
 class EngineLostError(ValueError):
-    """An engine is dead, and this run cannot start it again. A restart of the run may help."""
+    """An engine is dead, and this run cannot start it again. Starting the run again may help."""
 
 
 class WeightSyncError(RuntimeError):

@@ -1,9 +1,9 @@
 """The available inference engines, one record each.
 
 To add an engine, write its module and add a record here or in a file of ``--import-file``. The `EngineMemory` of a
-record lists the content that is lost after `Engine.release_memory` and `Engine.resume_memory`. This list determines the
-options that a server is started with, the weights that a sync may leave out, and the host memory in the plan. The
-servers in the tests lose the same content as a real server, even if the record is wrong.
+record lists the content that is lost after `Engine.release_memory` and `Engine.resume_memory`. The list in a record
+determines the options that a server is started with, the weights that a sync may leave out, and the host memory in the
+plan. The simulated servers in the tests lose the same content as a real server, whatever the record lists.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class EngineMemory:
         """The options that an engine needs if it releases its memory. Without these options, the engine would lose
         content that no weight sync restores.
 
-        ``options``: the engine's other ``--sglang-*`` options. ``adapter_alone``: a sync sends the adapter and no
-        weights.
+        ``options``: the engine's other ``--sglang-*`` options. ``adapter_alone``: whether a sync sends only the adapter
+        and no weights.
         """
         unsent = [Content.WEIGHTS] if adapter_alone else []
         unsent += [Content.DRAFT] if options.get(DRAFTS) else []
@@ -80,8 +80,8 @@ KEEPS_ALL = EngineMemory()
 class ServerAddress:
     """An engine that is a server. The server answers at ``url`` (``http://host:port``) and has ``tp_size`` GPUs.
 
-    ``first_gpu``: index of its first GPU among the GPUs of all engines; None: the GPU after the last GPU of the
-    previous server.
+    ``first_gpu``: index of the server's first GPU among the GPUs of all engines; None: the GPU after the last GPU of
+    the previous server.
     """
 
     url: str
@@ -118,7 +118,7 @@ class EngineKind:
     (`Engine.score`). ``kept``: whether the engine returns the tokens that top-p, top-k and min-p kept
     (`SamplingParams.kept`). ``package``: the Python package that the engine needs. ``check_config``: (Hugging Face
     config) -> None. The function raises ValueError for a model that the engine cannot compute. ``lacking``: () -> one
-    sentence for each requirement of the engine on a GPU that this machine does not meet.
+    sentence for each requirement that the engine has on a GPU and that this machine does not meet.
     """
 
     name: str

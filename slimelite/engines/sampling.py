@@ -1,4 +1,4 @@
-"""Sampling for callers that show tokens as they arrive: from one engine, or several responses at the same time."""
+"""Sampling for callers that show tokens as they arrive: one response from one engine, or several responses together."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def news(calls: Sequence[Callable[[OnTokens | None], Awaitable[T]]], *, st
     """Make ``calls`` at the same time. Yields the tokens of the calls if they ``stream``, and the result of each call
     when it ends.
 
-    All calls are cancelled at the first error, and also when the generator is closed.
+    All calls are cancelled when one of them fails, or when the generator is closed.
     """
     queue: asyncio.Queue[News[asyncio.Future[T]]] = asyncio.Queue()
 

@@ -41,7 +41,7 @@ class Calculator(ToolEnvironment):
         return [self.calculator]
 
     def score(self, content: str) -> float | None:
-        """Return 1 if the last number equals the label, else 0. Return None without a label."""
+        """Return 1 if the last number equals the label, else 0. Return None if the row has no label."""
         if self.row.label is None:
             return None
         numbers = re.findall(r"-?\d+(?:\.\d+)?", content)

@@ -51,7 +51,7 @@ class Episode:
 
     Args:
         host: opens the environment. The environment is closed at the end.
-        converse: function that opens the conversation of a role. It gets the role's number.
+        converse: function ``fn(number of the role)`` that opens the conversation of a role.
         params: sampling parameters of each reply.
         max_turns, max_tokens: limits for all replies of the episode together. None: no limit.
     """
@@ -94,7 +94,7 @@ class Episode:
                 turn.reward = None  # --reward-error decides the reward of the episode, so its turns have no rewards
 
     async def close(self) -> None:
-        """Close the environment if there is one. An error is counted."""
+        """Close the environment if there is one. An error of the environment is added to the count of errors."""
         if self._environment is None:
             return
         self.seconds = self._environment.spent
@@ -197,8 +197,9 @@ class Episode:
 
 def timeline(sessions: Sequence[Session]) -> list[dict[str, object]]:
     """The first turns of conversations, in the order in which they began. Each turn has its times [s], its number of
-    tokens and its calls. ``parent``: the turn that it continues, or None if it begins a branch. ``answer``,
-    ``call_seconds``: the time of the environment for the step and for each call [s], if known."""
+    tokens and its calls. ``parent``: the turn that this turn continues, or None if it begins a branch. ``answer``: the
+    seconds that the environment took for the step, if known. ``call_seconds``: the seconds of each tool call, if
+    known."""
     turns = [(turn.began, place, turn) for place, session in enumerate(sessions) for turn in session.turns]
     first = min((began for began, _, _ in turns), default=0.0)
     return [
@@ -218,8 +219,8 @@ def timeline(sessions: Sequence[Session]) -> list[dict[str, object]]:
 
 
 def turn_rewards(own: Sequence[Turn], sample: Sample) -> list[float]:
-    """A number for each response token. At the token where a reply ends, it is the reward of this reply. At all other
-    tokens it is NaN. Only the branch's ``own`` replies count.
+    """A number for each response token: at the token where a reply ends, the reward of this reply, and NaN at all other
+    tokens. Only the branch's ``own`` replies have rewards.
 
     The end of a reply is its last trained token. A grammar may have excluded later tokens of the reply from training.
     """

@@ -37,7 +37,8 @@ PING_SECONDS = 5.0
 class EnvironmentFailure(Exception):
     """An environment failed. The environment raised an error, took too long, disappeared, returned an invalid value, or
     sent first messages that exceed the context. ``kind``: "exception", "timeout", "crash", "invalid" or "too_long".
-    ``lost``: whether its worker process is gone. Another environment in the same process may be the cause.
+    ``lost``: whether the environment's worker process is gone, perhaps because of another environment in the same
+    process.
     """
 
     def __init__(self, kind: str, message: str, *, lost: bool = False) -> None:
@@ -52,7 +53,7 @@ def load(environment: str, sandbox: SandboxSettings = NO_WISHES) -> Callable[[],
     ``sandbox``: the sandbox for the programs that the environment starts.
 
     Raises:
-        ValueError: there is no such environment, or it refuses its spec.
+        ValueError: there is no such environment, or the environment refuses its spec.
     """
     entry = known(environment)
     if entry is None:
@@ -75,7 +76,7 @@ _end_process = os._exit
 def _guarded_exit(status: int) -> NoReturn:
     if _playing.get() == os.getpid():
         raise EnvironmentFailure(
-            "crash", f"a method called os._exit({status!r}), which would end the run without a message"
+            "crash", f"a method made the call os._exit({status!r}), which would end the run without a message"
         )
     _end_process(status)
 
@@ -104,7 +105,7 @@ def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Host:
-    """Opens environments. There is one host for a run, and it is used on one event loop.
+    """Opens environments. A run has one host, which is used on one event loop.
 
     Args:
         environment: the value of ``--environment``.
@@ -140,7 +141,7 @@ class Host:
             os._exit = _guarded_exit  # such a call in an environment would end the run
 
     async def open(self) -> Live:
-        """Open a new environment. If there are workers, it runs on the worker with the fewest episodes.
+        """Open a new environment. If there are workers, the environment runs on the worker with the fewest episodes.
 
         Raises:
             ValueError: a worker cannot be started.
@@ -175,7 +176,7 @@ class Host:
 
 
 class Live:
-    """A running environment with time limits. ``spent``: the total time of its calls so far [s]."""
+    """A running environment with time limits. ``spent``: the total time of the calls to this environment so far [s]."""
 
     def __init__(self, environment: Environment | _Remote, host: Host) -> None:
         self.spent = 0.0
@@ -348,8 +349,8 @@ class _InWorker(_Remote):
         await super().close()
 
     async def suspect(self) -> None:
-        """End the worker if it is stopped or does not answer. If the worker is ended, its other episodes fail too. New
-        episodes get a new process."""
+        """End the worker process if it is stopped or does not answer. Its other episodes then fail too. Later episodes
+        run in a new process."""
         if self._worker.stopped:  # do not ping it; it might be continued, answer now, and be ended later
             self._worker.kill()
             return
@@ -382,7 +383,8 @@ class _Worker:
         return self._process is not None and is_stopped(self._process.pid)
 
     async def started(self) -> None:
-        """Wait until the process serves. Start a process if there is none or if it has ended."""
+        """Wait until the worker process accepts requests. Start a worker process if there is none or if the last one
+        has ended."""
         async with self._lock:
             if not self.alive:
                 try:

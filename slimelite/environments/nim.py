@@ -26,13 +26,13 @@ class Nim:
     gets 0.
 
     The ``metadata`` of a row may have ``pile`` and ``opponent``. The opponent "self" is the model. The opponents
-    "random" and "perfect" are played by the environment. The metric ``winning_chances`` counts the moves from a pile
-    that can be won. The metric ``winning_moves`` counts the right moves among them.
+    "random" and "perfect" are played by the environment. The metric ``winning_chances`` counts the moves for which a
+    winning move existed. The metric ``winning_moves`` counts how often the model then made the winning move.
     """
 
     def reset(self, row: Row) -> Start:
-        """Begin a game. ``pile`` in the row's ``metadata`` is the number of matches at the start. Without it, this
-        number is random."""
+        """Begin a game. ``pile`` in the row's ``metadata`` is the number of matches at the start. If ``pile`` is
+        missing, the number is random."""
         self._chance = random.Random(row.seed)
         self._pile = int(row.metadata.get("pile") or self._chance.choice(PILES))
         self._opponent = row.metadata.get("opponent", "self")

@@ -3,7 +3,7 @@
 Stdin has one line of JSON with the fields of `Plan`. Stdout gets a line of JSON for each event. The events are
 ``ready``, ``begin`` (the name of the next script), ``beat`` (the event loop is free), ``episode`` (the record of an
 episode), ``end`` and ``problem``. If the beats stop, the environment hangs, and blocks the event loop or Python's
-global lock. Then the reader of stdout ends this process.
+global lock. The process that reads the events ends this process if the beats stop.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class Plan:
     replies.
 
     ``canary``: a file that no reply should be able to create. ``seconds``: after this time no new episode begins.
-    ``whole``: play the scripts of both phases, "first" and "more". If it is false, play only those of "first". For the
-    comparison of two processes, the second process plays only those.
+    ``whole``: play the scripts of both phases, "first" and "more". False: play only the scripts of "first". To compare
+    two processes, the check starts a second process, which plays only the scripts of "first".
     """
 
     environment: str
@@ -198,7 +198,7 @@ def _malformed(scene: Scene, turn: int) -> Message | None:
 
 
 def more_scripts(rows: Sequence[Row], frame: str, canary: str) -> list[Script]:
-    """All other scripts. ``frame``: the form of a golden answer."""
+    """The scripts of the phase "more". ``frame``: the format of a right answer, with ``{}`` for the label."""
     labels = [label_text(row) for row in rows]
     frames = dict.fromkeys(("{}", frame))
     every = " ".join(dict.fromkeys([*filter(None, labels), *map(str, range(101)), "yes no true false A B C D"]))

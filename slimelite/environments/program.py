@@ -33,9 +33,9 @@ ON_LOOPBACK = "127.0.0.1,localhost"
 
 @dataclass(frozen=True)
 class Ended:
-    """The result of a program. ``status``: its exit status. The status is negative for a signal, and None if the
-    program took too long. ``output``, ``errors``: the ends of stdout and stderr. ``seconds``: the run time, without the
-    time for which the program was paused.
+    """The result of a program. ``status``: the program's exit status. The status is negative for a signal, and None if
+    the program took too long. ``output``, ``errors``: the ends of stdout and stderr. ``seconds``: the run time, without
+    the time for which the program was paused.
     """
 
     status: int | None
@@ -74,8 +74,8 @@ class Programs:
         at_once: the maximum number of programs that run at the same time. Other programs wait.
         seconds: the time limit of one program, without the time for which it is paused.
         folder: the folder for ``programs.log``.
-        sandbox: the sandbox for each program. None: the program runs as the current user, with the environment
-            variables of this process.
+        sandbox: the sandbox for each program. If ``sandbox`` is None, the program runs as the current user, with the
+            environment variables of this process.
     """
 
     def __init__(
@@ -91,8 +91,8 @@ class Programs:
     async def run(
         self, row: Mapping[str, object], variables: Mapping[str, str], endpoint: str, pause: Callable[[], float]
     ) -> Ended:
-        """Run the program with ``row`` as a line of JSON on stdin. Before this returns, it ends the program's process
-        group.
+        """Run the program with ``row`` as a line of JSON on stdin. Before this method returns, it ends the program's
+        process group.
 
         ``variables``: environment variables for the program. ``endpoint``: the URL of the model. ``pause``: function
         that returns the time for which the program was paused so far [s].

@@ -1,4 +1,4 @@
-"""The interface of environments. An environment is an object. It begins an episode, answers each reply of the model,
+"""The interface of environments. An environment is an object that begins an episode, answers each reply of the model,
 and ends the episode.
 
 ::
@@ -62,12 +62,12 @@ class Start:
 class Step:
     """The answer to a reply of the model.
 
-    ``role``: the role that replies next. None: the same role. ``messages``: the messages that are added to the
-    conversation of this next role. ``reward``: the reward of the reply. A dict has named parts, and the reward is the
-    sum of the parts. If no step of an episode has a reward, ``--rm-type`` or ``--custom-rm-path`` scores the episode.
-    ``rewards``: role -> the reward of this other role's last reply. ``done``: whether the episode is over. ``metrics``:
-    numbers to log, summed over an episode. The metrics do not affect training. ``call_seconds``: the time of each tool
-    call of the reply, in order [s]. The run's page shows these times.
+    ``role``: the role that replies next; None: the role that has just replied. ``messages``: the messages that are
+    added to the conversation of this next role. ``reward``: the reward of the reply. A dict has named parts, and the
+    reward is the sum of the parts. If no step of an episode has a reward, ``--rm-type`` or ``--custom-rm-path`` scores
+    the episode. ``rewards``: role -> the reward of this other role's last reply. ``done``: whether the episode is over.
+    ``metrics``: numbers to log, summed over an episode. The metrics do not affect training. ``call_seconds``: the time
+    of each tool call of the reply, in order [s]. The run's HTML page shows the ``call_seconds``.
     """
 
     messages: Sequence[Message] = ()
@@ -81,7 +81,7 @@ class Step:
 
 class Environment(Protocol):
     """The methods of an environment. Each episode has its own object. If the object has a method ``close(self) ->
-    None``, it is called at the end.
+    None``, this method is called at the end of the episode.
 
     A method ``golden(self)`` may return the replies of the best episode after `reset`, as texts or messages.
     ``slimelite env check`` plays these replies. Without this method, the row's label is the golden answer.
@@ -98,6 +98,7 @@ class Environment(Protocol):
 
         ``reply``: an OpenAI message with ``content``. The message may also have ``tool_calls`` and
         ``reasoning_content``. The field ``malformed`` has a sentence for each call that could not be read. The field
-        ``finish_reason`` is "length" if a limit cut off the reply. After such a reply, the episode ends with this step.
+        ``finish_reason`` is "length" if a limit cut off the reply. After a reply that a limit cut off, the episode ends
+        with this step.
         """
         ...

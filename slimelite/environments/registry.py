@@ -6,7 +6,7 @@
 
     ENVIRONMENTS.add(EnvironmentKind("guess", "a number to guess", lambda spec: Guess))
 
-These lines add an environment. Put them into a file, and name the file with ``--import-file``.
+The lines above add an environment. Put these lines into a file, and name the file with ``--import-file``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class EnvironmentKind:
     """One kind of environment.
 
     Args:
-        name: the value of ``--environment``. With ``name:spec`` it gets a spec.
+        name: the value of ``--environment``. With ``name:spec``, the environment also gets a spec.
         summary: a text for the help, about the model's task in the environment.
         make: function ``fn(spec) -> factory``. ``make`` is called once in each process, and may load data. The factory
             makes the environment of one episode. The factory may be the environment's class. ``spec`` is "" if no spec

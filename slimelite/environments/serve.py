@@ -1,5 +1,5 @@
-"""Serves an environment over HTTP. This program serves ``--environment http://host:port``, and is also the program of a
-run's worker processes.
+"""Serves an environment over HTTP. A run uses this server with ``--environment http://host:port``. A run's own worker
+processes run this program too.
 
     python -m slimelite.environments.serve calculator --port 9000
     ENVIRONMENT_API_KEY=… python -m slimelite.environments.serve python --host 0.0.0.0 --port 9000
@@ -139,7 +139,7 @@ def main() -> None:
     parser.add_argument(
         "--host",
         default="127.0.0.1",
-        help=f"listen on this address; others than the default need a key in {KEY_VARIABLE}",
+        help=f"listen on this address; an address other than the default needs a key in {KEY_VARIABLE}",
     )
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--import-file", action="append", default=[])

@@ -1,5 +1,5 @@
-"""Tools that are Python functions. This file makes their JSON schemas, calls them, and has an environment with only
-tools."""
+"""Tools that are Python functions. This file makes the JSON schemas of tools, calls tools, and has an environment with
+only tools."""
 
 from __future__ import annotations
 
@@ -96,7 +96,8 @@ class ToolEnvironment:
         return ()
 
     def score(self, content: str) -> float | Mapping[str, float] | None:  # noqa: ARG002  a subclass reads it
-        """The reward of an episode that ends with ``content``. None: the run's reward function scores the episode."""
+        """The reward of an episode that ends with ``content``. If the result is None, the run's reward function scores
+        the episode."""
         return None
 
     def metrics(self) -> Mapping[str, float]:

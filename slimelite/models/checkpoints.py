@@ -116,10 +116,11 @@ def find_checkpoint(
 ) -> tuple[Path | None, str]:
     """Find the checkpoint under ``load`` to resume from, and verify its files.
 
-    It is the checkpoint of rollout ``step``, or the newest one if ``step`` is None.
+    The result is the checkpoint of rollout ``step``, or the newest checkpoint if ``step`` is None.
 
-    ``fallback``: if the checkpoint is damaged, take the newest undamaged checkpoint before it. ``own``: the run also
-    saves to ``load``. So the folder may contain other files that the run wrote before its first checkpoint.
+    ``fallback``: if the checkpoint is damaged, take the newest undamaged checkpoint before it. ``own``: whether the run
+    also saves to ``load``. In this case, the folder may contain other files that the run wrote before its first
+    checkpoint.
 
     Returns:
         the checkpoint's folder, and a note for the user, which may be empty. The folder is None if ``load`` is absent
@@ -141,8 +142,8 @@ def find_checkpoint(
     if not any(root.glob(f"iter_*/{ROLLOUT_STATE}")):
         raise ValueError(
             f"{load}: {MARKER} names {word}, but iter_{word:0>7}/{ROLLOUT_STATE} is missing: is it a Megatron "
-            "checkpoint? Give --load and --save another folder. To continue from its weights, convert them to Hugging "
-            "Face format with slime's tools, and give that folder as --hf-checkpoint"
+            "checkpoint? Give --load and --save another folder. To continue from the weights of a Megatron checkpoint, "
+            "convert them to Hugging Face format with slime's tools, and give the converted folder as --hf-checkpoint"
         )
     if not word.isdecimal():
         cut = f"{marker}: is damaged: it must contain the number of a rollout"
@@ -157,14 +158,14 @@ def find_checkpoint(
     if whole is None:
         raise DamagedCheckpoint(
             wrong,
-            f"{'no earlier checkpoint is complete' if earlier else 'there is no earlier checkpoint'}: leave --load "
-            "out to start from the beginning with --hf-checkpoint, which may be a folder of --save-hf",
+            f"{'no earlier checkpoint is complete' if earlier else 'there is no earlier checkpoint'}: leave out "
+            "--load to start from the beginning with --hf-checkpoint, which may be a folder of --save-hf",
         )
     if not fallback:
         raise DamagedCheckpoint(
             wrong,
-            f"the newest complete checkpoint before it is {whole.name}: resume from it with --load-fallback or "
-            f"--ckpt-step {int(whole.name[5:])}",
+            f"{whole.name} is the newest complete checkpoint before it: resume from {whole.name} with --load-fallback "
+            f"or --ckpt-step {int(whole.name[5:])}",
             whole,
         )
     return whole, f"{wrong}: resuming from {whole.name} instead (--load-fallback)"
@@ -176,8 +177,8 @@ def folder_of(save: str | Path, rollout_id: int) -> Path:
 
 
 def part_file(directory: Path, rank: int) -> Path:
-    """A file that exists while ``--async-save`` writes a checkpoint. It contains the checksums of a rank's part, or the
-    rank's error."""
+    """A temporary file that ``rank`` writes when its part of an ``--async-save`` has ended. The file contains the
+    checksums of this part, or the rank's error."""
     return directory / f"part-{rank}.json"
 
 
@@ -201,7 +202,8 @@ def best_of(root: str | Path) -> int | None:
 
 
 def mark_best(final: Path, interval: int | None, retain: int | None) -> None:
-    """Mark ``final`` (see `folder_of`) as the checkpoint of the best evaluation. Later saves do not remove it.
+    """Mark ``final`` (see `folder_of`) as the checkpoint of the best evaluation. Later saves do not remove this
+    checkpoint.
 
     The checkpoint that was marked before is removed, unless ``--save-interval`` and ``--save-retain-interval`` keep it.
     """
@@ -215,20 +217,20 @@ def mark_best(final: Path, interval: int | None, retain: int | None) -> None:
 
 @contextmanager
 def writing(final: Path, size: int, retain: int | None) -> Iterator[tuple[Path, Checksums]]:
-    """A context in which a checkpoint is written. After it, the checkpoint is in ``final`` (see `folder_of`) and is
-    marked as the newest.
+    """A context in which a checkpoint is written. When the context ends, the checkpoint is in ``final`` (see
+    `folder_of`) and is marked as the newest.
 
     The checkpoint's folder gets the name ``final`` only when it is complete. Until then, a checkpoint that an earlier
     run wrote to ``final`` stays valid. ``size``: the approximate size of the checkpoint [bytes]. ``retain``: see
     ``--save-retain-interval``.
 
     Yields:
-        the folder to write to, and an empty dict for the checksums that the caller already knows. The other checksums
-            are computed.
+        the folder to write to, and an empty dict for the checksums that the caller already knows. Checksums that the
+            caller does not add are computed.
 
     Raises:
-        OSError: the checkpoint cannot be written. Its files are removed, and the message names the needed and the free
-            space.
+        OSError: the checkpoint cannot be written. The files of the incomplete checkpoint are removed, and the message
+            names the needed and the free disk space.
     """
     root, rollout_id = final.parent, int(final.name.removeprefix("iter_"))
     directory, replaced = (final.with_name(final.name + end) for end in (".partial", ".replaced"))
@@ -322,8 +324,9 @@ def checksums(folder: Path, files: Iterable[Path]) -> Checksums:
 def damage(folder: Path) -> str | None:
     """A message about the first damaged file of the checkpoint at ``folder``; None if no file is damaged.
 
-    ``folder`` may be a part of a checkpoint, such as the critic. Then its files are compared with the checksums of the
-    whole checkpoint. If the part was copied without the file of checksums, it counts as undamaged.
+    ``folder`` may be a part of a checkpoint, such as the critic. The files of such a part are compared with the
+    checksums of the whole checkpoint. If the part was copied without the file of checksums, the part counts as
+    undamaged.
     """
     root = next((place for place in (folder, folder.parent) if (place / CHECKSUMS).is_file()), None)
     if root is None:

@@ -6,11 +6,11 @@
 
     FAMILIES.add(Family("mistral", "MistralForCausalLM", embedded=True))
 
-These lines, in a file of ``--import-file``, let the embedded engine use its fast decoder for Mistral models. The flags
-that describe a model's shape are then checked for such models too. Training and the engine's generic decoder do not
-need a record. `slimelite.training.packing` tests a small copy of each model: can it be trained, can its rows be packed,
-does it need eager attention? A loss mask does not need a record either, because the mask ``auto`` fits every chat
-template.
+These lines, in a file of ``--import-file``, let the embedded engine use its fast decoder for Mistral models. With this
+record, the flags that describe a model's shape are also checked for Mistral models. Training and the engine's generic
+decoder do not need a record. `slimelite.training.packing` tests a small copy of each model: can the model be trained,
+can its rows be packed, does it need eager attention? A loss mask does not need a record either, because the mask
+``auto`` fits every chat template.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 class Family:
     """The models of one ``model_type``.
 
-    A field for a bias is True or False if all models of the family agree. Else it is the name of the config field that
-    tells whether the bias exists.
+    A field for a bias is True or False if all models of the family agree. Otherwise the field contains the name of the
+    config field that tells whether the bias exists.
 
     Args:
         name: the ``model_type`` of config.json.
@@ -38,7 +38,7 @@ class Family:
         qkv_bias: the bias of the projections to queries, keys and values. ``out_bias``: the bias of the attention's
             output projection. ``mlp_bias``: the bias of the MLP's three projections.
         qk_norm: whether the queries and keys of each head are normalized.
-        embedded: whether the fast decoder of the embedded engine can run the models. They must have norms before
+        embedded: whether the fast decoder of the embedded engine can run the models. Such models must have norms before
             attention and MLP, rotary positions, a gated MLP and Llama's weight names. The fields and weights of experts
             must have Qwen3-MoE's names. Other models use the generic decoder.
         gguf: llama.cpp's name of the architecture, for `slimelite gguf`; empty if `slimelite gguf` does not support the
@@ -89,7 +89,7 @@ def is_true(fact: bool | str, config: Mapping[str, object]) -> bool:
 
 def family_of(model_type: str) -> Family | None:
     """The family with the name ``model_type``, or else the family whose name is a prefix of ``model_type``. Example:
-    ``qwen2_moe`` gives ``qwen2``, whose attention it has."""
+    ``qwen2_moe`` gives ``qwen2``, because both have the same attention."""
     kin = [family for name, family in FAMILIES.items() if model_type == name or model_type.startswith(f"{name}_")]
     return max(kin, key=lambda family: len(family.name), default=None)
 

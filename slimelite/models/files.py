@@ -1,7 +1,8 @@
 """Checks of a Hugging Face folder: a model can be built from its config, and its weights are complete and fit the
 model.
 
-If a weight is missing, transformers only prints a warning and keeps random values. So slimelite checks first.
+If a weight is missing, transformers only prints a warning and keeps random values. So slimelite checks the weights
+before it loads them.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def load_config(path: str) -> PretrainedConfig:
 
 def restore_weights(config: PretrainedConfig) -> str:
     """Let transformers convert the weights of a quantized checkpoint to ordinary weights when it reads them. Returns
-    the name of the quantization method if transformers cannot do this, else ""."""
+    the name of the quantization method if transformers cannot convert these weights, else ""."""
     quantized = getattr(config, "quantization_config", None)
     if quantized is None:
         return ""
@@ -99,8 +100,8 @@ def has_weights(path: str | Path) -> bool:
 
 
 def weight_bytes(path: str) -> int:
-    """The size of the weight files at ``path`` [bytes]. For a hub id, whose files may not be downloaded yet, it is
-    `UNKNOWN_BYTES`."""
+    """The size of the weight files at ``path`` [bytes]. For a hub id, whose files may not be downloaded yet, the result
+    is `UNKNOWN_BYTES`."""
     folder = Path(path)
     if not folder.is_dir():
         return UNKNOWN_BYTES
@@ -110,7 +111,7 @@ def weight_bytes(path: str) -> int:
 def hub_folder(name: str) -> str | None:
     """The folder of the hub's cache with the safetensors files of the model ``name``. Missing files are downloaded.
 
-    None: the model has no safetensors files, or the hub cannot be reached.
+    The result is None if the model has no safetensors files, or if the hub cannot be reached.
     """
     from transformers.utils import cached_file
     from transformers.utils.hub import get_checkpoint_shard_files
@@ -138,7 +139,7 @@ def write_weights(weights: Mapping[str, Tensor], file: Path) -> None:
 
 
 def has_experts(hf: PreTrainedModel) -> bool:
-    """Whether the model is a mixture of experts. A token uses only some of its weights."""
+    """Whether the model is a mixture of experts. In such a model, a token uses only some of the weights."""
     config = hf.config.get_text_config()
     return any(getattr(config, field, None) for field in EXPERTS)
 
@@ -151,8 +152,8 @@ def saved_buffers(hf: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def as_filed(hf: PreTrainedModel, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """All ``weights`` of ``hf`` with their names in a model's files. Engines use these names too. The results are views
-    if possible.
+    """All ``weights`` of ``hf`` by their names in a model's files. Engines use the same names. The results are views if
+    possible.
 
     In transformers, all experts of a layer are one weight. Files have a matrix for each expert.
     """
@@ -166,7 +167,7 @@ def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]] | None:
     format.
 
     Raises:
-        ValueError: a file is missing, empty, cut short or not a safetensors file. The message names it.
+        ValueError: a file is missing, empty, cut short or not a safetensors file. The message names the file.
     """
     entry = _entry(folder)
     if entry is None:
@@ -333,7 +334,8 @@ def _some(names: list[str]) -> str:
 
 
 def shape_problems(config: dict[str, Any]) -> Iterator[str]:
-    """Messages about sizes in ``config`` that do not fit together. A model with them can be built, but cannot run."""
+    """Messages about sizes in ``config`` that do not fit together. With such sizes, a model can be built, but cannot
+    run."""
     config = text_config(config)
     sizes = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
     counts = (*sizes, "head_dim", "max_position_embeddings")
@@ -358,8 +360,8 @@ def shape_problems(config: dict[str, Any]) -> Iterator[str]:
 def looks_sound(config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]] | None) -> bool:
     """Whether ``config`` (parsed config.json) and ``shapes`` (of `weight_shapes`) look like a usable model.
 
-    The check takes milliseconds and does not import torch. Building the model would take seconds. The result is only a
-    guess: transformers may build a model although the result is False, or fail although the result is True.
+    The check takes milliseconds and does not import torch. To build the model instead would take seconds. The result is
+    only a guess: transformers may build a model although the result is False, or fail although the result is True.
     """
     try:
         from transformers.models.auto.auto_mappings import CONFIG_MAPPING_NAMES as types  # without torch

@@ -1,5 +1,5 @@
-"""Uploads models to the Hugging Face hub with huggingface_hub. If an upload is impossible, it reports the reason before
-other work starts.
+"""Uploads models to the Hugging Face hub with huggingface_hub. If an upload is impossible, this module reports the
+reason before other work starts.
 
 huggingface_hub reads the environment variables ``HF_ENDPOINT`` and ``HF_TOKEN``. Only the functions that use
 huggingface_hub import it.
@@ -16,7 +16,8 @@ IGNORED = ["*.partial", "merged_from.json", ".*"]
 
 
 def refusal(repo: str) -> str | None:
-    """The reason why uploads to ``repo`` are impossible; None if no problem was found. The network is not used."""
+    """The reason why uploads to ``repo`` are impossible; None if no problem was found. This check does not use the
+    network."""
     from huggingface_hub import constants, get_token
 
     if not HUB_ID.fullmatch(repo):
@@ -29,7 +30,8 @@ def refusal(repo: str) -> str | None:
 
 
 def make_room(repo: str, *, private: bool, create: bool = True) -> None:
-    """Create the repository of a model, unless it exists. If ``create`` is False, only ask the hub whose token it is.
+    """Create the repository of a model, unless it exists. If ``create`` is False, only ask the hub to which account the
+    token belongs.
 
     Raises:
         ValueError: see `refusal`; also if the hub does not answer, or if the token has no permission to write to the

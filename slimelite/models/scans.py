@@ -149,7 +149,7 @@ def matrix_memory(
 ) -> tuple[Tensor, Tensor]:
     """C ← e^g·C + w k vᵀ; n ← e^g·n + w k; o = Cᵀq / (max(|nᵀq|, 1) + ε·max w): mLSTM (arXiv:2405.04517, section 2.3).
 
-    ``max w`` is the largest weight so far. It starts at 1, and decays at each step like the state.
+    ``max w`` is the largest weight so far. This maximum starts at 1, and decays at each step like the state.
 
     Args:
         query, key: [n, L, heads, K]; value: [n, L, heads, V].

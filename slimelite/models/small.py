@@ -1,4 +1,5 @@
-"""Configs of small copies of models, with all layers and tiny widths. They allow tests of a family within a second."""
+"""Configs of small copies of models, with all layers and tiny widths. With such a copy, a family is tested within a
+second."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ KV_HEADS = ("num_key_value_heads", "num_kv_heads", "num_global_key_value_heads")
 
 def small_config(config: PretrainedConfig) -> PretrainedConfig:
     """A copy of ``config`` with all its layers, 4 heads, tiny widths, `VOCABULARY` tokens and a window of `WINDOW`
-    tokens. If the rotary embedding depends on the length of a row, it changes after `CONTEXT` tokens.
+    tokens. If the rotary embedding depends on the length of a row, the embedding of the copy changes after `CONTEXT`
+    tokens.
     """
     config = copy.deepcopy(config)
     if hasattr(config, "quantization_config"):

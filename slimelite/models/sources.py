@@ -1,4 +1,4 @@
-"""Finds where each weight of a model is in the safetensors files. So a rank reads only its own rows.
+"""Finds where each weight of a model is in the safetensors files. So a rank can read only the rows of its own shard.
 
 transformers joins some weights of the files, such as the experts of a layer. So the loader of transformers runs once on
 tensors without data, and its operations are recorded: rename, view, stack and concatenate.
@@ -43,13 +43,13 @@ class Source(Protocol):
         ...
 
     def rows(self, begin: int, end: int) -> Tensor:
-        """Rows ``begin`` to ``end`` in the dtype of the file. For a 0-d tensor it returns the whole tensor."""
+        """Rows ``begin`` to ``end`` in the dtype of the file. For a 0-d tensor, the result is the whole tensor."""
         ...
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a safetensors file. ``begin``: the position of its first byte."""
+    """A tensor in a safetensors file. ``begin``: the position of the tensor's first byte in the file."""
 
     file: Path
     shape: tuple[int, ...]

@@ -21,10 +21,11 @@ MOST_GPUS = 1024
 class Device:
     """A GPU, or this machine's CPU.
 
-    ``bytes``: size of its memory. ``rate``: operations per second of matrix products in the dtype of training.
-    ``bandwidth`` of its memory, ``link`` to its neighbours, ``pcie`` to the host and ``net`` to other nodes [bytes/s].
-    ``node``: the number of these GPUs in a usual machine. ``source``: the source of these figures. ``measured``: the
-    figures were measured here, and are not from a data sheet. ``capability``: NVIDIA's compute capability.
+    ``bytes``: size of the device's memory. ``rate``: operations per second of matrix products in the dtype of training.
+    ``bandwidth``, ``link``, ``pcie``, ``net``: the speeds of the device's memory, and of its connections to GPUs of the
+    same node, to the host and to other nodes [bytes/s]. ``node``: the number of these GPUs in a usual machine.
+    ``source``: the source of these figures. ``measured``: the figures were measured here, and are not from a data
+    sheet. ``capability``: NVIDIA's compute capability.
     """
 
     name: str
@@ -160,8 +161,8 @@ class Machine:
 
 
 def this_machine(plan_gpu: str | None = None) -> Machine:
-    """The machine of this process, or a machine with SGLang and the GPUs of ``--plan-gpu``. Only the start of the
-    run shows whether CUDA works on its GPUs.
+    """The machine of this process, or a machine with SGLang and the GPUs of ``--plan-gpu``. Whether CUDA works on the
+    machine's GPUs is not tested here, but at the start of the run.
 
     Raises:
         ValueError: ``plan_gpu`` is not a known GPU.

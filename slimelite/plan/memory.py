@@ -1,5 +1,5 @@
-"""Memory of a training rank and of an engine, by part and by phase. It is computed from the shapes in the model's
-config.json, without torch.
+"""Memory of a training rank and of an engine, by part and by phase. The memory is computed from the shapes in the
+model's config.json, without torch.
 
 The activations that layers of transformers keep for the backward pass were counted on fake tensors. tests/gpu_sim
 compares these formulas with simulated steps. docs/planner.md compares predictions with measurements.
@@ -27,11 +27,11 @@ OTHER_LAYERS = ("linear_num_value_heads", "mamba_num_heads", "kv_lora_rank")
 @dataclass(frozen=True)
 class Shapes:
     """Sizes of a decoder with gated MLPs. ``query`` and ``key`` are the widths of all heads together. ``biases`` and
-    ``norms`` are the parameters of a layer.
+    ``norms``: the numbers of such parameters in a layer.
 
-    ``context``: the largest number of positions, if the config has it. ``mlp``: parameters of a layer's MLP. In a
-    mixture of experts, ``mlp`` counts all experts, and ``inner`` is the total width of the experts that compute one
-    token. ``router``: parameters that choose between experts.
+    ``context``: the largest number of positions, if the config has it. ``mlp``: the number of parameters in a layer's
+    MLP. In a mixture of experts, ``mlp`` includes all experts, and ``inner`` is the total width of the experts that
+    compute one token. ``router``: the number of parameters that choose between experts.
     """
 
     layers: int
@@ -83,27 +83,27 @@ class Shapes:
 
     @property
     def attention(self) -> int:
-        """Parameters of a layer's attention matrices."""
+        """The number of parameters in a layer's attention matrices."""
         return self.hidden * (2 * self.query + 2 * self.key)
 
     @property
     def active(self) -> int:
-        """Parameters of a layer's matrices that are used for one token."""
+        """The number of parameters in a layer's matrices that are used for one token."""
         return self.attention + 3 * self.hidden * self.inner + self.router
 
     @property
     def layer(self) -> int:
-        """Parameters of a layer. Norms and biases are left out, because they are too few to matter for memory."""
+        """The number of parameters in a layer, without norms and biases, which are too few to matter for memory."""
         return self.attention + self.mlp
 
     @property
     def head(self) -> int:
-        """Parameters of the LM head."""
+        """The number of parameters in the LM head."""
         return self.vocab * self.hidden
 
     @property
     def outer(self) -> int:
-        """Parameters of embedding and LM head."""
+        """The number of parameters in the embedding and the LM head."""
         return self.head * (1 if self.tied else 2)
 
     @property
@@ -112,7 +112,8 @@ class Shapes:
         return self.layers * (self.layer + self.norms + self.biases) + self.outer + self.hidden
 
     def adapter(self, rank: int) -> int:
-        """Parameters of LoRA adapters of this rank at all seven matrices of every layer; fewer targets need fewer."""
+        """The number of parameters of LoRA adapters of this rank at all seven matrices of every layer. With fewer
+        target matrices, the number is lower."""
         widths = 4 * self.hidden + 2 * self.query + 2 * self.key + 3 * (self.hidden + self.inner)
         return rank * self.layers * widths
 
@@ -194,7 +195,7 @@ class Load:
 
     @property
     def learners(self) -> list[Load]:
-        """The loads of the policy and the critic, each alone."""
+        """The load of the policy and, if there is a critic, the load of the critic, as two separate loads."""
         policy = replace(self, critic=None)
         if self.critic is None:
             return [policy]
@@ -203,7 +204,7 @@ class Load:
 
     @property
     def trained(self) -> int:
-        """Parameters that have gradients and optimizer state."""
+        """The number of parameters that have gradients and optimizer state."""
         return sum(each.lora or each.shapes.parameters for each in self.learners)
 
     def adapted(self, rank: int) -> Load:
@@ -219,8 +220,9 @@ class Load:
         return {"weights": share * (frozen + 4 * self.trained), "optimizer": share * 8 * self.trained}
 
     def reading(self) -> float:
-        """Host memory of a rank while it reads the model [bytes]. It has its part of the model, if that stays in host
-        memory, and its rows of the largest weight in the file's dtype. A single rank reads the whole model in fp32.
+        """Host memory of a rank while it reads the model [bytes]. The rank's part of the model is counted only if it
+        stays in host memory. The rank's rows of the largest weight, in the file's dtype, are added. A single rank reads
+        the whole model in fp32.
         """
         if self.shards == 1:
             return 4 * self.shapes.parameters
@@ -245,7 +247,7 @@ class Load:
         return BASE + (0 if self.checkpointing else s.layers * self.tokens * self.width * freed)
 
     def train(self) -> Parts:
-        """The peak of an optimizer step: the largest of all its moments."""
+        """The peak of an optimizer step: the memory at the moment of the step that needs most."""
         return self.state() | max((moment for each in self.learners for moment in each._moments()), key=total)
 
     def log_probs(self) -> Parts:
@@ -261,16 +263,17 @@ class Load:
         return self.state() | moment | {"reference": frozen}
 
     def pushed(self, *, alone: bool) -> float:
-        """Bytes of a weight sync. Without LoRA the sync sends all weights. With LoRA it sends the matrices of all
-        layers, with the adapters merged into them. ``alone``: the sync sends only the adapters, in fp32.
+        """The number of bytes that a weight sync sends. Without LoRA the sync sends all weights. With LoRA the sync
+        sends the matrices of all layers, with the adapters merged into these matrices. ``alone``: the sync sends only
+        the adapters, in fp32.
         """
         s = self.shapes
         return 4 * self.lora if alone else self.width * (s.layers * s.layer if self.lora else s.parameters)
 
     def sync(self, bucket: float, *, alone: bool) -> Parts:
         """The peak of a weight sync in addition to the trainer's state: a bucket of about ``bucket`` bytes, and the
-        tensor that is being gathered. The first sync sends all weights. If the adapters are sent ``alone``, there is
-        one bucket with the adapters.
+        tensor that is being gathered. The first sync sends all weights. ``alone``: the sync sends only the adapters, in
+        one bucket.
         """
         s, w = self.shapes, self.width
         if alone:
@@ -307,7 +310,7 @@ class Load:
 
     @property
     def _copied(self) -> int:
-        """Bytes of a number in the copies of weights for a pass; see `parallel.shard_model`."""
+        """The number of bytes per number in the copies of weights for a pass; see `parallel.shard_model`."""
         return 0 if self.plain or (self.four_bit and self.shards == 1) else self.width
 
     @property
@@ -363,7 +366,8 @@ class Load:
 
 
 def left_behind(group: int) -> float:
-    """Bytes that a process keeps on a GPU while another process uses the GPU. The process has a ``group`` of GPUs."""
+    """Bytes that a process keeps on a GPU while another process uses the GPU. ``group``: the number of GPUs in the
+    process's group."""
     return CONTEXT + (NCCL if group > 1 else 0)
 
 
@@ -390,7 +394,8 @@ class Sglang:
     @classmethod
     def of(cls, memory: float, gpus: int, options: Mapping[str, Any], *, releases: bool) -> Sglang:
         """The settings from the ``--sglang-*`` options and SGLang's defaults for such a GPU. ``releases``: the engine
-        releases its memory. By default, it then records no graphs of prompts (`slimelite.engines.sglang.server`).
+        releases its memory for training. By default, such an engine records no CUDA graphs of prompts
+        (`slimelite.engines.sglang.server`).
         """
         size, (usual, most) = options.get("chunked_prefill_size"), sglang_usual(memory, gpus)
         pieces = usual if size is None else int(size)  # -1: prompts are computed whole
@@ -423,8 +428,8 @@ class Sglang:
         return settings | (own if isinstance(own, dict) else {})
 
     def share(self, memory: float, gpus: int) -> float:
-        """The share of a GPU's memory that SGLang takes for weights and cache if no flag sets it. Activations and CUDA
-        graphs take the rest.
+        """The share of a GPU's memory that SGLang takes for weights and cache if no flag sets it. The rest of the
+        memory is for activations and CUDA graphs.
         """
         mib = memory / 2**20
         steps = ((4, 32, 4), (48, 256, 16), (288, 512, 32), (576, 1024, 64), (1280, 4096, 256))
@@ -446,7 +451,8 @@ class Serving:
         width: bytes of a number: 2 on a GPU, 4 on a CPU.
         graphs: whether the engine is a server that records CUDA graphs.
         static: bytes of weights and cache together (SGLang); 0: all free memory.
-        advised: the largest advisable share of a GPU for weights and cache. It leaves half of SGLang's reserve free.
+        advised: the largest advisable share of a GPU for weights and cache. This share leaves half of SGLang's reserve
+            free.
         chunk: prompt tokens that a server computes at once.
         cache: the largest share of free memory that the cache takes.
     """
@@ -467,7 +473,7 @@ class Serving:
         return 2 * self.shapes.layers * self.shapes.key * self.width / self.gpus
 
     def work(self) -> Parts:
-        """Memory in addition to weights and cache."""
+        """Memory that an engine uses in addition to weights and cache."""
         s, width = self.shapes, self.width * self.chunk / self.gpus
         parts: Parts = {"activations": width * (3 * s.inner + 4 * s.hidden), "logits": self._sampled * s.vocab * 4 * 2}
         return parts | ({"graphs": GRAPHS} if self.graphs else {})
@@ -496,8 +502,8 @@ class Serving:
         return total(self.least()) <= room and self.holds_one()
 
     def generate(self, available: float) -> Parts:
-        """Memory with the largest useful cache, or the largest cache that ``available`` [bytes] allows. SGLang takes
-        all memory that it may take."""
+        """Memory with the largest useful cache, or the largest cache that ``available`` [bytes] allows. SGLang always
+        takes its whole share of the memory."""
         parts = self.least()
         if self.static:
             return parts | {"KV pool": max(parts["KV pool"], self.static - parts["weights"])}
@@ -529,7 +535,7 @@ def peak(load: Load) -> float:
 
 
 def training_load(args: Args) -> Load | str:
-    """The load of a training rank. If it is not known, a text with the reason."""
+    """The load of a training rank. If the load is not known, returns a text with the reason."""
     shapes, tokens = model_shapes(args), _longest_micro_batch(args)
     if shapes is None or tokens is None:
         longest = "the longest micro-batch is not known before the prompts are read"

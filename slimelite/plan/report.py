@@ -230,7 +230,8 @@ def _meanwhile(plan: Plan) -> dict[str, str]:
 
 
 def _shorter(plan: Plan) -> Iterator[str]:
-    """Seconds if the average response is shorter. Engines still wait for responses of the full length."""
+    """Seconds of a rollout whose average response is shorter. The engines then still wait for responses of the full
+    length."""
     allowed = plan.work.response
     if plan.engines and plan.ranks and allowed > 4:
         shorter = replace(plan, work=replace(plan.work, response=allowed // 4, longest=allowed))

@@ -1,5 +1,5 @@
 """A run on its devices: the memory, work and time of each phase, from the run's arguments. After an out-of-memory
-error, it predicts the needed memory, the available memory, and the flags with which the run would fit.
+error, this module predicts the needed memory, the available memory, and the flags with which the run would fit.
 
     python -m slimelite.plan.run ARGUMENTS OF train.py, such as --config RUN/config.yaml
 
@@ -53,8 +53,9 @@ CAPACITY = re.compile(r"total capacity of ([\d.]+) GiB")
 class Plan:
     """A run on its devices.
 
-    ``ranks`` train and ``engines`` generate. ``device``: the GPU that each of them has. ``shared``: they all share this
-    machine's memory instead. ``memory``: the memory of the GPU or of this machine [bytes].
+    ``ranks``: the number of training ranks. ``engines``: the number of inference engines. ``device``: the GPU that each
+    rank or engine has. ``shared``: all ranks and engines share this machine's memory, and have no GPU. ``memory``: the
+    memory of the GPU or of this machine [bytes].
     """
 
     args: Args
@@ -69,7 +70,7 @@ class Plan:
 
     @classmethod
     def of(cls, args: Args, machine: Machine) -> Plan | str:
-        """The plan of a run. If the run is not known well enough, a text with the reason."""
+        """The plan of a run. If too little is known about the run, returns a text with the reason."""
         load = training_load(args)
         if isinstance(load, str):
             return load
@@ -91,7 +92,7 @@ class Plan:
 
     @property
     def usable(self) -> float:
-        """Bytes that tensors can take."""
+        """Bytes of a device's memory that tensors can use."""
         return self.memory * (1 if self.shared else USABLE)
 
     @property
@@ -129,7 +130,8 @@ class Plan:
         return phases
 
     def _left(self, group: int) -> Parts:
-        """Memory that the other process keeps on a GPU that trainer and engine share. It has a ``group`` of GPUs."""
+        """Memory that the other process keeps on a GPU that trainer and engine share. ``group``: the number of GPUs in
+        the other process's group."""
         if not self.together or not self.args.job.servers:
             return {}
         return {"others": left_behind(group)}
@@ -168,7 +170,7 @@ class Plan:
         return time.training(load, self.work, ranks, self.device, before)
 
     def seconds(self) -> dict[str, float]:
-        """Seconds of each phase of a rollout, of its weight sync, and between the phases."""
+        """Seconds of each phase of a rollout, of the weight sync, and of the pauses between the phases."""
         assert self.device is not None
         seconds = {name: cost.seconds(self.device) for name, cost in self.costs().items()}
         if self.engines and self.ranks:
@@ -190,11 +192,11 @@ class Plan:
 
     @property
     def rows(self) -> int:
-        """Responses that an engine generates."""
+        """The number of responses that an engine generates in a rollout."""
         return ceil(self.work.rows / self.engines)
 
     def largest_share(self) -> float:
-        """The largest advisable --sglang-mem-fraction-static, given the other memory on the GPU."""
+        """The largest advisable --sglang-mem-fraction-static that leaves room for everything else on the GPU."""
         beside = total(self.phases()["generate"]) - total(self.serving.generate(0)) + total(self.serving.work())
         return floor(100 * min(self.serving.advised, 1 - beside / (self.memory - CONTEXT))) / 100
 
@@ -205,7 +207,7 @@ class Plan:
 
     @property
     def pushed(self) -> float:
-        """Bytes of a weight sync."""
+        """The number of bytes that a weight sync sends."""
         return self.load.pushed(alone=self.args.sends_adapter)
 
     @property
@@ -215,7 +217,7 @@ class Plan:
 
     @property
     def lora_flags(self) -> str:
-        """The flags that give a run the load of `Load.adapted`."""
+        """The flags with which a run trains the adapters of `Load.adapted`."""
         return f"--lora-rank {LORA_RANK}" + ("" if self.load.critic is None else f" --critic-lora-rank {LORA_RANK}")
 
     @property
@@ -224,7 +226,7 @@ class Plan:
         return self.ranks if self.shared else 1
 
     def beside_training(self) -> float:
-        """Bytes that are in use during training, besides those of the trainers."""
+        """Bytes that are in use during training, besides the bytes of the trainers."""
         trainer = total(self.load.train()) + (self.load.process() if self.shared else 0)
         return total(self.phases()["train"]) - self.summed * trainer
 

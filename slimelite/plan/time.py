@@ -40,8 +40,9 @@ HOST, BETWEEN = 75e-6, 15.0
 @dataclass(frozen=True)
 class Work:
     """A rollout: ``prompts`` prompts of ``prompt`` tokens, with ``samples`` responses of ``response`` tokens each.
-    ``steps``: its optimizer steps. ``shares``: training computes a prompt once for all its responses. ``longest``:
-    tokens of the longest response, for which generation waits (0: all responses are equally long).
+    ``steps``: the number of optimizer steps per rollout. ``shares``: training computes a prompt once for all its
+    responses. ``longest``: tokens of the longest response, for which generation waits (0: all responses are equally
+    long).
     """
 
     prompts: int
@@ -54,7 +55,7 @@ class Work:
 
     @property
     def rows(self) -> int:
-        """Responses of the rollout."""
+        """The number of responses in the rollout."""
         return self.prompts * self.samples
 
     @property
@@ -77,7 +78,7 @@ class Cost:
     seconds of sending. ``waits``: seconds in which a GPU waits for the host.
 
     On a CPU and in small kernels of a GPU, products and memory traffic alternate, so their seconds are added. Data is
-    sent at the same time.
+    sent during the computation, so the seconds of sending are not added.
     """
 
     operations: float
@@ -99,10 +100,10 @@ class Cost:
 
 
 def measured_cpu(threads: int, seconds: float = 0.25) -> Device:
-    """This machine's CPU: the rates of fp32 products and of copies with ``threads`` threads. Each is measured for
+    """This machine's CPU: the rates of fp32 products and of copies with ``threads`` threads. Each rate is measured for
     ``seconds``.
 
-    The CPU time of threads is counted, because other programs would make the elapsed time longer.
+    The rates are computed from the CPU time of the threads, because other programs would make the elapsed time longer.
     """
     import torch
 
@@ -123,7 +124,8 @@ def measured_cpu(threads: int, seconds: float = 0.25) -> Device:
 
 
 def forward_flops(shapes: Shapes) -> ForwardFlops:
-    """Operations of a forward pass. The result equals the count from the weights of a model."""
+    """The number of operations of a forward pass. The result is the same as the number computed from a loaded model's
+    weights."""
     from slimelite.training.model import ForwardFlops  # it needs torch, which is not imported when a run starts
 
     matrices = shapes.layers * shapes.active
@@ -131,7 +133,8 @@ def forward_flops(shapes: Shapes) -> ForwardFlops:
 
 
 def sending(device: Device, sent: float, ranks: int) -> float:
-    """Seconds in which a rank sends ``sent`` bytes around a ring of ``ranks``. The slowest link of the ring counts."""
+    """Seconds in which a rank sends ``sent`` bytes around a ring of ``ranks``. The slowest link of the ring determines
+    the speed."""
     speed = device.link if ranks <= device.node else device.net
     return sent / (speed * BYTES) if ranks > 1 else 0.0
 
@@ -152,7 +155,8 @@ def log_probs(load: Load, work: Work, ranks: int, device: Device, share: float =
 
 
 def train(load: Load, work: Work, ranks: int, device: Device) -> Cost:
-    """Forward, backward and the optimizer's steps. Recomputation takes time, but does not count as useful work."""
+    """The cost of the forward and backward passes and the optimizer's steps. Recomputation takes time, but does not
+    count as useful work."""
     s, tokens = load.shapes, work.tokens / ranks
     backward = 2 * work.forward(s) - (2 * s.layers * s.active * work.tokens if load.lora else 0)
     operations = (work.forward(s) * (2 if load.checkpointing else 1) + backward) / ranks
@@ -192,14 +196,15 @@ def traffic(load: Load, *, passes: float, steps: int) -> float:
 
 
 def decode_steps(work: Work, rows: float, at_once: float) -> float:
-    """Decoding steps of an engine with ``rows``. While rows wait, ``at_once`` rows are decoded together. The last rows
-    run until the longest response ends."""
+    """The number of decoding steps in which an engine generates ``rows`` responses. While responses wait for a place in
+    the batch, ``at_once`` responses are decoded together. The last responses run until the longest response ends."""
     longest = max(work.longest, work.response)
     return longest + max(0.0, rows - at_once) * work.response / at_once
 
 
 def generate(serving: Serving, work: Work, engines: int, pool: float) -> Cost:
-    """Prefill of each prompt once, and decoding. The KV ``pool`` [bytes] limits the number of sequences at a time."""
+    """The cost of generation: each prompt is prefilled once, and the responses are decoded. The KV ``pool`` [bytes]
+    limits the number of sequences at a time."""
     s, rows = serving.shapes, work.rows / engines
     flops = forward_flops(s)
     fitting = pool / (serving.kv_token() * (work.prompt + work.response))
@@ -220,8 +225,8 @@ def offloading(load: Load, device: Device) -> float:
 
 
 def sync(pushed: float, buckets: int, load: Load, device: Device, apart: bool) -> float:
-    """Seconds of a weight sync of ``pushed`` bytes. Ranks gather the weights. Engines on other GPUs (``apart``) get
-    them over the network. A server takes them bucket by bucket.
+    """Seconds of a weight sync of ``pushed`` bytes. Ranks gather the weights. Engines on other GPUs (``apart``) receive
+    the weights over the network. An engine's server loads the weights bucket by bucket.
     """
     if device.measured:
         return pushed / device.bandwidth

@@ -1,8 +1,9 @@
 """Checks of a run before anything expensive starts: files, columns, labels, one reward, lengths, devices.
 
-A real start and ``--dry-run`` run the same checks. The dry run reads all rows. It reports too few GPUs of this machine
-only as a warning, because the run may start elsewhere. Checks that need neither torch nor transformers run first. If
-they find a problem, the other checks are left out, because the imports alone would delay the answer by seconds.
+A real start and ``--dry-run`` run the same checks. The dry run reads all rows. If this machine has too few GPUs, the
+dry run only warns, because the run may start elsewhere. Checks that need neither torch nor transformers run first. If
+these checks find a problem, the other checks are left out, because importing torch alone would delay the answer by
+seconds.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ def preflight(args: Args) -> int:
 
 
 def problems(args: Args) -> list[str]:
-    """The problems that the checks without torch find in ``args``. The parser has already found other problems."""
+    """The problems that the checks without torch find in ``args``. This function is called only after the parser has
+    found other problems."""
     try:
         machine = this_machine(args.plan_gpu)
     except ValueError:  # --plan-gpu is wrong; the parser has already reported it
@@ -80,8 +82,8 @@ def problems_of(argv: list[str]) -> list[str]:
 def inspect(args: Args, machine: Machine, *, files_only: bool = False) -> Findings:
     """Run every check that is possible without loading a model.
 
-    The checks that need neither torch nor transformers come first. They all run, even if one of them fails. The other
-    checks run only if none of the first checks failed, and never with ``files_only``.
+    The checks that need neither torch nor transformers come first. All these first checks run, even if one of them
+    fails. The later checks run only if none of the first checks failed, and never with ``files_only``.
     """
     from slimelite.preflight.inputs import (
         InputChecks,
@@ -327,8 +329,8 @@ def _planned_devices(args: Args, machine: Machine, needed: int, ranks: int, engi
 
 
 def check_torch(args: Args, machine: Machine, findings: Findings) -> None:
-    """Check that torch can use the GPUs. If this machine joins a Ray cluster, the GPUs may be elsewhere, and
-    nothing is checked."""
+    """Check that torch can use the GPUs. There is no check if this machine joins a Ray cluster, because the GPUs may
+    then be elsewhere."""
     if not args.job.gpus or args.dry_run or _elsewhere(args):
         return
     import torch

@@ -23,8 +23,8 @@ def check_environment(
     """What an episode with ``prompt`` first shows the model, in words, and its length [tokens]; 0 without a tokenizer.
 
     Raises:
-        ValueError: the environment cannot be made, ``reset`` fails, the chat template refuses messages, or it cannot be
-            used with tools.
+        ValueError: the environment cannot be made, ``reset`` fails, the chat template refuses messages, or the chat
+            template cannot be used with tools.
     """
     from slimelite.serving.format import ChatFormat
 

@@ -1,8 +1,8 @@
 """The checks of a run's inputs.
 
 `InputChecks.read_files` reports mistakes at once, because it imports neither torch nor transformers, which would take
-seconds. It checks plugins, the files of models, the columns of data, and the reward of one row by a built-in rule. Then
-`InputChecks.load` checks the tokens of the rows, and models.
+seconds. `read_files` checks plugins, the files of models, the columns of data, and the reward of one row by a built-in
+rule. Afterwards `InputChecks.load` checks models and the tokens of the rows.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ ROWS_AT_START = 64
 
 
 class Rows(NamedTuple):
-    """Prompt files of training or of one evaluation ``dataset``. ``name``: their name in messages. ``rollout`` and
-    ``generate``: the plugins that make the responses. ``paired``: the rows are preference pairs. ``any_form``: prompts
-    may have any form, because the user's code, or a trainer without an engine, reads them."""
+    """Prompt files of training or of one evaluation ``dataset``. ``name``: what messages call these files. ``rollout``
+    and ``generate``: the plugins that make the responses. ``paired``: the rows are preference pairs. ``any_form``:
+    prompts may have any form, because the user's code, or a trainer without an engine, reads them."""
 
     name: str
     paths: list[str]
@@ -75,7 +75,7 @@ def _where(columns: Args | EvalDataset, what: str) -> str:
 
 
 class InputChecks:
-    """The checks of one run's inputs. Later checks use the results of earlier ones."""
+    """The checks of one run's inputs. Later checks use the results of earlier checks."""
 
     def __init__(self, args: Args, findings: Findings) -> None:
         self.args = args
@@ -229,7 +229,8 @@ class InputChecks:
         return rows
 
     def load_rows(self, rows: Rows, warn: Callable[[str], None], *, trial: bool = False) -> list[Sample]:
-        """The prompts of the first rows; in a dry run, of all rows. If they cannot be read: none, and a problem.
+        """The prompts of the first rows; in a dry run, of all rows. If the rows cannot be read, the list is empty and a
+        problem is recorded.
 
         ``warn`` gets a message about rows that are left out. ``trial``: only the first rows, even in a dry run.
         """
@@ -274,8 +275,9 @@ class InputChecks:
     def check_reward(self, rows: Rows, prompt: Sample, *, rendered: bool) -> None:
         """Score the first row. The response is a right answer if the rule can make such an answer from the label.
 
-        The check runs twice for the same rows. Before the prompts are ``rendered``, it calls only rules that do not
-        read the prompt. Afterwards it calls only the other rules, and a user's function.
+        This method is called twice for the same rows. Before the prompts are ``rendered``, the method calls only rules
+        that do not read the prompt. After the prompts are rendered, the method calls only rules that read the prompt,
+        and a user's function.
         """
         args, dataset = self.args, rows.dataset
         settings, group_size = args, args.n_samples_per_prompt

@@ -1,5 +1,5 @@
-"""Finds runs that would start, but would not learn. It shows the prompts as the model sees them, and tries a user's
-estimator and loss on made-up rows."""
+"""Finds runs that would start, but would not learn. This module shows the prompts as the model sees them, and tries a
+user's estimator and loss on made-up rows."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def without_template(prompt: Sample, tokenizer: PreTrainedTokenizerBase, remedy:
 
 
 def try_estimator(args: Args) -> tuple[str, str | None] | None:
-    """Call the functions of a user's estimator, and its loss, on made-up groups. Two groups have four responses
-    each. In one of them, all rewards are equal. Two groups have eight responses with rewards of 0 and 1.
+    """Call the functions of a user's estimator, and its loss, on made-up groups. Two groups have four responses each.
+    In one of these two groups, all rewards are equal. Two groups have eight responses with rewards of 0 and 1.
 
     Returns:
         A line for the dry run's report, and a warning if the advantages look wrong: one is large, a higher reward gets
@@ -165,7 +165,7 @@ def try_loss(args: Args) -> str | None:
     """Call a user's loss on eight made-up responses of three tokens, each with a masked token.
 
     Returns:
-        A line for the dry run's report. None if the loss is part of slimelite, or if it is a loss of pairs.
+        A line for the dry run's report. Returns None if the loss is part of slimelite, or if it is a loss of pairs.
 
     Raises:
         ValueError: the loss fails, has a wrong shape or no gradient, or is not finite.

@@ -1,2 +1,2 @@
-"""Rewards. A reward is a number for one sample. The module `grader` scores samples. The reward rules are records in the
-module `rules`."""
+"""Computes rewards. A reward is a number for one sample. The module `grader` scores samples. The module `rules`
+contains a record for each reward rule."""

@@ -1,16 +1,16 @@
-r"""The rule ``code``. The reward is 1 if the last Python block of the response passes all tests.
+r"""The rule ``code``. The reward is 1 if the code in the last Python block of the response passes all tests, else 0.
 
-The tests are in the metadata, or as JSON in the label (an object, or a list of asserts). The tests have one of three
-forms:
+The tests of a sample are in its metadata, or as JSON in its label (an object, or a list of asserts). The tests have one
+of three forms:
 
     {"test": "def check(candidate): ...", "entry_point": "add"}      HumanEval
     {"test_list": ["assert add(1, 2) == 3"]}                         MBPP
     {"inputs": ["1 2\n"], "outputs": ["3\n"]}                        stdin and stdout: APPS, TACO, CodeContests
 
-Each form may have a ``prefix``. The prefix is code before the response's code, such as imports or the head of the
-function that the response completes. With ``completion`` the response has no block of code. The response continues
-where the prefix ends, as the response of a model without a chat template does. The response's code ends before the
-first line that is not indented.
+Each form may also have a ``prefix``, which is code that runs before the response's code, such as imports or the head of
+the function that the response completes. If the tests have a true ``completion``, the response has no block of code:
+its text continues where the prefix ends, like the response of a model without a chat template. Then the code is the
+text before the first line that is not indented.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ ENVIRONMENT = {
 
 
 class Tests(NamedTuple):
-    """``script``: test code that runs after the response's code. If ``script`` is None, ``cases`` has (stdin, expected
-    stdout) of each run.
+    """``script``: test code that runs after the response's code. If ``script`` is None, the code runs once for each
+    pair (stdin, expected stdout) in ``cases``.
 
     ``completion``: whether the response continues where ``prefix`` ends.
     """
@@ -81,16 +81,16 @@ class Tests(NamedTuple):
 
 
 def quick(answer: Answer) -> float | None:
-    """Return 0 if the response has no block of code, else None.
+    """Return 0 if the response contains no code. Otherwise return None, because `slow` must run the code.
 
     Raises:
-        ValueError: there are no tests.
+        ValueError: the sample has no tests.
     """
     return 0.0 if _code(answer.response, read_tests(answer)) is None else None
 
 
 def slow(answer: Answer) -> float:
-    """Return 1 if all tests pass and together take at most --code-timeout, else 0."""
+    """Run the tests. Return 1 if all of them pass and together take at most --code-timeout, else 0."""
     tests = read_tests(answer)
     block = _code(answer.response, tests)
     code = f"{tests.prefix}\n{block}" if tests.prefix else block or ""
@@ -118,7 +118,7 @@ def read_tests(answer: Answer) -> Tests:
     """The tests of a sample.
 
     Raises:
-        ValueError: there are no tests, or their form is unknown.
+        ValueError: the sample has no tests, or the tests have an unknown form.
     """
     fields = {**_label(answer.label), **answer.metadata}
     prefix, completion = str(fields.get("prefix") or ""), bool(fields.get("completion"))
@@ -140,8 +140,8 @@ def _code(response: str, tests: Tests) -> str | None:
 
 
 def last_block(response: str) -> str | None:
-    """The last closed fenced block with the language Python or without a language. Returns None if there is no such
-    block."""
+    """The content of the last closed code fence whose language is Python or missing. Returns None if there is no such
+    fence."""
     block: list[str] | None = None
     language, last = "", None
     for line in response.splitlines():
@@ -157,7 +157,7 @@ def last_block(response: str) -> str | None:
 
 
 def lines(text: str) -> list[str]:
-    """The lines of ``text`` without trailing spaces. Empty lines before and after the text are removed."""
+    """The lines of ``text`` without trailing spaces. Empty lines at the start and the end of ``text`` are left out."""
     return [line.rstrip() for line in text.strip().splitlines()]
 
 
@@ -171,8 +171,8 @@ def _label(label: str) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The result of running a program. ``finished``: whether the tests ran to the end without an error. Without tests,
-    ``finished`` tells whether the program ran to the end without an error. ``output``: the text on stdout."""
+    """The result of running a program. ``finished``: whether the program, and its tests if there are any, ran to the
+    end without an error. ``output``: the text that the program wrote to stdout."""
 
     finished: bool
     output: str
@@ -183,11 +183,12 @@ def run_code(
 ) -> Run:
     """Run ``code``, then ``tests`` in the same namespace. Wall time and processor time are each limited to ``seconds``.
 
-    The program runs in an empty temporary folder, with a minimal environment and ``stdin`` as standard input. It is an
-    error of the program if its output exceeds 16 MiB, or its files exceed `DISK_BYTES` or `ENTRIES`. Before this
-    function returns, it kills the program's process group.
+    The program runs in an empty temporary folder, with a minimal environment and ``stdin`` as standard input. The
+    program fails if its output exceeds 16 MiB, its files exceed `DISK_BYTES`, or their number exceeds `ENTRIES`. Before
+    this function returns, it kills the program's process group.
 
-    ``sandbox``: a value of ``--agent-sandbox``. If this sandbox has no function that runs answers, ``process`` is used.
+    ``sandbox``: a value of ``--agent-sandbox``. If this sandbox cannot run a response's code, the sandbox ``process``
+    is used instead.
     """
     hide()
     token = secrets.token_hex(16)

@@ -1,8 +1,8 @@
-"""Grades samples. The grader decides which reward scores a sample, in which process or thread the reward runs, and what
-happens if the reward fails.
+"""Grades samples. The grader decides which reward function or rule scores a sample, in which process or thread it runs,
+and what happens if it fails.
 
-User functions run in their own threads, so they cannot block generation. Async functions share one event loop in one
-thread, so they may share an HTTP session. Each plain function gets its own thread.
+A user's reward functions run in separate threads, so they cannot block generation. Async functions all run on one event
+loop in one thread, so they may share an HTTP session. Each plain function runs in its own thread.
 """
 
 from __future__ import annotations
@@ -49,12 +49,13 @@ REQUEST_SECONDS = 120.0
 
 
 class RewardError(ValueError):
-    """A reward failed and ``--reward-error`` is ``fail``. The exception's only argument is the message."""
+    """A reward could not be computed, and ``--reward-error`` is ``fail``. The exception has one argument, the
+    message."""
 
 
 class Route(NamedTuple):
-    """The scorer of a sample. If ``custom`` is true, ``name`` is the path of a function. If ``custom`` is false,
-    ``name`` is the name of a rule."""
+    """What scores a sample: a custom function or a rule. ``name`` is the path of the function if ``custom`` is true,
+    else the name of the rule."""
 
     name: str
     custom: bool
@@ -62,7 +63,8 @@ class Route(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ErrorReport:
-    """A failed reward. ``reward`` is the name of the reward, and ``response`` is the end of the sample's response."""
+    """A failure to compute a sample's reward. ``reward`` is the name of the rule or function, and ``response`` is the
+    end of the sample's response."""
 
     reward: str
     failure: Failure
@@ -81,22 +83,23 @@ class ErrorReport:
 class Grader:
     """Sets ``sample.reward``.
 
-    Our fast string rules run immediately in this thread, or in another thread if the text is long. A user's rules
-    always run in another thread. The slow steps of rules and the reward model run in worker processes (`WorkerPool`).
-    Custom functions run on a separate event loop (`RewardLoop`). So no reward blocks the caller's event loop for long.
-    Failures are counted by kind, and written to the sample's ``metadata["reward_error"]``. The first different failures
-    stay in ``error_reports`` until `metrics` is called. ``--reward-error`` decides what happens to the sample.
+    The function ``quick`` of a built-in rule runs in the caller's thread, or in another thread if the responses are
+    long. A user's rules always run in another thread. The function ``slow`` of a rule and the reward model run in
+    worker processes (`WorkerPool`). Custom functions run on a separate event loop (`RewardLoop`). So no reward blocks
+    the caller's event loop for long. If a reward fails, the failure is counted by its kind, and written to the sample's
+    ``metadata["reward_error"]``. ``--reward-error`` decides what happens to the sample. The first few different
+    failures are kept in ``error_reports`` until `metrics` is called.
     """
 
     def __init__(
         self, args: RewardArgs, *, workers: int | None = None, trial: bool = False, ends: Sequence[str] = ()
     ) -> None:
-        """``workers``: the maximum number of grading processes. None: one process for every two processors, from 1 to
-        8. ``ends``: the texts of the tokens that end a response. For rules that judge the whole text, these texts are
-           removed first.
+        """``workers``: the maximum number of grading processes; with None, half the number of processors, but at least
+        1 and at most 8. ``ends``: the texts of the tokens that end a response. Before a rule with ``whole`` gets a
+        response, these texts are removed from its end.
 
-        ``trial``: whether this grader scores only the trial row before a run starts. In a trial, failures are not
-        logged, and a request to a reward server is tried only twice.
+        ``trial``: whether this grader only scores one row of the data before a run starts (`check_reward`). In a trial,
+        failures are not logged, and a request to a reward server is tried only twice.
 
         Raises:
             ValueError: ``args`` name a rule or a function that does not exist, or lack a flag that the rule needs.
@@ -131,15 +134,16 @@ class Grader:
     ) -> None:
         """Score every sample.
 
-        The first of these scores a sample: the sample's own ``custom_rm_path``, --custom-rm-path, the sample's
-        ``metadata["rm_type"]``, --rm-type. The arguments of this call override the flags. An evaluation dataset's
-        ``rm_type`` also overrides --custom-rm-path. ``group_rm``: custom functions get all samples in one call, as with
-        --group-rm. Siblings of a fan-out are scored in one call too. ``reward_key``: the key of a dict reward whose
-        value must be a number.
+        A sample is scored by the first of these that is set: the sample's own ``custom_rm_path``, --custom-rm-path, the
+        sample's ``metadata["rm_type"]``, --rm-type. The arguments of this method override the flags of the same names,
+        and ``rm_type`` (of an evaluation dataset) also overrides --custom-rm-path. ``group_rm``: whether a custom
+        function gets all samples in one call, as with --group-rm. Callers set it for the samples of one fan-out too.
+        ``reward_key``: if rewards are dicts, the key whose value must be a number.
 
         Raises:
-            ValueError: neither a flag nor the sample names a scorer, or the named rule or function does not exist.
-            RewardError: a reward failed, and --reward-error is ``fail``.
+            ValueError: neither a flag nor the sample names a rule or a function, or the named rule or function does not
+                exist.
+            RewardError: a reward could not be computed, and --reward-error is ``fail``.
         """
         flag_path = self.args.custom_rm_path if rm_type is None else None
         whole = self.args.group_rm if group_rm is None else group_rm
@@ -159,10 +163,10 @@ class Grader:
 
     async def shaping(self, samples: Sequence[Sample], max_length: int) -> tuple[list[float], dict[str, float]]:
         """Compute the amounts that --format-reward-coef and --overlong-buffer-len add to each sample's reward. Returns
-        the amounts, and their means as metrics.
+        the amount for each sample, and metrics with the mean format reward and the mean penalty.
 
-        ``max_length``: the maximum number of tokens of a response. A format check that fails adds 0 and counts as a
-        reward error.
+        ``max_length``: the maximum number of tokens of a response. A format check that raises an error adds 0 to the
+        reward and is counted as a reward error.
         """
         args, added, metrics = self.args, [0.0] * len(samples), {}
         if args.format_reward_coef and samples:
@@ -179,7 +183,8 @@ class Grader:
         return added, metrics
 
     def check(self, samples: Sequence[Sample], *, reward_key: str | None = None) -> None:
-        """Check rewards that a custom generate function has set. Each reward must be a finite number.
+        """Check the rewards of ``samples``, which a custom generate function has set. Each reward must be a finite
+        number.
 
         Raises:
             RewardError: see `grade`.
@@ -189,7 +194,8 @@ class Grader:
             self._settle(sample, route, sample.reward, reward_key or self.args.reward_key)
 
     def fail(self, samples: Sequence[Sample], failure: Failure, what: str, *, reward_key: str | None = None) -> None:
-        """Handle samples without a reward because ``what`` failed. --reward-error decides what happens to them.
+        """Handle samples that have no reward because ``what`` failed. --reward-error decides what happens to these
+        samples.
 
         Raises:
             RewardError: see `grade`.
@@ -198,11 +204,11 @@ class Grader:
             self._settle(sample, Route(what, custom=True), failure, reward_key or self.args.reward_key)
 
     def metrics(self) -> dict[str, float]:
-        """The metrics ``rollout/reward_errors``: the number of failures since the last call, in total and by kind. A
-        call resets the counts and ``error_reports``.
+        """The metrics ``rollout/reward_errors``: the number of failed rewards since the last call of this method, in
+        total and by kind of failure. Each call resets these counts and ``error_reports``.
 
-        ``rollout/costly_answers``: the number of answers that were too costly for algebra. The metric is missing if
-        there were none.
+        ``rollout/costly_answers``: the number of responses whose check by algebra took too long. If there were none,
+        this metric is left out.
         """
         counts = {f"rollout/reward_errors/{kind}": float(n) for kind, n in sorted(self._errors.items())}
         total = float(self._errors.total())
@@ -214,7 +220,7 @@ class Grader:
         return {"rollout/reward_errors": total, **counts}
 
     def close(self) -> None:
-        """End the workers and the threads."""
+        """End the grader's worker processes and threads."""
         self._pool.close()
         for scorer in self._scorers.values():
             scorer.close()
@@ -312,11 +318,11 @@ class Grader:
 
 
 def route_of(sample: Sample, custom_rm_path: str | None, rm_type: str | None) -> Route:
-    """The scorer of ``sample``. As in slime, it is the first of these: the sample's own function, --custom-rm-path, the
-    sample's own rule, --rm-type.
+    """The function or rule that scores ``sample``. As in slime, it is the first of these that is set: the sample's own
+    function, --custom-rm-path, the sample's own rule, --rm-type.
 
     Raises:
-        ValueError: there is no scorer.
+        ValueError: none of these four is set.
     """
     if path := sample.custom_rm_path or custom_rm_path:
         return Route(path, custom=True)
@@ -329,22 +335,23 @@ def route_of(sample: Sample, custom_rm_path: str | None, rm_type: str | None) ->
 
 
 def overlong_penalty(length: int, max_length: int, buffer: int, factor: float) -> float:
-    """DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13), from 0 to −``factor``. Lengths are in tokens.
+    """DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13), from 0 to −``factor``. The arguments ``length``,
+    ``max_length`` and ``buffer`` are numbers of tokens.
 
-    The penalty is 0 up to ``max_length − buffer``. Then the penalty falls linearly to −factor at ``max_length``. For
-    longer responses the penalty stays −factor.
+    The penalty is 0 for responses of at most ``max_length − buffer`` tokens, falls linearly to −factor at
+    ``max_length`` tokens, and is −factor for longer responses.
     """
     over = length - (max_length - buffer)
     return -factor * min(max(over / buffer, 0.0), 1.0)
 
 
 def without_end(text: str, ends: Sequence[str]) -> str:
-    """``text`` without its end, if this end is one of ``ends``."""
+    """If ``text`` ends with one of ``ends``, ``text`` without this end; otherwise ``text`` unchanged."""
     return next((text.removesuffix(end) for end in ends if end and text.endswith(end)), text)
 
 
 def answer_of(sample: Sample, response: str, settings: Settings) -> Answer:
-    """The part of ``sample`` that a rule gets."""
+    """The argument of a rule's functions for ``sample``: its label and metadata, with ``response`` as the response."""
     return Answer(
         response, label_text(sample.label), sample.metadata or {}, f"{sample.group_index}/{sample.index}", settings
     )
@@ -401,15 +408,16 @@ class Trial(NamedTuple):
 
 
 def check_reward(args: RewardArgs, sample: Sample, group_size: int = 1, end: str = "") -> Trial:
-    """Score one real row in the same way as the run will. ``sample`` itself does not change. ``end``: the text of the
-    token that ends a response in the run, such as ``<|im_end|>``.
+    """Score one real row of the data in the same way as the run will, before the run starts. ``sample`` is not changed.
+    ``end``: the text of the token that ends a response in the run, such as ``<|im_end|>``.
 
-    If the sample has no response, a right answer is made from its label. So this check also finds a label that the rule
-    cannot read. For a custom function or a server, the response is the label itself. With --group-rm the row is copied
-    to ``group_size`` samples. --reward-error is ignored, because a failure here would probably occur in every row.
+    If the sample has no response, the rule's ``example`` makes a right response from the label. So this check also
+    detects a label that the rule cannot read. For a custom function or a reward server, the label itself is the
+    response. With --group-rm, the function gets ``group_size`` copies of the sample. --reward-error is ignored, because
+    a failure in this row would probably occur in every row.
 
     Raises:
-        ValueError: the reward fails, or the right answer does not get reward 1.
+        ValueError: the reward cannot be computed, or the right response does not get reward 1.
     """
     trial = replace(sample, metadata=dict(sample.metadata or {}))
     grader = Grader(replace(args, reward_error="zero"), workers=1, trial=True, ends=(end,))
@@ -447,15 +455,17 @@ def check_reward(args: RewardArgs, sample: Sample, group_size: int = 1, end: str
     if example is not None and trial.reward_value(args.reward_key) != 1.0:
         remedy = f", or add --rollout-skip-special-tokens if the rule cannot read {end}" if end else ""
         raise ValueError(
-            f"--rm-type {route.name} gives the right answer of the first row {trial.reward}, not 1: check --label-key "
-            f"and the labels{remedy} (label {str(trial.label)[-200:]!r}, response {trial.response[-200:]!r})"
+            f"--rm-type {route.name} scores the right answer of the first row with {trial.reward}, not 1: check "
+            f"--label-key and the labels{remedy} (label {str(trial.label)[-200:]!r}, "
+            f"response {trial.response[-200:]!r})"
         )
     assert trial.reward is not None
     return Trial(trial.reward, stood)
 
 
 class RewardLoop:
-    """Runs user functions on a separate event loop. If a function blocks the loop, a new loop replaces it."""
+    """Runs a user's reward functions on a separate event loop. If a function blocks the loop, a new loop replaces the
+    blocked one."""
 
     def __init__(self) -> None:
         self._thread: LoopThread | None = None
@@ -464,8 +474,8 @@ class RewardLoop:
         """Call ``function`` and return its result. Returns a `Failure` if ``function`` raises or takes longer than
         ``timeout`` seconds.
 
-        A function that takes longer is cancelled. If the function never awaits, it continues to run in its abandoned
-        loop.
+        A function that exceeds ``timeout`` is cancelled. If such a function never awaits, it cannot be cancelled, and
+        continues to run in the old loop, which is no longer used.
         """
         thread = self._thread = self._thread or LoopThread("rewards")
         future = asyncio.wrap_future(thread.submit(call(function, *args)))
@@ -494,20 +504,20 @@ class RewardLoop:
         return Failure("timeout", f"no reward within {timeout:g} s (--reward-timeout){blocked}")
 
     def close(self) -> None:
-        """Tell the thread to end."""
+        """Tell the thread of the event loop to end."""
         if self._thread is not None:
             self._thread.abandon()
             self._thread = None
 
 
 def failure_of(error: BaseException) -> Failure:
-    """The `Failure` for an exception. The traceback begins at the first line of the user's code."""
+    """Convert an exception to a `Failure`. The failure's traceback begins at the first line of the user's code."""
     return Failure("exception", f"{type(error).__name__}: {error}", own_traceback(error))
 
 
 class RemoteReward:
-    """The scorer of ``remote_rm``. The scorer sends ``{"prompt", "response", "label"}`` to --rm-url by POST. The JSON
-    answer is the reward."""
+    """The scorer of the rule ``remote_rm``. For each sample, it sends an object with ``prompt``, ``response`` and
+    ``label`` to --rm-url by POST. The JSON body of the server's answer is the reward."""
 
     def __init__(self, args: RewardArgs, trial: bool) -> None:
         """``trial``: whether to stop after two attempts.
@@ -522,11 +532,11 @@ class RemoteReward:
         self._attempts = 2 if trial else ATTEMPTS
 
     async def score(self, samples: Sequence[Sample], texts: Sequence[str]) -> Sequence[Outcome]:
-        """The server's answers. For a failed request, the exception takes the place of the answer. ``--reward-timeout``
-        does not apply.
+        """The server's answer for each sample, or the exception if the request failed. ``--reward-timeout`` does not
+        limit these requests.
 
-        The waits between attempts are 1, 2, 4, ... seconds, and at most 30 seconds. Of the 4xx errors, only 408, 425
-        and 429 are retried.
+        The waits between two attempts are 1, 2, 4, ... seconds, but at most 30 seconds. After an HTTP error 4xx, a
+        request is retried only if the error is 408, 425 or 429.
         """
         from slimelite.base.http_client import Client, Retry  # other rewards send no requests
 
@@ -541,8 +551,8 @@ class RemoteReward:
 
 
 class ModelReward:
-    """The scorer of ``reward_model``. The scorer uses the model at --reward-model-path, in a process that starts with
-    the first batch."""
+    """The scorer of the rule ``reward_model``. The model at --reward-model-path runs in a separate process, which
+    starts when the first batch is scored."""
 
     def __init__(self, args: RewardArgs, trial: bool) -> None:  # noqa: ARG002  a trial works in the same way
         """Set up the worker pool. The model is loaded with the first batch."""
@@ -552,7 +562,7 @@ class ModelReward:
         self._pool = WorkerPool(1, args.reward_timeout, program=program, chunk=size, start_seconds=LOAD_SECONDS)
 
     async def score(self, samples: Sequence[Sample], texts: Sequence[str]) -> Sequence[Outcome]:
-        """The scores of the reward model."""
+        """The reward model's score, or a `Failure`, for each sample."""
         return await self._pool.run([exchange_of(s, text) for s, text in zip(samples, texts, strict=True)])
 
     def close(self) -> None:
@@ -561,7 +571,8 @@ class ModelReward:
 
 
 def exchange_of(sample: Sample, response: str) -> Exchange:
-    """The part of ``sample`` that a reward model gets. `load_prompts` keeps the messages in the metadata for this."""
+    """The input of a reward model for ``sample``. The prompt's messages come from the sample's metadata, where
+    `load_prompts` stores them."""
     if not isinstance(sample.prompt, str):
         return Exchange("", response, sample.prompt)
     return Exchange(sample.prompt, response, (sample.metadata or {}).get("messages"))

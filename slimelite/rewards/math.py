@@ -1,8 +1,8 @@
 r"""The rules for answers to mathematical questions: ``math``, ``deepscaler``, ``gsm8k`` and ``dapo``.
 
 For ``math``, the content of the last ``\boxed{}`` must equal the label as text, as a number or by algebra. As in slime,
-a fraction must be reduced, and an integer must be written as an integer, so ``\frac{4}{2}`` does not equal 2. slime
-evaluates the text as Python code. In slimelite, the library math-verify does the algebra in a worker process.
+a fraction must be reduced, and an integer must be written as an integer, so ``\frac{4}{2}`` does not equal 2. For the
+algebra, slime evaluates the text as Python code; slimelite uses the library math-verify in a worker process.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ WORD = re.compile(r"[^\W\d_]{3}")
 
 
 def last_boxed_only_string(text: str) -> str | None:
-    r"""The last ``\boxed{...}`` up to its closing brace. Without such a box, it is the last ``\fbox{...}``. Returns
-    None if there is neither."""
+    r"""The last ``\boxed{...}`` in ``text``, up to its closing brace. If there is no ``\boxed``, the last
+    ``\fbox{...}`` is returned; if there is no ``\fbox`` either, None."""
     start = text.rfind("\\boxed")
     if start < 0:
         start = text.rfind("\\fbox")
@@ -69,14 +69,14 @@ def last_boxed_only_string(text: str) -> str | None:
 
 
 def remove_boxed(text: str | None) -> str | None:
-    r"""The content of ``\boxed{...}``. Returns None if ``text`` is not exactly one box."""
+    r"""The content of the box, if ``text`` is exactly one ``\boxed{...}``; otherwise None."""
     if text is None or not text.startswith("\\boxed{") or not text.endswith("}"):
         return None
     return text[len("\\boxed{") : -1]
 
 
 def extract_boxed_answer(text: str) -> str | None:
-    r"""The content of the last ``\boxed{...}``."""
+    r"""The content of the last ``\boxed{...}`` in ``text``, or None if there is none."""
     return remove_boxed(last_boxed_only_string(text))
 
 
@@ -89,8 +89,8 @@ def normalize_answer(text: str) -> str:
 
 
 def strip_string(text: str) -> str:
-    r"""MATH's own normalisation. The normalisation changes spaces, ``\left``, degrees, units, ``\%``, ``\frac12``,
-    ``3/4``, ``0.5``, ``x =``."""
+    r"""Normalise an answer like the MATH dataset's own code. This code rewrites or removes spaces, ``\left``, degrees,
+    units, ``\%``, ``\frac12``, ``3/4``, ``0.5``, ``x =``."""
     text = text.replace("\n", "").replace("\\!", "").replace("\\\\", "\\")
     text = text.replace("tfrac", "frac").replace("dfrac", "frac").replace("\\left", "").replace("\\right", "")
     text = text.replace("^{\\circ}", "").replace("^\\circ", "").replace("\\$", "")
@@ -115,10 +115,10 @@ def _brace_fraction(match: re.Match[str]) -> str:
 
 
 def quick(answer: Answer) -> float | None:
-    """Return 1 or 0 if comparing text and numbers is enough, or None if algebra is needed.
+    """Return 1 or 0 if comparing the answers as text and as numbers decides, or None if algebra is needed.
 
     Raises:
-        ValueError: the label is a whole GSM8K solution. No boxed answer can equal it.
+        ValueError: the label is a whole GSM8K solution, which no boxed answer can equal.
     """
     if "####" in answer.label:
         raise ValueError(f"math needs a label that is only the answer; use --rm-type gsm8k for {answer.label[-40:]!r}")
@@ -130,13 +130,13 @@ def quick(answer: Answer) -> float | None:
 
 
 def slow(answer: Answer) -> float:
-    """Return 1 if the boxed answer equals the label by algebra, else 0."""
+    """Return 1 if algebra shows that the response's boxed answer equals the label, else 0."""
     prediction, truth = extract_boxed_answer(answer.response), unboxed(answer.label)
     return float(prediction is not None and truth is not None and equal_by_algebra(prediction, truth))
 
 
 def unboxed(label: str) -> str | None:
-    r"""The content of the label's ``\boxed{}``. Without a box, it is the label itself."""
+    r"""The content of the last ``\boxed{}`` in the label. If the label has no box, the label itself."""
     return extract_boxed_answer(label) if "\\boxed" in label else label
 
 
@@ -153,15 +153,15 @@ def compare(prediction: str, truth: str) -> bool | None:
 
 
 def equal_by_algebra(prediction: str, truth: str) -> bool:
-    """Whether two answers are equal by algebra, part by part. This function decides the cases that `compare` cannot
-    decide."""
+    """Whether algebra shows that two answers are equal, element by element (see `pairs`). This function is for answers
+    for which `compare` returns None."""
     from slimelite.rewards import symbolic  # imported here, because only workers should load sympy
 
     return all(compare_part(a, b) or symbolic.equivalent(a, b) for a, b in pairs(tidy(prediction), tidy(truth)))
 
 
 def compare_part(prediction: str, truth: str) -> bool | None:
-    """The result of `compare` for one tidied element of a tuple."""
+    """Like `compare`, for one of the `pairs` of elements, after `tidy`."""
     prediction, truth = plain(prediction), plain(truth)
     if prediction.replace(" ", "").lower() == truth.replace(" ", "").lower():
         return True
@@ -175,14 +175,15 @@ def compare_part(prediction: str, truth: str) -> bool | None:
 
 
 def plain(text: str) -> str:
-    """``text`` without a leading plus. A number such as 1e3 is written as 1000."""
+    """``text`` without a leading plus. A number in the form 1e3 is rewritten as 1000."""
     text = text.removeprefix("+").lstrip()
     whole = Fraction(text) if "e" in text.lower() and DECIMAL.fullmatch(text) else Fraction(1, 2)
     return str(whole) if whole.denominator == 1 else text
 
 
 def number(text: str) -> tuple[Fraction, int] | None:
-    """(value, denominator as written) of an integer, decimal or simple fraction. Returns None for any other text."""
+    """The pair (value, denominator as written) if ``text`` is an integer, a decimal or a simple fraction; otherwise
+    None."""
     if match := FRACTION.fullmatch(text):
         signs, top, bottom = match[1] or match[5], match[3] or match[6], match[4] or match[7]
         if int(bottom) == 0:
@@ -193,20 +194,20 @@ def number(text: str) -> tuple[Fraction, int] | None:
 
 
 def is_text(text: str) -> bool:
-    """Whether ``text`` has a word. Words must be compared as text. In algebra a word is a product of variables, so
-    'listen' would equal 'silent'."""
+    """Whether ``text`` contains a word. Answers with words must be compared as text: in algebra a word is a product of
+    variables, so 'listen' would equal 'silent'."""
     return WORD.search(COMMANDS.sub(" ", text)) is not None
 
 
 def tidy(text: str) -> str:
-    """The answer without units, currency and percent signs, layout commands and commas in numbers."""
+    """``text`` without units, currency signs, percent signs, layout commands, and commas in numbers."""
     for pattern, replacement in TIDY:
         text = pattern.sub(replacement, text)
     return unwrapped(text.strip())
 
 
 def unwrapped(text: str) -> str:
-    r"""The text without braces or a ``\text{}`` around the whole text, and without a full stop at its end."""
+    r"""``text`` without braces or a ``\text{}`` around all of it, and without a full stop at its end."""
     while match := WRAPPER.match(text):
         depths = accumulate({"{": 1, "}": -1}.get(c, 0) for c in text[match.end() - 1 :])
         if next((i for i, depth in enumerate(depths) if depth == 0), 0) != len(text) - match.end():
@@ -216,11 +217,11 @@ def unwrapped(text: str) -> str:
 
 
 def pairs(prediction: str, truth: str) -> list[tuple[str, str]]:
-    """Pairs of texts that must be equal. The pairs are the elements of two flat tuples, intervals or ratios. For other
-    answers, the pair is the two whole texts.
+    """The pairs of texts that must be equal for the two answers to be equal. For two flat tuples, intervals or ratios,
+    these are the pairs of their elements. For other answers, the only pair is the two whole texts.
 
-    The list is empty if the answers cannot be equal. Answers cannot be equal if they differ in brackets or number of
-    elements, if only one answer is a ratio, or if an answer is empty.
+    The list is empty if the answers cannot be equal. Answers cannot be equal if they differ in their brackets or number
+    of elements, if only one of them is a ratio, or if the prediction is empty.
     """
     if not prediction or is_ratio(prediction) != is_ratio(truth):
         return []
@@ -234,7 +235,8 @@ def pairs(prediction: str, truth: str) -> list[tuple[str, str]]:
 
 
 def elements(text: str) -> list[str]:
-    """The elements of a flat tuple, an interval or a ratio. For any other text, the only element is the whole text."""
+    """The elements of ``text`` if it is a flat tuple, an interval or a ratio. Otherwise the only element is the whole
+    ``text``."""
     if is_ratio(text):
         return [part.strip() for part in text.rpartition("=")[2].split(":")]
     inner = text[1:-1]
@@ -244,29 +246,30 @@ def elements(text: str) -> list[str]:
 
 
 def is_ratio(text: str) -> bool:
-    """Whether ``text`` is written with a colon, as a ratio or a time is. The ratio 3:5 does not equal 3/5."""
+    """Whether ``text`` contains a colon, like a ratio or a time. The ratio 3:5 is not treated as equal to 3/5."""
     return ":" in text and "\\{" not in text
 
 
 def example(answer: Answer) -> str:
-    """A response that is right."""
+    """A response to which the rule ``math`` gives reward 1."""
     return f"\\boxed{{{unboxed(answer.label)}}}"
 
 
 def deepscaler(answer: Answer) -> float | None:
-    """The result of `quick` for the text after the marker (see `solution`). Returns 0 if there is no marker."""
+    """The first function of the rule ``deepscaler``: `quick` on the part of the response that `solution` returns, or 0
+    if `solution` returns None."""
     tail = solution(answer.response)
     return 0.0 if tail is None else quick(replace(answer, response=tail))
 
 
 def deepscaler_slow(answer: Answer) -> float:
-    """The result of `slow` for the text after the marker."""
+    """The second function of the rule ``deepscaler``: `slow` on the part of the response that `solution` returns."""
     return slow(replace(answer, response=solution(answer.response) or ""))
 
 
 def solution(response: str) -> str | None:
-    """The text after the last ``</think>``. Without this marker, it is the text after the first ``###Response``.
-    Returns None if there is no marker."""
+    """The text after the last ``</think>``. If there is no ``</think>``, the text after the first ``###Response``. None
+    if the response contains neither marker."""
     if "</think>" in response:
         return response.rpartition("</think>")[2]
     _, marker, tail = response.partition("###Response")
@@ -274,7 +277,7 @@ def solution(response: str) -> str | None:
 
 
 def deepscaler_example(answer: Answer) -> str:
-    """A response that is right."""
+    """A response to which the rule ``deepscaler`` gives reward 1."""
     return f"</think>{example(answer)}"
 
 
@@ -284,10 +287,10 @@ NUMBER = re.compile(r"[ \t]{0,8}" + _NUMBER)
 
 
 def gsm8k(answer: Answer) -> float:
-    """1 if the numbers are equal, else 0.
+    """1 if the number after the last ``####`` of the response equals the label's number, else 0.
 
     Raises:
-        ValueError: the label has no number.
+        ValueError: the label contains no number.
     """
     truth = gsm8k_number(answer.label.rpartition("####")[2])
     if truth is None:
@@ -297,7 +300,7 @@ def gsm8k(answer: Answer) -> float:
 
 
 def gsm8k_number(text: str) -> Fraction | None:
-    """The number at the start of ``text``."""
+    """The number at the start of ``text``, or None if ``text`` does not start with a number."""
     match = NUMBER.match(text)
     if match is None:
         return None
@@ -306,7 +309,7 @@ def gsm8k_number(text: str) -> Fraction | None:
 
 
 def gsm8k_example(answer: Answer) -> str:
-    """A response that is right."""
+    """A response to which the rules ``gsm8k`` and ``last_number`` give reward 1."""
     return f"#### {answer.label.rpartition('####')[2]}"
 
 
@@ -315,11 +318,11 @@ ANY_NUMBER = re.compile(r"(?<![\w./])" + _NUMBER)
 
 
 def last_number(answer: Answer) -> float:
-    r"""Return 1 if the last number of the response equals the label's number, else 0. If the last ``\boxed{}`` has a
-    number, this number counts as the last one.
+    r"""Return 1 if the last number of the response equals the label's number, else 0. If the last ``\boxed{}`` contains
+    numbers, only the numbers in this box are considered.
 
     Raises:
-        ValueError: the label has no number.
+        ValueError: the label contains no number.
     """
     truth = gsm8k_number(answer.label.rpartition("####")[2])
     if truth is None:
@@ -359,7 +362,7 @@ DAPO_MARKS = (
 
 
 def dapo(answer: Answer) -> dict[str, object]:
-    """The reward of `compute_score`, a dict with score, acc and pred.
+    """The rule ``dapo``. The reward is the result of `compute_score`, a dict with score, acc and pred.
 
     Raises:
         ValueError: the label is not an integer.
@@ -370,28 +373,30 @@ def dapo(answer: Answer) -> dict[str, object]:
 
 
 def compute_score(response: str, label: str, *, strict_box_verify: bool = False) -> dict[str, object]:
-    """``{"score", "acc", "pred"}``, computed from the last 300 characters of the response."""
+    """A dict with ``score`` (1 or −1), ``acc`` (whether the answer is correct) and ``pred`` (the answer), computed from
+    the last 300 characters of the response."""
     tail, label = response[-RESPONSE_CHARS:], str(label)
     correct, pred = verify_strict_box(tail, label) if strict_box_verify else verify_minerva(tail, label)
     return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": pred}
 
 
 def verify_minerva(response: str, label: str) -> tuple[bool, str]:
-    """(correct, prediction) of the last line ``Answer: ...``. The answer is compared with an integer label."""
+    """The pair (correct, prediction), where the prediction is the answer in the last line ``Answer: ...``. The label
+    must be an integer."""
     answers = re.findall(r"(?i)answer\s*:\s*([^\n]+)", response)
     pred = normalize_final_answer(answers[-1] if answers else "[INVALID]")
     return pred == integer(label), pred
 
 
 def verify_strict_box(response: str, label: str) -> tuple[bool, str | None]:
-    """(correct, prediction) of the last box in the final 100 characters. The content of the box must equal the label
-    exactly."""
+    """The pair (correct, prediction), where the prediction is the content of the last box in the final 100 characters.
+    The prediction is correct if it equals the label exactly."""
     pred = extract_boxed_answer(response[-STRICT_CHARS:])
     return pred == label, pred
 
 
 def integer(label: str) -> str:
-    """An integer label, written in plain digits."""
+    """The integer ``label``, written as plain digits without decimals."""
     text = normalize_final_answer(label)
     match = re.fullmatch(r"([-+]?[0-9]+)(?:\.0*)?", text)
     if match is None:
@@ -400,8 +405,8 @@ def integer(label: str) -> str:
 
 
 def normalize_final_answer(text: str) -> str:
-    """The answer in Minerva's form (Lewkowycz et al. 2022). Minerva's form is the text after the last ``=``, without
-    articles, units and wrappers."""
+    """The answer in ``text``, normalised as for Minerva (Lewkowycz et al. 2022): the part after the last ``=``, without
+    articles, units and LaTeX commands around the answer."""
     text = text.rpartition("=")[2]
     for before, after in SUBSTITUTIONS:
         text = text.replace(before, after)
@@ -419,6 +424,6 @@ def normalize_final_answer(text: str) -> str:
 
 
 def dapo_example(answer: Answer) -> str:
-    """A response that is right."""
+    """A response to which the rule ``dapo`` gives reward 1."""
     strict = answer.metadata.get("strict_box_verify")
     return f"\\boxed{{{answer.label}}}" if strict else f"Answer: {integer(answer.label)}"

@@ -1,7 +1,9 @@
-"""The process of a reward model: ``python -m slimelite.rewards.reward_model PATH DEVICE FD SECONDS``.
+"""The program that runs a reward model in its own process: ``python -m slimelite.rewards.reward_model PATH DEVICE FD
+SECONDS``.
 
-In the package ``rewards``, only this file imports torch. The process receives lists of `Exchange` over the connection
-on file descriptor FD. The process scores each list as one batch, and sends one score or `Failure` for each exchange.
+In the package ``rewards``, only this file imports torch. The process receives lists of `Exchange` (prompt and response)
+over the connection on file descriptor FD. It scores each list as one batch, and sends back one score or `Failure` for
+each `Exchange`.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class RewardModel:
-    """A sequence-classification model with one output."""
+    """A reward model: a sequence-classification model with one output."""
 
     def __init__(self, path: str, device: str) -> None:
         """``device``: auto, cpu or cuda.
@@ -51,8 +53,8 @@ class RewardModel:
         self.longest = getattr(config.get_text_config(), "max_position_embeddings", None)
 
     def text(self, exchange: Exchange) -> str:
-        """The conversation, rendered with the reward model's own chat template. Without a template, it is the prompt
-        followed by the response."""
+        """Prompt and response as one text, rendered with the reward model's own chat template. If the model has no chat
+        template, the response simply follows the prompt."""
         if not self.tokenizer.chat_template:
             return exchange.prompt + exchange.response
         messages = exchange.messages or [{"role": "user", "content": exchange.prompt}]
@@ -61,7 +63,8 @@ class RewardModel:
 
     @torch.inference_mode()
     def scores(self, exchanges: list[Exchange]) -> list[float | Failure]:
-        """One score for each conversation. A conversation that is longer than the model's context gets a `Failure`."""
+        """One score for each pair of prompt and response. For a pair that is longer than the model's context, the
+        result is a `Failure`."""
         ids = [self.tokenizer(self.text(e), add_special_tokens=False)["input_ids"] for e in exchanges]
         results: list[float | Failure] = [
             Failure(
@@ -86,8 +89,8 @@ class RewardModel:
 
 
 def main(path: str, device: str, descriptor: int, seconds: float) -> None:
-    """Load the model, then serve until the parent closes its end of the connection. If loading fails, send the error
-    message and end."""
+    """Load the model, then score the batches that arrive, until the parent process closes its end of the connection. If
+    the model cannot be loaded, send the error message to the parent and end."""
     try:
         model = RewardModel(path, device)
     except (OSError, ValueError) as error:

@@ -1,6 +1,6 @@
 """The reward rules, one record for each value of --rm-type.
 
-A user can add a rule with one file, which ``--import-file`` names::
+A user can add a rule with a file such as this one, whose path is passed as ``--import-file``::
 
     from slimelite.rewards.rules import RULES, Answer, Rule
 
@@ -9,8 +9,8 @@ A user can add a rule with one file, which ``--import-file`` names::
 
     RULES.add(Rule("contains", quick))
 
-The command line reads these records, so this module imports no heavy packages. The functions of a rule are imported at
-their first call.
+The code that parses the command line reads these records, so this module imports no heavy packages. The functions of a
+built-in rule are imported when they are first called.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ GRADER_MEMORY_MB = 4096
 
 
 class TooCostly(BaseException):
-    """An answer takes more processor time than its rule allows. The answer gets the rule's ``zero`` as reward, and is
-    counted.
+    """The check of a response takes more processor time than its rule allows. The response gets the rule's ``zero`` as
+    reward, and is counted in a metric.
 
     This class does not inherit from `Exception`, because sympy and math-verify catch every `Exception` and continue.
     """
@@ -41,8 +41,9 @@ class TooCostly(BaseException):
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The flags that rules read. ``code_timeout``: the time limit for all tests together [s]. ``code_memory_mb``: the
-    memory limit [MiB]. ``sandbox``: the name of a sandbox."""
+    """The values of the flags that rules use. ``code_timeout``: the time limit for all tests of a response together
+    [s]. ``code_memory_mb``: the memory limit of the tested program [MiB]. ``sandbox``: the sandbox in which the program
+    runs."""
 
     code_timeout: float = 10.0
     code_memory_mb: int = 1024
@@ -52,10 +53,10 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The part of a sample that a rule gets.
+    """The argument of a rule's functions: the parts of a sample that a rule may use.
 
-    ``label``: the right answer as text, as in the data set. ``key``: identifies the sample. The rule ``random`` hashes
-    the key.
+    ``label``: the right answer as text, as in the data set. ``key``: identifies the sample; the rule ``random`` hashes
+    it.
     """
 
     response: str
@@ -67,8 +68,8 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """The part of a sample that a reward model gets. ``messages``: the prompt before the chat template is applied, if
-    it is known."""
+    """The input of a reward model: prompt and response of a sample. ``messages``: the prompt as messages, before the
+    chat template was applied, or None if unknown."""
 
     prompt: str
     response: str
@@ -79,8 +80,8 @@ class Exchange:
 class Failure:
     """A reward that could not be computed. ``kind`` is exception, timeout, crash, nonfinite, invalid or too_long.
 
-    A worker may also return the kind ``costly``. ``costly`` means that the rule is bounded, and that the answer took
-    too long and counts as wrong.
+    A worker process may also return the kind ``costly``, which means that the check of the response exceeded the time
+    limit of a ``bounded`` rule. Such a response counts as wrong.
     """
 
     kind: str
@@ -92,43 +93,47 @@ Outcome = Reward | Failure | BaseException
 
 
 class Scorer(Protocol):
-    """Scores samples outside this process, for example on a server. The field ``scorer`` of a rule creates the
-    scorer."""
+    """Scores samples outside this process, for example on a server. The function in a rule's field ``scorer`` creates
+    such a scorer."""
 
     async def score(self, samples: Sequence[Sample], texts: Sequence[str]) -> Sequence[Outcome]:
-        """Return a reward or a failure for each sample. ``texts``: the responses, or the contents of their boxes."""
+        """Return a reward or a failure for each sample. ``texts``: the samples' responses, or for a boxed rule the
+        contents of the responses' last boxes."""
         ...
 
     def close(self) -> None:
-        """Release the scorer's resources."""
+        """Release the resources of the scorer, such as processes."""
         ...
 
 
 @dataclass(frozen=True)
 class Rule:
-    r"""A rule that scores answers, either with two functions or with a `Scorer`.
+    r"""A rule that scores responses, either with the functions ``quick`` and ``slow`` or with a `Scorer`.
 
     Attributes:
-        quick: function ``answer -> reward``. This function runs in this process, and may only do string processing in
-            linear time. It returns None if it cannot decide.
-        slow: function ``answer -> reward``. This function is called if ``quick`` is missing or returns None. The
-            function may take long, and runs in a worker process with a time limit.
-        example: function ``answer -> response``. This function makes a response with reward 1 for an ``answer`` without
-            a response. The dry run grades this response, so an unusable label is found before the run starts.
-        scorer: function ``(args, trial) -> Scorer``. The scorer replaces ``quick`` and ``slow``. ``trial``: whether it
-            scores only the trial row before a run starts.
-        zero: the reward of a sample whose grading failed. None: the reward is 0, or a dict with 0 if --reward-key is
-            given.
+        quick: function ``answer -> reward``. It runs in the grader's process, so it may only process strings, in linear
+            time. ``quick`` returns None if ``slow`` must decide.
+        slow: function ``answer -> reward``. ``slow`` is called if ``quick`` is missing or returns None. It may take
+            long, and runs in a worker process with a time limit.
+        example: function ``answer -> response``. ``example`` returns a response that gets reward 1, for an ``answer``
+            that has a label but no response. This response is graded before the run starts, so an unusable label is
+            detected early.
+        scorer: function ``(args, trial) -> Scorer``. A rule with a scorer needs no ``quick`` and no ``slow``.
+            ``trial``: whether the scorer only scores one row of the data before a run starts.
+        zero: the reward of a sample whose grading failed. If ``zero`` is None, the reward is 0, or with --reward-key a
+            dict with the value 0 for this key.
         needs_label: whether a sample without a label is an error.
-        bounded: whether ``slow`` gets only one second of processor time. An answer that takes more time is wrong
-            (`TooCostly`).
-        boxable: whether the rule can score only the content of the last ``\boxed{}``. If so, a second rule
-            ``boxed_NAME`` scores only this content (its field ``boxed`` is true). Rules that are not boxable search for
-            their own marker, which may be outside the box.
-        whole: whether the rule judges the whole text. For such a rule, the grader first removes the token that ended
-            the response, such as ``<|im_end|>``. Other rules get the text with this token, as in slime.
-        needs: the flag that the rule requires, with underscores. ``reads``: other flags of the rule.
-        cautions: function ``() -> texts``. If a run uses the rule, the texts are logged once, after ``--rm-type NAME``.
+        bounded: whether ``slow`` may use only one second of processor time for a response. A response that takes longer
+            counts as wrong (`TooCostly`).
+        boxable: whether there is a second rule ``boxed_NAME``, which applies this rule only to the content of the
+            response's last ``\boxed{}`` (its field ``boxed`` is true). A rule that itself searches for a marker is not
+            boxable, because the marker may be outside the box.
+        whole: whether the rule scores the response's whole text. For such a rule, the grader first removes the token
+            that ended the response, such as ``<|im_end|>``. The text that other rules get still contains this token, as
+            in slime.
+        needs: the flag that the rule requires, written with underscores. ``reads``: other flags that the rule uses.
+        cautions: function ``() -> texts``, which returns warnings. If a run uses the rule, each warning is logged once,
+            with ``--rm-type NAME`` before the text.
     """
 
     name: str
@@ -153,7 +158,7 @@ class Rule:
             )
 
     def lacks(self, args: object) -> str | None:
-        """An error message if ``args`` lack the flag that the rule needs, else None."""
+        """An error message if the flag ``needs`` is not set in ``args``, else None."""
         if self.needs is None or getattr(args, self.needs):
             return None
         return f"--rm-type {self.name} needs --{self.needs.replace('_', '-')}"
@@ -166,10 +171,10 @@ REFUSED = {
 
 
 class Rules(Registry[Rule]):
-    """Rules by name. A boxable rule has a second entry, ``boxed_NAME``."""
+    """The reward rules by name. A boxable rule has two entries, ``NAME`` and ``boxed_NAME``."""
 
     def add(self, record: Rule) -> Rule:
-        """Register ``record``. If the rule is boxable, register its boxed form too.
+        """Register the rule ``record``. If the rule is boxable, also register ``boxed_NAME``.
 
         Raises:
             ValueError: another rule has the same name.

@@ -1,8 +1,9 @@
-r"""Tests by algebra whether two LaTeX expressions are equal. This module loads sympy, which takes half a second. So
-only workers import the module.
+r"""Tests by algebra whether two LaTeX expressions are equal. Only worker processes import this module, because it loads
+sympy, which takes half a second.
 
-Only the LaTeX grammar and the comparison of math-verify are used. The library's mode for plain expressions passes text
-to sympy's ``parse_expr``, which calls ``eval``. But ``eval`` must never run text from a model.
+Of the library math-verify, only the LaTeX grammar and the comparison are used. Its mode for plain expressions is not
+used, because it passes text to sympy's ``parse_expr``, which calls ``eval``, and ``eval`` must never run text from a
+model.
 """
 
 from __future__ import annotations
@@ -40,9 +41,11 @@ MATRIX_MAKERS = re.compile(r"\\operatorname\s*\{\s*(?:eye|zeros|ones|diag)\s*\}"
 
 
 def equivalent(prediction: str, truth: str) -> bool:
-    """Whether ``prediction`` equals ``truth`` (LaTeX without dollar signs). Text that does not parse is not equal.
+    """Whether ``prediction`` equals ``truth`` (LaTeX without dollar signs). If one of the two texts cannot be parsed,
+    the result is False.
 
-    A decimal is read as an exact fraction, so 3.141593 is not pi. Repeated elements of a list are kept.
+    A decimal is read as an exact fraction, so 3.141593 is not pi. Repeated elements of a list count, so 1, 1, 2 does
+    not equal 1, 2.
 
     Raises:
         TooCostly: a number or a power in one of the expressions is too large to compute.
@@ -99,19 +102,19 @@ class _Exact(_Latex2Sympy):
     their size first."""
 
     def parse_number(self, text: str) -> sympy.Rational:
-        """A number as an exact fraction."""
+        """Convert the text of a number to an exact fraction."""
         digits, _, exponent = text.replace(",", "").lower().partition("e")
         if abs(int(exponent or 0)) > MAX_BITS // 4:
             raise TooCostly(f"10^{exponent}")
         return sympy.Rational(digits) * sympy.Integer(10) ** int(exponent or 0)
 
     def convert_binom(self, binom: Expression) -> Expression:
-        """A binomial coefficient that is not evaluated."""
+        """Convert a binomial coefficient without computing its value."""
         return sympy.binomial(self.convert_expr(binom.upper), self.convert_expr(binom.lower), evaluate=False)
 
     def convert_func(self, func: Expression) -> Expression:
-        """A function. The sizes of gamma functions and of root degrees are checked, because sympy evaluates them
-        immediately."""
+        """Convert a function. The sizes of gamma functions and of root degrees are checked first, because sympy
+        computes these values immediately."""
         named = func.func_normal_single_arg()
         if named and named.start.text in ("\\Gamma", "\\gamma"):
             argument = self.convert_func_arg(func.func_single_arg() or func.func_single_arg_noparens())
@@ -121,18 +124,18 @@ class _Exact(_Latex2Sympy):
         return super().convert_func(func)
 
     def handle_exp(self, func: Expression) -> Expression:
-        """A power of e. The size of the power is checked first."""
+        """Convert a power of e, after a check that its value is not too large."""
         if func.supexpr() and func.supexpr().expr():
             _ = bits(sympy.exp(self.convert_expr(func.supexpr().expr()), evaluate=False))
         return super().handle_exp(func)
 
     def handle_gcd_lcm(self, f: str, args: Expression) -> Expression:
-        """A gcd or lcm. The size of the arguments is checked first."""
+        """Convert a gcd or lcm, after a check that its arguments are not too large."""
         _ = bits(list(args))
         return super().handle_gcd_lcm(f, args)
 
     def convert_interval(self, expr: Expression) -> Expression:
-        """An interval. The size of its ends is checked first, because sympy compares the ends."""
+        """Convert an interval, after a check that its ends are not too large, because sympy compares the ends."""
         _ = bits([self.convert_expr(end) for end in expr.expr()])
         return super().convert_interval(expr)
 
@@ -159,8 +162,8 @@ def _read(text: str) -> Expression:
 
 
 def bits(expression: Expression) -> float:
-    """An upper bound for the size of the numbers that occur when ``expression`` is computed [bits]. A variable counts
-    as 1.
+    """An upper bound for the size of the numbers that occur when ``expression`` is computed [bits]. A variable is
+    treated as a number of one bit.
 
     Raises:
         TooCostly: the bound is above ``MAX_BITS``, a sum has a high power, or a series has too many terms.

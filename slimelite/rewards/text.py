@@ -1,4 +1,5 @@
-r"""Rules for words, letters and tags: ``f1``, ``gpqa``, ``multiple_choice``, ``format``, ``random``, ``zero``."""
+r"""Reward rules that compare words, option letters and tags: ``f1``, ``gpqa``, ``multiple_choice``, ``format``,
+``random``, ``zero``."""
 
 from __future__ import annotations
 
@@ -19,13 +20,13 @@ PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def f1(answer: Answer) -> float:
-    """The F1 score of the words of the response and of the label, in any order. This is the first number of
-    `f1_score`."""
+    """The rule ``f1``: the F1 score between the words of the response and the words of the label, in any order."""
     return f1_score(answer.response, answer.label)[0]
 
 
 def f1_score(prediction: str | None, label: str) -> tuple[float, float, float]:
-    """(f1, precision, recall) of the normalised words. All three are 0 if the texts share no word."""
+    """The numbers (f1, precision, recall) for the normalised words of two texts. All three are 0 if the texts have no
+    word in common."""
     if prediction is None:
         return 0.0, 0.0, 0.0
     predicted, truth = normalize_answer(prediction), normalize_answer(label)
@@ -46,7 +47,7 @@ def normalize_answer(text: str) -> str:
 
 
 def label(answer: Answer) -> str:
-    """A response that is right."""
+    """A response to which the rule ``f1`` gives reward 1: the label."""
     return answer.label
 
 
@@ -66,7 +67,7 @@ PATTERNS = (
 
 
 def gpqa(answer: Answer) -> float:
-    """1 if the response chooses the right option, else 0."""
+    """The rule ``gpqa``: 1 if the response names the right option, else 0."""
     choices = _choices(answer.metadata)
     letters = _letters(answer.metadata, choices)
     label = answer.label.strip()
@@ -85,8 +86,8 @@ def gpqa(answer: Answer) -> float:
 
 
 def extract_letter(text: str | None, letters: Sequence[str]) -> str | None:
-    """The option letter in a phrase such as "the answer is (B)". Without such a phrase, it is the last single capital
-    letter."""
+    """The option letter in a phrase such as "the answer is (B)". If ``text`` has no such phrase, the last capital
+    letter that stands by itself."""
     text = " ".join((text or "").rpartition("</think>")[2].split())
     for pattern in PATTERNS:
         if (match := pattern.search(text)) and match[1].upper() in letters:
@@ -96,7 +97,7 @@ def extract_letter(text: str | None, letters: Sequence[str]) -> str | None:
 
 
 def plain(text: str) -> str:
-    """The words and digits of the text in lower case, separated by single spaces."""
+    """The words and numbers of ``text`` in lower case, separated by single spaces."""
     return " ".join(re.findall(r"[a-z0-9]+", text.lower()))
 
 
@@ -128,7 +129,7 @@ def _correct_letter(metadata: dict[str, object], label: str, choices: list[str],
 
 
 def gpqa_example(answer: Answer) -> str:
-    """A response that is right."""
+    """A response to which the rules ``gpqa`` and ``multiple_choice`` give reward 1."""
     choices = _choices(answer.metadata)
     letter = _correct_letter(answer.metadata, answer.label.strip(), choices, _letters(answer.metadata, choices))
     return f"Answer: {letter}" if letter else answer.label
@@ -139,7 +140,7 @@ BOX_CHARS = 40
 
 
 def multiple_choice(answer: Answer) -> float:
-    """1 if the response chooses the right option, else 0."""
+    """The rule ``multiple_choice``: 1 if the response names the right option, else 0."""
     box = (extract_boxed_answer(answer.response) or "")[:BOX_CHARS]
     letter = re.fullmatch(r"\W*(?:\\text\w*\{)?\W*([A-Za-z])\W*", box)
     return gpqa(replace(answer, response=f"Answer: {letter[1]}") if letter else answer)
@@ -149,7 +150,8 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
 def format_quick(answer: Answer) -> float | None:
-    """Return 1 or 0 for the default format. Return None for a regex, because its run time is unbounded."""
+    """Return 1 if the response has the default format, else 0. If --format-regex is set, return None, because matching
+    a regular expression may take very long."""
     return None if answer.settings.format_regex is not None else float(is_think_answer(answer.response))
 
 
@@ -160,8 +162,8 @@ def format_slow(answer: Answer) -> float:
 
 
 def is_think_answer(response: str) -> bool:
-    """Whether each tag occurs exactly once and in the right order. Both parts must have text, and there may be only
-    spaces around and between the two parts."""
+    """Whether ``response`` is ``<think>…</think>``, then ``<answer>…</answer>``, with each tag exactly once. Both parts
+    must contain text, and only white space may be before, between and after them."""
     text = response.strip()
     if any(text.count(tag) != 1 for tag in TAGS):
         return False
@@ -172,8 +174,8 @@ def is_think_answer(response: str) -> bool:
 
 
 def coin(answer: Answer) -> float:
-    """The rule ``random``. The reward is 0 or 1, from a hash of the sample's key and response. So a repeated run gets
-    the same rewards.
+    """The rule ``random``. The reward is 0 or 1, computed from a hash of the sample's key and response. So equal
+    responses get equal rewards when the run is repeated.
 
     Use this rule to check that a run without a reward signal learns nothing.
     """

@@ -1,10 +1,10 @@
-"""Worker processes for rules whose run time has no bound. If a worker hangs, it is killed and replaced, and its current
-answer becomes an error.
+"""Worker processes for rules that may take arbitrarily long. If a worker process hangs, it is killed and replaced, and
+the response that it was grading gets a `Failure`.
 
-A worker is a separate program, ``python -m slimelite.rewards.workers FD SECONDS``. ``multiprocessing`` does not start
-it, because it would import ``train.py``, and with it torch. The worker receives lists of (rule name, answer) over the
-connection on file descriptor FD. The worker sends a reward or a `Failure` for each answer, one after the other, so its
-parent knows the current answer. The worker ends when the connection is closed.
+A worker is a separate program, ``python -m slimelite.rewards.workers FD SECONDS``. It is not started with
+``multiprocessing``, which would import ``train.py``, and with it torch. A worker receives lists of pairs (rule name,
+`Answer`) over the connection on file descriptor FD. For each pair in turn, it sends back a reward or a `Failure`, so
+the parent process knows which pair is being graded. A worker ends when the connection is closed.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ SOFT_SECONDS, HARD_SECONDS = 1.0, 1.5
 
 
 class WorkerPool:
-    """A pool of at most ``size`` workers. Workers are started when they are needed. ``timeout``: the time limit for one
-    answer [s]."""
+    """A pool of at most ``size`` worker processes, which are started when they are needed. ``timeout``: the time limit
+    for grading one response [s]."""
 
     def __init__(
         self,
@@ -70,12 +70,13 @@ class WorkerPool:
             self._idle.put(worker)
 
     async def run(self, tasks: Sequence[Task]) -> list[Reward | Failure]:
-        """The verdict on each task, in order. For (rule name, answer) it is the result of ``slow``. For an exchange it
-        is the score.
+        """The result for each task, in order. For a task (rule name, `Answer`), the result is what the rule's function
+        ``slow`` returns. For an `Exchange`, it is the score of the reward model.
 
         Raises:
-            RuntimeError: workers cannot be started.
-            ValueError: a worker reports that it cannot work. The exception has the worker's message.
+            RuntimeError: a worker process cannot be started.
+            ValueError: a worker reports an error at its start, such as a model that cannot be loaded. The exception
+                contains the worker's message.
         """
         loop = asyncio.get_running_loop()
         chunks = [tasks[i : i + self._chunk] for i in range(0, len(tasks), self._chunk)]
@@ -83,8 +84,8 @@ class WorkerPool:
         return [reward for part in results for reward in part]
 
     def start(self) -> None:
-        """Start the first worker now, so no answer waits for the worker's imports. This raises the same errors as
-        `run`."""
+        """Start the first worker now, so the first task need not wait for the worker's imports. This method raises the
+        same errors as `run`."""
         self._workers[-1]._start()
 
     def _grade(self, chunk: Sequence[Task]) -> list[Reward | Failure]:
@@ -95,7 +96,7 @@ class WorkerPool:
             self._idle.put(worker)
 
     def close(self) -> None:
-        """End the workers. Answers in progress become errors."""
+        """End all workers. Tasks that are in progress get a `Failure`."""
         for worker in self._workers:
             worker.close()
         self._threads.shutdown(cancel_futures=True)
@@ -113,11 +114,11 @@ class _Worker:
         self._closed = False
 
     def grade(self, tasks: Sequence[Task]) -> list[Reward | Failure]:
-        """Grade ``tasks``, and return the results in order. After a hang or a crash, the remaining tasks go to a new
-        process.
+        """Grade ``tasks``, and return the results in order. If the process hangs or crashes, its current task gets a
+        `Failure`, and the remaining tasks go to a new process.
 
-        If another program has stopped or killed the process, its current task also goes to the new process, but only
-        once.
+        If another program has stopped or killed the process, the current task is also tried again in the new process,
+        but only once.
         """
         results: list[Reward | Failure] = []
         again = -1
@@ -147,7 +148,7 @@ class _Worker:
         return results
 
     def close(self) -> None:
-        """End the process. The process is not started again."""
+        """End the process, and do not start it again."""
         self._closed = True
         self._kill()
 
@@ -185,8 +186,8 @@ class _Worker:
 
 
 def main(descriptor: int, seconds: float, files: Sequence[str]) -> None:
-    """Serve until the parent closes its end of the connection. ``files``: the files of ``--import-file``. These files
-    may define rules."""
+    """Grade the tasks that arrive, until the parent process closes its end of the connection. ``files``: the files of
+    ``--import-file``, which may define rules."""
     for file in files:
         run_file(file, "--import-file")
     # loads sympy and the grammar before the time limit of the first answer starts
@@ -204,10 +205,10 @@ def main(descriptor: int, seconds: float, files: Sequence[str]) -> None:
 
 
 def serve(descriptor: int, seconds: float, verdicts: Callable[[list[T]], Iterable[Reward | Failure]]) -> None:
-    """Receive lists of tasks and send their ``verdicts``, one after the other, until the parent closes its end of the
-    connection.
+    """Receive lists of tasks, call ``verdicts`` with each list, and send back the results one by one, until the parent
+    process closes its end of the connection.
 
-    ``seconds``: the parent's limit for one verdict.
+    ``seconds``: the time for which the parent process waits for one result.
     """
     # the parent kills a worker that takes too long; if the parent is gone, the alarm ends the worker
     alarm = math.ceil(seconds) + 5
@@ -232,7 +233,8 @@ def serve(descriptor: int, seconds: float, verdicts: Callable[[list[T]], Iterabl
 
 
 def graded(name: str, answer: Answer) -> Reward | Failure:
-    """The verdict of a rule's ``slow`` function. If the function raises, only this answer becomes a `Failure`."""
+    """The result of the function ``slow`` of the rule ``name`` for one answer. If the function raises an exception, the
+    result is a `Failure`."""
     rule = RULES[name]
     assert rule.slow is not None, f"{name} has no second step"
     slow: Callable[[Answer], Reward] = function(rule.slow)
@@ -250,11 +252,11 @@ def graded(name: str, answer: Answer) -> Reward | Failure:
 
 
 def limit_processor_time(soft: float, hard: float) -> None:
-    """Set two time limits for this process. After ``soft`` seconds `TooCostly` is raised. After ``hard`` seconds in
-    user mode the process ends. 0: no limit.
+    """Set two time limits for this process. After ``soft`` seconds of processor time, `TooCostly` is raised. After
+    ``hard`` seconds of processor time in user mode, the process ends. A value of 0 means no limit.
 
-    The limits count processor time, so a busy machine does not change verdicts. The exception is raised repeatedly,
-    because a bare ``except`` may catch it.
+    The limits are on processor time, so results do not depend on how busy the machine is. `TooCostly` is raised
+    repeatedly, because a bare ``except`` in the running code may catch it.
     """
     signal.setitimer(signal.ITIMER_PROF, soft, 0.1 if soft else 0.0)
     signal.setitimer(signal.ITIMER_VIRTUAL, hard)

@@ -37,11 +37,11 @@ T = TypeVar("T")
 
 @dataclass
 class RolloutFnTrainOutput:
-    """Finished, scored groups, and metrics by their full names. The siblings of a fan-out are not nested in their
-    group.
+    """The result of a rollout function: finished, scored groups, and a dict from full metric names to values. A group
+    is a flat list, even if a generate function returned several samples for one prompt (a fan-out).
 
     ``generated``: one entry for each response that this rollout generated, whether it was accepted or not. If
-    ``generated`` is None, `train_output` counts every response of ``samples`` in full.
+    ``generated`` is None, `train_output` assumes that this rollout generated every response in ``samples`` completely.
     """
 
     samples: list[list[Sample]]
@@ -50,25 +50,25 @@ class RolloutFnTrainOutput:
 
     @property
     def flat(self) -> list[Sample]:
-        """The samples of all groups."""
+        """The samples of all groups, in one list."""
         return [sample for group in self.samples for sample in group]
 
 
 @dataclass
 class RolloutFnEvalOutput:
-    """The results of an evaluation. For each dataset there are its ``samples`` and slime's columns ``rewards`` and
-    ``truncated``. Metrics have their full names."""
+    """The results of an evaluation. ``data`` contains for each dataset the lists ``samples``, ``rewards`` and
+    ``truncated``, as in slime. The keys of ``metrics`` are full metric names."""
 
     data: dict[str, dict[str, Any]]
     metrics: dict[str, Any] = field(default_factory=dict)
 
 
 def train_output(value: object) -> RolloutFnTrainOutput:
-    """Convert the return value of a rollout function. The value is an object with ``samples`` and ``metrics``, a list
-    of groups, or a list of samples.
+    """Convert ``value``, which a rollout function returned: an object with ``samples`` and ``metrics``, a list of
+    groups, or a list of samples.
 
     Raises:
-        ValueError: the value has another type, or has no samples.
+        ValueError: ``value`` has another type, or contains no samples.
     """
     samples = getattr(value, "samples", value)
     metrics = getattr(value, "metrics", None) or {}
@@ -89,11 +89,11 @@ def train_output(value: object) -> RolloutFnTrainOutput:
 
 
 def flatten(group: list[Any]) -> list[Sample]:
-    """Flatten a group. slime nests the siblings of a fan-out in a list. In slimelite the siblings share a rollout id
-    instead.
+    """Flatten a group. In slime, a generate function may return several samples for one prompt, as a list inside the
+    group. In slimelite, the samples of such an inner list get the same rollout id instead.
 
     Raises:
-        ValueError: an element is not a sample.
+        ValueError: an element of the group is not a sample.
     """
     flat: list[Sample] = []
     for item in group:
@@ -114,8 +114,9 @@ Plugin = Callable[..., Any]
 class PluginArgs(argparse.Namespace):
     """The run's arguments, as plugins get them.
 
-    Each plugin gets its own copy of the arguments, because slime's plugins change them. The copy also has
-    ``rollout_context``. If the engine serves HTTP, ``sglang_router_ip`` and ``sglang_router_port`` have its address.
+    Each plugin gets its own copy of the arguments, because slime's plugins change them. A plugin's copy also has the
+    attribute ``rollout_context``. If the plugin's engine serves HTTP, ``sglang_router_ip`` and ``sglang_router_port``
+    contain the engine's address.
     """
 
     keeps_ids: bool
@@ -156,13 +157,13 @@ class RolloutContext:
     eval_prompts: dict[str, list[Sample]] = field(default_factory=dict)
 
     def version_trained_on(self, rollout_id: int) -> int:
-        """The weight version of the trainer when it trains on this rollout. With --async-rollout, engines may have
-        another version."""
+        """The weight version that the trainer has when it trains on this rollout. With --async-rollout, the engines may
+        have another version than the trainer."""
         return rollout_id if self.args.async_rollout else self.engines.weight_version
 
     def sessions(self) -> PooledSessions:
-        """The sessions on this run's engines, for generate functions. Use the sessions only on the event loop of the
-        rollout.
+        """Agent sessions on this run's engines. Generate functions may use the sessions, but only on the event loop of
+        the rollout.
 
         A session with the id ``sample.session_id`` uses the engine of the sample's group, and has its own seed.
         """
@@ -184,11 +185,11 @@ class RolloutContext:
         return self.agents
 
     async def front(self) -> str:
-        """The base URL of an HTTP front for `sessions`. Generate functions may use this front. Call it on the event
-        loop of the rollout.
+        """The base URL of an HTTP server for `sessions`, which the first call starts. Generate functions may call this
+        method, but only on the event loop of the rollout.
 
-        A program talks to session ``s`` at ``<url>/sessions/<s.id>/v1`` (OpenAI) or ``<url>/sessions/<s.id>``
-        (Anthropic), with ``s.key`` as its API key.
+        A program sends its requests to session ``s`` at ``<url>/sessions/<s.id>/v1`` (OpenAI) or
+        ``<url>/sessions/<s.id>`` (Anthropic), with ``s.key`` as its API key.
         """
         if self.server is None:
             from slimelite.rollout.sessions import RunFront
@@ -198,7 +199,7 @@ class RolloutContext:
 
     @property
     def eval_reward_key(self) -> str | None:
-        """The key of the reward that evaluations use, if rewards are dicts."""
+        """If rewards are dicts, the key of the entry that evaluations use as the reward."""
         return self.args.eval_reward_key or self.args.reward_key
 
     async def each(self, jobs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -213,8 +214,8 @@ class RolloutContext:
     async def plugin_args(self, engine: int | None = None, *, evaluation: bool = False) -> PluginArgs:
         """A new copy of the arguments for a plugin, with the address of ``engine`` (None: no address).
 
-        ``keeps_ids`` of the copy is the run's value. In an evaluation ``keeps_ids`` is False, because the tokens of an
-        evaluation are not trained on.
+        The copy's ``keeps_ids`` has the same value as in the run's arguments, but is False in an evaluation, because
+        the tokens of an evaluation are not trained on.
         """
         values = {f.name: getattr(self.args, f.name) for f in fields(self.args)}
         args = PluginArgs(**PLUGIN_CONSTANTS | self.args.custom_config, **values, rollout_context=self)
@@ -236,8 +237,8 @@ def load_plugin(path: str | None, flag: str) -> Plugin | None:
 
 
 def build_source(path: str | None, plugin_args: PluginArgs, tokenizer: PreTrainedTokenizerBase) -> Any:
-    """Build an instance of the class at ``path`` (--data-source-path) from (args, tokenizer) or (args). If ``path`` is
-    None, build a `DataSource`.
+    """Build the data source: call the class at ``path`` (--data-source-path) with (args, tokenizer) or (args). If
+    ``path`` is None, build a `DataSource`.
 
     Raises:
         ValueError: the class lacks a method that a rollout calls.

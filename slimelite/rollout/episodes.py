@@ -1,5 +1,6 @@
-"""The generate functions of ``--environment`` and ``--agent-command``. The responses to a prompt come from an episode
-in an environment, or from a program that calls the model through its own session."""
+"""The generate functions of ``--environment`` and ``--agent-command``. With ``--environment``, the responses to a
+prompt come from an episode in an environment. With ``--agent-command``, the responses come from a program that calls
+the model through its own session."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ logger = logging.getLogger(__name__)
 async def play(
     args: PluginArgs, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
 ) -> list[Sample]:
-    """Play an episode of ``--environment`` with the prompt of ``sample``.
+    """Let the model play one episode of ``--environment``, which starts from the prompt of ``sample``.
 
     Raises:
         RewardError: the environment failed, and ``--reward-error`` is ``fail``.
@@ -75,7 +76,8 @@ async def play(
 async def run(
     args: PluginArgs, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
 ) -> list[Sample]:
-    """Run ``--agent-command`` for ``sample``. Each branch of the session becomes a sample.
+    """Run the program of ``--agent-command`` on the prompt of ``sample``. Each branch of the program's session becomes
+    a sample.
 
     Raises:
         RewardError: the program failed, and ``--reward-error`` is ``fail``.

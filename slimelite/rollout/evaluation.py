@@ -1,5 +1,5 @@
-"""Evaluation. Each dataset has its own sampling parameters and number of responses per prompt. In multiple-choice tasks
-the engine scores every choice, and the most likely choice is the response."""
+"""Evaluates the model on datasets. Each dataset has its own sampling parameters and number of responses per prompt. In
+multiple-choice tasks the engine computes the log-prob of every choice, and the most likely choice is the response."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ async def evaluate_datasets(
     """Evaluate ``datasets`` of ``--eval-prompt-data`` concurrently, or one after the other with
     ``--deterministic-mode``.
 
-    Seeds depend only on the dataset, the prompt and the sample. So two evaluations differ only because of the model's
-    weights.
+    Sampling seeds depend only on the run's seed, the dataset, the prompt and the number of the sample. So two
+    evaluations in a run differ only because the model's weights differ.
 
     Raises:
         ValueError: a dataset is empty or cannot be read, or none of its prompts got a scored response.
@@ -120,12 +120,12 @@ async def _evaluate(
 
 
 async def choose(args: PluginArgs, sample: Sample, _params: dict[str, Any]) -> Sample:
-    """Answer with the most likely choice. The reward is 1 if this is the right choice, and 0 otherwise.
+    """Set the response to the most likely choice. The reward is 1 if this choice is the right one, and 0 otherwise.
 
     ``sample.metadata`` must have ``choices``, ``right``, ``delimiter`` and ``metric``, and may have ``shared`` (see
-    `slimelite.arguments.evaluation.Task`). The function adds ``log_likelihoods`` to it: log p(choice | prompt) of each
-    choice, or log p(shared | prompt and choice). Prompt and choice are tokenised together, and the tokens after the
-    prompt's tokens belong to the choice, as in lm-evaluation-harness.
+    `slimelite.arguments.evaluation.Task`). The function adds ``log_likelihoods`` to ``sample.metadata``: log p(choice |
+    prompt) of each choice, or with ``shared`` log p(shared | prompt and choice). The prompt and a choice are tokenised
+    as one text, and the tokens after the prompt's number of tokens belong to the choice, as in lm-evaluation-harness.
 
     Raises:
         ValueError: a choice adds no token to the prompt, or the prompt and the choice together exceed the context.
@@ -156,9 +156,11 @@ async def choose(args: PluginArgs, sample: Sample, _params: dict[str, Any]) -> S
 
 
 async def go_on(args: PluginArgs, sample: Sample, _params: dict[str, Any]) -> Sample:
-    """Answer with the label. The reward is 1 if each token of the label is the most likely next token, and 0 otherwise.
+    """Set the response to the label. The reward is 1 if each token of the label is the model's most likely next token,
+    and 0 otherwise.
 
-    ``sample.metadata`` must have ``delimiter``. The function adds ``log_likelihood``, which is log p(label | prompt).
+    ``sample.metadata`` must have ``delimiter``. The function adds ``log_likelihood`` to ``sample.metadata``, which is
+    log p(label | prompt).
 
     Raises:
         ValueError: the label adds no token to the prompt, or the prompt and the label together exceed the context.

@@ -2,7 +2,8 @@
 
 Choose a filter with ``--dynamic-sampling-filter-path slimelite.rollout.filters.<name>``, or write your own. Your filter
 may call the filters of this file. A filter returns a bool or a `DynamicFilterOutput`. `all_of` combines several
-filters. The siblings of a fan-out share the reward of their rollout, and count as one response.
+filters. If a generate function returned several samples for one response (a fan-out), these samples have one common
+reward.
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ SAME_REWARD = 1e-6
 
 @dataclass(frozen=True)
 class DynamicFilterOutput:
-    """``keep``: whether to keep the group. ``reason``: why the group is dropped.
+    """``keep``: whether the run trains on the group. ``reason``: why the group is dropped.
 
-    ``keep_when_insufficient``: keep the group nevertheless if the batch would otherwise need another prompt.
+    ``keep_when_insufficient``: if ``keep`` is False, keep the group nevertheless if the batch would otherwise need
+    another prompt.
     """
 
     keep: bool
@@ -50,12 +52,12 @@ Filter = Callable[[PluginArgs, Sequence[Sample]], bool | DynamicFilterOutput]
 
 
 def verdict(output: bool | DynamicFilterOutput, name: str = "the filter") -> DynamicFilterOutput:
-    """Convert a filter's return value to a `DynamicFilterOutput`. The value is a bool of Python, numpy or torch, or
-    slime's object.
+    """Convert a filter's return value to a `DynamicFilterOutput`. The return value is a bool of Python, numpy or torch,
+    or slime's ``DynamicFilterOutput``.
 
     Raises:
-        ValueError: the value has another type. For example, Python treats the text "no" as true. The message names the
-            filter.
+        ValueError: the return value has another type, such as the text "no", which Python treats as true. The error
+            message names the filter.
     """
     keep: Any = getattr(output, "keep", output)
     keep = keep.item() if getattr(keep, "shape", None) == () else keep
@@ -69,13 +71,14 @@ def verdict(output: bool | DynamicFilterOutput, name: str = "the filter") -> Dyn
 
 
 def rollout_rewards(samples: Sequence[Sample], reward_key: str | None) -> list[float]:
-    """One reward for each rollout of the group. The reward of a fan-out is the reward of its last sibling."""
+    """One reward for each response of the group. If a response consists of several samples (a fan-out), its reward is
+    the reward of the last of these samples."""
     rewards = {s.index if s.rollout_id is None else s.rollout_id: s.reward_value(reward_key) for s in samples}
     return list(rewards.values())
 
 
 def check_reward_nonzero_std(args: PluginArgs, samples: Sequence[Sample], **_: object) -> DynamicFilterOutput:
-    """Keep groups whose rewards differ. Equal rewards give zero advantages (DAPO, arXiv:2503.14476)."""
+    """Keep groups with different rewards, because equal rewards give zero advantages (DAPO, arXiv:2503.14476)."""
     rewards = rollout_rewards(samples, args.reward_key)
     if max(rewards) - min(rewards) > SAME_REWARD:
         return DynamicFilterOutput(True)
@@ -85,7 +88,7 @@ def check_reward_nonzero_std(args: PluginArgs, samples: Sequence[Sample], **_: o
 def check_reward_nonzero_std_with_fallback(
     args: PluginArgs, samples: Sequence[Sample], **_: object
 ) -> DynamicFilterOutput:
-    """Prefer groups whose rewards differ, but keep other groups if the batch would otherwise need another prompt."""
+    """Prefer groups with different rewards, but keep others if the batch would otherwise need another prompt."""
     return replace(check_reward_nonzero_std(args, samples), keep_when_insufficient=True)
 
 
@@ -113,7 +116,7 @@ def check_response_diversity(
 def check_reasonable_length(
     _args: PluginArgs, samples: Sequence[Sample], *, shortest: int = 1, cut: float = 0.5, **_: object
 ) -> DynamicFilterOutput:
-    """Keep groups whose responses have at least ``shortest`` tokens, and at most ``cut`` of them are truncated."""
+    """Keep groups whose responses have at least ``shortest`` tokens each, with a share of at most ``cut`` truncated."""
     if min(s.effective_response_length for s in samples) < shortest:
         return DynamicFilterOutput(False, "too_short")
     truncated = sum(s.status == Sample.Status.TRUNCATED for s in samples)
@@ -121,8 +124,8 @@ def check_reasonable_length(
 
 
 def all_of(*filters: Filter) -> Filter:
-    """A filter that keeps a group only if all ``filters`` keep the group. The first filter that drops the group gives
-    the reason."""
+    """A filter that keeps a group only if all ``filters`` keep the group. If several filters drop a group, the first of
+    them gives the reason."""
 
     def combined(args: PluginArgs, samples: Sequence[Sample]) -> DynamicFilterOutput:
         outputs = (verdict(f(args, samples), f"the filter {getattr(f, '__name__', f)}") for f in filters)
@@ -132,16 +135,16 @@ def all_of(*filters: Filter) -> Filter:
 
 
 def check_all(args: PluginArgs, samples: Sequence[Sample], **_: object) -> DynamicFilterOutput:
-    """Keep groups whose rewards differ, whose lengths are reasonable and whose responses are diverse."""
+    """Keep groups that the filters for different rewards, reasonable length and diversity all keep."""
     return verdict(all_of(check_reward_nonzero_std, check_reasonable_length, check_response_diversity)(args, samples))
 
 
 class DroppedGroups:
-    """Counts the groups that a rollout does not train on. A few of these groups are saved for the user. The run ends
-    after too many such groups in a row.
+    """Counts the groups that a rollout does not train on. A few of these groups are saved, so the user can read them.
+    The run ends after too many dropped or failed groups in a row.
 
-    At most ``--keep-dropped`` groups are saved in ``dropped/`` of the run folder. When this limit is reached, a group
-    with a new reason replaces the last group with the most common reason.
+    At most ``--keep-dropped`` groups of a rollout are saved in ``dropped/`` of the run folder. After this number, a
+    group with a new reason replaces the last group with the most common reason.
     """
 
     def __init__(self, args: Args, rollout_id: int, counts: Mapping[str, float]) -> None:
@@ -157,14 +160,15 @@ class DroppedGroups:
         self.accepted()
 
     def accepted(self) -> None:
-        """Set the counts of consecutive groups back to 0, because a group was accepted."""
+        """Set the counts of consecutive dropped and failed groups back to 0, because a group was accepted."""
         self._failures = 0
         self._reasons: Counter[str] = Counter()
         self._rewards: list[float] = []
         self._lengths: list[int] = []
 
     def keep(self, samples: list[Sample], kind: str, detail: str = "") -> None:
-        """Save the group if the limit allows it. ``metadata["dropped"]`` of its samples is set to ``kind + detail``."""
+        """Store the group for `save`, unless ``--keep-dropped`` groups are already stored. In the stored samples,
+        ``metadata["dropped"]`` is ``kind + detail``."""
         kinds = Counter(kind for kind, _ in self._kept)
         if len(self._kept) >= self._limit:
             commonest = max(kinds, key=kinds.__getitem__, default=kind)
@@ -182,8 +186,8 @@ class DroppedGroups:
         return replace(sample, reward=reward, metadata={**sample.metadata, "dropped": reason})
 
     def save(self) -> str:
-        """Write the saved groups. Returns a clause for a message, with the number of groups and the file. The clause is
-        "" if there are no groups."""
+        """Write the stored groups to a file. Returns a part of a message, with the number of groups and the file, or ""
+        if no groups are stored."""
         if not self._kept:
             return ""
         SampleTable.from_samples([samples for _, samples in self._kept], self._args.reward_key).to_parquet(self._path)
@@ -215,8 +219,8 @@ class DroppedGroups:
         """Count a group that the filter dropped.
 
         Raises:
-            RolloutError: too many groups were dropped in a row. The message contains the reasons, the rewards and the
-                lengths.
+            RolloutError: too many groups were dropped in a row. The error message contains the reasons, and the rewards
+                and lengths of the dropped responses.
         """
         self._failures = 0
         self._reasons[reason] += 1
@@ -227,7 +231,7 @@ class DroppedGroups:
             check_scored(samples, f"--reward-error drop removed all samples of {drops} groups in a row")
         if drops == self._most_drops // 4 and not self._warned:
             self._warned = True
-            logger.warning("%s; after %d groups the run ends", self._story(), self._most_drops)
+            logger.warning("%s; after %d dropped groups in a row the run ends", self._story(), self._most_drops)
         if drops >= self._most_drops:
             raise self._end(
                 f"{self._story()}. Check the reward (--rm-type, --label-key), the difficulty of the task, the "

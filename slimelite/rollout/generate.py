@@ -1,13 +1,15 @@
-"""One training rollout. A rollout turns prompts into ``--rollout-batch-size`` scored groups.
+"""Generates one training rollout: turns prompts into ``--rollout-batch-size`` scored groups.
 
-Groups are generated concurrently. Each group is judged when it finishes. If a group is dropped or fails, one new prompt
-replaces it. Metrics count every group that is not used. Groups that finish after the batch is full (surplus) go back to
-the data source, and come first in the next rollout. Groups that are unfinished when the batch is full also go back.
-Unfinished groups go back as prompts, or with their tokens if ``--partial-rollout`` is set. With ``--partial-rollout``,
-groups of agents are paused (`rollout.sessions`).
+Groups are generated concurrently. When a group is complete, the filter decides whether it is accepted or dropped. If a
+group is dropped or fails, a group with a new prompt replaces it. Metrics count every group that is not used. Groups
+that are complete after the batch is full (surplus) go back to the data source, and come first in the next rollout.
+Groups that are incomplete when the batch is full also go back to the data source: as prompts without a response, or
+with ``--partial-rollout`` together with the tokens generated so far. With ``--partial-rollout``, groups of agents are
+paused instead (`rollout.sessions`).
 
-With ``--deterministic-mode`` groups are sent in waves, group i to engine i mod n. The groups are judged in submission
-order after the whole wave is done. So the same weights and seeds give a bit-identical rollout.
+With ``--deterministic-mode`` the groups are sent to the engines in waves, group i of a wave to engine i mod n (of n
+engines). When all groups of a wave are complete, they are accepted or dropped in the order in which they were sent. So
+the same weights and seeds give a bit-identical rollout.
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ COUNTS = (
 def generate_rollout(
     args: PluginArgs, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """The default ``--rollout-function-path``. A custom function may call it and change its result."""
+    """The default function of ``--rollout-function-path``. A custom rollout function may call this function and change
+    its result."""
     context = args.rollout_context
     if evaluation:
         return context.thread.run(evaluate_datasets(context, args.eval_datasets, rollout_id))
@@ -66,7 +69,7 @@ def offline_rollout(
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """Read ``--rollout-batch-size`` conversations (SFT) or pairs (DPO) from the data, without an engine.
 
-    Evaluations work as in RL.
+    With ``evaluation``, this function generates responses and scores them, as `generate_rollout` does.
 
     Raises:
         ValueError: a prompt is not a conversation, a sample has no pair, or the chat template refuses the messages.
@@ -97,7 +100,7 @@ BUILT_IN = (generate_rollout, offline_rollout)
 
 
 class Collection:
-    """The state of one rollout while its batch fills up."""
+    """One training rollout, while its batch is being filled with accepted groups."""
 
     def __init__(self, plugin_args: PluginArgs, rollout_id: int, data_source: Any) -> None:
         self.plugin_args, self.context = plugin_args, plugin_args.rollout_context
@@ -126,7 +129,7 @@ class Collection:
         self.dropped = DroppedGroups(args, rollout_id, self.counts)
 
     async def collect(self) -> RolloutFnTrainOutput:
-        """Fill the batch, then return all other groups to the data source.
+        """Generate groups until the batch is full, then give all other groups back to the data source.
 
         Raises:
             RolloutError: too many groups are dropped or fail in a row.
@@ -179,7 +182,7 @@ class Collection:
                 self.dropped.keep(samples, "stale", f": {age} weight updates old")
                 if len({s.index for s in samples}) < len(samples):  # a fan-out no longer contains its prompt
                     logger.warning(
-                        "dropped the fan-out of prompt %s, because its tokens are older than --max-weight-staleness",
+                        "dropped all samples of prompt %s, because their tokens are older than --max-weight-staleness",
                         samples[0].group_index,
                     )
                     continue

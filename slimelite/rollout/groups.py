@@ -46,13 +46,14 @@ def slime_params(params: SamplingParams, seed: int | None) -> dict[str, object]:
 
 
 def remaining_params(sample: Sample, params: SamplingParams, max_context_len: int, seed: int | None) -> SamplingParams:
-    """A copy of ``params`` with ``seed``. max_new_tokens is set to the number of tokens left for this response.
-    max_new_tokens is 0 or less if no tokens are left."""
+    """A copy of ``params`` with ``seed``, in which max_new_tokens is the number of tokens by which this response may
+    still grow. max_new_tokens is 0 or less if the response may not grow."""
     return replace(params.after(sample.response_length, max_context_len - sample.total_length), seed=seed)
 
 
 def add_result(sample: Sample, result: GenerateResult, tokenizer: PreTrainedTokenizerBase, skip_special: bool) -> None:
-    """Append an engine's tokens. The whole response is decoded again, because a token may be part of a character."""
+    """Append an engine's tokens to ``sample``. The whole response is decoded to text again, because one character may
+    consist of several tokens."""
     ids, log_probs, versions = result.columns
     sample.append_response_tokens(
         ids, log_probs, weight_versions=versions, kept=result.kept, constrained=result.constrained
@@ -62,10 +63,10 @@ def add_result(sample: Sample, result: GenerateResult, tokenizer: PreTrainedToke
 
 
 def stamp_versions(sample: Sample, version: int, before: Sample | None = None) -> None:
-    """Set the weight version of response tokens without a version to ``version``, the engines' current version.
+    """Give response tokens that have no weight version the version ``version``, the engines' current version.
 
-    A generate function may record no versions. slime's generate functions record one version for each call. ``before``:
-    the sample that the function continued. The tokens of ``before`` keep their versions.
+    Some generate functions record no versions, and slime's record one for each call instead of one for each token.
+    ``before``: the sample that the generate function continued. The tokens of ``before`` keep their versions.
     """
     stamps: Any = vars(sample)["weight_versions"]
     if isinstance(stamps, np.ndarray) and len(stamps) == sample.response_length:
@@ -86,20 +87,20 @@ def is_finished(samples: Sequence[Sample]) -> bool:
 
 
 def without_dropped(samples: Sequence[Sample], args: RewardArgs) -> list[Sample]:
-    """Return ``samples``. With ``--reward-error drop``, samples whose reward failed are left out."""
+    """Return all ``samples``, or with ``--reward-error drop`` only those whose reward did not fail."""
     return [s for s in samples if args.reward_error != "drop" or "reward_error" not in s.metadata]
 
 
 def check_scored(samples: Sequence[Sample], what: str) -> None:
-    """Raise an error if no sample has a valid reward, because then there is nothing to train on. The value of
-    --reward-error does not matter.
+    """Raise an error if no sample has a valid reward, because then there is nothing to train on. This check does not
+    depend on --reward-error.
 
     Raises:
-        ValueError: the reward of every sample failed. ``what`` names the samples in the message.
+        ValueError: the reward of every sample failed. The message contains ``what``, a name for the samples.
     """
     errors = [s.metadata["reward_error"] for s in samples if "reward_error" in s.metadata]
     if len(errors) == len(samples):
-        raise ValueError(f"{what}: the reward of every sample failed ({len(errors)}), the last one with {errors[-1]}")
+        raise ValueError(f"{what}: the reward of every sample failed ({len(errors)} samples); last error: {errors[-1]}")
 
 
 def restart(sample: Sample) -> Sample:
@@ -127,12 +128,12 @@ class GroupGenerator:
     """Turns groups of unfinished samples into groups of finished, scored samples, for a training rollout or an
     evaluation.
 
-    If a response was aborted, its group is returned unchanged. With ``--partial-rollout`` the group keeps its tokens so
-    far.
+    If a response was aborted, its group is returned as it was submitted. With ``--partial-rollout`` the returned group
+    also contains the tokens that were generated before the abort.
 
     Args:
-        stream: name of the random streams.
-        params: sampling parameters.
+        stream: a name from which, with the run's seed, the seeds of the samples are derived.
+        params: the sampling parameters of every request.
         max_context_len: the maximum number of tokens of prompt and response together. None: the engine's limit.
         generate_path, rm_type: the generate function and the reward for samples that do not name their own.
 
@@ -169,21 +170,22 @@ class GroupGenerator:
             self.params = self.params.telling()
 
     def go_on(self, rollout_id: int, generated: list[Generated]) -> None:
-        """Continue in a later rollout after `stopping` was set. New responses are counted in the ``generated`` of this
-        rollout."""
+        """Continue in the later rollout ``rollout_id`` after `stopping` was set. New responses are added to
+        ``generated``, the later rollout's list."""
         self.stopping, self.rollout_id, self.generated = False, rollout_id, generated
 
     def parts(self, groups: list[list[Sample]]) -> list[list[list[Sample]]]:
-        """Divide groups into arguments for `generate`. Each group is one part. With ``--deterministic-mode`` all groups
-        are one part."""
+        """Divide groups into parts; `generate` is called once for each part. Each group is a separate part, but with
+        ``--deterministic-mode`` all groups together are one part."""
         together = groups and self.context.args.deterministic_mode
         return [groups] if together else [[group] for group in groups]
 
     async def generate(self, groups: list[list[Sample]]) -> list[Outcome]:
-        """Generate and grade one of the `parts`.
+        """Generate the responses of ``groups``, which is one of the `parts`, and grade them.
 
-        With ``--deterministic-mode`` group i goes to engine i mod n, plugins answer one group after the other, and
-        grading waits until all groups have their responses. So all calls are always made in the same order.
+        With ``--deterministic-mode`` group i goes to engine i mod n (of n engines), each engine's plugin calls are made
+        for one group after the other, and grading starts when all groups have their responses. So repeated runs make
+        all calls in the same order.
 
         Raises:
             ValueError: an engine refused a request (a retry would not help), or grading raised an error.
@@ -200,7 +202,7 @@ class GroupGenerator:
         return list(await asyncio.gather(*(self._finish(*answer) for answer in answers)))
 
     async def generate_one(self, group: list[Sample]) -> Outcome:
-        """Generate and grade a group on the least loaded engine."""
+        """Generate the responses of a group on the least loaded engine, and grade them."""
         return await self._finish(*await self._answer(group))
 
     async def _answer(self, group: list[Sample], engine: int | None = None) -> Outcome:
@@ -412,8 +414,8 @@ def load_hooks(paths: Iterable[str]) -> list[Plugin]:
 
 
 async def hooked(hooks: Iterable[Plugin], args: PluginArgs, sample: Sample, **offered: object) -> Sample:
-    """Apply all ``hooks`` to ``sample``, and return the result. A hook gets a value of ``offered`` only if it has a
-    parameter of this name.
+    """Apply all ``hooks`` to ``sample``, and return the result. An entry of ``offered`` is passed to a hook only if the
+    hook has a parameter with the entry's name.
 
     Raises:
         ValueError: a hook returned neither a sample nor None.

@@ -1,4 +1,5 @@
-"""The rollout side of a run. Blocking methods generate, evaluate, and save and load the state."""
+"""The rollout side of a run. Its methods generate rollouts, evaluate the model, and save and load the state. Each
+method returns when its work is done."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ SAMPLES_BYTES = 2**26
 
 @dataclass(slots=True)
 class RolloutOutput:
-    """The result of one rollout: scored samples with their advantages, and metrics by their full names."""
+    """The result of one rollout: a table of scored samples with their advantages, and a dict from full metric names to
+    values."""
 
     table: SampleTable
     metrics: dict[str, float]
@@ -65,7 +67,8 @@ class RolloutOutput:
 
 @dataclass(slots=True)
 class EvalOutput:
-    """The result of one evaluation: metrics by their full names, and the samples of each dataset."""
+    """The result of one evaluation: a dict from full metric names to values, and a table of samples for each
+    dataset."""
 
     metrics: dict[str, float]
     tables: dict[str, SampleTable]
@@ -154,12 +157,13 @@ class RolloutManager:
         return self._context.args
 
     def complete_args(self, start_rollout_id: int, num_rollout: int) -> None:
-        """Set arguments that are known only after the start. Plugins may read them."""
+        """Set the two arguments that are known only after the run has started. Plugins may read these arguments."""
         self._context.args = replace(self.args, start_rollout_id=start_rollout_id, num_rollout=num_rollout)
         self._context.grader.plugin_args = self._plugin_args()
 
     def generate(self, rollout_id: int) -> RolloutOutput:
-        """Generate one rollout. Returns its table, including advantages, and its metrics.
+        """Generate one rollout. Returns the rollout's table of samples, including advantages, and the rollout's
+        metrics.
 
         Raises:
             ValueError: the rollout failed (see `generate.Collection`), every reward failed, or the file of a saved
@@ -213,7 +217,7 @@ class RolloutManager:
 
     def evaluate(self, rollout_id: int, names: Sequence[str] = ()) -> EvalOutput:
         """Evaluate the eval datasets in ``names`` with the engines' current weights. If ``names`` is empty, evaluate
-        all datasets.
+        all eval datasets.
 
         Raises:
             ValueError: a dataset is empty, or none of its prompts got a scored response.
@@ -249,8 +253,8 @@ class RolloutManager:
         return EvalOutput(metrics, tables)
 
     def held_out(self) -> tuple[SampleTable, int] | None:
-        """The next part of ``--eval-bpb`` (see `Documents.held_out`). After the last part, the result is None. The call
-        after that returns the first part again."""
+        """The next part of the documents of ``--eval-bpb`` (see `Documents.held_out`). Returns None after the last
+        part; the next call then returns the first part again."""
         if self._held_out is None:
             assert self._documents is not None, "--eval-bpb"
             self._held_out = self._documents.held_out()
@@ -260,20 +264,21 @@ class RolloutManager:
         return part
 
     def progress(self) -> tuple[int, int, str]:
-        """(done, total, note) of the current rollout or evaluation. Other threads may call this."""
+        """The progress of the current rollout or evaluation: (number of groups that are done, total number, note).
+        Other threads may call this method."""
         return self._done
 
     def _note(self, done: int, total: int, note: str) -> None:
         self._done = (done, total, note)
 
     def probe(self) -> SampleTable:
-        """The result of the function `probe` for this run's engines."""
+        """Call the function `probe` with this run's engines, and return its result."""
         engines, vocab_size = self._context.engines.engines, len(self._context.tokenizer)
         return self._thread.run(probe(engines, vocab_size, self.args.rollout_temperature))
 
     def state_dict(self) -> dict[str, object]:
-        """The state as plain JSON values. The state has the position of the data source, the groups that were returned
-        to the data source, and a fingerprint of the tokenizer."""
+        """The manager's state as plain JSON values: the position of the data source, the groups that were returned to
+        the data source, and a fingerprint of the tokenizer."""
         if self._fingerprint is None:
             self._fingerprint = fingerprint(self._context.tokenizer)
         state: dict[str, object] = {TOKENIZER: self._fingerprint}
@@ -287,10 +292,11 @@ class RolloutManager:
         return {**state, "data_source": self.source.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the result of `state_dict`.
+        """Continue from ``state``, which an earlier `state_dict` returned.
 
         Raises:
-            ValueError: the state was saved with another tokenizer or with other data, or has no position in the data.
+            ValueError: the state was saved with another tokenizer or with other data, or does not contain the position
+                in the data.
         """
         check_same(state.get(TOKENIZER, {}), self._context.tokenizer)
         if self.source is None or not hasattr(self.source, "load_state_dict"):
@@ -304,11 +310,12 @@ class RolloutManager:
         self.source.load_state_dict(state["data_source"])
 
     def num_prompts(self) -> int:
-        """The number of prompts in the data source. Returns 0 without a data source."""
+        """The number of prompts in the data source, or 0 if there is no data source."""
         return 0 if self.source is None else len(self.source)
 
     def cancel(self) -> None:
-        """Cancel all running generation, also on the engines. Callers that wait get a ``CancelledError``."""
+        """Cancel all generation that is in progress, also on the engines. Callers that wait for its results get a
+        ``CancelledError``."""
 
         async def cancel() -> None:
             tasks = asyncio.all_tasks() - {asyncio.current_task()}
@@ -321,7 +328,7 @@ class RolloutManager:
         self._thread.run(cancel())
 
     def close(self) -> None:
-        """End the grader's workers and the event loop. The engines belong to the caller."""
+        """End the grader's workers and the event loop. The engines stay open: the caller must close them."""
         gc.unfreeze()
         if self._context.agents is not None:  # agents that wait for a next rollout would never end
             self.cancel()
@@ -335,11 +342,13 @@ class RolloutManager:
         self._thread.close()
 
     def release_memory(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
-        """Wait until every engine answers, then release the memory of ``tags`` on all engines."""
+        """Wait until every engine answers, then release the kinds of memory in ``tags`` (such as ``kv_cache``) on all
+        engines."""
         self._thread.run(self._on_each_engine(lambda engine: engine.release_memory(tags)))
 
     def resume_memory(self, tags: Sequence[str]) -> None:
-        """Wait until every engine answers, then resume the memory of ``tags`` on all engines."""
+        """Wait until every engine answers, then allocate the kinds of memory in ``tags`` (such as ``kv_cache``) again
+        on all engines."""
         self._thread.run(self._on_each_engine(lambda engine: engine.resume_memory(tags)))
 
     async def _on_each_engine(self, ask: Callable[[Engine], Awaitable[None]]) -> None:
@@ -347,7 +356,7 @@ class RolloutManager:
         await asyncio.gather(*(ask(engine) for engine in self._context.engines.engines))
 
     def settle_engines(self) -> None:
-        """Wait until every engine answers. Dead engines are restarted.
+        """Wait until every engine answers. Engines that have died are restarted.
 
         Raises:
             ValueError: an engine cannot be restarted.
@@ -355,7 +364,7 @@ class RolloutManager:
         self._thread.run(self._context.engines.settle())
 
     def needs_weights(self) -> bool:
-        """Whether a rollout waits for a weight sync. A rollout waits if every engine was restarted and has old
+        """Whether a rollout waits for a weight sync, because no engine can be used and a restarted engine lacks current
         weights."""
         return self._context.engines.needs_weights
 
@@ -432,10 +441,10 @@ class RolloutManager:
         if old:
             self._warned_of_old_weights = True
             logger.warning(
-                "%d of %d response tokens to train on were sampled with older weights, and no flag corrects for "
-                "this. Consider --correction tis, --use-opsm, --max-weight-staleness or "
-                "--mask-offpolicy-in-partial-rollout. This warning appears once. The metric "
-                "rollout/weight_staleness continues to report the age",
+                "%d of %d response tokens to train on were sampled with older weights than the trainer's, and no flag "
+                "corrects for this. Consider --correction tis, --use-opsm, --max-weight-staleness or "
+                "--mask-offpolicy-in-partial-rollout. This warning is logged only once. The metrics "
+                "rollout/weight_staleness/* report for each rollout how old the weights were",
                 old,
                 int(np.count_nonzero(table.loss_mask)),
             )
@@ -470,8 +479,8 @@ def _largest(table: SampleTable) -> dict[str, float]:
 
 
 async def probe(engines: Sequence[Engine], vocab_size: int, temperature: float) -> SampleTable:
-    """Let each engine generate ``PROMPTS`` responses to fixed tokens. Each response is a row, and ``group_id`` is the
-    engine's number."""
+    """Let each engine generate one response to each of ``PROMPTS`` fixed prompts. Each response is a row of the
+    returned table, and its ``group_id`` is the number of the engine."""
     prompts = [
         [(7919 * (p * PROMPT_TOKENS + i + 1)) % vocab_size for i in range(PROMPT_TOKENS)] for p in range(PROMPTS)
     ]
@@ -488,10 +497,11 @@ async def probe(engines: Sequence[Engine], vocab_size: int, temperature: float) 
 
 
 def disagreement(table: SampleTable, log_probs: np.ndarray, version: int) -> np.ndarray:
-    """[engines] mean absolute difference of the engine's and the trainer's log-probs over the rows of a `probe`, in
-    nats. The value is inf if a token's weight version differs from ``version``.
+    """[engines] for each engine, the mean absolute difference between its log-probs and the trainer's log-probs over
+    the tokens of its responses in ``table`` (from `probe`), in nats. An engine's value is inf if the weight version of
+    one of its tokens is not ``version``.
 
-    ``log_probs``: [response tokens of the table] the trainer's log-probs.
+    ``log_probs``: the trainer's log-probs, [response tokens of the table].
     """
     gap = np.where(table.weight_versions == version, np.abs(table.rollout_log_probs - log_probs), np.inf)
     engine_of_token = np.repeat(table.group_id, table.response_lengths)

@@ -35,8 +35,8 @@ def rollout_metrics(
 ) -> dict[str, float]:
     """The metrics ``rollout/*`` and ``passrate/*`` of a training batch.
 
-    ``version``: the trainer's weight version when it trains on this batch, or None without engines. ``table``: the
-    samples of the groups as a table.
+    ``version``: the trainer's weight version when it trains on this batch, or None if the run has no engines.
+    ``table``: the samples of ``groups`` as a table.
     """
     samples = [s for group in groups for s in group]
     metrics = prefixed("rollout/", sample_metrics(samples))
@@ -73,13 +73,13 @@ def eval_metrics(
     table: SampleTable | None,
     more_k: Sequence[int] = (),
 ) -> dict[str, float]:
-    """Metrics of an eval dataset. The metrics are the mean reward ``eval/{name}``, the lengths
+    """Metrics of the eval dataset ``name``. Among them are the mean reward ``eval/{name}``, the lengths
     ``eval/{name}/response_len/…``, the pass rates ``eval/{name}-pass@k``, and the standard errors
     ``eval/{name}-stderr`` and ``eval/{name}-pass@k-stderr``.
 
-    ``results``: a dict with ``rewards``. The dict also has ``truncated`` and ``samples`` if the evaluation function
-    provides them. ``table``: the samples as a table, if there are any. ``more_k``: see `pass_at_k`. Without samples the
-    prompts are unknown, so there are no standard errors and no pass@k.
+    ``results``: a dict with ``rewards``, and with ``truncated`` and ``samples`` if the evaluation function returned
+    them. ``table``: the samples as a table, or None without samples. ``more_k``: see `pass_at_k`. If ``results`` has no
+    samples, the prompt of each reward is unknown, so standard errors and pass@k are left out.
     """
     samples: list[Sample] | None = results.get("samples")
     if not samples or table is None:
@@ -105,7 +105,8 @@ def eval_metrics(
 
 
 def table_metrics(table: SampleTable) -> dict[str, float]:
-    """The means over a batch that slime's trainer logs, and the means of the reward components."""
+    """The means over a batch that slime's trainer also logs, such as ``rollout/rewards``, and the means of the reward
+    components."""
     if not len(table):
         return {}
     return {
@@ -118,8 +119,8 @@ def table_metrics(table: SampleTable) -> dict[str, float]:
 
 
 def component_means(table: SampleTable) -> dict[str, float]:
-    """The metrics ``reward/{component}``. If rewards are dicts, these are the means of each number over the rollouts
-    that have it."""
+    """The metrics ``reward/{component}``, for rewards that are dicts. For each key with a numeric value, the metric is
+    the mean over the rollouts whose reward has this key."""
     values: dict[str, list[float]] = {}
     rollouts: dict[str, list[int]] = {}
     for row, rollout in zip(table.numeric_components(), table.rollout_id.tolist(), strict=False):
@@ -130,7 +131,8 @@ def component_means(table: SampleTable) -> dict[str, float]:
 
 
 def mean_of_rollouts(values: Sequence[float], rollout_ids: Iterable[int | None]) -> float:
-    """The mean of the samples' ``values``. Each rollout counts once, even if it has several branches."""
+    """The mean of the samples' ``values``. A rollout with several samples (branches) has the same weight in the mean as
+    a rollout with one sample."""
     rollouts: dict[int | None, list[float]] = {}
     for value, rollout in zip(values, rollout_ids, strict=True):
         rollouts.setdefault(rollout, []).append(value)
@@ -138,10 +140,10 @@ def mean_of_rollouts(values: Sequence[float], rollout_ids: Iterable[int | None])
 
 
 def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """The lengths of responses, the share of truncated responses and the share of repetitive responses. Lengths count
-    only the tokens in the loss.
+    """The lengths of responses, the share of truncated responses and the share of repetitive responses. A length is the
+    number of response tokens in the loss.
 
-    A response that failed before its first token has no length, unless all responses failed.
+    Responses that failed before their first token are left out of the lengths, unless all responses failed so.
     """
     begun = [s for s in samples if s.response_length or s.status != Status.FAILED] or samples
     return {
@@ -165,7 +167,8 @@ def _conversations(samples: Sequence[Sample], table: SampleTable) -> dict[str, f
 
 
 def episode_metrics(samples: Sequence[Sample], reward_key: str | None) -> dict[str, float]:
-    """Metrics of ``--environment``: means over the episodes, totals for ``TOTALS``, and rewards by role."""
+    """Metrics of ``--environment``: totals of the counters in ``TOTALS``, means over the episodes for other numbers,
+    and the mean reward of each role."""
     by_episode = {(s.group_index, s.index): facts for s in samples if (facts := s.metadata.get(FACTS))}
     trained = {(s.group_index, s.index) for s in samples if not s.remove_sample and _has_trained_token(s)}
     episodes = by_episode.values()
@@ -197,11 +200,13 @@ def _has_trained_token(sample: Sample) -> bool:
 
 
 def perf_metrics(gpus: int, generated: Sequence[Generated], seconds: float) -> dict[str, float]:
-    """The metrics ``perf/*``. These metrics are the tokens per second for each of ``gpus`` (on a CPU, for each engine),
-    and for the longest response.
+    """The metrics ``perf/*``: among others, the generated tokens per second and GPU, and the tokens per second of the
+    longest response. ``gpus``: the number of the engines' GPUs; on a CPU, the number of engines. If it is 0, because
+    the engines are external, tokens per second are not divided by it.
 
-    ``generated``: the responses of this rollout, which took ``seconds``. Without responses, speeds are left out.
-    Metrics with ``effective`` in their names count only the tokens in the loss.
+    ``generated``: one entry for each response of this rollout. ``seconds``: the time that the rollout took. If no token
+    was generated, the metrics in tokens per second are left out. Metrics with ``effective`` in their names count only
+    the tokens in the loss.
     """
     metrics = {"rollout_time": seconds, "generated_tokens": float(sum(g.tokens for g in generated))}
     waits = [g.waited for g in generated]
@@ -219,12 +224,12 @@ def perf_metrics(gpus: int, generated: Sequence[Generated], seconds: float) -> d
 
 
 def pass_at_k(rewards: Sequence[Sequence[float]], more_k: Sequence[int] = ()) -> dict[str, float]:
-    """The metrics ``pass@k`` and ``pass@k-stderr``, computed from the rewards of each prompt's responses. A reward of
-    exactly 1 is a success.
+    """The metrics ``pass@k`` and ``pass@k-stderr``, computed from ``rewards``, the rewards of each prompt's responses.
+    A response with a reward of exactly 1 is a success.
 
-    k is 1, 2, 4 … if a prompt has more than one response, and each of ``more_k``. For c successes in n responses, the
-    unbiased estimate is 1 − C(n − c, k) / C(n, k) (Chen et al., arXiv:2107.03374). The estimates are averaged over the
-    prompts with at least k responses. If no prompt has k responses, this k is left out.
+    The values of k are those in ``more_k``, and 1, 2, 4 … if a prompt has more than one response. For c successes in n
+    responses, the unbiased estimate is 1 − C(n − c, k) / C(n, k) (Chen et al., arXiv:2107.03374). The estimates are
+    averaged over the prompts with at least k responses. If no prompt has at least k responses, pass@k is left out.
     """
     most = max((len(r) for r in rewards), default=0)
     powers = [2**i for i in range(most.bit_length())] if most > 1 else []
@@ -238,11 +243,11 @@ def pass_at_k(rewards: Sequence[Sequence[float]], more_k: Sequence[int] = ()) ->
 
 
 def mean_and_error(values: Sequence[Sequence[float]]) -> dict[str, float]:
-    """The mean of all ``values`` (key ``""``) and its standard error (key ``-stderr``). Each inner sequence belongs to
-    one prompt.
+    """The mean of all ``values`` (key ``""``) and its standard error (key ``-stderr``). Each inner sequence of
+    ``values`` contains the values of one prompt.
 
-    The error is clustered by prompt (docs/algorithms.md has the formula), because responses to one prompt are similar.
-    A single prompt has no standard error.
+    The standard error is clustered by prompt (docs/algorithms.md has the formula), because responses to one prompt are
+    similar. If there is only one prompt, the standard error is left out.
     """
     everything = [value for of_prompt in values for value in of_prompt]
     mean = statistics.fmean(everything)
@@ -253,9 +258,10 @@ def mean_and_error(values: Sequence[Sequence[float]]) -> dict[str, float]:
 
 
 def centred(samples: Sequence[Sample], rewards: Sequence[Sequence[float]]) -> dict[str, float]:
-    """The metrics ``centred`` and ``centred-stderr`` for samples with choices. For other samples the result is empty.
-    The centred accuracy is (a − c) / (1 − c), where a is the accuracy and c is the mean of 1 / choices (CORE,
-    arXiv:2406.11794). So guessing gives 0, and a perfect model gives 1.
+    """The metrics ``centred`` and ``centred-stderr`` of multiple-choice tasks. If a sample has no choices, the result
+    is empty. The centred accuracy is (a − c) / (1 − c), where a is the accuracy, and c is the mean over the samples of
+    1 / number of choices (CORE, arXiv:2406.11794). So the centred accuracy of random guessing is 0, and that of a
+    perfect model is 1.
     """
     counts = [len(sample.metadata.get("choices") or ()) for sample in samples]
     if not counts or min(counts) < 2:
@@ -267,7 +273,7 @@ def centred(samples: Sequence[Sample], rewards: Sequence[Sequence[float]]) -> di
 
 
 def is_repetitive(text: str) -> bool:
-    """Whether the end of a long text compresses so well that it must be repetitive."""
+    """Whether the last part of a long text compresses so well that this part must be repetitive."""
     if len(text) <= REPETITION_TAIL:
         return False
     tail = text[-REPETITION_TAIL:].encode()

@@ -1,5 +1,5 @@
-"""Manages all engines of a run. The pool tracks which engines are usable, their load, their addresses and their weight
-versions."""
+"""Manages all engines of a run. The pool tracks for each engine whether it is usable, its load, its address and its
+weight version."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ Outcome = tuple[list[Sample], Exception | None]
 
 @dataclass(slots=True)
 class AgentState:
-    """The engine for an agent's requests, and the agent's clock. ``engine``: the engine on which the requests of its
-    group are reserved.
+    """The engine for an agent's requests, and the time for which the agent was paused. ``engine``: the index of the
+    engine on which capacity for the agent's group is reserved.
 
-    ``tells``: whether each token comes with the ids that it was drawn from (see `SamplingParams.telling`). ``since``:
-    the time when the current pause began [s, monotonic]. None: the agent is not paused. ``before``: the total time of
-    earlier pauses [s].
+    ``tells``: whether the engine returns for each token the ids that the token was drawn from (see
+    `SamplingParams.telling`). ``since``: the time when the current pause began [s, monotonic], or None if the agent is
+    not paused. ``before``: the total time of earlier pauses [s].
     """
 
     engine: int
@@ -55,21 +55,22 @@ class AgentState:
 
     @property
     def paused(self) -> float:
-        """The total time for which the agent was paused so far [s]. The agent's time limits do not count this time."""
+        """The total time for which the agent was paused so far [s]. This time does not count towards the agent's time
+        limits."""
         return self.before + (0.0 if self.since is None else time.monotonic() - self.since)
 
 
 @dataclass(slots=True)
 class WaitingGroup:
-    """A ``group`` that waits for the next rollout. ``task`` generates the group. ``go_on`` is `GroupGenerator.go_on`,
-    which continues the group."""
+    """A ``group`` of agents that is paused until the next rollout. ``task`` generates the group's responses. ``go_on``
+    is `GroupGenerator.go_on`, which continues the generation."""
 
     task: asyncio.Task[list[Outcome]]
     group: list[Sample]
     go_on: Callable[[int, list[Generated]], None]
 
     def cancel(self) -> None:
-        """Cancel the task, and ignore its result."""
+        """Cancel the group's task, and ignore its result."""
         self.task.cancel()
         self.task.add_done_callback(lambda task: task.cancelled() or task.exception())
 
@@ -77,13 +78,13 @@ class WaitingGroup:
 class EnginePool:
     """Distributes requests over numbered engines, and restarts engines that died.
 
-    A restarted engine has its initial weights, so it gets no requests before the next weight sync. Usually it waits for
-    the next regular sync. If no other engine is left, the driver starts an extra sync (`needs_weights`).
+    A restarted engine has its initial weights, so it gets no requests before the next weight sync. Usually the engine
+    waits for the next regular sync. If no engine is usable, the driver starts an extra sync (`needs_weights`).
 
     Args:
         concurrency: the maximum number of requests in flight per engine, averaged over the engines.
-        restarts: whether an engine that died is restarted. If not, its death ends the run.
-        interval, timeout: the time between two health checks, and the time limit for an answer [s].
+        restarts: whether an engine that died is restarted. If restarts is False, the death of an engine ends the run.
+        interval, timeout: the time between two health checks, and the time limit for the answer to a check [s].
         syncs: whether the run has weight syncs.
     """
 
@@ -116,26 +117,26 @@ class EnginePool:
 
     @property
     def up(self) -> list[int]:
-        """Indices of the engines that can be used."""
+        """Indices of the usable engines."""
         return [i for i in range(len(self.engines)) if i not in self._down]
 
     @property
     def capacity(self) -> int:
-        """The maximum number of requests in flight on all usable engines together."""
+        """The maximum number of requests in flight, summed over all usable engines."""
         return self._concurrency * len(self.up)
 
     @property
     def weight_version(self) -> int:
-        """The newest weight version of all engines."""
+        """The highest weight version that any engine has."""
         return max(info.weight_version for info in self.infos.values())
 
     @property
     def needs_weights(self) -> bool:
-        """Whether no engine can be used, and a restarted engine waits for a weight sync."""
+        """Whether no engine is usable, and a restarted engine waits for a weight sync."""
         return not self.up and bool(self._unsynced)
 
     async def refresh(self) -> None:
-        """Request the limits and the weight version from every engine.
+        """Ask every engine for its limits and its weight version.
 
         Raises:
             ValueError: there is no engine, or an engine is dead and ``restarts`` is off.
@@ -148,10 +149,11 @@ class EnginePool:
 
     @asynccontextmanager
     async def lease(self, requests: int, engine: int | None = None, avoid: int | None = None) -> AsyncIterator[int]:
-        """Wait until there is capacity for all ``requests``, and reserve it. Yields the index of the engine to use.
+        """Wait until there is capacity for ``requests`` requests, and reserve this capacity. Yields the index of the
+        engine to use.
 
-        The least loaded engine is chosen. ``avoid`` is chosen only if there is no other engine. If ``engine`` is given
-        and is not down, it is used immediately. The load of ``engine`` does not matter. While all engines are down, the
+        The least loaded engine is chosen. The engine ``avoid`` is chosen only if there is no other engine. If
+        ``engine`` is passed and is usable, it is chosen at once, whatever its load. While all engines are down, the
         caller waits.
 
         Raises:
@@ -176,8 +178,8 @@ class EnginePool:
         return bool(self.up) and (not any(self.load) or sum(self.load) + requests <= self.capacity)
 
     async def usable(self, engine: int | None) -> int:
-        """Return ``engine`` if it can be used, else the least loaded engine. The capacity for the request must already
-        be reserved.
+        """Return ``engine`` if it is usable, else the least loaded engine. The caller must have reserved capacity for
+        its request with `lease`.
 
         Raises:
             EngineLostError: an engine could not be restarted.
@@ -189,17 +191,18 @@ class EnginePool:
         return engine if engine in self.up else min(self.up, key=self.load.__getitem__)
 
     def forget_load(self) -> None:
-        """Free the capacity of all leases. The holders of these leases wait for the next rollout, and other requests
-        need the capacity until then."""
+        """Free the capacity of all current leases. The groups with these leases are paused until the next rollout, and
+        other requests need the capacity until then."""
         self.load = [0] * len(self.engines)
         self._wake()
 
     async def generate(
         self, engine: int, requests: Sequence[GenerateRequest], on_tokens: OnTokens | None = None
     ) -> list[GenerateResult]:
-        """Generate on one engine. Results are in the order of the requests.
+        """Generate the responses to ``requests`` on one engine. The results are in the order of the requests.
 
-        ``on_tokens`` gets the tokens of a single request while they are sampled, if the engine supports that.
+        ``on_tokens`` is called with the tokens of a single request while they are sampled, if the engine supports
+        streaming.
 
         Raises:
             ConnectionError: the engine died.
@@ -237,7 +240,7 @@ class EnginePool:
         await asyncio.gather(*(abort(i) for i in self.up))
 
     async def url(self, engine: int) -> str:
-        """Base URL of the engine's HTTP front. The first call starts the front."""
+        """The base URL of the engine's HTTP server, which the first call starts."""
 
         async def start() -> str:
             info = self.infos.get(engine) or await self.engines[engine].info()
@@ -248,8 +251,8 @@ class EnginePool:
         return await self._urls[engine]
 
     async def check(self, engine: int) -> None:
-        """Request an engine's info. If the engine does not answer, it counts as down and is restarted. After a weight
-        sync the engine is used again.
+        """Ask an engine for its info. An engine that does not answer is marked as down and restarted. It is used again
+        after its next weight sync.
 
         Raises:
             EngineLostError: the engine is dead and ``restarts`` is off.
@@ -267,7 +270,7 @@ class EnginePool:
             self._lost(engine, f"{error or f'no answer within {self._timeout:g} s'}")
         else:
             if self._restarts and self._syncs and info.weight_version < 0 <= self._version_of(engine):
-                self._lost(engine, "it was restarted and has no weights")
+                self._lost(engine, "the engine was restarted and has lost its weights")
             else:
                 self.infos[engine] = info
 
@@ -276,13 +279,13 @@ class EnginePool:
         return self.infos[engine].weight_version if engine in self.infos else -1
 
     async def is_gone(self, engine: int) -> bool:
-        """Call `check` for an engine. Returns whether the engine is down."""
+        """Call `check` for an engine. Returns whether the engine is now down."""
         await self.check(engine)
         return engine in self._down
 
     async def watch(self) -> None:
-        """Start to check every engine each ``interval`` seconds. The checks end at `rest`. If ``restarts`` is off, this
-        does nothing."""
+        """Start to check every engine each ``interval`` seconds, until `rest` is called. If ``restarts`` is off, this
+        method does nothing."""
 
         async def check_now_and_then() -> None:
             while True:
@@ -337,7 +340,7 @@ class EnginePool:
         try:
             target = self.engines[engine]
             if self.deaths[engine] > MOST_DEATHS or not isinstance(target, Restartable):
-                raise EngineLostError(f"it died {self.deaths[engine]} times; the last cause was: {why}")
+                raise EngineLostError(f"the engine died {self.deaths[engine]} times; the last cause was: {why}")
             await target.restart()
             logger.warning("engine %d was restarted in %.0f s", engine, time.monotonic() - begin)
             self._unsynced.add(engine)
@@ -360,7 +363,7 @@ class EnginePool:
         if self._syncs and info.weight_version < 0:
             return False
         if engine in self._unsynced:
-            logger.warning("engine %d has weights %d and is in use again", engine, info.weight_version)
+            logger.warning("engine %d has received weight version %d and is in use again", engine, info.weight_version)
             self.infos[engine] = info
             self._unsynced.discard(engine)
             self._down.discard(engine)

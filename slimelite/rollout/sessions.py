@@ -1,11 +1,12 @@
-"""Sessions of agents on the engines of a run. This file pauses them at the end of a rollout, and has their HTTP front.
+"""Sessions of agents on the engines of a run. This module pauses the sessions at the end of a rollout, and serves them
+over HTTP.
 
 An agent may be a program that knows nothing about rollouts. At the end of a rollout, the agent's session is *paused*:
-its current reply is aborted, and the agent waits. With ``--partial-rollout`` the group of the agent waits too. The
-coroutine of the group stays alive, and the prompt goes back to the data source like other unfinished prompts. When the
-data source hands out the prompt again, the group continues with its tokens so far and with the new weights. The agent
-only notices a long wait. A run that resumes from a checkpoint has no waiting groups, so it starts these groups again
-from their prompts.
+its current reply is aborted, and the agent waits. With ``--partial-rollout`` the group of the agent waits too: the
+group's coroutine stays alive, and the group's prompt goes back to the data source like other unfinished prompts. When
+the data source returns this prompt in a later rollout, the group continues after its tokens so far, with the new
+weights. To the agent, the pause is only a long wait for a reply. After a resume from a checkpoint there are no waiting
+groups, so these groups start again from their prompts.
 """
 
 from __future__ import annotations
@@ -35,12 +36,14 @@ ATTEMPTS = 3
 
 
 class PooledSessions(Sessions):
-    """The sessions of a run. The id of a sample's session is the sample's ``session_id``. A dot and a name may follow.
+    """The sessions of a run. A session's id is the ``session_id`` of its sample, optionally followed by a dot and a
+    name.
 
-    ``states``: session id of a sample with a working agent -> its `AgentState`. ``waiting``: group index -> a group
-    that waits for the next rollout. ``keeps_ids``: whether each token comes with the ids that it was drawn from, even
-    if a program sends other parameters. The state of a sample may override this setting. ``engines_tell``: whether the
-    engines can return these ids. ``trains_constrained``: see `Session`.
+    ``states``: ``session_id`` of a sample on which an agent works -> the agent's `AgentState`. ``waiting``: group index
+    -> a group that is paused until the next rollout. ``keeps_ids``: whether engines return for each token the ids that
+    it was drawn from, even if a program's request does not ask for them. For a sample in ``states``, `AgentState.tells`
+    overrides ``keeps_ids``. ``engines_tell``: whether the engines can return the ids that a token was drawn from.
+    ``trains_constrained``: see `Session`.
     """
 
     def __init__(
@@ -74,13 +77,13 @@ class PooledSessions(Sessions):
         return session
 
     def of(self, ids: Iterable[str]) -> Iterator[Session]:
-        """The open sessions of the samples with these session ids."""
+        """The open sessions of the samples whose ``session_id`` is in ``ids``."""
         wanted = set(ids)
         return (session for name, session in self._open.items() if not wanted.isdisjoint(_owners(name)))
 
     def pause(self, prefix: str) -> None:
-        """Pause the sessions whose ids begin with ``prefix``, and the clocks of their agents. A session with such an id
-        that is opened later is paused too.
+        """Pause the sessions whose ids begin with ``prefix``, and the time limits of their agents. Until `admit` is
+        called, newly opened sessions whose ids begin with ``prefix`` are paused too.
         """
         self._paused = prefix
         for session in self._open.values():
@@ -91,11 +94,12 @@ class PooledSessions(Sessions):
                 state.since = time.monotonic()
 
     def admit(self) -> None:
-        """Do not pause sessions that are opened from now on. Sessions that are already paused wait for `resume`."""
+        """Do not pause sessions that are opened after this call. Sessions that are already paused stay paused until
+        `resume`."""
         self._paused = None
 
     def resume(self, ids: Sequence[str]) -> None:
-        """Resume the agents that work on samples with these session ids."""
+        """Resume the agents of the samples whose ``session_id`` is in ``ids``."""
         for state in (self.states[name] for name in ids if name in self.states):
             state.before, state.since = state.paused, None
         for session in self.of(ids):
@@ -103,7 +107,7 @@ class PooledSessions(Sessions):
 
     @property
     def running(self) -> bool:
-        """Whether a paused session has a request on an engine."""
+        """Whether a paused session still has a request in flight on an engine."""
         return any(s.running for s in self._open.values() if self._paused is not None and s.id.startswith(self._paused))
 
     async def _sample(self, request: GenerateRequest, on_tokens: OnTokens | None) -> GenerateResult:
@@ -129,7 +133,7 @@ class PooledSessions(Sessions):
             if truncated and not self._engines_tell:
                 raise ValueError(
                     f"{' and '.join(truncated)}: this engine does not report which tokens it kept, so training would "
-                    "compute other log-probs; leave these out of the request, or start the run with "
+                    "compute other log-probs; leave these parameters out of the request, or start the run with "
                     "--allow-truncated-sampling"
                 )
         tries = 0
@@ -151,9 +155,9 @@ def _owners(session_id: str) -> tuple[str, str]:
 
 
 class RunFront:
-    """An HTTP front for a run's engines and sessions, on their event loop.
+    """An HTTP server for a run's engines and sessions, on the event loop of the rollout.
 
-    The key of the front stays secret. An agent gets only the key of its session.
+    The API key of the whole server stays secret. An agent gets only the API key of its own session.
     """
 
     def __init__(self, sessions: PooledSessions, pool: EnginePool, name: str) -> None:
@@ -164,7 +168,7 @@ class RunFront:
         self._started: asyncio.Task[str] | None = None
 
     async def start(self) -> str:
-        """The base URL of the front. The first call starts the server."""
+        """The base URL of the server, which the first call starts."""
         self._started = self._started or asyncio.create_task(self._front.start())
         return await asyncio.shield(self._started)
 
@@ -176,7 +180,7 @@ class RunFront:
             await self._front.stop()
 
     async def info(self) -> EngineInfo:
-        """The info of the first engine."""
+        """The info (limits and weight version) of the run's first engine."""
         return next(iter(self._pool.infos.values()))
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:

@@ -1,4 +1,5 @@
-"""The teacher server of on-policy distillation. The server scores finished responses through SGLang's /generate."""
+"""The teacher server of on-policy distillation. Its /generate endpoint, as in SGLang, returns the log-probs of finished
+responses."""
 
 from __future__ import annotations
 
@@ -17,11 +18,12 @@ REQUEST_SECONDS = 300.0
 
 
 class Teacher:
-    """Fills ``sample.teacher_log_probs``. ``temperature`` is the temperature of the student's sampling.
+    """Sets ``sample.teacher_log_probs`` to the teacher's log-probs. ``temperature`` is the temperature at which the
+    student samples.
 
-    SGLang ignores the sampling temperature for prompts, so its prompt log-probs are at temperature 1. Another
-    temperature is requested as ``input_logprob_temperature``. A server that supports this field repeats it in its
-    answer.
+    SGLang ignores the sampling temperature for prompts, so its prompt log-probs are at temperature 1. For another
+    ``temperature``, the request has the field ``input_logprob_temperature``. A server that supports this field returns
+    it in its answer.
 
     Args:
         url: address of the server, with or without ``/generate``.
@@ -34,24 +36,24 @@ class Teacher:
 
     @classmethod
     def of(cls, args: DistillationArgs) -> Teacher | None:
-        """The teacher at --rm-url with --opd-type sglang, or None."""
+        """The teacher at --rm-url if --opd-type is sglang, else None."""
         is_server = args.use_opd and args.opd_type == "sglang" and args.rm_url is not None
         return cls(str(args.rm_url), args.rollout_temperature) if is_server else None
 
     async def score(self, samples: Sequence[Sample]) -> None:
-        """Score every response that has no teacher log-probs yet.
+        """Compute the teacher log-probs of every response that does not have them yet.
 
         Raises:
-            ValueError: the server does not answer, refuses the request, or scored other tokens or at another
-                temperature.
+            ValueError: the server does not answer, refuses the request, or returns log-probs of other tokens or at
+                another temperature.
         """
         todo = [s for s in samples if s.response_length and s.teacher_log_probs is None]
         async with Client(Retry(ATTEMPTS, first_s=0.25, refused=True), REQUEST_SECONDS) as client:
             await asyncio.gather(*(self._score(client, s) for s in todo))
 
     def ask_once(self) -> None:
-        """Test the server with tokens 0 and 1. Every vocabulary has these tokens, and a token outside the vocabulary
-        would crash SGLang.
+        """Test the server with the token ids 0 and 1, which are in every vocabulary, because a token id outside the
+        vocabulary would crash SGLang.
 
         Raises:
             ValueError: see `score`.

@@ -23,11 +23,12 @@ PerToken = Sequence[Any] | np.ndarray
 
 
 class Listed(Generic[L]):
-    """An attribute that stores an array or a list. When it is read, it converts an array to a list and stores the list.
+    """An attribute that stores an array or a list. When the attribute is read, a stored array is replaced by an equal
+    list.
 
-    So ``sample.tokens += [5]`` and ``sample.loss_mask[0] = 0`` work as with any list. An array that is never read never
-    becomes Python objects, which take at least 32 bytes for each token. ``vars(sample)`` has the array or list as it is
-    stored. ``default``: the default value of the dataclass field.
+    So ``sample.tokens += [5]`` and ``sample.loss_mask[0] = 0`` work as with any list. An array that is never read stays
+    an array and saves memory: in a list, each token takes at least 32 bytes. ``vars(sample)`` returns the array or list
+    as it is stored, without this conversion. ``default``: the default value of the dataclass field.
     """
 
     def __init__(self, default: tuple[()] | None = None) -> None:
@@ -54,8 +55,8 @@ class Listed(Generic[L]):
 
 
 def joined(before: PerToken | None, added: PerToken) -> PerToken:
-    """``before`` followed by ``added``. If ``added`` is an array and ``before`` is an array or empty, the result is an
-    array. Else it is a new list."""
+    """The values of ``before``, then the values of ``added``. The result is an array if ``added`` is an array and
+    ``before`` is an array or empty; otherwise the result is a new list."""
     if isinstance(added, np.ndarray) and (isinstance(before, np.ndarray) or not before):
         return np.concatenate([before, added]) if isinstance(before, np.ndarray) else added.copy()
     return [*_plain([] if before is None else before), *_plain(added)]
@@ -68,11 +69,11 @@ def _plain(values: PerToken) -> Sequence[object]:
 @dataclass(frozen=True, slots=True, eq=False)
 class Kept:
     """Kept ids: for each token of a response, the token ids that top-p, top-k and min-p did not exclude when the engine
-    sampled it. A trainer renormalises log-probs over these ids.
+    sampled it. A trainer renormalises log-probs over the kept ids.
 
     ``ids``: [sum of counts] int32, the kept ids of the first token, then those of the second, and so on. ``counts``:
     [tokens] int32, the number of kept ids of each token. A count of 0 means that the token was sampled from the whole
-    vocabulary, or was not sampled (a tool's token).
+    vocabulary, or that a tool wrote the token.
     """
 
     ids: np.ndarray
@@ -108,8 +109,8 @@ class Kept:
 
 
 def together(before: Kept | None, tokens: int, added: Kept | None, more: int) -> Kept | None:
-    """Join kept ids: ``before`` of ``tokens`` tokens, and ``added`` of the ``more`` tokens after them. If both are
-    None, the result is None."""
+    """Join the kept ids ``before`` of the first ``tokens`` tokens and the kept ids ``added`` of the next ``more``
+    tokens. Returns None if ``before`` and ``added`` are None."""
     if before is None and added is None:
         return None
     first, second = before or Kept.nothing(tokens), added or Kept.nothing(more)
@@ -117,7 +118,7 @@ def together(before: Kept | None, tokens: int, added: Kept | None, more: int) ->
 
 
 class Status(StrEnum):
-    """The state of a sample. The names are slime's."""
+    """The status of a sample, under slime's names."""
 
     PENDING = "pending"
     COMPLETED = "completed"
@@ -150,8 +151,8 @@ NOT_HERE = {
 
 
 class Generated(NamedTuple):
-    """The growth of a response in a rollout. ``tokens``: the number of added tokens. ``effective``: the number of added
-    tokens that are trained on. ``waited``: the seconds spent on tools."""
+    """By how much a response grew in a rollout. ``tokens``: the number of added tokens. ``effective``: the number of
+    added tokens that are trained on. ``waited``: the seconds that tools or the environment took."""
 
     tokens: int
     effective: int
@@ -160,14 +161,16 @@ class Generated(NamedTuple):
 
 @dataclass
 class Sample:
-    """A prompt and its response, which grows during generation. `slime.utils.types.Sample` is this class.
+    """A prompt and its response, which grows during generation. A plugin that imports `slime.utils.types.Sample` gets
+    this class.
 
     Plugins may set their own attributes, which are copied, saved and loaded with the sample.
 
-    ``tokens`` has the prompt and the response. The per-token lists (``loss_mask``, ``rollout_log_probs``,
-    ``weight_versions``, ``teacher_log_probs`` if a teacher scored the response, and a user's own columns) cover
-    only the response and have ``response_length`` entries. Only `append_response_tokens` writes the first three. If one
-    of these attributes is read, the result is a list. Until then the attribute stays the engine's array (`Listed`).
+    ``tokens`` contains the token ids of the prompt and of the response. The per-token lists (``loss_mask``,
+    ``rollout_log_probs``, ``weight_versions``, ``teacher_log_probs`` if a teacher scored the response, and a user's own
+    columns) cover only the response and have ``response_length`` entries. To add tokens, call `append_response_tokens`,
+    which also extends ``loss_mask``, ``rollout_log_probs`` and ``weight_versions``. Until such a list is read, it is
+    stored as the engine's array; reading it returns a Python list (`Listed`).
     """
 
     Status: ClassVar[type[_Status]] = _Status
@@ -226,13 +229,13 @@ class Sample:
 
     @property
     def prompt_ids(self) -> PerToken:
-        """The tokens of the prompt, as an array or a list. The type is that of the stored tokens."""
+        """The token ids of the prompt, as an array or a list, depending on how ``tokens`` is stored."""
         ids: PerToken = vars(self)["tokens"]
         return ids[: self.prompt_length]
 
     @property
     def response_ids(self) -> PerToken:
-        """The tokens of the response, as an array or a list. The type is that of the stored tokens."""
+        """The token ids of the response, as an array or a list, depending on how ``tokens`` is stored."""
         ids: PerToken = vars(self)["tokens"]
         return ids[self.prompt_length :]
 
@@ -258,7 +261,8 @@ class Sample:
         self.rollout_top_p_token_offsets = None if kept is None else kept.offsets
 
     def generated_since(self, before: Sample | None = None) -> Generated:
-        """The growth of the response since ``before``, an earlier state of this sample. None: since the prompt."""
+        """By how much the response grew since ``before``, an earlier copy of this sample. With None, the whole response
+        counts."""
         if before is None:
             return Generated(self.response_length, self.effective_response_length, self.non_generation_time)
         return Generated(
@@ -284,20 +288,21 @@ class Sample:
     ) -> None:
         """Append tokens to the response, and keep every per-token list aligned.
 
-        Call it as ``(tokens, log_probs)``, or as slime does: ``(args, tokens=…, log_probs=…, meta_info=…)``.
+        The arguments are ``(tokens, log_probs)``, or as in slime ``(args, tokens=…, log_probs=…, meta_info=…)``.
 
         ``log_probs``: the engine's log-probs, one for each token. Tokens of a tool or environment (``trainable=False``)
         get mask 0 and log-prob 0. ``weight_version``: the version of the weights that sampled the tokens.
-        ``weight_versions``: one version for each token. If both are None, the tokens get the version that the engine
-        had when the generate function was called. ``kept``: the kept ids of each token; ``log_probs`` must then be over
-        these ids. ``constrained``: for each token, whether a grammar excluded other tokens. Such a token gets mask 0
-        and is counted in ``metadata``. ``meta_info``: from the engine's answer. It has the weight versions and the
-        finish reason, which sets the status unless ``update_terminal_info`` is False. If the request set
-        ``return_sampling_mask``, the answer also has the kept ids, and the log-probs over these ids. These log-probs
-        replace ``log_probs``.
+        ``weight_versions``: the version of each token. If ``weight_version``, ``weight_versions`` and ``meta_info`` are
+        None, the tokens get the version that the engine had when the generate function was called. ``kept``: the kept
+        ids of each token. If ``kept`` is passed, ``log_probs`` must be normalised over the kept ids. ``constrained``:
+        for each token, whether a grammar excluded other tokens. A constrained token gets mask 0 and is counted in
+        ``metadata``. ``meta_info``: the field ``meta_info`` of the engine's answer, which contains the weight versions
+        and the finish reason. The finish reason sets the sample's status, unless ``update_terminal_info`` is False. If
+        the request set ``return_sampling_mask``, ``meta_info`` also contains the kept ids and the log-probs over the
+        kept ids, which replace ``log_probs``.
 
         Raises:
-            ValueError: trainable tokens without log-probs, or lists of different lengths.
+            ValueError: trainable tokens have no log-probs, or the lists have different lengths.
         """
         ids = first if tokens is None else tokens
         added: Any = ids if isinstance(ids, np.ndarray) else [] if ids is None else list(ids)
@@ -343,7 +348,7 @@ class Sample:
             self.update_from_meta_info(None, meta_info)
 
     def count_constrained(self, constrained: PerToken) -> None:
-        """Count the tokens that a grammar constrained, and store their number in ``metadata`` for a metric."""
+        """Add the number of tokens that a grammar constrained to a counter in ``metadata``, which a metric reports."""
         count = self.metadata.get(CONSTRAINED_TOKENS, 0) + int(np.count_nonzero(constrained))
         self.metadata = {**self.metadata, CONSTRAINED_TOKENS: count}
 
@@ -359,7 +364,8 @@ class Sample:
         return versions if mask is None else versions[: len(mask)][np.asarray(mask[: len(versions)], bool)]
 
     def check_aligned(self) -> None:
-        """Raise ValueError if the length of a per-token list does not fit, or if an unsupported field is set."""
+        """Raise ValueError if a per-token list does not have one entry for each response token, or if an unsupported
+        field is set."""
         if not NOT_HERE.keys().isdisjoint(vars(self)):
             _refuse({name: getattr(self, name) for name in NOT_HERE})
         if self.response_length > self.total_length:
@@ -384,7 +390,7 @@ class Sample:
         """The reward as a number. If the reward is a dict, ``key`` selects the value.
 
         Raises:
-            ValueError: there is no reward, or ``key`` does not fit it.
+            ValueError: the sample has no reward, or the reward is a dict without the entry ``key``.
         """
         reward = self.reward
         if isinstance(reward, dict):
@@ -398,16 +404,17 @@ class Sample:
         return float(reward)
 
     def get_reward_value(self, args: Any) -> float:
-        """`reward_value` under slime's name."""
+        """slime's name for `reward_value`."""
         return self.reward_value(args.reward_key)
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields as copied plain values, and the attributes that plugins have set, without a copy."""
+        """A dict with copies of all fields, and with the attributes that plugins have set, which are not copied."""
         return {**vars(self), **asdict(self)}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Sample:
-        """The inverse of `to_dict`. Keys that are not fields become attributes, as if a plugin had set them."""
+        """Build a sample from the result of `to_dict`. Keys that are not fields become attributes, like those that
+        plugins set."""
         known = {f.name for f in fields(cls)} & values.keys()
         sample = cls(**{name: values[name] for name in known})
         sample.status = _Status(sample.status)
@@ -427,9 +434,9 @@ class Column:
 
         COLUMNS.add(Column("difficulty", "float32", per="token"))
 
-    This line, in a file of ``--import-file``, adds a column. A generate function sets ``sample.difficulty`` to a list
-    with a value for each response token. A loss reads ``batch.column("difficulty")``. If no sample has a value, the
-    table does not have the column.
+    In a file that ``--import-file`` names, this line adds the column ``difficulty``. A generate function then sets
+    ``sample.difficulty`` to a list with one value for each response token. A loss reads the values with
+    ``batch.column("difficulty")``. If no sample has a value for an added column, the table omits this column.
     """
 
     name: str
@@ -441,7 +448,7 @@ class Column:
     required: bool = False  # whether every table and file has this column
 
     def read(self, sample: Sample) -> Any:
-        """The value or values of ``sample``; None if they are missing."""
+        """The value (or the per-token values) of ``sample`` in this column; None if missing."""
         if self.of is not None:
             return self.of(sample)
         values = vars(sample)
@@ -501,7 +508,7 @@ def _token_columns(_known: int) -> list[Column]:
 
 
 def versions_of(meta_info: dict[str, Any], count: int) -> list[int]:
-    """The weight version of each of the first ``count`` tokens of the answer with this ``meta_info``."""
+    """The weight versions of the first ``count`` tokens of an engine's answer, from the answer's ``meta_info``."""
     spans = meta_info.get("weight_versions") or [{"version": meta_info.get("weight_version", ""), "start": 0}]
     ends = [*(span["start"] for span in spans[1:]), count]
     versions: list[int] = []
@@ -513,8 +520,9 @@ def versions_of(meta_info: dict[str, Any], count: int) -> list[int]:
 
 
 def kept_of(meta_info: dict[str, Any], count: int, log_probs: PerToken) -> tuple[Kept, PerToken]:
-    """The kept ids of the first ``count`` tokens of the answer with this ``meta_info``, and the log-probs over these
-    ids. A token that was sampled from the whole vocabulary keeps its log-prob from ``log_probs``.
+    """For the first ``count`` tokens of an engine's answer: the kept ids and the log-probs over the kept ids, from the
+    answer's ``meta_info``. For a token that was sampled from the whole vocabulary, the log-prob in ``log_probs`` is
+    returned.
     """
     masks = [mask or () for mask in meta_info["output_token_sampling_mask"][:count]]
     over = meta_info["output_token_sampling_logprobs"][:count]
@@ -527,7 +535,7 @@ ROW = "row"
 
 
 def label_text(label: object) -> str:
-    """A label as text for reward rules: numbers as written, lists and dicts as JSON, None as ""."""
+    """A label as text for reward rules: numbers as Python prints them, lists and dicts as JSON, None as ""."""
     if isinstance(label, list | dict):
         return json.dumps(plain(label), ensure_ascii=False)
     return "" if label is None else str(label)
@@ -541,7 +549,7 @@ def _refuse(values: dict[str, object]) -> None:
 
 
 def plain(value: object) -> object:
-    """``value`` as JSON values: numpy values become numbers and lists, other objects become text."""
+    """``value``, converted to JSON values: numpy values become numbers and lists, other objects become text."""
     if isinstance(value, dict):
         return {str(plain(key)): plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):

@@ -1,8 +1,9 @@
-"""A rollout as a table of samples, with one row for each sample. All parts of a run use this one format.
+"""A rollout as a table of samples, with one row for each sample. All parts of a run exchange rollouts in this format.
 
-The rollout side sends the table to the trainers. Debug dumps and the run folder contain it. Offline training (SFT,
-offline RL, preference pairs) reads it. Each ragged column is one flat array, which offsets such as ``response_offsets``
-split into rows. Per-token data is never a Python list. `sample.COLUMNS` lists the columns.
+The rollout side sends the table to the trainers. Debug dumps and the run folder contain saved tables. Offline training
+(SFT, offline RL, preference pairs) also reads its data as such tables. A column with several values in each row is one
+flat array, and offsets such as ``response_offsets`` tell where each row begins. Per-token data is never stored in
+Python lists. `sample.COLUMNS` lists the columns.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ OFFSETS = {"prompt": "prompt_offsets", "token": "response_offsets", "kept": "kep
 
 class SampleTable:
     """The samples of a rollout. The table has an attribute for each of ``COLUMNS`` and for each of ``OFFSETS``. The
-    attribute is None if the rollout does not have the column.
+    attribute of a column that the rollout does not have is None.
 
-    Numbers are arrays of the column's dtype: [rows], or [prompt tokens], [response tokens] or [kept ids] of all rows
-    together. Texts are lists. ``*_offsets``: [rows + 1], int64. If labels are not text, a file has a column
-    ``label_value`` (JSON) in addition to ``label``. A file with per-token ``advantages`` does not have the column
-    ``advantage``. When such a file is read, ``advantage`` is NaN.
+    A column of numbers is an array of the column's dtype. Its shape is [rows], or [prompt tokens], [response tokens] or
+    [kept ids] of all rows together. A column of texts is a list. ``*_offsets``: [rows + 1] int64, where each row begins
+    and ends in a flat array. If labels are not text, a saved file also has the column ``label_value`` with the labels
+    as JSON. A saved file with the per-token column ``advantages`` omits the per-row column ``advantage``, which is NaN
+    when such a file is read.
     """
 
     sample_id: np.ndarray
@@ -75,27 +77,27 @@ class SampleTable:
 
     @property
     def response_lengths(self) -> np.ndarray:
-        """[rows] number of response tokens."""
+        """[rows] the number of response tokens of each row."""
         return np.diff(self.response_offsets)
 
     @property
     def total_lengths(self) -> np.ndarray:
-        """[rows] number of prompt and response tokens."""
+        """[rows] the number of prompt and response tokens of each row."""
         return np.diff(self.prompt_offsets) + self.response_lengths
 
     @property
     def mask_sums(self) -> np.ndarray:
-        """[rows] number of response tokens that are trained on; 0 for removed samples."""
+        """[rows] the number of response tokens of each row that are trained on; 0 for removed samples."""
         sums, some = np.zeros(len(self), np.int64), self.response_lengths > 0
         if some.any():
             sums[some] = np.add.reduceat(self.loss_mask, self.response_offsets[:-1][some], dtype=np.int64)
         return np.where(self.removed, 0, sums)
 
     def compared(self) -> tuple[np.ndarray, np.ndarray]:
-        """Two [rows] int64 arrays: the number of each row's group, and the number of its rollout. The rollouts of a
-        group are compared with each other.
+        """Two [rows] int64 arrays: the group number and the rollout number of each row. Advantages compare the rollouts
+        of a group with each other.
 
-        In an episode with several roles, each role has its own groups and rollouts.
+        In an episode with several roles, the rows of different roles are in different groups and rollouts.
         """
         roles = np.zeros(len(self), np.int64) if self.role is None else self.role.astype(np.int64)
         of_group, of_rollout = (np.stack([ids, roles], 1) for ids in (self.group_id, self.rollout_id))
@@ -103,23 +105,24 @@ class SampleTable:
         return groups.reshape(-1), rollouts.reshape(-1)
 
     def numeric_components(self) -> list[dict[str, float]]:
-        """[rows] for each row, the reward components that are numbers, by name; True counts as 1."""
+        """[rows] for each row, a dict from name to value of the reward components that are numbers; True becomes 1."""
         rows = [json.loads(row) if row and row != "{}" else {} for row in self.reward_components or []]
         return [{k: float(v) for k, v in row.items() if isinstance(v, bool | int | float)} for row in rows]
 
     def columns(self) -> list[Column]:
-        """The columns that the rollout has."""
+        """The columns of `sample.COLUMNS` that this table has."""
         return [column for column in COLUMNS.values() if getattr(self, column.name, None) is not None]
 
     def row_slice(self, name: str, row: int) -> np.ndarray:
-        """The part of the ragged column ``name`` that belongs to ``row`` (a view)."""
+        """The values of row number ``row`` in column ``name``, which has several values in each row. The result is a
+        view."""
         offsets = getattr(self, OFFSETS[COLUMNS[name].per])
         values: np.ndarray = getattr(self, name)[offsets[row] : offsets[row + 1]]
         return values
 
     @classmethod
     def from_samples(cls, groups: Sequence[Sequence[Sample]], reward_key: str | None = None) -> SampleTable:
-        """Build a table from groups of finished samples. Samples without a rollout id become rollouts of their own.
+        """Build a table from groups of finished samples. Each sample without a rollout id counts as a separate rollout.
 
         Raises:
             ValueError: a sample has no reward, no index or no group index, or has per-token lists of the wrong length.
@@ -155,7 +158,7 @@ class SampleTable:
         return cls(**values)
 
     def to_samples(self) -> list[list[Sample]]:
-        """The groups of samples, in table order."""
+        """The table's samples as a list of groups, in the order of the rows."""
         groups: dict[int, list[Sample]] = {}
         direct, lengths = [column for column in self.columns() if column.of is None], self.response_lengths.tolist()
         for row in range(len(self)):
@@ -191,7 +194,7 @@ class SampleTable:
         return values if column.name in PER_TOKEN else values.tolist()
 
     def select(self, rows: Sequence[int] | np.ndarray) -> SampleTable:
-        """A table of the given rows, in the given order."""
+        """A new table with the rows whose numbers are in ``rows``, in the order of ``rows``."""
         rows = np.asarray(rows, np.int64)
         there = {name: offsets for name in OFFSETS.values() if (offsets := getattr(self, name)) is not None}
         values: dict[str, object] = {name: _offsets(np.diff(offsets)[rows]) for name, offsets in there.items()}
@@ -204,16 +207,17 @@ class SampleTable:
         return SampleTable(**values)
 
     def without_text(self) -> SampleTable:
-        """The same rows with empty text columns, because trainers need no text."""
+        """A copy of the table in which all texts are empty, because trainers need no text."""
         blank = {column.name: [""] * len(self) for column in self.columns() if column.dtype == "str"}
         return SampleTable(**{**vars(self), **blank})
 
     def without_kept(self) -> SampleTable:
-        """The same rows without the columns of kept token ids (see `sample.Kept`)."""
+        """A copy of the table without the columns of kept token ids (see `sample.Kept`)."""
         return SampleTable(**{**vars(self), "kept_offsets": None, "kept_counts": None, "kept_ids": None})
 
     def to_arrow(self) -> pa.Table:
-        """An Arrow table with list columns. Any parquet tool can read it."""
+        """The table as an Arrow table. Columns with several values in each row become list columns, which any parquet
+        tool can read."""
         arrays: dict[str, pa.Array] = {}
         for column in self.columns():
             values = getattr(self, column.name)
@@ -236,10 +240,10 @@ class SampleTable:
 
     @classmethod
     def from_arrow(cls, table: pa.Table) -> SampleTable:
-        """The inverse of `to_arrow`.
+        """Build a table from the result of `to_arrow`.
 
         Raises:
-            ValueError: columns are missing.
+            ValueError: required columns are missing.
         """
         values: dict[str, Any] = {}
         if "advantages" in table.column_names:
@@ -268,7 +272,7 @@ class SampleTable:
         return cls(**values)
 
     def to_parquet(self, path: str | Path) -> None:
-        """Write the table. The file gets its name only when it is complete."""
+        """Write the table to a parquet file. Until the file is complete, it has a temporary name."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole(path) as partial:
@@ -276,7 +280,7 @@ class SampleTable:
 
     @classmethod
     def from_parquet(cls, path: str | Path) -> SampleTable:
-        """Read what `to_parquet` wrote.
+        """Read a table from a file that `to_parquet` wrote.
 
         Raises:
             ValueError: the file does not exist, has another format, or is not a table of samples.
@@ -297,11 +301,11 @@ class SampleTable:
 
 @dataclass(frozen=True, slots=True)
 class TokenStats:
-    """Log-probs and entropies of a rollout's n samples. The trainer computes them before its first optimizer step on
-    the rollout.
+    """Log-probs and entropies of the tokens of a rollout's n samples. The trainer computes these values before its
+    first optimizer step on the rollout.
 
     ``sample_id``: [n] int64. ``offsets``: [n + 1] int64, where the tokens of each sample begin and end. ``log_probs``,
-    ``entropy``: [response tokens] float32, in nats; NaN for a row that the trainer did not compute.
+    ``entropy``: [response tokens] float32, in nats; NaN for a sample whose values the trainer did not compute.
     """
 
     sample_id: np.ndarray
@@ -310,8 +314,8 @@ class TokenStats:
     entropy: np.ndarray
 
     def to_parquet(self, path: Path) -> None:
-        """Write a row for each sample. Rows that the trainer did not compute get null lists. The file gets its name
-        only when it is complete.
+        """Write a parquet file with one row for each sample. If the trainer did not compute a sample's values, the
+        sample's lists are null. Until the file is complete, it has a temporary name.
         """
         lengths = np.diff(self.offsets)
         seen = np.bincount(np.repeat(np.arange(len(lengths)), lengths), ~np.isnan(self.log_probs), len(lengths))

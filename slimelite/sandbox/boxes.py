@@ -1,5 +1,5 @@
-"""The sandboxes ``process`` and ``bwrap``. Each program has a supervisor process, which sets up the sandbox and ends
-it."""
+"""The sandboxes ``process`` and ``bwrap``. Each program has a supervisor process, which sets up and ends the
+sandbox."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ HOME = "/home/agent"
 
 
 class ProcessSandbox:
-    """The sandbox ``process``: Landlock, seccomp and limits. If the run belongs to root, each program gets its own
-    user. If possible, it also gets its own network."""
+    """The sandbox ``process``: Landlock, seccomp and limits. If the run belongs to root, each program runs as its own
+    user. If possible, each program also has its own network."""
 
     name, confined = "process", True
 
@@ -141,8 +141,8 @@ class ProcessSandbox:
 
 
 class BubblewrapSandbox(ProcessSandbox):
-    """The sandbox ``bwrap``: namespaces that bubblewrap makes, with the same system call filter and limits. Files of
-    the program are in memory."""
+    """The sandbox ``bwrap``: namespaces that bubblewrap makes, with the system call filter and limits of the sandbox
+    ``process``. Files of the program are in memory."""
 
     name, confined = "bwrap", False
 
@@ -219,13 +219,15 @@ def system_view() -> tuple[str, ...]:
 
 
 def bubblewrap_of_answer(folder: str, readable: Sequence[str], disk_bytes: int) -> list[str]:
-    """See ``answers`` of `SandboxKind`. The answer gets its own file system, processes and network."""
+    """See ``answers`` of `SandboxKind`. The program that a model wrote gets its own file system, processes and
+    network."""
     return [*bubblewrap([path for path in readable if os.path.exists(path)], folder, disk_bytes), "--unshare-net"]
 
 
 def placed(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Replace the program and the files in ``words`` by their full paths. Returns the new words, and the paths that
-    must be readable. These paths are the same files and the program's installation, such as a virtual environment.
+    must be readable. The readable paths are the program, the files in ``words``, and the program's installation, such
+    as a virtual environment.
     """
     program = shutil.which(words[0]) or words[0]
     placed, readable = [os.path.abspath(program)], []

@@ -92,20 +92,20 @@ def gaps() -> list[str]:
         missing.append("there is no seccomp, so the code can start processes, send signals and open sockets")
     if landlock_abi() == 0:
         missing.append(
-            "there is no Landlock, so the code can read and write the files of this user, and /proc except for its "
-            "grader's part"
+            "there is no Landlock, so the code can read and write the files of this user, and the files in /proc "
+            "except those of the process that grades the code"
         )
     return missing
 
 
 def confine(folder: str, cpu_seconds: int, memory_bytes: int, *, alone: bool = True) -> None:
-    """Limit this process permanently. From now on, it is also killed when its parent ends.
+    """Limit this process permanently. After this call, the process is also killed when its parent ends.
 
     Processor time and address space are limited. A file may have 16 MiB, and this includes output that goes to a file.
     At most 64 files may be open. There are no core dumps, and no new processes or threads. The process may write only
     in ``folder``. The process may read only ``folder`` and the files that Python needs. ``memory_bytes`` must be below
-    the caller's own limit. ``alone`` False: set only the limits. ``alone`` is False for a program that sets up a
-    sandbox itself and starts a process in it.
+    the caller's own limit. If ``alone`` is False, only the limits are set. This is for a program that sets up a sandbox
+    itself and starts a process in it.
 
     Raises:
         OSError: the kernel has a layer, but the layer could not be set up.
@@ -142,8 +142,8 @@ def interpreter_paths() -> list[str]:
 
 
 def hide() -> None:
-    """If Landlock is missing, make this process not dumpable. Then its programs cannot read its memory and environment
-    variables in /proc."""
+    """If Landlock is missing, make this process not dumpable. Programs that it starts can then not read its memory and
+    environment variables in /proc."""
     if sys.platform == "linux" and landlock_abi() == 0:
         libc = ctypes.CDLL(None, use_errno=True)
         _check(libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "PR_SET_DUMPABLE")
@@ -166,8 +166,8 @@ def landlock_abi() -> int:
 
 
 def drop_capabilities(libc: ctypes.CDLL, keep: int) -> None:
-    """Drop all capabilities except ``keep``. Without them, root cannot send signals to other users' processes, trace
-    them, or raise its own limits."""
+    """Drop all capabilities except ``keep``. Without the dropped capabilities, root cannot send signals to other users'
+    processes, trace such processes, or raise its own limits."""
     for capability in range(64):
         if not keep >> capability & 1:
             # fails for other users than root, but these users have no capabilities
@@ -212,7 +212,7 @@ def install(program: bytes) -> None:
 
 
 def answer_filter() -> bytes:
-    """The system call filter for the code of an answer. Such code is one process without sockets."""
+    """The system call filter for the code of an answer. Under this filter, the code is one process without sockets."""
     denied = [number for numbers in _system_calls().values() for number in numbers]
     return _packed(denied, (*OWNERS, PRCTL, STREAM_PAIRS, PRLIMIT))
 
@@ -223,8 +223,8 @@ def program_filter(
     """The system call filter for a program. The program may start other programs, and send signals to them.
 
     ``families``: the allowed families of sockets. ``datagrams``: whether datagram sockets are allowed too.
-    ``own_files``: whether all files of this user are inside the sandbox. If so, the program may change modes and times
-    of files. ``disk_counted``, ``memory_counted``: whether the kernel limits the total size of the program's
+    ``own_files``: whether all files of this user are inside the sandbox. If True, the program may change modes and
+    times of files. ``disk_counted``, ``memory_counted``: whether the kernel limits the total size of the program's
     files, and of its files in memory.
     """
     groups = _system_calls()

@@ -1,9 +1,10 @@
-"""Runs one program in a container, and ends the container. SIGINT ends it immediately, and SIGTERM ends it after a
-short time.
+"""Runs one program in a container, and ends the container. After SIGINT, the container ends immediately, and after
+SIGTERM, it ends after a short time.
 
 The module `containers` starts this supervisor as ``python -I -S -c``. An environment variable has a `ContainerPlan`,
 serialised by ``marshal``. The program in the container waits for a line on stdin. Before the supervisor sends this
-line, it opens a socket in the container's network. This socket connects the program to its model.
+line, the supervisor opens a socket in the container's network. The socket in the container's network connects the
+program to its model.
 """
 
 from __future__ import annotations
@@ -192,7 +193,7 @@ def _listener_in(pid: int, port: int) -> int:
 
 
     Raises:
-        OSError: this user may not enter the network.
+        OSError: this user cannot enter the network.
     """
     ours, theirs = socket.socketpair()
     child = os.fork()
@@ -215,5 +216,5 @@ def _listener_in(pid: int, port: int) -> int:
     made = received(ours)
     os.waitpid(child, 0)
     if made is None:
-        raise OSError("this user may not enter the container's network: use podman, or --agent-network full")
+        raise OSError("this user cannot enter the container's network: use podman, or --agent-network full")
     return made

@@ -23,12 +23,12 @@ class SandboxSettings:
             and ``none`` for other programs.
         network: one of `NETWORKS`.
         read: files and folders that a program may read, in addition to the system's files and its own files.
-        memory_mb: the memory limit for all processes of a program together, if the kernel can count this. If the kernel
-            cannot count it, the limit holds for each process [MiB].
+        memory_mb: the memory limit for all processes of a program together [MiB]. If the kernel cannot count the memory
+            of several processes together, the limit applies to each process.
         processes: the maximum number of processes and threads.
         disk_mb: the size limit for all files of a program together, and for each file [MiB].
         image: the name of a container image in podman or docker.
-        folders: empty folders in memory that a program gets. The sandbox ``process`` cannot create them.
+        folders: empty folders in memory that a program gets. The sandbox ``process`` cannot create such folders.
         whole: whether the program is root in its own container for one episode, and may change everything in the
             container.
     """
@@ -61,12 +61,12 @@ class Launch:
 
 
 class Plan(TypedDict):
-    """The plan for a supervisor. ``words``: the command line of the program. ``prefix``: words before it, if another
-    program sets up the sandbox.
+    """The plan for a supervisor. ``words``: the command line of the program. ``prefix``: words before this command
+    line, if another program sets up the sandbox.
 
-    ``confined``: whether the process restricts itself before it becomes the program. ``read``: the paths that it may
-    read then. ``filter``: the filter of system calls. ``endpoint``: host and port of the model. ``cgroups``: folder of
-    a controller -> file -> limit.
+    ``confined``: whether the process restricts itself before it becomes the program. ``read``: the paths that the
+    restricted process may read. ``filter``: the filter of system calls. ``endpoint``: host and port of the model.
+    ``cgroups``: folder of a controller -> file -> limit.
     """
 
     words: list[str]
@@ -85,7 +85,7 @@ class Plan(TypedDict):
 
 class ContainerPlan(TypedDict):
     """The plan for a container supervisor. ``words``: the command line of podman or docker without the container's
-    ``name``. The name is inserted after ``run``.
+    ``name``. The supervisor inserts the container's name after the word ``run``.
 
     ``variables``: the environment variables of the program. The variables do not appear in a list of processes.
     ``endpoint``: host and port of the model. The container reaches the model at this port on its own loopback.
@@ -125,11 +125,11 @@ class SandboxKind:
     Args:
         name: the value of ``--agent-sandbox``.
         summary: the text for the help.
-        make: function ``fn(settings) -> Sandbox``. None: programs run without a sandbox, as the user of the training
-            run.
-        answers: function ``fn(folder, readable, memory_bytes) -> words``. These words come before the command line of a
-            program that a model wrote. The code reward and the python tool start such programs in ``folder``. None:
-            these programs run in the sandbox ``process``.
+        make: function ``fn(settings) -> Sandbox``. If ``make`` is None, programs run without a sandbox, as the user of
+            the training run.
+        answers: function ``fn(folder, readable, memory_bytes) -> words``. The returned words are put before the command
+            line of a program that a model wrote. The code reward and the python tool start such programs in ``folder``.
+            If ``answers`` is None, programs that a model wrote run in the sandbox ``process``.
         container: whether the sandbox needs a container image.
     """
 
@@ -145,7 +145,7 @@ SANDBOXES: Registry[SandboxKind] = Registry(
     "sandbox",
     OPTION,
     (
-        SandboxKind("none", "no sandbox, as the user who trains"),
+        SandboxKind("none", "no sandbox: programs run as the user who trains"),
         SandboxKind("process", "Landlock, seccomp and limits, without privileges", f"{_BOXES}:ProcessSandbox"),
         SandboxKind(
             "bwrap", "namespaces by bubblewrap", f"{_BOXES}:BubblewrapSandbox", f"{_BOXES}:bubblewrap_of_answer"
@@ -174,10 +174,8 @@ def open_sandbox(settings: SandboxSettings) -> Sandbox | None:
 
 
 def answers_of(name: str) -> Callable[[str, Sequence[str], int], Sequence[str]] | None:
-    """The function that starts a model's code in this sandbox (see ``answers`` of `SandboxKind`). None: the code runs
-    in ``process``.
-
-    A user's own class may have a static method ``answers``.
+    """The function that starts a model's code in this sandbox (see ``answers`` of `SandboxKind`). A user's own class
+    may have a static method ``answers``.
     """
     if name not in SANDBOXES and "." in name:
         from slimelite.slime.plugins import load_function

@@ -1,11 +1,11 @@
-"""Runs one program in a sandbox, and ends all processes that the program started. SIGINT ends them immediately, and
-SIGTERM ends them after a short time.
+"""Runs one program in a sandbox, and ends all processes that the program started. After SIGINT, these processes end
+immediately, and after SIGTERM, they end after a short time.
 
 The module `boxes` starts this supervisor as ``python -I -S -c``. An environment variable has a `Plan`, serialised by
 ``marshal``. The supervisor is the parent of the processes in the sandbox, and of the orphans among them. The supervisor
-imports few modules, because each episode waits for the start of a supervisor. For example, it does not import json or
-the enums of ``signal`` and ``socket``. The supervisor imports the modules that relay connections only when the first
-client connects.
+imports few modules, because each episode waits for the start of a supervisor. For example, the supervisor does not
+import json or the enums of ``signal`` and ``socket``. The supervisor imports the modules that relay connections only
+when the first client connects.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)
 
 
 class suppress:  # as in contextlib, but without the imports of contextlib
-    """Ignore these errors in a block."""
+    """Ignore the ``errors`` that a ``with`` block raises."""
 
     def __init__(self, *errors: type[BaseException]) -> None:
         self._errors = errors
@@ -114,7 +114,8 @@ class _Run:
             start_new_thread(relay, (listener, plan["endpoint"]))
 
     def to_the_end(self, parent: int) -> int:
-        """Wait for the program and for signals. Returns the exit status. The status is negative for a signal."""
+        """Wait for the program and for signals. Returns the program's exit status, which is negative if a signal ended
+        the program."""
         look, over = FIRST_LOOK, float("inf")
         while True:
             received = signal.sigtimedwait(SIGNALS, min(look, max(over - time.monotonic(), 0.0)))
@@ -260,7 +261,7 @@ class _Run:
         ports = [plan["endpoint"][1]] if plan["network"] == "loopback" and plan["endpoint"] else []
         open_ports = own_network or plan["network"] == "full"
         if ports and not open_ports and confine.landlock_abi() < 4:
-            raise OSError("this user may not make a network namespace, and before Linux 6.7 Landlock cannot limit TCP")
+            raise OSError("this user cannot make a network namespace, and before Linux 6.7 Landlock cannot limit TCP")
         confine.restrict_files(plan["read"], [self.folder], None if open_ports else ports)
         confine.install(plan["filter"])
 
@@ -268,14 +269,14 @@ class _Run:
         """Give this process its own loopback network. The supervisor gets a socket that listens in this network at the
         endpoint's port.
 
-        Returns "root" or "user", depending on how the network was made. Returns "" if this user may not make a network.
+        Returns "root" or "user", depending on how the network was made. Returns "" if this user cannot make a network.
         Without its own network, only ``--agent-sandbox process`` works.
         """
         user, group, how = os.getuid(), os.getgid(), "root" if os.geteuid() == 0 else "user"
         if self._libc.unshare(NEW_NET if how == "root" else NEW_NET | NEW_USER):
             if self._plan["confined"]:
                 return ""
-            raise OSError(ctypes.get_errno(), "this user may not make a network namespace")
+            raise OSError(ctypes.get_errno(), "this user cannot make a network namespace")
         if how == "user":
             for name, text in (
                 ("setgroups", "deny"),

@@ -74,7 +74,7 @@ def arguments_text(arguments: object) -> str:
 
 
 def json_value(text: str) -> Any:
-    """The value of ``text``. Raises `Unreadable` unless the text is exactly one JSON value."""
+    """The JSON value that ``text`` represents. Raises `Unreadable` unless the text is exactly one JSON value."""
     value, end = first_json(text, 0)
     if text[end:].strip():
         raise Unreadable(f"text follows its JSON: {short(text[end:])}")
@@ -186,7 +186,8 @@ class Scanner:
         self._text, self._at = text, 0
 
     def comes(self, *marks: str) -> bool:
-        """Whether one of ``marks`` comes next, after white space. If so, the mark is read."""
+        """Whether one of ``marks`` comes next, after white space. If a mark comes next, the method reads past this
+        mark."""
         match = re.compile(rf"\s*(?:{'|'.join(map(re.escape, marks))})").match(self._text, self._at)
         self._at = match.end() if match else self._at
         return match is not None
@@ -303,7 +304,7 @@ def read_gemma4(inside: str, _: Schemas) -> list[tuple[str, str]]:
 
 def read_lfm2(inside: str, _: Schemas) -> list[tuple[str, str]]:
     """Read ``<|tool_call_start|>[name(key='text', other=[1, True])]<|tool_call_end|>`` of LFM2. If a system prompt asks
-    for JSON, the list is JSON.
+    for JSON, the model writes the list of calls as JSON.
     """
     if re.match(r"\s*\[?\s*\{", inside):
         value = json_value(inside)

@@ -1,10 +1,10 @@
 """Converts messages to tokens and back, with the tokenizer's chat template and the family's format of tool calls.
 
 A conversation continues *from the tokens that were sampled*: `ChatFormat.continuation` gives only the tokens that the
-template puts after a reply. This is correct only if the template is append-only at this place. `continuation` checks
-this by rendering the conversation: the new text must begin with the prompt, and the rendered reply must equal the
-sampled reply. For example, Qwen3's template removes the thinking from a reply after the user has answered, and keeps
-the thinking while tools answer.
+template puts after a reply. These tokens are correct only if the template changes no text before them. `continuation`
+checks this by rendering the conversation: the new text must begin with the prompt, and the rendered reply must equal
+the sampled reply. For example, Qwen3's template removes the thinking from a reply after the user has answered, and
+keeps the thinking while tools answer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class Reply:
     """The content of a reply, read from its tokens. ``malformed``: one sentence for each call that cannot be read.
 
-    The text of such a call stays in ``content``.
+    The text of a call that cannot be read stays in ``content``.
     """
 
     content: str
@@ -116,7 +116,7 @@ class ChatFormat:
     """How a model reads conversations and writes replies.
 
     Args:
-        template_kwargs: variables for the chat template. The variables of a request override them.
+        template_kwargs: variables for the chat template. The variables of a request override these variables.
         tool_parser, reasoning_parser: names in `TOOL_FORMATS` and `REASONING_FORMATS`; None: chosen by the chat
             template.
         end_ids: tokens that end a reply, in addition to the end tokens of the tokenizer and the chat template.
@@ -165,7 +165,7 @@ class ChatFormat:
         return self._apply(messages, tools, template_kwargs)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, with nothing added. A single surrogate, which JSON may contain, becomes a ``?``."""
+        """Token ids of a text, with nothing added. Half of a surrogate pair, which JSON may contain, becomes ``?``."""
         text = text.encode(errors="replace").decode()
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
@@ -177,8 +177,8 @@ class ChatFormat:
         """The approximate number of tokens of a text that certainly has more than ``most``; 0 for any other text.
 
         A text that is too long for the context may have many million characters, and encoding all of it would take
-        minutes. So only its beginning is encoded, in slices. The cuts between slices may add tokens, so a text counts
-        as too long only above twice ``most``.
+        minutes. So only the beginning of such a text is encoded, in slices. The cuts between slices may add tokens, so
+        a text counts as too long only above twice ``most``.
         """
         count = 0
         for at in range(0, len(text) if len(text) > LONG_TEXT * most else 0, SLICE):
@@ -224,7 +224,7 @@ class ChatFormat:
         /,
         **template_kwargs: object,
     ) -> list[int] | None:
-        """The tokens that follow the sampled reply ``messages[at]``. None: the template changes earlier text.
+        """The tokens that follow the sampled reply ``messages[at]``. Returns None if the template changes earlier text.
 
         ``rendered``: the text of the prompt that ``output_ids`` answered. ``messages``: the whole conversation.
         ``text``: the rendered text of the conversation. If the reply was cut off, the first token is the end mark of
@@ -258,15 +258,15 @@ class ChatFormat:
     def opening(
         self, messages: Sequence[Message], rendered: str, names: Sequence[str], tools: Tools = None, /, **kwargs: object
     ) -> list[int]:
-        """The tokens that a call of one of the tools ``names`` begins with, after the prompt ``rendered``.
+        """The tokens with which a call of any of the tools ``names`` begins, after the prompt ``rendered``.
 
         These tokens are the common beginning of the possible calls: a call without arguments, and a call with each of
-        the tool's parameters first. With one tool of Qwen, these are all tokens up to the arguments. With several
-        tools, these are all tokens up to the name.
+        the tool's parameters first. With one tool of Qwen, the common beginning extends up to the arguments. With
+        several tools, this beginning extends up to the tool's name.
 
         Raises:
-            ValueError: the format of the model's calls is unknown. Or the prompt opens the thinking, but the template
-                shows calls without thinking. Or the calls have no first token in common.
+            ValueError: the format of the model's calls is unknown; the possible calls have no common first token; or
+                the prompt opens the thinking, but the template shows calls without thinking.
         """
         calls = []
         for arguments in ({}, {PROBE * 2: ""}):
@@ -292,8 +292,8 @@ class ChatFormat:
         ``messages``.
 
         Raises:
-            ValueError: the reply has no text or has tool calls. Or the template leaves the text out, or changes the
-                prompt before it.
+            ValueError: the reply has no text or has tool calls, or the template leaves out the reply's text or changes
+                the prompt.
         """
         content = content_text(reply.get("content"))
         if not content or reply.get("tool_calls"):
@@ -312,7 +312,7 @@ class ChatFormat:
         return {SWITCH_NAME: False} if effort == "none" and SWITCH_NAME in template else {}
 
     def call_ends(self, tools: Tools) -> tuple[str, ...]:
-        """The text that ends a reply with at most one call. Empty if the reply can have no call.
+        """The text that ends a reply with at most one call. The result is empty if the reply can have no call.
 
         Raises:
             ValueError: calls of the model's format have no closing text.
@@ -329,8 +329,8 @@ class ChatFormat:
     def guided(self, params: SamplingParams, rendered: str, tools: Tools, given_ids: Sequence[int]) -> SamplingParams:
         """``params`` for a reply to the prompt ``rendered``, with the data that an engine needs to enforce a grammar.
 
-        The grammar applies after the thinking. A reply with a schema may call ``tools`` instead. Calls of strict tools
-        fit their schemas, if the model writes arguments as JSON.
+        The grammar applies after the thinking. Instead of text that fits a schema, the reply may have calls of
+        ``tools``. Calls of strict tools fit their schemas, if the model writes arguments as JSON.
 
         Raises:
             ValueError: the request has a schema and tools, but the grammar of calls in the model's format is unknown.
@@ -550,7 +550,7 @@ def _called(name: str, arguments: Mapping[str, object]) -> dict[str, object]:
 
 
 def structural_tag(functions: Sequence[Mapping[str, Any]], begin: str, end: str) -> str:
-    """Calls of ``functions`` as a structural tag. ``begin``, ``end``: see `ChatFormat._call_form`."""
+    """The structural tag, as JSON, for calls of ``functions``. ``begin``, ``end``: see `ChatFormat._call_form`."""
     trigger = begin[: begin.index(PROBE)]
     structures = [
         {
@@ -581,7 +581,7 @@ def _probes(reply: Message) -> Iterator[Message]:
 
 
 def schemas(tools: Tools) -> dict[str, dict[str, object]]:
-    """Function name -> parameter -> its schema. Tools without parameters are left out."""
+    """Function name -> parameter -> the parameter's schema. The result has no tools without parameters."""
     by_name: dict[str, dict[str, object]] = {}
     for tool in tools or ():
         called = tool.get("function", tool)

@@ -55,7 +55,8 @@ class StructuredOutputs(Shape):
 
 
 class HeldBody(SampledBody):
-    """A body that may contain a grammar. Such a body accepts more names for grammars than `SamplingParams`."""
+    """The body of a request that may contain a grammar. Such a body accepts more names for grammars than
+    `SamplingParams`."""
 
     guided_json: Text | dict[str, Any] | None = None
     guided_choice: Choices | None = None

@@ -25,7 +25,7 @@ METRICS = {
 
 
 class Counts:
-    """The counts of a server."""
+    """The numbers of requests, responses and tokens of a server."""
 
     def __init__(self) -> None:
         # (method, path of the route, status) -> number of requests

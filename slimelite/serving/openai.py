@@ -189,8 +189,9 @@ async def complete(model: Model, session: Session, body: CompletionBody) -> Answ
 
 async def models(model: Model) -> dict[str, Any]:
     """The answer to ``/v1/models``, with the one model that is served. ``max_model_len`` (vLLM's name) is the length of
-    the model's context in tokens. slimelite adds two fields. ``chats``: whether the model has a chat template; without
-    a template, the model only continues texts. ``sampling``: the default sampling parameters of a request.
+    the model's context in tokens. slimelite adds the fields ``chats`` and ``sampling``. ``chats``: whether the model
+    has a chat template; without a template, the model only continues texts. ``sampling``: the default sampling
+    parameters of a request.
     """
     info = await model.engine.info()
     own = {"id": model.name, "object": "model", "created": model.created, "owned_by": "slimelite"}
@@ -234,11 +235,11 @@ def checked_messages(messages: Sequence[Message], place: str = "") -> list[Messa
 
 
 def shown_tools(tools: list[dict[str, Any]], choice: object) -> tuple[list[dict[str, Any]] | None, list[str]]:
-    """(the tools that the model sees, the names of the tools from which a reply that must call a tool can choose). If
-    ``tool_choice`` is "none", the model sees no tools.
+    """(the tools that the model sees, the names of the tools of which the reply must call one). There are no names if
+    the reply need not call a tool. If ``tool_choice`` is "none", the model sees no tools.
 
     Raises:
-        RequestError: the choice is not one of OpenAI's choices, or names an unknown tool.
+        RequestError: ``choice`` is not one of OpenAI's values of ``tool_choice``, or names an unknown tool.
     """
     names = [tool["function"]["name"] for tool in tools]
     if choice in (None, "auto", "none"):
@@ -402,7 +403,7 @@ class TextChoices(Choices):
     kind, chunk, prefix = "text_completion", "text_completion", "cmpl"
 
     async def whole(self, part: Part) -> dict[str, object]:
-        """See `Choices.whole`. Parts of a streamed response have the same form."""
+        """See `Choices.whole`. Each part of a streamed response has the same form as a whole response."""
         text = self._format.decode(part.turn.prompt_ids) + part.content if self._echo and part.first else part.content
         log_probs = await self._log_probs(part) if self._alternatives is not None and (part.ids or part.first) else None
         end = self._end(part) if part.ended else {"finish_reason": None}

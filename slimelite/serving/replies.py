@@ -22,8 +22,8 @@ PlannedTurn = tuple[Turn, SamplingParams]
 
 @dataclass(frozen=True)
 class Model:
-    """The model of a front. ``name``: the model's name in answers. ``created``: the start time [s since 1970].
-    ``stored``: the stored answers."""
+    """The model that an HTTP front serves. ``name``: the model's name in answers. ``created``: the start time [s since
+    1970]. ``stored``: the stored answers."""
 
     name: str
     sessions: Sessions
@@ -51,13 +51,13 @@ class Part:
 
     @property
     def calls(self) -> tuple[ToolCall, ...]:
-        """The tool calls, which are in the last part."""
+        """The tool calls of the reply. Only the last part contains these calls."""
         return self.turn.reply.tool_calls if self.ended else ()
 
 
 async def parts(session: Session, planned: Sequence[PlannedTurn], *, stream: bool) -> AsyncGenerator[Part]:
-    """Sample the ``planned`` turns at the same time. With ``stream``, yields parts while they are generated; otherwise
-    each response when it ends.
+    """Sample the ``planned`` turns at the same time. With ``stream``, yields the parts of a response while they are
+    generated. Without ``stream``, yields each response when it ends.
 
     A turn that has a finish reason already is not sampled. All turns are cancelled at the first error, and also when
     the generator is closed.
@@ -85,7 +85,7 @@ class TextStream:
     A reply to raw tokens is shown unchanged, with special tokens.
 
     Args:
-        turn: the turn that is sampled. The turn has the prompt already.
+        turn: the turn that is sampled. The prompt of the turn is known already.
         stops: stop strings.
     """
 

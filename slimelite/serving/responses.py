@@ -2,8 +2,8 @@
 ``previous_response_id``.
 
 The items of a conversation are converted to the messages of a chat. All dialects use the same sessions, so their
-requests may alternate in one session. The server cannot run OpenAI's own tools (a search, a code interpreter). Such
-tools are left out, and ``tools`` of an answer lists the tools that were shown to the model.
+requests may alternate in one session. The server cannot run OpenAI's own tools (a search, a code interpreter). The
+model does not see OpenAI's own tools, and the field ``tools`` of an answer lists only the tools that the model saw.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Grammar(Shape):
 
 
 class CustomTool(Shape):
-    """A tool that takes a text. The model sees the grammar of the text, but the grammar is not enforced."""
+    """A tool with free text as its input. The model sees the grammar of this text, but the grammar is not enforced."""
 
     type: Literal["custom"]
     name: Text
@@ -140,7 +140,7 @@ class NamespaceTool(Shape):
 
 
 class HostedTool(Shape):
-    """A tool that OpenAI's servers run, such as ``web_search``. The tool is left out."""
+    """A tool that OpenAI's servers run, such as ``web_search``. The model does not see such a tool."""
 
     type: Literal[
         "web_search",
@@ -261,8 +261,8 @@ def failed(error: dict[str, Any], written: int) -> bytes:
 class Tools:
     """The tools of a request, both in the form of functions for the model and in the client's form.
 
-    The tools of a namespace are shown as ``namespace__name``. A tool that takes a text is shown as a function with one
-    parameter.
+    The model sees a tool of a namespace under the name ``namespace__name``. A tool with free text as its input is shown
+    to the model as a function with one parameter.
     """
 
     def __init__(self, tools: Sequence[Tool]) -> None:

@@ -1,10 +1,11 @@
 """Sessions: conversations that keep the exact tokens, log-probs and weight versions of every turn.
 
 A session is a tree of turns. If the messages of a request begin with the messages and the reply of an earlier turn, the
-request continues that turn. The new prompt then consists of that turn's prompt, the sampled tokens, and the tokens that
-the template puts after them (`ChatFormat.continuation`). Any other request begins a branch. Examples are a history that
-the template or the client has rewritten, a sub-agent with its own system prompt, and a second answer to the same
-messages. So a sampled token is never encoded again when a conversation continues.
+request continues that turn. The new prompt then consists of the earlier turn's prompt, its sampled tokens, and the
+tokens that the template puts after the reply (`ChatFormat.continuation`). Any other request begins a new branch of the
+tree. For example, a branch begins if the template or the client has rewritten the history, if a sub-agent has its own
+system prompt, or if the same messages get a second answer. So a sampled token is never encoded again when a
+conversation continues.
 
 A session belongs to one event loop.
 """
@@ -54,16 +55,16 @@ class Turn:
 
     ``before``: the turn that this turn continues; None: this turn begins a branch. ``messages``: the messages that this
     turn answers; empty for raw tokens. Replies of this session in ``messages`` have the form in which they were read
-    from their tokens. ``added_text``, ``added_ids``: the part of the prompt after the prompt and output of ``before``.
-    A turn does not store its whole prompt, because long sessions would be too large. ``given_ids``: the beginning of
-    the reply, if the model did not choose it. The prompt ends with these ids. ``ends``: texts that end the reply.
-    Unlike a request's stop strings, these texts are shown as part of the reply. ``tools``: the tools that the model
-    sees. ``sent``: the `comparable` part of the messages that the client sent. ``echoes``: the `comparable` part of the
-    reply in each form that a client may send back, with and without the stop string. ``log_probs``,
-    ``weight_versions``: one for each of ``output_ids``. ``kept``, ``constrained``: see `GenerateResult`.
-    ``finish_reason``: "stop", "length" or "abort". ``reward``: set by the environment. ``began``, ``ended``: [s,
-    monotonic]. ``answered``: the time when the environment had answered the turn, or 0 without an answer.
-    ``call_seconds``: the duration of each tool call of the turn.
+    from their tokens. ``added_text``, ``added_ids``: the part of the prompt that follows the prompt and the output of
+    the turn ``before``. A turn does not store its whole prompt, because long sessions would be too large.
+    ``given_ids``: the beginning of the reply, if the model did not choose it. The prompt ends with ``given_ids``.
+    ``ends``: texts that end the reply. Unlike a request's stop strings, these texts are shown as part of the reply.
+    ``tools``: the tools that the model sees. ``sent``: the `comparable` part of the messages that the client sent.
+    ``echoes``: the `comparable` part of the reply in each form that a client may send back, with and without the stop
+    string. ``log_probs``, ``weight_versions``: one for each of ``output_ids``. ``kept``, ``constrained``: see
+    `GenerateResult`. ``finish_reason``: why the reply ended, as "stop", "length" or "abort". ``reward``: set by the
+    environment. ``began``, ``ended``: [s, monotonic]. ``answered``: the time when the environment had answered the
+    turn, or 0 without an answer. ``call_seconds``: the duration of each tool call of the turn.
     """
 
     number: int
@@ -173,8 +174,8 @@ class Session:
         """Answer ``messages``.
 
         ``params``: the default is the session's parameters. A reply that reaches the end of the context ends with
-        reason "length". If the session has a seed and ``params`` has none, each turn gets its own random stream from
-        the session's seed.
+        reason "length". If the session has a seed and ``params`` has no seed, each turn gets its own random stream,
+        derived from the session's seed.
 
         Raises:
             ValueError: the chat template refuses the messages, or the engine refuses the request.
@@ -199,7 +200,8 @@ class Session:
 
     @property
     def paths(self) -> list[list[Turn]]:
-        """The turns from the root to each leaf. Leaves are in the order in which they began."""
+        """For each leaf, the turns from the root to this leaf. The leaves are in the order in which their turns
+        began."""
         parents = {turn.parent for turn in self.turns}
         leaves = [turn for turn in self.turns if turn.number not in parents]
         return [leaf.path for leaf in sorted(leaves, key=lambda leaf: leaf.number)]
@@ -273,8 +275,8 @@ class Session:
         call. ``goes_on``: the reply continues the last message, which must be an assistant message.
 
         Raises:
-            ValueError: the chat template refuses the messages. Or the template does not show calls, so a call cannot be
-                forced. Or the end of the first call cannot be recognised.
+            ValueError: the chat template refuses the messages; or, with ``forced``, the template does not show calls;
+                or, with ``one_call``, the end of the first call cannot be recognised.
         """
         template_kwargs = template_kwargs or {}
         if goes_on and messages[-1]["role"] != "assistant":
@@ -432,7 +434,7 @@ class Sessions:
         derived from this seed. The default is the seed of ``defaults``.
 
         Raises:
-            ValueError: the id is taken.
+            ValueError: another open session has the id ``session_id``.
         """
         defaults = self.defaults if defaults is None else defaults
         if seed is None:  # two turns with the same seed would draw the same random numbers
@@ -475,7 +477,7 @@ class Sessions:
         return self._open.get(session.id) is session
 
     def close(self, session_id: str) -> Session:
-        """Close the session and return it. A running request continues.
+        """Close the session and return it. Requests of the session that are being sampled continue.
 
         Raises:
             LookupError: there is no such session.

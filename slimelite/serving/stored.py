@@ -75,8 +75,8 @@ class Stored:
         return self.record(owner, self._answers[name], 400).output[name]
 
     def delete(self, owner: str, name: str) -> None:
-        """Delete an answer. A conversation that continues this answer is then also lost. Raises the same errors as
-        `record`."""
+        """Delete an answer. After that, a conversation that contains this answer cannot be continued. Raises the same
+        errors as `record`."""
         self.record(owner, name)
         self._drop(name)
 

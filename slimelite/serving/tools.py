@@ -5,8 +5,8 @@ the reason, and the environment may show this sentence to the model. The text of
 reply.
 
 ``--tool-call-parser`` and ``--reasoning-parser`` name a record. Without these flags, a mark in the text of the chat
-template selects the record. A developer adds a record, together with its functions, in this file or in a file of
-``--import-file``.
+template selects the record. To support another family, a developer adds a record and its functions to this file or to a
+file of ``--import-file``.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ def parts(text: str) -> Iterator[Part]:
 
 
 def read_channels(text: str) -> tuple[str | None, str]:
-    """(the thinking or None, the rest). The rest is the text for the user without its heads, and the calls with their
-    heads."""
+    """(the thinking or None, the rest). The rest contains the messages to the user without their heads, and the tool
+    calls with their heads."""
     thinking, rest = [], ""
     for part in parts(text):
         if part.recipient is not None:
@@ -120,7 +120,8 @@ def certain_channels(text: str) -> tuple[str, str]:
 
 
 def channel_pieces(text: str) -> Iterator[Piece]:
-    """The messages to tools. The end mark may be missing, because it also ends a reply."""
+    """Yields the messages that call tools. The end mark of a message may be missing, because this mark also ends a
+    reply."""
     for part in parts(text):
         if part.recipient is not None:
             yield Piece(part.start, part.end, part.head + part.body)
@@ -155,11 +156,11 @@ class ToolFormat:
 
     ``pieces``: text of a reply -> its `Piece` objects, in order. ``read``: (text inside a piece, schemas of the tools)
     -> each call as (name, arguments). For any text, ``read`` raises no other error than `Unreadable`. ``marks``: a chat
-    template with one of these texts belongs to this family. The first record that fits is used. ``begins``: texts that
-    a call begins with. Text after such a beginning is not shown before the reply has ended. ``closes``: the text that
-    every call ends with. None: only the text after a call shows where the call ends. ``write``: (name, arguments) of
-    calls -> their text, for a chat template that shows no calls. ``sglang``: SGLang's name for this format, if it
-    differs.
+    template with one of these texts belongs to this family. If several records fit a template, the first of these
+    records is used. ``begins``: the texts with which a call may begin. Text after one of ``begins`` is not shown before
+    the reply has ended. ``closes``: the text with which every call ends; None: only the text after a call shows where
+    the call ends. ``write``: (name, arguments) of calls -> their text, for a chat template that shows no calls.
+    ``sglang``: SGLang's names for this format, if they differ from ``name``.
     """
 
     name: str
@@ -173,7 +174,7 @@ class ToolFormat:
 
     @property
     def signs(self) -> tuple[str, ...]:
-        """Marks that never occur in a reply without a call."""
+        """Marks that occur only in replies with a call."""
         return tuple(mark for mark in (*self.begins, self.closes or "") if mark[:1] in ("<", "["))
 
 
@@ -181,8 +182,8 @@ class ToolFormat:
 class ReasoningFormat:
     """The texts ``start`` and ``end`` around the thinking of a family of models.
 
-    ``mark``: a text in the family's chat templates; None: ``end``. ``channels``: whether a reply consists of several
-    messages, see `read_channels`. ``sglang``: see `ToolFormat`.
+    ``mark``: a text that occurs in the family's chat templates; None: this text is ``end``. ``channels``: whether a
+    reply consists of several messages, see `read_channels`. ``sglang``: see `ToolFormat`.
     """
 
     name: str

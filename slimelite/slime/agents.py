@@ -1,8 +1,9 @@
-"""slime's ``slime.agent``: adapters through which a program talks to the model. They use our HTTP front and sessions.
+"""slime's ``slime.agent``: adapters through which a program talks to the model. The adapters use our HTTP front and
+sessions.
 
 In slime, an adapter is a web application of the plugin, and a client's API key is the name of its session. Here, a
-conversation continues from the sampled tokens, so it is never tokenized again with other tokens. slime's settings
-against such a drift have no effect.
+conversation continues from the sampled tokens, so its text is never tokenized again, which could give other tokens.
+slime's settings against such other tokens have no effect.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ FilteredAccessLogger = AccessLogger
 
 
 class Adapter:
-    """slime's ``OpenAIAdapter`` and ``AnthropicAdapter`` in one class. It keeps sessions by name, and speaks both APIs.
+    """slime's ``OpenAIAdapter`` and ``AnthropicAdapter`` in one class. It keeps sessions by name, and answers requests
+    of OpenAI's and Anthropic's APIs.
 
     ``app``: the web application, for `run_app_in_thread` or a plugin's own server.
     """
@@ -67,8 +69,8 @@ class Adapter:
     ) -> None:
         """Open a session. ``sampling_defaults`` use SGLang's names.
 
-        In a generate function, the tokens of the session come with the ids that each was drawn from, if the run trains
-        on these ids.
+        If the run trains on the ids that sampling kept, a session that a generate function opens stores these ids with
+        each token.
 
         Raises:
             ValueError: the name is taken, or a parameter is not supported.
@@ -122,7 +124,8 @@ class Adapter:
 
 
 class SingletonMeta(type):
-    """The metaclass of classes with one object in each process. The first call of the class makes the object."""
+    """The metaclass of classes with one object in each process. The first call of a class creates its object, and later
+    calls return the same object."""
 
     _made: ClassVar[dict[type, Any]] = {}
 
@@ -197,7 +200,8 @@ class _Server:
         raise ValueError("this address does not give log-probs of a prompt: send the request to the engine itself")
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """See `Engine.abort`. It never aborts all requests, because other sessions use the same engines."""
+        """See `Engine.abort`. Unlike an engine, this method never aborts all requests, because other sessions use the
+        same engines."""
         for request_id in request_ids or ():
             await self._client.post(f"{self._url}/abort_request", {"rid": request_id})
 
@@ -215,7 +219,8 @@ class ParsedModelOutput:
 def parse_model_output(
     raw_output: str, *, tools_schema: Tools, tool_parser_name: str | None, reasoning_parser_name: str | None
 ) -> ParsedModelOutput:
-    """Parse a reply in the named formats (our names or SGLang's). Without a name, the reply is not parsed."""
+    """Parse a reply in the named formats (our names or SGLang's). Without the name of a format, the reply is not parsed
+    for it."""
     tools, thinking = _known(TOOL_FORMATS, tool_parser_name), _known(REASONING_FORMATS, reasoning_parser_name)
     reasoning, text = read_reasoning(raw_output, REASONING_FORMATS[thinking] if thinking else None, opened=False)
     text, calls, malformed = read_tools(text, TOOL_FORMATS[tools] if tools else None, schemas(tools_schema), "")
@@ -245,7 +250,8 @@ def run_app_in_thread(
     thread_name: str = "agent adapter",
     runner_kwargs: Mapping[str, Any] | None = None,
 ) -> AppHandle:
-    """Serve ``app`` at ``port``. With 0, a free port is chosen, and the handle has its number.
+    """Serve ``app`` at ``port``. If ``port`` is 0, a free port is chosen, and the returned handle has the number of
+    this port.
 
     Raises:
         OSError: the port is taken.

@@ -1,4 +1,4 @@
-"""slime's own functions. They are called as in slime, but use our objects. `plugins` has their names.
+"""slime's own functions. They have slime's names and parameters, and work on our objects. `plugins` lists the names.
 
 This module is imported only when a plugin uses one of slime's names.
 """
@@ -43,7 +43,7 @@ def get_model_url(args: PluginArgs, name: str = "actor", endpoint: str = "/gener
 
 
 def load_tokenizer(path: str, **_: Any) -> Any:
-    """Our tokenizer loader. It ignores slime's extra arguments."""
+    """Our tokenizer loader. This function ignores slime's extra arguments."""
     from slimelite.data.tokenizer import load_tokenizer
 
     return load_tokenizer(path)
@@ -58,8 +58,8 @@ def whole_response(tensor: Any, *_: Any) -> Any:
 def call_rollout_fn(
     function: Callable[..., Any], *args: Any, evaluation: bool, **named: Any
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """Call a rollout function. If it returns only samples or data, as older functions do, put them into an output
-    object."""
+    """Call a rollout function. If the function returns only samples or data, as older functions do, put these into an
+    output object."""
     from slimelite.rollout.context import RolloutFnEvalOutput, RolloutFnTrainOutput
 
     output = function(*args, evaluation=evaluation, **named)
@@ -69,8 +69,8 @@ def call_rollout_fn(
 
 
 async def generate(args: PluginArgs, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Generate a response, or the rest of a partial response, with the engine. This is slime's default generate
-    function."""
+    """slime's default generate function. It generates a response, or the rest of a partial response, with the
+    engine."""
     from slimelite.engines.http_front import parse_sampling_params
 
     if not sample.tokens:
@@ -211,8 +211,8 @@ def compute_gpqa_reward(response: str | None, label: Any, metadata: dict[str, An
 
 
 def is_correct_minerva(solution_str: str, gt: Any, gt_need_extract: bool = False) -> tuple[bool, str]:
-    """(correct, prediction) for the last ``Answer: ...`` line, which is compared with an integer. ``gt`` may have the
-    integer in a box."""
+    """(correct, prediction) of the last line ``Answer: ...``. The answer is compared with the integer ``gt``.
+    ``gt_need_extract``: the integer is in a box in ``gt``."""
     from slimelite.rewards.math import extract_boxed_answer, verify_minerva
 
     truth = extract_boxed_answer(str(gt)) if gt_need_extract else str(gt)
@@ -220,7 +220,8 @@ def is_correct_minerva(solution_str: str, gt: Any, gt_need_extract: bool = False
 
 
 def is_correct_strict_box(pred: str, gt: Any, pause_tokens_index: None = None) -> tuple[int, str | None]:
-    """(1 or -1, prediction) for the last box in the final 100 characters. The comparison is exact.
+    """(1 or -1, prediction) for the last box in the final 100 characters: 1 if the content of the box equals ``gt``
+    exactly.
 
     Raises:
         ValueError: ``pause_tokens_index`` is given, but it is not supported.
@@ -289,7 +290,7 @@ class Dataset:
 
 
 def read_file(path: str) -> Iterator[dict[str, Any]]:
-    """The rows of a parquet or jsonl file. ``path@[a:b]`` takes a slice."""
+    """The rows of a parquet or jsonl file. ``path@[a:b]``: only the rows of this slice."""
     from slimelite.data.reader import read_rows
 
     return (row for _, row in read_rows(path))
@@ -323,7 +324,8 @@ def get_response_lengths(loss_masks: Sequence[list[int]]) -> list[int]:
 
 
 class trace_span(dict[str, Any]):
-    """slime's time span: ``with trace_span(sample, "tool") as span: span.update({...})``. It is not recorded here."""
+    """slime's time span: ``with trace_span(sample, "tool") as span: span.update({...})``. slimelite does not record the
+    span."""
 
     def __init__(self, target: Any = None, name: str = "", attrs: dict[str, Any] | None = None) -> None:
         super().__init__(attrs or {})
@@ -336,7 +338,7 @@ class trace_span(dict[str, Any]):
 
 
 def trace_function(name: str, **_: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:  # noqa: ARG001
-    """slime's decorator for a span around each call. The function stays unchanged."""
+    """slime's decorator for a span around each call. In slimelite, the decorator returns the function unchanged."""
     return lambda function: function
 
 

@@ -155,13 +155,13 @@ files_run: list[str] = []
 def load_function(path: str, flag: str | None = None) -> Callable[..., Any]:
     """The function (or class) at ``path``.
 
-    ``sys.exit`` in the function becomes a `PluginError`. Otherwise the run would end as if it had succeeded. ``flag``:
-    the option that named the function. With ``flag``, every error becomes a `PluginError`. Without ``flag``, errors are
-    raised unchanged, so that the caller can count them or retry.
+    ``sys.exit`` in the function becomes a `PluginError`. Without this conversion, the run would end as if it had
+    succeeded. ``flag``: the option that named the function. With ``flag``, every error becomes a `PluginError`. Without
+    ``flag``, errors are raised unchanged, so that the caller can count them or retry.
 
     Known ``slime.…`` names refer to our own functions, also in the imports of a plugin (see `MODULES`). A file is
-    loaded only once, even if several flags name it. Its folder is appended to ``sys.path``, so that the file can import
-    other files of the folder.
+    loaded only once, even if several flags name it. The file's folder is appended to ``sys.path``, so that the file can
+    import other files of the folder.
 
     Raises:
         ValueError: there is no such file, module or function (the message has the nearest name), or its import fails.

@@ -4,8 +4,8 @@
 `Alarms` has no clock and reads no file.
 
 Each kind of alarm is a function that returns its finding, or None. Levels are medians over a few rollouts. Noise is
-measured from the differences of successive rollouts. So neither one odd rollout nor the scale of the reward matters.
-Each docstring gives the reason for the threshold of its alarm.
+measured from the differences of successive rollouts. Therefore neither one odd rollout nor the scale of the reward
+matters. Each docstring gives the reason for the threshold of its alarm.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class History:
             self.least_wrong = min(self.least_wrong, self.now("wrong", QUIET))
 
     def enough(self, name: str) -> bool:
-        """Whether a metric has enough values for two levels."""
+        """Whether a metric has enough values to compute two levels."""
         return len(self.values[name]) >= 2 * LEVEL
 
     def now(self, name: str, rollouts: int = LEVEL) -> float:
@@ -97,15 +97,15 @@ class History:
         return median(self.values[name][-rollouts:] or [-math.inf])
 
     def then(self, name: str) -> float:
-        """The level about ``WINDOW`` rollouts ago, or at the beginning. The rollouts of `now` are left out."""
+        """The level about ``WINDOW`` rollouts ago, or of the first rollouts. Rollouts that `now` uses are left out."""
         return median(self.values[name][-WINDOW - LEVEL : -LEVEL][:LEVEL] or [math.inf])
 
     def at(self, name: str, rollouts: int) -> float:
-        """The level after ``rollouts`` rollouts. Near the beginning, the level of the first rollouts."""
+        """The level after ``rollouts`` rollouts. For fewer than ``LEVEL`` rollouts, the level of the first rollouts."""
         return median(self.values[name][max(rollouts - LEVEL, 0) : max(rollouts, LEVEL)] or [math.inf])
 
     def noise(self, name: str) -> float:
-        """Standard deviation of a metric between rollouts, from the median step. A trend adds little to this number."""
+        """Standard deviation of a metric, from the median change between rollouts, to which a trend adds little."""
         recent = self.values[name][-WINDOW - LEVEL :]
         steps = [abs(after - before) for before, after in pairwise(recent)]
         return 1.4826 * median(steps or [0.0]) / math.sqrt(2)
@@ -115,7 +115,7 @@ class History:
         return self.now(name) - since > NOISE * self.noise(name)
 
     def improved(self, rollouts: int) -> bool:
-        """Whether an eval score (or without evaluations, the reward) is above its level after ``rollouts`` rollouts."""
+        """Whether an eval score (without evaluations, the reward) rose after the first ``rollouts`` rollouts."""
         pairs = [
             ([s for s in scores if s.rollouts <= rollouts] or scores[:1], scores) for scores in self.scores.values()
         ]
@@ -132,7 +132,7 @@ See = Callable[[History], Seen | None]
 
 
 class Kind(NamedTuple):
-    """A kind of alarm. ``when``: the condition as text. ``advice``: the usual remedy. ``see``: finds the alarm."""
+    """A kind of alarm. ``when``: the condition as text. ``advice``: the usual remedy. ``see``: tests the condition."""
 
     name: str
     when: str
@@ -154,7 +154,7 @@ def kind(when: str, advice: str) -> Callable[[See], See]:
 
 
 def rollout_values(pending: Mapping[str, list[float]]) -> dict[str, float]:
-    """The metrics of a rollout: the last value of each, but the largest gradient norm and the mean of `SKIPPED`."""
+    """The last value of each metric in a rollout; of the gradient norm the largest value, and of `SKIPPED` the mean."""
     row = {name: values[-1] for name, values in pending.items()}
     row |= {name: fmean(pending[name]) for name in SKIPPED if name in pending}
     row |= {short: row[name] for short, name in METRICS.items() if name in row}
@@ -181,8 +181,8 @@ def rollout_values(pending: Mapping[str, list[float]]) -> dict[str, float]:
     "--clip-grad, --use-kl-loss and --lr-warmup-iters also help.",
 )
 def reward_collapse(h: History) -> Seen | None:
-    """There are two signs. Nine groups in ten are wrong; this does not depend on the scale of the reward. Or a reward
-    without right and wrong has fallen between two levels, by six deviations and by half its value."""
+    """Either of two signs starts the alarm. Nine groups in ten are wrong, whatever the scale of the reward. Or a reward
+    without right and wrong answers has fallen from one level to a later one by six deviations and by half."""
     lost = h.best_reward - h.now("reward")
     groups = h.least_wrong <= 0.5 and h.now("wrong", QUIET) >= ALL
     if not groups and not (h.enough("reward") and lost > max(2 * NOISE * h.noise("reward"), abs(h.best_reward) / 2)):
@@ -202,7 +202,7 @@ def reward_collapse(h: History) -> Seen | None:
     "samples per prompt, or SFT first.",
 )
 def all_wrong(h: History) -> Seen | None:
-    """Three rollouts in a row are needed, so one hard batch is no alarm. `reward_collapse` is a separate alarm."""
+    """The alarm needs three such rollouts in a row, because one batch may be hard. See also `reward_collapse`."""
     share = min(h.values["wrong"][-QUIET:], default=0.0)
     if len(h.values["wrong"]) < QUIET or share < ALL or h.least_wrong <= 0.5:
         return None
@@ -216,7 +216,7 @@ def all_wrong(h: History) -> Seen | None:
     "Shorten such prompts, or raise --rollout-max-context-len. If environments failed, log.txt has the errors.",
 )
 def no_tokens(h: History) -> Seen | None:
-    """One rollout is enough, because a rollout without a single token is never chance."""
+    """One such rollout is an alarm, because a rollout without a single token is never chance."""
     if h.row.get("length") != 0:
         return None
     return Seen("no response has any token, so there is nothing to train on", lambda h: h.row.get("length") == 0)
@@ -279,7 +279,7 @@ def truncation(h: History) -> Seen | None:
     "--calculate-per-token-loss, every token of a long wrong answer counts.",
 )
 def length(h: History) -> Seen | None:
-    """The length must double. Responses also grow while a model learns to reason, but then the score rises too."""
+    """The length doubled. While a model learns to reason, responses also grow, but then the score rises."""
     then, now, done = h.then("length"), h.now("length"), max(h.rollouts - WINDOW - LEVEL, 0)
     if not h.enough("length") or not h.values["reward"] or not then or now < 2 * then or h.improved(done):
         return None
@@ -296,9 +296,10 @@ def length(h: History) -> Seen | None:
     "memorization.",
 )
 def reward_without_eval(h: History) -> Seen | None:
-    """The reward rose by a tenth and by more than noise. Either the score fell from its best by a tenth and by four
-    standard errors. Or no evaluation of 20 rollouts (at least two) gained 0.02, and the reward's relative gain exceeds
-    the score's by four standard errors. Smaller changes may be chance: the best of many scores is a lucky one."""
+    """The reward rose by a tenth and by more than noise. In addition, the score fell from its best by a tenth and by
+    four standard errors, or no evaluation in 20 rollouts (at least two) gained 0.02 and the reward's relative gain
+    exceeds the score's by four standard errors. Smaller changes may be chance, because the best of many scores is
+    lucky."""
     for name, scores in h.evaluated().items():
         last, best = scores[-1], max(scores, key=lambda s: s.mean)
         fell = best.mean - last.mean > max(ERRORS * math.hypot(best.error, last.error), 0.1 * abs(best.mean))
@@ -332,9 +333,9 @@ def _stays_below(name: str, score: float) -> Callable[[History], bool]:
     "small differences. docs/metrics.md lists the causes.",
 )
 def mismatch(h: History) -> Seen | None:
-    """One rollout above the limit is enough: the mean is over many tokens. Below the limit, the level must exceed five
-    times the earlier level and a tenth of the limit. Smaller differences are rounding. Each weight update adds to the
-    difference: 0.17 in healthy runs that generate one rollout ahead at the quickstart's high learning rate."""
+    """One rollout above the limit is an alarm, because the mean is over many tokens. A level above both a tenth of the
+    limit and five times the earlier level is an alarm too; smaller levels are rounding. At the quickstart's high
+    learning rate, each weight update adds 0.17 nats in healthy runs that generate one rollout ahead."""
     now, then, age = h.row.get("mismatch", 0.0), h.then("mismatch"), h.row.get("staleness", 0.0)
     limit = MISMATCH_LIMIT + 0.2 * age
     risen = not age and h.enough("mismatch") and h.now("mismatch") > max(5 * then, MISMATCH_LIMIT / 10)
@@ -350,8 +351,8 @@ def mismatch(h: History) -> Seen | None:
     "Sync more often (--update-weights-interval 1), set --max-weight-staleness, or correct with --correction tis.",
 )
 def stale(h: History) -> Seen | None:
-    """An age of four weight updates is too much: a rollout that is generated one ahead has an age of one update, and a
-    policy gradient tolerates a few. If half of the groups are dropped, the run discards more work than it uses."""
+    """An age of four weight updates is too much. Generating one rollout ahead makes tokens one update old, and a policy
+    gradient tolerates a few updates. If half of the groups are dropped, the run discards more work than it uses."""
     age, dropped = h.now("staleness", QUIET), h.row.get("rollout/stale_groups", 0.0)
     if age >= 4:
         return Seen(f"trained tokens are {age:.1f} weight updates old", lambda h: h.now("staleness", QUIET) >= 4)
@@ -362,13 +363,13 @@ def stale(h: History) -> Seen | None:
 
 
 @kind(
-    "a gradient norm is above 10 times the median of the last 20 and 5 times the largest of them",
+    "a gradient norm is above 10 times the median and above 5 times the maximum of the last 20 norms",
     "One spike that --clip-grad catches is harmless. If spikes recur, lower --lr and read the samples of that "
     "rollout: long or repetitive samples and extreme rewards cause spikes.",
 )
 def grad_spike(h: History) -> Seen | None:
-    """The norm must exceed both limits. When most groups are solved, the gradient comes from a few odd groups. The norm
-    then reaches 13 times the median and 2.6 times the largest norm in healthy runs."""
+    """The norm exceeded both limits. When most groups are solved, the gradient comes from a few odd groups. In healthy
+    runs, the norm then reaches 13 times the median and 2.6 times the largest of the last 20 norms."""
     before = h.values["grad"][-WINDOW - 1 : -1]
     if "grad" not in h.row or len(before) < WINDOW:
         return None
@@ -385,7 +386,7 @@ def grad_spike(h: History) -> Seen | None:
     "--nonfinite-grad fail stops the run at the first such step.",
 )
 def skipped_steps(h: History) -> Seen | None:
-    """Any share counts, because a loss or gradient that is not finite is never noise."""
+    """Any share of skipped steps is an alarm, because a loss or gradient that is not finite is never noise."""
     shares = {name: h.row[name] for name in SKIPPED if h.row.get(name, 0.0) > 0}
     if not shares:
         return None
@@ -396,11 +397,11 @@ def skipped_steps(h: History) -> Seen | None:
 
 @kind(
     "the filter dropped nine groups in ten of a rollout, and at least 32",
-    "Read the groups in dropped/ of the run folder. Each has its reason. If the reward is right, the task is not too "
-    "hard and the temperature is above 0, loosen --dynamic-sampling-filter-path or leave it out.",
+    "Read the dropped groups, with the reason for each group, in dropped/ of the run folder. If the reward is right, "
+    "the task is not too hard and the temperature is above 0, loosen --dynamic-sampling-filter-path or leave it out.",
 )
 def filtered(h: History) -> Seen | None:
-    """Ten groups are generated for each group that is trained on. Fewer than 32 dropped groups may be chance."""
+    """At this share, ten groups are generated for each trained group. Fewer than 32 dropped groups may be chance."""
     dropped, sent = h.row.get("rollout/dropped_groups", 0.0), h.row.get("rollout/submitted_groups", 0.0)
     if dropped < max(ALL * sent, 32):
         return None
@@ -413,8 +414,8 @@ def filtered(h: History) -> Seen | None:
     "prompts and learns nothing from the failed ones.",
 )
 def failed_groups(h: History) -> Seen | None:
-    """A tenth of the groups failed. On a large cluster, a single request that fails after its retries is normal. The
-    death of an engine is never normal."""
+    """A tenth of the groups failed, or an engine died. On a large cluster, a single request that fails after its
+    retries is normal, but the death of an engine is not."""
     failed, sent = h.row.get("rollout/failed_groups", 0.0), h.row.get("rollout/submitted_groups", 0.0)
     deaths = [0.0, *h.values["deaths"]][-2:]
     if len(h.values["deaths"]) and deaths[-1] > deaths[0]:
@@ -428,11 +429,12 @@ def failed_groups(h: History) -> Seen | None:
 
 @kind(
     "a rollout took five times the median of the last 20, and a minute more (without evaluating and saving)",
-    "Find the phase that takes longer. For gen: a very long response, a slow reward (--reward-timeout) or a slow tool. "
-    "For sync: a slow network or disk. For all phases: another job on the machine.",
+    "Find the phase that takes longer. If it is gen, look for a very long response, a slow reward (--reward-timeout) "
+    "or a slow tool. If it is sync, look for a slow network or disk. If all phases are slow, look for another job on "
+    "the machine.",
 )
 def stall(h: History) -> Seen | None:
-    """Five times the usual time and a minute more are needed. A smaller delay is most likely due to a busy machine."""
+    """The alarm starts at five times the usual time plus a minute. A busy machine may cause smaller delays."""
     *before, now = h.values["seconds"][-WINDOW - 1 :] or [0.0]
     usual = median(before or [math.inf])
     if len(before) < LEVEL or now < max(5 * usual, usual + 60):
@@ -447,7 +449,7 @@ def stall(h: History) -> Seen | None:
     "faults of an environment. --reward-error decides what happens to the samples of failed episodes.",
 )
 def agent_errors(h: History) -> Seen | None:
-    """A tenth of the episodes, and at least two, must fail, because one failed program among many is normal."""
+    """At least a tenth of the episodes, and at least two, failed. One failed program among many is normal."""
     return _share_of_episodes(h, "errors", "failed or crashed")
 
 
@@ -487,7 +489,7 @@ def context_overflow(h: History) -> Seen | None:
     "more turns, raise --environment-max-turns.",
 )
 def turn_limit(h: History) -> Seen | None:
-    """Half of the episodes in three rollouts are needed, because a new model may still learn to end an episode."""
+    """The alarm needs half of the episodes in three rollouts, because a new model may still learn to end episodes."""
     limit = h.values["turn_limit"]
     if len(limit) < QUIET or min(limit[-QUIET:]) < 0.5:
         return None
@@ -531,7 +533,7 @@ class Alarm:
 
 
 class Alarms:
-    """The alarms of a run, both present and past ones. ``all`` has them in the order in which they began."""
+    """The alarms of a run, both present and past ones. ``all`` lists the alarms in the order in which they began."""
 
     def __init__(self) -> None:
         self.all: list[Alarm] = []
@@ -561,7 +563,7 @@ class Alarms:
         return self.judge() if record["kind"] == "perf" else []
 
     def judge(self) -> list[Alarm]:
-        """End the rollout of the last records. Also needed after a failed rollout, which has no closing record."""
+        """Judge the rollout of the last records. Call this also after a failed rollout, which has no closing record."""
         if DEFAULT_AXIS not in self._pending:
             return []
         rollout_id = int(self._pending[DEFAULT_AXIS][-1])

@@ -125,7 +125,7 @@ class Console:
     """Prints lines, rows of the rollout table and warnings.
 
     ``file``: standard output by default. ``always``: titles of the columns that are shown from the first row on. Other
-    columns are added when they first have a value. ``unit``: the name of a row.
+    columns are added when they first have a value. ``unit``: what a row stands for.
     """
 
     def __init__(self, file: TextIO | None = None, always: Iterable[str] = (), unit: str = "rollout") -> None:
@@ -162,7 +162,7 @@ class Console:
             logger.info("%s: %s", name, value)
 
     def block(self, renderable: rich.console.RenderableType) -> None:
-        """Print a block of several lines. The next row of the table then gets a new header."""
+        """Print a block of several lines. Before the next row of the table, the table's header is printed again."""
         self.rich.print(renderable, soft_wrap=isinstance(renderable, Text) and not self.live)
         self._header = ""
 
@@ -177,8 +177,8 @@ class Console:
     ) -> None:
         """Print a line of the rollout table and log it.
 
-        ``position``: such as "4 of 40". ``metrics``: name in ``COLUMNS`` -> value. ``phases``: label -> its part of
-        ``seconds``. ``best``: whether the eval score is the best so far.
+        ``position``: such as "4 of 40". ``metrics``: name in ``COLUMNS`` -> value. ``phases``: label of a phase -> the
+        phase's part of ``seconds``. ``best``: whether the eval score is the best so far.
         """
         cells = {c.title: c.show(v) for c in COLUMNS if (v := _first(metrics, c.metrics)) is not None}
         self._titles |= cells.keys()
@@ -212,7 +212,8 @@ class Console:
 
 
 class Phase:
-    """A running phase. A separate thread draws its progress, so `update` is cheap and the display never stops."""
+    """A running phase. A separate thread draws the progress of the phase, so `update` is cheap and the display never
+    stops."""
 
     def __init__(self, console: Console, name: str, line_every: float = LINE_EVERY) -> None:
         self._console = console
@@ -225,7 +226,8 @@ class Phase:
         self._thread = threading.Thread(target=self._draw, name=f"progress-{name}", daemon=True)
 
     def update(self, done: int, total: int | None = None, note: str = "") -> None:
-        """Report that ``done`` of ``total`` units are finished. None keeps the earlier total. Any thread may call this.
+        """Report that ``done`` of ``total`` units are finished. If ``total`` is None, the earlier total stays. Any
+        thread may call this.
 
         ``note``: the name of the units, or the speed.
         """
@@ -308,7 +310,7 @@ class Timer:
             self.seconds[name] = self.seconds.get(name, 0.0) + self._clock() - began
 
     def restart(self) -> None:
-        """Begin a step now, and discard all times before it."""
+        """Begin a step now, and discard all times that were measured before."""
         self.seconds: dict[str, float] = {}
         self._step_began = self._clock()
 
@@ -389,8 +391,8 @@ def _device(args: RolloutArgs) -> str:
 
 
 def plugins(args: Args) -> Iterator[str]:
-    """The user code that flags name. Our own functions count only if the user chose them, and not if a supervised loss
-    implies them."""
+    """The user code that flags name. Our own functions are included if the user chose them, but not if slimelite chose
+    them, as for a supervised loss."""
     yield from (f"{FILE} {path}" for path in args.import_file)
     yield from (f"{GROUP} {path}" for path in args.args_group)
     implied = (OFFLINE_ROLLOUT, CHOOSE, CONTINUE, EPISODE, PROGRAM)
@@ -490,7 +492,8 @@ def spread(rewards: np.ndarray, count: int) -> list[int]:
 def samples_table(title: str, table: SampleTable, loss: LossType | None = None) -> Table:
     """A table of some rows: reward and components, label, end of the prompt, response. The rows are logged too.
 
-    ``loss``: given for supervised training. Rows then have a word from the data set instead of a reward.
+    ``loss``: the loss of supervised training. In supervised training, a row shows a word that comes from the data set,
+    such as "chosen", instead of a reward.
     """
     shown = Table(title="\n" + title, box=box.SIMPLE, title_justify="left", title_style="bold", show_edge=False)
     words = _verdicts(table, loss) if loss is not None and loss.supervised else None

@@ -1,10 +1,10 @@
 """Writes and reads ``metrics.jsonl``, which has every metric of a run, one JSON object per line.
 
-A line has ``time`` (seconds since the epoch), ``kind``, and metrics by their full names. The axes are among the
-metrics. Numbers that JSON cannot hold are the strings "NaN", "Infinity" and "-Infinity", which ``float()`` understands.
-Lines are only appended. A line of kind ``start`` has the rollout at which the run began or resumed, and the format of
-the run folder. A ``start`` line makes earlier lines about this rollout or later rollouts invalid. ``eval/step`` is the
-number of the rollout before an evaluation, -1 before training.
+A line has ``time`` (seconds since the epoch), ``kind``, and metrics by their full names. These metrics include the
+axes, such as ``rollout/step``. Numbers that JSON cannot hold are the strings "NaN", "Infinity" and "-Infinity", which
+``float()`` understands. Lines are only appended. A line of kind ``start`` has the rollout at which the run began or
+resumed, and the format of the run folder. A ``start`` line makes earlier lines about this rollout or later rollouts
+invalid. ``eval/step`` is the number of the rollout before an evaluation, -1 before training.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def read_metrics(run_dir: str | Path) -> list[Record]:
 
 
 def series(records: Iterable[Record], metric: str) -> tuple[list[float], list[float]]:
-    """(steps, values) of a metric on its axis, sorted by step. If a step repeats, its last value counts."""
+    """(steps, values) of a metric on its axis, sorted by step. If a step has several values, the last value is used."""
     axis = axis_of(metric)
     points = {r[axis]: r[metric] for r in records if metric in r and axis in r}
     return sorted(points), [points[step] for step in sorted(points)]
@@ -119,8 +119,8 @@ def eval_metrics(records: Iterable[Mapping[str, object]]) -> list[str]:
 
 
 def unknown_metrics(wanted: Iterable[str], runs: Iterable[Iterable[Record]]) -> str:
-    """The message about metrics that no run has. The message lists the most similar metrics of the runs, then all
-    others."""
+    """The message about metrics that no run has. The message first lists those metrics of the runs whose names are most
+    similar, then all other metrics of the runs."""
     known = sorted({name for records in runs for r in records for name in r if "/" in name and name != axis_of(name)})
     near: dict[str, None] = {}
     for name in (wanted := list(wanted)):

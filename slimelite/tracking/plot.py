@@ -51,7 +51,8 @@ Runs = Mapping[str, Sequence[Sequence[Record]]]  # label -> the records of one r
 class Panel:
     """One plot. ``lines``: label -> one curve, or several curves that are drawn as a line and a band.
 
-    ``focus``: the label of the line that has a colour while the others are grey. None: all lines have colours.
+    ``focus``: the label of the only line that has a colour; the others are grey. If ``focus`` is None, all lines have
+    colours.
     """
 
     title: str
@@ -78,7 +79,8 @@ def draw_run(records: Sequence[Record], out: str | Path) -> None:
 
 
 def draw_runs(runs: Runs, out: str | Path, metrics: Sequence[str] = (), kind: str = "minmax") -> None:
-    """Draw several runs in the same panels: one panel for each of ``metrics``, or the standard panels and every eval.
+    """Draw several runs in the same panels: one panel for each of ``metrics``, or the standard panels and every eval
+    score.
 
     ``kind``: the kind of band for several seeds, see `band`. A run has one colour in all panels. If there are
     more than four runs, each run has its own panel for each of ``metrics``.
@@ -113,7 +115,8 @@ def draw_runs(runs: Runs, out: str | Path, metrics: Sequence[str] = (), kind: st
 
 
 def band(curves: Sequence[Points], kind: str = "minmax") -> tuple[list[float], list[float], list[float], list[float]]:
-    """(steps, middle, low, high). Each step covers the curves that have a value there.
+    """(steps, middle, low, high) of several curves. The numbers at a step come from the curves that have a value at
+    this step.
 
     ``kind``: one of `BANDS`. The standard error is that of the mean of n runs, s / sqrt(n), where s² divides by n − 1.
     A single run has no band.

@@ -93,8 +93,8 @@ class RunFolder:
     def forget(self, rollout_id: int, *, ahead: bool = False) -> None:
         """Remove the files of ``rollout_id`` and later rollouts, because a resumed run repeats them or ends earlier.
 
-        ``ahead``: the checkpoint has the samples of ``rollout_id``. The files of its dropped groups then stay, because
-        the run does not drop them again.
+        ``ahead``: the checkpoint has the samples of ``rollout_id``. If so, the files of this rollout's dropped groups
+        stay, because the resumed run does not drop these groups again.
         """
         files = [file for folder in OF_ROLLOUTS for file in self.path.glob(f"{folder}/*.parquet")]
         files += self.path.glob("eval/*-*.parquet")
@@ -104,7 +104,7 @@ class RunFolder:
                 path.unlink()
 
     def save_alarms(self, alarms: Sequence[Alarm]) -> None:
-        """Write all alarms of the run. This replaces the alarms of rollouts that a resumed run repeats."""
+        """Write all alarms of the run. The new file has no old alarms of rollouts that a resumed run repeats."""
         if alarms:
             self._write("alarms.jsonl", "\n".join(json.dumps(dataclasses.asdict(alarm)) for alarm in alarms))
         else:
@@ -132,7 +132,8 @@ def config_yaml(args: Args) -> str:
     """The given arguments, in the form that ``--config`` reads. The other arguments are in comments, with their
     reasons.
 
-    So a run with this file and other flags computes its defaults and derived values again.
+    Because the other arguments are only comments, a run with this file and other flags computes its defaults and
+    derived values again.
     """
     reasons = {d.name: d.reason for d in args.derivations}
     lines = ["# arguments of this run; `python train.py --config` with this file repeats the run"]
@@ -179,7 +180,7 @@ def versions(device: str) -> dict[str, object]:
     """The versions of slimelite, Python and ``PACKAGES`` (None: not installed). The dict also has the commit of
     slimelite, the command line, and facts about this machine.
 
-    ``device``: GPUs are listed only if this is ``cuda``.
+    ``device``: the run's device; GPUs are listed only for ``cuda``.
     """
     return {
         "slimelite": slimelite.__version__,

@@ -69,7 +69,7 @@ class _Rollout:
 
 
 class Drawing:
-    """``curves.png`` of the run folder at ``path``."""
+    """Draws ``curves.png`` of the run folder at ``path``."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -78,7 +78,7 @@ class Drawing:
 
     @property
     def due(self) -> bool:
-        """Whether enough time has passed since the last drawing or, without a drawing, since the start."""
+        """Whether enough time has passed since the last drawing or, if there was no drawing yet, since the start."""
         return self._process is None and time.monotonic() - self._began > self._took / DRAWING_SHARE
 
     def begin(self) -> None:
@@ -89,12 +89,12 @@ class Drawing:
         self._process = start_module("slimelite.tracking.plot", str(self._path), text=True, **silent)
 
     def look(self) -> None:
-        """Check whether the drawing has ended."""
+        """Check whether the drawing in progress has ended."""
         if self._process is not None and self._process.poll() is not None:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for a drawing in progress. If it failed, log a warning with the reason."""
+        """Wait for a drawing in progress. If the drawing failed, log a warning with the reason."""
         if self._process is None:
             return
         _, errors = self._process.communicate()
@@ -171,7 +171,7 @@ class Tracker:
     def record_failure(
         self, _kind: type[BaseException] | None, error: BaseException | None, _tb: TracebackType | None
     ) -> None:
-        """Write an error to status.json before the run is shut down. The signature is the same as for ``__exit__``."""
+        """Write an error to status.json before the run is shut down. This method has the parameters of ``__exit__``."""
         if error is not None:
             name = "" if isinstance(error, Stopped) else f"{type(error).__name__}: "
             self._save_status(_status_of(error), f"{name}{error}".removesuffix(": "))
@@ -198,7 +198,8 @@ class Tracker:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Phase]:
-        """Time a phase of the loop as ``perf/{name}_time`` (generate: ``perf/rollout_time``), and show its progress.
+        """Measure the time of a phase of the loop, and show its progress. The metric is ``perf/{name}_time``, and for
+        generate ``perf/rollout_time``.
 
         ``name``: generate, train, update_weights, save_model, eval, or another name. `Phase.update` reports the
         progress.
@@ -241,7 +242,7 @@ class Tracker:
         """Record the metrics of training. ``steps``: the ``train/`` metrics of each optimizer step, if known.
 
         ``columns``: name -> column, [response tokens], that training adds to the saved rollout. ``token_stats``: the
-        trainer's statistics of the rollout's tokens. They are written to their own file.
+        trainer's statistics of the rollout's tokens, which are written to a separate file.
         """
         if token_stats is not None:
             self.folder.save_token_stats(rollout_id, token_stats)
@@ -298,7 +299,7 @@ class Tracker:
             self._checks.finish()
 
     def finish_early(self, why: str) -> None:
-        """Note the reason ``why`` the run ends before ``--num-rollout``. This is not a failure."""
+        """Note the reason ``why`` the run ends before ``--num-rollout``. Such an early end is not a failure."""
         self._early = f"finished early: {why}"
         self._checks.finish()
 

@@ -28,13 +28,14 @@ logger = logging.getLogger(__name__)
 
 
 class Writer(Protocol):
-    """A destination of metrics. ``where``: its path or URL, for the console."""
+    """A destination of metrics. ``where``: the path or URL of the destination, which the console shows."""
 
     name: str
     where: str
 
     def write(self, kind: Kind, metrics: Mapping[str, float], /) -> None:
-        """Write metrics that belong together. The steps of these metrics (see `AXES`) are among the metrics."""
+        """Write metrics that belong together. ``metrics`` includes their values on the x-axis, such as ``rollout/step``
+        (see `AXES`)."""
         ...
 
     def write_alarm(self, title: str, text: str, rollout_id: int, /) -> None:
@@ -178,7 +179,7 @@ class TensorboardWriter:
         self._events.flush()
 
     def write_alarm(self, title: str, text: str, rollout_id: int, /) -> None:
-        """Write the alarm as text. TensorBoard shows it as ``alarms`` under Text."""
+        """Write the alarm as text. TensorBoard shows this text as ``alarms`` under Text."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.plugins.text.metadata import create_summary_metadata

@@ -4,19 +4,20 @@ A micro-batch is one row of T tokens (`slimelite.training.batch`): a tree of sha
 other. The attention function is registered with transformers under the name ``ATTENTION``. For this name, transformers
 does not build a mask. `slimelite.training.batch.sequences_of_pass` gives the function the layout of the tokens.
 
-A token attends causally to its own node, and to all tokens of each node above. So attention takes a few calls without a
-mask. One call computes the attention inside the nodes. For each level of shared nodes, one call computes the attention
-of the descendants to these nodes. Each call also returns the log-sum-exp (lse) of its scores s, which is needed to
-merge the results. The keys and values of a prefix are read once, not once for each row. In the backward pass, every
-call gets the *merged* result O and the merged lse. With p = exp(s - lse) and delta = dO·O over all keys, each call
-computes exactly its part of the gradients.
+A token attends causally to its own node, and to all tokens of each node above. So the attention of all tokens is
+computed by a few kernel calls without a mask. One call computes the attention inside the nodes. For each level of
+shared nodes, one call computes the attention of the descendants to these nodes. Each call also returns the log-sum-exp
+(lse) of its scores s, which is needed to merge the results. The keys and values of a prefix are read once, not once for
+each row. In the backward pass, every call gets the *merged* result O and the merged lse. With p = exp(s - lse) and
+delta = dO·O over all keys, each call then computes the exact gradients for its own keys.
 
 - CUDA, half precision: the kernel behind `torch.nn.attention.varlen.varlen_attn`.
 - CPU: the kernel behind `scaled_dot_product_attention`, on blocks of similar sizes that are padded to the same size.
 
-In some cases, the keys of a node and of its path above are gathered instead, back to the start of the attention window.
-These cases are: a window that is shorter than the rows, fp32 on a GPU, capped scores, and attention sinks. No kernel
-supports capped scores and sinks, so there the whole score matrices are in memory.
+In some cases, one call computes all attention of a node instead. The keys for this call are gathered from the node and
+from the nodes above it, back to the start of the attention window. This is done for a window that is shorter than the
+rows, for fp32 on a GPU, for capped scores, and for attention sinks. No kernel supports capped scores and sinks, so in
+these two cases the whole score matrices are in memory.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def varlen_attention(
     s_aux: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """The attention of one layer, with transformers' signature. `sequences_of_pass` has the layout of all rows · T
+    """The attention of one layer, with transformers' signature. `sequences_of_pass` returns the layout of all rows · T
     tokens.
 
     Args:
@@ -158,8 +159,8 @@ class _Padded:
         return out, lse
 
     def own_gradients(self, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients of q, k and v through `own`. ``inputs``: the gradient of the result, q, k, v, the result, and
-        the log-sum-exp."""
+        """The gradients of q, k and v that flow through `own`. ``inputs``: the gradient of the result, q, k, v, the
+        result, and the log-sum-exp."""
         gradients = torch.zeros_like(inputs[1]), torch.zeros_like(inputs[2]), torch.zeros_like(inputs[3])
         for bucket in self._own:
             self.add_gradients(bucket, gradients, *inputs, causal=True)
@@ -168,8 +169,8 @@ class _Padded:
     def shared(
         self, bucket: Bucket, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The attention of some tokens to shared nodes: their positions ``rows`` [m], the result [m, heads, width], and
-        the log-sum-exp [m, heads]."""
+        """The attention of the m tokens of ``bucket`` to shared nodes: the positions [m] of these tokens, the result
+        [m, heads, width], and the log-sum-exp [m, heads]."""
         q_, k_, v_ = self._blocks(bucket, q, k, v)
         out, lse = torch.empty_like(q_), q_.new_empty(q_.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
         for heads in self._heads(q, k):
@@ -195,7 +196,7 @@ class _Padded:
         *,
         causal: bool = False,
     ) -> None:
-        """Add the gradients of q, k and v through `shared` to ``gradients``; see `own_gradients`."""
+        """Add to ``gradients`` the gradients of q, k and v that flow through `shared`; see `own_gradients`."""
         q_, k_, v_ = self._blocks(bucket, q, k, v)
         grad_, out_, lse_ = (x.index_select(0, bucket.queries) for x in (grad, out, lse))
         if len(bucket.rows) < len(grad_):  # the gradient of padding is 0

@@ -1,14 +1,14 @@
 """A micro-batch: rows of a rollout packed into one row, with the data that a model and a loss need.
 
-The tokens of a micro-batch are a tree of shared prefixes, or sequences one after the other. In a tree, the rows are
-sorted by their token ids. Each row adds only the tokens that it does not share with the row before it. So the tokens
-are in depth-first order. A *node* is a range of tokens that the same rows share. The tokens after a node, up to its
-position ``until``, belong to its descendants. An example is a prompt of 5 tokens with answers of 3 and 2 tokens::
+The tokens of a micro-batch form a tree of shared prefixes, or are sequences one after the other. In a tree, the rows
+are sorted by their token ids. Each row adds only the tokens that it does not share with the row before it. So the
+tokens are in depth-first order. A *node* is a range of tokens that the same rows share. The tokens after a node, up to
+its position ``until``, belong to its descendants. An example is a prompt of 5 tokens with answers of 3 and 2 tokens::
 
     position   0 1 2 3 4 | 5 6 7 | 8 9      nodes [0, 5) until 10, [5, 8) until 8, [8, 10) until 10
     depth      0 1 2 3 4 | 5 6 7 | 5 6
 
-Rows that share nothing are nodes without descendants: sequences one after the other.
+Rows without a shared prefix are nodes without descendants, one after the other.
 """
 
 from __future__ import annotations
@@ -41,16 +41,17 @@ class MicroBatch:
     """A micro-batch on the device: R response tokens of some rows, the T tokens from which a model predicts them, and
     the data of the R tokens.
 
-    A prefix that rows share is included once (see above). So one position may predict several response tokens, for
-    example the first tokens of a prompt's answers. The gradients of these tokens are added at this position.
+    A prefix that rows share is included once (see the docstring of this file). So one position may predict several
+    response tokens, for example the first tokens of a prompt's answers. The gradients of these tokens are added at this
+    position.
 
     ``columns``: the columns of the whole rollout. ``rows``: [n] int64, rows of its table. ``lengths``: the number of
     prompt and response tokens of each row. ``input_ids``, ``position_ids``: [1, T]; one dummy token if there are no
     rows. ``response_index``: [R], the position whose hidden state predicts each response token. ``targets``: [R], the
     response tokens. ``segments``: [R], the index of each token's row in ``rows``. ``token_index``: [R] int64 on the
     CPU, the position of each token in the table's response columns. ``kept``: the kept ids of the tokens; None if all
-    log-probs are over the whole vocabulary. After `fetch`, there are also the ``READ`` columns of the tokens, [R] each,
-    see `TokenColumns`. In a rollout's first step, the current log-probs replace the missing values of ``old``.
+    log-probs are over the whole vocabulary. After `fetch`, the columns that ``READ`` names are attributes too, [R]
+    each, see `TokenColumns`. In a rollout's first step, the current log-probs replace the missing values of ``old``.
 
     This is not a dataclass, because FSDP would find the columns in a dataclass that a forward pass gets, and would cast
     them to bf16 each time.
@@ -113,11 +114,11 @@ class MicroBatch:
             self.kept = KeptIds(table.kept_ids[places], table.kept_counts[token_index], device)
 
     def padded(self) -> MicroBatch:
-        """The same micro-batch, with each of its n sequences in its own row, padded on the right to the longest.
+        """The same micro-batch, with each of its n sequences in its own row, padded on the right to the longest row.
 
-        The sequences must not share prefixes. In causal layers, the padding does not change other tokens.
-        ``input_ids`` and ``position_ids`` are [n, longest]. ``response_index`` has indices into the flattened [n ·
-        longest] positions.
+        The sequences must not share prefixes. In causal layers, this padding does not change the outputs of other
+        tokens. ``input_ids`` and ``position_ids`` are [n, longest]. ``response_index`` has indices into the flattened
+        [n · longest] positions.
         """
         longest, device = max(self.lengths), self.input_ids.device
         lengths = torch.tensor(self.lengths, device=device)
@@ -149,7 +150,8 @@ class MicroBatch:
 
     @property
     def where(self) -> tuple[Tensor, Tensor, int]:
-        """(mask, segments, number of rows). Most functions of `slimelite.algorithms` take them in this order."""
+        """(mask, segments, number of rows). Most functions of `slimelite.algorithms` take these three arguments in this
+        order."""
         return self.mask, self.segments, len(self.rows)
 
     def fetch(self) -> MicroBatch:
@@ -162,8 +164,8 @@ class MicroBatch:
         return self
 
     def column(self, name: str) -> Tensor:
-        """A numeric column of the table, for example one of your own (see `sample.COLUMNS`). It is [R] if the column
-        has a value for each token, or [n] if it has a value for each sample.
+        """A numeric column of the table, for example one of your own (see `sample.COLUMNS`). The result is [R] if the
+        column has a value for each token, or [n] if it has a value for each sample.
 
         Raises:
             ValueError: the table does not have the column.
@@ -181,8 +183,8 @@ class Nodes:
     """The N nodes of a tree, in the order of their tokens. Each field is [N] int64.
 
     ``starts``, ``ends``: the node's first position, and the position after its last token. ``until``: the position
-    after its last descendant. ``depths``: the depth of its first token in its row. ``levels``: the number of nodes
-    above it. ``parents``: the index of the node directly above it, -1 for a root.
+    after the node's last descendant. ``depths``: the depth of the node's first token in its row. ``levels``: the number
+    of nodes above the node. ``parents``: the index of the node directly above, -1 for a root.
     """
 
     starts: np.ndarray
@@ -230,8 +232,8 @@ class Nodes:
         return cls(*columns), place[leaf]
 
     def positions(self, leaves: np.ndarray, depths: np.ndarray) -> np.ndarray:
-        """[m] the positions of tokens. A token is at depth ``depths`` [m] of the row with the last node ``leaves``
-        [m]."""
+        """[m] the positions of m tokens. Token i is at depth ``depths[i]`` of the row whose last node is
+        ``leaves[i]``."""
         nodes, above = leaves.copy(), np.flatnonzero(depths < self.depths[leaves])
         while len(above):
             nodes[above] = self.parents[nodes[above]]
@@ -249,9 +251,9 @@ class Bucket:
     the largest block.
 
     ``count``: the number of blocks. ``queries``: [count · longest], the positions of the queries; padding repeats one
-    of them. ``real``: [m], the indices of the m entries of ``queries`` that are not padding. ``rows``: [m], the
-    positions in these entries. ``keys``: [count · longest], the positions of the keys, padded in the same way.
-    ``hidden``: [count, 1, 1, longest] bool, True for keys that are padding; None if there is no padding.
+    of these positions. ``real``: [m], the indices of the m entries of ``queries`` that are not padding. ``rows``: [m],
+    the positions in these entries. ``keys``: [count · longest], the positions of the keys; padding repeats one of these
+    positions. ``hidden``: [count, 1, 1, longest] bool, True for keys that are padding; None if there is no padding.
     """
 
     count: int
@@ -283,10 +285,9 @@ class LevelPart:
     """Nodes of one level, for one call of a scan. The nodes have similar lengths, and are padded at their ends to the
     longest node.
 
-    ``count``: the number of nodes. ``positions``: [count · longest], the positions of their tokens, T for padding.
+    ``count``: the number of nodes. ``positions``: [count · longest], the positions of the nodes' tokens, T for padding.
     ``real``: [m], the indices of the m entries of ``positions`` that are not padding; None if there is no padding.
-    ``parents``: [count], the index of each node's parent in the level above, counted over all its parts; None in the
-    first level.
+    ``parents``: [count], the index of each node's parent among all nodes of the level above; None in the first level.
     """
 
     count: int
@@ -296,7 +297,7 @@ class LevelPart:
 
 
 class PackedSequences:
-    """The layout of the T tokens of a micro-batch. It determines which tokens each token attends to.
+    """The layout of the T tokens of a micro-batch. The layout determines which tokens each token attends to.
 
     ``cu_seqlens``: [nodes + 1] int32, the first position of each node, then T. ``max_length``: the number of tokens of
     the longest node. ``longest_row``: the number of tokens of the longest row. The data for a kernel is created when a
@@ -335,7 +336,8 @@ class PackedSequences:
 
     @cached_property
     def shared_buckets(self) -> list[Bucket]:
-        """Buckets of all shared nodes, level by level: the queries are a node's descendants, the keys its tokens."""
+        """Buckets of all shared nodes, level by level: the queries are the tokens of a node's descendants, and the keys
+        are the node's own tokens."""
         buckets = []
         for nodes in self.shared:
             buckets += _buckets(*self._below(nodes))
@@ -343,14 +345,15 @@ class PackedSequences:
 
     @cached_property
     def own_blocks(self) -> Blocks:
-        """Blocks of all nodes, in the order of their tokens. ``queries`` and ``keys`` are empty, because all tokens are
-        used in their order."""
+        """One block for each node, in the order of the tokens. ``queries`` and ``keys`` are empty, because the blocks
+        contain all tokens in their order."""
         none, longest = self.cu_seqlens[:0], (self.max_length, self.max_length)
         return Blocks(none, none, self.cu_seqlens, self.cu_seqlens, longest)
 
     @cached_property
     def shared_blocks(self) -> list[Blocks]:
-        """Blocks of all shared nodes, for each level: the queries are a node's descendants, the keys its tokens."""
+        """For each level, one block for each shared node: the queries are the tokens of its descendants, and the keys
+        are its own tokens."""
         return [self._blocks(*self._below(nodes)) for nodes in self.shared]
 
     def window(self, size: int | None) -> Window:
@@ -388,8 +391,8 @@ class PackedSequences:
         """The inputs and outputs of a convolution over a token and the ``count`` tokens before it on its path.
 
         Returns the positions of the inputs: node by node, the ``count`` tokens before the node and the tokens of the
-        node. If there are fewer tokens before it, the position is T. Also returns [T]: for each token, the index
-        of the first of its ``count`` + 1 inputs. The token is the last of these inputs.
+        node. If there are fewer tokens before the node, the missing positions are T. Also returns [T]: for each token,
+        the index of its first input. A token has ``count`` + 1 consecutive inputs, and is itself the last of them.
         """
         if count not in self._before:
             window, sizes = self.window(count + 1), self.sizes + count
@@ -422,8 +425,8 @@ class Window:
     """The queries and keys of attention with a window of ``size`` tokens. The queries are the nodes. The keys of a node
     are the tokens of its path that are in the window of its first token, and its own tokens.
 
-    ``reach``: [nodes], the number of keys of each node that are before the node. ``keys``: the positions of all keys,
-    node by node.
+    ``reach``: [nodes], for each node, the number of its keys that come before its first token. ``keys``: the positions
+    of all keys, node by node.
     """
 
     def __init__(self, sequences: PackedSequences, size: int | None) -> None:
@@ -453,7 +456,7 @@ class Window:
     @cached_property
     def buckets(self) -> list[tuple[Bucket, Tensor | None]]:
         """The nodes, grouped by size, as (bucket, mask). The mask is [count, 1, queries, keys] bool, True if the query
-        attends to the key. It is None for causal attention.
+        attends to the key. The mask is None for causal attention.
         """
         nodes, sizes, device = self._sequences.nodes, self._sequences.sizes, self._sequences.device
         count, depths, buckets = self.reach + sizes, ranges(nodes.depths, sizes), []
@@ -524,11 +527,11 @@ _PASS: ContextVar[PackedSequences] = ContextVar("sequences of the forward pass")
 
 @contextmanager
 def laid_out(sequences: PackedSequences) -> Iterator[None]:
-    """A context for a forward pass with the layout ``sequences``. In it, the layers get the layout from
+    """A context for a forward pass with the layout ``sequences``. During this pass, the layers get the layout from
     `sequences_of_pass`.
 
-    A keyword argument would not reach all layers, because some models of transformers do not pass their keyword
-    arguments on.
+    If the layout were a keyword argument, it would not reach all layers, because some models of transformers do not
+    pass their keyword arguments on.
     """
     token = _PASS.set(sequences)
     try:

@@ -1,4 +1,5 @@
-"""Saves and loads trainer state with torch.distributed.checkpoint. Another number of ranks may load it."""
+"""Saves and loads trainer state with torch.distributed.checkpoint. The number of ranks that load a checkpoint may
+differ from the number of ranks that saved it."""
 
 from __future__ import annotations
 
@@ -54,8 +55,8 @@ Reference = Mapping[str, Tensor] | None
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The content of a learner's checkpoint. ``tensors``: {"part": {"name": tensor}}. ``facts``: the rest of
-    the state."""
+    """The content of a learner's checkpoint. ``tensors``: {"part": {"name": tensor}}. ``facts``: the values that are
+    not tensors, such as the progress."""
 
     rank: int
     tensors: State
@@ -70,7 +71,7 @@ class Snapshot:
 
 def snapshot(learner: Learner[LanguageModel], reference: Reference = None) -> Snapshot:
     """The weights, optimizer state (not with ``--no-save-optim``), random states and progress of ``learner``. The
-    tensors are not copied."""
+    result contains the tensors themselves, not copies of them."""
     facts = {**asdict(learner.progress), BASE: learner.args.hf_checkpoint, ADAPTER: _adapter(learner.args)}
     return Snapshot(learner.world.rank, _state(learner, reference), facts)
 
@@ -140,9 +141,9 @@ def load(
     """Load a checkpoint of `save` into ``learner`` (collective).
 
     With ``--no-load-optim``, the optimizer state is not loaded. With ``--no-load-rng``, the random states are not
-    loaded. With ``weights_only`` or ``--finetune``, both are not loaded, and a new learning-rate schedule starts.
-    Otherwise the saved schedule continues, and a warning names the flags of this run that differ from it. With
-    ``--override-lr-scheduler``, this run's schedule is used.
+    loaded. With ``weights_only`` or ``--finetune``, neither optimizer state nor random states are loaded, and a new
+    learning-rate schedule starts. Otherwise the saved schedule continues, and a warning names the flags of this run
+    that differ from it. With ``--override-lr-scheduler``, this run's schedule is used.
 
     Raises:
         ValueError: the checkpoint is missing or damaged, belongs to another model or optimizer, or does not contain
@@ -178,8 +179,8 @@ def load(
         progress.schedule = own
     elif world.rank == 0 and (differences := progress.schedule.differences(own, learner.lr_flags)):
         logger.warning(
-            "the learning-rate schedule of the checkpoint is used, not that of this run: %s; add "
-            "--override-lr-scheduler to use that of this run",
+            "the learning-rate schedule of the checkpoint is used, not the schedule of this run's flags: %s; add "
+            "--override-lr-scheduler to use this run's flags",
             ", ".join(differences),
         )
     learner.progress = progress
@@ -394,7 +395,7 @@ class CheckpointReader(dcp.FileSystemReader):
         self.metadata = content
 
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:  # noqa: ARG002
-        """The metadata that the constructor has read."""
+        """The metadata of the checkpoint, which the constructor has read."""
         self.metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return self.metadata
 
@@ -435,10 +436,11 @@ class CheckpointReader(dcp.FileSystemReader):
 
 
 def failure(error: CheckpointException) -> BaseException:
-    """The first exception that a rank raised.
+    """The first of the exceptions that ranks raised.
 
     Raises:
-        KeyboardInterrupt: the user stops the run (Ctrl-C, SIGTERM). Torch reports this like any other failure.
+        KeyboardInterrupt: the user stops the run (Ctrl-C, SIGTERM). Torch reports this interrupt like any other
+            failure.
     """
     causes = [cause for cause, _ in error.failures.values()]
     for cause in causes:

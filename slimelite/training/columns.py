@@ -1,7 +1,8 @@
 """Data that the loss needs for each response token of a rollout: masks, log-probs, advantages, weights.
 
 Every rank has the columns of the whole rollout (a few bytes for each token). So all ranks compute the same whitened
-advantages, and find the same rows without a gradient. This happens before rows are distributed to ranks.
+advantages, and find the same rows without a gradient. Advantages and these rows are determined before rows are
+distributed to ranks.
 """
 
 from __future__ import annotations
@@ -46,16 +47,16 @@ class TokenColumns:
 
     ``steps``: the rows of each optimizer step. ``mask``: bool, True for trained tokens. ``segments``: int64, the row of
     each token. ``rollout_log_probs``: the engine's log-probs; NaN for tokens without them. ``weights``: the weight of
-    each token in the loss of its optimizer step. ``pg_weights``: its weight in the policy loss. ``pair_weights``: [n],
-    for a loss of pairs, see `pair_weights`. ``of_tokens``: whether a token's advantage may differ from its row's
-    advantage in the table. ``returns``: the estimator's returns before distillation and whitening, which a critic
-    learns. ``loss_weights``: see `sample.COLUMNS`. ``mismatch_kl``: the KL for the current optimizer step, see
-    `supervised.kto_loss`.
+    each token in the loss of its optimizer step. ``pg_weights``: the weight of each token in the policy loss.
+    ``pair_weights``: [n], the result of `pair_weights`; None if the loss does not compare pairs. ``of_tokens``: whether
+    a token's advantage may differ from its row's advantage in the table. ``returns``: the estimator's returns before
+    distillation and whitening, which a critic learns. ``loss_weights``: see `sample.COLUMNS`. ``mismatch_kl``: the KL
+    for the current optimizer step, see `supervised.kto_loss`.
 
     Forward passes fill the other columns, with the weights before the rollout's first step. These columns are NaN for
     tokens that were not computed. ``old``, ``entropy``: log-probs and entropies of the policy. ``ref``, ``teacher``:
-    log-probs of these models. ``values``: the critic's values. ``other_log_probs``, ``other_entropy``: log-probs and
-    entropies of the policy, in rows that only `token_stats` reads.
+    log-probs of the reference model and of the teacher. ``values``: the critic's values. ``other_log_probs``,
+    ``other_entropy``: log-probs and entropies of the policy, in rows that only `token_stats` reads.
     """
 
     table: SampleTable
@@ -99,7 +100,7 @@ class TokenColumns:
         return columns
 
     def fill(self, name: str, outputs: Iterable[Tensor]) -> None:
-        """Store the results of the pass ``name``: [N] for each of its columns; NaN for tokens that were not
+        """Store the results of the pass ``name``: [N] for each column of the pass, with NaN for tokens that were not
         computed."""
         for column, values in zip(PASSES[name], outputs, strict=False):  # the entropy of a reference is not used
             setattr(self, column, torch.where(values.isnan(), getattr(self, column), values))
@@ -129,10 +130,10 @@ class TokenColumns:
     def normalize_correction(self, args: CorrectionArgs) -> None:
         """``--mis-batch-normalize``: divide policy-loss weights by the mean correction weight of their optimizer step.
 
-        The mean is computed as in slime. If the mode ``mask`` gives a token the weight 0, the token's ratio is used in
-        its place. If a rejection or a veto drops a token, its weight is still used. At the levels ``sequence`` and
-        ``geometric``, each response with a trained token counts once. The column ``old`` must be filled for every
-        trained row.
+        The mean is computed as in slime. If the mode ``mask`` gives a token the weight 0, the mean uses the token's
+        ratio instead of this weight. If a rejection or a veto drops a token, the mean still includes the token's
+        weight. At the levels ``sequence`` and ``geometric``, the mean includes each response with a trained token once.
+        The column ``old`` must be filled for every trained row.
         """
         tokens = (self.old, self.rollout_log_probs, self.mask, self.segments, len(self.table))
         level, upper, lower = args.mis_level, args.mis_upper_bound, args.mis_lower_bound
@@ -154,10 +155,10 @@ class TokenColumns:
     def spread_advantages(self, args: DistillationArgs) -> None:
         """Set the advantage of every token.
 
-        `RolloutManager` has compared the rollouts of each group, and has set an advantage for each row. The estimator
-        of ``--advantage-estimator`` (docs/algorithms.md) computes token advantages from it. If
-        ``--custom-advantage-function-path`` is set, its function ``fn(args, table, columns)`` sets
-        ``columns.advantages`` instead. With a critic it also sets ``columns.returns``.
+        `RolloutManager` has compared the rollouts of each group, and has set an advantage for each row. From it, the
+        estimator of ``--advantage-estimator`` (docs/algorithms.md) computes an advantage for each token. If
+        ``--custom-advantage-function-path`` is set, the plugin's function ``fn(args, table, columns)`` sets
+        ``columns.advantages`` instead. With a critic, the function also sets ``columns.returns``.
 
         Raises:
             ValueError: an advantage or return of a trained token is not finite.
@@ -211,8 +212,8 @@ class TokenColumns:
         """[n] bool: the rows that need a forward pass, because they can have a gradient.
 
         If a step has no row with a gradient, a few trained rows are computed anyway, to measure the entropy and the
-        mismatch with the engine. ``checked``: whether --ci-test checks this rollout. Then every trained row is
-        computed.
+        mismatch with the engine. ``checked``: whether --ci-test checks this rollout. If it is True, every trained row
+        is computed.
         """
         trained = self.table.mask_sums > 0
         if checked or normalizes(args):
@@ -304,10 +305,11 @@ class TokenColumns:
         self._refuse(torch.from_numpy(~known), what)
 
     def means(self, args: DistillationArgs, computed: np.ndarray) -> dict[str, float]:
-        """The metrics ``rollout/*``, one for each column. First the column's mean over the trained tokens of each row
-        is computed, then the mean over all trained rows whose mean is not NaN.
+        """The metrics ``rollout/*``, one for each column. A column is first averaged over the trained tokens of each
+        row. The metric is the mean of these row means, without those that are NaN.
 
-        If the policy's log-probs of any row in ``computed`` [n] bool are unknown, their metrics are left out.
+        If the policy's log-probs of any row in ``computed`` [n] bool are unknown, the metrics of these log-probs are
+        left out.
         """
         columns = {
             "returns": self.returns,
@@ -340,7 +342,8 @@ class TokenColumns:
         return columns
 
     def token_stats(self) -> TokenStats:
-        """The log-probs and entropies with the weights before the first step; NaN for rows that were not computed."""
+        """The log-probs and entropies with the weights before the rollout's first optimizer step; NaN for rows that
+        were not computed."""
         log_probs = torch.where(self.old.isnan(), self.other_log_probs, self.old).float()
         entropy = torch.where(self.entropy.isnan(), self.other_entropy, self.entropy).float()
         return TokenStats(self.table.sample_id, self.table.response_offsets, log_probs.numpy(), entropy.numpy())
@@ -381,7 +384,8 @@ def passes(
 
     Args:
         computed: [n] bool, the rows that the steps will compute. It is None before the advantages are known, because
-            they determine these rows. Then the result has the passes that advantages and reference terms need.
+            the advantages determine these rows. If it is None, the result has the passes that advantages and reference
+            terms need.
         checked: whether --ci-test checks this rollout, which needs the log-probs of a separate pass.
     """
     table = columns.table
@@ -410,11 +414,11 @@ def passes(
 def pass_begins(args: CorrectionArgs, num_steps: int, checked: bool) -> int | None:
     """The first step whose rows need a separate pass for the old log-probs; None: no step needs such a pass.
 
-    Old log-probs are computed with the weights before the first step. In the first step the weights have not changed
-    yet, so the training pass computes the old log-probs. They differ from those of a separate pass only by rounding,
-    because the micro-batches differ. The ratios are then exactly 1.
-    With --use-rollout-logprobs and without a correction, later steps do not need old log-probs either, because only the
-    first step measures the mismatch.
+    Old log-probs are computed with the weights before the rollout's first optimizer step. In the first step the weights
+    have not changed yet, so its training pass also computes the old log-probs, and all ratios are exactly 1. A separate
+    pass would give log-probs that differ by rounding, because its micro-batches differ. With --use-rollout-logprobs and
+    without a correction, later steps do not need old log-probs either, because only the first step measures the
+    mismatch.
     """
     if not args.job.sampled:
         return None
@@ -435,16 +439,16 @@ FLAG = "--custom-pg-loss-reducer-function-path"
 def reducer_weights(args: AlgorithmArgs, columns: TokenColumns) -> Tensor:
     """[N] float64: the weight of every token of the table in the policy loss of its optimizer step.
 
-    The plugin has slime's signature. Its lists have one entry for each response. It returns the *reducer*, a function
-    of the token losses::
+    The plugin has slime's signature. The lists in its arguments have one entry for each response. The plugin returns
+    the *reducer*, a function of the token losses::
 
         fn(total_lengths, response_lengths, loss_masks, calculate_per_token_loss) -> (losses [tokens] -> 0-d tensor)
 
-    slime calls the plugin for each micro-batch, and adds the results of the reducers. Then it divides by the number of
-    rollouts of the step, or with ``--calculate-per-token-loss`` by the number of trained tokens. slimelite calls the
-    plugin once with all responses of the step, so the reducer may divide by totals of the whole step. The result is
-    divided by the same number as in slime. The reducer must compute a weighted sum of the losses. Its derivative is
-    the weight of each token.
+    slime calls the plugin for each micro-batch, and adds the results of the reducers. Then slime divides the sum by the
+    number of rollouts of the step, or with ``--calculate-per-token-loss`` by the number of trained tokens. slimelite
+    calls the plugin once with all responses of the step, so the reducer may divide by totals of the whole step.
+    slimelite divides the reducer's result by the same number as slime. The reducer must compute a weighted sum of the
+    losses, because its derivative with respect to a token's loss is used as the weight of the token.
 
     Raises:
         ValueError: the reducer's result is not a finite weighted sum of the losses.

@@ -53,8 +53,8 @@ class ValueModel(LanguageModel):
 
 
 class Critic(Learner[ValueModel]):
-    """The value model and its AdamW optimizer, with the learning rate ``--critic-lr``. Its methods are collective, like
-    those of `Trainer`.
+    """The value model and its AdamW optimizer, with the learning rate ``--critic-lr``. The methods are collective:
+    every rank must call them.
 
     Raises:
         ValueError: there is no model at ``--critic-load``.
@@ -103,7 +103,8 @@ class Critic(Learner[ValueModel]):
         """Compute the gradients of one optimizer step, with the same token weights as for the policy; see
         `Learner.accumulate`.
 
-        ``checked``: raise AssertionError if the values differ from ``columns.values``, which the same weights computed.
+        ``checked``: raise AssertionError if the values differ from ``columns.values``, which an earlier pass computed
+        with the same weights.
         """
         old, returns = columns.values, columns.returns
         assert returns is not None
@@ -148,9 +149,9 @@ def build_reference(args: Args, world: World, policy: PolicyModel) -> FrozenPoli
 
 
 class FrozenPolicy:
-    """The policy at ``path``, sharded like the trained policy. Only `copy_from` changes its weights.
+    """The policy at ``path``, sharded like the trained policy. Only `copy_from` changes the weights of this copy.
 
-    With a GPU, its shards are in host memory while they are not used.
+    With a GPU, the shards are in host memory while this copy is not used.
     """
 
     def __init__(self, args: Args, world: World, path: str | None) -> None:
@@ -174,7 +175,7 @@ class FrozenPolicy:
 
     @contextmanager
     def state(self) -> Iterator[dict[str, nn.Parameter]]:
-        """A context with the weights by their names in a checkpoint. The caller may change the weights."""
+        """A context that yields the weights by their names in a checkpoint. The caller may change the weights."""
         with self.weights(unchanged=False) as model:
             yield {name.removeprefix("hf."): parameter for name, parameter in model.named_parameters()}
 
@@ -187,8 +188,8 @@ class FrozenPolicy:
 
 
 class AdapterReference:
-    """The policy before training: its frozen weights, and a frozen copy of its initial adapters. It shares the weights
-    with the trained policy, so no second model is in memory.
+    """The policy before training: its frozen weights, and a frozen copy of its initial adapters. The reference shares
+    its frozen weights with the trained policy, so no second model is in memory.
 
     A new adapter does not change the model's outputs. So without ``--lora-adapter-path``, the reference is the model of
     ``--hf-checkpoint``.
@@ -211,7 +212,8 @@ class AdapterReference:
 
     @contextmanager
     def state(self) -> Iterator[dict[str, Tensor]]:
-        """A context with the reference's adapters by their names in a checkpoint. The caller may change them."""
+        """A context that yields the reference's adapters by their names in a checkpoint. The caller may change the
+        adapters."""
         yield self._other
 
     @torch.no_grad()

@@ -159,13 +159,14 @@ class MetricSums:
             self.add(name, *pair)
 
     def note(self, name: str, value: float) -> None:
-        """Record a number of the step that is equal on all ranks. For all steps together, `means` returns the number of
-        the last step instead of a mean."""
+        """Record a number of the step that is equal on all ranks. As the metric over all steps, `means` returns the
+        number of the last step instead of a mean."""
         self._notes[self.step][name] = value
 
     def means(self) -> tuple[dict[str, float], list[dict[str, float]]]:
-        """The metrics over all steps, and the metrics of each step (collective). A metric is the sum of sums / the sum
-        of weights over all ranks. Names with weight 0 are left out. The numbers of `note` are included.
+        """The metrics over all steps, and the metrics of each step (collective). A metric is Σ sums / Σ weights, over
+        the pairs of all ranks. Metrics whose weights add up to 0 are left out. The numbers that `note` recorded are
+        included.
         """
         steps: list[Sums] = [{} for _ in range(self.step + 1)]
         whole: Sums = {}
@@ -202,11 +203,11 @@ def _means(sums: Sums) -> dict[str, float]:
 
 
 class Scores:
-    """Collects a model's results for each response token of a table: log-prob and entropy, or value. It collects them
-    first from micro-batches, then from all ranks.
+    """Collects a model's results for each response token of a table: log-prob and entropy, or value. `add` collects the
+    results of micro-batches, and `gather` those of all ranks.
 
     The results stay on their device until `gather` is called, so adding results never waits for a GPU. ``parts``: the
-    results that were added.
+    results that `add` has collected.
     """
 
     def __init__(self, tokens: int, world: World) -> None:
@@ -218,8 +219,8 @@ class Scores:
         self.parts.append((batch.token_index, torch.stack(values).detach()))
 
     def gather(self) -> tuple[Tensor, ...]:
-        """Each output as a [tokens] tensor on the CPU, equal on every rank (collective). It is NaN for tokens that were
-        not added."""
+        """Each output of the model as a [tokens] tensor on the CPU, equal on every rank (collective). Tokens that were
+        not added have the value NaN."""
         assert self.parts, "every rank must have a micro-batch, which may be empty"
         first = self.parts[0][1]
         sums = torch.zeros(len(first) + 1, self._tokens, dtype=first.dtype)
@@ -236,7 +237,7 @@ def table_scores(
 ) -> tuple[Tensor, ...]:
     """Run a model on the micro-batches ``dealt``, and return its outputs as `Scores.gather` does.
 
-    ``dealt``: for each rank, the rows of each of its micro-batches. ``options``: more arguments of the model's
+    ``dealt``: for each rank, the rows of each of its micro-batches. ``options``: additional arguments of the model's
     ``forward``, such as a policy's temperature.
     """
     scores = Scores(len(columns.mask), world)
@@ -251,8 +252,8 @@ def table_scores(
 class PassTimer:
     """Measures the seconds and the floating-point operations of the passes of a rollout, by name.
 
-    ``worker``: the name of this worker in the trace. ``around``: a function that returns a context for the pass with
-    this name.
+    ``worker``: the name of this worker in the trace. ``around``: a function that returns, for the name of a pass, a
+    context in which the pass runs.
     """
 
     def __init__(self, worker: str) -> None:
@@ -296,7 +297,7 @@ class PassTimer:
         """The metrics of all passes. Every pass has ``perf/{name}_time``.
 
         If operations were counted, there is also ``perf/{name}_tflops`` of one rank. If ``rate``, the peak operations
-        per second of the rank's device, is given, there is ``perf/{name}_mfu``. For training there are also
+        per second of the rank's device, is given, there is also ``perf/{name}_mfu``. For training there are also
         ``perf/actor_train_flops``, the operations of all ranks, and ``perf/computed_tokens_ratio``, the computed tokens
         divided by the tokens of all rows.
         """

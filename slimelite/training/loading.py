@@ -1,7 +1,7 @@
 """Reads models from Hugging Face folders, checks them before a run starts, and shards them.
 
-A run on Ray checks the models in the process of its first trainer, which needs torch anyway. The process of train.py
-does not need torch.
+A run on Ray checks the models in the process of its first trainer, which needs torch anyway. So the process of train.py
+does not have to import torch.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ def build_policy(args: Args, world: World, path: str | None, *, trainable: bool)
 
 
 def build_scorer(args: Args, world: World, path: str | None, *, trainable: bool) -> ScoringModel:
-    """The reward model at ``path``. If a language model is there, it gets a new score head; see `build_model`."""
+    """The reward model at ``path``. If the model at ``path`` is a language model, it gets a new score head; see
+    `build_model`."""
     return build_model(args, world, path, ScoringModel, trainable=trainable)
 
 
@@ -89,12 +90,12 @@ def build_model(
     new_head: bool = False,
 ) -> Model:
     """The causal LM at ``path``, on the device, sharded over the ranks. ``wrap``: a function that makes a
-    `LanguageModel` of it.
+    `LanguageModel` of this causal LM.
 
     A trainable model has fp32 weights. With ``--gradient-checkpointing``, the backward pass recomputes its layers. With
-    ``--recompute-granularity selective``, it does not recompute matrix products and attention. Frozen weights have the
-    dtype that the model computes in. With adapters (``--lora-rank``), most weights of a trainable model are frozen.
-    With ``--load-in-4bit``, its frozen linear layers have 4 bits.
+    ``--recompute-granularity selective``, the backward pass recomputes all operations except matrix products and
+    attention. Frozen weights have the dtype that the model computes in. With adapters (``--lora-rank``), most weights
+    of a trainable model are frozen. With ``--load-in-4bit``, the weights of its frozen linear layers have 4 bits.
 
     Raises:
         ValueError: see `read_config`, `may_pack`, `load_model` and `add_adapters`.
@@ -119,7 +120,11 @@ def build_model(
     model = wrap(hf)
     model.flops = ForwardFlops.of(model)
     if world.device.type == "cuda" and (kernel := next(filter(None, map(stateless_kernel, hf.modules())), "")):
-        logger.warning("%s: one sequence per forward pass, because %s does not take a state", config.model_type, kernel)
+        logger.warning(
+            "%s: each forward pass computes only one sequence, because the GPU kernel %s cannot start from a state",
+            config.model_type,
+            kernel,
+        )
         packing = Packing.ALONE
     model.packed = packing >= Packing.PACKED
     model.shares = args.share_prefixes and packing is Packing.SHARED
@@ -166,8 +171,8 @@ def _has_sources(hf: PreTrainedModel, path: str, *, new_head: bool) -> bool:
 
 
 def loading_minutes(args: Args) -> float:
-    """The timeout for other ranks while models are loaded [min]. It includes the time to read the files from a slow
-    disk."""
+    """The time in minutes after which a rank stops waiting for another rank that loads models. It is long enough to
+    read the files from a slow disk."""
     paths = [path for _, path in _models(args)]
     if args.use_reference and args.hf_checkpoint is not None:
         paths.append(args.hf_checkpoint)
@@ -212,8 +217,8 @@ def scoring_config(config: PretrainedConfig) -> PretrainedConfig:
     """The config of a reward model, made from ``config``. The model has one output, the score, at the last token that
     is not padding.
 
-    If the padding token is also an end-of-sequence token, it is removed from the config. Otherwise transformers would
-    take the score from the token before it.
+    If the padding token is also an end-of-sequence token, the padding token is removed from the config. Otherwise
+    transformers would take the score from the token before the end-of-sequence token.
     """
     config = copy.deepcopy(config)
     config.num_labels = 1
@@ -234,7 +239,8 @@ def load_model(
     new_head: bool = False,
     scores: bool = False,
 ) -> PreTrainedModel:
-    """The causal LM at ``path`` in fp32 on the CPU. If a folder has a config but no weights, the model is new.
+    """The causal LM at ``path`` in fp32 on the CPU. If a folder has a config but no weights, the model gets random
+    weights.
 
     Args:
         path, config: see `read_config`.
@@ -242,7 +248,7 @@ def load_model(
         attention: the name of an attention implementation of transformers.
         empty: whether the parameters stay on the meta device, because they are filled later.
         new_head: whether the caller replaces the LM head, so the files need not contain it.
-        scores: whether to load a reward model. If the files do not contain its head, the head is new.
+        scores: whether to load a reward model. If the files do not contain a score head, a new head is added.
 
     Raises:
         ValueError: see `load_weights`.

@@ -41,8 +41,9 @@ TAKEN_FOR_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj")
 
 
 class Adapter(nn.Module):
-    """The base class of the two kinds of adapted modules. The frozen weight keeps its name. ``lora_A`` and ``lora_B``
-    are additional fp32 parameters. As in peft, the product B·A is 0 at the start.
+    """The base class of the two kinds of adapted modules. The frozen weight keeps the name that it has in the model
+    without adapters. ``lora_A`` and ``lora_B`` are additional fp32 parameters. As in peft, the product B·A is 0 at the
+    start.
     """
 
     weight: Tensor
@@ -72,11 +73,13 @@ class Adapter(nn.Module):
 
     @abstractmethod
     def merged(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """The sum of ``weight`` and the adapter's change of it, in fp32 or float64. ``a``, ``b``: the whole A and B."""
+        """The sum of ``weight`` and the adapter's change of it, in fp32 or float64. ``a``, ``b``: A and B, gathered
+        from all ranks."""
 
 
 class LoraLinear(Adapter, FrozenLinear):
-    """Computes W x + scaling · B A dropout(x). It replaces the layer ``base``, and has the same weight and bias."""
+    """Computes W x + scaling · B A dropout(x). This module replaces the layer ``base``, and uses the weight and bias of
+    ``base``."""
 
     peft_parts = ("lora_A.weight", "lora_B.weight")
 
@@ -101,8 +104,8 @@ class LoraLinear(Adapter, FrozenLinear):
 
 
 class LoraEmbedding(Adapter, nn.Embedding):
-    """Computes E[i] + scaling · B A[:, i]. It replaces the layer ``base``, and has the same weight. As in peft there is
-    no dropout, and A starts at 0.
+    """Computes E[i] + scaling · B A[:, i]. This module replaces the layer ``base``, and uses the weight of ``base``. As
+    in peft, there is no dropout, and A (not B) starts at 0.
     """
 
     peft_parts = ("lora_embedding_A", "lora_embedding_B")
@@ -130,8 +133,8 @@ Weight = Tensor | Adapter | FrozenLinear
 
 
 def frozen(weight: Weight) -> Tensor:
-    """The parameter of the model, without the adapter. It has the weight's shape, dtype and device. For a weight in 4
-    bits, the result only has the weight's shape.
+    """The parameter of the model, without the adapter. The result has the weight's shape, dtype and device. For a
+    weight in 4 bits, only the result's shape is that of the weight.
     """
     if isinstance(weight, FrozenLinear) and weight.is_quantized:
         return weight.outline
@@ -139,7 +142,7 @@ def frozen(weight: Weight) -> Tensor:
 
 
 def parts(weight: Weight) -> list[Tensor]:
-    """The parameters from which a weight is computed. They may be sharded."""
+    """The parameters from which a weight is computed. These parameters may be sharded."""
     if isinstance(weight, Tensor):
         return [weight]
     return weight.parts() if isinstance(weight, Adapter) else [weight.weight]
@@ -152,7 +155,7 @@ def gathered(weight: Weight, dtype: torch.dtype, device: torch.device | None) ->
 
     The result may share memory with the parameter. Shards are cast before they are gathered, because bf16 halves the
     traffic between ranks. A merged weight is always computed in fp32 from the frozen weight, and is rounded once. So
-    the rounding errors of several updates do not add up.
+    the rounding errors of several weight updates do not add up.
     """
     if isinstance(weight, Tensor):
         return whole(weight.detach().to(device=device, dtype=dtype))
@@ -172,7 +175,7 @@ def head_weight(head: nn.Module) -> Tensor:
 
 def add_adapters(hf: PreTrainedModel, args: LoraArgs, seed: int, device: str | None = None) -> None:
     """Freeze ``hf``, and add adapters to the modules that ``args`` name. The adapters are read from
-    ``--lora-adapter-path``. Without this flag, they are new, with random values from ``seed``.
+    ``--lora-adapter-path``. Without this flag, the adapters are new, with random values from ``seed``.
 
     ``device``: the device of the adapters; None: the device of the weights.
 
@@ -381,9 +384,10 @@ def check_readable(hf: PreTrainedModel) -> None:
 
 
 def peft_config(hf: nn.Module, args: LoraArgs, base: str | None) -> dict[str, object]:
-    """The content of peft's ``adapter_config.json`` for the adapters of ``hf``. A module is listed by the last part of
-    its name. If a module without an adapter has the same last part, it is listed by its whole name. The modules of
-    `TAKEN_FOR_EXPERTS` are an exception.
+    """The content of peft's ``adapter_config.json`` for the adapters of ``hf``. A module with an adapter is listed by
+    the last part of its name. If a module without an adapter has the same last part, the module with the adapter is
+    listed by its whole name. In a mixture of experts, modules of `TAKEN_FOR_EXPERTS` are listed under target_parameters
+    instead.
     """
     adapted = {name for name, _ in adapters(hf)}
     ambiguous = {last_name(name) for name, _ in hf.named_modules() if name not in adapted}

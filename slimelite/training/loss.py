@@ -133,7 +133,8 @@ def judgements(args: PreferenceArgs, batch: MicroBatch, log_probs: Tensor, entro
 
 
 def odds_ratios(args: PreferenceArgs, batch: MicroBatch, log_probs: Tensor, entropy: Tensor) -> Loss:
-    """The loss of ``--loss-type orpo_loss``. Its likelihood term is a mean over the tokens of the chosen replies."""
+    """The loss of ``--loss-type orpo_loss``. The likelihood term of ORPO is a mean over the tokens of the chosen
+    replies."""
     assert batch.pairs is not None
     chosen, rejected, weights = batch.pairs
     losses, metrics = odds_ratio_loss(log_probs, *batch.where, chosen, rejected)
@@ -278,7 +279,8 @@ EXACT_AGREEMENT = 1e-3
 def check_first_step(
     args: Args, world: World, batch: MicroBatch, log_probs: Tensor, loss: Loss, *, initial: bool
 ) -> None:
-    """Check one micro-batch of the first optimizer step (``--ci-test``). An earlier pass computed ``batch.old``.
+    """Check one micro-batch of the first optimizer step (``--ci-test``). ``batch.old``: log-probs that an earlier pass
+    computed with the same weights.
 
     ``initial``: the policy has its initial weights, so its KL to a reference from the same checkpoint is 0.
 
@@ -310,8 +312,8 @@ def check_first_step(
 
 
 def check_values(world: World, values: Tensor, old: Tensor, mask: Tensor) -> None:
-    """Check one micro-batch of the critic's first optimizer step. All tensors are [R]. An earlier pass computed
-    ``old``.
+    """Check one micro-batch of the critic's first optimizer step. All tensors are [R]. ``old``: the values that an
+    earlier pass computed with the same weights.
 
     Raises:
         AssertionError: the difference between ``values`` and ``old`` is larger than rounding errors.
@@ -325,8 +327,8 @@ def engine_threshold(args: DebugArgs, *, exact: bool) -> float:
     """The largest allowed mean |trainer − engine log-prob|, in nats: the value of
     ``--ci-train-rollout-logprob-abs-diff-threshold``.
 
-    If ``exact`` is True (fp32, where only rounding differs), it is at most ``EXACT_AGREEMENT``. Saved rollouts do not
-    have this second limit, because their engine may not have used fp32.
+    If ``exact`` is True (fp32, where only rounding differs), the result is at most ``EXACT_AGREEMENT``. This second
+    limit does not apply to saved rollouts, because their engine may not have used fp32.
     """
     threshold = args.ci_train_rollout_logprob_abs_diff_threshold
     return min(threshold, EXACT_AGREEMENT) if exact and args.job.engines else threshold

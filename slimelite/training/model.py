@@ -48,7 +48,8 @@ class Logits:
         return logits if divisor == 1.0 else logits.div_(divisor)
 
     def slope(self, logits: Tensor) -> Tensor | float:
-        """The derivative d logits / dz at these logits: [rows, V], or one number if all derivatives are equal."""
+        """The derivative d logits / dz at these logits: [rows, V], or one number if the derivative is the same
+        everywhere."""
         if self.cap is None:
             return self.scale / self.temperature
         return (logits * (self.temperature / self.cap)).square_().neg_().add_(1).mul_(self.scale / self.temperature)
@@ -276,8 +277,8 @@ class LanguageModel(nn.Module):
         """Let torch.compile fuse the operations between the layers' matrix products and attention (``--compile``).
 
         Attention is not compiled, because its buckets would be compiled again for every micro-batch. Only ``forward``
-        is compiled, so FSDP's hooks still run before and after it. Call this method after FSDP, because FSDP changes
-        the class of a layer.
+        is compiled, so FSDP's hooks still run before and after the compiled code. Call this method after FSDP, because
+        FSDP changes the class of a layer.
         """
         AttentionInterface.register(ATTENTION, _never_compiled(varlen_attention))
         for module in self._recurrent:
@@ -289,7 +290,7 @@ class LanguageModel(nn.Module):
     def recompute_layers(self, context_fn: Callable[[], Any] = noop_context_fn) -> None:
         """Let the backward pass recompute each layer from its input (``--gradient-checkpointing``).
 
-        transformers' own recomputation works only in train(). Call this method after FSDP and `compile_layers`. Then
+        transformers' own recomputation works only in train(). Call this method after FSDP and `compile_layers`, so that
         the recomputation includes the compiled code, but not FSDP's hooks. ``context_fn``: see
         `torch.utils.checkpoint.checkpoint`.
         """
@@ -409,8 +410,9 @@ class ForwardFlops:
 
     @classmethod
     def of(cls, model: LanguageModel) -> ForwardFlops | None:
-        """The operations of a dense model. None for a mixture of experts, because a token uses only some of its
-        weights. Also None for BLT, because some of its parts process bytes, and others patches."""
+        """The operations of a dense model. The result is None for a mixture of experts, because a token uses only some
+        of the weights. The result is also None for BLT, because some parts of BLT process bytes, and other parts
+        process patches."""
         config = model.hf.config.get_text_config()
         if model_files.has_experts(model.hf) or not hasattr(config, "hidden_size"):
             return None
@@ -442,6 +444,6 @@ class ForwardFlops:
         return float((self.per_token * (ends - starts) + self.per_target * targets + self.per_pair * pairs).sum())
 
     def step(self, lengths: np.ndarray, targets: np.ndarray, shared: np.ndarray) -> float:
-        """The operations of the forward and backward passes for the rows; see `total`."""
+        """The operations of the forward and backward passes for n rows; see `total` for the arguments."""
         frozen = self.frozen_per_token * float((lengths - shared).sum()) + self.frozen_per_target * float(targets.sum())
         return 3 * self.total(lengths, targets, shared) - frozen

@@ -17,9 +17,9 @@ BLOCK_BYTES = 2**26
 class HostMemory:
     """Host memory that keeps the data of device tensors while something else, such as an engine, uses the device.
 
-    The memory is pinned. It is allocated in blocks when `offload` needs it, and is then kept. Copies to newly
-    allocated, pageable memory are several times slower. The tensor objects stay the same, so references to
-    them stay valid. Only their device storage is freed and later filled again.
+    The memory is pinned. It is allocated in blocks when `offload` needs it, and is reused by later calls. Copies to
+    newly allocated, pageable memory are several times slower. The tensor objects stay the same, so references to them
+    stay valid. Only the device storage of the tensors is freed and later filled again.
 
     Args:
         tensors: a function that returns the tensors, sharded or not. Every `offload` calls it, because optimizers

@@ -77,8 +77,8 @@ class LrSchedule:
     def at(self, step: int, run_steps: int) -> float:
         """The learning rate of optimizer step ``step`` (the first is 0) in a run of ``run_steps`` steps.
 
-        The last step of the warm-up has the peak. If warmup_init is 0, the first step has peak / warmup_iters. (In
-        Megatron it has 0.)
+        The last step of the warm-up has the peak learning rate. If warmup_init is 0, the first step has the learning
+        rate peak / warmup_iters. (In Megatron it has the learning rate 0.)
         """
         total = run_steps if self.decay_iters is None else self.decay_iters
         warmup = self.warmup_iters
@@ -149,13 +149,13 @@ class Optimizers:
     def step(self, lr: float, peak: float, loss: Tensor) -> tuple[float, bool]:
         """Clip the gradients, update with learning rate ``lr``, and clear the gradients.
 
-        ``loss``: 0-d, the step's loss over all ranks. It must be finite too, because a NaN loss may have a finite
-        gradient. ``peak``: the peak of the schedule. After a resume it may differ from ``--lr``. The learning rate of
-        Muon is ``--muon-lr`` times ``lr / peak``.
+        ``loss``: 0-d, the step's loss over all ranks. Besides the gradient, the loss must be finite too, because a NaN
+        loss may have a finite gradient. ``peak``: the peak learning rate of the schedule. After a resume, the peak may
+        differ from ``--lr``. The learning rate of Muon is ``--muon-lr`` times ``lr / peak``.
 
         Returns:
-            the norm of the gradient before clipping, and whether the norm and the loss are finite. If one of them is
-            not finite, the weights and moments are unchanged.
+            the norm of the gradient before clipping, and whether the norm and the loss are finite. If the norm or the
+            loss is not finite, the weights and moments are unchanged.
 
         Raises:
             FloatingPointError: the loss or the gradient is not finite, and ``--nonfinite-grad`` is ``fail``.
@@ -210,10 +210,11 @@ class Muon(torch.optim.Optimizer):
     """Muon for 2-D parameters, plain or sharded by rows (kellerjordan.github.io/posts/muon). Newton-Schulz iterations
     orthogonalize the momentum of each matrix, and the result is the update.
 
-    `torch.optim.Muon` computes the same update, but one matrix at a time and in bf16. With it, every rank gathers the
-    shards in every iteration. Here matrices of equal shape are stacked and iterated together, in the parameters' dtype,
-    fp32. On a CPU fp32 is several times faster than bf16. The ranks that share a model distribute the matrices among
-    themselves. Each rank gathers some whole matrices, iterates them, and sends every rank its rows of the result.
+    `torch.optim.Muon` computes the same update, but one matrix at a time and in bf16. With `torch.optim.Muon`, every
+    rank gathers the shards in every iteration. In this class, matrices of equal shape are stacked and iterated
+    together, in the parameters' dtype, fp32. On a CPU fp32 is several times faster than bf16. The ranks that share a
+    model distribute the matrices among themselves. Each rank gathers some whole matrices, iterates them, and sends
+    every rank its rows of the result.
 
     Args:
         params: 2-D parameters.

@@ -1,8 +1,10 @@
-"""Decides whether a model may be trained on packed sequences. It tests a small copy of the model before training.
+"""Decides whether a model may be trained on packed sequences. For this, a small copy of the model is tested before
+training.
 
-Some layers have a state that goes from token to token: linear attention, Mamba, convolutions. If their code does not
-handle packing, the state of one packed sequence enters the next sequence. After the first row of a shared prefix, the
-state also cannot return to the end of the prefix. There is no error then, but the log-probs are wrong.
+Some layers have a state that goes from token to token: linear attention, Mamba, convolutions. If the code of such a
+layer does not handle packing, the state of one packed sequence enters the next sequence. Such code also cannot reset
+the state to the end of a shared prefix before the next row with this prefix. In both cases there is no exception, but
+the log-probs are wrong.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ class NoSmallModel(ValueError):
 
 class NotTrainable(ValueError):
     """The trainer's log-probs of a model differ from transformers' log-probs. ``reason``: a message. ``eager``: whether
-    they are equal with eager attention."""
+    the log-probs are equal with eager attention."""
 
     def __init__(self, family: str, reason: str, eager: bool) -> None:
         remedy = "docs/algorithms.md lists the families that can be trained"
@@ -68,7 +70,7 @@ class Packing(IntEnum):
 def may_pack(config: PretrainedConfig, attention: str, *, pairs: bool = False) -> Packing:
     """The best packing with which rows get the same log-probs as each row alone.
 
-    The answer is cached, because the models of a run usually have the same config.
+    The result is cached, because the models of a run usually have the same config.
 
     Args:
         attention: the transformers attention name that the model is trained with.
@@ -99,7 +101,7 @@ def _may_pack(pickled: bytes, attention: str, pairs: bool) -> Packing:
 
 
 def why_alone(config: PretrainedConfig, attention: str) -> str:
-    """A message why packed rows do not get the same log-probs as rows alone."""
+    """A message that explains why packed rows do not get the same log-probs as rows alone."""
     return _small_model(config).why_alone(attention)
 
 
@@ -119,8 +121,8 @@ def _small_model(config: PretrainedConfig) -> SmallModel:
 
 class SmallModel:
     """A small copy of a model, some rows, and the correct log-probs of each row alone. transformers' own forward pass
-    computes these log-probs, with eager attention and in eval(). Rows 2 and 3 share a prefix. Rows 0 and 4 have the
-    same length.
+    computes these log-probs, with eager attention and in eval(). Of these rows, 2 and 3 share a prefix, and 0 and 4
+    have the same length.
     """
 
     @torch.no_grad()
@@ -166,13 +168,13 @@ class SmallModel:
 
     @torch.no_grad()
     def why_alone(self, attention: str) -> str:
-        """A message why packed rows do not get the correct log-probs. It names the first module whose outputs
-        differ."""
+        """A message that explains why packed rows do not get the correct log-probs. The message names the first module
+        whose outputs differ."""
         policy = self._policy(attention)
         packed, other, alone = (self._seen(policy, rows) for rows in ([0, 1], [4, 1], [1]))
         if name := _first_difference(packed, other):
-            return f"in a pack its {name} sees the sequence before"
-        return f"in a pack its {_first_difference(packed, alone)} depends on where a sequence begins"
+            return f"in a pack, {name} reads the preceding sequence"
+        return f"in a pack, the output of {_first_difference(packed, alone)} depends on the place of the sequence"
 
     def _looks_ahead(self) -> bool:
         """Whether log-probs depend on later tokens."""
@@ -181,7 +183,7 @@ class SmallModel:
         return bool((self._own_log_probs(changed) - self._right[1])[:-1].abs().max() > TOLERANCE)
 
     def _why_other(self, policy: PolicyModel) -> str:
-        """A message why a row alone does not get the correct log-probs."""
+        """A message that explains why a row alone does not get the correct log-probs."""
         ids = self._rows[1]
         if (self._own_log_probs(ids) - self._right[1]).abs().max() > TOLERANCE:
             return "its log-probs change from call to call"
@@ -279,8 +281,8 @@ def _row(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def one_line(error: Exception | None) -> str:
-    """The message of ``error`` on one line. It starts with the type of the error, unless this is ValueError or
-    OSError."""
+    """The message of ``error`` on one line. The message starts with the type of the error, unless the type is
+    ValueError or OSError."""
     text = " ".join(str(error).split())[:300]
     return text if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {text}"
 

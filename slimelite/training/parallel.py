@@ -25,9 +25,9 @@ from slimelite.training.quantized import SOURCE, STATE, FrozenLinear
 
 @dataclass(frozen=True)
 class World:
-    """This rank's numbers, and facts about all trainer ranks.
+    """The index of this rank, and facts about all trainer ranks.
 
-    ``rank``: the number of this process, 0 … ``ranks`` − 1. ``dp_rank``: the number of its share of the data, 0 …
+    ``rank``: the index of this process, 0 … ``ranks`` − 1. ``dp_rank``: the index of this rank's share of the data, 0 …
     ``dp_size`` − 1. At present ``dp_rank`` equals ``rank``, and ``dp_size`` equals ``ranks``, because every rank trains
     on different rows. ``mesh``: its dimensions are ``replicate`` (copies of the model, HSDP) and ``shard``. Data is
     split over both dimensions.
@@ -65,8 +65,8 @@ class World:
 def meeting_store(
     args: ClusterArgs, address: str, rank: int, world_size: int, listener: socket.socket | None
 ) -> dist.Store:
-    """The TCPStore at ``address`` (host:port), which the ranks use to form a process group. Rank 0 is its server.
-    ``listener``: an open socket for the server, or None."""
+    """The TCPStore at ``address`` (host:port), which the ranks use to form a process group. Rank 0 runs the server of
+    this store. ``listener``: an open socket for the server, or None."""
     host, _, port = address.rpartition(":")
     return dist.TCPStore(
         host,
@@ -112,10 +112,10 @@ def join_world(args: PerfArgs, rank: int, world_size: int, store: dist.Store | N
 def shard_model(model: nn.Module, layers: Iterable[nn.Module], world: World, *, cpu_offload: bool) -> None:
     """Shard ``layers`` and then the rest of ``model`` over the mesh, and move the model to the device.
 
-    If a parameter has the attribute ``SOURCE``, each rank reads its own rows of it from the model's files. Rank 0 has
-    the data of the other parameters, and scatters them. On other ranks, these parameters are on the meta device. A
-    single rank that computes in fp32 does not use FSDP, because it does not scatter or cast. FSDP would copy every
-    weight and gradient in each step (5 % of a step's time and 0.5 GB at 135M parameters on a CPU).
+    If a parameter has the attribute ``SOURCE``, each rank reads from the model's files only the rows of its own shard.
+    Rank 0 has the data of the other parameters, and scatters them. On other ranks, these parameters are on the meta
+    device. A single rank that computes in fp32 does not use FSDP, because it needs no scattering and no casts. FSDP
+    would copy every weight and gradient in each step (5 % of a step's time and 0.5 GB at 135M parameters on a CPU).
     """
     if world.ranks == 1 and world.compute_dtype == torch.float32:
         # the tensors may be memory-mapped from a file that another process may write to
@@ -187,7 +187,8 @@ def _scatter(model: nn.Module, full: dict[str, nn.Parameter], world: World, home
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the gathered parameters after passes without gradient. Then the next pass gathers the current parameters."""
+    """Free the gathered parameters after passes without gradient. As a result, the next pass gathers the current
+    parameters."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -2,33 +2,36 @@
 
 The plan counts *tree tokens*, the tokens that are computed: a prefix that rows of a micro-batch share counts once. A
 *unit* is a set of rows that must stay together, usually a single row. If a unit has several rows, only the prefix of
-all its rows counts as shared. So the unit's real tree tokens are at most the number in the plan.
+all its rows counts as shared. So the number of tree tokens that are really computed for a unit is at most the number in
+the plan.
 
 Invariants (tests/training/test_planning.py tests each of them):
 
-1. Every row is in exactly one step. Steps take rollouts in the order of their first rows.
+1. Every row is in exactly one step. Rollouts are assigned to steps in the order of their first rows.
 2. A step has at least ``global_batch_size`` rollouts. Only the last step may have fewer (at least one). A step has more
-   rollouts only if it would otherwise split rows that belong together (3).
+   rollouts only if it would otherwise split rows that belong together (invariant 3).
 3. Rows with equal rollout id (siblings of a fan-out) or equal unit id (a preference pair) are in one step.
 4. Within a step, every computed row is in exactly one micro-batch of one rank. Rows with equal unit id are in the same
    micro-batch.
 5. With ``max_tokens``, the tree tokens and the response tokens of a micro-batch are at most ``max_tokens``. Only a
    micro-batch with a single unit may exceed this limit. Without ``max_tokens``, a micro-batch has ``micro_batch_size``
-   rows. It has more rows only to keep a unit whole, and only the last micro-batch of a rank may have fewer.
+   rows. A micro-batch has more rows only to keep a unit whole, and only the last micro-batch of a rank may have fewer
+   rows.
 6. All ranks have the same number of micro-batches, at least one. A rank with fewer rows gets empty micro-batches.
 7. The tree tokens of two ranks differ by at most the tokens of the largest unit.
-8. Rows that share a prefix are separated only because of 5 or 7. With one rank, rows with at most ``max_tokens`` tree
-   tokens together are in one micro-batch.
+8. Rows that share a prefix are in different micro-batches only because of invariant 5 or 7. With one rank, rows with at
+   most ``max_tokens`` tree tokens together are in one micro-batch.
 9. The result depends only on the arguments. So every rank computes the same plan.
 
 The running time for n rows is proportional to n log n.
 
 To find shared prefixes, the rows are sorted by their token ids. The longest common prefix of two rows is then the
 shortest of the common prefixes of all neighbours between them. A prefix is shared up to a *branch*: a depth at which
-rows separate. Branches are chosen once for the whole table. Two branches of one path are at least ``SHORTEST`` tokens
-apart, because the calls for a shorter node take longer than its tokens save. (Example: if three of eight answers begin
-with "The", these three still separate from the others at the end of the prompt.) So the number of tokens that two rows
-share does not depend on their micro-batch. This allows counting the tokens of a micro-batch before it is built.
+the token ids of rows begin to differ. Branches are chosen once for the whole table. Two branches of one path are at
+least ``SHORTEST`` tokens apart, because for a shorter node the additional kernel calls take longer than sharing its
+tokens saves. (Example: if three of eight answers begin with "The", this token is not shared: all eight rows separate at
+the end of the prompt.) Because branches are chosen for the whole table, the number of tokens that two rows share does
+not depend on their micro-batch. So the tokens of a micro-batch can be counted before it is built.
 """
 
 from __future__ import annotations
@@ -53,8 +56,8 @@ CHUNK_ELEMENTS = 2**18
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One optimizer step. ``rows``: all its rows, which the divisor of the loss counts. ``micro_batches[rank]``: the
-    rows of each micro-batch of a rank."""
+    """One optimizer step. ``rows``: all rows of the step; the divisor of the loss is computed from all of them.
+    ``micro_batches[rank]``: the rows of each micro-batch of a rank."""
 
     rows: np.ndarray
     micro_batches: list[list[np.ndarray]]
@@ -88,10 +91,10 @@ def deal(
     """Distribute ``rows`` to ranks, and pack each rank's share into micro-batches: [rank][micro-batch] -> rows.
 
     Units that share a prefix form a *clump*, and a clump goes to one rank. Clumps are distributed from the largest to
-    the smallest, each to the rank with the fewest tokens. Then the rank with the most tokens gives the end of a clump
-    to the rank with the fewest tokens. This is repeated while it improves the balance. Within a rank, a clump that is
-    too large for a micro-batch is cut at its shortest shared prefixes. The pieces are packed with the algorithm
-    best-fit decreasing.
+    the smallest, each to the rank with the fewest tokens. Afterwards, units are moved from the end of a clump of the
+    rank with the most tokens to the rank with the fewest tokens. Such moves are repeated as long as they improve the
+    balance. Within a rank, a clump that is too large for a micro-batch is cut at its shortest shared prefixes. The
+    pieces are packed with the algorithm best-fit decreasing.
 
     Args:
         rows: [n] int64 rows of ``table``.
@@ -106,8 +109,8 @@ def deal(
 
 
 def tokens_shared(table: SampleTable, dealt: Iterable[np.ndarray], *, shares: bool) -> tuple[np.ndarray, np.ndarray]:
-    """The rows [n] of all micro-batches in ``dealt``. Also [n], for each row, the number of its tokens that an earlier
-    row of its micro-batch already has."""
+    """The rows [n] of all micro-batches in ``dealt``. Also [n], for each row, the length of the prefix that it shares
+    with an earlier row of its micro-batch."""
     parts = list(dealt)
     rows = np.concatenate([np.zeros(0, np.int64), *parts])
     whose = np.repeat(np.arange(len(parts)), list(map(len, parts)))
@@ -118,7 +121,8 @@ def tokens_shared(table: SampleTable, dealt: Iterable[np.ndarray], *, shares: bo
 class _Units:
     """The units, sorted by the token ids of their first rows.
 
-    ``tokens``: [u], the tree tokens of each unit without other units. ``responses``: [u], its response tokens.
+    ``tokens``: [u], the number of tree tokens that each unit has if it is alone. ``responses``: [u], the number of
+    response tokens of each unit.
     """
 
     def __init__(self, table: SampleTable, rows: np.ndarray, prefixes: Prefixes) -> None:
@@ -138,7 +142,8 @@ class _Units:
             self.responses = np.add.reduceat(self.responses, begins)[by_first]
 
     def shared(self, share: np.ndarray) -> np.ndarray:
-        """[m] the tokens that each unit of ``share`` [m] shares with the unit before it. ``share`` is ascending."""
+        """[m] the number of tokens that each unit in ``share`` [m] has in common with the unit before it. ``share`` is
+        ascending."""
         tokens = np.zeros(len(share), np.int64)
         last = np.maximum(self._last[share[:-1]], self._last[share[1:]])
         tokens[1:] = self._prefixes.between(self._first[share[:-1]], last)
@@ -285,8 +290,8 @@ class Prefixes:
 
     @classmethod
     def of(cls, table: SampleTable, *, shares: bool, shortest: int = SHORTEST) -> Prefixes:
-        """The shared prefixes of ``table``. If ``shares`` is False, rows share nothing. The result is computed once for
-        each table."""
+        """The shared prefixes of ``table``. If ``shares`` is False, no prefix counts as shared. The result is computed
+        once for each table."""
         known = _prefixes.setdefault(table, {})
         key = shortest if shares else 0
         if key not in known:
@@ -295,8 +300,8 @@ class Prefixes:
         return known[key]
 
     def between(self, first: np.ndarray, last: np.ndarray) -> np.ndarray:
-        """[m] int64: the number of tokens that all rows from rank ``first`` [m] to rank ``last`` [m] share. ``first``
-        must be less than ``last``."""
+        """[m] int64: the number of tokens that all sorted rows from index ``first`` [m] to index ``last`` [m] share.
+        ``first`` must be less than ``last``."""
         level = np.frexp(last - first)[1] - 1
         tokens = np.zeros(len(first), np.int64)
         for k in np.unique(level):

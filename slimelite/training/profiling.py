@@ -25,7 +25,7 @@ HISTORY = 1_000_000
 
 class Profiler:
     """Profiles the training on some rollouts on one rank, and records the history of the rank's GPU memory. Flags turn
-    both on.
+    on the profiling and the recording.
 
     Traces for Perfetto are in ``profile/{target}-{rollout}-rank{rank}.json.gz`` in the run folder. The memory history,
     for pytorch.org/memory_viz, is in ``memory-rank{rank}.pickle`` in ``--memory-snapshot-dir``.

@@ -39,7 +39,7 @@ class FrozenLinear(nn.Linear):
 
     @property
     def outline(self) -> Tensor:
-        """A tensor [out, in] without data. It has the shape of the dequantized weight."""
+        """A tensor [out, in] without data, which has the shape of the dequantized weight."""
         return torch.empty(self.out_features, self.in_features, device="meta")
 
     @torch.no_grad()
@@ -67,8 +67,8 @@ class FrozenLinear(nn.Linear):
 
     @torch.no_grad()
     def quantized(self, weight: Tensor) -> Tensor:
-        """[out, in / 2] the fp32 ``weight``, quantized. The buffers of this layer get its scales. The parameter of this
-        layer, which may be sharded, is not changed."""
+        """[out, in / 2] the fp32 ``weight``, quantized. The scales of the quantized weight are stored in the buffers of
+        this layer. The parameter of this layer, which may be sharded, is not changed."""
         alone = FrozenLinear(self.in_features, self.out_features, bias=False, device="meta")
         alone.weight = nn.Parameter(weight, requires_grad=False)
         alone.quantize()
@@ -90,7 +90,7 @@ class FrozenLinear(nn.Linear):
         return self.product(x)
 
     def dequantized(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
-        """[out, in] the dequantized weight. ``packed``: the whole ``weight`` [out, in / 2]."""
+        """[out, in] the dequantized weight. ``packed``: ``weight`` [out, in / 2], gathered from all ranks."""
         from bitsandbytes.functional import dequantize_4bit
 
         result: Tensor = dequantize_4bit(packed.reshape(-1, 1), self._state(packed.device, dtype))

@@ -1,14 +1,14 @@
 """Layers with a state that goes from token to token, such as Mamba, on a tree of shared prefixes.
 
-In transformers, linear attention, state-space layers and short convolutions compute a row from its first token on. If
-rows were packed one after the other, the second row would start from the first row's state, without an error. This file
-does not change the projections, norms and gates of these layers, which run over all tokens at once. It replaces the
-part that goes from token to token. This part runs level by level of the tree (`PackedSequences.levels`). The nodes of a
-level are a batch, and each node starts from the last state of its parent.
+In transformers, linear attention, state-space layers and short convolutions treat their input as one sequence, from its
+first token on. If rows were packed one after the other, the second row would start from the first row's state, without
+an error. This file does not change the projections, norms and gates of these layers, which run over all tokens at once.
+It replaces the part that goes from token to token. The replacement runs level by level of the tree
+(`PackedSequences.levels`). The nodes of a level are a batch, and each node starts from the last state of its parent.
 
-The table `KINDS` has the attributes by which such a module is recognized, and the function that replaces its part. The
-name of the module does not matter. Before a run, `slimelite.training.packing` checks that the results equal those of
-transformers.
+For each kind of such a module, the table `KINDS` has the attributes by which it is recognized, and the function that
+replaces its part that goes from token to token. The name of the module does not matter. Before a run,
+`slimelite.training.packing` checks that the results equal those of transformers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ Kernel = Callable[..., Any]
 
 
 def over_tree(scan: Scan, *inputs: Tensor) -> Tensor:
-    """[rows, L, ...] the result of ``scan`` for ``inputs`` [rows, L, ...] of the current forward pass."""
+    """[rows, L, ...] the result of ``scan`` for ``inputs`` [rows, L, ...], computed over the tree of the current
+    forward pass."""
     sequences, shape = sequences_of_pass(), inputs[0].shape[:2]
     flat = [_and_zero(x.flatten(0, 1)) for x in inputs]
     results: list[Tensor] = []
@@ -61,8 +62,8 @@ def over_tree(scan: Scan, *inputs: Tensor) -> Tensor:
 
 
 def causal_convolution(conv: nn.Conv1d, x: Tensor) -> Tensor:
-    """[rows, channels, L] the convolution of ``x`` [rows, channels, L]. The kernel reads a token and the tokens before
-    it on its path in the tree."""
+    """[rows, channels, L] the convolution of ``x`` [rows, channels, L]. The kernel of the convolution covers a token
+    and the tokens before it on its path in the tree."""
     return _convolution(x, conv.weight, conv.bias)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class KeptIds:
-    """The kept ids of R response tokens. They are padded one chunk of tokens at a time.
+    """The kept ids of R response tokens. Only the ids of one chunk of tokens at a time are padded to equal length.
 
     Args:
         ids: [sum of counts] int32, the kept ids of the first token, then of the second, and so on.

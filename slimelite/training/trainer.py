@@ -167,8 +167,8 @@ class Trainer(Learner[PolicyModel]):
             return self._metrics(columns, computed, sums)
 
     def forward_backward(self, table: SampleTable) -> dict[str, float]:
-        """Add the gradient of ``table`` to the gradient of earlier calls. `optim_step` applies the sum. The whole table
-        counts as one optimizer step, and ``--global-batch-size`` has no effect.
+        """Add the gradient of ``table`` to the gradient of earlier calls. `optim_step` updates the weights with the
+        sum. The whole table counts as one optimizer step, and ``--global-batch-size`` has no effect.
 
         Returns:
             the metrics of `train`, except those that `optim_step` returns.
@@ -193,7 +193,7 @@ class Trainer(Learner[PolicyModel]):
             ``train/grad_norm``, ``train/skipped_steps`` and the learning rates, equal on every rank.
 
         Raises:
-            ValueError: `forward_backward` has not been called since the last step.
+            ValueError: `forward_backward` has not been called since the last call of `optim_step`.
             FloatingPointError: see `Optimizers.step`.
         """
         if not self._losses:
@@ -253,8 +253,8 @@ class Trainer(Learner[PolicyModel]):
     ) -> Tensor:
         """Compute the gradients of one optimizer step with `Learner.accumulate`, and return its result, the loss.
 
-        The metrics are added to ``sums``. ``scores``: given only in the rollout's first step. It collects the log-probs
-        and entropies that no earlier pass has computed. ``checked``: run `check_first_step`, which may raise
+        The metrics are added to ``sums``. ``scores``: collects the log-probs and entropies that no earlier pass has
+        computed; None after the rollout's first step. ``checked``: run `check_first_step`, which may raise
         AssertionError, on each micro-batch.
         """
 
@@ -309,7 +309,7 @@ class Trainer(Learner[PolicyModel]):
 
     def log_probs(self, table: SampleTable, temperature: float | None = None) -> np.ndarray:
         """[response tokens of the table] the log-probs with the current weights, in the table's order. If
-        ``temperature`` is None, it is the run's temperature.
+        ``temperature`` is None, the run's temperature is used.
         """
         table = self._as_sampled(table)
         columns, rows = TokenColumns.from_table(table), np.flatnonzero(table.response_lengths)
@@ -331,8 +331,8 @@ class Trainer(Learner[PolicyModel]):
         return weights.push(self.model, self.world, target, version, size, self.memory, adapter_alone=alone)
 
     def get_weights(self) -> dict[str, Tensor]:
-        """All weights by Hugging Face name, on the CPU, in the dtype of the optimizer. On other ranks than 0 the result
-        is empty."""
+        """All weights by Hugging Face name, on the CPU, in the dtype of the optimizer. Only rank 0 gets them; the
+        result is empty on all other ranks."""
         everything: dict[str, Tensor] = {}
         size, model = self.args.update_weight_buffer_size, self.model
         for bucket in weights.buckets(model.named_weights(), size, memory=self.memory, filed=model.as_filed):
@@ -350,7 +350,8 @@ class Trainer(Learner[PolicyModel]):
             return checkpoint.save_parts(Path(directory), parts)
 
     def begin_save(self, directory: str, rollout_id: int) -> None:
-        """Copy the state to host memory. Then a thread writes the checkpoint while training goes on (``--async-save``).
+        """Copy the state to host memory. After the copy, a thread writes the checkpoint while training goes on
+        (``--async-save``).
 
         When this rank has finished, it writes the file `checkpoints.part_file` in ``directory``.
         """
@@ -380,8 +381,8 @@ class Trainer(Learner[PolicyModel]):
         return size + (checkpoint.size(self.critic) if self.critic else 0)
 
     def load(self, directory: str) -> int:
-        """Resume from a checkpoint, which another number of ranks may have written. Returns the id of the rollout after
-        which it was saved."""
+        """Resume from a checkpoint, even if a different number of ranks wrote it. Returns the id of the rollout after
+        which the checkpoint was saved."""
         with self._reference_weights() as reference:
             checkpoint.load(Path(directory), self, reference)
         if self.critic is not None:
@@ -407,8 +408,8 @@ class Trainer(Learner[PolicyModel]):
         )
 
     def offload(self) -> dict[str, float]:
-        """Move the weights and the optimizer state to host memory. With ``--fsdp-cpu-offload`` or on a CPU, they are
-        already there, and nothing is moved."""
+        """Move the weights and the optimizer state to host memory. With ``--fsdp-cpu-offload`` or on a CPU, weights and
+        state are already in host memory, and nothing is moved."""
         self._check_no_gradient("offload")
         return self._move("sleep", self.memory.offload)
 
@@ -417,8 +418,8 @@ class Trainer(Learner[PolicyModel]):
         return self._move("wake_up", self.memory.onload)
 
     def memory_used(self) -> float:
-        """Memory in use [GB, 1e9 bytes]. With a GPU, it is the GPU memory of all processes, including engines. With a
-        CPU, it is the resident memory of this process."""
+        """Memory in use [GB, 1e9 bytes]. With a GPU, the result is the GPU memory of all processes, including engines.
+        With a CPU, the result is the resident memory of this process."""
         if self.world.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.world.device)
             return (total - free) / 1e9

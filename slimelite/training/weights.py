@@ -45,13 +45,13 @@ def buckets(
     filed: Filed = _as_it_is,
 ) -> Iterator[WeightBucket]:
     """Whole weights, flattened and joined into buckets (collective). A bucket is complete when it has at least ``size``
-    bytes. ``dtype``, ``device``: of the buckets. None: those of the weights, and each dtype has its own buckets.
-    ``memory``: the `HostMemory` with offloaded weights. ``filed``: returns the tensors of a weight, with their names in
-    the bucket.
+    bytes. ``dtype``, ``device``: of the buckets; None: as in the weights. If ``dtype`` is None, weights of different
+    dtypes are in different buckets. ``memory``: the `HostMemory` with offloaded weights. ``filed``: a function that
+    returns the tensors of a weight, with their names in the bucket.
 
     A tensor is never split, because the loaders of SGLang and vLLM take whole tensors. So the last tensor of a bucket
-    may exceed ``size``. If such a tensor started a new bucket, the larger matrices of a 32B model would be sent one by
-    one, because each is slightly larger than half of 512 MiB.
+    may exceed ``size``. If a tensor that does not fit into the rest of a bucket started a new bucket instead, the
+    larger matrices of a 32B model would be sent one by one, because each is slightly larger than half of 512 MiB.
     """
     layout: list[list[tuple[str, Weight]]] = [[]]
     for name, weight in weights:
@@ -68,11 +68,11 @@ def buckets(
 
 @contextmanager
 def shareable() -> Iterator[None]:
-    """A context. GPU memory that is allocated in it can be shared with another process through CUDA IPC.
+    """A context in which newly allocated GPU memory can be shared with another process through CUDA IPC.
 
     The context turns off expandable segments (``PYTORCH_CUDA_ALLOC_CONF``). To share such segments, a process needs
-    the system call pidfd_getfd, which containers forbid. Besides, torch 2.13 takes new addresses of such segments for
-    every bucket (pytorch/pytorch#165685, #186213).
+    the system call pidfd_getfd, which containers forbid. Besides, torch 2.13 reserves new virtual addresses for such
+    segments in every bucket (pytorch/pytorch#165685, #186213).
     """
     settings = _allocator_settings()
     if "expandable_segments:True" not in settings.replace(" ", ""):
@@ -132,9 +132,9 @@ def push(
     """Send all weights through ``sink``, in the dtype that the trainer computes in (collective). The buffers in the
     model's files are sent too, in their own dtype, because engines have them as parameters.
 
-    Adapters are merged into the weights that they change, and the results are sent. The other weights are frozen, and
-    are sent only until the engines have them. ``adapter_alone``: send only the adapters, in one bucket, in fp32, with
-    peft's names.
+    Adapters are merged into the weights that they change, and the results are sent. The other weights are frozen: after
+    the engines have received them, they are not sent again. ``adapter_alone``: send only the adapters, in one bucket,
+    in fp32, with peft's names.
 
     ``sink`` is None on ranks that do not send (see `WeightSink`). Weights in ``memory`` are copied to the device one at
     a time.
@@ -194,8 +194,8 @@ def save_hf(
 ) -> None:
     """Write the config, weights, tokenizer files and the model card, README.md (collective; rank 0 writes).
 
-    ``tokenizer``: a folder or hub id whose tokenizer files are copied. ``describe``: a function that writes the card.
-    ``adapter``: write only the adapters, with this config (see `peft_config`). ``dtype``: of the weights, see
+    ``tokenizer``: a folder or hub id whose tokenizer files are copied. ``describe``: a function that writes the model
+    card. ``adapter``: write only the adapters, with this config (see `peft_config`). ``dtype``: of the weights, see
     `saved_dtype`; adapters are always fp32. ``chats``: include the chat template. Without a template, other programs
     use the model to complete text.
     """
@@ -230,7 +230,7 @@ def save_hf(
 
 def saved_dtype(args: LoraArgs, world: World) -> torch.dtype:
     """The dtype of the weights in a saved model: ``--save-hf-dtype``, else the dtype in the config of the model that
-    the run started from, else the dtype of training."""
+    the run started from, else the dtype that the trainer computes in."""
     if args.save_hf_dtype is not None:
         return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.save_hf_dtype]
     named = None if args.hf_checkpoint is None else load_config(args.hf_checkpoint).get_text_config().dtype

@@ -164,12 +164,12 @@ WHOLE = {"prompt": [USER], "chosen": "4", "rejected": "5"}
         (WHOLE | {"chosen": ""}, {}, "column 'chosen': the reply is empty"),
         (WHOLE | {"rejected": None}, {}, "column 'rejected': the reply is empty"),
         (WHOLE | {"rejected": 5}, {}, "column 'rejected': text or a list of messages is expected, not 5"),
-        (WHOLE | {"rejected": "4"}, {}, "column 'rejected': equals 'chosen'"),
-        (WHOLE | {"chosen": [AGAIN, GOOD]}, {}, "column 'chosen': starts with a user message that is not the first of"),
-        (WHOLE | {"chosen": [USER]}, {}, "column 'chosen': does not end with a message of the assistant"),
+        (WHOLE | {"rejected": "4"}, {}, "column 'rejected': the reply equals 'chosen'"),
+        (WHOLE | {"chosen": [AGAIN, GOOD]}, {}, "column 'chosen': the reply starts with a user message that is not"),
+        (WHOLE | {"chosen": [USER]}, {}, "column 'chosen': the conversation does not end with a message"),
         (WHOLE | {"chosen": [{"role": "assistant"}]}, {}, r"message 0 \(assistant\) is empty"),
         (WHOLE, {"input_key": "chosen"}, "column 'chosen': the replies are text, and do not contain the prompt"),
-        ({"chosen": [GOOD], "rejected": [BAD]}, {"input_key": "chosen"}, "there is no message before the first answer"),
+        ({"chosen": [GOOD], "rejected": [BAD]}, {"input_key": "chosen"}, "no message before the first assistant"),
     ],
 )
 def test_bad_rows_are_named_or_skipped(load: Load, row: dict[str, Any], given: dict[str, Any], says: str) -> None:

@@ -53,7 +53,7 @@ def test_a_flipped_bit_is_seen_and_the_run_goes_on_before_it(run: Run, small: Pa
     status, said = run(*resumed)
     assert status == 2
     assert f"{part}: its contents have changed since it was written" in said
-    assert "checkpoint before it is iter_0000001: resume from it with --load-fallback or --ckpt-step 1" in said
+    assert "checkpoint before it: resume from iter_0000001 with --load-fallback or --ckpt-step 1" in said
     assert not (small / "resumed").exists()
     assert run(*resumed, "--load-fallback")[0] == 0
     assert "resuming from iter_0000001 instead (--load-fallback)" in (small / "resumed" / "log.txt").read_text()

@@ -65,7 +65,7 @@ def test_the_newest_whole_checkpoint_is_taken_only_when_asked(tmp_path: Path, ki
     flip(tmp_path / "iter_0000006" / "__0_0.distcp")
     assert find_checkpoint(tmp_path) == (tmp_path / "iter_0000009", "")
     harm(tmp_path / "iter_0000009")
-    with pytest.raises(ValueError, match="newest complete checkpoint before it is iter_0000004") as caught:
+    with pytest.raises(ValueError, match="iter_0000004 is the newest complete checkpoint before it") as caught:
         find_checkpoint(tmp_path)
     assert said in str(caught.value)
     assert "--load-fallback or --ckpt-step 4" in str(caught.value)

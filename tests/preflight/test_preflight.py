@@ -489,7 +489,7 @@ def test_pairs_are_checked_and_one_is_made(model: Path, tmp_path: Path) -> None:
     assert "column 'best'" in problem
     path.write_text(f'{asked}"rejected": "2"}}\n')
     (problem,) = problems(words)
-    assert "pairs.jsonl: 1 of 1 rows is malformed: row 0 (line 1): column 'rejected': equals 'chosen'" in problem
+    assert "pairs.jsonl: 1 of 1 rows is malformed: row 0 (line 1): column 'rejected': the reply equals" in problem
     path.write_text('{"messages": "1+1=", "chosen": [{"role": "assistant", "content": "2"}], "rejected": "3"}')
     settings = model / "tokenizer_config.json"
     settings.write_text(settings.read_text().replace("{% for", "{{ raise_exception('no pairs') }}{% for"))

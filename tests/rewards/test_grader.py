@@ -476,7 +476,7 @@ def test_check_reward_grades_the_right_answer_to_a_real_row(plugin: str) -> None
         (RewardArgs(rm_type="math"), "so\n#### 42", "use --rm-type gsm8k"),
         (RewardArgs(rm_type="math"), None, "set --label-key"),
         (RewardArgs(rm_type="dapo", reward_key="score"), "x+1", "dapo needs integer labels"),
-        (RewardArgs(rm_type="f1"), "the", "gives the right answer of the first row 0.0, not 1: check --label-key"),
+        (RewardArgs(rm_type="f1"), "the", "scores the right answer of the first row with 0.0, not 1: check"),
         (RewardArgs(), "42", "give --rm-type"),
     ],
 )

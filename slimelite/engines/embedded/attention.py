@@ -23,7 +23,7 @@ QUERY_BLOCK = 64
 
 @dataclass(slots=True)
 class Sharing:
-    """A prefix that several rows read from the same memory. ``rows``: the numbers of these rows in the batch."""
+    """A prefix that several rows read from the same memory. ``rows``: the indices of these rows in the batch."""
 
     node: Node
     rows: list[int]
@@ -71,8 +71,9 @@ class DecodePlan:
 
     ``bases`` [T]: the number of tokens before the row's first token in its slab. The keys and values of these tokens
     are read through ``sharing``. Each list in ``sharing`` has at most one entry for a row. Each prefix is multiplied
-    once with the queries of all its rows. Each part has its own softmax, and the results are weighted by the masses of
-    the parts. Compared with a single softmax, this causes a relative rounding error of about 1e-6 in fp32.
+    once with the queries of all its rows. A row's prefixes and its slab are the parts of its attention. Each part has
+    its own softmax, and the results are weighted by the softmax masses of the parts. The result differs from that of a
+    single softmax by a relative rounding error of about 1e-6 in fp32.
     """
 
     def __init__(
@@ -132,8 +133,8 @@ def _add_shared(
 class Piece:
     """``tokens`` that one prefill computes, from position ``done`` on.
 
-    ``kv``: the segment for the keys and values of the tokens from position ``start`` on. ``leaf``: the last node of the
-    tokens before ``start``.
+    ``kv``: the segment for the keys and values of the tokens from position ``start`` on. ``leaf``: the node of the
+    prefix tree that ends at ``start``.
     """
 
     tokens: np.ndarray
@@ -144,8 +145,8 @@ class Piece:
 
 
 class PrefillPlan:
-    """The plan of a prefill of ``pieces``, packed one after the other. Each piece attends to the tokens before it and
-    to itself."""
+    """The plan of a prefill of ``pieces``, packed one after the other. The tokens of a piece attend causally to each
+    other, and to the earlier tokens of their own sequence."""
 
     def __init__(self, memory: KVMemory, pieces: list[Piece]) -> None:
         self._pieces, self._heads = pieces, memory.kv_heads
@@ -198,7 +199,7 @@ def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     """Causal attention of ``query`` [n, heads, T, head dim] over ``key`` and ``value`` [n, kv heads, T, head dim].
 
     Each block of queries is multiplied only with the keys up to its end. In fp32 on a CPU this takes about 20 % less
-    time than PyTorch's flash attention. The results differ only by rounding (1e-6).
+    time than PyTorch's flash attention. The results differ from those of flash attention only by rounding (1e-6).
     """
     _, heads, tokens, head_dim = query.shape
     groups = heads // key.shape[1]

@@ -21,9 +21,9 @@ from slimelite.engines.protocol import Decode, FinishReason, OnTokens, Scores
 class Batching(ABC):
     """Runs sequences in submission order, at most ``max_rows`` at a time.
 
-    A sequence first waits. Then the sequence fills: the model's results for its tokens are read from the cache, or
-    computed by a prefill. Finally the sequence becomes a row of the table and decodes. A subclass manages the memory of
-    the sequences and computes the logits.
+    A sequence first waits. Then the sequence fills: the keys, values or states of its tokens are read from the cache,
+    or computed by a prefill. Finally the sequence becomes a row of the table and decodes. A subclass manages the memory
+    of the sequences and computes the logits.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Batching(ABC):
         cached."""
 
     def step(self) -> None:
-        """Make one scoring pass if a call of `Engine.score` waits, and then one step of the rows."""
+        """Make one scoring pass if a call of `Engine.score` waits. Then advance the rows by one step."""
         self._steps += 1
         if self.scoring:
             group = self.scoring.popleft()

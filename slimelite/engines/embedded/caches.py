@@ -1,8 +1,8 @@
 """Rows of the caches of transformers: take some rows out of a cache, or join several caches into the cache of one
 batch.
 
-A cache is an object of transformers, or a list of `LayerCache`. Its tensors may be nested in layers, lists or
-dictionaries. The first dimension of each tensor is the row. Keys and values have a column for each token, and the
+A cache is an object of transformers, or a list of `LayerCache`. The tensors of a cache may be nested in layers, lists
+or dictionaries. The first dimension of each tensor is the row. Keys and values have a column for each token, and the
 newest tokens are in the last columns. States of linear attention, state-space layers and convolutions have no columns
 for tokens.
 """
@@ -25,13 +25,14 @@ COUNTS = ("cumulative_length",)
 
 
 class LayerCache:
-    """The cache of a layer that slimelite computes with its own code. Its attributes are tensors."""
+    """The cache of a layer that slimelite computes with its own code. The attributes of such a cache are tensors."""
 
 
 def with_rows(cache: Any, rows: Tensor, width: int | None = None) -> Any:
     """A copy of the cache that has only the ``rows`` [n], in this order. A row may appear twice.
 
-    ``width``: the number of columns of the longest row. Earlier columns are padding and are removed.
+    ``width``: the number of columns of the longest row. Only the last ``width`` columns remain, because the others are
+    padding.
     """
 
     def taken(name: str, parts: Sequence[Any]) -> Any:
@@ -61,7 +62,7 @@ def joined(caches: Sequence[Any]) -> Any:
 
 
 def begun(cache: Any, columns: int) -> Any:
-    """A copy of a cache with only its first ``columns``. `is_cut` must be true for the cache."""
+    """A copy of a cache with only its first ``columns`` columns. `is_cut` must be true for the cache."""
 
     def cut(name: str, parts: Sequence[Any]) -> Any:
         (part,) = parts

@@ -91,7 +91,8 @@ def _shift(logits: torch.Tensor, params: SamplingParams, tokens: np.ndarray, res
 
 
 def follow(rows: RowTable, tokens: np.ndarray, stopped: np.ndarray) -> None:
-    """Advance the grammars by the drawn ``tokens`` [rows]. Rows that end here are marked in ``stopped``."""
+    """Advance the grammars by the drawn ``tokens`` [rows]. Rows whose response ends at this point are marked in
+    ``stopped``."""
     for row in np.flatnonzero(rows.state["changes"][: len(rows)]).tolist():
         sequence = rows.sequences[row]
         guide = sequence.guide

@@ -49,14 +49,14 @@ class EmbeddedEngine(InProcessEngine):
     """Implements `slimelite.engines.protocol.Engine`: continuous batching over Hugging Face weights.
 
     Requests wait if they arrive during a weight update, or while memory is released. If new weights arrive while a
-    request runs, the request continues with the new weights. The keys and values of the request are recomputed, so that
-    each token is sampled from the model of its weight version.
+    request runs, the request continues with the new weights. The keys and values of the request are recomputed with the
+    new weights, so that each token is sampled only from the weights of its weight version.
 
     The engine keeps the keys and values of prompts and of long responses for later requests that begin with the same
     tokens. The engine drops these keys and values when new weights arrive, or when other requests need the memory.
     Cached values differ by rounding from values that another batch computes (log-probs by about 1e-6 in fp32). With
-    ``repeatable``, the engine drops cached prefixes if it is idle when requests arrive. The same requests with the same
-    seeds in one `generate` call then get bit-identical results.
+    ``repeatable``, the engine drops cached prefixes if it is idle when requests arrive. As a result, the same requests
+    with the same seeds in one `generate` call get bit-identical results.
     """
 
     name = "embedded"
@@ -157,8 +157,8 @@ class EmbeddedEngine(InProcessEngine):
 
     async def score(self, input_ids: Sequence[int], start: int, temperature: float = 1.0, top: int = 0) -> Scores:
         """See `Engine.score`. Calls from one turn of the event loop share a pass if they have the same tokens before
-        ``start``. This pass computes the common tokens only once. The scheduler makes one pass before each decoding
-        step.
+        ``start``. This pass computes the common tokens only once. The scheduler makes one such pass before each
+        decoding step.
         """
         check_score(input_ids, start, temperature, top, self._vocab_size, self._max_context_len)
         scoring = Scoring(list(input_ids), start, float(temperature), top)
@@ -178,7 +178,7 @@ class EmbeddedEngine(InProcessEngine):
     async def release_memory(self, tags: Sequence[str]) -> None:
         """See `Engine.release_memory`. Running requests wait for `resume_memory`. On a CPU the weights stay in memory.
 
-        The cache need not be resumed, because the next step allocates its memory.
+        The KV cache does not need `resume_memory`, because the next step allocates the cache's memory.
         """
         check_memory_tags(tags)
 

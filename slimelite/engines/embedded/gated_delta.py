@@ -2,7 +2,7 @@
 with layers of gated attention.
 
 The passes read the parameters of the transformers model. Parameters that multiply the same input become parts of one
-matrix. A decoding step changes states in place, and keys and values are stored with room for more columns.
+matrix. A decoding step changes states in place. Keys and values are stored with room for the columns of later tokens.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ ROOM, ROOM_SHARE = 32, 4
 
 
 def is_fast_hybrid(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether `HybridPasses` computes models with ``config``. On a GPU, the kernels that transformers calls are
-    faster."""
+    """Whether `HybridPasses` computes models with ``config``. The result is False on a GPU, because the kernels that
+    transformers calls are faster there."""
     text = config.get_text_config()
     return (
         text.model_type in HYBRIDS
@@ -85,7 +85,8 @@ class Columns(LayerCache):
 
 @dataclass
 class Step:
-    """The tokens of a pass, [rows · tokens] in this order. The longest row has ``start`` tokens before them.
+    """The tokens of a pass, [rows · tokens], row by row. The longest row has ``start`` cached tokens before the tokens
+    of this pass.
 
     ``cos``, ``sin``: [rows · tokens or tokens, 1, rotary dims], with the first half of sin negated. ``mask``: [rows ·
     kv heads, 1, columns] added to the scores of a decoding step.
@@ -228,7 +229,8 @@ class GatedAttention:
 
 
 class Layer:
-    """A layer: ``mixer``, then an MLP. Each has a norm in front, and its result is added to its input."""
+    """A layer: ``mixer``, then an MLP. Mixer and MLP each have a norm in front, and the result of each is added to its
+    input."""
 
     def __init__(self, layer: Any) -> None:
         self.mixer = GatedAttention(layer.self_attn) if hasattr(layer, "self_attn") else DeltaNet(layer.linear_attn)
@@ -247,7 +249,8 @@ class Layer:
 
 
 class HybridPasses:
-    """`Passes` of a model for which `is_fast_hybrid` is true. A cache is a list of the caches of all layers."""
+    """`Passes` of a model for which `is_fast_hybrid` is true. The cache of a batch is a list with one cache for each
+    layer."""
 
     def __init__(self, model: Any) -> None:
         self._embed, self._rotary = model.model.embed_tokens.weight, model.model.rotary_emb
@@ -298,8 +301,8 @@ class HybridPasses:
 
 
 def fused(*layers: nn.Linear) -> Linear:
-    """One linear layer in place of ``layers``, which have the same input. Their parameters become parts of its weight
-    and bias."""
+    """One linear layer in place of ``layers``, which have the same input. The parameters of ``layers`` become parts of
+    the new layer's weight and bias."""
     weight = torch.cat([layer.weight for layer in layers])
     bias = torch.cat([layer.bias for layer in layers]) if layers[0].bias is not None else None
     sizes = [layer.out_features for layer in layers]

@@ -1,5 +1,5 @@
-"""The generic decoder computes any causal LM of transformers with the modules and caches of transformers. This decoder
-runs models that have no fast path."""
+"""The generic decoder computes any causal LM of transformers with the modules and caches of transformers. The generic
+decoder runs the models for which there is no fast decoder."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ SCAN_TOKENS, SCAN_CHUNK = 128, 64
 class GenericDecoder(Weights):
     """A model, its forward ``passes``, and ``ways``: how these passes may be computed.
 
-    ``vocab_size``: the number of rows of the model's embedding. ``context``: the most tokens of a sequence; None if the
-    config has no limit. ``prefill_tokens``: the most prompt tokens of several rows in one pass.
+    ``vocab_size``: the number of rows of the model's embedding. ``context``: the largest length of a sequence [tokens];
+    None if the config has no limit. ``prefill_tokens``: the largest number of prompt tokens that several rows may have
+    together in one pass.
     """
 
     def __init__(
@@ -58,7 +59,8 @@ class GenericDecoder(Weights):
         storages = {tensor.untyped_storage().data_ptr() for tensor in own.values()}
         if apart := [name for name, part in self._targets.items() if part.untyped_storage().data_ptr() not in storages]:
             raise NotComputed(
-                config.model_type, f"{apart[0]} of its files is converted when it is loaded, so updates cannot write it"
+                config.model_type,
+                f"the weight {apart[0]} of its files is converted when it is loaded, so weight updates cannot write it",
             )
         names = {tensor.data_ptr(): name for name, tensor in own.items() if name in self._targets}
         tied = ((name, names.get(tensor.data_ptr())) for name, tensor in model.state_dict().items())

@@ -29,8 +29,8 @@ KEEP = 64
 
 @dataclass(eq=False)
 class Batch:
-    """Rows that share a pass. ``cache``: the cache of these rows, in the order of ``members``. ``width``: the number of
-    tokens of the longest row."""
+    """Rows that are computed in the same forward pass. ``cache``: the cache of these rows, in the order of ``members``.
+    ``width``: the number of tokens of the longest row."""
 
     members: list[Running]
     cache: Any
@@ -49,8 +49,8 @@ class Known:
 
 @dataclass(eq=False)
 class Prompt:
-    """Tokens to prefill, and the sequences that begin with them. The results for the tokens before position ``start``
-    are in ``known``."""
+    """Tokens to prefill, and the sequences that begin with these tokens. The results for the tokens before position
+    ``start`` are in ``known``."""
 
     tokens: np.ndarray
     members: list[Running] = field(default_factory=list)
@@ -63,8 +63,9 @@ class GenericScheduler(Batching):
 
     The cache of a row has all tokens except the last one, which is the input of the next step. The pass that finishes a
     prompt also gives the logits of the first new token. If the family allows it (`ways.Rows`), rows of all lengths are
-    one batch. Otherwise each length is a batch. ``tokens``: the most tokens that the caches hold, with padding and
-    cached prompts. A row that runs alone may use more. ``row_tokens``: the memory of a row's states, counted in tokens.
+    one batch. Otherwise only rows of equal length are one batch. ``tokens``: the largest number of tokens in all
+    caches, with padding and cached prompts. A row that runs without other rows may use more tokens. ``row_tokens``: the
+    memory of a row's states, counted in tokens.
     """
 
     def __init__(

@@ -170,8 +170,8 @@ class Held:
     Args:
         written: text -> the grammar that applies after this text, as (kind, text). An empty text means that the grammar
             applies from the beginning.
-        repeats: whether the response is free after the end of the grammar, until one of these texts comes again. If
-            not, the response ends with the grammar.
+        repeats: if True, the response is free after the end of the grammar, until one of these texts comes again. If
+            False, the response ends where the grammar ends.
     """
 
     def __init__(self, grammars: Grammars, written: Mapping[str, tuple[str, str]], *, repeats: bool) -> None:
@@ -194,7 +194,7 @@ class Held:
 
     @property
     def ended(self) -> bool:
-        """Whether the response must end here."""
+        """Whether the response must end at this point."""
         return self._matcher is not None and self._matcher.is_stopped()
 
     def advance(self, tokens: Iterable[int]) -> None:
@@ -213,8 +213,8 @@ class Held:
                 self._matcher, self._text = None, b""
 
     def fill(self, allowed: np.ndarray) -> bool:
-        """Set the bits of the tokens that may come next, in ``allowed`` [words] int32. Returns whether the text may end
-        here.
+        """Set the bits of the tokens that may come next, in ``allowed`` [words] int32. Returns whether the response may
+        end at this point.
 
         Raises:
             ValueError: the grammar is too large at this point.

@@ -55,7 +55,7 @@ class Slab:
         self.layers = [memory.zeros(2, 0, memory.kv_heads, length, memory.head_dim) for _ in range(memory.num_layers)]
 
     def growth(self, rows: int) -> int:
-        """The memory that `extend` by this many rows would take [tokens]."""
+        """The additional memory [tokens] that the slab needs for ``rows`` more rows."""
         return max(0, len(self.rows) + rows - self.capacity) * self.length
 
     def reserve(self, rows: int) -> None:
@@ -109,8 +109,8 @@ class KVMemory:
     total.
 
     Two things may exceed this limit: a prefix that other rows still read when its own row ends, and the place of a row
-    that runs alone. So the memory can exceed ``tokens`` by about one prompt. ``slabs``: the slabs, by length.
-    ``slab_tokens``, ``segment_tokens``: the size of slabs and segments [tokens].
+    that runs without other rows. So the memory can exceed ``tokens`` by about one prompt. ``slabs``: the slabs, by
+    length. ``slab_tokens``, ``segment_tokens``: the total size of all slabs and of all segments [tokens].
     """
 
     def __init__(self, shape: DecoderShape, tokens: int, device: torch.device, dtype: torch.dtype) -> None:
@@ -141,11 +141,11 @@ class KVMemory:
 
     def segment(self, tokens: int) -> torch.Tensor:
         """Uninitialised memory for a segment [layers, 2, kv heads, tokens, head dim]. The segment counts as used until
-        `give_back`."""
+        `give_back` is called with it."""
         self.segment_tokens += tokens
         size = (self.num_layers, 2, self.kv_heads, tokens, self.head_dim)
         return torch.empty(size, device=self.device, dtype=self.dtype)
 
     def give_back(self, segment: torch.Tensor) -> None:
-        """Count a segment as free."""
+        """Stop counting ``segment`` as used."""
         self.segment_tokens -= segment.shape[3]

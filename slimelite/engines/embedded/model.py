@@ -38,13 +38,13 @@ def not_fast(config: PretrainedConfig) -> str:
         return "sliding-window attention"
     if getattr(config, "num_experts", None) and (config.hidden_size % 8 or config.moe_intermediate_size % 8):
         # in a grouped product, the size of a row must be a multiple of 16 bytes
-        return "experts with a width that is not aligned"
+        return "experts with a width that is not a multiple of 8"
     return ""
 
 
 @dataclass(frozen=True, slots=True)
 class MixtureShape:
-    """``layers`` have ``count`` experts of width ``size`` each. Each token uses ``each`` of these experts.
+    """Each layer in ``layers`` has ``count`` experts of width ``size``. A token uses only ``each`` experts of a layer.
 
     ``norm``: whether the weights of a token's experts are divided by their sum.
     """
@@ -139,8 +139,8 @@ class Linear:
     def added_to(self, before: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """``before`` [T, out] plus the product with ``x`` [T, in]. ``before`` may be overwritten.
 
-        In fp32 the product adds to ``before`` directly, which saves a pass over the result. Lower precisions round the
-        product first, as a trainer's model does.
+        In fp32 the product adds to ``before`` directly, which saves a pass over the result. In lower precisions, the
+        product is rounded before it is added, as in the trainer's model.
         """
         if self.packs:
             self._repack()
@@ -178,7 +178,7 @@ class Mixture:
     weights of all experts.
 
     Tokens are sorted by expert. If experts are large enough for packed copies, each expert multiplies its own tokens.
-    Otherwise one grouped product for all experts has the same speed.
+    Otherwise one grouped product computes all experts, because it is as fast.
     """
 
     def __init__(self, shape: MixtureShape, router: Linear, gate_up: torch.Tensor, down: torch.Tensor) -> None:
@@ -333,7 +333,7 @@ class Decoder:
 
         Returns:
             [T, hidden] after the final norm. With ``cache_only`` the last layer stops after it has written its keys and
-            values. The result is then meaningless, and only the cache is useful.
+            values. With ``cache_only``, the returned tensor is meaningless, and only the cache is useful.
         """
         w, shape = self.weights, self.weights.shape
         hidden = (shape.hidden_size,)

@@ -31,15 +31,15 @@ class Passes:
         self._gives_cache = bool(self._keepers)
 
     def whole(self, ids: Tensor, last: int = 0) -> Tensor:
-        """[n, tokens, vocab] logits of ``ids`` [n, tokens]. ``last``: return logits only for this number of last
-        tokens; 0: for all tokens."""
+        """[n, tokens, vocab] logits of ``ids`` [n, tokens]. ``last``: return only the logits of the ``last`` last
+        tokens; 0: of all tokens."""
         options = {"logits_to_keep": last} if "logits_to_keep" in self._takes else {}
         logits: Tensor = self.model(input_ids=ids, use_cache=False, **options).logits
         return logits[:, -last:].float()
 
     def extend(self, ids: Tensor, cache: Any, start: int) -> tuple[Tensor, Any]:
         """Compute ``ids`` [n, tokens] after the ``start`` tokens that each row has in ``cache``. ``cache`` is None if
-        there are no such tokens.
+        ``start`` is 0.
 
         Returns:
             [n, vocab] logits after the last token, and the cache with all tokens (None if the model has no cache).

@@ -86,8 +86,8 @@ class PrefixTree:
     def add(self, tokens: np.ndarray, kv: torch.Tensor, start: int, node: Node) -> Node:
         """Cache all ``tokens``. The nodes up to ``node`` already have the first of these tokens. Returns the last node.
 
-        ``kv``: a segment with the keys and values of ``tokens[start:]``. The tree copies the part that it does not have
-        yet.
+        ``kv``: a segment with the keys and values of ``tokens[start:]``. The tree copies the keys and values that it
+        does not have yet.
         """
         node = self.match(tokens, node)
         self._memory.give_back(kv)
@@ -121,7 +121,7 @@ class PrefixTree:
                 self._unlink(node)
 
     def lend(self, node: Node, holder: Place) -> None:
-        """Free the segment of a node that is in use, because the row at ``holder`` has a copy."""
+        """Free the segment of a node that sequences use. The row at ``holder`` has a copy of the keys and values."""
         assert node.users
         assert node.kv is not None
         self._memory.give_back(node.kv)

@@ -33,11 +33,11 @@ ROW = np.dtype(
 
 
 class Fill:
-    """An unfinished prefill. ``kv`` has room for the keys and values of tokens [start, end). The values before ``done``
-    are computed.
+    """An unfinished prefill. ``kv`` has room for the keys and values of tokens [start, end). The keys and values before
+    position ``done`` are computed.
 
-    ``ended``: whether the prefill is finished, or its request has ended. ``step``: the step of the scheduler that
-    computed the last token.
+    ``ended``: whether the prefill is finished, or the request of the prefill has ended. ``step``: the scheduler's step
+    that computed the last token of the prefill.
     """
 
     __slots__ = ("done", "end", "ended", "key", "kv", "start", "step")
@@ -51,13 +51,13 @@ class Fill:
 class Running:
     """A waiting, filling or decoding request.
 
-    ``tokens``: prompt and generated tokens; only set while the request is not a row of the table. ``log_probs``: the
+    ``tokens``: prompt and generated tokens; set only while the request is not a row of the table. ``log_probs``: the
     log-probs of the generated tokens, also only set while the request is not a row. ``kept``: the ids that each
     generated token was drawn from, if the request asks for them. ``versions``: (index of a generated token, weight
-    version from that token on). ``leaf``: the last node of the request's cached prefix. ``fill``: the request's
-    prefill. ``behind``: the prefill of another request that begins with the same tokens; this request waits for that
-    prefill. ``place``: where the keys and values of the tokens from ``place.base`` on are. The keys and values of
-    earlier tokens are in nodes of the prefix tree.
+    version from that token on). ``leaf``: the last node of the request's prefix in the prefix tree. ``fill``: the
+    request's prefill. ``behind``: the prefill of another request that begins with the same tokens; this request waits
+    for that prefill. ``place``: where the keys and values of the tokens from ``place.base`` on are. The keys and values
+    of earlier tokens are in nodes of the prefix tree.
     """
 
     request: GenerateRequest
@@ -100,10 +100,11 @@ class Running:
 
 
 class RowTable:
-    """State of the rows. Rows 0 to count-1 decode. When a row is removed, the last row moves into its place.
+    """The state of all rows. Rows 0 to count-1 are decoding; the rest of the table is unused. When a row is removed,
+    the last row moves into its place.
 
-    ``tokens``: [rows, width] prompt and response. ``log_probs``: the same shape, with values only for the response. The
-    width is the length of the longest row.
+    ``tokens``: [rows, width] prompt and response of each row. ``log_probs``: [rows, width], with values only for
+    response tokens. ``width`` is the length of the longest row.
     """
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
@@ -186,7 +187,8 @@ class RowTable:
         return self._sampling
 
     def changing(self) -> np.ndarray:
-        """The rows with changed logits: a grammar limits their tokens, or they have not reached min_new_tokens."""
+        """The rows whose logits are changed before a token is drawn, for example because a grammar limits their tokens,
+        or because they have not reached min_new_tokens."""
         state = self.state[: len(self)]
         return np.flatnonzero(state["changes"] | (state["length"] < state["min_length"]))
 

@@ -39,8 +39,8 @@ SHAPE = np.dtype(
 
 
 def stream_of(seed: int) -> int:
-    """The start of the random stream of ``seed``. One step of splitmix64 computes it, so that the streams of
-    neighbouring seeds are unrelated."""
+    """The start of the random stream of ``seed``. The start is computed by one step of splitmix64, so that the streams
+    of neighbouring seeds are unrelated."""
     return int(_mixed(np.array([(seed + GOLDEN) % 2**64], np.uint64))[0])
 
 
@@ -125,9 +125,9 @@ def sample(
             Overwritten.
 
     Returns:
-        Tokens [n] int64. Their log-probs [n] fp32 under softmax(logits / temperature), before changes and truncation. A
-        dict: row -> the int32 ids that its token was drawn from, for each row that returns them. The log-prob of such a
-        row is renormalised over these ids.
+        Tokens [n] int64. The log-probs [n] fp32 of these tokens under softmax(logits / temperature), before changes and
+        truncation. A dict: row -> the int32 ids that its token was drawn from, for each row that returns them. The
+        log-prob of such a row is renormalised over these ids.
     """
     if batch.temperature is not None:
         logits.div_(batch.temperature)

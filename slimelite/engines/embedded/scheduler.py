@@ -38,11 +38,11 @@ KEEP = 64
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The batch of a decoding step: the rows of ``slabs``, and the prefixes that they share. These rows are the rows
-    ``order`` of the table.
+    """The batch of a decoding step: the rows of ``slabs``, and the prefixes that they share. Row i of this batch is row
+    ``order[i]`` of the table.
 
-    ``back``: for each row of the table, its row in the batch. ``splits``: the count of `PrefixTree.splits` when
-    ``sharing`` was made.
+    ``back``: for each row of the table, the index of this row in the batch. ``splits``: the count of
+    `PrefixTree.splits` when ``sharing`` was made.
     """
 
     slabs: list[Slab]

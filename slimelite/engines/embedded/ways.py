@@ -48,7 +48,8 @@ class Rows(IntEnum):
 
 @dataclass(frozen=True)
 class Ways:
-    """How the models of a family are computed. ``extends``: whether several tokens at once may follow cached tokens.
+    """How the models of a family are computed. ``extends``: whether one pass may compute several tokens after cached
+    tokens.
 
     ``attention``: transformers' name of the fastest attention that gives correct results.
     """
@@ -75,7 +76,7 @@ def check_config(config: PretrainedConfig) -> None:
 
 
 def ways_of(config: PretrainedConfig) -> Ways:
-    """How the generic decoder computes models with ``config``. The answer is cached.
+    """How the generic decoder computes models with ``config``. The result is cached.
 
     Raises:
         NotComputed: the model is an encoder or an encoder–decoder, or its plain forward pass does not give the same
@@ -121,7 +122,7 @@ class _Trial:
         self._right = [self._plain(ids) for ids in self._ids]
 
     def ways(self) -> Ways:
-        """Find the ways. Raises the same errors as `ways_of`."""
+        """Find out how the models may be computed. Raises the same errors as `ways_of`."""
         if problem := self._problem():
             raise NotComputed(self._config.model_type, problem)
         attention = "sdpa" if self._holds(self._with_sdpa) else "eager"

@@ -52,8 +52,8 @@ class Weights:
 
     @torch.no_grad()
     def update(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """Copy (Hugging Face name, tensor) pairs into place, either all or none. An update must be open in
-        ``incoming``.
+        """Copy (Hugging Face name, tensor) pairs into the model: either all of them, or none if there is an error. An
+        update must be open in ``incoming``.
 
         A tied head may be sent under either of its names, or under both.
 

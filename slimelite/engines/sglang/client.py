@@ -142,7 +142,7 @@ class SglangEngine(Engine):
         return self._known
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
-        """See `Engine.generate`. Cancelling the call ends its requests."""
+        """See `Engine.generate`. If the caller cancels this call, the server ends its requests."""
         return await self._generate(requests)
 
     async def stream(self, request: GenerateRequest, on_tokens: OnTokens) -> GenerateResult:
@@ -169,7 +169,7 @@ class SglangEngine(Engine):
                 del self._running[request_id]
 
     async def score(self, input_ids: Sequence[int], start: int, temperature: float = 1.0, top: int = 0) -> Scores:
-        """See `Engine.score`. Scoring works only at temperature 1, and only when all memory is resumed."""
+        """See `Engine.score`. Scoring works only at temperature 1, and only while no memory is released."""
         info = self._known or await self.info()
         check_score(input_ids, start, temperature, top, self._vocab_size, info.max_context_len)
         if temperature != 1:
@@ -187,7 +187,7 @@ class SglangEngine(Engine):
         )
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """See `Engine.abort`. With None, requests that other clients sent to the server end too."""
+        """See `Engine.abort`. If ``request_ids`` is None, requests that other clients sent to the server end too."""
         ids = self._running.keys() if request_ids is None else self._running.keys() & set(request_ids)
         running = [self._running[request_id] for request_id in ids]
         for request in running:
@@ -229,7 +229,8 @@ class SglangEngine(Engine):
             self._released.difference_update(released)
 
     async def restart(self) -> None:
-        """See `Restartable.restart`. If slimelite did not start the server, this method only waits for it.
+        """See `Restartable.restart`. If slimelite did not start the server, this method only waits until the server
+        answers again.
 
         Raises:
             ValueError: the server does not answer in time.

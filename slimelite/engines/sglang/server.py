@@ -67,7 +67,7 @@ def server_command(fields: Mapping[str, object]) -> list[str]:
 
 
 class Server(ServerAddress):
-    """The server at an address. Its methods block until the server answers."""
+    """The server at an address. The methods of this class block until the server answers."""
 
     @classmethod
     def at(cls, address: ServerAddress) -> Server:
@@ -75,7 +75,7 @@ class Server(ServerAddress):
         return cls(address.url, address.tp_size, address.first_gpu)
 
     def post(self, path: str, body: object = None, retry: Retry = RETRY, timeout_s: float = TIMEOUT_S) -> object:
-        """Send ``body`` as JSON in a POST, and return the answer. Bytes are sent unchanged.
+        """Send ``body`` as JSON in a POST, and return the answer. If ``body`` is bytes, it is sent unchanged.
 
         The request is sent again after a lost connection. Use ``retry`` `ONCE` if the request must not arrive twice.
 
@@ -92,8 +92,8 @@ class Server(ServerAddress):
         """End the running requests. The server holds new requests back until `resume`.
 
         SGLang 0.5.20 can flush the cache only while the server has no requests. In mode "retract" or "in_place", a
-        response would therefore continue with keys and values of the old weights. So each client sends the rest of its
-        requests again.
+        response would therefore continue with keys and values of the old weights. So the mode is "abort": all requests
+        end, and each client sends its requests again, with the tokens so far.
         """
         self.post("/pause_generation", {"mode": "abort"})
 
@@ -146,14 +146,15 @@ class Server(ServerAddress):
 
 
 def each(servers: Sequence[Server], call: Callable[[Server], T]) -> list[T]:
-    """Make ``call`` on every server at the same time. The first error is raised after all calls are done."""
+    """Make ``call`` on every server at the same time. If calls raise errors, the first error is raised after all calls
+    have ended."""
     with ThreadPoolExecutor(max(1, len(servers))) as threads:
         return list(threads.map(call, servers))
 
 
 class SglangServer:
     """One server process at ``host:port``. The constructor reserves the port. So the port is still free when the server
-    binds it half a minute later, or after a restart.
+    binds it half a minute later, or when the server is restarted.
 
     ``command``: (host, port) -> the command line. ``log``: the server's output is appended to this file.
     ``environment``: the environment variables of the server; None: the environment of this process, including
@@ -391,8 +392,8 @@ def server_fields(setup: EngineSetup, **placement: object) -> dict[str, object]:
 
 def server_environment(fields: Mapping[str, object], unset: Collection[str] = ()) -> dict[str, str]:
     """The environment of a server with ``fields``. The result is a copy of the environment of this process. If the
-    server releases its memory, the variables in ``unset`` are removed from the copy. The server's CUDA graphs are also
-    released. Only graphs of the "breakable" kind cannot be released.
+    server releases its memory, the variables in ``unset`` are removed from the copy. Such a server also releases its
+    CUDA graphs, except graphs of the "breakable" kind, which cannot be released.
     """
     environment = dict(os.environ)
     if not fields.get("enable_memory_saver"):

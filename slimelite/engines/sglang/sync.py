@@ -210,8 +210,8 @@ class HttpSink(ServerSink):
 
 
 class DiskSink(ServerSink):
-    """Writes a Hugging Face folder for each version, such as ``weights_0000007``. Servers decode until they load the
-    folder."""
+    """Writes a Hugging Face folder for each version, such as ``weights_0000007``. The servers continue to decode until
+    they load the folder."""
 
     def __init__(self, setup: SyncSetup) -> None:
         super().__init__(setup)
@@ -220,7 +220,7 @@ class DiskSink(ServerSink):
         self._files: dict[str, str] = {}
 
     def begin(self, version: int, changed: Collection[str] | None = None) -> bool:  # noqa: ARG002
-        """See `ServerSink.begin`. A folder always has the whole model."""
+        """See `ServerSink.begin`. ``changed`` has no effect, because a folder always contains the whole model."""
         return super().begin(version)
 
     def _open(self) -> None:
@@ -254,8 +254,8 @@ class DiskSink(ServerSink):
 
 
 class GroupSink(ServerSink):
-    """Broadcasts each bucket from this process to all ranks of the servers, which share a process group with this
-    process.
+    """Broadcasts each bucket from this process to all ranks of the servers. These ranks and this process form a process
+    group.
 
     The backend is NCCL, or gloo on a CPU. The first update creates the group, and `close` destroys it.
     """
@@ -340,8 +340,8 @@ class IpcSink(ServerSink):
     """Each trainer rank shares its copy of a bucket through CUDA IPC with the server rank on the same GPU (collective).
 
     The first trainer rank on a server's GPUs sends the request for all ranks on these GPUs. On a CPU, tensors are sent
-    by value. The servers use the trainer ranks' GPUs in order, from rank 0 on. There are gaps only if a ``first_gpu``
-    skips ranks.
+    by value. The servers use the trainer ranks' GPUs in order, from rank 0 on. Between two servers, a rank's GPU has no
+    server only if a ``first_gpu`` skips this rank.
     """
 
     every_rank = True
@@ -385,10 +385,10 @@ class IpcSink(ServerSink):
 
 
 class AdapterSink(ServerSink):
-    """Sends only the adapter, in one request. The servers read the frozen weights from their files.
+    """Sends only the adapter, in one request. The servers have read the frozen weights from the model's files.
 
-    The adapter has the same name in every version, because no request runs between the old version and the new one. So
-    a request that waits for the update need not know the new version.
+    The adapter has the same name in every version. This is possible because no request runs while the new version
+    replaces the old one. So a request that waits for the update does not have to know the new version.
     """
 
     def __init__(self, setup: SyncSetup, adapter: AdapterFormat) -> None:

@@ -28,7 +28,7 @@ def version_of(stamp: str) -> int:
 def request_body(
     request: GenerateRequest, done: GenerateResult, rid: str, eos: tuple[int, ...], seeds: bool
 ) -> dict[str, object]:
-    """The JSON body for the rest of the request, in SGLang's format."""
+    """The JSON body that requests the tokens of ``request`` that are not in ``done``, in SGLang's format."""
     params = request.params.after(len(done.output_ids))
     own = {names[0]: getattr(params, field) for field, names in names_at("sglang").items()}
     sampling: dict[str, object] = {
@@ -84,8 +84,8 @@ def extend(result: GenerateResult, answer: dict[str, Any], params: SamplingParam
 
 
 def update_request(blobs: list[bytes]) -> bytes:
-    """The JSON body with one pickle per rank. The request does not flush the cache, because `ServerSink.end` flushes
-    once."""
+    """The JSON body with one pickle per rank. The request does not flush the cache, because `ServerSink.end` flushes it
+    once for all requests."""
     # base64 needs no JSON escapes, and joining bytes makes one copy less per blob than json.dumps
     quoted = b",".join(b'"%b"' % base64.b64encode(blob) for blob in blobs)
     rest = json.dumps({"load_format": "flattened_bucket", "flush_cache": False, **TARGET}).encode()
