@@ -32,6 +32,8 @@ def row(line: dict[str, str]) -> str:
 
 def main() -> None:
     """The command line."""
+    if len(sys.argv) != 2 or not Path(sys.argv[1]).is_file():
+        sys.exit("write the file of SLIMELITE_FAULTS: python scripts/dev/fault_table.py faults.jsonl")
     lines = [json.loads(text) for text in Path(sys.argv[1]).read_text(encoding="utf-8").splitlines()]
     newest = {line["id"]: line for line in lines}
     if failed := [name for name, line in newest.items() if not line["passed"]]:

@@ -29,6 +29,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from typing import Any, Literal, NamedTuple, TypeVar
 
+from slimelite.base.registry import Registry
 from slimelite.engines.params import PREFIXED, SamplingParams, names_at
 
 
@@ -208,6 +209,11 @@ class Flag:
         for part in self.known:
             names += [part] if isinstance(part, str) else part
         return tuple(names)
+
+    @property
+    def open(self) -> bool:
+        """Whether a file of ``--import-file`` can add a choice."""
+        return any(isinstance(part, Registry) and not part.closed for part in (self.known, *self.known))
 
     @property
     def option(self) -> str:

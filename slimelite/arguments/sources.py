@@ -212,7 +212,8 @@ def read_flag(flag: Flag, words: Sequence[str]) -> Any:
     Raises:
         ValueError: the words do not fit the flag. The message does not contain the flag's name.
     """
-    values = _read_words(flag.kind, words, flag.choices, many=flag.many)
+    own = "; a file of --import-file adds a name of your own" if flag.open else ""
+    values = _read_words(flag.kind, words, flag.choices, many=flag.many, own=own)
     if flag.kind is dict and not isinstance(values, dict):
         raise ValueError(f"takes a JSON object, not {words[0]!r}")
     return values
@@ -288,13 +289,14 @@ def _expect(words: Sequence[str], count: int | None) -> None:
         raise ValueError(f"takes {what}, not {len(words)}: {' '.join(words)}")
 
 
-def _read_words(kind: type, words: Sequence[str], choices: Collection[str], *, many: bool) -> object:
-    """``words`` as one value of ``kind``, or with ``many`` as a list of such values. ``dict`` means any JSON value."""
+def _read_words(kind: type, words: Sequence[str], choices: Collection[str], *, many: bool, own: str = "") -> object:
+    """``words`` as one value of ``kind``, or with ``many`` as a list of such values. ``dict`` means any JSON value.
+    ``own``: how a value that is not in ``choices`` becomes one."""
     _expect(words, -1 if many else 1)
     values = [_read_word(kind, word) for word in words]
     for value in values if choices else ():
         if str(value) not in choices:
-            raise ValueError(f"must be one of {', '.join(choices)}, not {value!r}")
+            raise ValueError(f"must be one of {', '.join(choices)}, not {value!r}{own}")
     return values if many else values[0]
 
 

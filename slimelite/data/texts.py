@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 ENDINGS = (".parquet", ".jsonl", ".jsonl.gz", ".txt")
 # CSV files are read by `slimelite.data.reader`
 CSV = ".csv"
+# messages show this many characters of the name of a column
+LONGEST_NAME = 60
 # further name endings of files in a folder: plain texts, and tables of texts
 PLAIN = (".md", ".rst", ".text", CSV)
 # a plain-text file is read in pieces; each piece ends at the first end of a line after this number of bytes
@@ -187,8 +189,11 @@ def _csv_documents(path: str, column: str, flag: str) -> Iterator[tuple[str, obj
 
 
 def _csv_columns(path: Path) -> list[str]:
+    """The names of the columns. In a file without a header these are texts, so a long name is cut."""
+    csv.field_size_limit(2**31 - 1)
     with path.open(encoding="utf-8-sig", newline="", errors="replace") as file:
-        return next(csv.reader(file), [])
+        names = next(csv.reader(file), [])
+    return [name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..." for name in names]
 
 
 def _jsonl_documents(path: str, column: str) -> Iterator[tuple[str, object]]:

@@ -300,6 +300,11 @@ def check_devices(args: Args, machine: Machine, findings: Findings) -> None:
         _check_generation(args, machine.capability, findings)
     if args.plan_gpu:
         findings.problems += _planned_devices(args, machine, needed, ranks, engines)
+        if needed < (named := machine.gpus * (nodes := machine.nodes or args.actor_num_nodes)):
+            findings.warnings.append(
+                f"--plan-gpu {args.plan_gpu}: {nodes} node(s) have {named} GPUs, but the run uses {needed}: raise "
+                "--actor-num-nodes, --actor-num-gpus-per-node or --rollout-num-gpus, or name fewer GPUs"
+            )
     elif needed > machine.gpus and not _elsewhere(args):
         what = f"{needed} GPUs are needed ({ranks} for training, {engines} for engines, colocate={args.colocate})"
         remedy = "lower --actor-num-gpus-per-node or --rollout-num-gpus" if machine.gpus else "use --device cpu"

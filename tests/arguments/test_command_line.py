@@ -81,6 +81,7 @@ def test_consequences_of_a_misread_flag_are_not_reported(problems: Problems) -> 
         ("--train-env-vars {", "takes JSON"),
         ("--train-env-vars [1]", "takes a JSON object"),
         ("--train-backend deepspeed", "must be one of fsdp, megatron"),
+        ("--advantage-estimator mine", "; a file of --import-file adds a name of your own"),
         ("--no-colocate now", "takes no value"),
         ("--spec one", "needs 2 values"),
         ("--vocab-size", "needs a value"),

@@ -100,7 +100,9 @@ def test_a_flag_says_its_choices_bounds_and_needs(capsys: pytest.CaptureFixture[
             read(words)
         return caught.value.problems
 
-    assert problems("--voice bass") == ["--voice must be one of auto, alto, not 'bass'"]
+    assert problems("--voice bass") == [
+        "--voice must be one of auto, alto, not 'bass'; a file of --import-file adds a name of your own"
+    ]
     VOICES.add(Voice("bass"))
     assert read("--voice bass").voice == "bass"
     assert problems("--pitch 20000") == ["--pitch 20000.0: must be above 0 and below 20000"]

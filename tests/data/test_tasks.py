@@ -133,6 +133,13 @@ def rendered(task: str, path: str, shots: int = 0, *, chat: bool = False, exampl
     return [row for _, row in TaskRows(task, chat=chat).read(path, shots, examples, BadRows())]
 
 
+def test_a_check_at_start_reads_only_the_first_rows(tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "rows.jsonl", *({"a": a, "b": 1} for a in range(5)))
+    rows = TaskRows(written(tmp_path, SUMS), chat=False)
+    assert [row["label"] for _, row in rows.read(file, 0, None, BadRows(), first=2)] == [1, 2]
+    assert len([*rows.read(file, 0, None, BadRows())]) == 5
+
+
 def test_every_shipped_task_has_a_row_here() -> None:
     assert sorted(ROWS) == shipped_tasks()
     assert all(load_task(name).name == name and load_task(name).about for name in ROWS)

@@ -134,6 +134,13 @@ def test_a_csv_file_has_a_text_in_each_row(tmp_path: Path, caplog: pytest.LogCap
             list(read_texts(str(tmp_path / name), flag="--column"))
 
 
+def test_a_csv_file_without_a_header_is_answered_in_one_short_line(tmp_path: Path) -> None:
+    file = tmp_path / "rows.csv"
+    file.write_text("long " * 40_000 + "\n")  # 200,000 characters, above the limit of Python's module
+    with pytest.raises(ValueError, match=r"has no column 'text'; its columns are \['long long .{1,60}\.\.\.'\]"):
+        list(read_texts(str(file)))
+
+
 def test_damaged_texts_are_named_and_left_out_if_asked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     lines = [
         '{"text": "a"}',

@@ -117,6 +117,17 @@ def test_a_plan_for_gpus_that_its_nodes_do_not_have_is_refused(plan: str, words:
     assert not findings.warnings
 
 
+@pytest.mark.parametrize(("plan", "uses"), [("h100:8x3", 8), ("h100:8", 8), ("h100:16", 8)])
+def test_a_plan_warns_of_gpus_that_the_run_does_not_use(plan: str, uses: int) -> None:
+    machine, findings = this_machine(plan), Findings()
+    words = f"--dry-run --plan-gpu {plan} --colocate --actor-num-gpus-per-node 8 --rollout-num-gpus 8"
+    check_devices(make_args([*COMPLETE.split(), *words.split()], machine=machine), machine, findings)
+    names = machine.gpus * (machine.nodes or 1)
+    assert [f"have {names} GPUs" in line and f"the run uses {uses}:" in line for line in findings.warnings] == (
+        [] if names == uses else [True]
+    )
+
+
 def test_an_old_driver_is_told_apart_from_a_build_for_cpus(said: Said) -> None:
     (build,) = said(cuda=None, begins="Torch not compiled with CUDA enabled").problems
     assert "is a build for CPUs; install its CUDA build" in build
