@@ -148,7 +148,7 @@ def effective_sample_size(mean_ratio: float, mean_ratio_sq: float) -> float:
     """(Σρ)² / (N·Σρ²), computed from the means of ρ and ρ² over N tokens. The result is the effective share of tokens
     under importance weighting.
 
-    This is the only mismatch metric that is not a mean. So this metric is computed last, from the means over all ranks.
+    As the only mismatch metric that is not a mean, it is computed last, from the means over all ranks.
     """
     return mean_ratio**2 / mean_ratio_sq if mean_ratio_sq > 0 else 0.0
 

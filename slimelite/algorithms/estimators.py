@@ -42,7 +42,7 @@ class Estimator:
         discounts: ``token`` reads ``--gamma``.
         whitens: the paper defines the estimator with whitened advantages (``--normalize-advantages``).
         needs_critic: ``token`` reads the values of a critic, and ``--lambd``.
-        compares: ``token`` compares the rollouts of one prompt, so each prompt needs several rollouts.
+        compares: the function ``token`` compares the rollouts of one prompt, so each prompt needs several rollouts.
         dual_clip: ``loss`` reads ``--eps-clip-c``.
         open_below: the paper of the estimator does not bound the ratio from below (``--eps-clip 1``).
     """

@@ -38,8 +38,8 @@ def policy_loss(
     function.
 
     The signature of that function is ``fn(log_probs, log_ratio, advantages, *, eps_clip, eps_clip_high, eps_clip_c)``.
-    The tensors that this function gets are [T] and 0 where masked. It returns losses [T] and a dict of metrics. Each
-    metric has values [T], and its mean over unmasked tokens is logged.
+    Its tensors are [T]; ``log_probs`` and ``advantages`` are 0 where masked. It returns losses [T] and a dict of
+    metrics. Each metric has values [T], and its mean over unmasked tokens is logged.
 
     An estimator with ``sequence_ratio`` has one ratio for each response: exp(mean of log_probs − old over its unmasked
     tokens). This is GSPO (arXiv:2507.18071). Clip widths for GSPO are about 3e-4. The gradient flows through the mean,

@@ -74,7 +74,8 @@ def _read_checkpoint(source: Path, hf: PreTrainedModel, base: str) -> None:
     other = {name for name in saved & trained.keys() if reader.tensors[f"model.{name}"].size != trained[name].shape}
     if odd := (saved ^ trained.keys()) | other:
         what = "has another shape" if min(odd) in other else "is missing in one of them"
-        raise ValueError(f"{source} is not a checkpoint of {base}: {min(odd)} {what}; name its model with --base")
+        remedy = "name the checkpoint's model with --base"
+        raise ValueError(f"{source} is not a checkpoint of {base}: {min(odd)} {what}; {remedy}")
     with warnings.catch_warnings():  # torch warns that there is no process group
         warnings.simplefilter("ignore", UserWarning)
         reader.load({"model": trained})

@@ -153,7 +153,10 @@ def merged(source: Source, folder: Path, dtype: str) -> str:
     made_of = {**source._asdict(), "dtype": dtype, "files": times}
     there = read_json(folder / MADE_OF) if (folder / MADE_OF).is_file() else {}
     if there.get("path", source.path) != source.path:
-        raise ValueError(f"the model in {folder} was made from {there['path']}: name another folder with --output")
+        raise ValueError(
+            f"the model in {folder} was made from {there['path']}, not from {source.path}: "
+            "name another folder with --output"
+        )
     if there != made_of:
         from slimelite.apps.merging import write_merged
 

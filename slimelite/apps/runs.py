@@ -217,5 +217,5 @@ def same_notes(runs: Sequence[Run]) -> list[str]:
         *first, last = (run.name for run in group)
         names, seeds = f"{', '.join(first)} and {last}", {str(run.config.get("rollout_seed")) for run in group}
         why = f"same seeds (--rollout-seed {min(seeds)})" if len(seeds) == 1 else "although their seeds differ"
-        notes.append(f"runs {names} are the same to the last digit: {why}. Equal runs count as one run.")
+        notes.append(f"runs {names} are the same to the last digit: {why}. Count them as one run, not {len(group)}.")
     return notes

@@ -37,8 +37,8 @@ CHOOSE, CONTINUE = "slimelite.rollout.evaluation.choose", "slimelite.rollout.eva
 class Task:
     """The content of a task file.
 
-    Templates and expressions are written in Jinja. The variables in a template are the columns of a row, and ``chat``,
-    which is true if the chat template is applied.
+    Templates and expressions are written in Jinja. The variables in both are the columns of a row, and ``chat``, which
+    is true if the chat template is applied.
     """
 
     name: str = flag(None, "the score of the task is called `eval/<name>`", ALWAYS)

@@ -281,7 +281,7 @@ class CheckpointArgs(OfJob):
     )
     save_retain_interval: int | None = flag(
         None,
-        "the checkpoint of every N-th rollout is kept. Every other checkpoint is deleted when a newer checkpoint is "
+        "the checkpoint of every N-th rollout is kept. Any other checkpoint is deleted when a newer checkpoint is "
         "complete",
         SAVE,
         at_least=1,

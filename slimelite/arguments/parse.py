@@ -37,7 +37,7 @@ TAKEN = "the arguments already have an attribute of this name; choose another na
 
 
 class Origin(NamedTuple):
-    """The place where another process, perhaps on another machine, finds a file, or the class ``name`` in this file."""
+    """The place of a file, or of the class ``name`` in this file, for another process, perhaps on another machine."""
 
     file: str
     # path from the working directory; a Ray job has this directory on every node

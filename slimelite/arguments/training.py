@@ -140,8 +140,8 @@ class PerfArgs(ClusterArgs):
 
     @property
     def recomputes_selectively(self) -> bool:
-        """Whether recomputation skips matrix products and attention. In compiled code, these operations cannot be told
-        apart."""
+        """Whether recomputation skips matrix products and attention. In compiled code, these operations cannot be
+        recognised."""
         return bool(self.gradient_checkpointing) and self.recompute_granularity == "selective" and not self.compile
 
 

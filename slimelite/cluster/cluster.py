@@ -463,7 +463,7 @@ class Cluster:
             raise ClusterError(
                 f"--check-weight-update-equal: after sync {version} the log-probs of engines and trainer differ by "
                 f"{', '.join(f'{gap:.2e}' for gap in gaps)} (mean of each engine; inf: the engine still has another "
-                f"version). At most {limit} is accepted, so an engine does not have the trainer's weights"
+                f"version). More than {limit} means that an engine does not have the trainer's weights"
             )
         return float(gaps.max())
 

@@ -115,7 +115,8 @@ def main(argv: Sequence[str]) -> int:
     words = smaller(args, free, first=here)
     if words is None:
         print(
-            f"--elastic: not even the smallest run fits the devices of the nodes, {list(free.values())}",
+            "--elastic: not even the smallest run fits the free devices; free devices of each node: "
+            f"{list(free.values())}",
             file=sys.stderr,
         )
         return 1

@@ -337,8 +337,8 @@ class Actors:
                     )
 
     def machines(self) -> dict[str, RemoteMachine]:
-        """Start an actor on every node except this one. Each actor checks the processes of its node. Returns address of
-        the node -> machine."""
+        """Start an actor on every node of the run except this one. Each actor checks the processes of its node. Returns
+        address of the node -> machine."""
         own = self._hosts[str(ray.get_runtime_context().get_node_id())]
         used = {self._hosts[node]: node for node in self._nodes.values()}
         limit = END * self.args.hang_timeout

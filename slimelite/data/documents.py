@@ -37,7 +37,7 @@ SHOWN = 2
 class Documents:
     """Returns packed sequences for training. With ``--prompt-data-weights`` each path of ``--prompt-data`` is a
     separate stream, which starts its own next epoch when it ends. The next sequence comes from the stream whose share
-    of the tokens so far is furthest below its weight.
+    of the tokens so far is furthest below its share of the weights.
     """
 
     def __init__(self, args: Args, tokenizer: str) -> None:

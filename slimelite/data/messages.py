@@ -227,7 +227,7 @@ def read_messages(content: object, column: str = "messages") -> Messages:
     missing content becomes an empty text, the arguments of tool calls become objects, and each message with a tool's
     answer gets the tool's name.
 
-    Messages that already have this form stay the same. In ``content``, the field ``tool_calls`` may be JSON text, as in
+    Messages that already have this form stay the same. The field ``tool_calls`` of a message may be JSON text, as in
     parquet files.
 
     Raises:

@@ -83,8 +83,8 @@ def load_prompts(
             model.
         warn: called with a message about rows and prompts that are left out. ``note``: called with the shape of the
             rows (see `shapes`) if no flag named the columns.
-        first: if a number, read only so many rows of each path that has no slice. A column that all these rows lack is
-            no error, because it may appear later.
+        first: if a number, read only this number of rows of each path that has no slice. A column of metadata or tools
+            that all these rows lack is then no error (except in parquet files), because it may appear later.
 
     Raises:
         ValueError: files, columns or the chat template are missing, rows are malformed (unless ``skip_bad_rows``), or
@@ -349,13 +349,13 @@ def _tools(row: Row, columns: Columns) -> Tools:
 
 
 class DataSource:
-    """Returns prompts as groups of ``--n-samples-per-prompt`` samples. Groups that `add_samples` gave back come before
+    """Returns prompts as groups of ``--n-samples-per-prompt`` samples. Groups that `add_samples` took back come before
     new groups.
 
     In each epoch, the prompts come in file order. With ``--rollout-shuffle``, their order in epoch e is a permutation
     that depends only on ``--rollout-seed`` + e. Several paths form one dataset. But with ``--prompt-data-weights`` each
     path is a separate stream, which starts its own next epoch when it ends. The next prompt comes from the stream whose
-    share of the prompts so far is furthest below its weight.
+    share of the prompts so far is furthest below its share of the weights.
     """
 
     def __init__(self, args: Args, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
@@ -406,7 +406,7 @@ class DataSource:
         return sum(len(stream.prompts) for stream in self._streams)
 
     def get_samples(self, n: int) -> list[list[Sample]]:
-        """Return ``n`` groups. Groups that `add_samples` gave back come first. The others are new groups, with prompt
+        """Return ``n`` groups. Groups that `add_samples` took back come first. The others are new groups, with prompt
         tokens, label, metadata and indices."""
         groups = self._pick(self.args, None, self._returned, n) if self._returned else []
         return [*groups, *(self._fresh_group() for _ in range(n - len(groups)))]
@@ -440,7 +440,7 @@ class DataSource:
         return self._streams[behind.index(max(behind))]
 
     def state_dict(self) -> dict[str, object]:
-        """The state that a resumed run needs, as plain JSON values, including the groups that `add_samples` gave back.
+        """The state that a resumed run needs, as plain JSON values, including the groups that `add_samples` took back.
 
         Attributes that plugins set on a sample are converted to JSON values too: numpy values become numbers and lists,
         other objects become text.

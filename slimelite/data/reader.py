@@ -43,8 +43,8 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+){0,2}")
 
 @dataclass
 class BadRows:
-    """Counts the malformed rows of one file. If there are any, `close` raises an error, or with ``skip`` logs a
-    warning."""
+    """Counts the malformed rows of one file. If there are any, `close` raises an error, or with ``skip`` calls ``warn``
+    with a message."""
 
     skip: bool = False
     warn: Callable[[str], None] = logger.warning
@@ -53,7 +53,7 @@ class BadRows:
     examples: dict[str, str] = field(default_factory=dict)  # problem -> its first place, for only a few problems
 
     def add(self, place: str, problem: str) -> None:
-        """Count a malformed row, and remember its problem and place for `close`."""
+        """Count a malformed row. `close` reports the first few different problems, each with its first place."""
         self.count += 1
         if len(self.examples) < EXAMPLES:
             self.examples.setdefault(problem, place)

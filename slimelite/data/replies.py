@@ -49,7 +49,7 @@ class Finder:
         answers, then the reply's words, which are a second span.
 
         Raises:
-            ValueError: the reply does not begin where the generation prompt ends in the rendered text.
+            ValueError: the rendered text does not show the reply, or does not show it where the generation prompt ends.
         """
         self._rendered.clear()
         reply, start = self.messages[i], self._start(i)

@@ -67,8 +67,8 @@ SHAPES = (
 
 
 def shape_of(names: Collection[str], input_key: str, *, answers: bool, chosen: str | None = None) -> Shape | None:
-    """The shape of rows whose columns are ``names``. Returns None if ``input_key`` is one of these columns, because
-    then no shape is needed, or if no known shape fits.
+    """The shape of rows whose columns are ``names``. Returns None if no known shape fits, or if ``input_key`` is one of
+    these columns (but not a part of Alpaca's prompt), because then no shape is needed.
 
     Args:
         answers: whether the run trains on answers that are in the rows (SFT, KTO).

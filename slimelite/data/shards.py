@@ -173,8 +173,8 @@ def check_documents(spec: str, column: str, *, skip: bool) -> None:
     each file.
 
     Raises:
-        ValueError: a file does not exist, there are no documents, or ``skip`` is off and a document cannot be trained
-            on.
+        ValueError: a file does not exist or has no column ``column``, there are no documents, or ``skip`` is off and a
+            document cannot be trained on.
         OSError: a file cannot be read.
     """
     problems, good = [], False
@@ -366,7 +366,7 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def open_shard(cache: Path, key: str) -> Shard:
-    """Open the shard with the key ``key``. Its arrays are memory-mapped."""
+    """Open the shard with the key ``key``. Its token ids are memory-mapped."""
     description, tokens, ends = _paths(cache, key)
     facts = ShardFacts(**json.loads(description.read_text()))
     mapped = np.memmap(tokens, facts.dtype, "r") if facts.tokens else np.zeros(0, facts.dtype)

@@ -1,8 +1,8 @@
 """Loads tokenizers, and finds the token ids that end a response.
 
-A tokenizer with a ``tokenizer.json`` is loaded without importing torch, because the process of train.py and the rollout
-process do not import torch. Importing transformers takes a second. So this module imports transformers only inside the
-functions that need it, and most mistakes of the user are reported before this import.
+A tokenizer with a ``tokenizer.json`` is loaded without importing torch, because the processes of train.py and of the
+rollout side do not import torch. Importing transformers takes a second. So this module imports transformers only inside
+the functions that need it, and most mistakes of the user are reported before this import.
 """
 
 from __future__ import annotations

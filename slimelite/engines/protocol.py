@@ -148,15 +148,15 @@ class GenerateRequest:
 @dataclass
 class GenerateResult:
     """The tokens of one response. The per-token fields may be set to lists or arrays, and are always read as lists.
-    `columns` returns these fields in the form in which they were set.
+    `columns` returns these fields as they are stored.
 
     ``log_probs``: one per token, under softmax(logits / temperature), before top-p, top-k or min-p renormalise. Greedy
     requests (temperature 0 or top_k 1) report the same quantity at temperature 1. ``kept``: for a request with
     `SamplingParams.kept`, the ids that each token was drawn from, if some were excluded. Log-probs of such tokens are
     renormalised over these ids. For a greedy request, ``kept`` has only the token itself. ``constrained``: for a
-    request with a grammar, penalties or biases, one value per token: whether the grammar, penalties or biases excluded
-    ids when this token was drawn. ``weight_versions``: one per token, the version of the weights that produced it.
-    ``cached_tokens``: number of prompt tokens with keys and values from the cache.
+    request with a grammar, penalties or biases, one value per token: True if the grammar restricted this token, or if
+    the request has penalties or biases. ``weight_versions``: one per token, the version of the weights that produced
+    it. ``cached_tokens``: number of prompt tokens with keys and values from the cache.
     """
 
     request_id: str
@@ -181,7 +181,7 @@ class GenerateResult:
 
     @property
     def columns(self) -> tuple[PerToken, PerToken, PerToken]:
-        """Tokens, log-probs and weight versions in the form in which they were set: arrays or lists."""
+        """Tokens, log-probs and weight versions as they are stored. An array becomes a list when its field is read."""
         values = vars(self)
         return values["output_ids"], values["log_probs"], values["weight_versions"]
 
@@ -404,8 +404,7 @@ class Streaming(Protocol):
 class WeightSink(Protocol):
     """Receives a weight update: call `begin`, then `send` for every bucket, then `end`.
 
-    ``every_rank``: whether every trainer rank has a sink and sends the same buckets to it. If False, only rank 0 has a
-    sink and sends.
+    ``every_rank``: whether every trainer rank has a sink and sends the same buckets to it. If False, only rank 0 sends.
     """
 
     every_rank: bool

@@ -94,7 +94,8 @@ class Episode:
                 turn.reward = None  # --reward-error decides the reward of the episode, so its turns have no rewards
 
     async def close(self) -> None:
-        """Close the environment if there is one. An error of the environment is added to the count of errors."""
+        """Close the environment if there is one. If this fails, the failure is counted, unless the episode has already
+        failed."""
         if self._environment is None:
             return
         self.seconds = self._environment.spent

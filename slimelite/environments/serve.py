@@ -1,5 +1,6 @@
-"""Serves an environment over HTTP. A run uses this server with ``--environment http://host:port``. A run's own worker
-processes run this program too.
+"""Serves an environment over HTTP. A run uses this server with ``--environment http://host:port``.
+
+A run's own worker processes run this program too.
 
     python -m slimelite.environments.serve calculator --port 9000
     ENVIRONMENT_API_KEY=… python -m slimelite.environments.serve python --host 0.0.0.0 --port 9000

@@ -89,7 +89,7 @@ def is_true(fact: bool | str, config: Mapping[str, object]) -> bool:
 
 def family_of(model_type: str) -> Family | None:
     """The family with the name ``model_type``, or else the family whose name is a prefix of ``model_type``. Example:
-    ``qwen2_moe`` gives ``qwen2``, because both have the same attention."""
+    ``qwen2_moe`` gives ``qwen2``; both have the same attention."""
     kin = [family for name, family in FAMILIES.items() if model_type == name or model_type.startswith(f"{name}_")]
     return max(kin, key=lambda family: len(family.name), default=None)
 

@@ -170,7 +170,7 @@ class Plan:
         return time.training(load, self.work, ranks, self.device, before)
 
     def seconds(self) -> dict[str, float]:
-        """Seconds of each phase of a rollout, of the weight sync, and of the pauses between the phases."""
+        """Seconds of each phase of a rollout, of the weight sync, and of the work between the phases."""
         assert self.device is not None
         seconds = {name: cost.seconds(self.device) for name, cost in self.costs().items()}
         if self.engines and self.ranks:

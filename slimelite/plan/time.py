@@ -78,7 +78,7 @@ class Cost:
     seconds of sending. ``waits``: seconds in which a GPU waits for the host.
 
     On a CPU and in small kernels of a GPU, products and memory traffic alternate, so their seconds are added. Data is
-    sent during the computation, so the seconds of sending are not added.
+    sent during the computation, so only the longer of the two times counts.
     """
 
     operations: float
@@ -175,8 +175,8 @@ def train(load: Load, work: Work, ranks: int, device: Device) -> Cost:
 def training(load: Load, work: Work, ranks: int, device: Device, before: float = 0.0) -> dict[str, Cost]:
     """The trainers' work on a rollout, by phase. The head of a critic counts as if it were the policy's head.
 
-    ``before``: the share of the rows that need log-probs from before the first step, because they are trained in later
-    steps.
+    ``before``: the share of the rows that need old log-probs, which a forward pass computes before the first step,
+    because these rows are trained in later steps.
     """
     policy, *critics = load.learners
     costs = {"old log-probs": log_probs(policy, work, ranks, device, before)} if before else {}
@@ -197,7 +197,8 @@ def traffic(load: Load, *, passes: float, steps: int) -> float:
 
 def decode_steps(work: Work, rows: float, at_once: float) -> float:
     """The number of decoding steps in which an engine generates ``rows`` responses. While responses wait for a place in
-    the batch, ``at_once`` responses are decoded together. The last responses run until the longest response ends."""
+    the batch, ``at_once`` responses are decoded together. After the last waiting response
+    has a place, decoding goes on until the longest response ends."""
     longest = max(work.longest, work.response)
     return longest + max(0.0, rows - at_once) * work.response / at_once
 

@@ -2,7 +2,7 @@
 
 A real start and ``--dry-run`` run the same checks. The dry run reads all rows. If this machine has too few GPUs, the
 dry run only warns, because the run may start elsewhere. Checks that need neither torch nor transformers run first. If
-these checks find a problem, the other checks are left out, because importing torch alone would delay the answer by
+these checks find a problem, the other checks are left out, because these imports alone would delay the answer by
 seconds.
 """
 
@@ -334,8 +334,8 @@ def _planned_devices(args: Args, machine: Machine, needed: int, ranks: int, engi
 
 
 def check_torch(args: Args, machine: Machine, findings: Findings) -> None:
-    """Check that torch can use the GPUs. There is no check if this machine joins a Ray cluster, because the GPUs may
-    then be elsewhere."""
+    """Check that torch can use the GPUs. If this machine joins a Ray cluster, nothing is checked, because the
+    GPUs may be in other machines."""
     if not args.job.gpus or args.dry_run or _elsewhere(args):
         return
     import torch

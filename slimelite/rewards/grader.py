@@ -96,7 +96,7 @@ class Grader:
     ) -> None:
         """``workers``: the maximum number of grading processes; with None, half the number of processors, but at least
         1 and at most 8. ``ends``: the texts of the tokens that end a response. Before a rule with ``whole`` gets a
-        response, these texts are removed from its end.
+        response that ends with one of these texts, this text is removed.
 
         ``trial``: whether this grader only scores one row of the data before a run starts (`check_reward`). In a trial,
         failures are not logged, and a request to a reward server is tried only twice.
@@ -165,8 +165,8 @@ class Grader:
         """Compute the amounts that --format-reward-coef and --overlong-buffer-len add to each sample's reward. Returns
         the amount for each sample, and metrics with the mean format reward and the mean penalty.
 
-        ``max_length``: the maximum number of tokens of a response. A format check that raises an error adds 0 to the
-        reward and is counted as a reward error.
+        ``max_length``: the maximum number of tokens of a response. A format check that raises an error or takes too
+        long adds 0 to the reward and is counted as a reward error.
         """
         args, added, metrics = self.args, [0.0] * len(samples), {}
         if args.format_reward_coef and samples:
@@ -207,8 +207,8 @@ class Grader:
         """The metrics ``rollout/reward_errors``: the number of failed rewards since the last call of this method, in
         total and by kind of failure. Each call resets these counts and ``error_reports``.
 
-        ``rollout/costly_answers``: the number of responses whose check by algebra took too long. If there were none,
-        this metric is left out.
+        ``rollout/costly_answers``: the number of responses that were too costly to check by algebra. If there were
+        none, this metric is left out.
         """
         counts = {f"rollout/reward_errors/{kind}": float(n) for kind, n in sorted(self._errors.items())}
         total = float(self._errors.total())
@@ -571,8 +571,8 @@ class ModelReward:
 
 
 def exchange_of(sample: Sample, response: str) -> Exchange:
-    """The input of a reward model for ``sample``. The prompt's messages come from the sample's metadata, where
-    `load_prompts` stores them."""
+    """The input of a reward model for ``sample``. If the prompt is text, its messages come from the sample's metadata,
+    where `load_prompts` stores them."""
     if not isinstance(sample.prompt, str):
         return Exchange("", response, sample.prompt)
     return Exchange(sample.prompt, response, (sample.metadata or {}).get("messages"))

@@ -246,7 +246,8 @@ def elements(text: str) -> list[str]:
 
 
 def is_ratio(text: str) -> bool:
-    """Whether ``text`` contains a colon, like a ratio or a time. The ratio 3:5 is not treated as equal to 3/5."""
+    """Whether ``text`` contains a colon, like a ratio or a time, and no set in braces. The ratio 3:5 is not treated as
+    equal to 3/5."""
     return ":" in text and "\\{" not in text
 
 
@@ -290,7 +291,7 @@ def gsm8k(answer: Answer) -> float:
     """1 if the number after the last ``####`` of the response equals the label's number, else 0.
 
     Raises:
-        ValueError: the label contains no number.
+        ValueError: the label, or its text after the last ``####``, does not begin with a number.
     """
     truth = gsm8k_number(answer.label.rpartition("####")[2])
     if truth is None:
@@ -322,7 +323,7 @@ def last_number(answer: Answer) -> float:
     numbers, only the numbers in this box are considered.
 
     Raises:
-        ValueError: the label contains no number.
+        ValueError: the label, or its text after the last ``####``, does not begin with a number.
     """
     truth = gsm8k_number(answer.label.rpartition("####")[2])
     if truth is None:

@@ -1,6 +1,6 @@
 """The reward rules, one record for each value of --rm-type.
 
-A user can add a rule with a file such as this one, whose path is passed as ``--import-file``::
+A user can add a rule with a file such as the following, whose path is passed as ``--import-file``::
 
     from slimelite.rewards.rules import RULES, Answer, Rule
 
@@ -118,8 +118,8 @@ class Rule:
         example: function ``answer -> response``. ``example`` returns a response that gets reward 1, for an ``answer``
             that has a label but no response. This response is graded before the run starts, so an unusable label is
             detected early.
-        scorer: function ``(args, trial) -> Scorer``. A rule with a scorer needs no ``quick`` and no ``slow``.
-            ``trial``: whether the scorer only scores one row of the data before a run starts.
+        scorer: function ``(args, trial) -> Scorer``. The scorer replaces ``quick`` and ``slow``. ``trial``: whether the
+            scorer only scores one row of the data before a run starts.
         zero: the reward of a sample whose grading failed. If ``zero`` is None, the reward is 0, or with --reward-key a
             dict with the value 0 for this key.
         needs_label: whether a sample without a label is an error.

@@ -1,5 +1,5 @@
-r"""Reward rules that compare words, option letters and tags: ``f1``, ``gpqa``, ``multiple_choice``, ``format``,
-``random``, ``zero``."""
+r"""Reward rules for words, option letters and tags: ``f1``, ``gpqa``, ``multiple_choice``, ``format``, ``random``,
+``zero``."""
 
 from __future__ import annotations
 

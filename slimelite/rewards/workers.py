@@ -96,7 +96,7 @@ class WorkerPool:
             self._idle.put(worker)
 
     def close(self) -> None:
-        """End all workers. Tasks that are in progress get a `Failure`."""
+        """End all workers. Tasks that are in progress fail."""
         for worker in self._workers:
             worker.close()
         self._threads.shutdown(cancel_futures=True)

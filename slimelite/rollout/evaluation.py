@@ -125,7 +125,8 @@ async def choose(args: PluginArgs, sample: Sample, _params: dict[str, Any]) -> S
     ``sample.metadata`` must have ``choices``, ``right``, ``delimiter`` and ``metric``, and may have ``shared`` (see
     `slimelite.arguments.evaluation.Task`). The function adds ``log_likelihoods`` to ``sample.metadata``: log p(choice |
     prompt) of each choice, or with ``shared`` log p(shared | prompt and choice). The prompt and a choice are tokenised
-    as one text, and the tokens after the prompt's number of tokens belong to the choice, as in lm-evaluation-harness.
+    as one text. If the prompt alone has n tokens, all tokens after the first n belong to the choice, as in
+    lm-evaluation-harness.
 
     Raises:
         ValueError: a choice adds no token to the prompt, or the prompt and the choice together exceed the context.

@@ -2,8 +2,8 @@
 
 Choose a filter with ``--dynamic-sampling-filter-path slimelite.rollout.filters.<name>``, or write your own. Your filter
 may call the filters of this file. A filter returns a bool or a `DynamicFilterOutput`. `all_of` combines several
-filters. If a generate function returned several samples for one response (a fan-out), these samples have one common
-reward.
+filters. If a generate function returned several samples for one response (a fan-out), the filters of rewards count
+these samples as one response, with the reward of the last sample.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class DroppedGroups:
         self._lengths: list[int] = []
 
     def keep(self, samples: list[Sample], kind: str, detail: str = "") -> None:
-        """Store the group for `save`, unless ``--keep-dropped`` groups are already stored. In the stored samples,
+        """Store the group for `save`, if ``--keep-dropped`` allows it (see the class). In the stored samples,
         ``metadata["dropped"]`` is ``kind + detail``."""
         kinds = Counter(kind for kind, _ in self._kept)
         if len(self._kept) >= self._limit:

@@ -5,7 +5,7 @@ group is dropped or fails, a group with a new prompt replaces it. Metrics count 
 that are complete after the batch is full (surplus) go back to the data source, and come first in the next rollout.
 Groups that are incomplete when the batch is full also go back to the data source: as prompts without a response, or
 with ``--partial-rollout`` together with the tokens generated so far. With ``--partial-rollout``, groups of agents are
-paused instead (`rollout.sessions`).
+paused (`rollout.sessions`).
 
 With ``--deterministic-mode`` the groups are sent to the engines in waves, group i of a wave to engine i mod n (of n
 engines). When all groups of a wave are complete, they are accepted or dropped in the order in which they were sent. So

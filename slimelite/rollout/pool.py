@@ -363,7 +363,7 @@ class EnginePool:
         if self._syncs and info.weight_version < 0:
             return False
         if engine in self._unsynced:
-            logger.warning("engine %d has received weight version %d and is in use again", engine, info.weight_version)
+            logger.warning("engine %d has weight version %d and is in use again", engine, info.weight_version)
             self.infos[engine] = info
             self._unsynced.discard(engine)
             self._down.discard(engine)

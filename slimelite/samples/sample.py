@@ -73,7 +73,7 @@ class Kept:
 
     ``ids``: [sum of counts] int32, the kept ids of the first token, then those of the second, and so on. ``counts``:
     [tokens] int32, the number of kept ids of each token. A count of 0 means that the token was sampled from the whole
-    vocabulary, or that a tool wrote the token.
+    vocabulary, or was not sampled (a token of a tool or an environment).
     """
 
     ids: np.ndarray

@@ -1,9 +1,9 @@
 """A rollout as a table of samples, with one row for each sample. All parts of a run exchange rollouts in this format.
 
-The rollout side sends the table to the trainers. Debug dumps and the run folder contain saved tables. Offline training
-(SFT, offline RL, preference pairs) also reads its data as such tables. A column with several values in each row is one
-flat array, and offsets such as ``response_offsets`` tell where each row begins. Per-token data is never stored in
-Python lists. `sample.COLUMNS` lists the columns.
+The rollout side sends the table to the trainers. Debug dumps and the run folder contain saved tables. In offline
+training (SFT, offline RL, preference pairs), the trainers get their data in such tables too. A column with several
+values in each row is one flat array, and offsets such as ``response_offsets`` tell where each row begins. Per-token
+data is never stored in Python lists. `sample.COLUMNS` lists the columns.
 """
 
 from __future__ import annotations

@@ -141,8 +141,8 @@ class ProcessSandbox:
 
 
 class BubblewrapSandbox(ProcessSandbox):
-    """The sandbox ``bwrap``: namespaces that bubblewrap makes, with the system call filter and limits of the sandbox
-    ``process``. Files of the program are in memory."""
+    """The sandbox ``bwrap``: namespaces that bubblewrap makes, with a filter of system calls and limits as in the
+    sandbox ``process``. Files of the program are in memory."""
 
     name, confined = "bwrap", False
 

@@ -142,7 +142,7 @@ def interpreter_paths() -> list[str]:
 
 
 def hide() -> None:
-    """If Landlock is missing, make this process not dumpable. Programs that it starts can then not read its memory and
+    """If Landlock is missing, make this process not dumpable. Then programs that it starts cannot read its memory and
     environment variables in /proc."""
     if sys.platform == "linux" and landlock_abi() == 0:
         libc = ctypes.CDLL(None, use_errno=True)

@@ -3,8 +3,7 @@ SIGTERM, it ends after a short time.
 
 The module `containers` starts this supervisor as ``python -I -S -c``. An environment variable has a `ContainerPlan`,
 serialised by ``marshal``. The program in the container waits for a line on stdin. Before the supervisor sends this
-line, the supervisor opens a socket in the container's network. The socket in the container's network connects the
-program to its model.
+line, it opens a socket in the container's network, which connects the program to its model.
 """
 
 from __future__ import annotations

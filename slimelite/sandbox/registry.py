@@ -127,7 +127,7 @@ class SandboxKind:
         summary: the text for the help.
         make: function ``fn(settings) -> Sandbox``. If ``make`` is None, programs run without a sandbox, as the user of
             the training run.
-        answers: function ``fn(folder, readable, memory_bytes) -> words``. The returned words are put before the command
+        answers: function ``fn(folder, readable, disk_bytes) -> words``. The returned words are put before the command
             line of a program that a model wrote. The code reward and the python tool start such programs in ``folder``.
             If ``answers`` is None, programs that a model wrote run in the sandbox ``process``.
         container: whether the sandbox needs a container image.
@@ -174,8 +174,8 @@ def open_sandbox(settings: SandboxSettings) -> Sandbox | None:
 
 
 def answers_of(name: str) -> Callable[[str, Sequence[str], int], Sequence[str]] | None:
-    """The function that starts a model's code in this sandbox (see ``answers`` of `SandboxKind`). A user's own class
-    may have a static method ``answers``.
+    """The function that starts a model's code in this sandbox (see ``answers`` of `SandboxKind`), or None if the code
+    runs in ``process``. A user's own class may have a static method ``answers``.
     """
     if name not in SANDBOXES and "." in name:
         from slimelite.slime.plugins import load_function

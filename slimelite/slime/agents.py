@@ -2,8 +2,8 @@
 sessions.
 
 In slime, an adapter is a web application of the plugin, and a client's API key is the name of its session. Here, a
-conversation continues from the sampled tokens, so its text is never tokenized again, which could give other tokens.
-slime's settings against such other tokens have no effect.
+conversation continues from the sampled tokens. The text of a reply is never tokenized again, so the tokens never drift
+from the sampled ones, and slime's settings against such a drift have no effect.
 """
 
 from __future__ import annotations
@@ -219,8 +219,8 @@ class ParsedModelOutput:
 def parse_model_output(
     raw_output: str, *, tools_schema: Tools, tool_parser_name: str | None, reasoning_parser_name: str | None
 ) -> ParsedModelOutput:
-    """Parse a reply in the named formats (our names or SGLang's). Without the name of a format, the reply is not parsed
-    for it."""
+    """Parse a reply in the named formats (our names or SGLang's). If the name of a parser is None or unknown, its part
+    of the reply (tool calls or thinking) is not parsed."""
     tools, thinking = _known(TOOL_FORMATS, tool_parser_name), _known(REASONING_FORMATS, reasoning_parser_name)
     reasoning, text = read_reasoning(raw_output, REASONING_FORMATS[thinking] if thinking else None, opened=False)
     text, calls, malformed = read_tools(text, TOOL_FORMATS[tools] if tools else None, schemas(tools_schema), "")

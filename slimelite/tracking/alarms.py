@@ -409,7 +409,7 @@ def filtered(h: History) -> Seen | None:
 
 
 @kind(
-    "a tenth of a rollout's groups could not be generated, or an engine died",
+    "at least a tenth of a rollout's groups could not be generated, or an engine died",
     "log.txt has the errors: memory, a time limit, or a generate function that raises. The run continues with other "
     "prompts and learns nothing from the failed ones.",
 )
@@ -434,7 +434,7 @@ def failed_groups(h: History) -> Seen | None:
     "the machine.",
 )
 def stall(h: History) -> Seen | None:
-    """The alarm starts at five times the usual time plus a minute. A busy machine may cause smaller delays."""
+    """The rollout took five times the usual time and at least a minute more. Busy machines cause smaller delays."""
     *before, now = h.values["seconds"][-WINDOW - 1 :] or [0.0]
     usual = median(before or [math.inf])
     if len(before) < LEVEL or now < max(5 * usual, usual + 60):

@@ -354,7 +354,7 @@ def progress(done: int | None, num_rollout: int | None, first: int = 0) -> str:
     """The progress of a run as text: ``after 7 of 40 rollouts``. ``done``: the number of finished rollouts. ``first``:
     the number of the run's first rollout."""
     if done is None and first and num_rollout != 0:
-        return f"before the end of rollout {first}, the first after its checkpoint"
+        return f"before the end of rollout {first}, the first rollout after the newest checkpoint"
     if done is None:
         return f"before the end of its {'evaluation' if num_rollout == 0 else 'first rollout'}"
     return f"after {done} of {num_rollout} rollouts" if num_rollout else f"after {done} rollouts"

@@ -9,7 +9,7 @@ computed by a few kernel calls without a mask. One call computes the attention i
 shared nodes, one call computes the attention of the descendants to these nodes. Each call also returns the log-sum-exp
 (lse) of its scores s, which is needed to merge the results. The keys and values of a prefix are read once, not once for
 each row. In the backward pass, every call gets the *merged* result O and the merged lse. With p = exp(s - lse) and
-delta = dO·O over all keys, each call then computes the exact gradients for its own keys.
+delta = dO·O over all keys, each call then computes exactly the part of the gradients that flows through its own keys.
 
 - CUDA, half precision: the kernel behind `torch.nn.attention.varlen.varlen_attn`.
 - CPU: the kernel behind `scaled_dot_product_attention`, on blocks of similar sizes that are padded to the same size.

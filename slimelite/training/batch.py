@@ -287,7 +287,8 @@ class LevelPart:
 
     ``count``: the number of nodes. ``positions``: [count · longest], the positions of the nodes' tokens, T for padding.
     ``real``: [m], the indices of the m entries of ``positions`` that are not padding; None if there is no padding.
-    ``parents``: [count], the index of each node's parent among all nodes of the level above; None in the first level.
+    ``parents``: [count], the index of each node's parent in the level above, counted over all parts of that level; None
+    in the first level.
     """
 
     count: int

@@ -73,8 +73,8 @@ class Adapter(nn.Module):
 
     @abstractmethod
     def merged(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """The sum of ``weight`` and the adapter's change of it, in fp32 or float64. ``a``, ``b``: A and B, gathered
-        from all ranks."""
+        """The sum of ``weight`` and the adapter's change of it, in fp32 or float64. ``a``, ``b``: the whole A and B,
+        not shards of them."""
 
 
 class LoraLinear(Adapter, FrozenLinear):

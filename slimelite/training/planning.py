@@ -142,7 +142,7 @@ class _Units:
             self.responses = np.add.reduceat(self.responses, begins)[by_first]
 
     def shared(self, share: np.ndarray) -> np.ndarray:
-        """[m] the number of tokens that each unit in ``share`` [m] has in common with the unit before it. ``share`` is
+        """[m] the length of the prefix that each unit in ``share`` [m] shares with the unit before it. ``share`` is
         ascending."""
         tokens = np.zeros(len(share), np.int64)
         last = np.maximum(self._last[share[:-1]], self._last[share[1:]])

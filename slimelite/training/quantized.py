@@ -90,7 +90,7 @@ class FrozenLinear(nn.Linear):
         return self.product(x)
 
     def dequantized(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
-        """[out, in] the dequantized weight. ``packed``: ``weight`` [out, in / 2], gathered from all ranks."""
+        """[out, in] the dequantized weight. ``packed``: the whole ``weight`` [out, in / 2], not a shard of it."""
         from bitsandbytes.functional import dequantize_4bit
 
         result: Tensor = dequantize_4bit(packed.reshape(-1, 1), self._state(packed.device, dtype))

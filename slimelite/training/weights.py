@@ -71,8 +71,8 @@ def shareable() -> Iterator[None]:
     """A context in which newly allocated GPU memory can be shared with another process through CUDA IPC.
 
     The context turns off expandable segments (``PYTORCH_CUDA_ALLOC_CONF``). To share such segments, a process needs
-    the system call pidfd_getfd, which containers forbid. Besides, torch 2.13 reserves new virtual addresses for such
-    segments in every bucket (pytorch/pytorch#165685, #186213).
+    the system call pidfd_getfd, which containers forbid. Besides, torch 2.13 then reserves new virtual addresses for
+    every bucket (pytorch/pytorch#165685, #186213).
     """
     settings = _allocator_settings()
     if "expandable_segments:True" not in settings.replace(" ", ""):
@@ -132,9 +132,9 @@ def push(
     """Send all weights through ``sink``, in the dtype that the trainer computes in (collective). The buffers in the
     model's files are sent too, in their own dtype, because engines have them as parameters.
 
-    Adapters are merged into the weights that they change, and the results are sent. The other weights are frozen: after
-    the engines have received them, they are not sent again. ``adapter_alone``: send only the adapters, in one bucket,
-    in fp32, with peft's names.
+    Adapters are merged into the weights that they change, and the results are sent. The other weights are frozen, and
+    are not sent while the engines still have them from an earlier update. ``adapter_alone``: send only the adapters, in
+    one bucket, in fp32, with peft's names.
 
     ``sink`` is None on ranks that do not send (see `WeightSink`). Weights in ``memory`` are copied to the device one at
     a time.

@@ -184,7 +184,7 @@ def test_runs_with_the_same_prompts_in_the_same_order_are_named(
 
 def test_seeds_that_are_one_run_are_named_and_give_no_p(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [write(tmp_path / name, score) for name, score in (("a", 0.5), ("b", 0.5), ("c", 0.25), ("d", 0.75))]
-    note = "runs a and b are the same to the last digit: same seeds (--rollout-seed 0). Equal runs count as one run."
+    note = "runs a and b are the same to the last digit: same seeds (--rollout-seed 0). Count them as one run, not 2."
     assert comparison([Run.read(run) for run in runs])["same"] == [note]
     assert main(["compare", *runs]) == 0
     assert note in capsys.readouterr().out

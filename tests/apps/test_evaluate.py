@@ -177,7 +177,8 @@ def test_a_folder_of_another_models_results_is_refused(folder: Path, capsys: pyt
         file.rename(folder / "low" / file.name)
     assert main(["eval", "low", "--tasks", "write.yaml", "--output", "out"]) == 1
     said = capsys.readouterr().err
-    assert "was made from /x/low: name another folder with --output" in said
+    assert "was made from /x/low, not from" in said
+    assert "name another folder with --output" in said
     assert "random" not in said, "the base holds no weights, and it is not what is evaluated"
 
 

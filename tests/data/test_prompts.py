@@ -142,7 +142,10 @@ BAD = {
         {"input": "x", "y": 1, "metadata": {"\ud800": 1}},
         "column 'metadata': an incomplete char",
     ),
-    "deep": ({"input": "x", "y": 1, "metadata": {"a": eval("[" * 150 + "]" * 150)}}, "column 'metadata': the value is nested"),
+    "deep": (
+        {"input": "x", "y": 1, "metadata": {"a": eval("[" * 150 + "]" * 150)}},
+        "column 'metadata': the value is nested",
+    ),
     "deeper": ({"input": "x", "y": 1, "metadata": "[" * 10**5}, r"column 'metadata': not JSON \(maximum recursion"),
     "deepest": ("[" * 10**5, r"not JSON \(maximum recursion"),
     "a key twice": ('{"input": "x", "y": 1, "y": 2}', "not JSON .the key 'y' is given twice"),

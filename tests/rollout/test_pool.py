@@ -107,7 +107,7 @@ def test_a_restarted_engine_serves_only_after_a_sync(caplog: pytest.LogCaptureFi
     with caplog.at_level(logging.WARNING):
         asyncio.run(scenario())
     assert "engine 0 has died: nobody is there" in caplog.text
-    assert "engine 0 has weights 3" in caplog.text
+    assert "engine 0 has weight version 3" in caplog.text
 
 
 @pytest.mark.chaos

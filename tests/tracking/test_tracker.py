@@ -147,7 +147,7 @@ def test_a_run_that_lost_its_machine_says_how_to_go_on(tmp_path: Path, capsys: p
         with pytest.raises(type(error)), Tracker(args):
             raise error
         out = " ".join(capsys.readouterr().out.split())
-        assert "failed before the end of rollout 3, the first after its checkpoint, " in out
+        assert "failed before the end of rollout 3, the first rollout after the newest checkpoint, " in out
         assert (advice in out) is said
 
 

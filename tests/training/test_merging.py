@@ -47,7 +47,7 @@ def test_the_merged_model_has_the_trainers_weights(saves: str, flags: dict[str, 
     assert {weight.dtype for weight in load_file(folder / "model.safetensors").values()} == {torch.bfloat16}
     other = save_tiny_model(tmp_path / "other", hidden_size=64)
     # an adapter says in its own words that it fits no matrix of the model
-    with pytest.raises(ValueError, match=r"has another shape; name its model with --base|in this model") as caught:
+    with pytest.raises(ValueError, match=r"has another shape; name the checkpoint's model|in this model") as caught:
         merged(Source(place, str(other)), folder, "float32")
     assert "--lora" not in str(caught.value), "a flag of train.py"
     with pytest.raises(

@@ -178,7 +178,7 @@ class EmbeddedEngine(InProcessEngine):
     async def release_memory(self, tags: Sequence[str]) -> None:
         """See `Engine.release_memory`. Running requests wait for `resume_memory`. On a CPU the weights stay in memory.
 
-        The KV cache does not need `resume_memory`, because the next step allocates the cache's memory.
+        `resume_memory` allocates no memory for the KV cache, because the next step does this.
         """
         check_memory_tags(tags)
 

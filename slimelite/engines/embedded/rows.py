@@ -104,7 +104,7 @@ class RowTable:
     the last row moves into its place.
 
     ``tokens``: [rows, width] prompt and response of each row. ``log_probs``: [rows, width], with values only for
-    response tokens. ``width`` is the length of the longest row.
+    response tokens. The width is at least the length of the longest row.
     """
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:

@@ -169,7 +169,7 @@ class SglangEngine(Engine):
                 del self._running[request_id]
 
     async def score(self, input_ids: Sequence[int], start: int, temperature: float = 1.0, top: int = 0) -> Scores:
-        """See `Engine.score`. Scoring works only at temperature 1, and only while no memory is released."""
+        """See `Engine.score`. Scoring works only at temperature 1. A call waits until all memory is resumed."""
         info = self._known or await self.info()
         check_score(input_ids, start, temperature, top, self._vocab_size, info.max_context_len)
         if temperature != 1:

@@ -340,7 +340,7 @@ class IpcSink(ServerSink):
     """Each trainer rank shares its copy of a bucket through CUDA IPC with the server rank on the same GPU (collective).
 
     The first trainer rank on a server's GPUs sends the request for all ranks on these GPUs. On a CPU, tensors are sent
-    by value. The servers use the trainer ranks' GPUs in order, from rank 0 on. Between two servers, a rank's GPU has no
+    by value. The servers use the trainer ranks' GPUs in order, from rank 0 on. A rank before a server's ranks has no
     server only if a ``first_gpu`` skips this rank.
     """
 
