@@ -395,8 +395,8 @@ def qwen_mask(chat: ChatReader, messages: Messages, tools: Tools) -> list[Piece]
 
 
 def qwen3_mask(chat: ChatReader, messages: Messages, tools: Tools) -> list[Piece]:
-    """slime's mask ``qwen3``. Each message is rendered after a dummy user message, so the template keeps the thinking
-    of every reply.
+    """slime's mask ``qwen3``. Each message except the first is rendered after a dummy user message, so the template
+    keeps the thinking of every reply.
 
     Consecutive tool answers are rendered together, because the template writes them as one turn.
     """

@@ -124,7 +124,7 @@ def load_prompts(
     kept = [p for p, length in zip(prompts, lengths, strict=True) if max_prompt_len is None or length <= max_prompt_len]
     if dropped := len(prompts) - len(kept):
         left_out.append(
-            f"left out {dropped} of {len(prompts)} prompts, which are longer than {max_prompt_len} tokens "
+            f"left out {dropped} of {len(prompts)} prompts: they have more than {max_prompt_len} tokens "
             "(--rollout-max-prompt-len, --eval-max-prompt-len)"
         )
     if not kept and first is None:

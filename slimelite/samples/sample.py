@@ -293,7 +293,7 @@ class Sample:
         ``log_probs``: the engine's log-probs, one for each token. Tokens of a tool or environment (``trainable=False``)
         get mask 0 and log-prob 0. ``weight_version``: the version of the weights that sampled the tokens.
         ``weight_versions``: the version of each token. If ``weight_version``, ``weight_versions`` and ``meta_info`` are
-        None, the tokens get the version that the engine had when the generate function was called. ``kept``: the kept
+        None, the tokens get the version that the engines have when the generate function returns. ``kept``: the kept
         ids of each token. If ``kept`` is passed, ``log_probs`` must be normalised over the kept ids. ``constrained``:
         for each token, whether a grammar excluded other tokens. A constrained token gets mask 0 and is counted in
         ``metadata``. ``meta_info``: the field ``meta_info`` of the engine's answer, which contains the weight versions

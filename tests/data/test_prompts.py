@@ -112,7 +112,7 @@ def test_long_prompts_are_left_out_in_order_and_counted(tmp_path: Path, caplog: 
     rows = [{"input": "x" * n} for n in (3, 9, 1, 5, 4, 6)]
     with caplog.at_level(logging.WARNING):
         assert [len(p.prompt) for p in load(tmp_path, rows, limit=4)] == [3, 1, 4]
-    assert "left out 3 of 6 prompts, which are longer than 4 tokens" in caplog.text
+    assert "left out 3 of 6 prompts: they have more than 4 tokens" in caplog.text
 
 
 def test_the_prompt_of_a_conversation_is_measured_before_its_first_answer(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_every_file_that_is_wrong_is_named(tmp_path: Path) -> None:
 
 def test_nothing_left_says_why(tmp_path: Path) -> None:
     with pytest.raises(
-        ValueError, match=r"1 of 3 rows is malformed.* row 1 \(line 2\).* 2 of 2 prompts, which are longer than 1 t"
+        ValueError, match=r"1 of 3 rows is malformed.* row 1 \(line 2\).* 2 of 2 prompts: they have more than 1 t"
     ):
         load(tmp_path, [{"input": "long"}, {"input": 3}, {"input": "long"}], limit=1, skip=True)
 

@@ -154,7 +154,7 @@ def test_the_first_rows_may_all_be_left_out(run: str, tmp_path: Path) -> None:
         rows = [{"messages": messages, "label": "2"} for messages in [*[long] * 64, last]]
         pq.write_table(pa.Table.from_pylist(rows), file)
         found = problems(f"{run} --rollout-max-prompt-len 40")
-        assert [problem.partition(" prompts, which are longer")[0] for problem in found] == said
+        assert [problem.partition(" prompts: they have more")[0] for problem in found] == said
 
 
 def test_a_file_without_rows_is_named(run: str, tmp_path: Path) -> None:
