@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Run tests with the newest transformers and peft that pyproject.toml allows. Other packages are those of .venv.
 #   bash scripts/test_newest.sh                      the tests marked newest; scripts/test.sh ends with it
-#   bash scripts/test_newest.sh all                  all but those of SGLang, which pins its own, and those marked pinned
+#   bash scripts/test_newest.sh all                  all that need only .venv, without those of SGLang, which pins
+#                                                    its own transformers, and those marked pinned
 #   TORCH=2.14.1 bash scripts/test_newest.sh all     with another torch too
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -21,7 +22,8 @@ grep -lI '^#!.*/python' "$PINNED"/bin/* | while read -r command; do
     copy="$NEWEST/bin/${command##*/}"
     [[ "$copy" -nt "$command" ]] || { sed "1s|.*|#!$NEWEST/bin/python|" "$command" >"$copy" && chmod +x "$copy"; }
 done
-export PATH="$NEWEST/bin:$PATH" OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+# programs that are not written in Python, such as ruff, are those of .venv
+export PATH="$NEWEST/bin:$PINNED/bin:$PATH" OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 python - "$torch" <<'EOF'
 import sys
 import huggingface_hub, peft, tokenizers, torch, transformers
@@ -33,9 +35,10 @@ if torch.__version__.split("+")[0] != sys.argv[1]:
 if not transformers.__file__.startswith(sys.prefix):
     print("The newest transformers is the pinned one: these tests say nothing new.")
 EOF
-marked=(-m "newest and not sglang and not vllm and not browser and not bwrap and not slow")
+elsewhere="not sglang and not vllm and not browser and not bwrap and not podman and not docker and not hub and not slow"
+marked=(-m "newest and $elsewhere")
 if [[ "${1:-}" == all ]]; then
-    marked=(-m "not pinned and not sglang and not vllm and not browser and not bwrap and not slow")
+    marked=(-m "not pinned and $elsewhere")
     shift
 elif [[ $# -eq 0 ]]; then
     mapfile -t files < <(grep -rlF --include='*.py' pytest.mark.newest tests) # no others are imported, in each process

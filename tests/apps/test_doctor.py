@@ -77,6 +77,7 @@ def closed_port() -> int:
         return number
 
 
+@pytest.mark.pinned
 def test_the_tested_environment_is_in_order() -> None:
     status, findings = doctor("--versions")
     assert (status, findings["broken"], findings["warning"]) == (0, [], [])
@@ -97,6 +98,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.pinned
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_planted_fault_is_named(fault: str, tmp_path: Path) -> None:
     planted, state, part = FAULTS[fault]
