@@ -217,7 +217,7 @@ def shared_needs(group: type) -> set[str]:
 def description(group: type) -> str:
     """The text below the title of a group."""
     shared = shared_needs(group)
-    needs = f" These flags need {_together(sorted(shared))}." if shared else ""
+    needs = f" The flags of this section need {_together(sorted(shared))}." if shared else ""
     return f"{group_title(group)[1]}{needs}".strip()
 
 
@@ -235,9 +235,10 @@ def meaning(flag: Flag, shared: Collection[str] = ()) -> str:
 
 
 def _together(conditions: Sequence[str]) -> str:
-    """``conditions`` in one sentence. If one of them has an "or" or a comma, semicolons separate them."""
-    parted = len(conditions) > 1 and any(" or " in words or ", " in words for words in conditions)
-    return f"all of these: {'; '.join(conditions)}" if parted else listed(conditions)
+    """``conditions`` in one sentence. If one of them has an "or" or a comma, all of them are numbered."""
+    if len(conditions) == 1 or not any(" or " in words or ", " in words for words in conditions):
+        return listed(conditions)
+    return listed([f"({number}) {words}" for number, words in enumerate(conditions, 1)])
 
 
 def _entry(flag: Flag, shared: Collection[str], width: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slimelite.arguments.conditions import DOCUMENTS, SCORES, TEXTS, TRAINING, OfJob
+from slimelite.arguments.conditions import DOCUMENTS, TEXTS, TRAINING, OfJob, use_of
 from slimelite.arguments.flags import flag
 
 
@@ -56,6 +56,6 @@ class PretrainingArgs(OfJob):
     eval_bpb: list[str] = flag(
         [],
         "an evaluation measures the bits per byte (eval/bpb) of the documents in these files, folders or hub datasets",
-        TRAINING & SCORES,
+        TRAINING & use_of("--eval-interval"),
         metavar="PATH",
     )

@@ -255,8 +255,8 @@ class Pending(Future[R]):
 
 @dataclass(slots=True)
 class Failure:
-    """The first ``error`` of a verb after the caller has seen the previous error. ``error`` is None if no verb has
-    failed since then."""
+    """Holds one error. When the caller has seen an error, a new `Failure` begins. ``error`` is the first error that a
+    verb raises from then on, and None until then."""
 
     error: BaseException | None = None
 

@@ -242,8 +242,8 @@ def mcq_count_length(text: str) -> bool:
 
 
 def reverse_newline(text: str) -> bool:
-    """Whether at least 52 lines are in reverse alphabetical order. Lines are counted from the first line with
-    Zimbabwe."""
+    """Whether the first line with "Zimbabwe" and all lines after it are at least 52 lines in reverse alphabetical
+    order. The lines before it are ignored."""
     lines = [ascii_letters(line) for part in text.split("\n") if (line := part.strip(EDGES))]
     start = next((i for i, line in enumerate(lines) if "Zimbabwe" in line), len(lines))
     return len(lines) - start >= 52 and lines[start:] == sorted(lines[start:], reverse=True)

@@ -116,7 +116,7 @@ def check_response_diversity(
 def check_reasonable_length(
     _args: PluginArgs, samples: Sequence[Sample], *, shortest: int = 1, cut: float = 0.5, **_: object
 ) -> DynamicFilterOutput:
-    """Keep groups whose responses have at least ``shortest`` tokens each, with a share of at most ``cut`` truncated."""
+    """Keep groups if all responses have at least ``shortest`` tokens and at most the share ``cut`` is truncated."""
     if min(s.effective_response_length for s in samples) < shortest:
         return DynamicFilterOutput(False, "too_short")
     truncated = sum(s.status == Sample.Status.TRUNCATED for s in samples)

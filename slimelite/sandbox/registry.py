@@ -174,8 +174,8 @@ def open_sandbox(settings: SandboxSettings) -> Sandbox | None:
 
 
 def answers_of(name: str) -> Callable[[str, Sequence[str], int], Sequence[str]] | None:
-    """The function that starts a model's code in this sandbox (see ``answers`` of `SandboxKind`), or None if the code
-    runs in ``process``. A user's own class may have a static method ``answers``.
+    """The function ``answers`` of this sandbox (see `SandboxKind`), for programs that a model wrote; None if such
+    programs run in the sandbox ``process``. A user's own class may have a static method ``answers``.
     """
     if name not in SANDBOXES and "." in name:
         from slimelite.slime.plugins import load_function

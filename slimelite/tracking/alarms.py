@@ -333,9 +333,9 @@ def _stays_below(name: str, score: float) -> Callable[[History], bool]:
     "small differences. docs/metrics.md lists the causes.",
 )
 def mismatch(h: History) -> Seen | None:
-    """One rollout above the limit is an alarm, because the mean is over many tokens. A level above both a tenth of the
-    limit and five times the earlier level is an alarm too; smaller levels are rounding. At the quickstart's high
-    learning rate, each weight update adds 0.17 nats in healthy runs that generate one rollout ahead."""
+    """One rollout above the limit is an alarm, because it is a mean of many tokens. With fresh samples, a fivefold rise
+    in 20 rollouts to more than a tenth of the limit is an alarm too; lower levels are rounding. At the quickstart's
+    high learning rate, each weight update adds 0.17 nats in healthy runs that generate one rollout ahead."""
     now, then, age = h.row.get("mismatch", 0.0), h.then("mismatch"), h.row.get("staleness", 0.0)
     limit = MISMATCH_LIMIT + 0.2 * age
     risen = not age and h.enough("mismatch") and h.now("mismatch") > max(5 * then, MISMATCH_LIMIT / 10)

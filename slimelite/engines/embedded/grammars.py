@@ -168,8 +168,8 @@ class Held:
     """The position of a response in its grammar.
 
     Args:
-        written: text -> the grammar that applies after this text, as (kind, text). An empty text means that the grammar
-            applies from the beginning.
+        written: trigger -> the grammar that applies after the response contains this trigger, as (kind, the grammar's
+            source). An empty trigger means that the grammar applies from the beginning.
         repeats: if True, the response is free after the end of the grammar, until one of these texts comes again. If
             False, the response ends where the grammar ends.
     """
