@@ -29,8 +29,10 @@ BLOCK = 32768
 
 def wandb_records(root: Path) -> list[Any]:
     """The protobuf records of the offline run under ``root``: wandb keeps them in LevelDB's log format."""
+    import wandb
     from wandb.proto.wandb_internal_pb2 import Record
 
+    wandb.teardown()  # waits for wandb's process, which writes the file after `finish` has returned
     (path,) = root.glob("wandb/offline-run-*/run-*.wandb")
     raw, position, whole, records = path.read_bytes(), 7, b"", []
     while position + 7 <= len(raw):
