@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 
 def train(cluster: Cluster, tracker: Tracker) -> None:
-    """Run every rollout from the first to the last. Colocation requires the order of the calls in this loop. Each
-    method of ``cluster`` returns a future."""
+    """Run every rollout from the first to the last. ``--colocate`` requires exactly this order of calls. Each method of
+    ``cluster`` returns a future."""
     args, evaluations = cluster.args, Evaluations(cluster.args)
     saves = Saves(args, args.num_rollout)
     sync(cluster, tracker, version=args.start_rollout_id)

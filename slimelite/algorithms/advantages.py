@@ -25,8 +25,8 @@ class RolloutTokens:
     ``values``: [T], the critic's value at the position that predicts the token; None without a critic.
     ``turn_rewards``: [T], a turn's reward at the last token of its reply, and NaN at other tokens. ``turn_rewards`` is
     None if no row has turn rewards, or if ``advantages`` are not plain rewards. ``groups``, ``rollouts``: [rows] int64,
-    the number of each row's group and rollout; the rollouts of a group are compared. ``kl_coef``, ``gamma``, ``lambd``:
-    the values of the flags.
+    the id of each row's group, and the id of its rollout. The rollouts of a group are compared. ``kl_coef``, ``gamma``,
+    ``lambd``: the values of the flags.
     """
 
     advantages: Tensor
@@ -42,8 +42,8 @@ class RolloutTokens:
     lambd: float = 1.0
 
     def rewards(self) -> Tensor:
-        """[T] rewards, see `token_rewards`. A turn's reward is at the end of the turn. The row's reward minus its turn
-        rewards is at the end of the row."""
+        """[T] rewards, see `token_rewards`. A turn's reward is at the last token of the turn. The rest of the row's
+        reward is at the last unmasked token of the row."""
         rows, of_rows = len(self.advantages), self.advantages
         turns = None if self.turn_rewards is None else self.turn_rewards.nan_to_num(0.0).to(of_rows.dtype)
         if turns is not None:
@@ -54,8 +54,8 @@ class RolloutTokens:
 
 @torch.no_grad()
 def token_advantages(estimator: str, tokens: RolloutTokens) -> tuple[Tensor, Tensor]:
-    """[T] advantages and [T] returns. The returns differ from the advantages only if the estimator's ``token`` function
-    returns both."""
+    """[T] advantages and [T] returns. If the estimator's ``token`` function returns only advantages, they are also the
+    returns."""
     make = ESTIMATORS[estimator].token
     if make is None:
         advantages = returns = tokens.advantages[tokens.segments]
@@ -186,7 +186,7 @@ def reverse_scan(values: Tensor, decay: float, segments: Tensor) -> Tensor:
     """[T] y_t = x_t + decay·y_{t+1} within each row, computed in log2(T) passes instead of a loop over tokens.
 
     Each pass doubles the number of summed terms. After k passes, y_t is the discounted sum of the 2^k terms from t on.
-    factor_t is the discount of the term after these 2^k terms, and 0 if that term is after the end of the row.
+    factor_t is the discount of the next term; it is 0 if the row has no next term.
     """
     y = values.clone()
     factor = decay * _continues(segments).to(values.dtype)
@@ -246,10 +246,10 @@ class Turns:
 
 @torch.no_grad()
 def grpo_turns(tokens: RolloutTokens) -> Tensor:
-    """[T] A_k = (G_k − mean) / (std + 1e-6) over the k-th turns of a group's rollouts (after arXiv:2505.11821).
+    """[T] A_k = (G_k − mean) / (std + 1e-6), with mean and std over the k-th turns of a group (after arXiv:2505.11821).
 
-    G_k = r_k + γ·G_{k+1}. Each branch of a rollout has its own G_k. In the mean and std, the rollout is included once,
-    with the mean G_k of its branches. A_k is 0 if no other rollout of the group has a k-th turn, or if all these turns
+    G_k = r_k + γ·G_{k+1}. Each branch of a rollout has its own G_k. Mean and std count a rollout once, with the mean
+    G_k of its branches. A_k is 0 if no other rollout of the group has a k-th turn, or if all k-th turns of the group
     have the same G_k. Standard deviations are unbiased.
     """
     assert tokens.groups is not None

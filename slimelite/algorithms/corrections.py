@@ -1,10 +1,10 @@
 """Corrections of the train/inference mismatch: engine and trainer compute different log-probs of the same token.
 
 ρ = exp(old − roll). ``old: [T]`` is the trainer's log-prob with the weights at the start of this rollout's training.
-``roll: [T]`` is the engine's log-prob at the time of sampling, possibly with older weights. The policy loss of each
-token is multiplied by its weight. A token whose ``keep`` is False is dropped from the loss. Weights and ``keep``
-do not change the denominators of the reduction. These functions compute no gradients. Background: arXiv:2110.00641
-(decoupled policies); fengyao.notion.site/off-policy-rl.
+``roll: [T]`` is the engine's log-prob at the time of sampling, possibly with older weights. The policy loss of a token
+is multiplied by the token's weight. A token whose ``keep`` is False is dropped from the loss. Weights and ``keep`` do
+not change the divisors of the loss: a dropped token still counts in them. These functions compute no gradients.
+Background: arXiv:2110.00641 (decoupled policies); fengyao.notion.site/off-policy-rl.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def mis_weights(
 ) -> tuple[Tensor, Metrics]:
     """Importance weights [T]: ρ at ``level``, bounded according to ``mode`` (slime's and verl's rollout correction).
 
-    At the level ``token``, the mode ``clip`` is TIS, truncated importance sampling (fengyao.notion.site/off-policy-rl).
-    At this level the mode ``mask`` is IcePop (arXiv:2510.18855). If ``lower`` is None, the lower bound is 1/upper.
+    At the level ``token``, the mode ``clip`` is TIS (truncated importance sampling, fengyao.notion.site/off-policy-rl),
+    and the mode ``mask`` is IcePop (arXiv:2510.18855). If ``lower`` is None, the lower bound is 1/upper.
 
     Raises:
         ValueError: an unknown level or mode.
@@ -84,8 +84,8 @@ def veto_keep(
 ) -> tuple[Tensor, Metrics]:
     """Veto: drop each response that has a token with ρ < ``threshold`` (about 1e-4). Returns keep [T] bool.
 
-    Metrics: ``veto_token_frac``, the share of tokens with ρ < ``threshold`` among the unmasked tokens, and
-    ``veto_response_frac``, the share of dropped responses among the responses with an unmasked token.
+    Metrics: ``veto_token_frac`` (the share of unmasked tokens that have ρ < ``threshold``) and ``veto_response_frac``
+    (the share of dropped responses among the responses with an unmasked token).
     """
     bad = select(old, mask) - select(roll, mask) < math.log(threshold)
     dropped = _any_token(bad, segments, num_segments)
@@ -121,8 +121,8 @@ def opsm_keep(
 
 @torch.no_grad()
 def mismatch_metrics(old: Tensor, roll: Tensor, mask: Tensor, *, clip: float = 2.0, clip_low: float = 0.0) -> Metrics:
-    """Metrics of the difference between engine and trainer, over the unmasked tokens that have log-probs of both (no
-    NaN).
+    """Metrics of the difference between engine and trainer, over the unmasked tokens for which both log-probs are known
+    (not NaN).
 
     =================================  ============================================================================
     train_rollout_logprob_abs_diff     mean |old − roll|
@@ -148,7 +148,7 @@ def effective_sample_size(mean_ratio: float, mean_ratio_sq: float) -> float:
     """(Σρ)² / (N·Σρ²), computed from the means of ρ and ρ² over N tokens. The result is the effective share of tokens
     under importance weighting.
 
-    As the only mismatch metric that is not a mean, it is computed last, from the means over all ranks.
+    It is not a mean, so it is computed last, from the means over all ranks.
     """
     return mean_ratio**2 / mean_ratio_sq if mean_ratio_sq > 0 else 0.0
 
@@ -157,7 +157,7 @@ def level_ratio(old: Tensor, roll: Tensor, mask: Tensor, segments: Tensor, num_s
     """[T] ρ at ``level``: the ratio of the token, or one ratio for its whole response.
 
     ``sequence``: the product of the ratios of the unmasked tokens, which is unbiased but has a high variance.
-    ``geometric``: their geometric mean.
+    ``geometric``: the geometric mean of these ratios.
 
     Raises:
         ValueError: an unknown level.

@@ -29,8 +29,9 @@ class Estimator:
         name: the value of ``--advantage-estimator``.
         summary: the advantage as a formula, for the help.
         paper: the arXiv number of the estimator's paper.
-        group: ``fn(rewards: GroupedRewards) -> [M]`` float64. The function compares the M rollouts within the group of
-            each prompt, and returns their advantages; see `groups.GroupedRewards`. None: the advantage is the reward.
+        group: ``fn(rewards: GroupedRewards) -> [M]`` float64. The function compares the rollouts of each prompt (a
+            group), and returns the advantages of all M rollouts; see `groups.GroupedRewards`. None: the advantage is
+            the reward.
         token: ``fn(tokens: RolloutTokens) -> [T]``, the advantages of the T packed response tokens of a whole rollout.
             Advantages of unmasked tokens must be finite. The function may also return a pair: these advantages, and the
             returns [T] that a critic learns. See `advantages.RolloutTokens`. None: every token has its row's advantage.

@@ -28,9 +28,9 @@ class GroupedRewards(Generic[Array]):
     """Rewards of the M rollouts of G groups; float64 except for the integers. A user's function gets tensors. The
     functions of this file get numpy arrays.
 
-    ``rewards``: [M]. ``group``: [M] int64, 0 … G − 1. ``size``: [G] int64, rollouts of each group. ``centered``: [M],
-    reward − mean of the group. ``std``: [G], the unbiased standard deviation of the rewards, 0 in a group of one
-    rollout. ``divide_by_std``: False with ``--disable-grpo-std-normalization``.
+    ``rewards``: [M]. ``group``: [M] int64, 0 … G − 1. ``size``: [G] int64, the number of rollouts of each group.
+    ``centered``: [M], reward − mean reward of the group. ``std``: [G], the unbiased standard deviation of the rewards,
+    0 in a group of one rollout. ``divide_by_std``: False with ``--disable-grpo-std-normalization``.
     """
 
     rewards: Array
@@ -69,10 +69,10 @@ def group_advantages(
     """The advantage of each row. The estimator's ``group`` function compares the rewards of a group's rollouts.
 
     Groups may have any size. (If sizes differ, slime uses one group for the whole batch.) Rows of one rollout id
-    (fan-out siblings) count as one rollout, with the mean of their rewards, and have the same advantage. In a group of
-    one rollout and in a group of equal rewards, the advantages are exactly 0. The metrics ``groups_of_one`` and
-    ``zero_variance_groups`` are the shares of these two kinds of groups among all groups. Without rows there are no
-    metrics.
+    (fan-out siblings) count as one rollout. The rollout's reward is the mean of these rows' rewards, and the rows get
+    the rollout's advantage. Advantages are exactly 0 in a group of one rollout (metric ``groups_of_one``: the share of
+    such groups), and in a larger group of equal rewards (metric ``zero_variance_groups``: their share). Without rows
+    there are no metrics.
 
     Args:
         rewards: [N], one for each row.

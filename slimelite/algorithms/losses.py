@@ -121,7 +121,7 @@ CORRECTIONS = Registry(
         ),
         Choice(
             "icepop",
-            "a token is weighted by its ratio, and by 0 outside the --tis-clip bounds",
+            "a token is weighted by its ratio, or by 0 if the ratio is outside the --tis-clip bounds",
             reads=_CLIP,
             slime=f"{_SLIME}.icepop_function",
         ),

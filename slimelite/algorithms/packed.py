@@ -58,13 +58,14 @@ def mean_metric(values: Tensor, mask: Tensor) -> Metric:
 
 
 def row_weights(mask_sums: Tensor, rollout_ids: Tensor, mode: str, *, max_response_len: int | None = None) -> Tensor:
-    """The weight of each unmasked token of a row, for all N rows of one optimizer step over all ranks.
+    """For each row, the weight of its unmasked tokens in the loss. The N rows are all rows of an optimizer step, over
+    all ranks.
 
     Args:
         mask_sums: [N] number of unmasked tokens of each row.
         rollout_ids: [N] int64, equal for the fan-out siblings of one rollout.
         mode: one of ``AGGREGATIONS``. The mode selects the divisor of each token's loss.
-        max_response_len: number of tokens, which the mode ``constant`` needs.
+        max_response_len: a number of tokens; only the mode ``constant`` needs it.
 
     Returns:
         [N] float64. A row whose divisor is 0 has no unmasked token, and gets weight 0.
@@ -98,8 +99,7 @@ def weighted_sum(losses: Tensor, weights: Tensor) -> Tensor:
 
 
 def checked(values: object, length: int, what: str) -> Tensor:
-    """Return ``values`` if their shape is [length]. ``what``: the name, for the message, of the function that
-    returned them.
+    """Return ``values`` if their shape is [length]. ``what``: the function that returned ``values``, for the message.
 
     Raises:
         ValueError: the shape of ``values`` is not [length]. Broadcasting or indexing such values would give a wrong

@@ -46,8 +46,8 @@ def policy_loss(
     so a response must not be split over micro-batches.
 
     Args:
-        log_probs: [T] of the weights that are trained. Only this tensor has a gradient.
-        old: [T] of the weights at the start of this rollout's training.
+        log_probs: [T] log-probs of the weights that are trained. Only this tensor has a gradient.
+        old: [T] log-probs of the weights at the start of this rollout's training.
         advantages: [T].
         mask: [T] bool.
         segments: [T] int64 row of each token.
@@ -58,8 +58,8 @@ def policy_loss(
         eps_clip_c: bound of the dual clip; None: no dual clip.
 
     Returns:
-        losses [T], 0 where masked, and metrics. `packed.weighted_sum` makes a scalar of the losses. The metrics are
-        the metrics of the ``loss`` function, ``ppo_kl`` (mean of old − log_probs), ``logprob_abs_diff`` (mean of
+        losses [T], 0 where masked, and metrics. `packed.weighted_sum` makes a scalar of the losses. Besides the metrics
+        of the ``loss`` function, there are ``ppo_kl`` (mean of old − log_probs), ``logprob_abs_diff`` (mean of
         |log_probs − old|) and ``ois`` (mean ratio).
     """
     record = ESTIMATORS[estimator]
@@ -95,7 +95,8 @@ def ppo_clip_loss(
 
     ``eps_clip_high`` > ``eps_clip`` is DAPO's clip-higher (arXiv:2503.14476). c = ``eps_clip_c`` > 1 is the dual clip
     (arXiv:1912.09729): if A < 0, the loss is at most −c·A. The metric ``pg_clipfrac`` is the share of tokens whose
-    second term is larger. The metric ``pg_dual_clipfrac`` is the share of tokens whose loss the dual clip reduces.
+    second (clipped) term is larger. The metric ``pg_dual_clipfrac`` is the share of tokens whose loss the dual clip
+    reduces.
 
     Raises:
         ValueError: ``eps_clip_c`` is not greater than 1.
@@ -147,8 +148,8 @@ def value_loss(
     max((V_clip − G)², (V − G)²),  V_clip = V_old + clamp(V − V_old, ±value_clip)
 
     V = ``values`` [T], with a gradient. V_old = ``old_values`` [T], the values before this rollout's training.
-    G = ``returns`` [T] of `advantages.gae`. Metrics: ``value_clipfrac``, the share of tokens whose first term is
-    larger, and ``values``, the mean value.
+    G = ``returns`` [T] of `advantages.gae`. Metrics: ``value_clipfrac``, the share of tokens whose first (clipped) term
+    is larger, and ``values``, the mean value.
     """
     values, old_values, returns = select(values, mask), select(old_values, mask), select(returns, mask)
     moved = values - old_values
@@ -177,15 +178,14 @@ def kl_estimate(log_probs: Tensor, base: Tensor, mask: Tensor, kind: str, *, old
     """Estimate of KL(π ‖ base) at every token, 0 where masked (Schulman, http://joschu.net/blog/kl-approx.html).
 
     With ``old``, the result is the unbiased variant (``--use-unbiased-kl``, DeepSeek-V3.2, arXiv:2512.02556): the
-    estimate times w = exp(log_probs − old). The gradient flows through both factors. The clamp of low_var_kl comes
-    after this product.
+    estimate times w = exp(log_probs − old). The gradient flows through both factors. low_var_kl clamps the product.
 
     In a loss without ``old``, the expected gradient of k1 is zero. ``--kl-loss-type`` has the default low_var_kl
     (slime's default is k1). With low_var_kl, a token whose k3 is above 10 has no gradient.
 
     Args:
-        log_probs: [T] of the policy.
-        base: [T] of the reference.
+        log_probs: [T] log-probs of the policy.
+        base: [T] log-probs of the reference.
         mask: [T] bool.
         kind: one of ``KL_KINDS``.
         old: [T] log-probs of the policy that sampled, or None.

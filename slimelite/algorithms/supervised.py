@@ -35,8 +35,8 @@ def dpo_loss(
     h is the sum or the mean of log_probs − ref over the unmasked tokens of a response.
 
     Args:
-        log_probs: [T] of the policy at temperature 1. Only this tensor has a gradient.
-        ref: [T] of the reference.
+        log_probs: [T] log-probs of the policy at temperature 1. Only this tensor has a gradient.
+        ref: [T] log-probs of the reference.
         mask: [T] bool.
         segments: [T] int64 row of each token.
         num_segments: number of rows.
@@ -97,14 +97,14 @@ def kto_loss(
     h = β·Σ(log_probs − ref) over the unmasked tokens of the reply. z = β·max(0, kl).
 
     Args:
-        log_probs: [T] of the policy at temperature 1. Only this tensor has a gradient.
-        ref: [T] of the reference.
+        log_probs: [T] log-probs of the policy at temperature 1. Only this tensor has a gradient.
+        ref: [T] log-probs of the reference.
         mask: [T] bool.
         segments: [T] int64 row of each token.
         num_segments: number of rows, n.
         desirable: [n] bool. The sign ± is + for desirable and − for undesirable replies.
-        kl: in nats, an estimate of the KL between policy and reference. It is the mean over the optimizer step of
-            Σ(log_probs − ref), computed for replies that are paired with the prompts of other rows.
+        kl: an estimate of the KL between policy and reference [nats]. To compute it, each prompt of the optimizer step
+            is paired with the reply of another row. ``kl`` is the mean of Σ(log_probs − ref) over these pairs.
         beta: how strongly the policy is pulled to the reference.
         desirable_weight, undesirable_weight: w for desirable and for undesirable replies.
 
@@ -140,7 +140,7 @@ def odds_ratio_loss(
     chosen reply, and o_l to the rejected one.
 
     Args:
-        log_probs: [T] of the policy at temperature 1.
+        log_probs: [T] log-probs of the policy at temperature 1.
         mask: [T] bool.
         segments: [T] int64 row of each token.
         num_segments: number of rows.

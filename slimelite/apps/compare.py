@@ -30,10 +30,10 @@ def comparison(runs: Sequence[Run]) -> Facts:
     """Everything that ``slimelite compare --json`` prints.
 
     ``flags``: name -> its value in each run, for flags that differ. ``test``: the meaning of the p-values. ``runs``: a
-    dict for each run, with ``name``, ``folder``, ``status``, ``rollouts``, ``alarms`` (see `Run.alarms`), ``evals``
-    (dataset -> ``best``, ``last`` and, from the second run on, ``against_first``), ``reward``, ``tokens_generated``,
-    ``tokens_trained``, ``seconds``, ``wall_seconds``, ``cpu_hours``, ``gpu_hours``. A value that a run did not measure
-    is None. ``same``: see `same_notes`.
+    dict for each run, with ``name``, ``folder``, ``status``, ``rollouts``, ``alarms`` (see `Run.alarms`), ``evals``,
+    ``reward``, ``tokens_generated``, ``tokens_trained``, ``seconds``, ``wall_seconds``, ``cpu_hours`` and
+    ``gpu_hours``. A value that a run did not measure is None. ``evals``: dataset -> ``best`` and ``last``; from the
+    second run on, also ``against_first``. ``same``: see `same_notes`.
     """
     summaries = [_facts(run) for run in runs]
     for run, facts in zip(runs[1:], summaries[1:], strict=True):
@@ -44,7 +44,7 @@ def comparison(runs: Sequence[Run]) -> Facts:
 
 
 def against(first: Run, other: Run, dataset: str) -> Facts:
-    """Compare the last evaluations of ``other`` and ``first``, one prompt after the other; see `Paired`.
+    """Compare the last evaluations of ``other`` and ``first`` prompt by prompt; see `Paired`.
 
     If the evaluations cannot be compared, the result has only ``why_not``.
     """
@@ -142,7 +142,8 @@ def _segments(run: Run) -> list[list[Mapping[str, Any]]]:
 
 
 def wall_seconds(run: Run) -> float:
-    """The seconds from a process's start record to its last valid record, summed over all processes of the run."""
+    """How long the processes of the run lasted, all together [s]. A process lasts from its start record to its last
+    valid record."""
     return sum(segment[-1]["time"] - segment[0]["time"] for segment in _segments(run) if segment)
 
 

@@ -1,9 +1,9 @@
 """``slimelite env check``: plays scripted episodes to check whether an environment is fit for training.
 
-The episodes find faults before you spend GPU hours. The environment runs in two separate processes. One of the two
-processes plays all scripts. The other process plays the first scripts too, and the results of the two processes are
-compared. With ``--hf-checkpoint``, a model also plays groups of episodes. The spread of the rewards in a group shows
-whether the model can learn from them.
+The episodes find faults before you spend GPU hours. The environment runs in two separate processes. One process plays
+all scripts. The other process plays only the first scripts, so that the results of both can be compared. With
+``--hf-checkpoint``, a model also plays groups of episodes. The spread of the rewards in a group shows whether the model
+can learn from them.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def classes_of(target: str) -> list[str]:
-    """The environments in ``target``. In a file, each class with one of the methods of an environment counts as an
+    """The environments in ``target``. In a file, a class counts as an environment if it has at least one method of an
     environment.
 
     The file is parsed, but not executed.

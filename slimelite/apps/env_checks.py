@@ -1,7 +1,7 @@
 """The checks of `slimelite env check`. The checks judge the episodes that `slimelite.environments.probe` played.
 
-Each check is a function that gets the observations and yields one sentence for each fault. Rewards are scaled: 1 is the
-reward of the golden answer, and 0 is the lowest mean reward of any kind of reply.
+Each check is a function that gets the observations and yields one sentence for each fault. The checks scale the
+rewards: the golden answer gets 1, and the kind of reply with the lowest mean reward gets 0.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def _parser() -> argparse.ArgumentParser:
         help="Hugging Face folder, hub id, adapter, checkpoint of --save or run folder; the tests compare each model "
         "with the first one",
     )
-    add("--base", metavar="MODEL", help="the base model of adapters and checkpoints that do not name it")
+    add("--base", metavar="MODEL", help="use this base model instead of the one that an adapter or checkpoint names")
     add("--tasks", required=True, metavar="A,B", help="names or YAML files of tasks")
     add(
         "--data",
@@ -266,8 +266,8 @@ def evaluation_args(
 def check(args: Args, model: str) -> list[str]:
     """The problems that prevent an evaluation of ``model`` with ``args``. Warnings are printed.
 
-    If ``model`` will be merged with its base model only after this check, ``args`` may name the base model. In this
-    case, warnings about the base model are not printed, because they need not apply to the merged model.
+    ``args`` may name the base model, if ``model`` is merged with it only after this check. Warnings are then not
+    printed, because they need not apply to the merged model.
     """
     known = _written(args.run_dir).get("model", model)
     if known != model:
@@ -283,8 +283,8 @@ def evaluate(args: Args, *, again: bool = False) -> Results:
     even if their results are known.
 
     Returns:
-        dataset -> result, for each dataset that was ever evaluated with these settings. A result has ``metrics`` and
-            ``dataset``, which holds the settings of the dataset.
+        dataset -> result, for each dataset that was ever evaluated with these settings. A result has ``metrics``, and
+            ``dataset`` with the settings of the dataset.
 
     Raises:
         ValueError: a worker died, or a dataset cannot be evaluated.

@@ -36,7 +36,9 @@ def main(argv: Sequence[str]) -> int:
         "model", metavar="MODEL|RUN|CHECKPOINT", help="Hugging Face folder, hub id, adapter, checkpoint or run folder"
     )
     parser.add_argument("out", metavar="FILE.gguf", type=Path, help="the file to write")
-    parser.add_argument("--base", metavar="MODEL", help="the base model of an adapter or checkpoint")
+    parser.add_argument(
+        "--base", metavar="MODEL", help="use this base model instead of the one that the adapter or checkpoint names"
+    )
     parser.add_argument(
         "--dtype", choices=["f32", "f16", "bf16", "q8_0"], help="dtype of the matrices (default: the model's)"
     )

@@ -163,8 +163,8 @@ def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, size: int) -> None:
 
 
 def add_ends(writer: gguf.GGUFWriter, ends: Sequence[int], eos: int | None) -> None:
-    """Add the tokens that end a reply. GGUF gets the first of these tokens as the end of a text, the second as the end
-    of a turn, and the third as the end of a message, as in Llama 3.1.
+    """Add the tokens that end a reply. In GGUF, the first of them ends a text, the second ends a turn, and the third
+    ends a message, as in Llama 3.1.
 
     Raises:
         ValueError: more than three tokens end a reply.

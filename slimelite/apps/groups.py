@@ -29,7 +29,7 @@ def read_groups(words: Sequence[Sequence[str]]) -> dict[str, list[Run]]:
     """The runs of each ``--group NAME RUN...``.
 
     Raises:
-        ValueError: a run cannot be read, or is in two groups; or a group's name is repeated, or a group has no run.
+        ValueError: a run cannot be read; a run is in two groups; two groups have the same name; or a group has no run.
     """
     folders: dict[str, list[str]] = {}
     for name, *several in words:
@@ -50,14 +50,14 @@ def grouped(groups: Groups, metrics: Sequence[str] = ()) -> Facts:
     ``same``: see `same_notes`. ``order``: a sentence about groups whose runs saw the same prompts in the same order.
 
     By default, a measure is the last score of a dataset, or the mean ``reward`` or ``loss`` of the last rollouts. With
-    ``metrics``, there is one measure for each of these metrics: the last value of a metric of evaluations, or the mean
-    of another metric over the last rollouts. A measure has ``values`` (one for each run), ``mean``, ``standard_error``
-    and ``at`` (the last steps of the runs). In every group but the first, a measure also has ``against_first`` (see
-    `Unpaired`, or ``why_not``). If the two groups have the same seeds, a measure also has ``paired``, a dict with
-    ``pairs``, ``difference``, ``standard_error``, ``p`` and ``least_p``.
+    ``metrics``, each of these metrics gives one measure. For a metric of evaluations, the measure is the last value.
+    For any other metric, it is the mean over the last rollouts. A measure has ``values`` (one for each run), ``mean``,
+    ``standard_error`` and ``at`` (the last steps of the runs). In every group but the first, a measure also has
+    ``against_first``: the fields of `Unpaired`, or only ``why_not``. If a group has the same seeds as the first group,
+    its measures also have ``paired``, a dict with ``pairs``, ``difference``, ``standard_error``, ``p`` and ``least_p``.
 
     Raises:
-        ValueError: a run has none of the values of one of ``metrics``.
+        ValueError: a run has no value of one of ``metrics``.
     """
     everything = [run for runs in groups.values() for run in runs]
     same = same_notes(everything)
@@ -117,7 +117,7 @@ def _order(groups: Groups) -> list[str]:
         return []
     return [
         f"Within {' and '.join(names)}, all runs read the same prompts in the same order, because "
-        "--rollout-shuffle is off. ± and p therefore do not include the variation that other prompts would cause."
+        "--rollout-shuffle is off. With other prompts, the results may differ more than ± and p suggest."
     ]
 
 

@@ -4,10 +4,10 @@
     python train.py --loss-type dpo_loss --prompt-data pairs.parquet --input-key prompt ...
 
 Responses of one group are compared by their reward. A pair is left out if its rewards are equal or closer than
-``--margin``, or if its texts are equal. Some responses are left out too: those that did not end by themselves
-(truncated, aborted), those that a plugin removed, and those with masked tokens, such as the tokens of a tool. DPO would
-train on the masked tokens too. Texts are the sampled ones: the prompt with its chat template, and the response with its
-end token. Training does not add a second end token.
+``--margin``, or if its texts are equal. Three kinds of responses are left out: (1) truncated and aborted responses; (2)
+responses that a plugin removed; (3) responses with masked tokens, such as the tokens of a tool, because DPO would train
+on these tokens. The texts are exactly the sampled texts: the prompt includes the chat template, and the response
+includes the end token. Training does not add a second end token.
 """
 
 from __future__ import annotations

@@ -35,9 +35,9 @@ def paired_test(differences: np.ndarray) -> Paired:
     """Test whether the mean of ``differences``, [prompts] float64, is 0.
 
     If both runs were equally good, both signs of each difference would be equally likely. ``p`` is the share of sign
-    patterns for which the mean is at least as far from 0 as the observed mean. With more than `EXACT_SIGNS` differences
-    other than 0, ``p`` is estimated from `SIGN_DRAWS` random patterns. The observed pattern counts too, so ``p`` is
-    never 0. The same differences always give the same ``p``.
+    patterns for which the mean is at least as far from 0 as the observed mean. If more than `EXACT_SIGNS` differences
+    are not 0, ``p`` is estimated from `SIGN_DRAWS` random patterns. The observed pattern counts too, so ``p`` is never
+    0. The same differences always give the same ``p``.
 
     Raises:
         ValueError: there are no differences to test.
@@ -83,8 +83,8 @@ def unpaired_test(first: Sequence[float], other: Sequence[float]) -> Unpaired:
     If the groups were alike, every division of the n₁ + n₂ values into groups of n₁ and n₂ would be equally likely.
     ``p`` is the share of divisions for which the means differ at least as much as the observed means, in either
     direction. The test does not assume a normal distribution. The test needs at least seven runs, such as 3 + 4, to
-    reach a p below 0.05. If there are more than `EXACT` divisions, `DRAWS` random divisions are used, and the observed
-    division counts too (Phipson and Smyth, 2010, doi:10.2202/1544-6115.1585).
+    reach a p below 0.05. If there are more than `EXACT` divisions, the test uses `DRAWS` random divisions and the
+    observed division (Phipson and Smyth, 2010, doi:10.2202/1544-6115.1585).
     """
     values, count = np.array([*first, *other], np.float64), len(other)
     difference = values[-count:].mean() - values[:-count].mean()

@@ -22,11 +22,11 @@ BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a byte in a vocabulary with byte fall
 
 
 class Pieces:
-    """A vocabulary whose entries are a token id and its piece as bytes. `encode` adds the entries for the responses of
-    a table.
+    """A vocabulary. Each entry is a token id and its piece, as bytes. `encode` adds the entries for the responses of a
+    table.
 
-    Pieces are bytes, because a token may be a part of a UTF-8 character. If the pieces of a response are joined and
-    decoded (invalid bytes as U+FFFD), the result is the response. A token id may have several pieces. For example, the
+    Pieces are bytes, because a token may be a part of a UTF-8 character. The pieces of a response, joined and decoded,
+    give the response. Decoding replaces invalid bytes by U+FFFD. A token id may have several pieces. For example, the
     first token of a response may lack the space that the same token has elsewhere.
     """
 
@@ -65,7 +65,8 @@ class Pieces:
             return None, f"The run's tokenizer cannot be read ({error}): {without}."
 
     def encode(self, table: SampleTable) -> tuple[np.ndarray, list[bool]]:
-        """([response tokens] entries of the vocabulary, [rows] whether the row's joined pieces equal its response)."""
+        """Returns [response tokens] each token's entry in the vocabulary, and [rows] whether the joined pieces of a row
+        equal its response."""
         used, inverse = np.unique(table.response_tokens, return_inverse=True)
         pieces = [self._piece(int(i)) for i in used]
         own = np.array([self._entry(int(i), piece) for i, piece in zip(used, pieces, strict=True)], np.int64)
@@ -83,7 +84,8 @@ class Pieces:
         return entries, fits
 
     def columns(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """Header and columns for `view_samples.pack`: ids, the pieces' lengths and bytes, and names."""
+        """The arguments of `view_samples.pack`: a header with the names of added tokens, and columns with the token ids
+        and with the lengths and bytes of the pieces."""
         pieces = [piece for _, piece in self._entries]
         header = {"names": {str(i): token.content for i, token in self._added.items()}}
         return header, {

@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
     if not args.runs and not args.band:
         parser.error("name a run folder, or --band NAME RUN...")
     if alone := [name for name, *folders in args.band if not folders]:
-        parser.error(f"--band {alone[0]}: no run folder given, and not a kind of band ({', '.join(BANDS)})")
+        parser.error(f"--band {alone[0]}: add run folders, or name a kind of band ({', '.join(BANDS)})")
     if twice := {name for name, *_ in args.band if [other for other, *_ in args.band].count(name) > 1}:
         parser.error(f"--band {min(twice)} is given twice: name all its runs after one --band")
     if len(args.runs) == 1 and not args.band and not args.metric:

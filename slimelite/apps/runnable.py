@@ -35,8 +35,8 @@ MADE_OF = "merged_from.json"
 
 
 class Source(NamedTuple):
-    """The model that a command runs. Without ``base``, ``path`` is a Hugging Face folder or hub id. With ``base``,
-    the folder ``path`` has an adapter or a checkpoint of ``--save``, which changes the weights of the model ``base``.
+    """The model that a command runs. Without ``base``, ``path`` is the model, a Hugging Face folder or hub id. With
+    ``base``, ``path`` is an adapter or a checkpoint of ``--save``, and changes the weights of the model ``base``.
     """
 
     path: str
@@ -57,8 +57,8 @@ def resolve_models(paths: Sequence[str], base: str | None) -> list[Source]:
 
 def resolve_model(path: str, base: str | None = None) -> Source:
     """The model that ``path`` leads to. ``path`` may be a model, an adapter, a checkpoint of ``--save``, a folder of
-    checkpoints (the newest one counts), or a run folder (the newest model or adapter of ``--save-hf`` counts, else the
-    newest checkpoint).
+    checkpoints, or a run folder. A folder of checkpoints leads to its newest checkpoint. A run folder leads to the
+    newest model or adapter of ``--save-hf``, or to the newest checkpoint if there is none.
 
     ``base``: the model from which an adapter or a checkpoint was trained. ``base`` replaces the base model that the
     adapter or the checkpoint names.

@@ -45,8 +45,8 @@ class Run:
         While the run is still running, a half-written line of metrics.jsonl is left out.
 
         Raises:
-            ValueError: ``folder`` is not a run folder, has neither metrics nor samples, or a line of its metrics is not
-                JSON.
+            ValueError: ``folder`` is not a run folder, it has neither metrics nor samples, or a line of its metrics is
+                not JSON.
         """
         folder = Path(folder)
         if not folder.is_dir():
@@ -114,7 +114,7 @@ class Run:
 
     @cached_property
     def evals(self) -> dict[str, dict[int, Path]]:
-        """Dataset -> the evaluation's eval/step (-1: before training) -> the parquet file of its answers."""
+        """Dataset -> eval/step of an evaluation (-1: before training) -> the parquet file with the answers."""
         datasets: dict[str, dict[int, Path]] = {}
         for path in sorted((self.folder / "eval").glob("*.parquet")):
             dataset, _, number = path.stem.rpartition("-")
@@ -180,11 +180,11 @@ def flag_names(runs: Sequence[Run]) -> list[str]:
 
 
 def differing_flags(runs: Sequence[Run]) -> dict[str, list[object]]:
-    """Flag -> its value in each run, for flags that differ. A value may also be None because the flag belongs to a
-    plugin that only another run uses.
+    """Flag -> its value in each run, for flags that differ. The value is None in a run that does not have the flag, for
+    example because only another run uses the flag's plugin.
 
-    Two kinds of flags are left out: flags that only name the source of arguments or the run folder, and flags whose
-    values every run derived from other flags.
+    Two kinds of flags are left out: (1) flags that only name the source of arguments or the run folder; (2) flags whose
+    value every run derived from other flags.
     """
     differing = {}
     for name in [name for name in flag_names(runs) if name not in SOURCES]:

@@ -105,7 +105,7 @@ DEFAULTS, NEUTRAL = ("temperature", "top_p", "top_k", "min_p", "repetition_penal
 
 
 def add_model_flags(parser: argparse._ActionsContainer) -> None:
-    """Add the flags that `serving` reads, except the flags of the server itself."""
+    """Add the flags that describe the model and its engine. `serving` reads them."""
     parser.add_argument(
         "--base",
         metavar="MODEL",
@@ -118,8 +118,9 @@ def add_model_flags(parser: argparse._ActionsContainer) -> None:
         "--sampling-defaults",
         choices=["model", "openai"],
         default="model",
-        help="settings that a request does not set. model: temperature, top-p, top-k, min-p and repetition penalty "
-        "come from generation_config.json, as in SGLang and vLLM; openai: temperature 1, and every token is allowed",
+        help="sampling settings that a request leaves out. model: temperature, top-p, top-k, min-p and repetition "
+        "penalty come from generation_config.json, as in SGLang and vLLM; openai: temperature 1, and every token is "
+        "allowed",
     )
     default = "default: found from the chat template"
     parser.add_argument("--tool-call-parser", choices=list(TOOL_FORMATS), help=default)

@@ -60,8 +60,8 @@ class Part:
     rows: np.ndarray  # [kept rows]
 
     def groups(self) -> tuple[np.ndarray, np.ndarray]:
-        """([rows] the group of each row, counted from 0; [groups] the first row of each group). Groups are in the order
-        of the file."""
+        """Returns [rows] the number of each row's group, from 0, and [groups] the first row of each group. Groups are
+        in the order of the file."""
         ids = self.light.column("group_id").to_numpy()
         _, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
         order = np.argsort(first, kind="stable")
@@ -74,8 +74,8 @@ def samples(run: Run, budget: int = BUDGET) -> dict[str, object]:
     """The samples of ``run`` for the page, in at most about ``budget`` bytes.
 
     ``index``, ``prompts``, ``vocabulary`` and ``chunks`` come from `pack`. ``sources`` describes each chunk. The field
-    ``episodes`` of a source is the number of samples that belong to an episode. ``notes`` are sentences about missing
-    data.
+    ``episodes`` of this description is the number of the chunk's samples that come from an environment. ``notes`` are
+    sentences about missing data.
     """
     parts, notes = [], []
     for source in _sources(run):
@@ -88,8 +88,8 @@ def samples(run: Run, budget: int = BUDGET) -> dict[str, object]:
         _sample_down(parts, budget)
         kept = sum(len(part.rows) for part in parts)
         notes.append(
-            f"This page has {kept:,} of the run's {total:,} saved samples, in whole groups. First come dropped groups, "
-            "then the best and the worst group of each rollout, then all groups of some prompts, chosen at random. "
+            f"This page has {kept:,} of the run's {total:,} saved samples, in whole groups. They were chosen in this "
+            "order: dropped groups; the best and the worst group of each rollout; all groups of some random prompts. "
             "The numbers in the list of rollouts cover all samples."
         )
     parts = [part for part in parts if len(part.rows) or part.source.kind == "rollout"]

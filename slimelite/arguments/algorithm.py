@@ -148,8 +148,8 @@ class AlgorithmArgs(OfJob):
     )
     loss_aggregation: str = flag(
         "rollout",
-        "the loss is the mean over responses of their token means (rollout), the mean over all tokens (token), or the "
-        "sum over tokens divided by a constant length (constant, as in Dr.GRPO)",
+        "the loss is averaged in this way. rollout: first over the tokens of each response, then over responses. "
+        "token: over all tokens. constant: the sum over tokens is divided by a constant length, as in Dr.GRPO",
         TRAINING,
         choices=AGGREGATIONS,
     )
@@ -265,8 +265,8 @@ class CorrectionArgs(AlgorithmArgs):
 
     correction: str = flag(
         "none",
-        "the ratio of trainer to engine probability weights or drops tokens. tis truncates the ratio, icepop masks "
-        "outliers, mis follows the --mis-... flags, and custom calls --custom-tis-function-path",
+        "tokens are weighted or dropped by their ratio of trainer to engine probability. tis truncates the ratio, "
+        "icepop masks outliers, mis follows the --mis-... flags, and custom calls --custom-tis-function-path",
         POLICY_LOSS,
         choices=CORRECTIONS,
     )
@@ -277,16 +277,16 @@ class CorrectionArgs(AlgorithmArgs):
     tis_clip_low: float = flag(0.0, "lower bound of the ratio of trainer to engine probability", TIS, at_least=0)
     mis_level: str = flag(
         "token",
-        "each token gets its own ratio (token), or the product (sequence) or the geometric mean (geometric) of the "
-        "token ratios of its response",
+        "the ratio of a token. token: its own ratio. sequence: the product of the ratios of all tokens of its "
+        "response. geometric: the geometric mean of these ratios",
         MIS,
         choices=LEVELS,
         aliases=("--tis-level",),
     )
     mis_mode: str = flag(
         "truncate",
-        "the weight of a token is min(ratio, upper bound) (truncate), the ratio inside the bounds and 0 outside "
-        "(mask), the ratio clamped to the bounds (clip), or always 1 (none)",
+        "the weight of a token. truncate: min(ratio, upper bound). mask: the ratio inside the bounds, and 0 outside. "
+        "clip: the ratio, clamped to the bounds. none: always 1",
         MIS,
         choices=MODES,
         aliases=("--tis-mode",),
@@ -304,7 +304,7 @@ class CorrectionArgs(AlgorithmArgs):
         "lower bound of the ratio of trainer to engine probability, for the modes mask and clip",
         MIS
         & when(
-            lambda: BOUNDED_BELOW() + ", or with --mis-rejection-level",
+            lambda: BOUNDED_BELOW() + ", or --mis-rejection-level",
             lambda a: "mis_lower_bound" in MODES[a.mis_mode].reads or a.mis_rejection_level,
         ),
         at_least=0,
@@ -373,8 +373,8 @@ class CorrectionArgs(AlgorithmArgs):
 class CriticArgs(AlgorithmArgs):
     """Critic.
 
-    With --advantage-estimator ppo, a second model, the critic, is trained on the trainer's ranks. For settings without
-    a critic flag, the critic uses the policy's values.
+    With --advantage-estimator ppo, a second model, the critic, is trained on the trainer's ranks. The critic has the
+    policy's settings, except those for which a critic flag exists.
     """
 
     critic_lr: float = flag(None, "peak learning rate of the critic (AdamW)", CRITIC, at_least=0, auto="--lr")
@@ -405,8 +405,8 @@ class DistillationArgs(AlgorithmArgs, RewardArgs):
     )
     opd_type: Literal["trainer", "sglang", "megatron"] | None = flag(
         None,
-        "the teacher is a model next to the trainer (trainer, with --opd-teacher-load), or a server (sglang, with "
-        "--rm-url). megatron means trainer",
+        "the teacher. trainer: a model next to the trainer (--opd-teacher-load). sglang: a server (--rm-url). "
+        "megatron: the same as trainer",
         DISTILLATION,
     )
     opd_kl_coef: float = flag(1.0, "weight of the reverse KL to the teacher", TRAINING & DISTILLATION, at_least=0)

@@ -109,5 +109,5 @@ class Draft:
             self.set(name, value, reason)
 
     def complain(self, option: str, what: str) -> None:
-        """Record a problem of ``option`` that parsing could not find."""
+        """Record a problem of ``option`` that was found after parsing."""
         self.settings.complain(option, what)

@@ -118,7 +118,7 @@ def rule_reads(flag: str) -> Needs:
 
 
 def named(registry: Registry[R], fact: Callable[[R], object]) -> Callable[[], str]:
-    """A function that returns words: the option of ``registry``, and the names of its records that satisfy ``fact``."""
+    """A function that returns a text: the option of ``registry``, and the names of the records with this ``fact``."""
 
     def words() -> str:
         names = [name for name, record in registry.items() if fact(record)]

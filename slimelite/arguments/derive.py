@@ -397,12 +397,12 @@ def _batches(draft: Draft) -> None:
         return
     fitting = ceil(samples / size)
     if steps is not None and fitting != steps:
-        draft.complain("--num-steps-per-rollout", f"{steps}: {total}, in batches of {size}, make {fitting} steps")
+        draft.complain("--num-steps-per-rollout", f"{steps}: {total} in batches of {size} make {fitting} steps")
     draft.default("num_steps_per_rollout", fitting, f"{total} / --global-batch-size {size}")
     if last := samples % size:
         step = "the only step" if fitting == 1 else f"the last of {fitting} steps"
         draft.notes.append(
-            f"{total}: {step} of each rollout has {last} {counted} instead of {size}, and averages its loss over them"
+            f"{total}: {step} of each rollout has {last} {counted} instead of {size}, and averages its loss over {last}"
         )
     if args.use_dynamic_batch_size:
         draft.default("log_probs_max_tokens_per_gpu", args.max_tokens_per_gpu, "as --max-tokens-per-gpu")

@@ -96,8 +96,8 @@ class WeightSyncArgs:
     )
     update_weight_transport: Transport | None = flag(
         None,
-        "how weights reach SGLang. ipc: CUDA IPC. nccl: a process group, of NCCL on GPUs and of gloo on a CPU. http: "
-        "HTTP requests. disk: a shared folder",
+        "how weights reach SGLang. ipc: CUDA IPC. nccl: a process group (NCCL on GPUs, gloo on a CPU). http: HTTP "
+        "requests. disk: a shared folder",
         SYNC & SGLANG,
         auto="disk with --update-weight-disk-dir, http for external servers, ipc with --colocate on GPUs, else nccl",
     )

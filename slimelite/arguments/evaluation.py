@@ -54,8 +54,8 @@ class Task:
     )
     files: list[str] = flag(
         [],
-        "patterns of file names, tried in this order in the folder of the data; the first file that matches has the "
-        "rows",
+        "patterns of file names in the folder of the data, tried in this order; the rows come from the first file that "
+        "matches",
         ALWAYS,
     )
     examples: str | None = flag(
@@ -78,12 +78,12 @@ class Task:
     )
     delimiter: str = flag(" ", "text between question and answer if no chat template is applied", ALWAYS)
     label: str | None = flag(
-        None, "expression of the label; in a multiple-choice task, the label is the index of the right choice", ALWAYS
+        None, "expression for the label; in a multiple-choice task, the label is the index of the right choice", ALWAYS
     )
-    choices: str | None = flag(None, "expression of the list of choices; each choice is a text", ALWAYS)
+    choices: str | None = flag(None, "expression for the list of choices; each choice is a text", ALWAYS)
     shared: str | None = flag(
         None,
-        "expression of a text that follows every choice; the answer is the choice that makes this text likeliest",
+        "expression for a text that follows every choice; the answer is the choice that makes this text likeliest",
         ALWAYS,
     )
     metadata: dict[str, Any] = flag({}, "other values for the scorer: a mapping from names to expressions", ALWAYS)

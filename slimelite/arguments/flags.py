@@ -75,24 +75,30 @@ class Needs:
     """The conditions under which a flag has an effect. All conditions must hold."""
 
     conditions: tuple[Condition, ...]
+    # of which one must hold; set if this is their union
+    alternatives: tuple[Needs, ...] = ()
 
     def __and__(self, other: Needs) -> Needs:
         return Needs(tuple(dict.fromkeys(self.conditions + other.conditions)))
 
     def __or__(self, other: Needs) -> Needs:
-        def words() -> str:
-            one, another = (" and ".join(each.words for each in needs.conditions) for needs in (self, other))
-            return f"either {one.removeprefix('either ')}, or {another}"
+        alternatives = (*(self.alternatives or (self,)), *(other.alternatives or (other,)))
 
-        return Needs((Condition(words, lambda args: not (self.missing(args) and other.missing(args))),))
+        def words() -> str:
+            texts = [" and ".join(each.words for each in needs.conditions) for needs in alternatives]
+            if any(word in text for text in texts for word in (" and ", " or ", ", ")):
+                return "one of these: " + "; ".join(f"({chr(97 + i)}) {text}" for i, text in enumerate(texts))
+            return f"{', '.join(texts[:-1])} or {texts[-1]}"
+
+        return Needs((Condition(words, lambda args: not (self.missing(args) and other.missing(args))),), alternatives)
 
     def strictly(self) -> Needs:
         """The same conditions, all strict: see `Condition`."""
         return Needs(tuple(condition._replace(strict=True) for condition in self.conditions))
 
     def missing(self, args: object, *, strict: bool = False) -> str | None:
-        """The words of the first condition that ``args`` do not meet, or None. With ``strict``, only the strict
-        conditions are tested. Without ``strict``, only the conditions that are not strict are tested."""
+        """The words of the first condition that ``args`` do not meet, or None. ``strict`` decides which conditions
+        are tested: the strict ones, or all others."""
         for condition in self.conditions:
             if condition.strict == strict and not condition.holds(args):
                 return condition.words + condition.why_not
@@ -134,12 +140,12 @@ def flag(
 
     Args:
         default: value if no source sets the flag; lists and dicts are copied.
-        help: a sentence or two, with units in brackets. If the text lists the names in a registry, ``help`` is a
-            function that returns the text.
+        help: a sentence or two, with units in brackets; or a function that returns this text, if the text lists the
+            names in a registry.
         needs: the conditions under which the flag has an effect; `ALWAYS` if there are none. If the flag is given while
             a condition does not hold, the start of the run lists the flag under "no effect here".
         required: the flag must be given if the last condition of ``needs`` holds.
-        choices: the allowed values. A `Registry` stands for its names, either alone or as in ``("auto", REGISTRY)``. A
+        choices: the allowed values. A `Registry` allows all its names, also as a part: ``("auto", REGISTRY)``. A
             ``Literal`` annotation sets the allowed values too.
         at_least: lower bound of a number; None means that there is none.
         at_most: upper bound of a number; None means that there is none.
@@ -150,7 +156,7 @@ def flag(
         negative: name of the switch that turns off a field whose default is True (``--disable-...``).
         metavar: what the value is called in ``--help``.
         repeat: the flag may be given several times, and each time adds to a list. If False, the last value wins.
-        auto: how the value is found when none is given, as text for ``--help``.
+        auto: text for ``--help`` about the value that the flag gets if none is given.
         aliases: other spellings of the option, such as slime's ``--tis-level`` for ``--mis-level``.
     """
     return _field(**locals())
@@ -320,8 +326,8 @@ def with_sampling(place: Literal["rollout", "eval", "dataset"], needs: Needs = A
     """A decorator, to be written below `dataclass`. It adds fields for the sampling parameters of ``place`` to the
     class, after the field of the temperature.
 
-    Parameters that the class declares itself stay unchanged. ``--eval-*`` flags are None unless they are given, because
-    the datasets check the bounds.
+    Parameters that the class declares itself stay unchanged. ``--eval-*`` flags are None unless they are given, and
+    have no bounds here: `EvalDataset` checks its own values.
     """
     prefix = f"{place}_" if place in PREFIXED else ""
 

@@ -103,8 +103,8 @@ class ClusterArgs(OfJob):
     )
     max_restarts: int = flag(
         0,
-        "the run may be restarted this many times, if a dead or frozen worker, a failure of Ray or a lost machine "
-        "ends it. A restart resumes from the newest checkpoint in --save (docs/reliability.md)",
+        "if a dead or frozen worker, a failure of Ray or a lost machine ends the run, it is restarted, at most this "
+        "many times. A restart resumes from the newest checkpoint in --save (docs/reliability.md)",
         SAVE.strictly()
         & when("a run without torchrun, which has its own --max-restarts", lambda a: a.launcher != "torchrun"),
         at_least=0,
@@ -167,7 +167,7 @@ class ArchitectureArgs:
     num_attention_heads: int | None = flag(None, "attention has this many query heads", ALWAYS, at_least=1)
     group_query_attention: bool = flag(
         False,
-        "attention has --num-query-groups key/value heads, and not one for each query head",
+        "attention has only --num-query-groups key/value heads, instead of one for each query head",
         use_of("--num-query-groups"),
     )
     num_query_groups: int | None = flag(None, "attention has this many key/value heads", ALWAYS, at_least=1)

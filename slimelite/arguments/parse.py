@@ -37,7 +37,7 @@ TAKEN = "the arguments already have an attribute of this name; choose another na
 
 
 class Origin(NamedTuple):
-    """The place of a file, or of the class ``name`` in this file, for another process, perhaps on another machine."""
+    """Where another process, perhaps on another machine, finds a file, or the class ``name`` in the file."""
 
     file: str
     # path from the working directory; a Ray job has this directory on every node
@@ -51,7 +51,7 @@ class Origin(NamedTuple):
         return cls(os.path.abspath(path), os.path.relpath(path), module, name)
 
     def path(self) -> str:
-        """The path of the file on this machine. The relative path is used if only the relative path exists."""
+        """The path of the file on this machine. The relative path is used only if the absolute path does not exist."""
         return self.relative if os.path.isfile(self.relative) and not os.path.isfile(self.file) else self.file
 
 
@@ -106,14 +106,14 @@ def load_groups(paths: Sequence[str]) -> list[type]:
 
 
 def attributes(kind: type[Args]) -> set[str]:
-    """Attribute names that the arguments already have, including the attributes that only plugins get."""
+    """The names of all attributes of the arguments, also of those that only plugins get."""
     return {*dir(kind), *kind.__dataclass_fields__, "rollout_context"}
 
 
 def compose(groups: Sequence[type], files: tuple[Origin, ...] = (), origins: Origins | None = None) -> type[Args]:
     """`Args` with the fields of ``groups`` added. When an instance is unpickled, ``files`` run first.
 
-    Instances can be unpickled on every machine that has the files. ``origins``: the origins of groups and files, if
+    Every machine that has these files can unpickle an instance. ``origins``: the origins of groups and files, if
     another process sent them.
 
     Raises:
@@ -202,9 +202,9 @@ def parse_args(
 
     Args:
         argv: the words of a command line, without the program's name; None: this process's command line.
-        groups: your own dataclasses of `flag` fields. The result is an instance of each.
-        inspect: finds more problems. It is called only for a dry run with wrong arguments, because a dry run must
-            list all problems.
+        groups: your own dataclasses of `flag` fields. The result is an instance of each of these classes.
+        inspect: a function that finds more problems. It is called only for a dry run with wrong arguments, because a
+            dry run must list all problems.
     """
     own_process = argv is None
     argv = sys.argv[1:] if argv is None else argv

@@ -123,8 +123,8 @@ class DataArgs(OfJob):
     )
     loss_mask_type: str = flag(
         "auto",
-        "SFT finds the assistant's tokens by this method. auto derives them from the chat template, and covers the "
-        "templates of all other values",
+        "SFT finds the assistant's tokens by this method. auto derives them from the chat template, and also "
+        "works for the templates of all other values",
         CONVERSATIONS,
         choices=LOSS_MASKS,
     )
@@ -178,7 +178,7 @@ class DataArgs(OfJob):
     )
     share_prefixes: bool = flag(
         True,
-        "a prefix that samples of a forward pass have in common, such as a group's prompt, is computed only once, if "
+        "a prefix that several samples of a forward pass share, such as a group's prompt, is computed only once if "
         "the model's layers allow it. --no-share-prefixes computes the same gradients more slowly, for comparison",
         TRAINING,
     )
@@ -268,7 +268,7 @@ class RolloutArgs(DataArgs, ClusterArgs):
     )
     max_weight_staleness: int | None = flag(
         None,
-        "a sample is dropped if one of its tokens comes from weights that are older than this many updates",
+        "a sample is dropped if one of its tokens comes from weights that are more than this many updates old",
         POLICY_SAMPLING,
         at_least=0,
     )
@@ -316,7 +316,7 @@ class RolloutArgs(DataArgs, ClusterArgs):
         None,
         lambda: (
             "this sandbox runs the programs of --agent-command, the servers of --environment mcp and the code that a "
-            "model writes: "
+            "model writes. The choices are "
             + "".join(f"{kind.name} ({kind.summary}), " for kind in SANDBOXES.values())
             + "or a class as path/to/file.py:Class"
         ),
@@ -377,7 +377,7 @@ class RewardArgs(RolloutArgs):
     )
     rm_url: str | None = flag(
         None,
-        "address of the server of the rule remote_rm, or of the teacher of --opd-type sglang",
+        "address of a server: the server of the reward rule remote_rm, or the teacher of --opd-type sglang",
         SAMPLING
         & (
             rule_reads("rm_url")
@@ -392,8 +392,8 @@ class RewardArgs(RolloutArgs):
     )
     reward_error: Literal["zero", "drop", "fail"] = flag(
         "zero",
-        "if a reward function raises an error, times out or returns a value that is not finite, the reward is 0 "
-        "(zero), the sample is dropped (drop), or the run ends (fail)",
+        "what happens if a reward function raises an error, times out or returns a value that is not finite. zero: the "
+        "reward is 0. drop: the sample is dropped. fail: the run ends",
         SAMPLING,
     )
     reward_timeout: float = flag(30.0, "a reward that takes longer than this counts as an error [s]", SAMPLING, above=0)

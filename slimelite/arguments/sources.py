@@ -1,8 +1,8 @@
 """The sources of arguments: the command line, YAML files, and presets, which are named sets of flags.
 
-An option has the same meaning in all sources, and its words are read in the same way. An option is a flag of a group,
-an option of SGLang's server, or a flag of slime or Megatron that has no effect here or is refused
-(``known_flags.toml``).
+An option has the same meaning in all sources, and its words are read in the same way. There are three kinds of
+options: (1) flags of a group; (2) options of SGLang's server; (3) flags of slime and Megatron that have no effect here
+or are refused (``known_flags.toml``).
 """
 
 from __future__ import annotations
@@ -544,8 +544,8 @@ def read_presets(
 ) -> tuple[Settings, dict[str, str]]:
     """The settings of all presets, and the name of the preset that set each field.
 
-    Two presets must not give a field different values. Fields in ``explicit`` are exempt, because another source
-    overrides the presets there.
+    Two presets must not give a field different values, unless the field is in ``explicit``: then another source
+    overrides both presets.
     """
     settings, owner = Settings(), dict[str, str]()
     for name in names:

@@ -1,4 +1,4 @@
-"""Flags that log a run, run only half of the loop, dump rollouts, or check the run itself."""
+"""Flags of logs, of runs with only half of the loop, of dumps of rollouts, and of checks of the run itself."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class TrackingArgs(DataArgs, CheckpointArgs):
     )
     save_rollouts: str = flag(
         "all",
-        "the run folder keeps the samples, dropped groups and token stats of this many of the newest rollouts. all "
-        "keeps all rollouts, and none keeps no rollout. The answers of evaluations are always kept",
+        "the run folder keeps the samples, dropped groups and token stats of the newest N rollouts. all: of all "
+        "rollouts. none: of no rollout. The answers of evaluations are always kept",
         ALWAYS,
         metavar="N",
     )
@@ -99,9 +99,9 @@ class TrackingArgs(DataArgs, CheckpointArgs):
     )
     token_stats: Literal["computed", "all", "none"] = flag(
         "computed",
-        "the folder token_stats/ in the run folder gets the trainer's log-prob and entropy of each response token. "
-        "computed: only of samples for which a forward pass computes them anyway; all: of all samples, which costs "
-        "one more pass over the other samples; none: of no samples",
+        "the run writes the trainer's log-prob and entropy of response tokens to token_stats/ in the run folder. "
+        "computed: for samples whose forward pass computes them anyway. all: for all samples, with one more pass over "
+        "the other samples. none: for no samples",
         TRAINING,
     )
     log_multi_turn: bool = flag(False, "the run logs metrics of multi-turn responses", POLICY)
@@ -140,8 +140,8 @@ class ProfilingArgs(TrackingArgs):
     profile_step_end: int = flag(12, "the first rollout that is no longer profiled", PROFILED_STEPS, at_least=1)
     profile_target: list[Literal["train_overall", "train_actor", "train_log_probs"]] = flag(
         ["train_overall"],
-        "the profile contains all of the training on a rollout (train_overall), its forward and backward passes "
-        "(train_actor), or its log-probs (train_log_probs)",
+        "what is profiled. train_overall: all of the training on a rollout. train_actor: its forward and backward "
+        "passes. train_log_probs: the computation of log-probs",
         TRAINING & PROFILER,
     )
     record_memory_history: bool = flag(
@@ -181,7 +181,8 @@ class DebugArgs(OfJob):
     plan_gpu: str | None = flag(
         None,
         "--dry-run plans for a node with these GPUs instead of this machine's GPUs: h100:8, l40s:1 or rtx4090:1 "
-        "(docs/planner.md lists the names). The plan has --actor-num-nodes such nodes; h100:8x3 means 3 nodes",
+        "(docs/planner.md lists the names). h100:8x3 means 3 such nodes. Without x3, the plan has --actor-num-nodes "
+        "such nodes",
         DRY_RUN.strictly(),
         metavar="NAME:COUNT[xNODES]",
     )

@@ -104,7 +104,7 @@ class PerfArgs(ClusterArgs):
         "matrix products and attention, and recomputes the rest",
         TRAINING
         & when(
-            "a run without --compile, or the value full", lambda a: a.recompute_granularity == "full" or not a.compile
+            "the value full, or a run without --compile", lambda a: a.recompute_granularity == "full" or not a.compile
         ),
     )
     compile: bool = flag(
@@ -123,8 +123,8 @@ class PerfArgs(ClusterArgs):
     optimizer_cpu_offload: bool = flag(False, "Megatron's name for --fsdp-cpu-offload", TRAINING & GPUS)
     dp_replicate_size: int = flag(
         1,
-        "number of replicas of the sharded model (HSDP). Each replica is sharded over the training ranks divided by "
-        "this number",
+        "the training ranks form this many groups of equal size. Each group has a replica of the model, sharded over "
+        "the ranks of the group (HSDP)",
         TRAINING,
         at_least=1,
     )
@@ -195,8 +195,8 @@ class LoraArgs(CheckpointArgs, ModelArgs):
     )
     lora_type: Literal["lora", "canonical_lora", "rslora"] = flag(
         "lora",
-        "the scale is alpha divided by the rank (lora), or by the square root of the rank (rslora). canonical_lora, "
-        "Megatron's name for one adapter per matrix, is the same as lora",
+        "the scale of an adapter's output. lora: alpha divided by the rank. rslora: alpha divided by the square root "
+        "of the rank. canonical_lora, Megatron's name for one adapter per matrix, is the same as lora",
         LORA,
     )
     lora_target_modules: list[str] = flag(
@@ -224,10 +224,10 @@ class LoraArgs(CheckpointArgs, ModelArgs):
     )
     lora_sync: Literal["adapter", "merged"] | None = flag(
         None,
-        "a weight sync sends only the adapter, which the engines apply to the frozen weights (adapter), or the "
-        "changed matrices, with the adapter merged into them (merged)",
+        "what a weight sync sends. adapter: only the adapter, which the engines apply to the frozen weights. merged: "
+        "the changed matrices, with the adapter merged into them",
         LORA & INFERENCE,
-        auto="adapter, if the run starts SGLang servers, no adapter is on the embedding or LM head, and "
+        auto="adapter, if (1) the run starts SGLang servers, (2) no adapter is on the embedding or LM head and (3) "
         "--load-in-4bit is off; else merged",
     )
     load_in_4bit: bool = flag(
@@ -249,8 +249,8 @@ class LoraArgs(CheckpointArgs, ModelArgs):
 
     @property
     def lora_modules(self) -> tuple[str, ...]:
-        """The last parts of the names of modules that may get an adapter, if the layers of the model have Llama's
-        names."""
+        """The modules that may get an adapter, by the last part of their names, such as ``q_proj``. This is correct for
+        layers with Llama's names."""
         named = [INNER if name == ALL_LINEAR else GROUPS.get(name, (name,)) for name in self.lora_targets]
         return tuple(dict.fromkeys(name.rpartition(".")[2] for names in named for name in names))
 
@@ -271,7 +271,7 @@ def words(texts: list[str]) -> tuple[str, ...]:
 
 
 def read_adapter(folder: str) -> dict[str, Any]:
-    """The values of flags, by field name, with which the adapter in ``folder`` was trained.
+    """The flags with which the adapter in ``folder`` was trained: field name -> value.
 
     Raises:
         ValueError: there is no adapter, or it is of a kind that is not supported here.

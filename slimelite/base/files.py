@@ -2,7 +2,7 @@
 
 Two runs never write to the same folder: `hold` creates a file in the folder and locks it. The locked file contains a
 description of the run. The kernel holds the lock (flock), and releases it when the run's process ends. On a network
-file system, other machines see the lock only if the file system supports such locks, like NFS.
+file system, other machines see the lock only if the file system supports such locks. NFS supports them.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def named(path: Path) -> Iterator[None]:
 
 
 def beside_package(name: str) -> Path:
-    """The path of train.py or constraints.txt. Both files are in the top folder of a checkout, but inside the package
-    in a wheel."""
+    """The path of train.py or constraints.txt. A checkout has both files in its top folder; a wheel has them inside
+    the package."""
     package = Path(__file__).parents[1]
     return next((path for path in (package / name, package.parent / name) if path.is_file()), package / name)
 

@@ -1,8 +1,8 @@
 """The base of our HTTP servers: access control, JSON and server-sent events, errors as JSON.
 
-The key is a bearer token, the header ``x-api-key``, or the password of an address: ``http://:KEY@host:port``. A server
-without a key answers only requests from this machine. A server without a key also refuses requests from pages of other
-sites, even if the browser runs on this machine.
+A client sends the key as a bearer token, in the header ``x-api-key``, or as the password of the address:
+``http://:KEY@host:port``. A server without a key answers only requests from this machine. It also refuses requests
+from pages of other sites, even if the browser runs on this machine.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class RequestError(ValueError):
     """A request that cannot be served. ``status``: the HTTP status. ``param``: the name of the wrong parameter.
     ``code``: OpenAI's code.
 
-    ``details``: fields of the error that Anthropic's clients read, for errors that these clients handle themselves.
+    ``details``: more fields of the error. Anthropic's clients read these fields of errors that they handle themselves.
     """
 
     def __init__(

@@ -23,8 +23,8 @@ __all__ = ["Cluster", "ClusterError", "launch"]
 def launch(args: Args, progress: Progress = lambda _done, _total, _note: None) -> Iterator[Cluster]:
     """Start the workers for ``args`` and yield the cluster. When the block ends, all workers are stopped.
 
-    ``progress`` is called with three values: the number of workers that are ready, the number of all workers, and a
-    text that names the workers for which the start waits.
+    During the start, ``progress`` is called with three values: the number of workers that are ready, the number of all
+    workers, and a text about what the start waits for.
 
     Raises:
         ClusterError: the machines have too few devices for the job.

@@ -75,8 +75,8 @@ class EngineDesk:
         return await self.fetch(batch)
 
     async def fetch(self, batch: tuple[int, int]) -> Done:
-        """Wait until some calls of ``batch`` are done, and return their results. The error of a failed call is raised
-        by `error`."""
+        """Wait until some calls of ``batch`` are done, and return their results. If a call failed, `error` raises its
+        error."""
         tasks, done = self._batches[batch], Done()
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in (await asyncio.wait(tasks, timeout=GATHER_S))[0]:
@@ -95,8 +95,8 @@ class EngineDesk:
         return done
 
     async def cancel(self, batch: tuple[int, int], call: int | None = None) -> None:
-        """Cancel one ``call`` of ``batch``, because its caller is gone. If ``call`` is None, all calls are cancelled,
-        and nobody fetches the batch after that."""
+        """Cancel one ``call`` of ``batch``, because its caller is gone. If ``call`` is None, cancel all calls. The
+        results of this batch are then never fetched."""
         tasks = self._batches.get(batch, {}) if call is not None else self._batches.pop(batch, {})
         for task in [task for task, number in tasks.items() if call in (None, number)]:
             task.cancel()

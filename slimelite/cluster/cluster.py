@@ -198,7 +198,7 @@ class Cluster:
         return self._take(work)
 
     def forward_backward(self, table: SampleTable) -> Pending[dict[str, float]]:
-        """Compute the gradient of ``table`` as for one optimizer step, and add it to the gradient of earlier calls.
+        """Add the gradient of ``table`` to the gradient of earlier calls. The whole table counts as one optimizer step.
         Returns the metrics."""
         check_table("forward_backward", table)
         return self._take(lambda: self._all(Trainer.forward_backward, self._shared(table))[0])
@@ -241,7 +241,8 @@ class Cluster:
             ahead |= {later: rollout for later, rollout in self._ahead.items() if later > rollout_id}
             if len(ahead) > 1:
                 raise ValueError(
-                    f"save: rollouts {', '.join(map(str, ahead))} are ahead, but a checkpoint can hold only one"
+                    f"save: rollouts {', '.join(map(str, ahead))} were generated ahead of training, but a checkpoint "
+                    "can contain only one such rollout"
                 )
             self._finish_saving()
             final, size = folder_of(self.args.save, rollout_id), max(self._all(Trainer.checkpoint_size))
@@ -344,7 +345,7 @@ class Cluster:
         """Return the CPU time and the memory that the run has used, as metrics:
 
         ``perf/cpu_seconds``: CPU time of this process and of all workers since their start, without Ray's daemons [s].
-        ``perf/memory_{phase}_{before,after}``: device memory of rank 0 around the last run of each phase [GB].
+        ``perf/memory_{phase}_{before,after}``: device memory of rank 0 when a phase last began and ended [GB].
         """
 
         def work() -> dict[str, float]:
@@ -461,9 +462,10 @@ class Cluster:
         limit = engine_threshold(self.args, exact=not self.args.job.gpus)
         if not (gaps <= limit).all():
             raise ClusterError(
-                f"--check-weight-update-equal: after sync {version} the log-probs of engines and trainer differ by "
-                f"{', '.join(f'{gap:.2e}' for gap in gaps)} (mean of each engine; inf: the engine still has another "
-                f"version). More than {limit} means that an engine does not have the trainer's weights"
+                f"--check-weight-update-equal: after sync {version}, the log-probs of some engine differ too much from "
+                f"the trainer's. Mean difference of each engine: {', '.join(f'{gap:.2e}' for gap in gaps)} (inf: the "
+                f"engine still has another version). If it is above {limit}, the engine does not have the trainer's "
+                "weights"
             )
         return float(gaps.max())
 

@@ -78,8 +78,8 @@ class Place(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Seen:
-    """The state of a worker at one check. The worker runs on ``place`` in process ``pid``, and has been idle for
-    ``still`` [s]."""
+    """The state of a worker at one check. ``place``, ``pid``: the worker's machine and process. ``still``: how long the
+    worker has been idle [s]."""
 
     worker: Worker
     place: Place
@@ -95,8 +95,7 @@ class Seen:
         return self.worker.name.startswith("trainer")
 
     def waits(self) -> float:
-        """The time for which the worker's oldest call has waited for an answer [s]. The result is 0 if the worker has
-        no open call."""
+        """How long the worker's oldest call has waited for an answer [s]; 0 if the worker has no open call."""
         oldest = self.worker.calls.oldest()
         return oldest[1] if oldest else 0.0
 
@@ -119,7 +118,7 @@ class Monitor:
     """Checks all workers periodically.
 
     Args:
-        timeout: a worker that is stopped or idle is ended within this time [s]. 0: workers are never ended.
+        timeout: within this time [s], the monitor ends a worker that hangs. 0: the monitor never ends a worker.
         workers: the workers of the run. More workers may be added later.
         places: address of another host -> its machine.
 

@@ -9,8 +9,8 @@ from slimelite.arguments.engines import EnginePlace
 
 
 def beside_ranks(args: ClusterArgs, ranks: int, engines: Sequence[EnginePlace]) -> list[int]:
-    """The widths [devices] of the units that need devices in addition to the ranks' devices. A unit is an engine, or
-    one device that stays free beside the engines."""
+    """The devices that a run needs besides the ranks' devices, as a list of widths. A width is either the number of
+    such devices of one engine, or 1 for a device that stays free."""
     first, taken, widths = (0 if args.colocate else ranks), ranks, list[int]()
     for place in engines:
         begin, end = max(first + place.first_gpu, taken), first + place.first_gpu + place.width
@@ -28,10 +28,11 @@ def nodes_of_bundles(
     free devices.
 
     Ranks use exactly ``nodes`` nodes, with the same number of ranks on each. The ranks begin on node ``first``. Then
-    the engines are placed, each inside one node. ``widths``: the number of devices of each engine. The widest engine is
-    placed first, on the node with the most free devices. If some engines then do not fit, each engine is placed on the
-    node with the fewest free devices that suffice. If some engines still do not fit, the ranks begin on a node other
-    than ``first``.
+    the engines are placed, the widest first, each inside one node. ``widths``: the number of devices of each engine.
+
+    Three ways are tried, until all engines fit: (1) Each engine is placed on the node with the most free devices. (2)
+    Each engine is placed on the node with the fewest free devices that suffice. (3) The ranks begin on a node other
+    than ``first``, and the engines are placed as in (1) or (2).
 
     Args:
         free: node id -> number of free devices.
@@ -47,8 +48,8 @@ def nodes_of_bundles(
 def _placement(
     free: Mapping[str, int], first: str, nodes: int, per_node: int, widths: Sequence[int], *, spread: bool
 ) -> list[str] | None:
-    """See `nodes_of_bundles`. ``spread``: an engine takes the node with the most free devices. Without ``spread`` it
-    takes the node with the smallest sufficient number of free devices."""
+    """See `nodes_of_bundles`. With ``spread``, each engine is placed on the node with the most free devices, else on
+    the node with the fewest free devices that suffice."""
     left = dict(free)
     room = sorted((n for n in left if left[n] >= per_node), key=lambda n: (n != first, -left[n], n))[:nodes]
     if len(room) < nodes:

@@ -78,7 +78,7 @@ class Host:
         log: the file for all output of the process.
         name: the worker's name in the trace.
         trace_file: the file of ``--trace``. None: no trace is written.
-        env: environment variables. If Ray's ``runtime_env`` set these variables, Ray would start each worker twice.
+        env: environment variables. This class sets them, because Ray's ``runtime_env`` would start each worker twice.
         make: the function that creates the object from ``args``.
     """
 
@@ -119,8 +119,8 @@ class Host:
         return f"{host}:{self.listener.getsockname()[1]}"
 
     def make(self, make: str, secrets: dict[str, str], *args: object) -> None:
-        """Create the object with the function ``make``, written as "package.module:function" so that the driver need
-        not import the module. ``secrets``: environment variables that Ray must not write to logs or command lines.
+        """Create the object with a function. ``make`` names it as "package.module:function", so the driver need not
+        import the module. ``secrets``: environment variables that Ray must not write to logs or command lines.
         """
         os.environ.update(secrets)
         with loading():
@@ -171,7 +171,7 @@ class RayRemote(Remote[T]):
     machine.
 
     ``calls``: the calls that have no answer yet. ``verdict``: why the `Monitor` ended the object's process. ``kills``:
-    the processes that the kernel of its machine has killed. ``kills`` is None if the object is on another machine.
+    the processes that the kernel of this machine has killed; None if the object is on another machine.
     """
 
     verdict: str | None
@@ -338,7 +338,7 @@ class Actors:
 
     def machines(self) -> dict[str, RemoteMachine]:
         """Start an actor on every node of the run except this one. Each actor checks the processes of its node. Returns
-        address of the node -> machine."""
+        a dict: address of a node -> its machine."""
         own = self._hosts[str(ray.get_runtime_context().get_node_id())]
         used = {self._hosts[node]: node for node in self._nodes.values()}
         limit = END * self.args.hang_timeout
@@ -413,7 +413,7 @@ def ray_workers(args: Args, progress: Progress) -> Iterator[Workers]:
     side. The actors run on the Ray cluster of ``RAY_ADDRESS``, which a `ray job` sets. If ``RAY_ADDRESS`` is not set, a
     new Ray is started for this run only.
 
-    ``progress`` is called with a text that names the workers for which the start waits.
+    ``progress`` is called with a text about what the start waits for.
 
     Raises:
         ClusterError: the Ray cluster has too few devices, or they do not become free in time.

@@ -276,13 +276,13 @@ def _death(kills: int | None) -> str:
     if kills:
         number = "a process" if kills == 1 else f"{kills} processes"
         return (
-            f"was killed: in the last {RECENT_S:.0f} s the kernel has killed {number} of this machine because memory "
+            f"was killed: in the last {RECENT_S:.0f} s the kernel has killed {number} on this machine because memory "
             f"was full. Remedy: {NO_MEMORY}"
         )
     if kills == 0:
         return (
             "died without an error message: it crashed, or somebody sent it SIGKILL. Full memory was not the "
-            f"reason: the kernel of this machine has not killed a process for this in the last {RECENT_S:.0f} s"
+            f"reason: in the last {RECENT_S:.0f} s, the kernel of this machine has killed no process for lack of memory"
         )
     return (
         "died without an error message: it crashed, or it was killed by SIGKILL (`dmesg` shows whether the machine ran "

@@ -57,17 +57,17 @@ class RestartWaitError(ClusterError):
 
 
 def not_there(problem: str, patience: float) -> ClusterError:
-    """The error for a missing cluster or missing devices. ``patience``: the time for which a restart has waited for the
-    cluster or the devices [s]. At the first start of a run, ``patience`` is 0."""
+    """The error for a missing cluster or missing devices. ``patience``: how long a restart has waited for them [s]; 0
+    at the first start of a run."""
     if not patience:
         return ClusterError(problem)
     return RestartWaitError(f"a restart has waited {patience:g} s for its machines (--restart-wait): {problem}")
 
 
 def with_memory(error: BaseException, args: Args) -> BaseException:
-    """Return ``error``, or a new error that explains it. After a shortage of memory, the new error names the memory
-    that the run needed, and settings that would have fitted. After a failed collective, the new error states that a
-    rank did not answer."""
+    """Return ``error``, or a new error that explains it. If memory was full, the new error names the memory that the
+    run needed, and settings that would have fitted. If a collective failed, the new error states that a rank did not
+    answer."""
     from slimelite.plan.run import is_shortage, needs_and_remedies, shortage  # only needed after an error
 
     if isinstance(error, MemoryShortage):
@@ -76,9 +76,9 @@ def with_memory(error: BaseException, args: Args) -> BaseException:
         explained = ClusterError(shortage(error, args))
     elif isinstance(error, RuntimeError) and not isinstance(error, ClusterError) and SILENCE.search(str(error)):
         explained = ClusterError(
-            "a training rank got no answer from another rank: the other rank is stopped or hangs, its machine or its "
-            "network failed, or a collective takes more than --distributed-timeout-minutes "
-            f"{args.distributed_timeout_minutes} ({' '.join(str(error).rpartition(']')[2].split())[:200]}); the "
+            "a training rank got no answer from another rank: the other rank is stopped or hangs; its machine or its "
+            "network failed; or a collective takes more than --distributed-timeout-minutes "
+            f"{args.distributed_timeout_minutes} ({' '.join(str(error).rpartition(']')[2].split())[:200]}). The "
             "ranks' logs are in logs/ of the run folder"
         )
     else:
@@ -90,7 +90,8 @@ def with_memory(error: BaseException, args: Args) -> BaseException:
 
 
 class Names:
-    """A substitute for a class, if this process needs only the names of its methods for `Remote.submit`."""
+    """Replaces a class that this process does not import. `Remote.submit` needs only the names of the class's
+    methods."""
 
     def __getattr__(self, name: str) -> SimpleNamespace:
         return SimpleNamespace(__name__=name)
@@ -204,9 +205,10 @@ class RemoteSink:
 
 
 def check_number(verb: str, name: str, value: object) -> None:
-    """Check that the argument ``name`` of ``verb`` is a whole number from 0. Raises ValueError for any other value."""
+    """Check that the argument ``name`` of ``verb`` is a whole number of at least 0. Raises ValueError for any other
+    value."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"{verb}: {name} must be a whole number from 0, not {value!r}")
+        raise ValueError(f"{verb}: {name} must be a whole number of at least 0, not {value!r}")
 
 
 def check_table(verb: str, value: object) -> None:
@@ -218,11 +220,10 @@ def check_table(verb: str, value: object) -> None:
 
 
 class Pending(Future[R]):
-    """The result of a verb of `Cluster`. The result is a future. While the method `result` of this future waits, it
-    also checks the state of the run.
+    """A future for the result of a verb of `Cluster`. While the method `result` waits, it also checks the state of the
+    run.
 
-    During this wait, ``attend`` is called every ``POLL_S`` seconds with the ``progress`` that the caller gave to
-    `result`.
+    For this check, `result` calls ``attend`` every ``POLL_S`` seconds, and passes its own argument ``progress``.
     """
 
     def __init__(self, turns: Turns, attend: Callable[[Progress | None], None] | None = None) -> None:
@@ -255,8 +256,8 @@ class Pending(Future[R]):
 
 @dataclass(slots=True)
 class Failure:
-    """Holds one error. When the caller has seen an error, a new `Failure` begins. ``error`` is the first error that a
-    verb raises from then on, and None until then."""
+    """The first error that a verb raises; None before that. As soon as the caller has seen the error, later verbs share
+    a new `Failure`."""
 
     error: BaseException | None = None
 
@@ -292,8 +293,8 @@ class Turns:
         return pending
 
     def check(self, pending: Pending[Any] | None = None) -> None:
-        """Raise the error of a failed verb if no `Pending.result` has raised this error yet. With ``pending``, also
-        raise an error that occurred after the verb of ``pending`` was called.
+        """Raise the error of a failed verb, unless a `Pending.result` has already raised this error. For a verb
+        (``pending``) that was called before that, raise the error in any case.
 
         Raises:
             Exception: the error of the failed verb.

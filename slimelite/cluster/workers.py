@@ -95,8 +95,8 @@ class EngineFactory:
         return process
 
     def addresses(self, processes: Sequence[Remote[ServerProcess]]) -> list[ServerAddress]:
-        """The addresses of the engine servers: those of ``--rollout-external-engine-addrs`` if the run uses external
-        servers, else the addresses of ``processes``."""
+        """The addresses of the engine servers. For external servers, they come from
+        ``--rollout-external-engine-addrs``. Otherwise, each of ``processes`` reports its address."""
         args = self._args
         if args.job.engines == "external":
             external = self._function(self._parts.external)

@@ -2,9 +2,9 @@
 has a shell in its own box, which is a container or a sandbox.
 
 The folder is a task, or contains task folders. A task has task.toml, instruction.md, environment/ and tests/. Commands
-run in a container of the task's image, with podman or docker. If the task's Dockerfile runs no commands, bubblewrap
-with the programs of this machine is possible too. When the model sends a reply without a tool call, tests/test.sh
-decides the reward.
+run in a container of the task's image, with podman or docker. A task whose Dockerfile runs no commands can also use
+bubblewrap, with the programs of this machine. When the model sends a reply without a tool call, tests/test.sh decides
+the reward.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ def _copies(folder: Path, sources: Sequence[str], target: str, workdir: str) -> 
 
 
 class Box:
-    """A shell in a sandbox. Commands run one after the other, each in its own shell."""
+    """A shell in a sandbox. It runs commands one after the other, each in a new child shell."""
 
     def __init__(self, process: asyncio.subprocess.Process, container: str) -> None:
         self._process, self.container = process, container
@@ -586,7 +586,7 @@ def _built(task: Task, engine: str) -> str:
 
 
 def rows(spec: str) -> Iterator[dict[str, Any]]:
-    """Yield a row with the instruction of each task.
+    """Yield a row for each task, with the task's instruction.
 
     Raises:
         ValueError: there is no task, or a task cannot run here.

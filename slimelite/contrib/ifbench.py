@@ -1,11 +1,11 @@
 """The rules ``ifbench`` and ``ifbench_loose``. The response must follow every verifiable instruction of its row.
 
-The row's metadata (or its label, as JSON) has ``instruction_id_list`` and ``kwargs``, one dict for each instruction, as
-in the data sets IFEval and IFBench. There are IFEval's 25 checks (in `instructions`) and IFBench's own 58 checks (in
-this file; Pyatkin et al., arXiv:2507.02833). An instruction without a check raises an error. The verdicts equal the
-verdicts of IFBench's own code, even where that code is odd. The verdicts may differ only where `instructions`
-approximates English (docs/rewards.md lists the differences). In the arguments of an instruction, positions are counted
-from 1, but the words of a span are counted from 0.
+The row's metadata (or its label, as JSON) has the instructions, as in the data sets IFEval and IFBench:
+``instruction_id_list`` is a list of ids, and ``kwargs`` is a list with a dict of arguments for each id. There are
+IFEval's 25 checks (in `instructions`) and IFBench's own 58 checks (in this file; Pyatkin et al., arXiv:2507.02833). An
+instruction without a check raises an error. The verdicts equal the verdicts of IFBench's own code, even where that code
+is odd. The verdicts may differ only where `instructions` approximates English (docs/rewards.md lists the differences).
+In the arguments of an instruction, positions are counted from 1, but the words of a span are counted from 0.
 """
 
 from __future__ import annotations
@@ -106,14 +106,14 @@ def words_japanese(text: str, N: int) -> bool:
 
 
 def keywords_multiple(text: str, keyword1: str, keyword2: str, keyword3: str, keyword4: str, keyword5: str) -> bool:
-    """Whether ``keyword1`` to ``keyword5`` occur one, two, three, five and seven times, in this order."""
+    """Whether ``keyword1`` occurs once, ``keyword2`` twice, ``keyword3`` three times, ``keyword4`` five times and
+    ``keyword5`` seven times."""
     wanted = zip((keyword1, keyword2, keyword3, keyword4, keyword5), (1, 2, 3, 5, 7), strict=True)
     return all(whole_words(text, keyword.strip()) == count for keyword, count in wanted)
 
 
 def alphabet(text: str) -> bool:
-    """Whether the first letter of each word is the next letter of the alphabet after the first letter of the word
-    before. The letter after z is a."""
+    """Whether the first letters of the words follow the alphabet, as in "great huge icy". After z comes a."""
     firsts = "".join(word[0].lower() for word in plain_words(text))
     start = string.ascii_lowercase.find(firsts[:1]) if firsts else -1
     return start >= 0 and firsts == (string.ascii_lowercase * (len(firsts) // 26 + 2))[start : start + len(firsts)]
@@ -139,8 +139,7 @@ def words_position(text: str, keyword: str) -> bool:
 
 
 def alliteration(sentence: str) -> int:
-    """The number of words of a sentence that belong to sequences of two or more neighbouring words with the same first
-    letter."""
+    """The number of words of a sentence that have the same first letter as a word next to them."""
     firsts = "".join(word[0] for part in sentence.lower().split() if (word := part.lstrip(EDGES)))
     return sum(len(run[0]) for run in re.finditer(r"(.)\1+", firsts))
 
@@ -189,7 +188,7 @@ def options(text: str, options: str) -> bool:
 
 
 def emoji(text: str) -> bool:
-    """Whether each sentence ends with an emoji, or the next sentence begins with an emoji."""
+    """Whether an emoji ends each sentence, or begins the next one."""
     parts = [sentence.translate(NO_MARKS).strip() for sentence in sentences(text)]
     following = [*parts, ""][1:]
     return all(
@@ -199,8 +198,8 @@ def emoji(text: str) -> bool:
 
 
 def quote_unquote(text: str) -> bool:
-    """Whether no quotation directly follows another quotation or ends the text. A quoted quote character (``'"'``) does
-    not count as a quotation."""
+    """Whether no quotation directly follows another one, and the text does not end with a quotation. A quoted quote
+    character (``'"'``) does not count as a quotation."""
     text = "".join(text.replace("'\"'", "").split())
     return '""' not in text and not text.strip(string.digits + MARKS.replace('"', "")).endswith('"')
 
@@ -213,8 +212,8 @@ def thesis(text: str) -> bool:
 
 
 def no_bullets_bullets(text: str) -> bool:
-    """Whether the text has at least two sentences, an optional empty line, at least two lines with a star, and nothing
-    else."""
+    """Whether the text consists of at least two sentences, an optional empty line, and at least two lines that begin
+    with a star."""
     lines = [line.strip() for line in text.split("\n")]
     first = next((i for i, line in enumerate(lines) if line.startswith("*")), len(lines))
     before, bullets = lines[:first], lines[first:]
@@ -223,8 +222,8 @@ def no_bullets_bullets(text: str) -> bool:
 
 
 def is_titled(word: str) -> bool:
-    """Whether the first character of a word is not a small letter, or the word has mixed case later (such as
-    iPhone)."""
+    """Whether a word begins with something other than a small letter, or has mixed case after the first character (such
+    as iPhone)."""
     return not word[0].islower() or (len(word) > 1 and not word[1:].islower() and not word[1:].isupper())
 
 
@@ -242,8 +241,8 @@ def mcq_count_length(text: str) -> bool:
 
 
 def reverse_newline(text: str) -> bool:
-    """Whether the first line with "Zimbabwe" and all lines after it are at least 52 lines in reverse alphabetical
-    order. The lines before it are ignored."""
+    """Whether the first line with "Zimbabwe" begins a list in reverse alphabetical order. The list has at least 52
+    lines and ends with the text. Lines before the list are ignored."""
     lines = [ascii_letters(line) for part in text.split("\n") if (line := part.strip(EDGES))]
     start = next((i for i, line in enumerate(lines) if "Zimbabwe" in line), len(lines))
     return len(lines) - start >= 52 and lines[start:] == sorted(lines[start:], reverse=True)
@@ -258,8 +257,8 @@ def date_format_list(text: str) -> bool:
 
 
 def table(text: str, delimiter: str, height: int) -> list[list[str]]:
-    """The rows of a CSV text, including quotes. Returns an empty list if the number of rows is not ``height``, or if a
-    field is too long."""
+    """The rows of a CSV text. Their fields keep the quotes. Returns an empty list if the number of rows is not
+    ``height``, or if a field is too long."""
     try:
         rows = list(csv.reader(io.StringIO(text.replace('"', '"""')), delimiter=delimiter))
     except csv.Error:
@@ -280,8 +279,8 @@ def csv_city(text: str) -> bool:
 
 
 def csv_special_character(text: str) -> bool:
-    """Whether the text has the instruction's header and 14 rows, and a quoted field with a special character. All rows
-    up to the row of this field must have 5 fields."""
+    """Whether the text has the instruction's header, 14 rows, and a quoted field with a special character. The rows up
+    to the one with this field must have 5 fields each."""
     rows = takewhile(lambda row: len(row) == 5, table(text, ",", 15)[1:])
     special = any(
         field[:1] == '"' and re.search(r"[^\w\s]", field[1 : max(field.rfind('"'), 1)]) for row in rows for field in row
@@ -406,10 +405,10 @@ def strict(answer: Answer) -> float:
 
 
 def loose(answer: Answer) -> float:
-    """Like `strict`, but for each instruction it is enough that one of eight variants of the response follows it.
+    """Like `strict`, but an instruction counts as followed if one of eight variants of the response follows it.
 
     Four variants are the whole response, and the response without its first line, its last line, or both. The other
-    four variants are these four texts without asterisks.
+    four are the same texts without asterisks.
     """
     lines = answer.response.split("\n")
     cut = ["\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1])]
@@ -427,7 +426,7 @@ def followed(answer: Answer, texts: list[str]) -> float:
 
 
 def instructions(answer: Answer) -> list[tuple[str, dict[str, object]]]:
-    """(id, arguments) of each instruction of the row.
+    """Returns (id, arguments) of each instruction of the row.
 
     Raises:
         ValueError: there are no instructions, the number of instructions and arguments differs, or an instruction is

@@ -5,9 +5,9 @@ A check gets the text and the arguments of its data row. The check returns wheth
 checks were written from the paper and from the names of the arguments in its data set. ``change_case`` checks only the
 case, but the reference code of the paper also tests with langdetect whether the text is English.
 
-The reference code uses NLTK, syllapy and the emoji package. This file approximates these libraries without their data.
-It approximates NLTK's sentences, tokens, stop words, pronouns and verbs, syllapy's syllables, and the emoji.
-docs/rewards.md lists the checks that may differ for this reason. All run times are linear in the length of the text.
+The reference code uses NLTK (for sentences, tokens, stop words, pronouns and verbs), syllapy (for syllables) and the
+emoji package. This file approximates these libraries without their data. docs/rewards.md lists the checks that may
+differ for this reason. Every function takes time linear in the length of the text.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def sentences(text: str) -> list[str]:
 
 
 def ends_sentence(before: str, after: str) -> bool:
-    """Whether the full stop at the end of ``before`` ends a sentence. The full stop of an abbreviation ("Dr.") or an
-    initial ("J.") ends a sentence only before a capitalised stop word ("The"). An ellipsis before a small letter does
-    not end a sentence."""
+    """Whether the full stop at the end of ``before`` ends a sentence. After an abbreviation ("Dr.") or an initial
+    ("J."), it does so only if a capitalised stop word ("The") follows. An ellipsis before a small letter does not end a
+    sentence."""
     word = (before.split() or [""])[-1].lstrip("\"'([{*_“‘")
     if word.endswith(".."):
         return not after.lstrip()[:1].islower()
@@ -110,7 +110,7 @@ Check = Callable[..., bool]
 
 
 def compares(count: int, number: int, relation: str) -> bool:
-    """Compare ``count`` with ``number``. ``relation`` is "at least" or "less than".
+    """Whether ``count`` is "at least" or "less than" ``number``. ``relation`` is one of these two texts.
 
     Raises:
         ValueError: ``relation`` is neither "at least" nor "less than".

@@ -1,9 +1,8 @@
 """The environment ``mcp:<command or url>``. The model may call the tools of an MCP server. The model's last reply is
 the answer.
 
-A command is started for each episode, so episodes do not share the server's state. If a server has no state, the user
-can start the server once and give its address, which is cheaper. With an address, each episode has its own connection
-to the same server.
+A command starts a new server for each episode, so episodes do not share the server's state. With an address, all
+episodes use the same server, each over its own connection. This is cheaper, and suits servers without state.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ class ServerTool(Tool):
         return {"type": "function", "function": self.about}
 
     async def answer(self, arguments: str) -> str:
-        """Call the tool, and return the texts of the result. If the server refuses the call, the text is the refusal.
-        If the server is gone, the episode ends."""
+        """Call the tool, and return the text of its result, or the refusal if the server refuses the call. If the
+        server is gone, the episode ends."""
         try:
             values = json.loads(arguments or "{}")
         except ValueError as error:

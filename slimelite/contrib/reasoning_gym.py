@@ -102,11 +102,11 @@ def _dataset(task: str, level: int | None, seed: int, size: int, settings: str) 
 def rows(text: str) -> Iterator[dict[str, Any]]:
     """Yield a row for each puzzle of ``text``, such as ``chain_sum,gcd``.
 
-    The rows begin with the first puzzle of each task at each level, level by level. The second puzzle of each task at
-    each level follows, and so on up to puzzle number ``size``.
+    First comes puzzle 1 of each task, at the first level, then at the next level, and so on. Then comes puzzle 2 in the
+    same way, up to puzzle number ``size``.
 
     Raises:
-        ValueError: reasoning-gym has no such prompt, or no task has one of the settings.
+        ValueError: reasoning-gym has no such prompt, or a setting belongs to none of the tasks.
     """
     from reasoning_gym.utils import SYSTEM_PROMPTS
 

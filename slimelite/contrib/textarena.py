@@ -56,7 +56,7 @@ class Game:
         return Start(messages, role=self._role(player))
 
     async def step(self, reply: Mapping[str, Any]) -> Step:
-        """Make the move in the reply. If the game cannot read the move, the game decides what happens."""
+        """Make the move that the reply contains. If the game cannot read the move, the game decides what happens."""
         mover = self._game.state.current_player_id
         with _global_chance(self):
             done, _ = self._game.step(reply.get("content") or "")

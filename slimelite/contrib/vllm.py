@@ -63,11 +63,11 @@ CPU_ENVIRONMENT = {
 
 
 class TemperedLogProbs(Sampler):
-    """vLLM's sampler, changed to report log softmax(logits / temperature) before bans, top-k and top-p.
+    """vLLM's sampler with two changes.
 
-    vLLM itself reports log-probs either without temperature or after top-k and top-p. vLLM also applies top-p to the
-    tokens that remain after top-k. In this sampler, top-k and top-p both apply to the whole distribution, and a token
-    must pass both limits.
+    (1) This sampler reports log softmax(logits / temperature), before bans, top-k and top-p apply. vLLM reports
+    log-probs either without temperature or after top-k and top-p. (2) In this sampler, top-k and top-p both apply to
+    the whole distribution, and a token must pass both limits. vLLM applies top-p to the tokens that remain after top-k.
     """
 
     def __init__(self) -> None:

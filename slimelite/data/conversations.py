@@ -8,10 +8,10 @@ prompt to the end of the turn, including the end-of-turn token. An assistant mes
 trained on.
 
 The other values of ``--loss-mask-type`` select exactly the same tokens as slime's masks of the same name. Each of these
-masks fits the ChatML template of the model in its name. ``qwen`` and ``qwen3`` render each message alone. So their
-token ids differ from those of a rollout if the template renders a message differently inside a conversation. For
-example, a template may remove the thinking from earlier turns, or join tool answers in one turn. ``auto`` renders whole
-conversations, so it does not have this limitation.
+masks fits the ChatML template of the model in its name. ``qwen`` and ``qwen3`` render each message on its own. But some
+templates render a message differently inside a conversation. For example, they remove the thinking from earlier turns,
+or join tool answers in one turn. With such a template, the token ids of ``qwen`` and ``qwen3`` differ from those of a
+rollout. ``auto`` renders whole conversations, so it does not have this limitation.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class ChatReader:
     def tokens(self, messages: Messages, tools: Tools = None) -> tuple[list[int], list[int]]:
         """The pair (token ids, loss mask) for a whole conversation. The mask has one entry (0 or 1) for each token.
 
-        A token that is only partly inside a trained span is trained on, with two exceptions: a special token, and a
-        token whose part inside the span is only white space, followed by other text.
+        A token that is only partly inside a trained span is trained on, with two exceptions. A special token is not
+        trained on. A token that ends after the span is not trained on if its part inside the span is only white space.
 
         Raises:
             ValueError: the tokenizer has no chat template or gives no offsets, the template refuses the messages, or
@@ -192,8 +192,8 @@ class ChatReader:
         """Empty samples for the two replies of a sample's `PAIR`."""
         if PAIR not in sample.metadata or sample.index is None:
             raise ValueError(
-                f"a loss of pairs needs an index and the two replies in metadata[{PAIR!r}] for each sample of the "
-                "data source"
+                "for a loss of preference pairs, each sample of the data source needs an index, and two replies in "
+                f"metadata[{PAIR!r}]"
             )
         metadata = {key: value for key, value in sample.metadata.items() if key != PAIR}
         sides = []
@@ -205,12 +205,12 @@ class ChatReader:
 
     def pair(self, sample: Sample) -> list[Sample]:
         """The two training samples [chosen, rejected], made from a sample whose metadata contains a `PAIR` of replies.
-        Both have the same ``unit_id`` and the same ``rollout_id``. The chosen sample has reward 1, the rejected sample
-        has reward 0.
+        Both have the same ``unit_id`` and the same ``rollout_id``. The chosen sample has reward 1, and the rejected
+        sample has reward 0.
 
         If the replies are conversations, the prompt consists of the messages with which both conversations begin.
-        Assistant messages in the prompt are not trained on. If no trained token of one reply is left after the cut at
-        ``max_context_len``, both samples are marked ``remove_sample``.
+        Assistant messages in the prompt are not trained on. The cut at ``max_context_len`` may remove all trained
+        tokens of a reply. Then both samples are marked ``remove_sample``.
 
         Raises:
             ValueError: the sample has no `PAIR` in its metadata, or `fill` raises an error.
@@ -303,7 +303,8 @@ def _shared(chosen: Messages, rejected: Messages) -> int:
 
 
 def _untrained_start(conversation: Messages, count: int) -> Messages:
-    """The conversation with ``step_loss_mask`` 0 in the assistant's messages among the first ``count``."""
+    """A copy of the conversation. The assistant's messages among its first ``count`` messages have ``step_loss_mask``
+    0."""
     start = [{**m, "step_loss_mask": 0} if m["role"] == "assistant" else m for m in conversation[:count]]
     return [*start, *conversation[count:]]
 
@@ -331,8 +332,8 @@ def _tokenize(chat: ChatReader, piece: Piece) -> tuple[list[int], list[int]]:
 
 
 def auto_mask(chat: ChatReader, messages: Messages, tools: Tools) -> list[Piece]:
-    """The rendered conversation with its trained spans. The spans come from the template's ``{% generation %}`` marks,
-    or if it has no marks, from comparing renderings.
+    """The rendered conversation with its trained spans. The spans come from the template's ``{% generation %}`` marks.
+    If the template has no marks, the spans come from a comparison of renderings.
 
     Both methods give the exact spans for every template that copies a reply's content unchanged.
     """
@@ -412,14 +413,14 @@ def qwen3_mask(chat: ChatReader, messages: Messages, tools: Tools) -> list[Piece
 
 def qwen3_5_mask(chat: ChatReader, messages: Messages, tools: Tools) -> list[Piece]:
     """slime's mask ``qwen3_5``. The conversation is rendered as a whole. The trained span of a reply starts after the
-    turn's header and, if there is one, the opening ``<think>``."""
+    turn's header. If the header is followed by an opening ``<think>``, the span starts after this tag."""
     text = chat.render(messages, tools)
     replies = re.finditer(r"<\|im_start\|>assistant\n(?:<think>\n)?(.*?<\|im_end\|>\n?)", text, re.DOTALL)
     flags = [is_trained(m) for m in messages if m["role"] == "assistant"]
     spans = [reply.span(1) for reply in replies]
     if len(spans) != len(flags):
         raise ValueError(
-            f"--loss-mask-type qwen3_5 found {len(spans)} replies in a conversation of {len(flags)}; "
+            f"--loss-mask-type qwen3_5 found {len(spans)} replies in a conversation with {len(flags)} replies; "
             "use --loss-mask-type auto"
         )
     return [Piece(text, [span for span, flag in zip(spans, flags, strict=True) if flag])]

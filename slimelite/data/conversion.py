@@ -1,8 +1,8 @@
-"""Advice for the user if the columns of a data file do not fit the flags: other flags that fit, or one line of Python
-that converts the file.
+"""Advises the user if the flags do not fit the columns of a data file. The advice is other flags that fit, or one line
+of Python that converts the file.
 
-Which column is the prompt, the reply or the label is guessed from the column names, so the advice states each guess.
-`docs/data_formats.md` shows every format that slimelite reads.
+The names of the columns suggest which column is the prompt, the reply or the label. This is a guess, so the advice
+states it. `docs/data_formats.md` shows every format that slimelite reads.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROLES = ("system", "user", "assistant", "tool")
 @dataclass(frozen=True)
 class Wanted:
     """The columns that a run needs. ``judged``: whether the run is a KTO run, in which the label tells whether the
-    reply is good. ``prefix``: how the names of the data flags begin, ``--`` or ``--eval-``."""
+    reply is good. ``prefix``: the start of the data flags' names, ``--`` or ``--eval-``."""
 
     input_key: str
     label_key: str | None
@@ -228,7 +228,7 @@ def _cell(name: str) -> str:
 
 
 def _literal(value: object) -> str:
-    """Python code for texts, in double quotes; the escapes of JSON for characters such as 💬 would be two in Python."""
+    """Python code for texts, in double quotes. 💬 is not escaped: Python would read JSON's escape as two characters."""
     return json.dumps(value, ensure_ascii=False)
 
 

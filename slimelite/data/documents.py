@@ -36,8 +36,8 @@ SHOWN = 2
 
 class Documents:
     """Returns packed sequences for training. With ``--prompt-data-weights`` each path of ``--prompt-data`` is a
-    separate stream, which starts its own next epoch when it ends. The next sequence comes from the stream whose share
-    of the tokens so far is furthest below its share of the weights.
+    separate stream, which starts its own next epoch when it ends. The weights set the share of each stream in the
+    tokens. The next sequence comes from the stream that is furthest behind its share.
     """
 
     def __init__(self, args: Args, tokenizer: str) -> None:
@@ -98,8 +98,8 @@ class Documents:
         return self._streams[behind.index(max(behind))]
 
     def held_out(self) -> Iterator[tuple[SampleTable, int]]:
-        """The documents of ``--eval-bpb`` in the order of the files, as pairs (table, bytes). With the last table of a
-        file, ``bytes`` is the size of all texts of the file; with its other tables it is 0.
+        """The documents of ``--eval-bpb`` in the order of the files, as pairs (table, bytes). In the last pair of a
+        file, ``bytes`` is the size of all texts of the file. In the other pairs, ``bytes`` is 0.
 
         The documents are cut as in training, and each piece is a row of a table.
         """
@@ -154,7 +154,7 @@ class Documents:
         )
 
     def state_dict(self) -> dict[str, object]:
-        """The current position as plain JSON values, together with the data and settings that must be the same when
+        """The current position as plain JSON values. It includes the data and settings that must be unchanged when
         `load_state_dict` restores the position."""
         streams = [stream.state() for stream in self._streams]
         return {"streams": streams, "drawn": [self._sequences, self._rows], "dataset": self._identity()}
@@ -163,7 +163,7 @@ class Documents:
         """Continue from the position that `state_dict` saved.
 
         Raises:
-            ValueError: the documents, their order or their weights are not those of the run that saved the state.
+            ValueError: the documents, their order or their weights differ from those of the run that saved the state.
         """
         saved, now = state["dataset"], self._identity()
         if changed := [key for key in now if saved.get(key) != now[key]]:
@@ -253,11 +253,11 @@ class Stream:
 
 
 def cut(begins: np.ndarray, ends: np.ndarray, length: int) -> np.ndarray:
-    """Cut documents into pieces. Document i is the tokens ``begins[i]`` to ``ends[i]`` of a shard. Returns one row for
-    each piece, in the order of the documents, [n, 4] int64. Its columns: the number of the document, the positions
-    where the piece begins and ends, and 1 for the first piece of a document, else 0.
+    """Cut documents into pieces. Document i is the tokens ``begins[i]`` to ``ends[i]`` of a shard. Returns [n, 4]
+    int64, with one row for each piece, in the order of the documents. The four columns: the number of the document; the
+    position where the piece begins; the position where the piece ends; 1 for the first piece of a document, else 0.
 
-    A piece and the one token before it are at most ``length`` tokens together.
+    Together with the one token before it, a piece has at most ``length`` tokens.
     """
     counts = -(-(ends - begins) // (length - 1))
     whose = np.repeat(np.arange(len(counts)), counts)

@@ -27,7 +27,8 @@ class HubFile:
 
     @classmethod
     def parse(cls, text: str) -> HubFile | None:
-        """Convert the text that `str` made from a `HubFile` back to a `HubFile`. Returns None if ``text`` is a path."""
+        """Convert ``text``, which `str` made from a `HubFile`, back to a `HubFile`. Returns None if ``text`` is a
+        path."""
         return cls(**json.loads(text[4:])) if text.startswith("hub:{") else None
 
     @contextmanager
@@ -54,7 +55,8 @@ def hub_files(spec: str, endings: Sequence[str]) -> list[HubFile]:
     """The files of the dataset ``spec`` (``owner/name[:config][:split]``) whose names end with one of ``endings``,
     sorted by name.
 
-    A config or a split selects the files that are in a folder of its name, or whose file names begin with its name.
+    For example, the split ``train`` selects the files in a folder ``train``, and files with names such as
+    ``train-1.parquet``. A config selects files in the same way.
 
     Raises:
         ValueError: the hub has no such dataset, or the dataset has no such files.

@@ -2,9 +2,9 @@
 
 Data files differ in their form. The arguments of a tool call are JSON text (as in OpenAI's API) or an object. A missing
 value may be absent or null. The name and the arguments of a tool call may be inside a ``function`` field. Chat
-templates differ too. Most templates write ``arguments | tojson``, which would quote arguments that are JSON text a
-second time. DeepSeek's templates need JSON text, because they concatenate it with other text. Some templates print null
-as the word None. Hermes' template needs the name of the tool in the message with the tool's answer.
+templates differ too. Most templates write ``arguments | tojson``. This would quote JSON text a second time. DeepSeek's
+templates need JSON text, because they concatenate it with other text. Some templates print null as the word None.
+Hermes' template needs the name of the tool in the message with the tool's answer.
 
 Chat templates are programs that come with a model, and may be malicious. So each template is first tried in a separate
 process with limits on time and memory. Later, each rendering of a conversation has a time limit.
@@ -51,8 +51,8 @@ CALLED: list[dict[str, Any]] = [
 
 
 def try_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """If there is a chat template, render a few short conversations with it, in a copy of this process with limits on
-    time and memory.
+    """Render a few short conversations with the chat template, if there is one. A copy of this process does this, with
+    limits on time and memory.
 
     This test takes about ten milliseconds. Errors that the template raises during this test are ignored.
 
@@ -140,8 +140,8 @@ class _Watch:
         self._thread: threading.Thread | None = None
 
     def begin(self, seconds: float) -> None:
-        """Record that the calling thread begins to render messages. If it uses more than ``seconds`` of CPU time before
-        it calls `end`, `_Stop` is raised in it."""
+        """Record that the calling thread begins to render messages. `_Stop` is raised in this thread if it uses more
+        than ``seconds`` of CPU time before it calls `end`."""
         ident = threading.get_ident()
         clock = time.pthread_getcpuclockid(ident)
         with self._lock:
@@ -181,8 +181,8 @@ def bounded(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
     """A context manager for code that renders messages with the chat template of ``tokenizer``, in any thread. It costs
     a few microseconds.
 
-    The context manager stops loops in a template that run too long, and so limits the length of the rendered text. It
-    cannot stop a single long operation, such as a power of huge numbers.
+    The context manager stops a template's loop if it runs too long. So it also limits the length of the rendered text.
+    It cannot stop a single long operation, such as a power of huge numbers.
 
     Raises:
         TooSlow: the code in the ``with`` block needs more than `RENDER_S` seconds of CPU time.
@@ -307,7 +307,7 @@ def parsed(value: object, kind: type[Kind], column: str, where: str = "") -> Kin
     """Convert ``value`` to the type ``kind``, a list or a dict. If ``value`` is text, it is parsed as JSON. Null and
     empty text give an empty list or dict.
 
-    ``where``: how an error message begins: a part of the cell and a verb, such as "message 2: tool_calls are ".
+    ``where``: the start of an error message, a part of the cell and a verb, such as "message 2: tool_calls are ".
 
     Raises:
         BadCell: ``value`` is neither of the type ``kind`` nor JSON text of this type.
@@ -336,8 +336,8 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Tools,
 
 
 def with_arguments(render: Callable[[Messages], Rendered], messages: Messages) -> Rendered:
-    """Return ``render(messages)``. If this raises a TypeError, because the template does not accept objects as
-    arguments of tool calls, ``render`` is called again with the arguments as JSON text."""
+    """Return ``render(messages)``. Some templates raise a TypeError, because they do not accept objects as arguments of
+    tool calls. Then ``render`` is called again with the arguments as JSON text."""
     try:
         return render(messages)
     except TypeError:

@@ -71,9 +71,9 @@ def load_prompts(
     A prompt is either text with token ids, or, as in SFT, a list of messages without token ids.
 
     ``replies``: for preference pairs, the columns of the preferred reply and of the other reply. Both replies are
-    stored in ``metadata["pair"]``. A reply is text, the messages after the prompt, or the whole conversation with the
-    prompt. If no column contains only the prompt, ``input_key`` is the column of the preferred conversation. Then the
-    prompt is the messages before its first assistant message.
+    stored in ``metadata["pair"]``. A reply may be a text, the messages after the prompt, or the whole conversation
+    including the prompt. If no column contains only the prompt, ``input_key`` is the column of the preferred
+    conversation. Then the prompt is the messages before the first assistant message of this conversation.
 
     Args:
         tokenizer: if None, the files are only checked: no chat template is applied, and the samples have no token ids.
@@ -83,12 +83,12 @@ def load_prompts(
             model.
         warn: called with a message about rows and prompts that are left out. ``note``: called with the shape of the
             rows (see `shapes`) if no flag named the columns.
-        first: if a number, read only this number of rows of each path that has no slice. A column of metadata or tools
-            that all these rows lack is then no error (except in parquet files), because it may appear later.
+        first: if a number, read only this number of rows of each path that has no slice. These rows may lack a column
+            of metadata or tools, because the column may appear later. In parquet files this is still an error.
 
     Raises:
-        ValueError: files, columns or the chat template are missing, rows are malformed (unless ``skip_bad_rows``), or
-            all rows of ``paths`` were read and no prompt is left.
+        ValueError: files, columns or the chat template are missing; rows are malformed (unless ``skip_bad_rows``); or
+            no prompt is left after all rows of ``paths`` were read.
     """
     if tokenizer is not None and columns.apply_chat_template and not tokenizer.chat_template:
         raise ValueError(
@@ -230,8 +230,8 @@ def _encode(prompts: list[Sample], texts: list[str], tokenizer: PreTrainedTokeni
 
 
 def before_answers(messages: Messages) -> Messages:
-    """The part of ``messages`` that is the prompt. If the last message is not the assistant's, it is all of them.
-    Otherwise, as in SFT data, it is the messages before the first assistant message."""
+    """The part of ``messages`` that is the prompt. If the last message is the assistant's (as in SFT data), the prompt
+    is the messages before the first assistant message. Otherwise the prompt is all messages."""
     if messages[-1]["role"] != "assistant":
         return messages
     return messages[: next(i for i, m in enumerate(messages) if m["role"] == "assistant")]
@@ -354,8 +354,8 @@ class DataSource:
 
     In each epoch, the prompts come in file order. With ``--rollout-shuffle``, their order in epoch e is a permutation
     that depends only on ``--rollout-seed`` + e. Several paths form one dataset. But with ``--prompt-data-weights`` each
-    path is a separate stream, which starts its own next epoch when it ends. The next prompt comes from the stream whose
-    share of the prompts so far is furthest below its share of the weights.
+    path is a separate stream, which starts its own next epoch when it ends. The weights set the share of each stream in
+    the prompts. The next prompt comes from the stream that is furthest behind its share.
     """
 
     def __init__(self, args: Args, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
@@ -417,8 +417,8 @@ class DataSource:
         self._returned.extend(groups)
 
     def heed(self, groups: Sequence[list[Sample]], reward_key: str | None) -> dict[str, float]:
-        """With ``--curriculum-threshold``, let tasks move to their next level, depending on the rewards of a rollout's
-        finished ``groups``. Returns metrics with the tasks' levels."""
+        """With ``--curriculum-threshold``, move tasks to their next level if their rewards in a rollout's finished
+        ``groups`` are high enough. Returns metrics with the tasks' levels."""
         return {} if self._curriculum is None else self._curriculum.heed(groups, reward_key)
 
     def _fresh_group(self) -> list[Sample]:
@@ -458,7 +458,7 @@ class DataSource:
         """Continue from the position that `state_dict` saved.
 
         Raises:
-            ValueError: the prompts, their order or their weights are not those of the run that saved the state.
+            ValueError: the prompts, their order or their weights differ from those of the run that saved the state.
         """
         saved, now = state["dataset"], self._identity()
         if changed := [f"{key}: {saved[key]} when saved, {now[key]} now" for key in now if saved.get(key) != now[key]]:
@@ -498,7 +498,7 @@ class Curriculum:
 
     Attributes:
         parts: the prompts of each task at each level.
-        levels: task -> the index of its current level, counted from 0 in the sorted levels of the task's rows.
+        levels: task -> the index of its current level. The task's lowest level has the index 0.
     """
 
     def __init__(self, threshold: float, prompts: Sequence[Sample]) -> None:
@@ -513,8 +513,8 @@ class Curriculum:
             level = prompt.metadata.get("level")
             if not isinstance(level, int | float):
                 raise ValueError(
-                    "--curriculum-threshold: rows need a number as level in their metadata, such as those of "
-                    f"--environment 'reasoning-gym:gcd?levels=3' have; one row has {level!r}"
+                    "--curriculum-threshold: the metadata of each row needs a number as level, but one row has "
+                    f"{level!r}; rows of --environment 'reasoning-gym:gcd?levels=3', for example, have levels"
                 )
             by_task.setdefault(str(prompt.metadata.get("task", "")), {}).setdefault(level, []).append(prompt)
         self.parts: list[list[Sample]] = []
@@ -526,13 +526,15 @@ class Curriculum:
         self.levels = dict.fromkeys(by_task, 0)
 
     def part(self, group: int) -> int:
-        """The index in ``parts`` of the prompts from which group number ``group`` gets its prompt."""
+        """The index of the part (see ``parts``) that contains the prompt of group number ``group``."""
         task = list(self.levels)[group % len(self.levels)]
         return self._places[task][self.levels[task]][1]
 
     def heed(self, groups: Sequence[list[Sample]], reward_key: str | None) -> dict[str, float]:
-        """Move each task that has reached the threshold to its next level. Returns the level index of each task in the
-        next rollout as ``rollout/level/TASK``, or as ``rollout/level`` if the rows name no task."""
+        """Move each task that has reached the threshold to its next level. Returns the metric ``rollout/level/TASK``
+        for each task: the index of its level in the next rollout. If the rows name no task, the metric is
+        ``rollout/level``.
+        """
         for task, at in self.levels.items():
             level, last = self._places[task][at][0], at + 1 == len(self._places[task])
             rewards = [

@@ -1,6 +1,5 @@
-"""Reads the rows of data files, and the place of each row in its file, such as "row 3". The rows come from files
-(parquet, jsonl, jsonl.gz, json, csv, arrow), from folders that ``datasets`` saved, or from hub datasets.
-"""
+"""Reads the rows of data files. Each row comes with its place in the file, such as "row 3". The rows come from files
+(parquet, jsonl, jsonl.gz, json, csv, arrow), from folders that ``datasets`` saved, or from hub datasets."""
 
 from __future__ import annotations
 
@@ -43,8 +42,8 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+){0,2}")
 
 @dataclass
 class BadRows:
-    """Counts the malformed rows of one file. If there are any, `close` raises an error, or with ``skip`` calls ``warn``
-    with a message."""
+    """Counts the malformed rows of one file. If there are any, `close` raises an error. With ``skip``, `close` calls
+    ``warn`` with a message instead."""
 
     skip: bool = False
     warn: Callable[[str], None] = logger.warning
@@ -53,7 +52,8 @@ class BadRows:
     examples: dict[str, str] = field(default_factory=dict)  # problem -> its first place, for only a few problems
 
     def add(self, place: str, problem: str) -> None:
-        """Count a malformed row. `close` reports the first few different problems, each with its first place."""
+        """Count a malformed row. `close` reports the first few different problems, each with the place of its first
+        row."""
         self.count += 1
         if len(self.examples) < EXAMPLES:
             self.examples.setdefault(problem, place)
@@ -106,13 +106,13 @@ def read_rows(
     ``spec``: a .parquet, .jsonl, .jsonl.gz, .json (one list), .csv or .arrow file; a folder that ``datasets`` saved
     (`save_to_disk`); a hub dataset ``owner/name[:config][:split]`` (default split ``train``); or
     ``environment:name[:spec]``, the rows of an environment. With ``@[a:b]`` appended, only this slice of the rows is
-    read. ``optional``: further columns to read, or None to read all columns. ``first``: read only so many rows, unless
-    ``spec`` has a slice.
+    read. ``optional``: further columns to read, or None to read all columns. ``first``: read only this number of rows,
+    unless ``spec`` has a slice.
 
     Raises:
         ValueError: there is no such file, its kind is not supported, the slice is empty, or a required column is
-            missing. If rows are malformed, including those that the caller added to ``bad``, the error is raised after
-            the last row, unless ``bad.skip`` is set.
+            missing. If rows are malformed, the error is raised after the last row, unless ``bad.skip`` is set. The
+            caller may have added malformed rows to ``bad``; they count too.
     """
     bad = bad or BadRows()
     name, part = split_path(spec)
@@ -160,8 +160,8 @@ def _no_file(name: str, path: Path) -> str:
 
 
 def column_names(spec: str) -> list[str]:
-    """The names of a file's columns; for files other than parquet, those of the first readable row. The list is empty
-    if no row is readable.
+    """The names of a file's columns. If the file is not parquet, they are the columns of the first readable row. The
+    list is empty if no row is readable.
 
     Raises:
         ValueError: there is no such file, its kind is not supported, or it cannot be read.
@@ -334,7 +334,7 @@ def _hub_rows(name: str, part: slice, required: Sequence[str], _optional: object
         from datasets import load_dataset
     except ImportError as error:
         raise ValueError(
-            f"no file {name!r}; to read it as a hub dataset, in slimelite's folder: pip install -e '.[hub]'"
+            f"no file {name!r}; to read it as a hub dataset, run in slimelite's folder: pip install -e '.[hub]'"
         ) from error
     dataset_id, *rest = name.split(":")
     config = rest[0] if len(rest) == 2 else None

@@ -20,8 +20,8 @@ SEPARATOR = "\n\n"
 class TaskRows:
     """Turns the data rows of an evaluation task into rows with the columns of a prompt dataset.
 
-    Each resulting row has ``prompt``, ``label`` and ``metadata``. The prompt is text, but a list of messages if the
-    task has few-shot examples and a chat template is applied.
+    Each resulting row has ``prompt``, ``label`` and ``metadata``. The prompt is text. If the task has few-shot examples
+    and a chat template is applied, the prompt is a list of messages.
 
     ``metadata`` contains the place of the data row in its file. So the answers of two models to the same row can be
     matched even if the models' chat templates give different prompts. For a task with choices, ``metadata`` also
@@ -51,8 +51,8 @@ class TaskRows:
 
         In each prompt, ``shots`` examples come before the question. The examples are the first rows of the file
         ``examples``. If ``examples`` is None, the examples are the first rows of ``path``, and these rows are not used
-        as questions. If the task has an expression ``same``, the examples are the first rows for which ``same`` has the
-        same value as for the question's row.
+        as questions. If the task has an expression ``same``, the examples are the first rows whose value of ``same``
+        equals that of the question's row.
 
         Raises:
             ValueError: the rows cannot be read.

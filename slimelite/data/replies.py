@@ -45,11 +45,12 @@ class Finder:
     def spans(self, i: int) -> list[Span]:
         """The spans (start, end) of the reply ``messages[i]`` in the rendered text.
 
-        Usually there is one span. But Gemma 4's chat template writes a reply's tool calls first, then the tools'
-        answers, then the reply's words, which are a second span.
+        Usually there is one span. But Gemma 4's chat template writes the tools' answers between the tool calls and the
+        words of a reply. Then the words are a second span.
 
         Raises:
-            ValueError: the rendered text does not show the reply, or does not show it where the generation prompt ends.
+            ValueError: the rendered text does not contain the reply, or the reply does not begin where the generation
+                prompt ends.
         """
         self._rendered.clear()
         reply, start = self.messages[i], self._start(i)
@@ -151,8 +152,8 @@ class Finder:
         return end + length
 
     def next_mark(self) -> str:
-        """The special token with which the next speaker's turn would begin, if the template ends the last reply without
-        a special token. Returns "" if a special token ends the last reply."""
+        """Returns "" if the template ends the last reply with a special token. Otherwise returns the special token with
+        which the next speaker's turn would begin."""
         reply = self.messages[-1]
         if any(not self.text[mark.end() :].strip() for mark in self.special.finditer(self.text, len(self.text) - 100)):
             return ""
@@ -233,8 +234,8 @@ def _probes(reply: Message) -> Iterator[Message]:
 
 
 def renamed(called: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A copy of ``called``, a list of tool calls or tools, in which the name of the first entry is replaced by the
-    probe text."""
+    """A copy of ``called``, a list of tool calls or tools. In the copy, the probe text replaces the name of the first
+    entry."""
     first, *others = called
     changed = {**first.get("function", first), "name": PROBE}
     return [{**first, "function": changed} if "function" in first else changed, *others]

@@ -1,4 +1,4 @@
-"""Common shapes of data rows, which a run recognises without a flag: ShareGPT, Alpaca, prompt and completion, messages.
+"""Common shapes of data rows, which a run recognises without a flag: ShareGPT; Alpaca; prompt and completion; messages.
 
 A run tries to recognise the shape only if ``--input-key`` has its default value, and logs the shape that it used.
 `docs/data_formats.md` shows each shape, and the flags with which the same rows can be read.
@@ -67,8 +67,9 @@ SHAPES = (
 
 
 def shape_of(names: Collection[str], input_key: str, *, answers: bool, chosen: str | None = None) -> Shape | None:
-    """The shape of rows whose columns are ``names``. Returns None if no known shape fits, or if ``input_key`` is one of
-    these columns (but not a part of Alpaca's prompt), because then no shape is needed.
+    """The shape of rows whose columns are ``names``. Returns None if no known shape fits. Also returns None if
+    ``input_key`` is one of these columns, because then no shape is needed. This does not apply to Alpaca's
+    ``instruction`` and ``input``, which are only parts of the prompt.
 
     Args:
         answers: whether the run trains on answers that are in the rows (SFT, KTO).

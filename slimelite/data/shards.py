@@ -5,8 +5,8 @@ Worker processes (``python -m slimelite.data.shards``) make a shard only once, a
 runs look it up in the cache by its key, a hash of the shard's inputs: the content of the document file, the column, and
 the tokenizer. A shard consists of three files in the cache folder. ``KEY.tokens`` contains the token ids of all
 documents, with an end-of-text token after each document. ``KEY.ends.npy`` contains the position where each document
-ends. ``KEY.json`` contains `ShardFacts`, and is written last. So if a process is killed while it writes a shard, this
-shard is made again, and no other.
+ends. ``KEY.json`` contains `ShardFacts`, and is written last. So if a process is killed while it writes a shard, only
+this shard is made again.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class ShardFacts:
 
     ``source``: the file of documents. ``digest``: the hash of the source file's content. ``checksum``: the checksum of
     the shard's token ids and document ends. ``bytes``: the total size of the documents' texts in UTF-8. ``left_out``:
-    kind of problem -> number of documents that are left out for it. ``places``: kind of problem -> place of the first
-    such document.
+    kind of problem -> number of documents that are left out because of it. ``places``: kind of problem -> place of the
+    first such document.
     """
 
     format: int
@@ -88,11 +88,11 @@ class Shard:
 
 
 class TextCoder:
-    """Encodes documents as token ids. The name of a special token in a document is encoded as plain text. ``end``: the
-    id of the end-of-text token, which follows each document in a shard.
+    """Encodes documents as token ids. If a document contains the name of a special token, this name is encoded as plain
+    text. ``end``: the id of the end-of-text token, which follows each document in a shard.
 
-    ``start``: the id of the start token, which precedes each document in training, so its first token can be predicted.
-    ``digest``: a hash of the tokenizer.
+    ``start``: the id of the start token. In training it precedes each document, so that the document's first token can
+    be predicted. ``digest``: a hash of the tokenizer.
 
     Raises:
         ValueError: the tokenizer has no end-of-sequence token.
@@ -134,8 +134,8 @@ def tokenize(
     skip: bool = False,
     progress: Callable[[int, int], None] = lambda _done, _all: None,
 ) -> list[list[Shard]]:
-    """The shards of the document files of each of ``specs``. Shards that are not in the cache are made by up to
-    ``workers`` processes.
+    """For each of ``specs``, the shards of its document files. Up to ``workers`` processes make the shards that are not
+    in the cache.
 
     ``skip``: leave out documents that cannot be trained on, with a warning for each file. ``progress``: a function that
     is called with (number of shards that are ready, total number of shards).
@@ -173,7 +173,7 @@ def check_documents(spec: str, column: str, *, skip: bool) -> None:
     each file.
 
     Raises:
-        ValueError: a file does not exist or has no column ``column``, there are no documents, or ``skip`` is off and a
+        ValueError: a file does not exist or has no column ``column``; there are no documents; or ``skip`` is off and a
             document cannot be trained on.
         OSError: a file cannot be read.
     """

@@ -1,4 +1,4 @@
-"""Reads documents from parquet, jsonl or plain-text files or from hub datasets. A document is one text. The files may
+"""Reads documents from parquet, jsonl or plain-text files, or from hub datasets. A document is one text. The files may
 be larger than the machine's memory."""
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class NoColumn(ValueError):
 def find_files(spec: str, *, plain: bool = False) -> list[Path | HubFile]:
     """The files of documents that ``spec`` names: a file, a folder (with its subfolders), a pattern, or a hub dataset.
 
-    ``plain``: also accept plain-text files: a single file with any ending, and in a folder also files with the endings
-    in `PLAIN`.
+    ``plain``: also accept plain-text files. A single plain-text file may have any ending. In a folder, it must have one
+    of the endings in `PLAIN`.
 
     Raises:
         ValueError: ``spec`` names no existing file with an accepted ending.
@@ -132,8 +132,8 @@ def _pieces(file: str) -> Iterator[tuple[str, object]]:
 
 
 def read_documents(path: str, column: str, flag: str = "--text-key") -> Iterator[tuple[str, str | None, str]]:
-    """Yield (place, text, "") for each document of a file, or (place, None, kind of problem) if the document cannot be
-    trained on. ``flag``: the flag with which the user sets ``column``, for error messages.
+    """Yield (place, text, "") for each document of a file. If the document cannot be trained on, yield (place, None,
+    kind of problem) instead. ``flag``: the flag with which the user sets ``column``, for error messages.
 
     Only a part of the file is in memory at a time. But a ``.txt`` file is a single document, and is read as a whole.
     """

@@ -76,7 +76,7 @@ def check_files(path: str) -> None:
     elif not may_be_hub_id(path):
         wrong = "no such folder"
     if wrong is not None:
-        raise ValueError(f"no tokenizer at {path!r}, which must be a folder with tokenizer.json or a hub id ({wrong})")
+        raise ValueError(f"no tokenizer at {path!r}, which must be a folder with tokenizer.json, or a hub id ({wrong})")
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
@@ -103,7 +103,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         tokenizer = (kind or transformers.AutoTokenizer).from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # transformers raises all kinds of errors for malformed files
         raise ValueError(
-            f"no tokenizer at {path!r}, which must be a folder with tokenizer.json or a hub id ({_short(error)})"
+            f"no tokenizer at {path!r}, which must be a folder with tokenizer.json, or a hub id ({_short(error)})"
         ) from error
     if file is None:
         if not tokenizer(PROBES[1], add_special_tokens=False)["input_ids"]:
@@ -144,8 +144,8 @@ def fingerprint(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
 
 
 def check_same(saved: Mapping[str, str], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check that ``tokenizer`` gives the same tokens as the tokenizer of the checkpoint, whose `fingerprint` is
-    ``saved``.
+    """Check that ``tokenizer`` gives the same tokens as the checkpoint's tokenizer. ``saved``: the `fingerprint` of the
+    checkpoint's tokenizer.
 
     Raises:
         ValueError: the two tokenizers differ. The message names the parts that differ.
@@ -208,9 +208,9 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> lis
     """Token ids of texts that are not rendered with a chat template. As in pretraining, the ids of each text begin with
     the tokenizer's `beginning`.
 
-    If a text already begins with the text of `beginning`, the beginning is not added again. Do not use this function
-    for rendered chats, because chat templates write the beginning-of-sequence token themselves. Do not use it for the
-    text prompts of a training run either: as in slime, nothing is added before them.
+    If a text already begins with the text of `beginning`, `beginning` is not added a second time. Do not use this
+    function for rendered chats, because chat templates write the beginning-of-sequence token themselves. Do not use it
+    for the text prompts of a training run either: as in slime, nothing is added before them.
     """
     begin = beginning(tokenizer)
     encoded: list[list[int]] = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
@@ -265,8 +265,8 @@ def copy_tokenizer(path: str, folder: Path, *, chats: bool = True) -> None:
 
 def write_new_model(folder: Path, config: Mapping[str, object], tokenizer: str) -> None:
     """Write a folder for a new model, without weights. The folder contains ``config`` and the files of ``tokenizer`` (a
-    folder or hub id). The ids of the tokenizer's tokens that begin, end and pad texts are added to the config. With
-    these ids, programs that load the trained model stop at the end of a reply.
+    folder or hub id). The config also gets the ids of the tokens that begin, end and pad texts. With these ids,
+    programs that load the trained model stop at the end of a reply.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if not (Path(tokenizer).is_dir() and folder.samefile(tokenizer)):
@@ -287,7 +287,7 @@ def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     config and the tokenizer.
 
     Raises:
-        ValueError: none of the three has an ``eos_token_id``, or one of their values is not a token id.
+        ValueError: no ``eos_token_id`` exists in any of the three, or a value is not a token id.
     """
     from transformers.utils import cached_file
 

@@ -68,8 +68,8 @@ def check_score(
     check_tokens(input_ids, vocab_size, "score")
     if not is_whole(start, 1, len(input_ids) - 1) or not is_temperature(temperature, greedy=False):
         raise ValueError(
-            f"score: temperature must be at least {LOWEST_TEMPERATURE:g}, and start above 0 and below {len(input_ids)} "
-            f"(the number of input_ids), not {temperature!r:.60} and {start!r:.60}"
+            f"score: temperature {temperature!r:.60} must be at least {LOWEST_TEMPERATURE:g}, and start {start!r:.60} "
+            f"must be above 0 and below {len(input_ids)} (the number of input_ids)"
         )
     if not is_whole(top, 0, vocab_size):
         raise ValueError(f"score: top must be from 0 to {vocab_size} tokens, not {top!r:.60}")
@@ -135,7 +135,7 @@ def _problems(params: SamplingParams, vocab_size: int) -> Iterator[str]:
 
 
 def check_ids(requests: Sequence[GenerateRequest], taken: Collection[str]) -> None:
-    """Raise ValueError when two requests of a call share an id, or a request has the id of a running one."""
+    """Raise ValueError when two requests of a call share an id, or a request has the id of a running request."""
     ids = [request.request_id for request in requests]
     for index, request_id in enumerate(ids):
         if request_id in taken or request_id in ids[:index]:
@@ -197,8 +197,8 @@ class WeightUpdate:
 
     @contextmanager
     def taking(self, weights: Iterable[tuple[str, Sequence[int]]]) -> Iterator[None]:
-        """Check ``weights``, which are (name, shape) pairs. After the caller has copied these weights, mark them as
-        received.
+        """A context in which the caller copies ``weights``, (name, shape) pairs. They are checked when the context
+        begins, and marked as received when it ends.
 
         Raises:
             ValueError: no update is under way, the model has no weight of that name, or its shape differs.

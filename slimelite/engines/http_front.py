@@ -73,7 +73,7 @@ class SampledBody(Body):
         return replace(defaults, **values)
 
     def grammars(self) -> list[tuple[str, str, str]]:
-        """(name in the body, parameter, text) of each grammar that has a field of its own in this dialect."""
+        """The grammars in fields that only this dialect has, each as (name of the field, parameter, text)."""
         return []
 
 
@@ -123,9 +123,9 @@ class GenerateBody(Shape):
     """The body of ``/generate``, with ``input_ids`` or ``text``. With ``max_new_tokens`` 0, the endpoint scores the
     prompt.
 
-    ``return_sampling_mask``: if the request has top_p, top_k or min_p, return the ids that each token was drawn from,
-    and log-probs over these ids. With this field, ``output_token_logprobs`` are over these ids too; in SGLang they are
-    over the whole vocabulary.
+    ``return_sampling_mask``: if the request has top_p, top_k or min_p, return the ids that each token was drawn from.
+    Log-probs are then over these ids, also those in ``output_token_logprobs``. (In SGLang, the latter stay over the
+    whole vocabulary.)
     """
 
     rid: Text = ""

@@ -35,8 +35,8 @@ def parameter(
     Args:
         default: the value if a source gives no value.
         help: the text for flags and settings.
-        own: the places at which the parameter has the name of the field.
-        truncates: the values that exclude likely tokens, in words.
+        own: the places at which the parameter has the field's name.
+        truncates: which values of the parameter exclude likely tokens, in words.
         bounds: for flags and settings, as `slimelite.arguments.flags.flag` takes them.
         names: place -> the parameter's names at this place, if they differ from the field's name.
     """
@@ -125,7 +125,7 @@ class SamplingParams:
     )
     frequency_penalty: float = parameter(
         0.0,
-        "the logit of a token is lowered by this number for each time that the response already contains the token",
+        "the logit of a token is lowered by this number times the count of the token in the response so far",
         "openai responses sglang",
         bounds={"at_least": -2, "at_most": 2},
     )
@@ -188,8 +188,9 @@ class SamplingParams:
         """The same parameters for a response that is trained on. The engine then returns the ids that each token was
         drawn from.
 
-        If only top-p, min-p or a grammar limits these ids, there are at most `MOST_KEPT` of them. ``constrained``:
-        whether tokens that a grammar constrained are trained on too.
+        If only top-p, min-p or a grammar limits these ids, top_k becomes `MOST_KEPT`, so that there are at most that
+        many. ``constrained``: whether tokens that a grammar restricted are trained on too; if not, the grammar is not
+        such a limit.
         """
         unlimited = self.top_k < 1 and (self.truncation() or (constrained and self.grammar is not None))
         return replace(self, kept=True, top_k=MOST_KEPT if unlimited else self.top_k)
@@ -211,8 +212,8 @@ class SamplingParams:
         return any(getattr(self, name) is not None for name in GRAMMARS[:-1])
 
     def shifts(self) -> list[str]:
-        """Names of the parameters that change logits. If one of these parameters is set, the distribution from which
-        tokens are drawn differs from that of the reported log-probs."""
+        """Names of the parameters that change logits. If one of them is set, tokens are drawn from another distribution
+        than that of the reported log-probs."""
         defaults = {f.name: f.default for f in fields(self)}
         return [name for name in SHIFTS if (getattr(self, name) or defaults[name]) != defaults[name]]
 

@@ -40,11 +40,11 @@ class EngineSetup:
 
     ``host``: the address of this machine that the engine listens on. ``log``: the file for a server's output.
     ``kv_cache_tokens``: the largest number of tokens in the KV cache. ``repeatable``: the same requests in the same
-    order give the same bits, whatever requests came before. ``memory_share``: share of the GPU's memory for weights and
-    KV cache. ``releases_memory``: whether the run calls `Engine.release_memory`. ``memory``: the content that remains
-    in memory after `Engine.release_memory`. ``width``: number of GPUs. ``options``: the other ``--sglang-*`` options,
-    by field name. ``adapter``: the LoRA adapters that the run will send; None: the run sends weights. If any other
-    field is None, the engine chooses its value.
+    order give bit-identical results, whatever requests came before. ``memory_share``: share of the GPU's memory for
+    weights and KV cache. ``releases_memory``: whether the run calls `Engine.release_memory`. ``memory``: the content
+    that `Engine.release_memory` loses. ``width``: number of GPUs. ``options``: the other ``--sglang-*`` options, by
+    field name. ``adapter``: the LoRA adapters that the run will send; None: the run sends weights. If any other field
+    is None, the engine chooses its value.
     """
 
     model_path: str
@@ -64,8 +64,8 @@ class EngineSetup:
     adapter: AdapterKind | None = None
 
     def backups(self) -> dict[str, bool]:
-        """The ``--sglang-*`` options that back up, in host memory, the content that a release would lose and no weight
-        sync would restore."""
+        """The ``--sglang-*`` options that keep copies in host memory during a release. They are needed for content that
+        a release loses and that no weight sync restores."""
         if not self.releases_memory:
             return {}
         return self.memory.needed(self.options, adapter_alone=self.adapter is not None)
@@ -77,7 +77,7 @@ class EngineSetup:
 
 @dataclass(frozen=True)
 class AdapterKind:
-    """The LoRA adapters that an engine must accept: their rank, and the names of the modules that have one."""
+    """The LoRA adapters that an engine must accept: their rank, and the names of the modules that have an adapter."""
 
     rank: int
     modules: tuple[str, ...]
@@ -134,7 +134,7 @@ class GenerateRequest:
     """One response to sample.
 
     ``input_ids``: the prompt. If a partial rollout is resumed, the existing response tokens follow the prompt.
-    ``prefix_key``: requests with the same key share the prompt, so that an engine may prefill it once. ``position``:
+    ``prefix_key``: requests with the same key share the prompt, so an engine may prefill the prompt once. ``position``:
     number of response tokens in ``input_ids``; the random stream continues at this position.
     """
 
@@ -150,13 +150,13 @@ class GenerateResult:
     """The tokens of one response. The per-token fields may be set to lists or arrays, and are always read as lists.
     `columns` returns these fields as they are stored.
 
-    ``log_probs``: one per token, under softmax(logits / temperature), before top-p, top-k or min-p renormalise. Greedy
-    requests (temperature 0 or top_k 1) report the same quantity at temperature 1. ``kept``: for a request with
-    `SamplingParams.kept`, the ids that each token was drawn from, if some were excluded. Log-probs of such tokens are
-    renormalised over these ids. For a greedy request, ``kept`` has only the token itself. ``constrained``: for a
-    request with a grammar, penalties or biases, one value per token: True if the grammar restricted this token, or if
+    ``log_probs``: one per token, under softmax(logits / temperature) over the whole vocabulary, before top-p, top-k and
+    min-p. For greedy requests (temperature 0 or top_k 1), the temperature in this formula is 1. ``kept``: for a request
+    with `SamplingParams.kept`, the ids that each token was drawn from, if some ids were excluded. The token's log-prob
+    is then renormalised over these ids. For a greedy request, ``kept`` has only the token itself. ``constrained``: for
+    a request with a grammar, penalties or biases, one value per token: True if the grammar restricted this token, or if
     the request has penalties or biases. ``weight_versions``: one per token, the version of the weights that produced
-    it. ``cached_tokens``: number of prompt tokens with keys and values from the cache.
+    it. ``cached_tokens``: number of prompt tokens whose keys and values came from the cache.
     """
 
     request_id: str
@@ -260,8 +260,8 @@ class EngineInfo:
     """What an engine reports about itself. ``weight_version`` is -1 for a server that has received no weight sync yet.
 
     ``seeds``: whether `SamplingParams.seed` is used. ``scores``: whether `Engine.score` is supported, at least at
-    temperature 1. ``schemas``: whether `SamplingParams.grammar` is supported. ``url``: base URL of its HTTP server with
-    SGLang's /generate, if one is running.
+    temperature 1. ``schemas``: whether `SamplingParams.grammar` is supported. ``url``: base URL of the engine's HTTP
+    server (SGLang's /generate), if this server is running.
     """
 
     name: str
@@ -300,8 +300,8 @@ class Engine(Protocol):
             top: how many of the likeliest tokens are reported for each position.
 
         Raises:
-            ValueError: no token is before ``start`` or after it, there are more tokens than the context allows, or the
-                temperature is 0.
+            ValueError: there is no token before ``start``, or none from ``start`` on; there are more tokens than the
+                context allows; or the temperature is 0.
         """
         ...
 
@@ -383,7 +383,7 @@ class ServerProcess(Protocol):
 
 @runtime_checkable
 class Restartable(Protocol):
-    """An engine with a process that can be started again after it has died."""
+    """An engine whose process can be started again after it has died."""
 
     async def restart(self) -> None:
         """Start the engine again and wait until it answers. After this restart, the engine has the weights of its first

@@ -1,9 +1,9 @@
 """The available inference engines, one record each.
 
 To add an engine, write its module and add a record here or in a file of ``--import-file``. The `EngineMemory` of a
-record lists the content that is lost after `Engine.release_memory` and `Engine.resume_memory`. The list in a record
-determines the options that a server is started with, the weights that a sync may leave out, and the host memory in the
-plan. The simulated servers in the tests lose the same content as a real server, whatever the record lists.
+record lists the content that is lost after `Engine.release_memory` and `Engine.resume_memory`. This list determines the
+options that a server is started with, the weights that a sync may leave out, and the host memory in the plan. The
+simulated servers in the tests do not read it: they lose what a real server loses.
 """
 
 from __future__ import annotations
@@ -111,14 +111,14 @@ class EngineKind:
 
     ``build``: (`EngineSetup`, `Codec`) -> `Engine` in the caller's process; None if ``server`` is given. ``server``:
     the functions of an engine that is a separate process and is reached over HTTP. ``repeats``: whether the same seeds
-    give the same tokens, bit for bit, or the name of the ``--sglang-*`` option that turns this on. ``releases_memory``:
-    whether the engine can release its device memory while the trainer works. ``memory``: the content that remains after
-    such a release. ``wide``: whether one engine may use several GPUs. ``adapters``: whether the engine can sample from
-    a LoRA adapter on top of the model's weights. ``scores``: whether the engine gives log-probs of given tokens
+    give the same tokens, bit for bit; or the name of the ``--sglang-*`` option that turns this on. ``releases_memory``:
+    whether the engine can release its device memory while the trainer works. ``memory``: the content that such a
+    release loses. ``wide``: whether one engine may use several GPUs. ``adapters``: whether the engine can sample from a
+    LoRA adapter on top of the model's weights. ``scores``: whether the engine gives log-probs of given tokens
     (`Engine.score`). ``kept``: whether the engine returns the tokens that top-p, top-k and min-p kept
     (`SamplingParams.kept`). ``package``: the Python package that the engine needs. ``check_config``: (Hugging Face
     config) -> None. The function raises ValueError for a model that the engine cannot compute. ``lacking``: () -> one
-    sentence for each requirement that the engine has on a GPU and that this machine does not meet.
+    sentence for each requirement of the engine on a GPU that this machine does not meet.
     """
 
     name: str

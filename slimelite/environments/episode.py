@@ -94,8 +94,8 @@ class Episode:
                 turn.reward = None  # --reward-error decides the reward of the episode, so its turns have no rewards
 
     async def close(self) -> None:
-        """Close the environment if there is one. If this fails, the failure is counted, unless the episode has already
-        failed."""
+        """Close the environment if there is one. If closing it fails, the failure is counted, unless the episode has
+        already failed."""
         if self._environment is None:
             return
         self.seconds = self._environment.spent
@@ -220,10 +220,10 @@ def timeline(sessions: Sequence[Session]) -> list[dict[str, object]]:
 
 
 def turn_rewards(own: Sequence[Turn], sample: Sample) -> list[float]:
-    """A number for each response token: at the token where a reply ends, the reward of this reply, and NaN at all other
-    tokens. Only the branch's ``own`` replies have rewards.
+    """A number for each response token. At the last token of a reply, this is the reward of the reply; at all other
+    tokens it is NaN. Only the branch's ``own`` replies have rewards.
 
-    The end of a reply is its last trained token. A grammar may have excluded later tokens of the reply from training.
+    The last token of a reply means its last trained token, because a grammar may exclude later ones from training.
     """
     rewards = [math.nan] * sample.response_length
     mask = vars(sample)["loss_mask"]

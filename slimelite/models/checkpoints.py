@@ -47,13 +47,13 @@ REMEDY = "resume from an earlier checkpoint with --ckpt-step"
 
 
 def without_moments(folder: Path) -> str:
-    """The message for a run that resumes with the optimizer, when the checkpoint does not contain the optimizer."""
+    """The message if a run resumes the optimizer, but the checkpoint does not contain it."""
     return f"{folder} was saved with --no-save-optim; resume it with --no-load-optim"
 
 
 def may_be_hub_id(path: str) -> bool:
-    """Whether ``path`` may be the name of a model on the hub: ``owner/name``, or an old name such as ``gpt2``. ``path``
-    is not a local folder."""
+    """Whether ``path`` may be the name of a model on the hub: ``owner/name``, or an old name such as ``gpt2``. The
+    caller knows that ``path`` is not a local folder."""
     return not path.startswith((".", "/", "~")) and path.count("/") <= 1
 
 
@@ -354,7 +354,7 @@ def damage(folder: Path) -> str | None:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """The trainer's state, without the tensors, in ``folder``, a checkpoint or a part of one.
+    """The trainer's state without its tensors. ``folder``: a checkpoint, or a part of a checkpoint.
 
     Raises:
         ValueError: the file is missing, damaged, or has another format.

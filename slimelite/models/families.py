@@ -29,8 +29,8 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 class Family:
     """The models of one ``model_type``.
 
-    A field for a bias is True or False if all models of the family agree. Otherwise the field contains the name of the
-    config field that tells whether the bias exists.
+    A field for a bias is True if all models of the family have the bias, and False if none has it. Otherwise the field
+    names the config field that tells whether the bias exists.
 
     Args:
         name: the ``model_type`` of config.json.
@@ -83,7 +83,7 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_true(fact: bool | str, config: Mapping[str, object]) -> bool:
-    """Whether a model with this ``config`` (parsed config.json) has the bias ``fact``, a field of `Family`."""
+    """Whether a model with this ``config`` (parsed config.json) has a bias. ``fact``: the bias's field of `Family`."""
     return bool(config.get(fact)) if isinstance(fact, str) else fact
 
 

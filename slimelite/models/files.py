@@ -62,8 +62,8 @@ def load_config(path: str) -> PretrainedConfig:
     """The config of the model at ``path`` as transformers reads it, but without the implementations of attention and
     experts that it names.
 
-    slimelite selects these implementations itself. A config could name any implementation, even a kernel on the hub,
-    which is foreign code.
+    slimelite selects these implementations itself, because a config could name any of them, even a kernel on the hub
+    (foreign code).
 
     Raises:
         OSError: there is no model at ``path``.
@@ -231,7 +231,7 @@ def check_weights(path: str, empty: PreTrainedModel, *, unread: Iterable[str] = 
 
 
 def weight_sources(path: str, empty: PreTrainedModel, *, unread: Iterable[str] = ()) -> dict[str, Source] | None:
-    """The positions in the files at ``path`` of the weights and saved buffers of the model ``empty``, by name.
+    """Where the weights and saved buffers of the model ``empty`` are in the files at ``path``, by name.
 
     The weights named in ``unread`` may be missing. The result is None if the weights cannot be read in parts: the files
     have another format, the model is quantized, or ``path`` is not a folder.
@@ -360,8 +360,8 @@ def shape_problems(config: dict[str, Any]) -> Iterator[str]:
 def looks_sound(config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]] | None) -> bool:
     """Whether ``config`` (parsed config.json) and ``shapes`` (of `weight_shapes`) look like a usable model.
 
-    The check takes milliseconds and does not import torch. To build the model instead would take seconds. The result is
-    only a guess: transformers may build a model although the result is False, or fail although the result is True.
+    The check takes milliseconds and does not import torch. Building the model would take seconds. The result is only a
+    guess: transformers may build a model although the result is False, or fail although the result is True.
     """
     try:
         from transformers.models.auto.auto_mappings import CONFIG_MAPPING_NAMES as types  # without torch

@@ -1,4 +1,5 @@
-"""Finds where each weight of a model is in the safetensors files. So a rank can read only the rows of its own shard.
+"""Finds where each weight of a model is in the safetensors files. So a rank needs to read only the rows of its own
+shard.
 
 transformers joins some weights of the files, such as the experts of a layer. So the loader of transformers runs once on
 tensors without data, and its operations are recorded: rename, view, stack and concatenate.

@@ -22,8 +22,8 @@ class Device:
     """A GPU, or this machine's CPU.
 
     ``bytes``: size of the device's memory. ``rate``: operations per second of matrix products in the dtype of training.
-    ``bandwidth``, ``link``, ``pcie``, ``net``: the speeds of the device's memory, and of its connections to GPUs of the
-    same node, to the host and to other nodes [bytes/s]. ``node``: the number of these GPUs in a usual machine.
+    Speeds [bytes/s]: ``bandwidth`` of the device's memory, ``link`` to GPUs of the same node, ``pcie`` to the host,
+    ``net`` to other nodes. ``node``: the number of these GPUs in a usual machine.
     ``source``: the source of these figures. ``measured``: the figures were measured here, and are not from a data
     sheet. ``capability``: NVIDIA's compute capability.
     """

@@ -112,7 +112,7 @@ class Shapes:
         return self.layers * (self.layer + self.norms + self.biases) + self.outer + self.hidden
 
     def adapter(self, rank: int) -> int:
-        """The number of parameters of LoRA adapters of this rank at all seven matrices of every layer. With fewer
+        """The number of parameters of LoRA adapters of rank ``rank`` on all seven matrices of every layer. With fewer
         target matrices, the number is lower."""
         widths = 4 * self.hidden + 2 * self.query + 2 * self.key + 3 * (self.hidden + self.inner)
         return rank * self.layers * widths
@@ -158,7 +158,7 @@ class Load:
         shapes: sizes of the model.
         tokens: number of tokens of a micro-batch.
         shards: number of ranks that share one copy of the model.
-        plain: FSDP, which copies weights and gradients, is not used, as with one rank on a CPU.
+        plain: training does not use FSDP (which copies weights and gradients), for example with one rank on a CPU.
         checkpointing: layers keep only their input, and are recomputed in the backward pass.
         selective: with ``checkpointing``, layers also keep the results of matrix products and attention.
         whole_grads: every rank keeps whole gradients until the step's last micro-batch.
@@ -166,8 +166,8 @@ class Load:
         on_host: weights and optimizer state stay in host memory (``--fsdp-cpu-offload``).
         lora: parameters of adapters, if only these are trained; 0: all parameters are trained.
         four_bit: the frozen linear layers have 4 bits (``--load-in-4bit``).
-        critic: ``lora`` of a critic of the policy's size, which is trained in turn with the policy; None: there is no
-            critic.
+        critic: ``lora`` of the critic; None: there is no critic. The critic has the policy's size, and the two are
+            trained in turn.
         values: this is the load of a critic, whose head has one value for each token instead of logits.
         width: bytes of a number in the forward and backward pass: 2 on a GPU, 4 on a CPU.
         others: number of frozen models, such as a reference model, that use the device in turn.
@@ -195,7 +195,7 @@ class Load:
 
     @property
     def learners(self) -> list[Load]:
-        """The load of the policy and, if there is a critic, the load of the critic, as two separate loads."""
+        """One load for the policy and, if there is a critic, a second load for the critic."""
         policy = replace(self, critic=None)
         if self.critic is None:
             return [policy]
@@ -220,9 +220,10 @@ class Load:
         return {"weights": share * (frozen + 4 * self.trained), "optimizer": share * 8 * self.trained}
 
     def reading(self) -> float:
-        """Host memory of a rank while it reads the model [bytes]. The rank's part of the model is counted only if it
-        stays in host memory. The rank's rows of the largest weight, in the file's dtype, are added. A single rank reads
-        the whole model in fp32.
+        """Host memory of a rank while it reads the model [bytes].
+
+        A single rank reads the whole model in fp32. One of several ranks needs memory for its rows of the largest
+        weight, in the file's dtype. It also needs memory for its part of the model if that part stays on the host.
         """
         if self.shards == 1:
             return 4 * self.shapes.parameters
@@ -235,8 +236,8 @@ class Load:
     def process(self) -> float:
         """Memory of a trainer's process on a CPU besides tensors: its libraries, and the holes of its heap.
 
-        glibc's heap seldom puts an aligned tensor into the hole of an earlier tensor of the same size. So the memory
-        that a layer's forward pass frees stays unused until the backward pass frees the tensors around it. With
+        Tensors are aligned, so glibc's heap seldom puts one into the hole of a freed tensor of the same size. A layer's
+        forward pass leaves such holes, which stay empty until the backward pass frees the tensors around them. With
         checkpointing, large tensors are not in the heap (`slimelite.base.heap.keep_freed_memory`).
         """
         s = self.shapes
@@ -247,12 +248,12 @@ class Load:
         return BASE + (0 if self.checkpointing else s.layers * self.tokens * self.width * freed)
 
     def train(self) -> Parts:
-        """The peak of an optimizer step: the memory at the moment of the step that needs most."""
+        """Memory at the peak of an optimizer step."""
         return self.state() | max((moment for each in self.learners for moment in each._moments()), key=total)
 
     def log_probs(self) -> Parts:
-        """The peak of a pass without gradients. A frozen model's weights are then in memory together with the
-        trainer's."""
+        """Memory at the peak of a pass without gradients. If there is a frozen model, its weights are in memory beside
+        the trainer's."""
         s, w, g = self.shapes, self.width, self._copied
         states = w * self.tokens * s.hidden
         one, two = g * s.outer + self._of_layer, g * s.outer + 2 * self._of_layer
@@ -263,15 +264,15 @@ class Load:
         return self.state() | moment | {"reference": frozen}
 
     def pushed(self, *, alone: bool) -> float:
-        """The number of bytes that a weight sync sends. Without LoRA the sync sends all weights. With LoRA the sync
-        sends the matrices of all layers, with the adapters merged into these matrices. ``alone``: the sync sends only
-        the adapters, in fp32.
+        """The number of bytes that a weight sync sends. Without LoRA, it sends all weights. With LoRA, it merges the
+        adapters into the matrices of the layers and sends these matrices. ``alone``: it sends only the adapters, in
+        fp32.
         """
         s = self.shapes
         return 4 * self.lora if alone else self.width * (s.layers * s.layer if self.lora else s.parameters)
 
     def sync(self, bucket: float, *, alone: bool) -> Parts:
-        """The peak of a weight sync in addition to the trainer's state: a bucket of about ``bucket`` bytes, and the
+        """Memory of a weight sync at its peak, without the trainer's state: a bucket of about ``bucket`` bytes, and the
         tensor that is being gathered. The first sync sends all weights. ``alone``: the sync sends only the adapters, in
         one bucket.
         """
@@ -376,7 +377,7 @@ PREFILL = 16384
 
 
 def sglang_usual(memory: float, gpus: int) -> tuple[int, int]:
-    """SGLang's defaults for ``memory`` of a GPU: tokens of a prompt's chunk, and the largest batch of a CUDA graph."""
+    """SGLang's defaults on GPUs of ``memory`` bytes: tokens of a prompt's chunk, largest batch of a CUDA graph."""
     _, chunk, few, many = next(row for row in SGLANG if memory / 2**20 < row[0])
     return chunk, few if gpus < 4 else many
 
@@ -454,7 +455,7 @@ class Serving:
         advised: the largest advisable share of a GPU for weights and cache. This share leaves half of SGLang's reserve
             free.
         chunk: prompt tokens that a server computes at once.
-        cache: the largest share of free memory that the cache takes.
+        cache: the cache takes at most this share of the free memory.
     """
 
     shapes: Shapes
@@ -502,8 +503,8 @@ class Serving:
         return total(self.least()) <= room and self.holds_one()
 
     def generate(self, available: float) -> Parts:
-        """Memory with the largest useful cache, or the largest cache that ``available`` [bytes] allows. SGLang always
-        takes its whole share of the memory."""
+        """Memory with the largest cache that is useful and fits into ``available`` [bytes]. SGLang always takes its
+        whole share of the memory."""
         parts = self.least()
         if self.static:
             return parts | {"KV pool": max(parts["KV pool"], self.static - parts["weights"])}

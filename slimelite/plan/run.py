@@ -106,7 +106,8 @@ class Plan:
         return self.together and not self.args.offload_rollout
 
     def phases(self) -> dict[str, Parts]:
-        """Memory by phase, on the device that needs most: of a rank, of an engine, of both, or of this machine."""
+        """Memory by phase. On a GPU, this is the memory of a rank, of an engine, or of both if they share the GPU.
+        Without GPUs, it is the memory of the whole run on this machine."""
         args, load, together = self.args, self.load, self.args.colocate or self.shared
         state = _sum(*[load.state()] * self.summed)
         resting: Parts = {} if args.offload_train or not (together and self.ranks) else state
@@ -196,7 +197,7 @@ class Plan:
         return ceil(self.work.rows / self.engines)
 
     def largest_share(self) -> float:
-        """The largest advisable --sglang-mem-fraction-static that leaves room for everything else on the GPU."""
+        """The largest --sglang-mem-fraction-static that is advisable and leaves room for all else on the GPU."""
         beside = total(self.phases()["generate"]) - total(self.serving.generate(0)) + total(self.serving.work())
         return floor(100 * min(self.serving.advised, 1 - beside / (self.memory - CONTEXT))) / 100
 
@@ -222,11 +223,11 @@ class Plan:
 
     @property
     def summed(self) -> int:
-        """The number of ranks that share a memory: all ranks share this machine's memory; a GPU has one rank."""
+        """The number of ranks whose memory is added up: all ranks if they share this machine's memory; 1 on a GPU."""
         return self.ranks if self.shared else 1
 
     def beside_training(self) -> float:
-        """Bytes that are in use during training, besides the bytes of the trainers."""
+        """Bytes that are in use during training by anything but the trainers."""
         trainer = total(self.load.train()) + (self.load.process() if self.shared else 0)
         return total(self.phases()["train"]) - self.summed * trainer
 
@@ -287,8 +288,8 @@ def is_shortage(error: BaseException) -> bool:
 
 
 def shortage(error: BaseException, args: Args) -> str:
-    """The message to a user when memory runs out: the first sentence of ``error``, the run's needs, and flags that
-    would make it fit (`needs_and_remedies`).
+    """The message to a user when memory runs out: the first sentence of ``error``, the run's needs, and flags with
+    which the run would fit (`needs_and_remedies`).
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     first = lines[0] if lines else "there is no memory left"

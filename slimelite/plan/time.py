@@ -77,8 +77,8 @@ class Cost:
     ``operations``: their number. ``moved``: bytes of memory read and written. ``sent``: bytes sent. ``sending``:
     seconds of sending. ``waits``: seconds in which a GPU waits for the host.
 
-    On a CPU and in small kernels of a GPU, products and memory traffic alternate, so their seconds are added. Data is
-    sent during the computation, so only the longer of the two times counts.
+    The seconds of matrix products and of memory traffic are added, because the two alternate on a CPU and in small
+    kernels of a GPU. Data is sent during this computation, so only the longer of the two times counts.
     """
 
     operations: float
@@ -175,8 +175,8 @@ def train(load: Load, work: Work, ranks: int, device: Device) -> Cost:
 def training(load: Load, work: Work, ranks: int, device: Device, before: float = 0.0) -> dict[str, Cost]:
     """The trainers' work on a rollout, by phase. The head of a critic counts as if it were the policy's head.
 
-    ``before``: the share of the rows that need old log-probs, which a forward pass computes before the first step,
-    because these rows are trained in later steps.
+    ``before``: the share of the rows that need old log-probs, because they are trained in later steps. A forward pass
+    computes these log-probs before the first step.
     """
     policy, *critics = load.learners
     costs = {"old log-probs": log_probs(policy, work, ranks, device, before)} if before else {}
@@ -188,7 +188,8 @@ def training(load: Load, work: Work, ranks: int, device: Device, before: float =
 
 
 def traffic(load: Load, *, passes: float, steps: int) -> float:
-    """Bytes that a rank receives in training: weights twice in each pass, and gradients after each pass or step."""
+    """Bytes that a rank receives in training. Weights arrive twice in each pass, and gradients once in each pass (with
+    `Load.whole_grads`: once in each step)."""
     others = 1 - 1 / load.shards
     weights = 2 * load.width * load.shapes.parameters * passes * len(load.learners)
     gradients = 4 * load.trained * (steps if load.whole_grads else passes)
@@ -196,9 +197,8 @@ def traffic(load: Load, *, passes: float, steps: int) -> float:
 
 
 def decode_steps(work: Work, rows: float, at_once: float) -> float:
-    """The number of decoding steps in which an engine generates ``rows`` responses. While responses wait for a place in
-    the batch, ``at_once`` responses are decoded together. After the last waiting response
-    has a place, decoding goes on until the longest response ends."""
+    """The number of decoding steps in which an engine generates ``rows`` responses. It decodes ``at_once`` responses
+    together until none waits any more. Then it goes on until the longest response ends."""
     longest = max(work.longest, work.response)
     return longest + max(0.0, rows - at_once) * work.response / at_once
 

@@ -2,8 +2,8 @@
 
 A real start and ``--dry-run`` run the same checks. The dry run reads all rows. If this machine has too few GPUs, the
 dry run only warns, because the run may start elsewhere. Checks that need neither torch nor transformers run first. If
-these checks find a problem, the other checks are left out, because these imports alone would delay the answer by
-seconds.
+one of them finds a problem, the checks that need torch or transformers are left out, because importing these two
+packages would delay the answer by seconds.
 """
 
 from __future__ import annotations

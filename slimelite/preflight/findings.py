@@ -16,8 +16,8 @@ from slimelite.arguments.secret import masked
 class Findings:
     """The findings. ``problems`` stop the run. ``warnings`` and ``notes`` are shown, and in a dry run ``facts`` too.
 
-    ``complete``: whether all checks ran. ``longest_prompt``: the longest prompt of training [tokens]; 0 if it is not
-    known, or if more than one response follows the prompt.
+    ``complete``: whether all checks ran. ``longest_prompt``: the longest prompt of training [tokens]. 0: it is unknown,
+    or several replies may follow one prompt, as with agents.
     """
 
     problems: list[str] = field(default_factory=list)
@@ -29,7 +29,7 @@ class Findings:
 
     @contextmanager
     def blaming(self, where: str) -> Iterator[None]:
-        """Turn an OSError or ValueError of the block into a problem of ``where``. The message of the error may already
+        """Turn an OSError or ValueError of the block into a problem of ``where``. The error's message may or may not
         begin with ``where``."""
         try:
             yield
@@ -46,7 +46,7 @@ def one_line(error: BaseException) -> str:
 
 
 def fill(option: str, template: str, rollout_id: int | str) -> Path:
-    """The path of ``template``, the value of ``option``, for one rollout.
+    """The path for one rollout. ``template``: the value of ``option``.
 
     Raises:
         ValueError: ``template`` has a field other than ``{rollout_id}``.
@@ -55,8 +55,8 @@ def fill(option: str, template: str, rollout_id: int | str) -> Path:
         return Path(template.format(rollout_id=rollout_id))
     except (LookupError, ValueError, AttributeError) as error:
         raise ValueError(
-            f"{option} {template}: only {{rollout_id}} is replaced, here by {rollout_id!r} ({type(error).__name__}: "
-            f"{error})"
+            f"{option} {template}: only {{rollout_id}} can be filled in, here with {rollout_id!r} "
+            f"({type(error).__name__}: {error})"
         ) from error
 
 

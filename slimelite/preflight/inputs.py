@@ -149,7 +149,7 @@ class InputChecks:
             findings.warnings.append(f"--hf-checkpoint {path} contains no weights: {what}")
         if self.config and not has_weights(path) and args.sends_adapter:
             (findings.warnings if args.dry_run else findings.problems).append(
-                f"--lora-sync adapter: engines have the frozen weights from {path}, which has none; use merged"
+                f"--lora-sync adapter: engines load the frozen weights from {path}, which has no weights; use merged"
             )
         critic = args.critic_load if args.use_critic else None
         if critic and (Path(critic) / STATE_FILE).is_file():
@@ -273,7 +273,7 @@ class InputChecks:
         return "add --apply-chat-template"
 
     def check_reward(self, rows: Rows, prompt: Sample, *, rendered: bool) -> None:
-        """Score the first row. The response is a right answer if the rule can make such an answer from the label.
+        """Score a response to the first prompt. It is a right answer if the rule can make one from the label.
 
         This method is called twice for the same rows. Before the prompts are ``rendered``, the method calls only rules
         that do not read the prompt. After the prompts are rendered, the method calls only rules that read the prompt,
@@ -315,8 +315,8 @@ class InputChecks:
                 ending = f" followed by {end}, as in a run" if end else ""
                 if settings.custom_rm_path and response == "the bare label" and reward == 0:
                     self.findings.warnings.append(
-                        f"{rows.name}: the custom reward gives the label of the first row{ending}, as the response, 0 "
-                        f"(label {label}): if this is a right answer, nothing will be learned"
+                        f"{rows.name}: the custom reward is 0 if the response to the first prompt is its label{ending} "
+                        f"(label {label}): if this response is right, nothing will be learned"
                     )
                 self.findings.facts.append(
                     f"{rows.name}: {response} as the response to the first prompt gets {reward} (label {label})"
@@ -356,7 +356,7 @@ class InputChecks:
         return unknown or not all(looks_sound(config, shapes) for config, shapes in self.models)
 
     def read_tokenizer(self) -> None:
-        """Check the tokenizer, and that the model's vocabulary has all its tokens and all stop tokens."""
+        """Check the tokenizer. The model's vocabulary must have all tokens of the tokenizer, and all stop tokens."""
         args, findings = self.args, self.findings
         if args.tokenizer is None or (args.tokenizer == args.hf_checkpoint and not self.config):
             return  # the model's problem is reported already
@@ -558,8 +558,8 @@ class InputChecks:
         elif cache is not None and whole > cache:
             lower = "--rollout-max-response-len" if dataset is None else "--eval-max-response-len"
             self.findings.problems.append(
-                f"--kv-cache-tokens {cache} would cut responses short: {what} {longest} tokens ({name}), and with a "
-                f"response of {response} that makes {whole}; raise --kv-cache-tokens, or lower {lower}"
+                f"--kv-cache-tokens {cache} would cut responses short: {what} {longest} tokens ({name}); with a "
+                f"response of {response}, there are {whole}; raise --kv-cache-tokens, or lower {lower}"
             )
         elif limit is not None and whole > limit:
             self.findings.warnings.append(

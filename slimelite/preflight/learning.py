@@ -55,7 +55,7 @@ def unknown_tokens(samples: list[Sample], tokenizer: PreTrainedTokenizerBase) ->
         return None
     return (
         f"{share:.0%} of the tokens of the first {len(samples)} conversations are {tokenizer.unk_token}: the tokenizer "
-        "does not know these texts, so the model cannot learn them: use another --tokenizer, or train a tokenizer on "
+        "does not know these texts, so the model cannot learn them; use another --tokenizer, or train a tokenizer on "
         "your texts with scripts/train_tokenizer.py"
     )
 
@@ -80,12 +80,13 @@ def without_template(prompt: Sample, tokenizer: PreTrainedTokenizerBase, remedy:
 
 
 def try_estimator(args: Args) -> tuple[str, str | None] | None:
-    """Call the functions of a user's estimator, and its loss, on made-up groups. Two groups have four responses each.
-    In one of these two groups, all rewards are equal. Two groups have eight responses with rewards of 0 and 1.
+    """Call the functions and the loss of a user's estimator on made-up groups. Two groups have four responses each; in
+    one of the two, all rewards are equal. Two more groups have eight responses each, with rewards of 0 and 1.
 
     Returns:
-        A line for the dry run's report, and a warning if the advantages look wrong: one is large, a higher reward gets
-        a lower advantage, or most rewards of 0 and 1 get none. None if the whole estimator is part of slimelite.
+        A line for the dry run's report, and a warning if the advantages look wrong in one of three ways: (1) one is
+        large; (2) a higher reward gets a lower advantage; (3) seven responses with reward 0 in a group with one right
+        response get an advantage of 0. None if the whole estimator is part of slimelite.
 
     Raises:
         ValueError: a function fails, or does not return one finite number for each response or token.

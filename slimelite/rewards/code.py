@@ -7,10 +7,10 @@ of three forms:
     {"test_list": ["assert add(1, 2) == 3"]}                         MBPP
     {"inputs": ["1 2\n"], "outputs": ["3\n"]}                        stdin and stdout: APPS, TACO, CodeContests
 
-Each form may also have a ``prefix``, which is code that runs before the response's code, such as imports or the head of
-the function that the response completes. If the tests have a true ``completion``, the response has no block of code:
-its text continues where the prefix ends, like the response of a model without a chat template. Then the code is the
-text before the first line that is not indented.
+Each form may also have a ``prefix``: code that runs before the response's code. Examples are imports, or the head of
+the function that the response completes. If the tests also have ``completion: true``, the response continues where the
+prefix ends, without a block of code. Models without a chat template respond like this. Then the code is the response's
+text before its first line that is not indented.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def quick(answer: Answer) -> float | None:
 
 
 def slow(answer: Answer) -> float:
-    """Run the tests. Return 1 if all of them pass and together take at most --code-timeout, else 0."""
+    """Run the tests. Return 1 if all tests pass within --code-timeout in total, else 0."""
     tests = read_tests(answer)
     block = _code(answer.response, tests)
     code = f"{tests.prefix}\n{block}" if tests.prefix else block or ""
@@ -130,8 +130,8 @@ def read_tests(answer: Answer) -> Tests:
     if inputs and len(inputs) == len(outputs):
         return Tests(prefix, completion, None, [(str(a), str(b)) for a, b in zip(inputs, outputs, strict=True)])
     raise ValueError(
-        "code needs tests in metadata (--metadata-key) or in the label as JSON: test and entry_point, test_list, or "
-        f"inputs and outputs of equal length; there are {', '.join(fields) or 'none'}"
+        "code needs tests in metadata (--metadata-key) or in the label as JSON. The fields are test and entry_point; "
+        f"or test_list; or inputs and outputs of equal length. The row has these fields: {', '.join(fields) or 'none'}"
     )
 
 
@@ -140,7 +140,7 @@ def _code(response: str, tests: Tests) -> str | None:
 
 
 def last_block(response: str) -> str | None:
-    """The content of the last closed code fence whose language is Python or missing. Returns None if there is no such
+    """The content of the last closed code fence that names Python or no language. Returns None if there is no such
     fence."""
     block: list[str] | None = None
     language, last = "", None

@@ -95,8 +95,8 @@ class Grader:
         self, args: RewardArgs, *, workers: int | None = None, trial: bool = False, ends: Sequence[str] = ()
     ) -> None:
         """``workers``: the maximum number of grading processes; with None, half the number of processors, but at least
-        1 and at most 8. ``ends``: the texts of the tokens that end a response. Before a rule with ``whole`` gets a
-        response that ends with one of these texts, this text is removed.
+        1 and at most 8. ``ends``: the texts of the tokens that end a response. If a rule has ``whole``, such a text is
+        removed from the end of a response before the rule gets the response.
 
         ``trial``: whether this grader only scores one row of the data before a run starts (`check_reward`). In a trial,
         failures are not logged, and a request to a reward server is tried only twice.
@@ -135,14 +135,13 @@ class Grader:
         """Score every sample.
 
         A sample is scored by the first of these that is set: the sample's own ``custom_rm_path``, --custom-rm-path, the
-        sample's ``metadata["rm_type"]``, --rm-type. The arguments of this method override the flags of the same names,
-        and ``rm_type`` (of an evaluation dataset) also overrides --custom-rm-path. ``group_rm``: whether a custom
-        function gets all samples in one call, as with --group-rm. Callers set it for the samples of one fan-out too.
-        ``reward_key``: if rewards are dicts, the key whose value must be a number.
+        sample's ``metadata["rm_type"]``, --rm-type. The arguments of this method override the flags of the same names.
+        ``rm_type``, which evaluation datasets may set, also overrides --custom-rm-path. ``group_rm``: whether a custom
+        function gets all samples in one call, as with --group-rm. ``group_rm`` is also set if the samples are one
+        fan-out. ``reward_key``: if rewards are dicts, the key whose value must be a number.
 
         Raises:
-            ValueError: neither a flag nor the sample names a rule or a function, or the named rule or function does not
-                exist.
+            ValueError: no flag and no sample names a rule or a function; or the named one does not exist.
             RewardError: a reward could not be computed, and --reward-error is ``fail``.
         """
         flag_path = self.args.custom_rm_path if rm_type is None else None
@@ -346,12 +345,12 @@ def overlong_penalty(length: int, max_length: int, buffer: int, factor: float) -
 
 
 def without_end(text: str, ends: Sequence[str]) -> str:
-    """If ``text`` ends with one of ``ends``, ``text`` without this end; otherwise ``text`` unchanged."""
+    """Remove the end of ``text`` if it is one of ``ends``. Otherwise return ``text`` unchanged."""
     return next((text.removesuffix(end) for end in ends if end and text.endswith(end)), text)
 
 
 def answer_of(sample: Sample, response: str, settings: Settings) -> Answer:
-    """The argument of a rule's functions for ``sample``: its label and metadata, with ``response`` as the response."""
+    """The argument that a rule's functions get for ``sample``: its label and metadata, and the text ``response``."""
     return Answer(
         response, label_text(sample.label), sample.metadata or {}, f"{sample.group_index}/{sample.index}", settings
     )
@@ -408,7 +407,7 @@ class Trial(NamedTuple):
 
 
 def check_reward(args: RewardArgs, sample: Sample, group_size: int = 1, end: str = "") -> Trial:
-    """Score one real row of the data in the same way as the run will, before the run starts. ``sample`` is not changed.
+    """Before the run starts, score one row of the data in the same way as the run will. ``sample`` is not changed.
     ``end``: the text of the token that ends a response in the run, such as ``<|im_end|>``.
 
     If the sample has no response, the rule's ``example`` makes a right response from the label. So this check also

@@ -89,8 +89,8 @@ def normalize_answer(text: str) -> str:
 
 
 def strip_string(text: str) -> str:
-    r"""Normalise an answer like the MATH dataset's own code. This code rewrites or removes spaces, ``\left``, degrees,
-    units, ``\%``, ``\frac12``, ``3/4``, ``0.5``, ``x =``."""
+    r"""Normalise an answer as the MATH dataset's own code does. This code rewrites or removes spaces, ``\left``,
+    degrees, units, ``\%``, ``\frac12``, ``3/4``, ``0.5``, ``x =``."""
     text = text.replace("\n", "").replace("\\!", "").replace("\\\\", "\\")
     text = text.replace("tfrac", "frac").replace("dfrac", "frac").replace("\\left", "").replace("\\right", "")
     text = text.replace("^{\\circ}", "").replace("^\\circ", "").replace("\\$", "")
@@ -115,7 +115,8 @@ def _brace_fraction(match: re.Match[str]) -> str:
 
 
 def quick(answer: Answer) -> float | None:
-    """Return 1 or 0 if comparing the answers as text and as numbers decides, or None if algebra is needed.
+    """Compare the response's boxed answer with the label, as text and as numbers. Return 1 if they are equal, 0 if they
+    differ or there is no box, and None if algebra is needed.
 
     Raises:
         ValueError: the label is a whole GSM8K solution, which no boxed answer can equal.
@@ -161,7 +162,7 @@ def equal_by_algebra(prediction: str, truth: str) -> bool:
 
 
 def compare_part(prediction: str, truth: str) -> bool | None:
-    """Like `compare`, for one of the `pairs` of elements, after `tidy`."""
+    """Like `compare`, but for one pair of elements (see `pairs`). `tidy` has already cleaned both texts."""
     prediction, truth = plain(prediction), plain(truth)
     if prediction.replace(" ", "").lower() == truth.replace(" ", "").lower():
         return True
@@ -257,20 +258,21 @@ def example(answer: Answer) -> str:
 
 
 def deepscaler(answer: Answer) -> float | None:
-    """The first function of the rule ``deepscaler``: `quick` on the part of the response that `solution` returns, or 0
-    if `solution` returns None."""
+    """The function ``quick`` of the rule ``deepscaler``. It calls `quick` with the part of the response that `solution`
+    returns. If `solution` returns None, the result is 0."""
     tail = solution(answer.response)
     return 0.0 if tail is None else quick(replace(answer, response=tail))
 
 
 def deepscaler_slow(answer: Answer) -> float:
-    """The second function of the rule ``deepscaler``: `slow` on the part of the response that `solution` returns."""
+    """The function ``slow`` of the rule ``deepscaler``. It calls `slow` with the part of the response that `solution`
+    returns."""
     return slow(replace(answer, response=solution(answer.response) or ""))
 
 
 def solution(response: str) -> str | None:
-    """The text after the last ``</think>``. If there is no ``</think>``, the text after the first ``###Response``. None
-    if the response contains neither marker."""
+    """The text after the last ``</think>``. If there is no ``</think>``, the text after the first ``###Response``.
+    Returns None if the response contains neither marker."""
     if "</think>" in response:
         return response.rpartition("</think>")[2]
     _, marker, tail = response.partition("###Response")
@@ -390,8 +392,8 @@ def verify_minerva(response: str, label: str) -> tuple[bool, str]:
 
 
 def verify_strict_box(response: str, label: str) -> tuple[bool, str | None]:
-    """The pair (correct, prediction), where the prediction is the content of the last box in the final 100 characters.
-    The prediction is correct if it equals the label exactly."""
+    """The pair (correct, prediction), where the prediction is the content of the last box in the response's last 100
+    characters. The prediction is correct if it equals the label exactly."""
     pred = extract_boxed_answer(response[-STRICT_CHARS:])
     return pred == label, pred
 

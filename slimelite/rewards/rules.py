@@ -115,9 +115,8 @@ class Rule:
             time. ``quick`` returns None if ``slow`` must decide.
         slow: function ``answer -> reward``. ``slow`` is called if ``quick`` is missing or returns None. It may take
             long, and runs in a worker process with a time limit.
-        example: function ``answer -> response``. ``example`` returns a response that gets reward 1, for an ``answer``
-            that has a label but no response. This response is graded before the run starts, so an unusable label is
-            detected early.
+        example: function ``answer -> response``. The ``answer`` has a label but no response. The returned response must
+            get reward 1. It is graded before the run starts, so an unusable label is detected early.
         scorer: function ``(args, trial) -> Scorer``. The scorer replaces ``quick`` and ``slow``. ``trial``: whether the
             scorer only scores one row of the data before a run starts.
         zero: the reward of a sample whose grading failed. If ``zero`` is None, the reward is 0, or with --reward-key a
@@ -125,9 +124,9 @@ class Rule:
         needs_label: whether a sample without a label is an error.
         bounded: whether ``slow`` may use only one second of processor time for a response. A response that takes longer
             counts as wrong (`TooCostly`).
-        boxable: whether there is a second rule ``boxed_NAME``, which applies this rule only to the content of the
-            response's last ``\boxed{}`` (its field ``boxed`` is true). A rule that itself searches for a marker is not
-            boxable, because the marker may be outside the box.
+        boxable: whether there is a second rule ``boxed_NAME``, whose field ``boxed`` is true. It applies this rule only
+            to the content of the response's last ``\boxed{}``. A rule that itself searches for a marker is not boxable,
+            because the marker may be outside the box.
         whole: whether the rule scores the response's whole text. For such a rule, the grader first removes the token
             that ended the response, such as ``<|im_end|>``. The text that other rules get still contains this token, as
             in slime.
@@ -196,8 +195,8 @@ class Rules(Registry[Rule]):
         if plain in self:
             boxed = ", ".join(rule.name for rule in self.values() if rule.boxed)
             raise ValueError(
-                f"--rm-type {name} would score every response as wrong: {plain} does not search its answer in a "
-                f"box, but {BOXED} removes all text outside the box; use {plain} (rules with a boxed form: {boxed})"
+                f"--rm-type {name} would score every response as wrong: {plain} does not look for the answer in "
+                f"a box, but {BOXED} removes all text outside the box; use {plain} (rules with a boxed form: {boxed})"
             )
         return super().__missing__(name)
 

@@ -1,9 +1,9 @@
 r"""Tests by algebra whether two LaTeX expressions are equal. Only worker processes import this module, because it loads
 sympy, which takes half a second.
 
-Of the library math-verify, only the LaTeX grammar and the comparison are used. Its mode for plain expressions is not
-used, because it passes text to sympy's ``parse_expr``, which calls ``eval``, and ``eval`` must never run text from a
-model.
+Of the library math-verify, only the LaTeX grammar and the comparison are used. The library's mode for plain expressions
+is not used. That mode passes text to sympy's ``parse_expr``, which calls ``eval``. But ``eval`` must never run text
+from a model.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def equivalent(prediction: str, truth: str) -> bool:
     """Whether ``prediction`` equals ``truth`` (LaTeX without dollar signs). If one of the two texts cannot be parsed,
     the result is False.
 
-    A decimal is read as an exact fraction, so 3.141593 is not pi. Repeated elements of a list count, so 1, 1, 2 does
-    not equal 1, 2.
+    A decimal is read as an exact fraction, so 3.141593 is not pi. Repeated elements of a list count, so ``1,1,2`` does
+    not equal ``1,2``.
 
     Raises:
         TooCostly: a number or a power in one of the expressions is too large to compute.
@@ -166,7 +166,7 @@ def bits(expression: Expression) -> float:
     treated as a number of one bit.
 
     Raises:
-        TooCostly: the bound is above ``MAX_BITS``, a sum has a high power, or a series has too many terms.
+        TooCostly: the bound is above ``MAX_BITS``, a sum is raised to a high power, or a series has too many terms.
     """
     size = _bits(expression)
     if size > MAX_BITS:
@@ -186,7 +186,7 @@ def _bits(expression: Expression) -> float:
         base, exponent = expression.as_base_exp()
         power = _value(exponent)
         if base.free_symbols and base.has(sympy.Add) and power > MAX_POWER_OF_SUM:
-            raise TooCostly(f"a sum to the power {power:.3g}")
+            raise TooCostly(f"a sum raised to the power {power:.3g}")
         return max(2.0 if isinstance(expression, sympy.exp) else parts[0], *parts) * max(power, 1.0)
     if isinstance(expression, sympy.factorial | sympy.factorial2 | sympy.gamma):
         return max(_value(expression.args[0]), 1.0) * parts[0]

@@ -86,8 +86,8 @@ def gpqa(answer: Answer) -> float:
 
 
 def extract_letter(text: str | None, letters: Sequence[str]) -> str | None:
-    """The option letter in a phrase such as "the answer is (B)". If ``text`` has no such phrase, the last capital
-    letter that stands by itself."""
+    """The option letter in a phrase such as "the answer is (B)". If ``text`` has no such phrase, the last option letter
+    that is a word of its own."""
     text = " ".join((text or "").rpartition("</think>")[2].split())
     for pattern in PATTERNS:
         if (match := pattern.search(text)) and match[1].upper() in letters:

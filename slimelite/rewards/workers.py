@@ -115,10 +115,10 @@ class _Worker:
 
     def grade(self, tasks: Sequence[Task]) -> list[Reward | Failure]:
         """Grade ``tasks``, and return the results in order. If the process hangs or crashes, its current task gets a
-        `Failure`, and the remaining tasks go to a new process.
+        `Failure`, and a new process gets the remaining tasks.
 
-        If another program has stopped or killed the process, the current task is also tried again in the new process,
-        but only once.
+        But if another program has stopped or killed the process, the new process first repeats the current task. A task
+        is repeated only once.
         """
         results: list[Reward | Failure] = []
         again = -1

@@ -90,7 +90,7 @@ def train_output(value: object) -> RolloutFnTrainOutput:
 
 def flatten(group: list[Any]) -> list[Sample]:
     """Flatten a group. In slime, a generate function may return several samples for one prompt, as a list inside the
-    group. In slimelite, the samples of such an inner list get the same rollout id instead.
+    group. slimelite puts these samples into the group itself, and gives them the same rollout id.
 
     Raises:
         ValueError: an element of the group is not a sample.
@@ -185,8 +185,8 @@ class RolloutContext:
         return self.agents
 
     async def front(self) -> str:
-        """The base URL of an HTTP server for `sessions`, which the first call starts. Generate functions may call this
-        method, but only on the event loop of the rollout.
+        """The base URL of an HTTP server for `sessions`. The first call starts the server. Generate functions may call
+        this method, but only on the event loop of the rollout.
 
         A program sends its requests to session ``s`` at ``<url>/sessions/<s.id>/v1`` (OpenAI) or
         ``<url>/sessions/<s.id>`` (Anthropic), with ``s.key`` as its API key.
@@ -214,8 +214,8 @@ class RolloutContext:
     async def plugin_args(self, engine: int | None = None, *, evaluation: bool = False) -> PluginArgs:
         """A new copy of the arguments for a plugin, with the address of ``engine`` (None: no address).
 
-        The copy's ``keeps_ids`` has the same value as in the run's arguments, but is False in an evaluation, because
-        the tokens of an evaluation are not trained on.
+        In an evaluation, the copy's ``keeps_ids`` is False, because no token is trained on. Otherwise it has the value
+        of the run's arguments.
         """
         values = {f.name: getattr(self.args, f.name) for f in fields(self.args)}
         args = PluginArgs(**PLUGIN_CONSTANTS | self.args.custom_config, **values, rollout_context=self)

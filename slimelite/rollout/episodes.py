@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 async def play(
     args: PluginArgs, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
 ) -> list[Sample]:
-    """Let the model play one episode of ``--environment``, which starts from the prompt of ``sample``.
+    """Let the model play one episode of ``--environment``. The episode starts from the prompt of ``sample``.
 
     Raises:
         RewardError: the environment failed, and ``--reward-error`` is ``fail``.

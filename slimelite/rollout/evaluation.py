@@ -123,10 +123,10 @@ async def choose(args: PluginArgs, sample: Sample, _params: dict[str, Any]) -> S
     """Set the response to the most likely choice. The reward is 1 if this choice is the right one, and 0 otherwise.
 
     ``sample.metadata`` must have ``choices``, ``right``, ``delimiter`` and ``metric``, and may have ``shared`` (see
-    `slimelite.arguments.evaluation.Task`). The function adds ``log_likelihoods`` to ``sample.metadata``: log p(choice |
-    prompt) of each choice, or with ``shared`` log p(shared | prompt and choice). The prompt and a choice are tokenised
-    as one text. If the prompt alone has n tokens, all tokens after the first n belong to the choice, as in
-    lm-evaluation-harness.
+    `slimelite.arguments.evaluation.Task`). The function adds ``log_likelihoods`` to ``sample.metadata``, with one value
+    for each choice: log p(choice | prompt). With ``shared``, the value is log p(shared | prompt and choice). The prompt
+    and a choice are tokenised as one text. If the prompt alone has n tokens, all tokens after the first n belong to the
+    choice, as in lm-evaluation-harness.
 
     Raises:
         ValueError: a choice adds no token to the prompt, or the prompt and the choice together exceed the context.
@@ -160,8 +160,8 @@ async def go_on(args: PluginArgs, sample: Sample, _params: dict[str, Any]) -> Sa
     """Set the response to the label. The reward is 1 if each token of the label is the model's most likely next token,
     and 0 otherwise.
 
-    ``sample.metadata`` must have ``delimiter``. The function adds ``log_likelihood`` to ``sample.metadata``, which is
-    log p(label | prompt).
+    ``sample.metadata`` must have ``delimiter``. The function adds ``log_likelihood``, the value of log p(label |
+    prompt), to ``sample.metadata``.
 
     Raises:
         ValueError: the label adds no token to the prompt, or the prompt and the label together exceed the context.

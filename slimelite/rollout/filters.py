@@ -2,8 +2,8 @@
 
 Choose a filter with ``--dynamic-sampling-filter-path slimelite.rollout.filters.<name>``, or write your own. Your filter
 may call the filters of this file. A filter returns a bool or a `DynamicFilterOutput`. `all_of` combines several
-filters. If a generate function returned several samples for one response (a fan-out), the filters of rewards count
-these samples as one response, with the reward of the last sample.
+filters. A generate function may return several samples for one response (a fan-out). To the filters of rewards, these
+samples are one response with the reward of the last sample.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SAME_REWARD = 1e-6
 class DynamicFilterOutput:
     """``keep``: whether the run trains on the group. ``reason``: why the group is dropped.
 
-    ``keep_when_insufficient``: if ``keep`` is False, keep the group nevertheless if the batch would otherwise need
+    ``keep_when_insufficient``: whether a group with ``keep`` False is still used when the batch would otherwise need
     another prompt.
     """
 
@@ -72,7 +72,7 @@ def verdict(output: bool | DynamicFilterOutput, name: str = "the filter") -> Dyn
 
 def rollout_rewards(samples: Sequence[Sample], reward_key: str | None) -> list[float]:
     """One reward for each response of the group. If a response consists of several samples (a fan-out), its reward is
-    the reward of the last of these samples."""
+    that of the last sample."""
     rewards = {s.index if s.rollout_id is None else s.rollout_id: s.reward_value(reward_key) for s in samples}
     return list(rewards.values())
 
@@ -88,7 +88,7 @@ def check_reward_nonzero_std(args: PluginArgs, samples: Sequence[Sample], **_: o
 def check_reward_nonzero_std_with_fallback(
     args: PluginArgs, samples: Sequence[Sample], **_: object
 ) -> DynamicFilterOutput:
-    """Prefer groups with different rewards, but keep others if the batch would otherwise need another prompt."""
+    """Keep groups with different rewards. Keep others only if the batch would otherwise need another prompt."""
     return replace(check_reward_nonzero_std(args, samples), keep_when_insufficient=True)
 
 
@@ -116,7 +116,7 @@ def check_response_diversity(
 def check_reasonable_length(
     _args: PluginArgs, samples: Sequence[Sample], *, shortest: int = 1, cut: float = 0.5, **_: object
 ) -> DynamicFilterOutput:
-    """Keep groups if all responses have at least ``shortest`` tokens and at most the share ``cut`` is truncated."""
+    """Drop groups with a response below ``shortest`` tokens, or with a share of truncated responses above ``cut``."""
     if min(s.effective_response_length for s in samples) < shortest:
         return DynamicFilterOutput(False, "too_short")
     truncated = sum(s.status == Sample.Status.TRUNCATED for s in samples)
@@ -135,7 +135,7 @@ def all_of(*filters: Filter) -> Filter:
 
 
 def check_all(args: PluginArgs, samples: Sequence[Sample], **_: object) -> DynamicFilterOutput:
-    """Keep groups that the filters for different rewards, reasonable length and diversity all keep."""
+    """Keep groups that pass three filters: different rewards, reasonable length and response diversity."""
     return verdict(all_of(check_reward_nonzero_std, check_reasonable_length, check_response_diversity)(args, samples))
 
 
@@ -143,8 +143,8 @@ class DroppedGroups:
     """Counts the groups that a rollout does not train on. A few of these groups are saved, so the user can read them.
     The run ends after too many dropped or failed groups in a row.
 
-    At most ``--keep-dropped`` groups of a rollout are saved in ``dropped/`` of the run folder. After this number, a
-    group with a new reason replaces the last group with the most common reason.
+    At most ``--keep-dropped`` groups of a rollout are saved, in ``dropped/`` of the run folder. When this number is
+    reached, only a group with a new reason is still saved. It replaces the last group with the most common reason.
     """
 
     def __init__(self, args: Args, rollout_id: int, counts: Mapping[str, float]) -> None:
@@ -160,7 +160,7 @@ class DroppedGroups:
         self.accepted()
 
     def accepted(self) -> None:
-        """Set the counts of consecutive dropped and failed groups back to 0, because a group was accepted."""
+        """A group was accepted, so set the counts of consecutive dropped and failed groups back to 0."""
         self._failures = 0
         self._reasons: Counter[str] = Counter()
         self._rewards: list[float] = []

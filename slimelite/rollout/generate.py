@@ -1,15 +1,14 @@
 """Generates one training rollout: turns prompts into ``--rollout-batch-size`` scored groups.
 
 Groups are generated concurrently. When a group is complete, the filter decides whether it is accepted or dropped. If a
-group is dropped or fails, a group with a new prompt replaces it. Metrics count every group that is not used. Groups
-that are complete after the batch is full (surplus) go back to the data source, and come first in the next rollout.
-Groups that are incomplete when the batch is full also go back to the data source: as prompts without a response, or
-with ``--partial-rollout`` together with the tokens generated so far. With ``--partial-rollout``, groups of agents are
-paused (`rollout.sessions`).
+group is dropped or fails, a group with a new prompt replaces it. Metrics count every group that is not used. A group
+that becomes complete when the batch is already full is surplus. Surplus groups go back to the data source, and come
+first in the next rollout. Incomplete groups also go back, as prompts without a response. With ``--partial-rollout``
+they go back with the tokens generated so far, and groups of agents are paused (`rollout.sessions`).
 
-With ``--deterministic-mode`` the groups are sent to the engines in waves, group i of a wave to engine i mod n (of n
-engines). When all groups of a wave are complete, they are accepted or dropped in the order in which they were sent. So
-the same weights and seeds give a bit-identical rollout.
+With ``--deterministic-mode`` the groups are sent to the engines in waves: group i of a wave goes to engine i mod n (of
+n engines). When all groups of a wave are complete, they are accepted or dropped in the order in which they were sent.
+So the same weights and seeds give a bit-identical rollout.
 """
 
 from __future__ import annotations

@@ -46,8 +46,8 @@ def slime_params(params: SamplingParams, seed: int | None) -> dict[str, object]:
 
 
 def remaining_params(sample: Sample, params: SamplingParams, max_context_len: int, seed: int | None) -> SamplingParams:
-    """A copy of ``params`` with ``seed``, in which max_new_tokens is the number of tokens by which this response may
-    still grow. max_new_tokens is 0 or less if the response may not grow."""
+    """A copy of ``params`` with ``seed``. Its max_new_tokens is the number of tokens by which this response may still
+    grow. It is 0 or less if the response may not grow."""
     return replace(params.after(sample.response_length, max_context_len - sample.total_length), seed=seed)
 
 
@@ -63,9 +63,9 @@ def add_result(sample: Sample, result: GenerateResult, tokenizer: PreTrainedToke
 
 
 def stamp_versions(sample: Sample, version: int, before: Sample | None = None) -> None:
-    """Give response tokens that have no weight version the version ``version``, the engines' current version.
+    """Set the weight version of response tokens that have none to ``version``, the engines' current version.
 
-    Some generate functions record no versions, and slime's record one for each call instead of one for each token.
+    Some generate functions record no versions. Those of slime record one version for each call, not for each token.
     ``before``: the sample that the generate function continued. The tokens of ``before`` keep their versions.
     """
     stamps: Any = vars(sample)["weight_versions"]
@@ -132,9 +132,10 @@ class GroupGenerator:
     also contains the tokens that were generated before the abort.
 
     Args:
-        stream: a name from which, with the run's seed, the seeds of the samples are derived.
+        stream: a name. The seeds of the samples are derived from this name and the run's seed.
         params: the sampling parameters of every request.
-        max_context_len: the maximum number of tokens of prompt and response together. None: the engine's limit.
+        max_context_len: the maximum number of tokens of prompt and response together. If it is None, the engine's limit
+            applies.
         generate_path, rm_type: the generate function and the reward for samples that do not name their own.
 
     Attributes:
@@ -183,8 +184,8 @@ class GroupGenerator:
     async def generate(self, groups: list[list[Sample]]) -> list[Outcome]:
         """Generate the responses of ``groups``, which is one of the `parts`, and grade them.
 
-        With ``--deterministic-mode`` group i goes to engine i mod n (of n engines), each engine's plugin calls are made
-        for one group after the other, and grading starts when all groups have their responses. So repeated runs make
+        With ``--deterministic-mode`` group i goes to engine i mod n (of n engines). The plugin calls of an engine are
+        made for one group after the other. Grading starts when all groups have their responses. So repeated runs make
         all calls in the same order.
 
         Raises:

@@ -364,8 +364,8 @@ class RolloutManager:
         self._thread.run(self._context.engines.settle())
 
     def needs_weights(self) -> bool:
-        """Whether a rollout waits for a weight sync, because no engine can be used and a restarted engine lacks current
-        weights."""
+        """Whether a rollout waits for a weight sync. This is so if no engine can be used and a restarted engine lacks
+        current weights."""
         return self._context.engines.needs_weights
 
     @contextmanager
@@ -497,9 +497,9 @@ async def probe(engines: Sequence[Engine], vocab_size: int, temperature: float) 
 
 
 def disagreement(table: SampleTable, log_probs: np.ndarray, version: int) -> np.ndarray:
-    """[engines] for each engine, the mean absolute difference between its log-probs and the trainer's log-probs over
-    the tokens of its responses in ``table`` (from `probe`), in nats. An engine's value is inf if the weight version of
-    one of its tokens is not ``version``.
+    """[engines] how much each engine disagrees with the trainer: the mean absolute difference between their log-probs,
+    in nats. The mean is over the tokens of the engine's responses in ``table`` (from `probe`). The value is inf if one
+    of these tokens has another weight version than ``version``.
 
     ``log_probs``: the trainer's log-probs, [response tokens of the table].
     """

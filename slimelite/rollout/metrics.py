@@ -105,7 +105,7 @@ def eval_metrics(
 
 
 def table_metrics(table: SampleTable) -> dict[str, float]:
-    """The means over a batch that slime's trainer also logs, such as ``rollout/rewards``, and the means of the reward
+    """Means over a batch: those that slime's trainer also logs, such as ``rollout/rewards``, and those of the reward
     components."""
     if not len(table):
         return {}
@@ -143,7 +143,7 @@ def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     """The lengths of responses, the share of truncated responses and the share of repetitive responses. A length is the
     number of response tokens in the loss.
 
-    Responses that failed before their first token are left out of the lengths, unless all responses failed so.
+    The lengths leave out responses that failed before their first token, unless all responses failed in this way.
     """
     begun = [s for s in samples if s.response_length or s.status != Status.FAILED] or samples
     return {
@@ -167,8 +167,8 @@ def _conversations(samples: Sequence[Sample], table: SampleTable) -> dict[str, f
 
 
 def episode_metrics(samples: Sequence[Sample], reward_key: str | None) -> dict[str, float]:
-    """Metrics of ``--environment``: totals of the counters in ``TOTALS``, means over the episodes for other numbers,
-    and the mean reward of each role."""
+    """Metrics of ``--environment``: the totals of the counters in ``TOTALS``, the means of other numbers over the
+    episodes, and the mean reward of each role."""
     by_episode = {(s.group_index, s.index): facts for s in samples if (facts := s.metadata.get(FACTS))}
     trained = {(s.group_index, s.index) for s in samples if not s.remove_sample and _has_trained_token(s)}
     episodes = by_episode.values()
@@ -201,8 +201,8 @@ def _has_trained_token(sample: Sample) -> bool:
 
 def perf_metrics(gpus: int, generated: Sequence[Generated], seconds: float) -> dict[str, float]:
     """The metrics ``perf/*``: among others, the generated tokens per second and GPU, and the tokens per second of the
-    longest response. ``gpus``: the number of the engines' GPUs; on a CPU, the number of engines. If it is 0, because
-    the engines are external, tokens per second are not divided by it.
+    longest response. ``gpus``: the number of the engines' GPUs; on a CPU, the number of engines. For external engines
+    ``gpus`` is 0, and tokens per second are not divided by it.
 
     ``generated``: one entry for each response of this rollout. ``seconds``: the time that the rollout took. If no token
     was generated, the metrics in tokens per second are left out. Metrics with ``effective`` in their names count only
@@ -227,7 +227,7 @@ def pass_at_k(rewards: Sequence[Sequence[float]], more_k: Sequence[int] = ()) ->
     """The metrics ``pass@k`` and ``pass@k-stderr``, computed from ``rewards``, the rewards of each prompt's responses.
     A response with a reward of exactly 1 is a success.
 
-    The values of k are those in ``more_k``, and 1, 2, 4 … if a prompt has more than one response. For c successes in n
+    k is 1, 2, 4 … if a prompt has more than one response. The values in ``more_k`` are added. For c successes in n
     responses, the unbiased estimate is 1 − C(n − c, k) / C(n, k) (Chen et al., arXiv:2107.03374). The estimates are
     averaged over the prompts with at least k responses. If no prompt has at least k responses, pass@k is left out.
     """
@@ -259,9 +259,9 @@ def mean_and_error(values: Sequence[Sequence[float]]) -> dict[str, float]:
 
 def centred(samples: Sequence[Sample], rewards: Sequence[Sequence[float]]) -> dict[str, float]:
     """The metrics ``centred`` and ``centred-stderr`` of multiple-choice tasks. If a sample has no choices, the result
-    is empty. The centred accuracy is (a − c) / (1 − c), where a is the accuracy, and c is the mean over the samples of
-    1 / number of choices (CORE, arXiv:2406.11794). So the centred accuracy of random guessing is 0, and that of a
-    perfect model is 1.
+    is empty. The centred accuracy is (a − c) / (1 − c), where a is the accuracy, and c is the accuracy of random
+    guessing: the mean of 1 / (number of choices) over the samples (CORE, arXiv:2406.11794). So the centred accuracy of
+    random guessing is 0, and that of a perfect model is 1.
     """
     counts = [len(sample.metadata.get("choices") or ()) for sample in samples]
     if not counts or min(counts) < 2:

@@ -43,9 +43,9 @@ class AgentState:
     """The engine for an agent's requests, and the time for which the agent was paused. ``engine``: the index of the
     engine on which capacity for the agent's group is reserved.
 
-    ``tells``: whether the engine returns for each token the ids that the token was drawn from (see
-    `SamplingParams.telling`). ``since``: the time when the current pause began [s, monotonic], or None if the agent is
-    not paused. ``before``: the total time of earlier pauses [s].
+    ``tells``: whether the engine also returns from which ids each token was drawn (see `SamplingParams.telling`).
+    ``since``: the time when the current pause began [s, monotonic], or None if the agent is not paused. ``before``: the
+    total time of earlier pauses [s].
     """
 
     engine: int
@@ -84,7 +84,8 @@ class EnginePool:
     Args:
         concurrency: the maximum number of requests in flight per engine, averaged over the engines.
         restarts: whether an engine that died is restarted. If restarts is False, the death of an engine ends the run.
-        interval, timeout: the time between two health checks, and the time limit for the answer to a check [s].
+        interval: the time between two health checks [s]. ``timeout``: the time limit for the answer to a health check
+            [s].
         syncs: whether the run has weight syncs.
     """
 
@@ -201,8 +202,8 @@ class EnginePool:
     ) -> list[GenerateResult]:
         """Generate the responses to ``requests`` on one engine. The results are in the order of the requests.
 
-        ``on_tokens`` is called with the tokens of a single request while they are sampled, if the engine supports
-        streaming.
+        ``on_tokens`` is for a single request. If the engine supports streaming, ``on_tokens`` is called with the
+        request's tokens while they are sampled.
 
         Raises:
             ConnectionError: the engine died.
@@ -240,7 +241,7 @@ class EnginePool:
         await asyncio.gather(*(abort(i) for i in self.up))
 
     async def url(self, engine: int) -> str:
-        """The base URL of the engine's HTTP server, which the first call starts."""
+        """The base URL of the engine's HTTP server. The first call starts the server."""
 
         async def start() -> str:
             info = self.infos.get(engine) or await self.engines[engine].info()

@@ -5,8 +5,8 @@ An agent may be a program that knows nothing about rollouts. At the end of a rol
 its current reply is aborted, and the agent waits. With ``--partial-rollout`` the group of the agent waits too: the
 group's coroutine stays alive, and the group's prompt goes back to the data source like other unfinished prompts. When
 the data source returns this prompt in a later rollout, the group continues after its tokens so far, with the new
-weights. To the agent, the pause is only a long wait for a reply. After a resume from a checkpoint there are no waiting
-groups, so these groups start again from their prompts.
+weights. To the agent, the pause is only a long wait for a reply. A checkpoint does not contain waiting groups. After a
+resume they start again from their prompts.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class PooledSessions(Sessions):
     """The sessions of a run. A session's id is the ``session_id`` of its sample, optionally followed by a dot and a
     name.
 
-    ``states``: ``session_id`` of a sample on which an agent works -> the agent's `AgentState`. ``waiting``: group index
-    -> a group that is paused until the next rollout. ``keeps_ids``: whether engines return for each token the ids that
-    it was drawn from, even if a program's request does not ask for them. For a sample in ``states``, `AgentState.tells`
-    overrides ``keeps_ids``. ``engines_tell``: whether the engines can return the ids that a token was drawn from.
+    ``states``: the `AgentState` of each agent, by the ``session_id`` of the agent's sample. ``waiting``: group index ->
+    a group that is paused until the next rollout. ``keeps_ids``: whether engines return from which ids each token was
+    drawn, even if a program's request does not ask for this. For a sample in ``states``, `AgentState.tells` overrides
+    ``keeps_ids``. ``engines_tell``: whether the engines can return from which ids a token was drawn.
     ``trains_constrained``: see `Session`.
     """
 
@@ -125,8 +125,8 @@ class PooledSessions(Sessions):
             truncated = request.params.truncation()
             if self._trains_constrained and (shifts := request.params.shifts()):
                 raise ValueError(
-                    f"{' and '.join(shifts)}: the distribution from which such tokens are sampled is unknown, so "
-                    "they cannot be trained on; leave it out of the request, or start the run without "
+                    f"the request sets {' and '.join(shifts)}, so its tokens come from an unknown distribution and "
+                    "cannot be trained on; leave such parameters out of the request, or start the run without "
                     "--train-constrained"
                 )
             request = replace(request, params=request.params.telling(constrained=self._trains_constrained))
@@ -168,7 +168,7 @@ class RunFront:
         self._started: asyncio.Task[str] | None = None
 
     async def start(self) -> str:
-        """The base URL of the server, which the first call starts."""
+        """The base URL of the server. The first call starts the server."""
         self._started = self._started or asyncio.create_task(self._front.start())
         return await asyncio.shield(self._started)
 

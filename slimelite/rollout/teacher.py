@@ -21,9 +21,9 @@ class Teacher:
     """Sets ``sample.teacher_log_probs`` to the teacher's log-probs. ``temperature`` is the temperature at which the
     student samples.
 
-    SGLang ignores the sampling temperature for prompts, so its prompt log-probs are at temperature 1. For another
-    ``temperature``, the request has the field ``input_logprob_temperature``. A server that supports this field returns
-    it in its answer.
+    SGLang ignores the sampling temperature for prompts, so its prompt log-probs are at temperature 1. If
+    ``temperature`` is not 1, the request has the field ``input_logprob_temperature``. A server that supports this field
+    returns it in its answer.
 
     Args:
         url: address of the server, with or without ``/generate``.
@@ -52,7 +52,7 @@ class Teacher:
             await asyncio.gather(*(self._score(client, s) for s in todo))
 
     def ask_once(self) -> None:
-        """Test the server with the token ids 0 and 1, which are in every vocabulary, because a token id outside the
+        """Test the server with the token ids 0 and 1, because they are in every vocabulary. A token id outside the
         vocabulary would crash SGLang.
 
         Raises:
@@ -84,7 +84,7 @@ class Teacher:
         if meta.get("input_logprob_temperature", 1.0) != self.temperature:
             raise ValueError(
                 f"the teacher at {self.url} scores at temperature 1, not at --rollout-temperature {self.temperature} "
-                "(SGLang always does); set --rollout-temperature 1, serve the teacher with slimelite serve, or use "
+                "(as SGLang always does); set --rollout-temperature 1, serve the teacher with slimelite serve, or use "
                 "--opd-type trainer"
             )
         sample.teacher_log_probs = [float(entry[0]) for entry in scored]

@@ -109,8 +109,8 @@ class Kept:
 
 
 def together(before: Kept | None, tokens: int, added: Kept | None, more: int) -> Kept | None:
-    """Join the kept ids ``before`` of the first ``tokens`` tokens and the kept ids ``added`` of the next ``more``
-    tokens. Returns None if ``before`` and ``added`` are None."""
+    """Join two sets of kept ids: ``before`` of the first ``tokens`` tokens, and ``added`` of the next ``more`` tokens.
+    Returns None if both are None."""
     if before is None and added is None:
         return None
     first, second = before or Kept.nothing(tokens), added or Kept.nothing(more)
@@ -151,8 +151,8 @@ NOT_HERE = {
 
 
 class Generated(NamedTuple):
-    """By how much a response grew in a rollout. ``tokens``: the number of added tokens. ``effective``: the number of
-    added tokens that are trained on. ``waited``: the seconds that tools or the environment took."""
+    """How much a response grew in a rollout. ``tokens``: the number of added tokens. ``effective``: the number of added
+    tokens that are trained on. ``waited``: the seconds that tools or the environment took."""
 
     tokens: int
     effective: int
@@ -166,11 +166,11 @@ class Sample:
 
     Plugins may set their own attributes, which are copied, saved and loaded with the sample.
 
-    ``tokens`` contains the token ids of the prompt and of the response. The per-token lists (``loss_mask``,
-    ``rollout_log_probs``, ``weight_versions``, ``teacher_log_probs`` if a teacher scored the response, and a user's own
-    columns) cover only the response and have ``response_length`` entries. To add tokens, call `append_response_tokens`,
-    which also extends ``loss_mask``, ``rollout_log_probs`` and ``weight_versions``. Until such a list is read, it is
-    stored as the engine's array; reading it returns a Python list (`Listed`).
+    ``tokens`` contains the token ids of the prompt and of the response. The per-token lists cover only the response, so
+    they have ``response_length`` entries. They are ``loss_mask``, ``rollout_log_probs``, ``weight_versions``, a user's
+    own columns, and ``teacher_log_probs`` if a teacher scored the response. To add tokens, call
+    `append_response_tokens`, which also extends ``loss_mask``, ``rollout_log_probs`` and ``weight_versions``. An
+    attribute such as ``tokens`` stores the engine's array until it is read; then it becomes a Python list (`Listed`).
     """
 
     Status: ClassVar[type[_Status]] = _Status
@@ -261,8 +261,8 @@ class Sample:
         self.rollout_top_p_token_offsets = None if kept is None else kept.offsets
 
     def generated_since(self, before: Sample | None = None) -> Generated:
-        """By how much the response grew since ``before``, an earlier copy of this sample. With None, the whole response
-        counts."""
+        """How much the response grew since ``before``, an earlier copy of this sample. If ``before`` is None, the whole
+        response counts."""
         if before is None:
             return Generated(self.response_length, self.effective_response_length, self.non_generation_time)
         return Generated(
@@ -288,7 +288,8 @@ class Sample:
     ) -> None:
         """Append tokens to the response, and keep every per-token list aligned.
 
-        The arguments are ``(tokens, log_probs)``, or as in slime ``(args, tokens=…, log_probs=…, meta_info=…)``.
+        Call this method with ``(tokens, log_probs)``, or as in slime with ``(args, tokens=…, log_probs=…,
+        meta_info=…)``.
 
         ``log_probs``: the engine's log-probs, one for each token. Tokens of a tool or environment (``trainable=False``)
         get mask 0 and log-prob 0. ``weight_version``: the version of the weights that sampled the tokens.
@@ -298,8 +299,8 @@ class Sample:
         for each token, whether a grammar excluded other tokens. A constrained token gets mask 0 and is counted in
         ``metadata``. ``meta_info``: the field ``meta_info`` of the engine's answer, which contains the weight versions
         and the finish reason. The finish reason sets the sample's status, unless ``update_terminal_info`` is False. If
-        the request set ``return_sampling_mask``, ``meta_info`` also contains the kept ids and the log-probs over the
-        kept ids, which replace ``log_probs``.
+        the request set ``return_sampling_mask``, ``meta_info`` also contains the kept ids and the log-probs over them.
+        These log-probs replace ``log_probs``.
 
         Raises:
             ValueError: trainable tokens have no log-probs, or the lists have different lengths.
@@ -348,7 +349,7 @@ class Sample:
             self.update_from_meta_info(None, meta_info)
 
     def count_constrained(self, constrained: PerToken) -> None:
-        """Add the number of tokens that a grammar constrained to a counter in ``metadata``, which a metric reports."""
+        """Increase a counter in ``metadata`` by the number of constrained tokens. A metric reports this counter."""
         count = self.metadata.get(CONSTRAINED_TOKENS, 0) + int(np.count_nonzero(constrained))
         self.metadata = {**self.metadata, CONSTRAINED_TOKENS: count}
 
@@ -374,7 +375,8 @@ class Sample:
             )
         if (kept := self.kept) is not None and (kept.counts.min(initial=0) < 0 or kept.counts.sum() != len(kept.ids)):
             raise ValueError(
-                f"sample {self.index}: rollout_top_p_token_offsets must rise from 0 to the {len(kept.ids)} ids"
+                f"sample {self.index}: rollout_top_p_token_offsets must rise from 0 to {len(kept.ids)}, the number of "
+                "ids"
             )
         for column in _token_columns(len(COLUMNS)):
             values = column.read(self)
@@ -408,7 +410,7 @@ class Sample:
         return self.reward_value(args.reward_key)
 
     def to_dict(self) -> dict[str, Any]:
-        """A dict with copies of all fields, and with the attributes that plugins have set, which are not copied."""
+        """A dict with all fields, and with the attributes that plugins have set. Only the fields are copied."""
         return {**vars(self), **asdict(self)}
 
     @classmethod
@@ -520,7 +522,7 @@ def versions_of(meta_info: dict[str, Any], count: int) -> list[int]:
 
 
 def kept_of(meta_info: dict[str, Any], count: int, log_probs: PerToken) -> tuple[Kept, PerToken]:
-    """For the first ``count`` tokens of an engine's answer: the kept ids and the log-probs over the kept ids, from the
+    """The kept ids of the first ``count`` tokens of an engine's answer, and the log-probs over these ids, from the
     answer's ``meta_info``. For a token that was sampled from the whole vocabulary, the log-prob in ``log_probs`` is
     returned.
     """

@@ -32,11 +32,11 @@ class SampleTable:
     """The samples of a rollout. The table has an attribute for each of ``COLUMNS`` and for each of ``OFFSETS``. The
     attribute of a column that the rollout does not have is None.
 
-    A column of numbers is an array of the column's dtype. Its shape is [rows], or [prompt tokens], [response tokens] or
-    [kept ids] of all rows together. A column of texts is a list. ``*_offsets``: [rows + 1] int64, where each row begins
-    and ends in a flat array. If labels are not text, a saved file also has the column ``label_value`` with the labels
-    as JSON. A saved file with the per-token column ``advantages`` omits the per-row column ``advantage``, which is NaN
-    when such a file is read.
+    A column of numbers is an array of the column's dtype. Its shape is [rows] if each row has one value. Otherwise its
+    shape is [prompt tokens], [response tokens] or [kept ids], of all rows together. A column of texts is a list.
+    ``*_offsets``: [rows + 1] int64, where each row begins and ends in a flat array. If labels are not text, a saved
+    file also has the column ``label_value`` with the labels as JSON. A saved file with the per-token column
+    ``advantages`` omits the per-row column ``advantage``. When such a file is read, ``advantage`` is NaN.
     """
 
     sample_id: np.ndarray
@@ -105,7 +105,7 @@ class SampleTable:
         return groups.reshape(-1), rollouts.reshape(-1)
 
     def numeric_components(self) -> list[dict[str, float]]:
-        """[rows] for each row, a dict from name to value of the reward components that are numbers; True becomes 1."""
+        """For each row, the reward components that are numbers, as [rows] dicts (name -> value). True becomes 1."""
         rows = [json.loads(row) if row and row != "{}" else {} for row in self.reward_components or []]
         return [{k: float(v) for k, v in row.items() if isinstance(v, bool | int | float)} for row in rows]
 

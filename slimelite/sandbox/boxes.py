@@ -243,7 +243,7 @@ def placed(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def installation(program: str) -> list[str]:
-    """The folders of a program's installation: the parent of the program's ``bin``, and for a virtual environment the
+    """The folders of a program's installation: the parent folder of its ``bin``. A virtual environment also needs the
     folder of its base interpreter."""
     folder = Path(program).parent
     if folder.name != "bin" or str(folder.parent) in ("/", os.path.expanduser("~"), os.path.expanduser("~/.local")):

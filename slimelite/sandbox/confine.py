@@ -92,8 +92,8 @@ def gaps() -> list[str]:
         missing.append("there is no seccomp, so the code can start processes, send signals and open sockets")
     if landlock_abi() == 0:
         missing.append(
-            "there is no Landlock, so the code can read and write the files of this user, and the files in /proc "
-            "except those of the process that grades the code"
+            "there is no Landlock, so the code can read and write the files of this user and, in /proc, all files but "
+            "those of the process that grades the code"
         )
     return missing
 
@@ -101,11 +101,11 @@ def gaps() -> list[str]:
 def confine(folder: str, cpu_seconds: int, memory_bytes: int, *, alone: bool = True) -> None:
     """Limit this process permanently. After this call, the process is also killed when its parent ends.
 
-    Processor time and address space are limited. A file may have 16 MiB, and this includes output that goes to a file.
-    At most 64 files may be open. There are no core dumps, and no new processes or threads. The process may write only
-    in ``folder``. The process may read only ``folder`` and the files that Python needs. ``memory_bytes`` must be below
-    the caller's own limit. If ``alone`` is False, only the limits are set. This is for a program that sets up a sandbox
-    itself and starts a process in it.
+    Processor time and address space are limited. A file, also one for output, may have 16 MiB. At most 64 files may be
+    open. There are no core dumps, and no new processes or threads. The process may write only in ``folder``. The
+    process may read only ``folder`` and the files that Python needs. ``memory_bytes`` must be below the caller's own
+    limit. If ``alone`` is False, only the limits are set. This is for a program that sets up a sandbox itself and
+    starts a process in it.
 
     Raises:
         OSError: the kernel has a layer, but the layer could not be set up.
@@ -224,8 +224,8 @@ def program_filter(
 
     ``families``: the allowed families of sockets. ``datagrams``: whether datagram sockets are allowed too.
     ``own_files``: whether all files of this user are inside the sandbox. If True, the program may change modes and
-    times of files. ``disk_counted``, ``memory_counted``: whether the kernel limits the total size of the program's
-    files, and of its files in memory.
+    times of files. ``disk_counted``: whether the kernel limits the total size of the program's files.
+    ``memory_counted``: whether it limits the total size of those files that are in memory.
     """
     groups = _system_calls()
     socket = SOCKET[os.uname().machine]

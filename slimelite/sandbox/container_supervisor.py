@@ -2,8 +2,8 @@
 SIGTERM, it ends after a short time.
 
 The module `containers` starts this supervisor as ``python -I -S -c``. An environment variable has a `ContainerPlan`,
-serialised by ``marshal``. The program in the container waits for a line on stdin. Before the supervisor sends this
-line, it opens a socket in the container's network, which connects the program to its model.
+serialised by ``marshal``. The program in the container waits for a line on stdin. The supervisor first opens a
+socket in the container's network, through which the program reaches its model. Then the supervisor sends the line.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ class ContainerSandbox:
             if "\n" in value or not variable or "=" in variable or variable[0] == "#" or variable.split() != [variable]:
                 raise ValueError(
                     f"the variable {variable!r} cannot be given to a container: its value has several lines, or its "
-                    "name is empty, begins with # or contains = or white space"
+                    "name is not allowed (empty, with # at the start, or with = or white space in it)"
                 )
         words, mounts = self._placed(words)
         command = [self.name, "run", *self._limits(), *mounts, *self._environment(values)]

@@ -99,7 +99,8 @@ class Threshold(Shape):
 
 
 class ClearToolUses(Shape):
-    """Removes results of tools from a long history. ``trigger`` and ``keep`` have Anthropic's defaults."""
+    """An edit that would remove results of tools from a long history. ``trigger`` and ``keep`` have Anthropic's
+    defaults."""
 
     type: str = Field(pattern=r"^clear_tool_uses_\d{8}$")
     trigger: Threshold = Threshold(type="input_tokens", value=100_000)
@@ -112,7 +113,7 @@ class ClearThinking(Shape):
 
 
 class ContextManagement(Shape):
-    """Edits of a long history. This server does not edit the history."""
+    """The edits of a long history that a client requests. This server does not edit the history."""
 
     edits: FirstError[list[ClearToolUses | ClearThinking]] = Field(default_factory=list)
 

@@ -33,9 +33,10 @@ class ToolCall:
 
 
 class Piece(NamedTuple):
-    """One or several tool calls: characters [start, end) of a reply, and the text ``inside`` the marks of the calls.
+    """The characters [start, end) of a reply, which contain one or several tool calls. ``inside``: the text between the
+    marks of the calls.
 
-    ``missing``: the closing mark, if the reply lacks this mark.
+    ``missing``: the closing mark, if the reply lacks it.
     """
 
     start: int
@@ -49,7 +50,7 @@ class Unreadable(ValueError):
 
 
 def json_call(value: object) -> tuple[str, str]:
-    """(name, arguments) of a call in JSON. Raises `Unreadable` if ``value`` is not a call."""
+    """Returns (name, arguments) of a call in JSON. Raises `Unreadable` if ``value`` is not a call."""
     if not isinstance(value, dict) or not is_text(value.get("name")) or not value["name"]:
         raise Unreadable('it is not an object with a "name" and "arguments"')
     arguments = value.get("arguments", value.get("parameters", {}))
@@ -82,7 +83,7 @@ def json_value(text: str) -> Any:
 
 
 def first_json(text: str, start: int) -> tuple[object, int]:
-    """(the JSON value that begins at ``start``, the position of its end)."""
+    """Returns the JSON value that begins at ``start``, and the position of its end."""
     start += len(text[start:]) - len(text[start:].lstrip())
     try:
         return json.JSONDecoder(strict=False, parse_constant=_constant).raw_decode(text, start)
@@ -219,8 +220,8 @@ class Scanner:
             raise Unreadable(f"text follows it: {short(rest)}")
 
     def value(self, depth: int = 0, *, parameter: bool = False) -> Any:
-        """Read a value of Gemma 4 or LFM2. ``parameter``: whether the value belongs to a parameter, and is not inside
-        another value."""
+        """Read a value of Gemma 4 or LFM2. ``parameter``: whether this is the whole value of a parameter, not an item
+        of a list or an object."""
         if depth > DEPTH:
             raise Unreadable("it is nested too deep")
         if self.comes(QUOTE):
@@ -289,7 +290,7 @@ def _character(number: str) -> str:
     try:
         return chr(int(number, 16))
     except ValueError:
-        raise Unreadable(f"{number} is not the number of a character") from None
+        raise Unreadable(f"{number} is not the code of a character") from None
 
 
 def read_gemma4(inside: str, _: Schemas) -> list[tuple[str, str]]:

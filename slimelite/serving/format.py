@@ -78,10 +78,10 @@ def before_stop(text: str, stops: Sequence[str]) -> str:
 
 
 def comparable(message: Message) -> tuple[object, ...]:
-    """The part of a message that two equivalent messages have in common: role, name, text, and calls with parsed
+    """The part of a message that must be equal in equivalent messages: role, name, text, and calls with parsed
     arguments.
 
-    Clients send a reply back with other ids, other white space in its JSON, or null for missing values.
+    Clients may change the rest: they send other ids, other white space in JSON, or null for missing values.
     """
     calls = [call.get("function", call) for call in message.get("tool_calls") or []]
     content, reply = content_text(message.get("content")), message.get("role") == "assistant"
@@ -170,15 +170,15 @@ class ChatFormat:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def encode_text(self, text: str) -> list[int]:
-        """Token ids of a text without chat template, after the tokens that the tokenizer adds."""
+        """Token ids of a text without chat template. The tokens that the tokenizer adds to each text come first."""
         return encode_text(self.tokenizer, [text.encode(errors="replace").decode()])[0]
 
     def excess(self, text: str, most: int) -> int:
-        """The approximate number of tokens of a text that certainly has more than ``most``; 0 for any other text.
+        """The approximate number of tokens of ``text`` if there are certainly more than ``most``, else 0.
 
-        A text that is too long for the context may have many million characters, and encoding all of it would take
-        minutes. So only the beginning of such a text is encoded, in slices. The cuts between slices may add tokens, so
-        a text counts as too long only above twice ``most``.
+        A text may have many million characters, and encoding all of them would take minutes. So the text is encoded in
+        slices, until the slices have more than twice ``most`` tokens. The factor is two, because the cuts between
+        slices may add tokens.
         """
         count = 0
         for at in range(0, len(text) if len(text) > LONG_TEXT * most else 0, SLICE):
@@ -227,8 +227,8 @@ class ChatFormat:
         """The tokens that follow the sampled reply ``messages[at]``. Returns None if the template changes earlier text.
 
         ``rendered``: the text of the prompt that ``output_ids`` answered. ``messages``: the whole conversation.
-        ``text``: the rendered text of the conversation. If the reply was cut off, the first token is the end mark of
-        the reply, because the model did not write this mark.
+        ``text``: the rendered text of the conversation. If the reply was cut off, the model did not write its end mark.
+        The result then begins with this mark.
         """
         if not text.startswith(rendered):
             return None
@@ -258,11 +258,10 @@ class ChatFormat:
     def opening(
         self, messages: Sequence[Message], rendered: str, names: Sequence[str], tools: Tools = None, /, **kwargs: object
     ) -> list[int]:
-        """The tokens with which a call of any of the tools ``names`` begins, after the prompt ``rendered``.
+        """The tokens with which every call of one of the tools ``names`` begins, after the prompt ``rendered``.
 
-        These tokens are the common beginning of the possible calls: a call without arguments, and a call with each of
-        the tool's parameters first. With one tool of Qwen, the common beginning extends up to the arguments. With
-        several tools, this beginning extends up to the tool's name.
+        A call may have no arguments, or any parameter first. The result is the common beginning of all these calls. For
+        Qwen and one tool, it extends up to the arguments. For Qwen and several tools, it extends up to the tool's name.
 
         Raises:
             ValueError: the format of the model's calls is unknown; the possible calls have no common first token; or
@@ -292,8 +291,8 @@ class ChatFormat:
         ``messages``.
 
         Raises:
-            ValueError: the reply has no text or has tool calls, or the template leaves out the reply's text or changes
-                the prompt.
+            ValueError: the reply has no text; the reply has tool calls; the template leaves out the reply's text; or
+                the template changes the prompt.
         """
         content = content_text(reply.get("content"))
         if not content or reply.get("tool_calls"):
@@ -312,7 +311,7 @@ class ChatFormat:
         return {SWITCH_NAME: False} if effort == "none" and SWITCH_NAME in template else {}
 
     def call_ends(self, tools: Tools) -> tuple[str, ...]:
-        """The text that ends a reply with at most one call. The result is empty if the reply can have no call.
+        """The text after which a reply must end, so that it has only one call. It is empty if there are no tools.
 
         Raises:
             ValueError: calls of the model's format have no closing text.
@@ -327,10 +326,10 @@ class ChatFormat:
         return (self.tools.closes,)
 
     def guided(self, params: SamplingParams, rendered: str, tools: Tools, given_ids: Sequence[int]) -> SamplingParams:
-        """``params`` for a reply to the prompt ``rendered``, with the data that an engine needs to enforce a grammar.
+        """``params``, with the data that an engine needs to enforce a grammar in a reply to the prompt ``rendered``.
 
-        The grammar applies after the thinking. Instead of text that fits a schema, the reply may have calls of
-        ``tools``. Calls of strict tools fit their schemas, if the model writes arguments as JSON.
+        The grammar applies after the thinking. Even if there is a schema, the reply may call ``tools`` instead. The
+        arguments of strict tools fit the tools' schemas, but only if the model writes arguments as JSON.
 
         Raises:
             ValueError: the request has a schema and tools, but the grammar of calls in the model's format is unknown.
@@ -581,7 +580,7 @@ def _probes(reply: Message) -> Iterator[Message]:
 
 
 def schemas(tools: Tools) -> dict[str, dict[str, object]]:
-    """Function name -> parameter -> the parameter's schema. The result has no tools without parameters."""
+    """Function name -> parameter -> the parameter's schema. Tools without parameters are left out."""
     by_name: dict[str, dict[str, object]] = {}
     for tool in tools or ():
         called = tool.get("function", tool)

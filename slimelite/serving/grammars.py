@@ -84,7 +84,8 @@ class HeldBody(SampledBody):
 
 
 def named_schema(form: ResponseFormat, place: str) -> str | None:
-    """The schema of ``form``, which is the response format in the field ``place`` of a body."""
+    """The schema of the response format ``form``. ``place``: the field of the request that has this format, for error
+    messages."""
     try:
         return form.schema_text()
     except ValueError as error:

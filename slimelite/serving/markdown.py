@@ -50,7 +50,7 @@ ATTRIBUTES = {
 
 
 def to_html(text: str) -> str:
-    """Markdown ``text`` as HTML that a page may show: without scripts, styles, pictures, forms and frames.
+    """Convert Markdown to HTML that is safe in a page: it has no scripts, styles, pictures, forms or frames.
 
     Links must be absolute, with http, https or mailto. Blocks take the direction of their text (``dir="auto"``).
     """

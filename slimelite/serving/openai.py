@@ -1,10 +1,11 @@
 """OpenAI's dialect: ``/v1/chat/completions``, ``/v1/completions`` and ``/v1/models``.
 
-OpenAI's documentation does not define the temperature of log-probs. Here, the log-probs of sampled tokens and their
-alternatives belong to the distribution that was sampled from. For temperature 0, these log-probs are at temperature 1.
-Log-probs of a prompt (``echo``) are at temperature 1. Any model name is accepted. These parameters are additions to
-OpenAI's: ``top_k``, ``min_tokens``, ``stop_token_ids``, ``ignore_eos``, ``repetition_penalty``,
-``chat_template_kwargs``, ``continue_final_message``, ``return_token_ids`` and the grammars of `HeldBody`.
+OpenAI's documentation does not define the temperature of log-probs. For sampled tokens and their alternatives, this
+server reports log-probs of the distribution that was sampled from. If the temperature is 0, it reports log-probs at
+temperature 1. Log-probs of a prompt (``echo``) are always at temperature 1. Any model name is accepted. These
+parameters are additions to OpenAI's: ``top_k``, ``min_tokens``, ``stop_token_ids``, ``ignore_eos``,
+``repetition_penalty``, ``chat_template_kwargs``, ``continue_final_message``, ``return_token_ids`` and the grammars of
+`HeldBody`.
 """
 
 from __future__ import annotations
@@ -235,8 +236,8 @@ def checked_messages(messages: Sequence[Message], place: str = "") -> list[Messa
 
 
 def shown_tools(tools: list[dict[str, Any]], choice: object) -> tuple[list[dict[str, Any]] | None, list[str]]:
-    """(the tools that the model sees, the names of the tools of which the reply must call one). There are no names if
-    the reply need not call a tool. If ``tool_choice`` is "none", the model sees no tools.
+    """Returns the tools that the model sees, and a list of names. The reply must call one of the tools in this list.
+    The list is empty if the reply need not call a tool. If ``tool_choice`` is "none", the model sees no tools.
 
     Raises:
         RequestError: ``choice`` is not one of OpenAI's values of ``tool_choice``, or names an unknown tool.
@@ -296,9 +297,9 @@ Top = Sequence[tuple[int, float]]
 class Choices(ABC):
     """The choices of one request.
 
-    ``kind``, ``chunk``: the names of an answer and of a part of a stream. ``prefix``: the beginning of the ids of
-    answers. ``alternatives``: the number of alternatives for each token; None: no log-probs are requested. ``ids``:
-    whether token ids are requested. ``echo``: whether the prompt is requested.
+    ``kind``: the type name of a complete answer. ``chunk``: the type name of a part of a stream. ``prefix``: the
+    beginning of the ids of answers. ``alternatives``: the number of alternatives for each token; None: no log-probs are
+    requested. ``ids``: whether token ids are requested. ``echo``: whether the prompt is requested.
     """
 
     kind: str
@@ -323,8 +324,7 @@ class Choices(ABC):
 
     @property
     def wait(self) -> bool:
-        """Whether the whole response is needed before a token can be sent, because alternatives are computed after the
-        response has ended."""
+        """Whether tokens are sent only after the response has ended, because their alternatives are computed then."""
         return bool(self._alternatives) or (self._alternatives is not None and self._echo)
 
     @abstractmethod

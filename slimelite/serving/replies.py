@@ -105,7 +105,7 @@ class TextStream:
         self.add(turn.given_ids)
 
     def add(self, ids: Sequence[int]) -> tuple[str, str]:
-        """(more of the thinking, more of the content) that the reply certainly has after these tokens."""
+        """Returns the next texts of the thinking and of the content. Later tokens cannot change them."""
         self.ids += ids
         self._decode()
         reasoning, content = self._certain()
@@ -114,7 +114,7 @@ class TextStream:
         return new
 
     def end(self) -> tuple[str, str]:
-        """The rest of the ended reply that was not shown yet."""
+        """Returns the rest of the thinking and of the content, after the reply has ended."""
         reply = self._turn.reply
         thinking, content = reply.reasoning or "", reply.content
         # if the thinking has no opening mark, it was shown as content before its end mark arrived. If the thinking is

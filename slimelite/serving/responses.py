@@ -3,7 +3,7 @@
 
 The items of a conversation are converted to the messages of a chat. All dialects use the same sessions, so their
 requests may alternate in one session. The server cannot run OpenAI's own tools (a search, a code interpreter). The
-model does not see OpenAI's own tools, and the field ``tools`` of an answer lists only the tools that the model saw.
+model does not see these tools, and the field ``tools`` of an answer does not list them.
 """
 
 from __future__ import annotations
@@ -314,8 +314,8 @@ class Tools:
 class Output:
     """The items of an answer, and the events that announce them. A text item is open until another item begins.
 
-    ``packs``: whether thinking has ``encrypted_content``, for clients that keep the whole conversation and send it
-    back.
+    ``packs``: whether items with thinking get the field ``encrypted_content``. Clients that store the whole
+    conversation send this field back.
     """
 
     def __init__(self, tools: Tools, *, packs: bool) -> None:

@@ -54,17 +54,17 @@ class Turn:
     """One reply of a session, with its prompt.
 
     ``before``: the turn that this turn continues; None: this turn begins a branch. ``messages``: the messages that this
-    turn answers; empty for raw tokens. Replies of this session in ``messages`` have the form in which they were read
-    from their tokens. ``added_text``, ``added_ids``: the part of the prompt that follows the prompt and the output of
-    the turn ``before``. A turn does not store its whole prompt, because long sessions would be too large.
-    ``given_ids``: the beginning of the reply, if the model did not choose it. The prompt ends with ``given_ids``.
-    ``ends``: texts that end the reply. Unlike a request's stop strings, these texts are shown as part of the reply.
-    ``tools``: the tools that the model sees. ``sent``: the `comparable` part of the messages that the client sent.
-    ``echoes``: the `comparable` part of the reply in each form that a client may send back, with and without the stop
-    string. ``log_probs``, ``weight_versions``: one for each of ``output_ids``. ``kept``, ``constrained``: see
+    turn answers; empty for raw tokens. Earlier replies in ``messages`` are the session's own, as read from their
+    tokens, not the client's copies. ``added_text``, ``added_ids``: what this turn's prompt adds to the prompt and the
+    output of the turn ``before``. A turn stores only this part of its prompt, because long sessions would otherwise be
+    too large. ``given_ids``: the beginning of the reply, if the model did not choose it. The prompt ends with
+    ``given_ids``. ``ends``: texts that end the reply. Unlike a request's stop strings, these texts are shown as part of
+    the reply. ``tools``: the tools that the model sees. ``sent``: the `comparable` part of the messages that the client
+    sent. ``echoes``: the `comparable` parts of the forms in which a client may send the reply back: with and without
+    the stop string. ``log_probs``, ``weight_versions``: one for each of ``output_ids``. ``kept``, ``constrained``: see
     `GenerateResult`. ``finish_reason``: why the reply ended, as "stop", "length" or "abort". ``reward``: set by the
-    environment. ``began``, ``ended``: [s, monotonic]. ``answered``: the time when the environment had answered the
-    turn, or 0 without an answer. ``call_seconds``: the duration of each tool call of the turn.
+    environment. ``began``, ``ended``: [s, monotonic]. ``answered``: the time of the environment's answer to this turn;
+    0 if there is no answer. ``call_seconds``: the duration of each tool call of the turn.
     """
 
     number: int
@@ -93,7 +93,7 @@ class Turn:
 
     @property
     def parent(self) -> int | None:
-        """Number of the turn ``before``."""
+        """Number of the turn ``before``, or None."""
         return self.before.number if self.before is not None else None
 
     @property
@@ -141,8 +141,8 @@ class Session:
     ``key`` opens only this session. ``turns``: the finished turns, in the order in which they finished. ``running``:
     the number of requests that are being sampled. ``overflows``: the number of prompts that left no room for a reply.
     ``trains_constrained``: whether tokens that a grammar constrained are trained on. ``longest_reply``: the largest
-    number of tokens of a reply, even if a request allows more. ``used``: the time when the session was opened, or when
-    its last turn ended [s, monotonic].
+    number of tokens of a reply, even if a request allows more. ``used``: when the last turn ended, or when the session
+    was opened if it has no turn [s, monotonic].
     """
 
     def __init__(
@@ -174,8 +174,8 @@ class Session:
         """Answer ``messages``.
 
         ``params``: the default is the session's parameters. A reply that reaches the end of the context ends with
-        reason "length". If the session has a seed and ``params`` has no seed, each turn gets its own random stream,
-        derived from the session's seed.
+        reason "length". If ``params`` has no seed, the seed of the session is used: each turn gets its own random
+        stream, derived from this seed.
 
         Raises:
             ValueError: the chat template refuses the messages, or the engine refuses the request.
@@ -209,8 +209,8 @@ class Session:
     def samples(self, sample: Sample) -> list[Sample]:
         """Copies of ``sample``, one for each leaf of the tree, with the tokens of the path to this leaf.
 
-        The prompt is the prompt of the path's first turn. The loss mask is 1 only on sampled tokens. The mask is 0 on
-        tokens that a grammar constrained, unless the session ``trains_constrained``. A turn in several paths is trained
+        The prompt is the prompt of the path's first turn. The loss mask is 1 only on sampled tokens. If a grammar
+        constrained a sampled token, its mask is 1 only with ``trains_constrained``. A turn in several paths is trained
         on only in the first of these paths. Branches share a rollout id, so the episode counts once. ``metadata`` gets
         the number of ``turns``, and the number of ``malformed_tool_calls`` if it is not 0.
 
@@ -275,8 +275,8 @@ class Session:
         call. ``goes_on``: the reply continues the last message, which must be an assistant message.
 
         Raises:
-            ValueError: the chat template refuses the messages; or, with ``forced``, the template does not show calls;
-                or, with ``one_call``, the end of the first call cannot be recognised.
+            ValueError: the chat template refuses the messages; the template does not show calls (only with ``forced``);
+                or the end of the first call cannot be recognised (only with ``one_call``).
         """
         template_kwargs = template_kwargs or {}
         if goes_on and messages[-1]["role"] != "assistant":
@@ -315,8 +315,8 @@ class Session:
         return Turn(self._next(), None, whole, rendered, self.format.encode(rendered), sent, tools, opening, ends)
 
     def raw_turn(self, input_ids: Sequence[int]) -> Turn:
-        """The turn that continues raw tokens. The parent is the longest turn such that the raw tokens begin with this
-        turn's prompt and output."""
+        """The turn that continues raw tokens. Its parent is a turn whose prompt and output are the beginning of the raw
+        tokens. If there are several such turns, the parent is the longest one."""
         ids, parent = list(input_ids), None
         # number of a turn that the tokens begin with -> the position in the tokens where the turn ends
         ends: dict[int | None, int] = {None: 0}

@@ -58,8 +58,8 @@ ANALYSIS = re.compile(r"<\|channel\|>\s*analysis")
 
 
 class Part(NamedTuple):
-    """Characters [start, end) of a reply. A part is a message with its end mark, or the text between two messages,
-    which has no head."""
+    """Characters [start, end) of a reply. A part is either a message with its end mark, or the text between two
+    messages. Such a text has no head."""
 
     start: int
     end: int
@@ -96,8 +96,8 @@ def parts(text: str) -> Iterator[Part]:
 
 
 def read_channels(text: str) -> tuple[str | None, str]:
-    """(the thinking or None, the rest). The rest contains the messages to the user without their heads, and the tool
-    calls with their heads."""
+    """Returns the thinking (or None) and the rest of the reply: the messages to the user without their heads, and the
+    tool calls with their heads."""
     thinking, rest = [], ""
     for part in parts(text):
         if part.recipient is not None:
@@ -110,7 +110,7 @@ def read_channels(text: str) -> tuple[str | None, str]:
 
 
 def certain_channels(text: str) -> tuple[str, str]:
-    """The result of `read_channels` on the beginning of a reply. Text that may still change is left out."""
+    """Like `read_channels`, for a reply that has not ended yet. Text that later tokens may change is left out."""
     half = HALF.search(text)
     text = text[: half.start()] if half else text
     body = text.rfind(BODY)
@@ -120,8 +120,8 @@ def certain_channels(text: str) -> tuple[str, str]:
 
 
 def channel_pieces(text: str) -> Iterator[Piece]:
-    """Yields the messages that call tools. The end mark of a message may be missing, because this mark also ends a
-    reply."""
+    """Yields the messages that call tools. The last message may lack its end mark, because this mark may be the end
+    token of the reply."""
     for part in parts(text):
         if part.recipient is not None:
             yield Piece(part.start, part.end, part.head + part.body)
@@ -154,13 +154,13 @@ def read_muse(inside: str, schemas: Schemas) -> list[tuple[str, str]]:
 class ToolFormat:
     """How a family of models writes tool calls.
 
-    ``pieces``: text of a reply -> its `Piece` objects, in order. ``read``: (text inside a piece, schemas of the tools)
-    -> each call as (name, arguments). For any text, ``read`` raises no other error than `Unreadable`. ``marks``: a chat
-    template with one of these texts belongs to this family. If several records fit a template, the first of these
-    records is used. ``begins``: the texts with which a call may begin. Text after one of ``begins`` is not shown before
-    the reply has ended. ``closes``: the text with which every call ends; None: only the text after a call shows where
-    the call ends. ``write``: (name, arguments) of calls -> their text, for a chat template that shows no calls.
-    ``sglang``: SGLang's names for this format, if they differ from ``name``.
+    ``pieces``: a function that yields the `Piece` objects of a reply, in order. ``read``: a function that returns each
+    call inside a piece as (name, arguments), and gets the schemas of the tools. The only error that ``read`` raises is
+    `Unreadable`. ``marks``: a chat template with one of these texts belongs to this family. If several records fit a
+    template, the first of these records is used. ``begins``: the texts with which a call may begin. Text after one of
+    ``begins`` is not shown before the reply has ended. ``closes``: the text with which every call ends; None: only the
+    text after a call shows where the call ends. ``write``: a function that converts calls to text, if the chat template
+    shows no calls. ``sglang``: SGLang's names for this format, if they differ from ``name``.
     """
 
     name: str
@@ -262,7 +262,7 @@ def deepseek_pieces(text: str) -> Iterator[Piece]:
 
 
 def read_deepseek(inside: str, _: Schemas) -> list[tuple[str, str]]:
-    """Read DeepSeek's calls. V3 writes ``function<sep>name`` and a block of JSON, V3.1 writes ``name<sep>{…}``."""
+    """Read DeepSeek's calls. V3 writes ``function<sep>name`` and a block of JSON. V3.1 writes ``name<sep>{…}``."""
     sep = "<｜tool▁sep｜>"
     head, mark, rest = inside.partition(sep)
     block = re.fullmatch(r"\s*(\S+)\s*```json\n(.*?)\n?```\s*", rest, re.DOTALL)
@@ -384,7 +384,8 @@ def reasoning_format(template: str, name: str | None = None) -> ReasoningFormat 
 
 
 def read_reasoning(text: str, form: ReasoningFormat | None, *, opened: bool) -> tuple[str | None, str]:
-    """(the thinking or None, the text after it). ``opened``: whether the prompt ends with the start of the thinking.
+    """Returns the thinking (or None) and the text after it. ``opened``: whether the prompt ends with the start of the
+    thinking.
 
     If the thinking has no end mark, the whole text is thinking.
     """
@@ -403,11 +404,11 @@ def read_reasoning(text: str, form: ReasoningFormat | None, *, opened: bool) -> 
 def read_tools(
     text: str, form: ToolFormat | None, schemas: Schemas, salt: str
 ) -> tuple[str, tuple[ToolCall, ...], tuple[str, ...]]:
-    """(content, calls, one sentence for each call that cannot be read).
+    """Returns the content, the calls, and one sentence for each call that cannot be read.
 
-    ``salt`` identifies the reply, so that equal calls in two replies have different ids. A client would treat a call
-    with a known id as already answered. Ids are 9 letters and digits, because Mistral's templates require and print
-    them.
+    ``salt`` identifies the reply, so that equal calls in two replies have different ids. If the ids were equal, a
+    client would treat the second call as already answered. Ids are 9 letters and digits, because Mistral's templates
+    require and print them.
     """
     if form is None:
         return text, (), ()

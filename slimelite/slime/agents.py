@@ -69,8 +69,8 @@ class Adapter:
     ) -> None:
         """Open a session. ``sampling_defaults`` use SGLang's names.
 
-        If the run trains on the ids that sampling kept, a session that a generate function opens stores these ids with
-        each token.
+        A session that a generate function opens also stores, with each token, the ids that sampling kept, if the run
+        trains on these ids.
 
         Raises:
             ValueError: the name is taken, or a parameter is not supported.
@@ -219,8 +219,8 @@ class ParsedModelOutput:
 def parse_model_output(
     raw_output: str, *, tools_schema: Tools, tool_parser_name: str | None, reasoning_parser_name: str | None
 ) -> ParsedModelOutput:
-    """Parse a reply in the named formats (our names or SGLang's). If the name of a parser is None or unknown, its part
-    of the reply (tool calls or thinking) is not parsed."""
+    """Parse a reply in the named formats (our names or SGLang's). Tool calls or thinking are not
+    parsed if the name of the parser for them is None or unknown."""
     tools, thinking = _known(TOOL_FORMATS, tool_parser_name), _known(REASONING_FORMATS, reasoning_parser_name)
     reasoning, text = read_reasoning(raw_output, REASONING_FORMATS[thinking] if thinking else None, opened=False)
     text, calls, malformed = read_tools(text, TOOL_FORMATS[tools] if tools else None, schemas(tools_schema), "")

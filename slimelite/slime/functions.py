@@ -148,7 +148,7 @@ async def generate_and_rm_group(
 
 
 async def apply_rollout_sample_hooks(args: PluginArgs, value: Any, **offered: Any) -> Any:
-    """``value``, a sample or nested lists of samples, after the functions of --rollout-sample-hook-path."""
+    """Apply the functions of --rollout-sample-hook-path to ``value``, a sample or nested lists of samples."""
     from slimelite.rollout.groups import hooked, load_hooks
 
     if isinstance(value, list):

@@ -59,7 +59,7 @@ class Score(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """A condition that holds: the alarm's text, and a function that tests the condition after a later rollout."""
+    """The text of an alarm that begins, and a function that tests after later rollouts whether the alarm goes on."""
 
     says: str
     goes_on: Callable[[History], bool]
@@ -97,15 +97,15 @@ class History:
         return median(self.values[name][-rollouts:] or [-math.inf])
 
     def then(self, name: str) -> float:
-        """The level about ``WINDOW`` rollouts ago, or of the first rollouts. Rollouts that `now` uses are left out."""
+        """The level about ``WINDOW`` rollouts ago (early in a run: the first level), without the rollouts of `now`."""
         return median(self.values[name][-WINDOW - LEVEL : -LEVEL][:LEVEL] or [math.inf])
 
     def at(self, name: str, rollouts: int) -> float:
-        """The level after ``rollouts`` rollouts. For fewer than ``LEVEL`` rollouts, the level of the first rollouts."""
+        """The level after ``rollouts`` rollouts; if these are fewer than ``LEVEL``, that of the first ``LEVEL``."""
         return median(self.values[name][max(rollouts - LEVEL, 0) : max(rollouts, LEVEL)] or [math.inf])
 
     def noise(self, name: str) -> float:
-        """Standard deviation of a metric, from the median change between rollouts, to which a trend adds little."""
+        """Standard deviation of a metric, from the median change between two rollouts. A trend hardly changes it."""
         recent = self.values[name][-WINDOW - LEVEL :]
         steps = [abs(after - before) for before, after in pairwise(recent)]
         return 1.4826 * median(steps or [0.0]) / math.sqrt(2)
@@ -115,7 +115,7 @@ class History:
         return self.now(name) - since > NOISE * self.noise(name)
 
     def improved(self, rollouts: int) -> bool:
-        """Whether an eval score (without evaluations, the reward) rose after the first ``rollouts`` rollouts."""
+        """Whether an eval score rose after the first ``rollouts`` rollouts; without evaluations, the reward."""
         pairs = [
             ([s for s in scores if s.rollouts <= rollouts] or scores[:1], scores) for scores in self.scores.values()
         ]
@@ -154,7 +154,7 @@ def kind(when: str, advice: str) -> Callable[[See], See]:
 
 
 def rollout_values(pending: Mapping[str, list[float]]) -> dict[str, float]:
-    """The last value of each metric in a rollout; of the gradient norm the largest value, and of `SKIPPED` the mean."""
+    """The last value of each metric in a rollout. Exceptions: the largest gradient norm, and the means of `SKIPPED`."""
     row = {name: values[-1] for name, values in pending.items()}
     row |= {name: fmean(pending[name]) for name in SKIPPED if name in pending}
     row |= {short: row[name] for short, name in METRICS.items() if name in row}
@@ -181,8 +181,8 @@ def rollout_values(pending: Mapping[str, list[float]]) -> dict[str, float]:
     "--clip-grad, --use-kl-loss and --lr-warmup-iters also help.",
 )
 def reward_collapse(h: History) -> Seen | None:
-    """Either of two signs starts the alarm. Nine groups in ten are wrong, whatever the scale of the reward. Or a reward
-    without right and wrong answers has fallen from one level to a later one by six deviations and by half."""
+    """Either sign starts the alarm: (1) nine groups in ten have no right answer; (2) the reward fell by half and by six
+    deviations from its best level. Sign 1 does not depend on the scale, and sign 2 not on right and wrong answers."""
     lost = h.best_reward - h.now("reward")
     groups = h.least_wrong <= 0.5 and h.now("wrong", QUIET) >= ALL
     if not groups and not (h.enough("reward") and lost > max(2 * NOISE * h.noise("reward"), abs(h.best_reward) / 2)):
@@ -239,13 +239,13 @@ def all_right(h: History) -> Seen | None:
 
 
 @kind(
-    "entropy is a quarter of its value 20 rollouts before, the reward did not rise, and fewer than half of the groups "
-    "have only right answers",
+    "entropy fell to a quarter in 20 rollouts, the reward did not rise, and fewer than half of the groups have only "
+    "right answers",
     "The policy has stopped exploring: raise --eps-clip-high (0.28), lower --lr, add --entropy-coef or "
     "--use-kl-loss, and sample at --rollout-temperature 1.",
 )
 def entropy_collapse(h: History) -> Seen | None:
-    """The threshold is a quarter, because entropy may also halve in healthy runs, which reward sure answers. If half of
+    """The threshold is a quarter, because entropy may halve in healthy runs: rewards favour sure answers. If half of
     the groups have only right answers, low entropy is normal, because the model knows the answers."""
     then, now, done = h.then("entropy"), h.now("entropy"), max(h.rollouts - WINDOW - LEVEL, 0)
     if not h.enough("entropy") or not h.enough("reward") or now > then / 4 or h.now("right") >= 0.5:
@@ -275,11 +275,11 @@ def truncation(h: History) -> Seen | None:
 @kind(
     "responses are twice as long as 20 rollouts before, but no eval score rose (or without evaluations: the reward "
     "did not rise)",
-    "Read the longest samples: does the reward favour length? --overlong-buffer-len penalizes it; with "
+    "Read the longest samples: does the reward favour length? --overlong-buffer-len penalizes length; with "
     "--calculate-per-token-loss, every token of a long wrong answer counts.",
 )
 def length(h: History) -> Seen | None:
-    """The length doubled. While a model learns to reason, responses also grow, but then the score rises."""
+    """The length doubled. Responses also grow when a model learns to reason, but then the score rises."""
     then, now, done = h.then("length"), h.now("length"), max(h.rollouts - WINDOW - LEVEL, 0)
     if not h.enough("length") or not h.values["reward"] or not then or now < 2 * then or h.improved(done):
         return None
@@ -289,17 +289,17 @@ def length(h: History) -> Seen | None:
 
 
 @kind(
-    "the reward rose by a tenth, and an eval score has not gained 0.02 in 20 rollouts, or fell by a tenth from its "
-    "best",
+    "the reward rose by a tenth, but an eval score either gained at most 0.02 in 20 rollouts or fell by a tenth from "
+    "its best",
     "The policy exploits the reward instead of learning the task, or memorizes the prompts. Read the samples with "
     "the highest reward, fix the reward, and keep the checkpoint of the best evaluation; more prompts help against "
     "memorization.",
 )
 def reward_without_eval(h: History) -> Seen | None:
-    """The reward rose by a tenth and by more than noise. In addition, the score fell from its best by a tenth and by
-    four standard errors, or no evaluation in 20 rollouts (at least two) gained 0.02 and the reward's relative gain
-    exceeds the score's by four standard errors. Smaller changes may be chance, because the best of many scores is
-    lucky."""
+    """The reward rose by a tenth and by more than noise, and one of two things happened. (1) The score fell from its
+    best by a tenth and by four standard errors. (2) No score in 20 rollouts (at least two scores) gained 0.02, and the
+    relative gain of the reward exceeds that of the score by four standard errors. Smaller changes may be chance,
+    because the best of many scores is lucky."""
     for name, scores in h.evaluated().items():
         last, best = scores[-1], max(scores, key=lambda s: s.mean)
         fell = best.mean - last.mean > max(ERRORS * math.hypot(best.error, last.error), 0.1 * abs(best.mean))
@@ -325,17 +325,16 @@ def _stays_below(name: str, score: float) -> Callable[[History], bool]:
 
 
 @kind(
-    f"the mean |trainer − engine log-prob| is above {MISMATCH_LIMIT:g} (0.2 higher for each weight update since the "
-    "tokens were sampled), or it rose fivefold "
-    f"in 20 rollouts and is above {MISMATCH_LIMIT / 10:g}",
+    f"the mean |trainer − engine log-prob| exceeds {MISMATCH_LIMIT:g} (0.2 more per weight update since sampling), "
+    f"or it rose fivefold in 20 rollouts to more than {MISMATCH_LIMIT / 10:g}",
     "The policy that computes the gradient differs from the policy that generated the samples. "
     "--check-weight-update-equal tests whether the engines get the trainer's weights. --correction tis corrects "
     "small differences. docs/metrics.md lists the causes.",
 )
 def mismatch(h: History) -> Seen | None:
-    """One rollout above the limit is an alarm, because it is a mean of many tokens. With fresh samples, a fivefold rise
-    in 20 rollouts to more than a tenth of the limit is an alarm too; lower levels are rounding. At the quickstart's
-    high learning rate, each weight update adds 0.17 nats in healthy runs that generate one rollout ahead."""
+    """One rollout above the limit is an alarm, because its value is a mean of many tokens. With fresh samples, a
+    fivefold rise is an alarm too, unless the level is below a tenth of the limit, where it may be rounding. Each weight
+    update raises the limit by 0.2: it adds 0.17 nats in healthy runs at the quickstart's high learning rate."""
     now, then, age = h.row.get("mismatch", 0.0), h.then("mismatch"), h.row.get("staleness", 0.0)
     limit = MISMATCH_LIMIT + 0.2 * age
     risen = not age and h.enough("mismatch") and h.now("mismatch") > max(5 * then, MISMATCH_LIMIT / 10)
@@ -351,8 +350,8 @@ def mismatch(h: History) -> Seen | None:
     "Sync more often (--update-weights-interval 1), set --max-weight-staleness, or correct with --correction tis.",
 )
 def stale(h: History) -> Seen | None:
-    """An age of four weight updates is too much. Generating one rollout ahead makes tokens one update old, and a policy
-    gradient tolerates a few updates. If half of the groups are dropped, the run discards more work than it uses."""
+    """Tokens are too old after four weight updates. A policy gradient tolerates a few updates, and generating one
+    rollout ahead costs one. If half of the groups are dropped, the run discards more work than it uses."""
     age, dropped = h.now("staleness", QUIET), h.row.get("rollout/stale_groups", 0.0)
     if age >= 4:
         return Seen(f"trained tokens are {age:.1f} weight updates old", lambda h: h.now("staleness", QUIET) >= 4)
@@ -363,13 +362,13 @@ def stale(h: History) -> Seen | None:
 
 
 @kind(
-    "a gradient norm is above 10 times the median and above 5 times the maximum of the last 20 norms",
+    "a gradient norm exceeds both limits: 10 times the median and 5 times the maximum of the last 20 norms",
     "One spike that --clip-grad catches is harmless. If spikes recur, lower --lr and read the samples of that "
     "rollout: long or repetitive samples and extreme rewards cause spikes.",
 )
 def grad_spike(h: History) -> Seen | None:
-    """The norm exceeded both limits. When most groups are solved, the gradient comes from a few odd groups. In healthy
-    runs, the norm then reaches 13 times the median and 2.6 times the largest of the last 20 norms."""
+    """One limit is not enough. When most groups are solved, a few odd groups make the gradient. Even in healthy runs,
+    its norm then reaches 13 times the median of the last 20 norms, but only 2.6 times their maximum."""
     before = h.values["grad"][-WINDOW - 1 : -1]
     if "grad" not in h.row or len(before) < WINDOW:
         return None
@@ -396,12 +395,12 @@ def skipped_steps(h: History) -> Seen | None:
 
 
 @kind(
-    "the filter dropped nine groups in ten of a rollout, and at least 32",
+    "the filter dropped nine in ten of a rollout's groups, and at least 32 groups",
     "Read the dropped groups, with the reason for each group, in dropped/ of the run folder. If the reward is right, "
     "the task is not too hard and the temperature is above 0, loosen --dynamic-sampling-filter-path or leave it out.",
 )
 def filtered(h: History) -> Seen | None:
-    """At this share, ten groups are generated for each trained group. Fewer than 32 dropped groups may be chance."""
+    """If nine in ten are dropped, a trained group costs ten generated ones. Fewer than 32 dropped may be chance."""
     dropped, sent = h.row.get("rollout/dropped_groups", 0.0), h.row.get("rollout/submitted_groups", 0.0)
     if dropped < max(ALL * sent, 32):
         return None
@@ -428,7 +427,8 @@ def failed_groups(h: History) -> Seen | None:
 
 
 @kind(
-    "a rollout took five times the median of the last 20, and a minute more (without evaluating and saving)",
+    "without evaluation and saving, a rollout took five times as long as usual (the median of the last 20 rollouts), "
+    "and at least a minute longer",
     "Find the phase that takes longer. If it is gen, look for a very long response, a slow reward (--reward-timeout) "
     "or a slow tool. If it is sync, look for a slow network or disk. If all phases are slow, look for another job on "
     "the machine.",

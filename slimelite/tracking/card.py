@@ -126,8 +126,8 @@ def usage(args: Args, *, chats: bool) -> str:
 
 
 def base_of(model: str | None) -> dict[str, str]:
-    """The card's entries about the model that training began from: ``base_model`` if that model is on the hub, and the
-    licence if its card names one. The card in a local folder may name the hub model that the folder was made from.
+    """The card's entries about the model that training began from. ``base_model`` is its name on the hub, if
+    it is known; the card in a local folder may contain it. The licence is included if the model's card names it.
     """
     if model is None:
         return {}

@@ -318,9 +318,9 @@ class Timer:
         """End the step, return its times and begin the next one.
 
         Returns:
-            ``perf/{phase}_time`` of every phase, and ``perf/step_time``, the wall-clock time of the step. If there was
-            a phase ``train``, also ``perf/train_wait_time``, the time of the step without this phase, and
-            ``perf/wait_time_ratio``, the share of this time in the step.
+            ``perf/{phase}_time`` of every phase, and ``perf/step_time``, the wall-clock time of the step. A phase
+            ``train`` adds ``perf/train_wait_time``, the time of the step outside this phase, and
+            ``perf/wait_time_ratio``, which is ``perf/train_wait_time`` divided by ``perf/step_time``.
         """
         step = self._clock() - self._step_began
         times = {f"perf/{name}_time": seconds for name, seconds in self.seconds.items()} | {"perf/step_time": step}
@@ -391,8 +391,8 @@ def _device(args: RolloutArgs) -> str:
 
 
 def plugins(args: Args) -> Iterator[str]:
-    """The user code that flags name. Our own functions are included if the user chose them, but not if slimelite chose
-    them, as for a supervised loss."""
+    """The user code that flags name. Our own functions are included, too, if the user named them. Functions that
+    slimelite itself chose, as for a supervised loss, are not included."""
     yield from (f"{FILE} {path}" for path in args.import_file)
     yield from (f"{GROUP} {path}" for path in args.args_group)
     implied = (OFFLINE_ROLLOUT, CHOOSE, CONTINUE, EPISODE, PROGRAM)

@@ -3,8 +3,8 @@
 A line has ``time`` (seconds since the epoch), ``kind``, and metrics by their full names. These metrics include the
 axes, such as ``rollout/step``. Numbers that JSON cannot hold are the strings "NaN", "Infinity" and "-Infinity", which
 ``float()`` understands. Lines are only appended. A line of kind ``start`` has the rollout at which the run began or
-resumed, and the format of the run folder. A ``start`` line makes earlier lines about this rollout or later rollouts
-invalid. ``eval/step`` is the number of the rollout before an evaluation, -1 before training.
+resumed, and the format of the run folder. It makes earlier lines about this rollout or later rollouts invalid.
+``eval/step`` is the number of the last rollout before an evaluation; -1 stands for an evaluation before training.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class MetricsFile:
 
 
 def read_metrics(run_dir: str | Path) -> list[Record]:
-    """The records that no later resume made invalid, in file order. Numbers are floats.
+    """The valid records, in file order: all except those that a resume made invalid. Numbers are floats.
 
     Raises:
         ValueError: the file does not exist or has another format, or a line is not a JSON object of numbers. Only the
@@ -119,8 +119,8 @@ def eval_metrics(records: Iterable[Mapping[str, object]]) -> list[str]:
 
 
 def unknown_metrics(wanted: Iterable[str], runs: Iterable[Iterable[Record]]) -> str:
-    """The message about metrics that no run has. The message first lists those metrics of the runs whose names are most
-    similar, then all other metrics of the runs."""
+    """The message about metrics that no run has. It first lists the metrics of the runs with the most similar names,
+    then their other metrics."""
     known = sorted({name for records in runs for r in records for name in r if "/" in name and name != axis_of(name)})
     near: dict[str, None] = {}
     for name in (wanted := list(wanted)):

@@ -144,8 +144,8 @@ def band(curves: Sequence[Points], kind: str = "minmax") -> tuple[list[float], l
 
 
 def axis_range(values: Sequence[float], span: float) -> tuple[float, float]:
-    """(low, high) of the y-axis. The range contains all finite values, spans at least ``span``, and begins at 0 if less
-    than half of the axis is then empty.
+    """(low, high) of the y-axis. The range contains all finite values and spans at least ``span``. If no value is
+    negative, it begins at 0, unless half of the axis would then be empty.
 
     >>> axis_range([3e-7, 4e-7], 1e-4)
     (0.0, 0.000104)
@@ -162,7 +162,7 @@ def axis_range(values: Sequence[float], span: float) -> tuple[float, float]:
 
 
 def line_styles(labels: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """Label -> (colour, dashes) of its line, by its position among all runs."""
+    """Label -> (colour, dashes) of its line. They depend only on the label's position in ``labels``."""
     count = len(COLORS)
     return {label: (COLORS[i % count], DASHES[i // count % len(DASHES)]) for i, label in enumerate(labels)}
 

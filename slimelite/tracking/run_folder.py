@@ -104,7 +104,7 @@ class RunFolder:
                 path.unlink()
 
     def save_alarms(self, alarms: Sequence[Alarm]) -> None:
-        """Write all alarms of the run. The new file has no old alarms of rollouts that a resumed run repeats."""
+        """Write all alarms of the run. This removes old alarms of rollouts that a resumed run repeats."""
         if alarms:
             self._write("alarms.jsonl", "\n".join(json.dumps(dataclasses.asdict(alarm)) for alarm in alarms))
         else:
@@ -132,8 +132,7 @@ def config_yaml(args: Args) -> str:
     """The given arguments, in the form that ``--config`` reads. The other arguments are in comments, with their
     reasons.
 
-    Because the other arguments are only comments, a run with this file and other flags computes its defaults and
-    derived values again.
+    A run with this file and additional flags therefore computes its defaults and derived values again.
     """
     reasons = {d.name: d.reason for d in args.derivations}
     lines = ["# arguments of this run; `python train.py --config` with this file repeats the run"]

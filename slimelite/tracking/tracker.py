@@ -78,7 +78,7 @@ class Drawing:
 
     @property
     def due(self) -> bool:
-        """Whether enough time has passed since the last drawing or, if there was no drawing yet, since the start."""
+        """Whether enough time has passed since the last drawing (for the first drawing: since the start)."""
         return self._process is None and time.monotonic() - self._began > self._took / DRAWING_SHARE
 
     def begin(self) -> None:
@@ -241,7 +241,7 @@ class Tracker:
     ) -> None:
         """Record the metrics of training. ``steps``: the ``train/`` metrics of each optimizer step, if known.
 
-        ``columns``: name -> column, [response tokens], that training adds to the saved rollout. ``token_stats``: the
+        ``columns``: columns that training adds to the saved rollout, name -> [response tokens]. ``token_stats``: the
         trainer's statistics of the rollout's tokens, which are written to a separate file.
         """
         if token_stats is not None:

@@ -34,8 +34,8 @@ class Writer(Protocol):
     where: str
 
     def write(self, kind: Kind, metrics: Mapping[str, float], /) -> None:
-        """Write metrics that belong together. ``metrics`` includes their values on the x-axis, such as ``rollout/step``
-        (see `AXES`)."""
+        """Write metrics that belong together. ``metrics`` includes their position on the x-axis, such as
+        ``rollout/step`` (see `AXES`)."""
         ...
 
     def write_alarm(self, title: str, text: str, rollout_id: int, /) -> None:

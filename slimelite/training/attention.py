@@ -4,20 +4,20 @@ A micro-batch is one row of T tokens (`slimelite.training.batch`): a tree of sha
 other. The attention function is registered with transformers under the name ``ATTENTION``. For this name, transformers
 does not build a mask. `slimelite.training.batch.sequences_of_pass` gives the function the layout of the tokens.
 
-A token attends causally to its own node, and to all tokens of each node above. So the attention of all tokens is
-computed by a few kernel calls without a mask. One call computes the attention inside the nodes. For each level of
-shared nodes, one call computes the attention of the descendants to these nodes. Each call also returns the log-sum-exp
-(lse) of its scores s, which is needed to merge the results. The keys and values of a prefix are read once, not once for
-each row. In the backward pass, every call gets the *merged* result O and the merged lse. With p = exp(s - lse) and
-delta = dO·O over all keys, each call then computes exactly the part of the gradients that flows through its own keys.
+A token attends causally to its own node, and to all tokens of each node above. So a few kernel calls without a mask
+compute the attention of all tokens. One call computes the attention inside the nodes. For each level of shared nodes,
+one more call computes the attention of the descendants to these nodes. The keys and values of a prefix are thus read
+once for all rows. Each call also returns the log-sum-exp (lse) of its scores s, which is needed to merge the results.
+In the backward pass, every call gets the *merged* result O and the merged lse. So its p = exp(s - lse) and delta = dO·O
+refer to all keys, and the gradients that it computes for its own keys are exact.
 
 - CUDA, half precision: the kernel behind `torch.nn.attention.varlen.varlen_attn`.
 - CPU: the kernel behind `scaled_dot_product_attention`, on blocks of similar sizes that are padded to the same size.
 
-In some cases, one call computes all attention of a node instead. The keys for this call are gathered from the node and
-from the nodes above it, back to the start of the attention window. This is done for a window that is shorter than the
-rows, for fp32 on a GPU, for capped scores, and for attention sinks. No kernel supports capped scores and sinks, so in
-these two cases the whole score matrices are in memory.
+In four cases, one call computes all attention of a node instead: for a window that is shorter than the rows, for fp32
+on a GPU, for capped scores, and for attention sinks. The keys for this call are gathered from the node and from the
+nodes above it, back to the start of the attention window. No kernel supports capped scores or sinks. In these two cases
+the whole score matrices are in memory.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def varlen_attention(
         scaling: factor of the scores; None: 1/sqrt(width).
         sliding_window: a token attends to itself and to the sliding_window - 1 tokens before it.
         softcap: scores s become softcap·tanh(s / softcap).
-        s_aux: [heads], the score of an additional key (attention sink). Every query attends to this key, and its value
-            is zero.
+        s_aux: [heads], the score of an additional key (attention sink). Every query attends to this key; the key's
+            value is zero.
 
     Returns:
         [rows, T, heads, width] and no attention weights.
@@ -159,8 +159,8 @@ class _Padded:
         return out, lse
 
     def own_gradients(self, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients of q, k and v that flow through `own`. ``inputs``: the gradient of the result, q, k, v, the
-        result, and the log-sum-exp."""
+        """The gradients of q, k and v that flow through `own`. ``inputs``: (gradient of the result, q, k, v, result,
+        log-sum-exp)."""
         gradients = torch.zeros_like(inputs[1]), torch.zeros_like(inputs[2]), torch.zeros_like(inputs[3])
         for bucket in self._own:
             self.add_gradients(bucket, gradients, *inputs, causal=True)

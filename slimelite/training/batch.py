@@ -45,16 +45,17 @@ class MicroBatch:
     response tokens, for example the first tokens of a prompt's answers. The gradients of these tokens are added at this
     position.
 
-    ``columns``: the columns of the whole rollout. ``rows``: [n] int64, rows of its table. ``lengths``: the number of
-    prompt and response tokens of each row. ``input_ids``, ``position_ids``: [1, T]; one dummy token if there are no
-    rows. ``response_index``: [R], the position whose hidden state predicts each response token. ``targets``: [R], the
-    response tokens. ``segments``: [R], the index of each token's row in ``rows``. ``token_index``: [R] int64 on the
-    CPU, the position of each token in the table's response columns. ``kept``: the kept ids of the tokens; None if all
-    log-probs are over the whole vocabulary. After `fetch`, the columns that ``READ`` names are attributes too, [R]
-    each, see `TokenColumns`. In a rollout's first step, the current log-probs replace the missing values of ``old``.
+    ``columns``: the columns of the whole rollout. ``rows``: [n] int64, the micro-batch's rows in the rollout's table.
+    ``lengths``: the number of prompt and response tokens of each row. ``input_ids``, ``position_ids``: [1, T]; one
+    dummy token if there are no rows. ``response_index``: [R], for each response token, the position whose hidden state
+    predicts it. ``targets``: [R], the response tokens. ``segments``: [R], the index of each token's row in ``rows``.
+    ``token_index``: [R] int64 on the CPU, the position of each token in the table's response columns. ``kept``: the
+    kept ids of the tokens; None if all log-probs are over the whole vocabulary. After `fetch`, the columns that
+    ``READ`` names are attributes too, [R] each, see `TokenColumns`. In a rollout's first step, the current log-probs
+    replace the missing values of ``old``.
 
-    This is not a dataclass, because FSDP would find the columns in a dataclass that a forward pass gets, and would cast
-    them to bf16 each time.
+    This is not a dataclass: FSDP would look into a dataclass that is passed to ``forward``, and would cast its columns
+    to bf16 in each pass.
     """
 
     mask: Tensor
@@ -132,13 +133,14 @@ class MicroBatch:
         return padded
 
     def take(self, column: Tensor) -> Tensor:
-        """[R] the values of ``column`` [N], a column of the rollout, on this micro-batch's device."""
+        """[R] the values of ``column`` for this micro-batch's tokens, on its device. ``column``: [N], a column of the
+        rollout."""
         return column[self.token_index].to(self.targets.device)
 
     @cached_property
     def pairs(self) -> tuple[Tensor, Tensor, Tensor] | None:
-        """The P pairs for a loss that compares two replies; None for other losses. The result is the indices of the
-        chosen rows [P] int64 and of the rejected rows [P] int64, and the weights of the pairs [P] float64.
+        """The P pairs for a loss that compares two replies, as (chosen rows, rejected rows, weights of the pairs). The
+        chosen and rejected rows are indices [P] int64; the weights are [P] float64. None for other losses.
         """
         if self.columns.pair_weights is None:
             return None
@@ -164,8 +166,8 @@ class MicroBatch:
         return self
 
     def column(self, name: str) -> Tensor:
-        """A numeric column of the table, for example one of your own (see `sample.COLUMNS`). The result is [R] if the
-        column has a value for each token, or [n] if it has a value for each sample.
+        """A numeric column of the table, for example a column that you added (see `sample.COLUMNS`). The result is [R]
+        if the column has a value for each token, or [n] if it has a value for each sample.
 
         Raises:
             ValueError: the table does not have the column.
@@ -196,8 +198,8 @@ class Nodes:
 
     @classmethod
     def of_rows(cls, lengths: np.ndarray, shared: np.ndarray) -> tuple[Nodes, np.ndarray]:
-        """The nodes of sorted rows, and the last node of each row [n]. ``lengths``: [n] tokens of each row. ``shared``:
-        [n] tokens that each row shares with the row before it.
+        """The nodes of sorted rows, and the last node of each row [n]. ``lengths``: [n], the number of tokens of each
+        row. ``shared``: [n], the number of tokens that each row shares with the row before it.
         """
         begins = np.concatenate([[0], np.cumsum(lengths - shared)])
         padded = np.append(shared, 0)
@@ -250,10 +252,10 @@ class Bucket:
     """Blocks of queries and their keys, for one call of a CPU kernel. The blocks have similar sizes, and are padded to
     the largest block.
 
-    ``count``: the number of blocks. ``queries``: [count · longest], the positions of the queries; padding repeats one
-    of these positions. ``real``: [m], the indices of the m entries of ``queries`` that are not padding. ``rows``: [m],
-    the positions in these entries. ``keys``: [count · longest], the positions of the keys; padding repeats one of these
-    positions. ``hidden``: [count, 1, 1, longest] bool, True for keys that are padding; None if there is no padding.
+    ``count``: the number of blocks. ``queries``: [count · longest], the positions of the queries; padding repeats a
+    block's first position. ``real``: [m], the indices of the m entries of ``queries`` that are not padding. ``rows``:
+    [m], ``queries`` without the padding. ``keys``: [count · longest], the positions of the keys, padded like
+    ``queries``. ``hidden``: [count, 1, 1, longest] bool, True for keys that are padding; None if there is no padding.
     """
 
     count: int
@@ -269,8 +271,8 @@ class Blocks:
     """Blocks of queries and their keys, one block after the other, for one call of a GPU kernel.
 
     ``queries``, ``keys``: the positions of the queries and keys of all blocks. ``cu_queries``, ``cu_keys``: [blocks +
-    1] int32, the start of each block, and the end of the last block. ``longest``: the largest number of queries and of
-    keys in a block.
+    1] int32, the start of each block, and the end of the last block. ``longest``: the largest number of queries in a
+    block, and the largest number of keys.
     """
 
     queries: Tensor
@@ -287,8 +289,8 @@ class LevelPart:
 
     ``count``: the number of nodes. ``positions``: [count · longest], the positions of the nodes' tokens, T for padding.
     ``real``: [m], the indices of the m entries of ``positions`` that are not padding; None if there is no padding.
-    ``parents``: [count], the index of each node's parent in the level above, counted over all parts of that level; None
-    in the first level.
+    ``parents``: [count], the index of each node's parent among the nodes of the level above, in the order of that
+    level's parts; None in the first level.
     """
 
     count: int
@@ -358,7 +360,8 @@ class PackedSequences:
         return [self._blocks(*self._below(nodes)) for nodes in self.shared]
 
     def window(self, size: int | None) -> Window:
-        """The `Window` for an attention window of ``size`` tokens; None: a window that includes whole rows."""
+        """The `Window` for an attention window of ``size`` tokens. If ``size`` is None, the window includes whole
+        rows."""
         if size not in self._windows:
             self._windows[size] = Window(self, size)
         return self._windows[size]
@@ -389,11 +392,12 @@ class PackedSequences:
         return torch.cat([x.positions if x.real is None else x.positions[x.real] for x in parts]).argsort()
 
     def with_tokens_before(self, count: int) -> tuple[Tensor, Tensor]:
-        """The inputs and outputs of a convolution over a token and the ``count`` tokens before it on its path.
+        """The inputs of a convolution over each token and the ``count`` tokens before it on its path.
 
-        Returns the positions of the inputs: node by node, the ``count`` tokens before the node and the tokens of the
-        node. If there are fewer tokens before the node, the missing positions are T. Also returns [T]: for each token,
-        the index of its first input. A token has ``count`` + 1 consecutive inputs, and is itself the last of them.
+        Returns two results. (1) The positions of the inputs, node by node: the ``count`` tokens before the node, then
+        the node's own tokens. T stands for a token that is missing before the start of the row. (2) [T], the index of
+        each token's first input. The ``count`` + 1 inputs of a token are consecutive, and the token is the last of
+        them.
         """
         if count not in self._before:
             window, sizes = self.window(count + 1), self.sizes + count
@@ -423,8 +427,8 @@ class PackedSequences:
 
 
 class Window:
-    """The queries and keys of attention with a window of ``size`` tokens. The queries are the nodes. The keys of a node
-    are the tokens of its path that are in the window of its first token, and its own tokens.
+    """The queries and keys of attention with a window of ``size`` tokens. Each node is one block of queries. Its keys
+    are its own tokens, and the earlier tokens of its path that are in the window of its first token.
 
     ``reach``: [nodes], for each node, the number of its keys that come before its first token. ``keys``: the positions
     of all keys, node by node.
@@ -498,8 +502,8 @@ def _groups(queries: np.ndarray, keys: np.ndarray, call: int = CALL) -> list[np.
     """Group blocks by size. Returns the indices of the blocks of each group.
 
     ``queries``, ``keys``: the number of queries and of keys of each block. All blocks of a group will be padded to the
-    size of its largest block. A block is added to a group if the padding of the whole group then takes less time than
-    one more ``call`` plus a tenth of the group's work.
+    size of its largest block. A block joins a group if the group's padding then takes at most the time of one ``call``
+    plus a tenth of the group's work.
     """
     groups: list[list[int]] = []
     longest = widest = work = 0

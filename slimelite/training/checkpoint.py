@@ -107,8 +107,8 @@ def save_parts(directory: Path, parts: Mapping[str, Snapshot], group: dist.Proce
 
 
 def save_and_tell(directory: Path, parts: Mapping[str, Snapshot], group: dist.ProcessGroup) -> None:
-    """Call `save_parts`, then write its checksums or its error to a file. `cluster.saving.Saving` waits for this
-    file."""
+    """Call `save_parts`, then write the checksums that it returns, or its error, to a file. `cluster.saving.Saving`
+    waits for this file."""
     file = part_file(directory, dist.get_rank())
     try:
         result: dict[str, object] = {"checksums": save_parts(directory, parts, group)}
@@ -142,8 +142,8 @@ def load(
 
     With ``--no-load-optim``, the optimizer state is not loaded. With ``--no-load-rng``, the random states are not
     loaded. With ``weights_only`` or ``--finetune``, neither optimizer state nor random states are loaded, and a new
-    learning-rate schedule starts. Otherwise the saved schedule continues, and a warning names the flags of this run
-    that differ from it. With ``--override-lr-scheduler``, this run's schedule is used.
+    learning-rate schedule starts. With ``--override-lr-scheduler``, this run's schedule continues from the saved step.
+    Otherwise the saved schedule continues, and a warning names the flags of this run that differ from it.
 
     Raises:
         ValueError: the checkpoint is missing or damaged, belongs to another model or optimizer, or does not contain

@@ -1,8 +1,7 @@
 """Data that the loss needs for each response token of a rollout: masks, log-probs, advantages, weights.
 
 Every rank has the columns of the whole rollout (a few bytes for each token). So all ranks compute the same whitened
-advantages, and find the same rows without a gradient. Advantages and these rows are determined before rows are
-distributed to ranks.
+advantages, and agree on the rows that have no gradient. This happens before rows are distributed to ranks.
 """
 
 from __future__ import annotations
@@ -49,14 +48,15 @@ class TokenColumns:
     each token. ``rollout_log_probs``: the engine's log-probs; NaN for tokens without them. ``weights``: the weight of
     each token in the loss of its optimizer step. ``pg_weights``: the weight of each token in the policy loss.
     ``pair_weights``: [n], the result of `pair_weights`; None if the loss does not compare pairs. ``of_tokens``: whether
-    a token's advantage may differ from its row's advantage in the table. ``returns``: the estimator's returns before
-    distillation and whitening, which a critic learns. ``loss_weights``: see `sample.COLUMNS`. ``mismatch_kl``: the KL
-    for the current optimizer step, see `supervised.kto_loss`.
+    a token's advantage may differ from its row's advantage in the table. ``returns``: the returns that a critic learns:
+    those of the estimator, before distillation and whitening. ``loss_weights``: see `sample.COLUMNS`. ``mismatch_kl``:
+    the KL for the current optimizer step, see `supervised.kto_loss`.
 
-    Forward passes fill the other columns, with the weights before the rollout's first step. These columns are NaN for
-    tokens that were not computed. ``old``, ``entropy``: log-probs and entropies of the policy. ``ref``, ``teacher``:
-    log-probs of the reference model and of the teacher. ``values``: the critic's values. ``other_log_probs``,
-    ``other_entropy``: log-probs and entropies of the policy, in rows that only `token_stats` reads.
+    Forward passes fill the other columns. They use the weights from before the rollout's first optimizer step. These
+    columns are NaN for tokens that were not computed. ``old``, ``entropy``: log-probs and entropies of the policy.
+    ``ref``, ``teacher``: log-probs of the reference model and of the teacher. ``values``: the critic's values.
+    ``other_log_probs``, ``other_entropy``: log-probs and entropies of the policy, in rows that only `token_stats`
+    reads.
     """
 
     table: SampleTable
@@ -130,10 +130,10 @@ class TokenColumns:
     def normalize_correction(self, args: CorrectionArgs) -> None:
         """``--mis-batch-normalize``: divide policy-loss weights by the mean correction weight of their optimizer step.
 
-        The mean is computed as in slime. If the mode ``mask`` gives a token the weight 0, the mean uses the token's
-        ratio instead of this weight. If a rejection or a veto drops a token, the mean still includes the token's
-        weight. At the levels ``sequence`` and ``geometric``, the mean includes each response with a trained token once.
-        The column ``old`` must be filled for every trained row.
+        The mean is computed as in slime. A token to which the mode ``mask`` gives the weight 0 enters the mean with its
+        ratio. A token that a rejection or a veto drops still enters with its weight. At the levels ``sequence`` and
+        ``geometric``, the mean is over responses with a trained token, not over tokens. The column ``old`` must be
+        filled for every trained row.
         """
         tokens = (self.old, self.rollout_log_probs, self.mask, self.segments, len(self.table))
         level, upper, lower = args.mis_level, args.mis_upper_bound, args.mis_lower_bound
@@ -155,10 +155,10 @@ class TokenColumns:
     def spread_advantages(self, args: DistillationArgs) -> None:
         """Set the advantage of every token.
 
-        `RolloutManager` has compared the rollouts of each group, and has set an advantage for each row. From it, the
-        estimator of ``--advantage-estimator`` (docs/algorithms.md) computes an advantage for each token. If
-        ``--custom-advantage-function-path`` is set, the plugin's function ``fn(args, table, columns)`` sets
-        ``columns.advantages`` instead. With a critic, the function also sets ``columns.returns``.
+        `RolloutManager` has compared the rollouts of each group, and has set an advantage for each row. From this
+        advantage, the estimator of ``--advantage-estimator`` (docs/algorithms.md) computes an advantage for each token.
+        If ``--custom-advantage-function-path`` is set, the plugin's function ``fn(args, table, columns)`` sets
+        ``columns.advantages`` instead. With a critic, the plugin's function also sets ``columns.returns``.
 
         Raises:
             ValueError: an advantage or return of a trained token is not finite.
@@ -232,8 +232,8 @@ class TokenColumns:
     def rows_with_gradient(self, args: AlgorithmArgs) -> np.ndarray:
         """[n] bool: the rows whose loss can have a gradient. Other rows do not need a forward pass.
 
-        A fully masked row has no gradient. With a policy loss without KL and entropy terms, a row whose advantages are
-        all 0 has no gradient either.
+        A fully masked row has no gradient. If the loss is a policy loss without KL and entropy terms, a row whose
+        advantages are all 0 has no gradient either.
         """
         counts = self.mask
         only_advantages = args.job.loss == "policy" and not args.entropy_coef
@@ -289,10 +289,10 @@ class TokenColumns:
             flags = " and ".join(f"--rollout-{name.replace('_', '-')}" for name in truncated)
             self._refuse(
                 torch.from_numpy(counts == 0),
-                f"tokens without the ids that {flags} kept, which are needed to renormalise log-probs: a generate "
-                "function must set return_sampling_mask in the body of /generate, and pass the answer's meta_info "
-                "to sample.append_response_tokens; or add --allow-truncated-sampling, to accept log-probs over the "
-                "whole vocabulary",
+                f"tokens whose kept ids are missing; with {flags}, these ids are needed to renormalise log-probs. A "
+                "generate function must set return_sampling_mask in the body of /generate, and pass the answer's "
+                "meta_info to sample.append_response_tokens; or add --allow-truncated-sampling, to accept log-probs "
+                "over the whole vocabulary",
             )
         if table.kept_ids is None or not len(table.kept_ids):
             return
@@ -308,8 +308,8 @@ class TokenColumns:
         """The metrics ``rollout/*``, one for each column. A column is first averaged over the trained tokens of each
         row. The metric is the mean of these row means, without those that are NaN.
 
-        If the policy's log-probs of any row in ``computed`` [n] bool are unknown, the metrics of these log-probs are
-        left out.
+        ``computed``: [n] bool, the rows that the optimizer steps compute. If the policy's log-probs of one of these
+        rows are unknown, the metrics of these log-probs are left out.
         """
         columns = {
             "returns": self.returns,
@@ -380,13 +380,12 @@ class TokenColumns:
 def passes(
     args: Args, columns: TokenColumns, computed: np.ndarray | None = None, *, checked: bool = False
 ) -> dict[str, np.ndarray]:
-    """The rows that need a separate forward pass before the first optimizer step, by the pass's name in ``PASSES``.
+    """Name of a pass in ``PASSES`` -> the rows that need this separate forward pass before the first optimizer step.
 
     Args:
-        computed: [n] bool, the rows that the steps will compute. It is None before the advantages are known, because
-            the advantages determine these rows. If it is None, the result has the passes that advantages and reference
-            terms need.
-        checked: whether --ci-test checks this rollout, which needs the log-probs of a separate pass.
+        computed: [n] bool, the rows that the steps will compute. They depend on the advantages. None: the advantages
+            are not known yet; the result has the passes that advantages and reference terms need.
+        checked: whether --ci-test checks this rollout. The check needs the log-probs of a separate pass.
     """
     table = columns.table
     if computed is None:
@@ -414,11 +413,10 @@ def passes(
 def pass_begins(args: CorrectionArgs, num_steps: int, checked: bool) -> int | None:
     """The first step whose rows need a separate pass for the old log-probs; None: no step needs such a pass.
 
-    Old log-probs are computed with the weights before the rollout's first optimizer step. In the first step the weights
-    have not changed yet, so its training pass also computes the old log-probs, and all ratios are exactly 1. A separate
-    pass would give log-probs that differ by rounding, because its micro-batches differ. With --use-rollout-logprobs and
-    without a correction, later steps do not need old log-probs either, because only the first step measures the
-    mismatch.
+    Old log-probs are computed with the weights from before the rollout's first optimizer step. The first step still has
+    these weights. So its training pass also computes the old log-probs, and all ratios are exactly 1. (In a separate
+    pass, other micro-batches would cause other rounding errors.) Later steps need a separate pass, except with
+    --use-rollout-logprobs and no correction: old log-probs then only measure the mismatch, and only in the first step.
     """
     if not args.job.sampled:
         return None
@@ -445,10 +443,10 @@ def reducer_weights(args: AlgorithmArgs, columns: TokenColumns) -> Tensor:
         fn(total_lengths, response_lengths, loss_masks, calculate_per_token_loss) -> (losses [tokens] -> 0-d tensor)
 
     slime calls the plugin for each micro-batch, and adds the results of the reducers. Then slime divides the sum by the
-    number of rollouts of the step, or with ``--calculate-per-token-loss`` by the number of trained tokens. slimelite
-    calls the plugin once with all responses of the step, so the reducer may divide by totals of the whole step.
-    slimelite divides the reducer's result by the same number as slime. The reducer must compute a weighted sum of the
-    losses, because its derivative with respect to a token's loss is used as the weight of the token.
+    number of the step's rollouts (with ``--calculate-per-token-loss``: of its trained tokens). slimelite divides by the
+    same number, but calls the plugin once with all responses of the step. So the reducer may divide by totals of the
+    whole step. The reducer must compute a weighted sum of the losses: its derivative with respect to a token's loss
+    becomes the weight of the token.
 
     Raises:
         ValueError: the reducer's result is not a finite weighted sum of the losses.
@@ -485,8 +483,8 @@ def _derivative(reduce: Callable[[Tensor], Tensor], size: int, path: str) -> Ten
 
 
 def pair_weights(table: SampleTable, steps: list[np.ndarray], loss: str) -> np.ndarray:
-    """[n] the weight of each row's pair: 1 / number of pairs in its optimizer step. Pairs that are not trained on are
-    counted too.
+    """[n] the weight of each row's pair: 1 / number of pairs in its optimizer step. This number includes pairs that are
+    not trained on.
 
     A pair is the two rows of a unit. The row with the higher reward is the chosen row.
 
@@ -514,8 +512,8 @@ def pair_weights(table: SampleTable, steps: list[np.ndarray], loss: str) -> np.n
 
 
 def pairs_of(table: SampleTable, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The indices into ``rows`` of the chosen row and the rejected row of each of P pairs: two arrays [P] int64, in the
-    order of the pairs' ``unit_id``. The row with the higher reward is the chosen row.
+    """The chosen rows and the rejected rows of P pairs: two arrays [P] int64 of indices into ``rows``, in the order of
+    ``unit_id``. The row with the higher reward is the chosen row.
     """
     order = np.lexsort((-table.reward[rows], table.unit_id[rows]))
     return order[0::2], order[1::2]

@@ -59,7 +59,7 @@ class Learner(Generic[Model]):
         world: this rank, and facts about all ranks.
         model: the model to train, already sharded.
         prefix: the prefix of the metrics' names.
-        lr_flags: fields of the learning-rate schedule -> flags, see `LrSchedule.differences`.
+        lr_flags: field of the learning-rate schedule -> its flag, see `LrSchedule.differences`.
 
     ``run_steps``: the number of optimizer steps of the run, after which the schedule ends.
     """
@@ -77,7 +77,7 @@ class Learner(Generic[Model]):
 
     @contextmanager
     def weights(self) -> Iterator[Model]:
-        """A context in which the weights are on the device. For a model in training, they always are there."""
+        """A context in which the weights are on the device. The weights of a model in training are always there."""
         yield self.model
 
     def accumulate(self, columns: TokenColumns, step: Step, share: Callable[[MicroBatch], Tensor]) -> Tensor:
@@ -159,8 +159,8 @@ class MetricSums:
             self.add(name, *pair)
 
     def note(self, name: str, value: float) -> None:
-        """Record a number of the step that is equal on all ranks. As the metric over all steps, `means` returns the
-        number of the last step instead of a mean."""
+        """Record a number of the step that is equal on all ranks. Over all steps, `means` returns the last step's
+        number, not a mean."""
         self._notes[self.step][name] = value
 
     def means(self) -> tuple[dict[str, float], list[dict[str, float]]]:
@@ -204,7 +204,7 @@ def _means(sums: Sums) -> dict[str, float]:
 
 class Scores:
     """Collects a model's results for each response token of a table: log-prob and entropy, or value. `add` collects the
-    results of micro-batches, and `gather` those of all ranks.
+    results of a micro-batch, and `gather` joins the results of all ranks.
 
     The results stay on their device until `gather` is called, so adding results never waits for a GPU. ``parts``: the
     results that `add` has collected.
@@ -252,8 +252,7 @@ def table_scores(
 class PassTimer:
     """Measures the seconds and the floating-point operations of the passes of a rollout, by name.
 
-    ``worker``: the name of this worker in the trace. ``around``: a function that returns, for the name of a pass, a
-    context in which the pass runs.
+    ``worker``: the name of this worker in the trace. ``around``: name of a pass -> the context in which the pass runs.
     """
 
     def __init__(self, worker: str) -> None:
@@ -296,10 +295,10 @@ class PassTimer:
     def metrics(self, ranks: int, rate: float | None = None) -> dict[str, float]:
         """The metrics of all passes. Every pass has ``perf/{name}_time``.
 
-        If operations were counted, there is also ``perf/{name}_tflops`` of one rank. If ``rate``, the peak operations
-        per second of the rank's device, is given, there is also ``perf/{name}_mfu``. For training there are also
-        ``perf/actor_train_flops``, the operations of all ranks, and ``perf/computed_tokens_ratio``, the computed tokens
-        divided by the tokens of all rows.
+        If operations were counted, a pass also has ``perf/{name}_tflops`` (of one rank) and, with ``rate``,
+        ``perf/{name}_mfu``. ``rate``: the peak operations per second of a rank's device. Training also has
+        ``perf/actor_train_flops`` (the operations of all ranks) and ``perf/computed_tokens_ratio`` (the computed tokens
+        divided by the tokens of all rows).
         """
         metrics = {}
         for name, seconds in self._seconds.items():

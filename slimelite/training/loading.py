@@ -144,7 +144,7 @@ def build_model(
 
 
 def _folder(path: str, world: World) -> str:
-    """``path``, or for a name on the hub, the folder of its files if every rank has them."""
+    """If ``path`` is a name on the hub, and every rank has its files: their folder. Otherwise ``path``."""
     if Path(path).is_dir():
         return path
     folder = hub_folder(path)
@@ -171,8 +171,8 @@ def _has_sources(hf: PreTrainedModel, path: str, *, new_head: bool) -> bool:
 
 
 def loading_minutes(args: Args) -> float:
-    """The time in minutes after which a rank stops waiting for another rank that loads models. It is long enough to
-    read the files from a slow disk."""
+    """How many minutes a rank waits for another rank that loads models: long enough to read the files from a slow
+    disk."""
     paths = [path for _, path in _models(args)]
     if args.use_reference and args.hf_checkpoint is not None:
         paths.append(args.hf_checkpoint)

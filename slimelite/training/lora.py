@@ -73,8 +73,8 @@ class Adapter(nn.Module):
 
     @abstractmethod
     def merged(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """The sum of ``weight`` and the adapter's change of it, in fp32 or float64. ``a``, ``b``: the whole A and B,
-        not shards of them."""
+        """``weight`` plus the adapter's change, in fp32 or float64. ``a``, ``b``: the whole A and B, not shards of
+        them."""
 
 
 class LoraLinear(Adapter, FrozenLinear):
@@ -133,8 +133,8 @@ Weight = Tensor | Adapter | FrozenLinear
 
 
 def frozen(weight: Weight) -> Tensor:
-    """The parameter of the model, without the adapter. The result has the weight's shape, dtype and device. For a
-    weight in 4 bits, only the result's shape is that of the weight.
+    """The parameter of the model, without the adapter. The result has the weight's shape, dtype and device. (For a
+    weight in 4 bits, it has only the weight's shape.)
     """
     if isinstance(weight, FrozenLinear) and weight.is_quantized:
         return weight.outline
@@ -195,7 +195,8 @@ def add_adapters(hf: PreTrainedModel, args: LoraArgs, seed: int, device: str | N
 
 
 def quantize_frozen(hf: PreTrainedModel) -> None:
-    """Quantize the frozen linear layers of ``hf`` to 4 bits, with or without an adapter; see `check_quantizable`."""
+    """Quantize all frozen linear layers of ``hf`` to 4 bits, also layers without an adapter; see
+    `check_quantizable`."""
     for name, base in _quantizable(hf):
         module = base
         if not isinstance(module, FrozenLinear):
@@ -370,8 +371,8 @@ def peft_weights(hf: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def check_readable(hf: PreTrainedModel) -> None:
-    """Raise ValueError if peft would not find the adapters of ``hf`` in their file. When peft reads a file, it changes
-    the names, just as transformers changes the names of weights in an older format.
+    """Raise ValueError if peft would not find the adapters of ``hf`` in their file. When peft reads a file, it renames
+    the weights, just as transformers renames weights of an older format.
     """
     renamings = [change for change in get_model_conversion_mapping(hf) if isinstance(change, WeightRenaming)]
     for name, _ in adapters(hf):
@@ -384,10 +385,9 @@ def check_readable(hf: PreTrainedModel) -> None:
 
 
 def peft_config(hf: nn.Module, args: LoraArgs, base: str | None) -> dict[str, object]:
-    """The content of peft's ``adapter_config.json`` for the adapters of ``hf``. A module with an adapter is listed by
-    the last part of its name. If a module without an adapter has the same last part, the module with the adapter is
-    listed by its whole name. In a mixture of experts, modules of `TAKEN_FOR_EXPERTS` are listed under target_parameters
-    instead.
+    """The content of peft's ``adapter_config.json`` for the adapters of ``hf``. It lists a module with an adapter by
+    the last part of its name, or by its whole name if a module without an adapter has the same last part. In a mixture
+    of experts, modules of `TAKEN_FOR_EXPERTS` are under target_parameters instead of target_modules.
     """
     adapted = {name for name, _ in adapters(hf)}
     ambiguous = {last_name(name) for name, _ in hf.named_modules() if name not in adapted}
@@ -411,8 +411,9 @@ def peft_config(hf: nn.Module, args: LoraArgs, base: str | None) -> dict[str, ob
 
 
 def adapter_format(hf: nn.Module, args: LoraArgs, base: str | None) -> AdapterFormat:
-    """The description of the adapters of ``hf`` for engines. Engines scale by alpha / rank, so ``lora_alpha`` includes
-    the scaling of ``--lora-type rslora``. Engines identify modules by the last part of their names.
+    """The description of the adapters of ``hf`` for engines. Engines always scale by ``lora_alpha`` / rank. With
+    ``--lora-type rslora``, ``lora_alpha`` is changed so that this gives the same scaling. Engines identify modules by
+    the last part of their names.
     """
     scaled = {"lora_alpha": args.lora_scaling * args.lora_rank, "use_rslora": False}
     modules = sorted({last_name(name) for name, _ in adapters(hf)})

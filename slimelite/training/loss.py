@@ -93,7 +93,7 @@ def _with_gradient(args: AlgorithmArgs, loss: Loss) -> Loss:
 
 
 def reads_entropy(args: AlgorithmArgs) -> bool:
-    """Whether the entropies need a gradient: with ``--entropy-coef``, or for a user's own loss, which may read them."""
+    """Whether the entropies need a gradient: ``--entropy-coef`` is set, or a user's own loss may read them."""
     return args.entropy_coef != 0 or args.loss.function is not None or args.loss_type == "custom_loss"
 
 
@@ -285,8 +285,8 @@ def check_first_step(
     ``initial``: the policy has its initial weights, so its KL to a reference from the same checkpoint is 0.
 
     Raises:
-        AssertionError: log-probs differ from ``batch.old``, a token was clipped, the log-probs of a reference from the
-            same checkpoint differ, its KL is not 0, or the log-probs of engine and trainer differ by more than
+        AssertionError: log-probs differ from ``batch.old``; a token was clipped; a reference from the same checkpoint
+            has other log-probs, or the KL to it is not 0; or the log-probs of engine and trainer differ by more than
             `engine_threshold`.
     """
     exact = world.compute_dtype == torch.float32

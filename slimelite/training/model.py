@@ -243,9 +243,10 @@ def _in_pass(sequences: PackedSequences, forward: Callable[..., Any], *args: Any
 
 
 class LanguageModel(nn.Module):
-    """A causal LM of transformers with its own `forward`, which applies the LM head too.
+    """A causal LM of transformers. The `forward` of this class replaces that of transformers, and applies the LM head
+    too.
 
-    FSDP's hooks on this module therefore also gather the head's weight, even if it is tied to the embedding.
+    So FSDP's hooks on this module also gather the head's weight, even if it is tied to the embedding.
     """
 
     def __init__(self, hf: PreTrainedModel) -> None:
@@ -398,8 +399,8 @@ class ForwardFlops:
     head, which is applied only at response positions. ``per_pair``: the operations of attention, for each pair of a
     token and a token that it attends to. Norms, activations and rotary embeddings are not counted, as is usual
     (arXiv:2001.08361, section 2.1). A backward pass has twice the operations of a forward pass. Recomputation is not
-    counted. ``frozen_per_token``, ``frozen_per_target``: the parts of ``per_token`` and ``per_target`` for frozen
-    weights, whose gradients are not computed.
+    counted. ``frozen_per_token``, ``frozen_per_target``: the parts of ``per_token`` and ``per_target`` that belong to
+    frozen weights. (The gradients of these weights are not computed.)
     """
 
     per_token: float
@@ -411,8 +412,7 @@ class ForwardFlops:
     @classmethod
     def of(cls, model: LanguageModel) -> ForwardFlops | None:
         """The operations of a dense model. The result is None for a mixture of experts, because a token uses only some
-        of the weights. The result is also None for BLT, because some parts of BLT process bytes, and other parts
-        process patches."""
+        of the weights. It is also None for BLT: some of its parts process bytes, and other parts process patches."""
         config = model.hf.config.get_text_config()
         if model_files.has_experts(model.hf) or not hasattr(config, "hidden_size"):
             return None
@@ -436,8 +436,8 @@ class ForwardFlops:
 
     def total(self, lengths: np.ndarray, targets: np.ndarray, shared: np.ndarray) -> float:
         """The operations for n rows with causal attention. ``lengths``: [n], the number of tokens of each row.
-        ``targets``: [n], the number of response tokens. ``shared``: [n], the number of tokens at the start of the row
-        that were computed for another row.
+        ``targets``: [n], the number of response tokens. ``shared``: [n], the length of each row's prefix that is
+        computed for another row.
         """
         ends, starts = lengths.astype(np.float64), shared.astype(np.float64)
         pairs = (ends * (ends + 1) - starts * (starts + 1)) / 2

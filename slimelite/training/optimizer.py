@@ -37,8 +37,8 @@ CRITIC_FLAGS = FLAGS | {"peak": "--critic-lr", "warmup_iters": "--critic-lr-warm
 class LrSchedule:
     """The learning rate of each optimizer step: first a warm-up, then one of Megatron's decay styles.
 
-    The fields are the values of the ``--lr-*`` flags, in optimizer steps. If ``decay_iters`` is None, the decay ends at
-    the last step of the run.
+    The fields are the values of the ``--lr-*`` flags; durations are in optimizer steps. If ``decay_iters`` is None, the
+    decay ends at the last step of the run.
     """
 
     style: str
@@ -67,7 +67,8 @@ class LrSchedule:
         )
 
     def differences(self, other: LrSchedule, flags: Mapping[str, str] = FLAGS) -> list[str]:
-        """The flags whose values differ from those of ``other``, such as "--lr 0.001 (not 0.005)"."""
+        """The flags that differ between this schedule and ``other``, with both values, such as "--lr 0.001 (not
+        0.005)"."""
         return [
             f"{flag} {getattr(self, name)} (not {getattr(other, name)})"
             for name, flag in flags.items()
@@ -78,7 +79,7 @@ class LrSchedule:
         """The learning rate of optimizer step ``step`` (the first is 0) in a run of ``run_steps`` steps.
 
         The last step of the warm-up has the peak learning rate. If warmup_init is 0, the first step has the learning
-        rate peak / warmup_iters. (In Megatron it has the learning rate 0.)
+        rate peak / warmup_iters. (In Megatron, the first step has the learning rate 0.)
         """
         total = run_steps if self.decay_iters is None else self.decay_iters
         warmup = self.warmup_iters
@@ -149,9 +150,9 @@ class Optimizers:
     def step(self, lr: float, peak: float, loss: Tensor) -> tuple[float, bool]:
         """Clip the gradients, update with learning rate ``lr``, and clear the gradients.
 
-        ``loss``: 0-d, the step's loss over all ranks. Not only the gradient must be finite but also the loss, because a
-        NaN loss may have a finite gradient. ``peak``: the peak learning rate of the schedule. After a resume, the peak
-        may differ from ``--lr``. The learning rate of Muon is ``--muon-lr`` times ``lr / peak``.
+        ``loss``: 0-d, the step's loss over all ranks. The loss must be finite too, because a NaN loss may have a finite
+        gradient. ``peak``: the peak learning rate of the schedule. After a resume, the peak may differ from ``--lr``.
+        The learning rate of Muon is ``--muon-lr`` times ``lr / peak``.
 
         Returns:
             the norm of the gradient before clipping, and whether the norm and the loss are finite. If the norm or the
@@ -210,11 +211,11 @@ class Muon(torch.optim.Optimizer):
     """Muon for 2-D parameters, plain or sharded by rows (kellerjordan.github.io/posts/muon). Newton-Schulz iterations
     orthogonalize the momentum of each matrix, and the result is the update.
 
-    `torch.optim.Muon` computes the same update, but one matrix at a time and in bf16. With `torch.optim.Muon`, every
-    rank gathers the shards in every iteration. In this class, matrices of equal shape are stacked and iterated
-    together, in the parameters' dtype, fp32. On a CPU fp32 is several times faster than bf16. The ranks that share a
-    model distribute the matrices among themselves. Each rank gathers some whole matrices, iterates them, and sends
-    every rank its rows of the result.
+    `torch.optim.Muon` computes the same update, but one matrix at a time, in bf16, and every rank gathers the shards in
+    every iteration. This class stacks matrices of equal shape, and computes their iterations together in fp32, the
+    parameters' dtype. (On a CPU fp32 is several times faster than bf16.) The ranks that share a model distribute the
+    matrices among themselves. Each rank gathers some whole matrices, computes their iterations, and sends every rank
+    its rows of the result.
 
     Args:
         params: 2-D parameters.

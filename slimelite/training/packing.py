@@ -2,9 +2,9 @@
 training.
 
 Some layers have a state that goes from token to token: linear attention, Mamba, convolutions. If the code of such a
-layer does not handle packing, the state of one packed sequence enters the next sequence. Such code also cannot reset
-the state to the end of a shared prefix before the next row with this prefix. In both cases there is no exception, but
-the log-probs are wrong.
+layer does not handle packing, the state of one packed sequence enters the next sequence. Shared prefixes fail too:
+every row must start from the state at the end of its prefix, and such code does not restore this state. In both cases
+there is no exception, but the log-probs are wrong.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ class Packing(IntEnum):
 
 
 def may_pack(config: PretrainedConfig, attention: str, *, pairs: bool = False) -> Packing:
-    """The best packing with which rows get the same log-probs as each row alone.
+    """The best packing that does not change log-probs: every row gets the log-probs that it gets alone.
 
     The result is cached, because the models of a run usually have the same config.
 
     Args:
-        attention: the transformers attention name that the model is trained with.
-        pairs: whether two rows, each padded, may share a forward pass if packing is not possible.
+        attention: transformers' name of the attention that the model is trained with.
+        pairs: whether two padded rows may share a forward pass if packing is not possible.
 
     Raises:
         NoSmallModel: a small copy of the model cannot be run.
@@ -120,9 +120,9 @@ def _small_model(config: PretrainedConfig) -> SmallModel:
 
 
 class SmallModel:
-    """A small copy of a model, some rows, and the correct log-probs of each row alone. transformers' own forward pass
-    computes these log-probs, with eager attention and in eval(). Of these rows, 2 and 3 share a prefix, and 0 and 4
-    have the same length.
+    """A small copy of a model, some rows, and the correct log-probs of each row. transformers' own forward pass
+    computes these log-probs, for one row at a time, with eager attention and in eval(). Rows 2 and 3 share a prefix,
+    and rows 0 and 4 have the same length.
     """
 
     @torch.no_grad()
@@ -147,8 +147,8 @@ class SmallModel:
 
     @torch.no_grad()
     def compare(self, attention: str, pairs: bool) -> tuple[Packing, str]:
-        """(packing, problem) with this attention: the best packing with correct log-probs, and a message if the
-        log-probs of unpacked rows are wrong, else ""."""
+        """Returns (packing, problem) for this attention. ``packing``: the best packing with correct log-probs.
+        ``problem``: a message if even unpacked rows get wrong log-probs, else ""."""
         try:
             policy = self._policy(attention)
             right = [packing for packing, rows in TESTS.items() if self._gap(policy, rows, packing) < TOLERANCE]

@@ -113,9 +113,9 @@ def shard_model(model: nn.Module, layers: Iterable[nn.Module], world: World, *, 
     """Shard ``layers`` and then the rest of ``model`` over the mesh, and move the model to the device.
 
     If a parameter has the attribute ``SOURCE``, each rank reads from the model's files only the rows of its own shard.
-    Rank 0 has the data of the other parameters, and scatters them. On other ranks, these parameters are on the meta
-    device. A single rank that computes in fp32 does not use FSDP, because it needs no scattering and no casts. FSDP
-    would copy every weight and gradient in each step (5 % of a step's time and 0.5 GB at 135M parameters on a CPU).
+    All other parameters are on the meta device, except on rank 0, which has their data and scatters it. A single rank
+    that computes in fp32 does not use FSDP, because it needs no scattering and no casts. FSDP would copy every weight
+    and gradient in each step (5 % of a step's time and 0.5 GB at 135M parameters on a CPU).
     """
     if world.ranks == 1 and world.compute_dtype == torch.float32:
         # the tensors may be memory-mapped from a file that another process may write to
@@ -187,8 +187,7 @@ def _scatter(model: nn.Module, full: dict[str, nn.Parameter], world: World, home
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the gathered parameters after passes without gradient. As a result, the next pass gathers the current
-    parameters."""
+    """Free the gathered parameters after passes without gradient. So the next pass gathers the current parameters."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

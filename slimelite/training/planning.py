@@ -1,15 +1,15 @@
 """Plans training: rows -> optimizer steps -> ranks -> micro-batches.
 
-The plan counts *tree tokens*, the tokens that are computed: a prefix that rows of a micro-batch share counts once. A
-*unit* is a set of rows that must stay together, usually a single row. If a unit has several rows, only the prefix of
-all its rows counts as shared. So the number of tree tokens that are really computed for a unit is at most the number in
-the plan.
+The plan counts *tree tokens*, the tokens that are computed. A prefix that several rows of a micro-batch share is
+computed once. A *unit* is a set of rows that must stay together, usually a single row. If a unit has several rows, only
+the prefix that all of them share counts as shared. So the plan may overestimate the tree tokens of a unit, but never
+underestimates them.
 
 Invariants (tests/training/test_planning.py tests each of them):
 
 1. Every row is in exactly one step. Rollouts are assigned to steps in the order of their first rows.
 2. A step has at least ``global_batch_size`` rollouts. Only the last step may have fewer (at least one). A step has more
-   rollouts only if it would otherwise split rows that belong together (invariant 3).
+   rollouts only to keep rows together that belong together (invariant 3).
 3. Rows with equal rollout id (siblings of a fan-out) or equal unit id (a preference pair) are in one step.
 4. Within a step, every computed row is in exactly one micro-batch of one rank. Rows with equal unit id are in the same
    micro-batch.
@@ -18,20 +18,20 @@ Invariants (tests/training/test_planning.py tests each of them):
    rows. A micro-batch has more rows only to keep a unit whole, and only the last micro-batch of a rank may have fewer
    rows.
 6. All ranks have the same number of micro-batches, at least one. A rank with fewer rows gets empty micro-batches.
-7. The tree tokens of two ranks differ by at most the tokens of the largest unit.
-8. Rows that share a prefix are in different micro-batches only because of invariant 5 or 7. With one rank, rows with at
-   most ``max_tokens`` tree tokens together are in one micro-batch.
+7. The numbers of tree tokens of any two ranks differ by at most the number of tokens of the largest unit.
+8. Rows that share a prefix are in different micro-batches only because of invariant 5 or 7. With one rank, they are in
+   one micro-batch if they have at most ``max_tokens`` tree tokens in total.
 9. The result depends only on the arguments. So every rank computes the same plan.
 
 The running time for n rows is proportional to n log n.
 
 To find shared prefixes, the rows are sorted by their token ids. The longest common prefix of two rows is then the
 shortest of the common prefixes of all neighbours between them. A prefix is shared up to a *branch*: a depth at which
-the token ids of rows begin to differ. Branches are chosen once for the whole table. Two branches of one path are at
-least ``SHORTEST`` tokens apart, because for a shorter node the additional kernel calls take longer than sharing its
-tokens saves. (Example: if three of eight answers begin with "The", this token is not shared: all eight rows separate at
-the end of the prompt.) Because branches are chosen for the whole table, the number of tokens that two rows share does
-not depend on their micro-batch. So the tokens of a micro-batch can be counted before it is built.
+the token ids of rows begin to differ. Two branches of one path are at least ``SHORTEST`` tokens apart: a shorter node
+would save less time than its additional kernel calls take. Example: three of eight answers begin with "The". This token
+is not shared: all eight rows separate at the end of the prompt. Branches are chosen once for the whole table. So the
+number of tokens that two rows share does not depend on their micro-batch, and the tokens of a micro-batch can be
+counted before it is built.
 """
 
 from __future__ import annotations
@@ -91,16 +91,16 @@ def deal(
     """Distribute ``rows`` to ranks, and pack each rank's share into micro-batches: [rank][micro-batch] -> rows.
 
     Units that share a prefix form a *clump*, and a clump goes to one rank. Clumps are distributed from the largest to
-    the smallest, each to the rank with the fewest tokens. Afterwards, units are moved from the end of a clump of the
-    rank with the most tokens to the rank with the fewest tokens. Such moves are repeated as long as they improve the
-    balance. Within a rank, a clump that is too large for a micro-batch is cut at its shortest shared prefixes. The
-    pieces are packed with the algorithm best-fit decreasing.
+    the smallest, each to the rank with the fewest tokens. Then ends of clumps are moved from the rank with the most
+    tokens to the rank with the fewest, as long as this improves the balance. Within a rank, a clump that is too large
+    for a micro-batch is cut at its shortest shared prefixes. The pieces are packed with the algorithm best-fit
+    decreasing.
 
     Args:
         rows: [n] int64 rows of ``table``.
         dp_size: number of ranks.
         limits: the largest size of a micro-batch.
-        shares: whether a prefix that rows share is in a micro-batch only once.
+        shares: whether a shared prefix is in a micro-batch only once.
     """
     units = _Units(table, rows, Prefixes.of(table, shares=shares))
     packed = [_pack(units, share, limits) for share in _level(_spread(units, dp_size), units)]
@@ -142,8 +142,8 @@ class _Units:
             self.responses = np.add.reduceat(self.responses, begins)[by_first]
 
     def shared(self, share: np.ndarray) -> np.ndarray:
-        """[m] the length of the prefix that each unit in ``share`` [m] shares with the unit before it. ``share`` is
-        ascending."""
+        """[m] for each of the units ``share`` [m], the length of the prefix that it has in common with the unit before
+        it. ``share`` is ascending."""
         tokens = np.zeros(len(share), np.int64)
         last = np.maximum(self._last[share[:-1]], self._last[share[1:]])
         tokens[1:] = self._prefixes.between(self._first[share[:-1]], last)
@@ -180,7 +180,7 @@ def _level(shares: list[np.ndarray], units: _Units) -> list[np.ndarray]:
     with the fewest.
 
     Each move reduces the larger number of tokens of the two ranks. If the two numbers differ by more than the tokens of
-    the last unit of a clump, a move is possible. So at the end they do not differ by more.
+    the last unit of a clump, a move is possible. So at the end they do not differ by more than that.
     """
     loads = [int((units.tokens[share] - units.shared(share)).sum()) for share in shares]
     while True:
@@ -314,8 +314,8 @@ class Prefixes:
         """Sort ``rows`` [m] by part and then by token ids. ``parts``: [m] int64, the part of each row, such as its
         micro-batch.
 
-        Returns an index [m] into ``rows``, and [m] int64: the number of tokens that each row shares with the row before
-        it in its part.
+        Returns the order [m], as indices into ``rows``. Also returns [m] int64: for each sorted row, the number of
+        tokens that it shares with the row before it in its part.
         """
         ranks = self.rank[rows]
         order = np.lexsort((ranks, parts))

@@ -1,4 +1,4 @@
-"""`--use-pytorch-profiler` and `--record-memory-history`: files about the time and the GPU memory that a rank uses."""
+"""Files about the time (`--use-pytorch-profiler`) and the GPU memory (`--record-memory-history`) that a rank uses."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class Profiler:
 
     @contextmanager
     def rollout(self, rollout_id: int) -> Iterator[None]:
-        """A context for the training on a rollout. The training is profiled if `--profile-rollouts`, or else
-        `--profile-step-start` and `--profile-step-end`, select this rollout."""
+        """A context for the training on a rollout. The training is profiled if `--profile-rollouts` selects this
+        rollout. Without this flag, `--profile-step-start` and `--profile-step-end` select rollouts."""
         args = self.args
         if args.use_pytorch_profiler and rollout_id in args.profiled_rollouts:
             self._rollout = rollout_id

@@ -1,14 +1,14 @@
 """Layers with a state that goes from token to token, such as Mamba, on a tree of shared prefixes.
 
-In transformers, linear attention, state-space layers and short convolutions treat their input as one sequence, from its
-first token on. If rows were packed one after the other, the second row would start from the first row's state, without
-an error. This file does not change the projections, norms and gates of these layers, which run over all tokens at once.
-It replaces the part that goes from token to token. The replacement runs level by level of the tree
+In transformers, linear attention, state-space layers and short convolutions treat their whole input as one sequence. If
+rows were packed one after the other, the second row would start from the first row's state, without an error. This file
+does not change the projections, norms and gates of these layers, which run over all tokens at once. It replaces the
+part that goes from token to token. The replacement computes one level of the tree after the other
 (`PackedSequences.levels`). The nodes of a level are a batch, and each node starts from the last state of its parent.
 
-For each kind of such a module, the table `KINDS` has the attributes by which it is recognized, and the function that
-replaces its part that goes from token to token. The name of the module does not matter. Before a run,
-`slimelite.training.packing` checks that the results equal those of transformers.
+The table `KINDS` lists the kinds of such modules: the attributes that identify a kind, and the function that makes the
+replacement. The name of the module does not matter. Before a run, `slimelite.training.packing` checks that the results
+equal those of transformers.
 """
 
 from __future__ import annotations
@@ -291,7 +291,7 @@ def _lightning_attention_forward(mixer: Any, hidden_states: Tensor, *_: object, 
 
 
 def stateless_kernel(module: nn.Module) -> str:
-    """The name of the kernel that computes this module on a GPU, if the kernel does not take a state; else ""."""
+    """The name of this module's GPU kernel if the kernel cannot start from a state, else ""."""
     one = any(all(hasattr(module, name) for name in names) for names in (MAMBA_1, MAMBA_1_OF_HEADS))
     return "selective_scan_fn of mamba-ssm" if one and _kernel_of(module, "selective_scan_fn") is not None else ""
 
@@ -313,8 +313,8 @@ class Kind:
     Args:
         name: the usual name of such layers.
         attributes: attributes that only modules of this kind have.
-        take_over: a function that replaces the part of a module that goes from token to token.
-        function: the name of a function that the module's forward method must also call; "": no such condition.
+        take_over: a function of a module; it replaces the part that goes from token to token.
+        function: the module's forward method must also call a function of this name; "": no such condition.
     """
 
     name: str

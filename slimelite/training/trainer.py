@@ -122,7 +122,7 @@ class Trainer(Learner[PolicyModel]):
             )
 
     def set_num_rollout(self, num_rollout: int) -> None:
-        """Set the number of rollouts of the run, after which the learning-rate schedules end."""
+        """Set the run's number of rollouts. The learning-rate schedules end after this number."""
         self.args = replace(self.args, num_rollout=num_rollout)
         steps, waits = self.args.num_steps_per_rollout, 0
         if self.critic is not None:
@@ -133,7 +133,7 @@ class Trainer(Learner[PolicyModel]):
     def train(self, rollout_id: int, table: SampleTable) -> dict[str, float]:
         """Train on a rollout: one optimizer step for every ``--global-batch-size`` rollouts of the table.
 
-        In the first ``--num-critic-only-steps`` rollouts, only the critic is trained, if there is one.
+        If there is a critic, only the critic is trained in the first ``--num-critic-only-steps`` rollouts.
 
         Returns:
             the metrics ``train/*`` (means over the steps), ``rollout/*`` and ``perf/*``, equal on every rank.
@@ -434,8 +434,8 @@ class Trainer(Learner[PolicyModel]):
         self.world.close()
 
     def _as_sampled(self, table: SampleTable) -> SampleTable:
-        """The table with the columns that log-probs need. If the responses come from a data set, it has no kept ids,
-        because then log-probs are over the whole vocabulary.
+        """The table with the columns that log-probs need. If the responses come from a data set, the result has no kept
+        ids, because log-probs are then over the whole vocabulary.
         """
         return table if self.args.job.sampled else table.without_kept()
 

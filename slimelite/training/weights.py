@@ -45,13 +45,13 @@ def buckets(
     filed: Filed = _as_it_is,
 ) -> Iterator[WeightBucket]:
     """Whole weights, flattened and joined into buckets (collective). A bucket is complete when it has at least ``size``
-    bytes. ``dtype``, ``device``: of the buckets; None: as in the weights. If ``dtype`` is None, weights of different
-    dtypes are in different buckets. ``memory``: the `HostMemory` with offloaded weights. ``filed``: a function that
-    returns the tensors of a weight, with their names in the bucket.
+    bytes. ``dtype``, ``device``: those of the buckets; None: those of the weights. If ``dtype`` is None, weights of
+    different dtypes are in different buckets. ``memory``: the `HostMemory` with offloaded weights. ``filed``: a
+    function that returns the tensors of a weight, with their names in the bucket.
 
     A tensor is never split, because the loaders of SGLang and vLLM take whole tensors. So the last tensor of a bucket
-    may exceed ``size``. If a tensor that does not fit into the rest of a bucket started a new bucket instead, the
-    larger matrices of a 32B model would be sent one by one, because each is slightly larger than half of 512 MiB.
+    may exceed ``size``. It must not start a new bucket instead: the larger matrices of a 32B model have slightly more
+    than half of 512 MiB, and each would be sent alone.
     """
     layout: list[list[tuple[str, Weight]]] = [[]]
     for name, weight in weights:
@@ -71,8 +71,8 @@ def shareable() -> Iterator[None]:
     """A context in which newly allocated GPU memory can be shared with another process through CUDA IPC.
 
     The context turns off expandable segments (``PYTORCH_CUDA_ALLOC_CONF``). To share such segments, a process needs
-    the system call pidfd_getfd, which containers forbid. Besides, torch 2.13 then reserves new virtual addresses for
-    every bucket (pytorch/pytorch#165685, #186213).
+    the system call pidfd_getfd, which containers forbid. With expandable segments, torch 2.13 also reserves new virtual
+    addresses for every bucket (pytorch/pytorch#165685, #186213).
     """
     settings = _allocator_settings()
     if "expandable_segments:True" not in settings.replace(" ", ""):
@@ -195,9 +195,9 @@ def save_hf(
     """Write the config, weights, tokenizer files and the model card, README.md (collective; rank 0 writes).
 
     ``tokenizer``: a folder or hub id whose tokenizer files are copied. ``describe``: a function that writes the model
-    card. ``adapter``: write only the adapters, with this config (see `peft_config`). ``dtype``: of the weights, see
-    `saved_dtype`; adapters are always fp32. ``chats``: include the chat template. Without a template, other programs
-    use the model to complete text.
+    card. ``adapter``: write only the adapters, with this config (see `peft_config`). ``dtype``: the dtype of the
+    weights, see `saved_dtype`; adapters are always fp32. ``chats``: include the chat template. Without a template,
+    other programs use the model to complete text.
     """
     named: Iterable[tuple[str, Weight]] = model.named_weights() if adapter is None else peft_weights(model.hf)
     dtype = dtype if adapter is None else torch.float32

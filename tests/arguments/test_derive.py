@@ -178,7 +178,7 @@ def test_only_train_and_only_rollout(make: Make) -> None:
 def test_batch_arithmetic_for_8_samples(make: Make, words: str, size: int, steps: int) -> None:
     args = make(words)
     assert (args.global_batch_size, args.num_steps_per_rollout) == (size, steps)
-    uneven = [n for n in args.notes if "averages its loss over them" in n]
+    uneven = [n for n in args.notes if "averages its loss over" in n]
     assert len(uneven) == (8 % size != 0)
 
 
@@ -186,13 +186,13 @@ def test_a_smaller_last_step_is_said(make: Make) -> None:
     (note,) = make("--global-batch-size 3").notes
     assert note == (
         "4 prompts x 2 responses = 8 samples: the last of 3 steps of each rollout has 2 samples instead of 3, and "
-        "averages its loss over them"
+        "averages its loss over 2"
     )
 
 
 def test_batch_sizes_that_contradict(problems: Problems) -> None:
     (problem,) = problems("--num-steps-per-rollout 3 --global-batch-size 4")
-    assert problem == "--num-steps-per-rollout 3: 4 prompts x 2 responses = 8 samples, in batches of 4, make 2 steps"
+    assert problem == "--num-steps-per-rollout 3: 4 prompts x 2 responses = 8 samples in batches of 4 make 2 steps"
     assert "make 4 steps" in problems("--num-steps-per-rollout 5")[0]
 
 
@@ -305,7 +305,7 @@ def test_dpo_counts_pairs_and_has_a_reference(make: Make) -> None:
     assert (args.use_reference, args.ref_load) == (True, "owner/model")
     assert (args.n_samples_per_prompt, args.num_steps_per_rollout) == (1, 3)
     assert args.notes == (
-        "5 pairs: the last of 3 steps of each rollout has 1 pairs instead of 2, and averages its loss over them",
+        "5 pairs: the last of 3 steps of each rollout has 1 pairs instead of 2, and averages its loss over 1",
     )
     assert {"--n-samples-per-prompt", "--kl-loss-type"} == set(dict(args.no_effect))
     assert make("--loss-type dpo_loss --ref-load other/model").ref_load == "other/model"

@@ -102,8 +102,8 @@ def test_a_lost_worker_is_one_line(error: RayError, says: str) -> None:
 @pytest.mark.parametrize(
     ("kills", "says", "kind"),
     [
-        (1, "was killed: in the last 30 s the kernel has killed a process of this machine because", MemoryShortage),
-        (2, "was killed: in the last 30 s the kernel has killed 2 processes of this machine because", MemoryShortage),
+        (1, "was killed: in the last 30 s the kernel has killed a process on this machine because", MemoryShortage),
+        (2, "was killed: in the last 30 s the kernel has killed 2 processes on this machine because", MemoryShortage),
         (0, "crashed, or somebody sent it SIGKILL. Full memory was not the reason: ", ClusterError),
     ],
 )

@@ -107,7 +107,7 @@ def test_a_tokenizer_is_loaded_without_torch_and_can_still_read_gguf_files(tmp_p
 
 
 def test_no_tokenizer_is_an_error_that_names_the_folder(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"which must be a folder with tokenizer\.json or a hub id"):
+    with pytest.raises(ValueError, match=r"which must be a folder with tokenizer\.json, or a hub id"):
         load_tokenizer(str(tmp_path))
 
 

@@ -109,8 +109,8 @@ def test_dry_run_report(run: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_curriculum_needs_levels(run: str) -> None:
     (problem,) = problems(f"{run} --curriculum-threshold 0.5 --launcher local")
     assert problem == (
-        "--curriculum-threshold: rows need a number as level in their metadata, such as those of --environment "
-        "'reasoning-gym:gcd?levels=3' have; one row has None"
+        "--curriculum-threshold: the metadata of each row needs a number as level, but one row has None; rows of "
+        "--environment 'reasoning-gym:gcd?levels=3', for example, have levels"
     )
 
 
@@ -191,7 +191,7 @@ def test_a_start_looks_at_the_first_rows_only(run: str) -> None:
         ),
         (
             "--save-hf out/{step}",
-            "--save-hf out/{step}: only {rollout_id} is replaced, here by 0 (KeyError: 'step')",
+            "--save-hf out/{step}: only {rollout_id} can be filled in, here with 0 (KeyError: 'step')",
         ),
         ("--save-hf out/{", "--save-hf out/{: only {rollout_id} is replaced"),
         (
@@ -600,8 +600,8 @@ def test_a_cache_smaller_than_prompt_and_response(run: str) -> None:
     assert problems(f"{run} --kv-cache-tokens {longest + 16}") == []
     cut, full = problems(f"{run} --kv-cache-tokens {longest + 15}")[0], problems(f"{run} --kv-cache-tokens 1")[0]
     assert cut == (
-        f"--kv-cache-tokens {longest + 15} would cut responses short: a prompt of {longest} tokens (--prompt-data), "
-        f"and with a response of 16 that makes {longest + 16}; raise --kv-cache-tokens, or lower "
+        f"--kv-cache-tokens {longest + 15} would cut responses short: a prompt of {longest} tokens (--prompt-data); "
+        f"with a response of 16, there are {longest + 16}; raise --kv-cache-tokens, or lower "
         "--rollout-max-response-len"
     )
     assert full == (

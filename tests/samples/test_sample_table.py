@@ -155,7 +155,7 @@ def test_kept_ids_stay_with_their_tokens(groups: list[list[Sample]], tmp_path: P
     assert SampleTable.from_samples(groups[1:]).kept_ids is None
     assert table.without_kept().select([0]).kept_ids is None
     sample.rollout_top_p_token_offsets = [0, 0, 0, 0, 3, 4, 4, 6, 5]
-    with pytest.raises(ValueError, match="must rise from 0 to the 6 ids"):
+    with pytest.raises(ValueError, match="must rise from 0 to 6, the number of ids"):
         sample.check_aligned()
     sample.rollout_top_p_token_offsets = [0, 6]
     with pytest.raises(ValueError, match="kept_counts has 1 entries but the response has 8"):

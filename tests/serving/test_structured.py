@@ -198,7 +198,7 @@ def test_constrained_tokens_are_left_out_of_the_loss_and_counted(folder: Path) -
             assert other.kept is not None
             assert (other.kept.counts > 0).all()
             assert all(t in ids for t, ids in zip(other.response_ids, other.kept.rows(), strict=True))
-            with pytest.raises(ValueError, match="presence_penalty: the distribution from which such tokens"):
+            with pytest.raises(ValueError, match="the request sets presence_penalty, so its tokens"):
                 await session.chat(ASK, None, replace(free, presence_penalty=1.0))
 
     run(scenario(False))

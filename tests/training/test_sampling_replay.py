@@ -172,7 +172,7 @@ def test_tokens_without_their_ids_are_refused_unless_it_is_insisted(model: Path)
     start = table.response_offsets[2]
     none = table.without_kept()
     with one_rank(tiny_args(model, rollout_top_p=0.9)) as trainer:
-        with pytest.raises(ValueError, match=r"samples \[0, 1, .* without the ids that --rollout-top-p kept"):
+        with pytest.raises(ValueError, match=r"samples \[0, 1, .* kept ids are missing; with --rollout-top-p, "):
             trainer.train(0, none)
         table.kept_ids[table.kept_offsets[2]] = WORDS - 1
         table.kept_ids[table.kept_offsets[2] : table.kept_offsets[2] + table.kept_counts[start]] = (

@@ -69,11 +69,11 @@ class SlabPart:
 class DecodePlan:
     """The plan of a decoding step. Each row of ``slabs``, in this order, has one token, at ``positions`` [T].
 
-    ``bases`` [T]: the number of tokens before the row's first token in its slab. The keys and values of these tokens
-    are read through ``sharing``. Each list in ``sharing`` has at most one entry for a row. Each prefix is multiplied
-    once with the queries of all its rows. A row's prefixes and its slab are the parts of its attention. Each part has
-    its own softmax, and the results are weighted by the softmax masses of the parts. The result differs from that of a
-    single softmax by a relative rounding error of about 1e-6 in fp32.
+    ``bases`` [T]: for each row, the number of tokens that come before its part of the slab. The keys and values of
+    these tokens are read through ``sharing``. Each list in ``sharing`` has at most one entry for a row. Each prefix is
+    multiplied once with the queries of all its rows. A row attends to several parts: its prefixes, and its part of the
+    slab. Each part has its own softmax, and the results are weighted by the softmax masses of the parts. The result
+    differs from that of a single softmax by a relative rounding error of about 1e-6 in fp32.
     """
 
     def __init__(
@@ -131,10 +131,10 @@ def _add_shared(
 
 @dataclass(slots=True)
 class Piece:
-    """``tokens`` that one prefill computes, from position ``done`` on.
+    """The tokens of one sequence that a prefill computes next. ``tokens`` begin at position ``done``.
 
-    ``kv``: the segment for the keys and values of the tokens from position ``start`` on. ``leaf``: the node of the
-    prefix tree that ends at ``start``.
+    ``kv``: the segment for the sequence's keys and values from position ``start`` on. ``leaf``: the node of the prefix
+    tree that ends at ``start``.
     """
 
     tokens: np.ndarray

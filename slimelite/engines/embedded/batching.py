@@ -55,7 +55,7 @@ class Batching(ABC):
         return {sequence.request.request_id for sequence in self._sequences()}
 
     def set_weight_version(self, version: int) -> None:
-        """Note that the weights have changed. All cached results are dropped, and new tokens get the weight version
+        """Record that the weights have changed. All cached results are dropped, and new tokens get the weight version
         ``version``."""
         self.release_cache()
         self.weight_version = version

@@ -78,7 +78,7 @@ def is_cut(cache: Any, width: int) -> bool:
 
 
 def token_bytes(cache: Any, tokens: int) -> tuple[int, int]:
-    """(bytes for each token, bytes for each row) of a cache of one row of ``tokens`` tokens."""
+    """(bytes for each token, bytes for each row), measured on ``cache``. ``cache`` has one row of ``tokens`` tokens."""
     sizes = [(name in COLUMNS, part.numel() * part.element_size()) for name, part in tensors(cache)]
     return sum(size for grows, size in sizes if grows) // tokens, sum(size for grows, size in sizes if not grows)
 

@@ -1,7 +1,7 @@
 """Grammars for responses. llguidance computes which tokens may come next in each row.
 
 A grammar applies from the first token on, or after a given text, such as the end of the thinking. A structural tag
-applies from each of its triggers to the end of the structure that the model chose. All other text is free.
+applies after each of its triggers, up to the end of the structure that the model chose. All other text is free.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ class Grammars:
         return spellings
 
     def spell(self, matcher: LLMatcher, allowed: np.ndarray) -> None:
-        """If ``allowed`` has a special token that the matcher refuses, allow instead the tokens that begin the required
-        text.
+        """If ``allowed`` has a special token that the matcher refuses, allow only the tokens with which the required
+        text can begin.
 
         llguidance splits the required text like the tokenizer, which may produce a special token. llguidance then
         refuses this token, because a special token is not text.
@@ -168,9 +168,9 @@ class Held:
     """The position of a response in its grammar.
 
     Args:
-        written: trigger -> the grammar that applies after the response contains this trigger, as (kind, the grammar's
-            source). An empty trigger means that the grammar applies from the beginning.
-        repeats: if True, the response is free after the end of the grammar, until one of these texts comes again. If
+        written: trigger -> (kind, source) of the grammar that applies after this trigger. An empty trigger means that
+            the grammar applies from the beginning.
+        repeats: if True, the response is free after the end of the grammar, until one of the triggers comes again. If
             False, the response ends where the grammar ends.
     """
 
@@ -184,7 +184,7 @@ class Held:
 
     @property
     def end_ids(self) -> Sequence[int]:
-        """The tokens that end a response, as llguidance has them."""
+        """The tokens that end a response, according to llguidance."""
         return self._grammars.end_ids
 
     @property

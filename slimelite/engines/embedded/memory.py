@@ -108,10 +108,9 @@ class KVMemory:
     """All keys and values. Rows are admitted and prefixes are cached only while they have at most ``tokens`` tokens in
     total.
 
-    Two things may exceed this limit: a prefix that other rows still read after the row that computed the prefix has
-    ended, and the place of a row that is the only row. So the memory can exceed ``tokens`` by about one prompt.
-    ``slabs``: the slabs, by length. ``slab_tokens``, ``segment_tokens``: the total size of all slabs and of all
-    segments [tokens].
+    Two things may exceed this limit: (1) a prefix whose row has ended, while other rows still read it; (2) the place of
+    a row that is the only row. So the memory can exceed ``tokens`` by about one prompt. ``slabs``: the slabs, by
+    length. ``slab_tokens``, ``segment_tokens``: the total size of all slabs and of all segments [tokens].
     """
 
     def __init__(self, shape: DecoderShape, tokens: int, device: torch.device, dtype: torch.dtype) -> None:

@@ -44,7 +44,8 @@ def not_fast(config: PretrainedConfig) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MixtureShape:
-    """Each layer in ``layers`` has ``count`` experts of width ``size``. A token uses only ``each`` experts of a layer.
+    """Each layer in ``layers`` has ``count`` experts of width ``size``. ``each``: how many experts of a layer a token
+    uses.
 
     ``norm``: whether the weights of a token's experts are divided by their sum.
     """
@@ -178,7 +179,7 @@ class Mixture:
     weights of all experts.
 
     Tokens are sorted by expert. If experts are large enough for packed copies, each expert multiplies its own tokens.
-    Otherwise one grouped product computes all experts, because it is as fast.
+    Otherwise one grouped product computes all experts, because it is then as fast.
     """
 
     def __init__(self, shape: MixtureShape, router: Linear, gate_up: torch.Tensor, down: torch.Tensor) -> None:

@@ -31,8 +31,8 @@ class Passes:
         self._gives_cache = bool(self._keepers)
 
     def whole(self, ids: Tensor, last: int = 0) -> Tensor:
-        """[n, tokens, vocab] logits of ``ids`` [n, tokens]. ``last``: return only the logits of the ``last`` last
-        tokens; 0: of all tokens."""
+        """[n, tokens, vocab] logits of ``ids`` [n, tokens]. ``last``: how many tokens at the end of a row get logits;
+        0: all tokens."""
         options = {"logits_to_keep": last} if "logits_to_keep" in self._takes else {}
         logits: Tensor = self.model(input_ids=ids, use_cache=False, **options).logits
         return logits[:, -last:].float()

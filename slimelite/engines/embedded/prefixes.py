@@ -84,7 +84,8 @@ class PrefixTree:
         return node
 
     def add(self, tokens: np.ndarray, kv: torch.Tensor, start: int, node: Node) -> Node:
-        """Cache all ``tokens``. The nodes up to ``node`` already have the first of these tokens. Returns the last node.
+        """Cache all ``tokens``. The nodes up to ``node`` already contain the beginning of ``tokens``. Returns the last
+        node.
 
         ``kv``: a segment with the keys and values of ``tokens[start:]``. The tree copies the keys and values that it
         does not have yet.

@@ -36,8 +36,8 @@ class Fill:
     """An unfinished prefill. ``kv`` has room for the keys and values of tokens [start, end). The keys and values before
     position ``done`` are computed.
 
-    ``ended``: whether the prefill is finished, or the request of the prefill has ended. ``step``: the scheduler's step
-    that computed the last token of the prefill.
+    ``ended``: True if the prefill is finished, or if its request has ended. ``step``: the scheduler's step that
+    computed the last token of the prefill.
     """
 
     __slots__ = ("done", "end", "ended", "key", "kv", "start", "step")
@@ -56,8 +56,8 @@ class Running:
     generated token was drawn from, if the request asks for them. ``versions``: (index of a generated token, weight
     version from that token on). ``leaf``: the last node of the request's prefix in the prefix tree. ``fill``: the
     request's prefill. ``behind``: the prefill of another request that begins with the same tokens; this request waits
-    for that prefill. ``place``: where the keys and values of the tokens from ``place.base`` on are. The keys and values
-    of earlier tokens are in nodes of the prefix tree.
+    for that prefill. ``place``: the place of the keys and values from token ``place.base`` on. The keys and values of
+    earlier tokens are in nodes of the prefix tree.
     """
 
     request: GenerateRequest

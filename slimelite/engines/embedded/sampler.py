@@ -71,7 +71,7 @@ class SamplingBatch:
 
     ``temperature``: [n, 1]. ``greedy``: [n] bool. ``truncated``: indices [m] of rows with top-p, top-k or min-p.
     ``top_p``, ``top_k`` and ``min_p`` [m, 1] are the values of these rows. ``tells``: [n] bool, whether a row returns
-    the ids that remained.
+    the ids that were not excluded.
     """
 
     temperature: torch.Tensor | None
@@ -121,13 +121,13 @@ def sample(
     Args:
         logits: [n, vocab] fp32; overwritten.
         uniform: [n] float64 in (0, 1).
-        changed: (rows [m], logits [m, vocab]). These rows draw from these logits, which are -inf for forbidden tokens.
+        changed: (rows [m], logits [m, vocab]). These rows draw from these logits instead; forbidden tokens have -inf.
             Overwritten.
 
     Returns:
-        Tokens [n] int64. The log-probs [n] fp32 of these tokens under softmax(logits / temperature), before changes and
-        truncation. A dict: row -> the int32 ids that its token was drawn from, for each row that returns them. The
-        log-prob of such a row is renormalised over these ids.
+        (tokens [n] int64, log-probs [n] fp32, ids). Log-probs are under softmax(logits / temperature), before changes
+        and truncation. ``ids`` is a dict for the rows that return ids: row -> the int32 ids that its token was drawn
+        from. The log-prob of such a row is renormalised over these ids.
     """
     if batch.temperature is not None:
         logits.div_(batch.temperature)
@@ -246,7 +246,7 @@ class Scoring:
     future: Future[Scores] = field(default_factory=Future)
 
     def read(self, logits: Callable[[torch.Tensor], torch.Tensor], vocab: int, hidden: torch.Tensor) -> Scores:
-        """The scores, computed from the ``hidden`` states of the tokens before each of ``tokens[start:]``.
+        """The scores of ``tokens[start:]``. ``hidden``: for each of these tokens, the state of the token before it.
 
         ``logits``: states [n, hidden] -> [n, ``vocab``] fp32.
         """

@@ -41,7 +41,7 @@ class Layout:
     """The batch of a decoding step: the rows of ``slabs``, and the prefixes that they share. Row i of this batch is row
     ``order[i]`` of the table.
 
-    ``back``: for each row of the table, the index of this row in the batch. ``splits``: the count of
+    ``back``: for each row of the table, the index of this row in the batch. ``splits``: the value of
     `PrefixTree.splits` when ``sharing`` was made.
     """
 
@@ -181,7 +181,7 @@ class Scheduler(Batching):
             sequence.cached_tokens = start
 
     def _advance(self, sequence: Running, count: int) -> None:
-        """Note that ``count`` more tokens are prefilled. A finished prefill becomes a node that others may use."""
+        """Record that ``count`` more tokens are prefilled. A finished prefill becomes a node that others may use."""
         fill, leaf = sequence.fill, sequence.leaf
         assert fill is not None
         assert leaf is not None
@@ -315,8 +315,8 @@ class Scheduler(Batching):
         self._draw(self._decoder.logits(hidden))
 
     def _retire(self, sequences: Sequence[Running], *, keep: bool) -> None:
-        """Release the nodes and places of these sequences. If only a row has some results and other sequences may use
-        them, they are copied into segments."""
+        """Release the nodes and places of these sequences. Results that only a row has, and that other sequences may
+        use, are copied into segments."""
         places: dict[Slab, list[int]] = {}
         for sequence in sequences:
             self._retire_one(sequence, keep=keep, places=places)

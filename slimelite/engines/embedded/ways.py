@@ -79,8 +79,8 @@ def ways_of(config: PretrainedConfig) -> Ways:
     """How the generic decoder computes models with ``config``. The result is cached.
 
     Raises:
-        NotComputed: the model is an encoder or an encoder–decoder, or its plain forward pass does not give the same
-            results again.
+        NotComputed: the model is an encoder or an encoder–decoder, or its plain forward pass gives other results when
+            it is repeated.
     """
     return _ways_of(pickle.dumps(config))
 

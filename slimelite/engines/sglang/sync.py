@@ -340,8 +340,8 @@ class IpcSink(ServerSink):
     """Each trainer rank shares its copy of a bucket through CUDA IPC with the server rank on the same GPU (collective).
 
     The first trainer rank on a server's GPUs sends the request for all ranks on these GPUs. On a CPU, tensors are sent
-    by value. The servers use the trainer ranks' GPUs in order, from rank 0 on. A rank before a server's ranks has no
-    server only if a ``first_gpu`` skips this rank.
+    by value. The servers use the trainer ranks' GPUs in order, from rank 0 on. A ``first_gpu`` may skip ranks; skipped
+    ranks have no server.
     """
 
     every_rank = True
@@ -387,8 +387,8 @@ class IpcSink(ServerSink):
 class AdapterSink(ServerSink):
     """Sends only the adapter, in one request. The servers have read the frozen weights from the model's files.
 
-    The adapter has the same name in every version. This is possible because no request runs while the new version
-    replaces the old one. So a request that waits for the update does not have to know the new version.
+    The adapter has the same name in every version, so a request that waits for the update does not have to know the new
+    version. This is possible because no request runs while the new version replaces the old one.
     """
 
     def __init__(self, setup: SyncSetup, adapter: AdapterFormat) -> None:

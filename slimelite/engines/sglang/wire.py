@@ -28,7 +28,7 @@ def version_of(stamp: str) -> int:
 def request_body(
     request: GenerateRequest, done: GenerateResult, rid: str, eos: tuple[int, ...], seeds: bool
 ) -> dict[str, object]:
-    """The JSON body that requests the tokens of ``request`` that are not in ``done``, in SGLang's format."""
+    """SGLang's JSON body that asks for the rest of the response to ``request``. ``done``: the tokens so far."""
     params = request.params.after(len(done.output_ids))
     own = {names[0]: getattr(params, field) for field, names in names_at("sglang").items()}
     sampling: dict[str, object] = {
@@ -59,7 +59,7 @@ def request_body(
 
 
 def extend(result: GenerateResult, answer: dict[str, Any], params: SamplingParams) -> None:
-    """Append the tokens of one ``/generate`` answer to a request with ``params``."""
+    """Append the tokens of a ``/generate`` answer to ``result``. ``params``: the parameters of the request."""
     meta = answer["meta_info"]
     pairs = meta.get("output_token_logprobs") or []
     if not result.output_ids:
