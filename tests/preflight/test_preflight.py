@@ -187,18 +187,18 @@ def test_a_start_looks_at_the_first_rows_only(run: str) -> None:
         ("--load-debug-rollout-data r/{rollout_id}.parquet", "no saved rollout at r/0.parquet"),
         (
             "--load-debug-rollout-data r/{rollout}.parquet",
-            "--load-debug-rollout-data r/{rollout}.parquet: only {rollout_id} is",
+            "--load-debug-rollout-data r/{rollout}.parquet: only {rollout_id} can be",
         ),
         (
             "--save-hf out/{step}",
             "--save-hf out/{step}: only {rollout_id} can be filled in, here with 0 (KeyError: 'step')",
         ),
-        ("--save-hf out/{", "--save-hf out/{: only {rollout_id} is replaced"),
+        ("--save-hf out/{", "--save-hf out/{: only {rollout_id} can be filled in"),
         (
             "--save-debug-rollout-data d/{rollout_id}{x}",
-            "--save-debug-rollout-data d/{rollout_id}{x}: only {rollout_id} is",
+            "--save-debug-rollout-data d/{rollout_id}{x}: only {rollout_id} can be",
         ),
-        ("--save-debug-rollout-data d/{rollout_id:03d}", "here by 'eval_0' (ValueError: Unknown format code 'd'"),
+        ("--save-debug-rollout-data d/{rollout_id:03d}", "here with 'eval_0' (ValueError: Unknown format code 'd'"),
         (
             "--save-hf /proc/x/{rollout_id}",
             "--save-hf: /proc/x cannot be written to: No such file or directory (/proc)",
