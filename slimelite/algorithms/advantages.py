@@ -54,8 +54,8 @@ class RolloutTokens:
 
 @torch.no_grad()
 def token_advantages(estimator: str, tokens: RolloutTokens) -> tuple[Tensor, Tensor]:
-    """[T] advantages and [T] returns. If the estimator's ``token`` function returns only advantages, they are also the
-    returns."""
+    """[T] advantages and [T] returns. The returns equal the advantages, unless the estimator's ``token`` function
+    returns both."""
     make = ESTIMATORS[estimator].token
     if make is None:
         advantages = returns = tokens.advantages[tokens.segments]
@@ -186,7 +186,7 @@ def reverse_scan(values: Tensor, decay: float, segments: Tensor) -> Tensor:
     """[T] y_t = x_t + decay·y_{t+1} within each row, computed in log2(T) passes instead of a loop over tokens.
 
     Each pass doubles the number of summed terms. After k passes, y_t is the discounted sum of the 2^k terms from t on.
-    factor_t is the discount of the next term; it is 0 if the row has no next term.
+    factor_t is the discount of the term after these 2^k terms; it is 0 if the row ends before that term.
     """
     y = values.clone()
     factor = decay * _continues(segments).to(values.dtype)

@@ -4,10 +4,11 @@
     python train.py --loss-type dpo_loss --prompt-data pairs.parquet --input-key prompt ...
 
 Responses of one group are compared by their reward. A pair is left out if its rewards are equal or closer than
-``--margin``, or if its texts are equal. Three kinds of responses are left out: (1) truncated and aborted responses; (2)
-responses that a plugin removed; (3) responses with masked tokens, such as the tokens of a tool, because DPO would train
-on these tokens. The texts are exactly the sampled texts: the prompt includes the chat template, and the response
-includes the end token. Training does not add a second end token.
+``--margin``, or if its texts are equal. These responses are left out: (1) responses that did not end by themselves
+(truncated, aborted); (2) responses that a plugin removed, or that have no reward; (3) empty responses; (4) responses
+with masked tokens, such as the tokens of a tool, because DPO would train on these tokens. The texts are exactly the
+sampled texts: the prompt includes the chat template, and the response includes the end token. Training does not add a
+second end token.
 """
 
 from __future__ import annotations

@@ -74,8 +74,8 @@ def samples(run: Run, budget: int = BUDGET) -> dict[str, object]:
     """The samples of ``run`` for the page, in at most about ``budget`` bytes.
 
     ``index``, ``prompts``, ``vocabulary`` and ``chunks`` come from `pack`. ``sources`` describes each chunk. The field
-    ``episodes`` of this description is the number of the chunk's samples that come from an environment. ``notes`` are
-    sentences about missing data.
+    ``episodes`` of this description is the number of the chunk's samples that come from an environment or from an
+    agent's program. ``notes`` are sentences about missing data.
     """
     parts, notes = [], []
     for source in _sources(run):

@@ -75,7 +75,7 @@ class Needs:
     """The conditions under which a flag has an effect. All conditions must hold."""
 
     conditions: tuple[Condition, ...]
-    # of which one must hold; set if this is their union
+    # the parts of a union (`|`), of which one must hold; empty if this is no union
     alternatives: tuple[Needs, ...] = ()
 
     def __and__(self, other: Needs) -> Needs:

@@ -43,7 +43,7 @@ class RequestError(ValueError):
     """A request that cannot be served. ``status``: the HTTP status. ``param``: the name of the wrong parameter.
     ``code``: OpenAI's code.
 
-    ``details``: more fields of the error. Anthropic's clients read these fields of errors that they handle themselves.
+    ``details``: more fields, which Anthropic's clients read in errors that these clients handle themselves.
     """
 
     def __init__(

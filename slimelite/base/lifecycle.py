@@ -127,7 +127,7 @@ def start_module(module: str, *words: str, **options: Any) -> subprocess.Popen[A
 
 
 class Watchdog:
-    """A small process that outlives this process, and kills what this process left behind.
+    """A small process that outlives this process, and kills the processes that this process left behind.
 
     The watchdog acts when this process dies or leaves the block with an error. The watchdog then kills every process of
     the run, such as Ray's daemons, actors and servers. A mark in their environment variables identifies these

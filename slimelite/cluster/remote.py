@@ -293,8 +293,8 @@ class Turns:
         return pending
 
     def check(self, pending: Pending[Any] | None = None) -> None:
-        """Raise the error of a failed verb, unless a `Pending.result` has already raised this error. For a verb
-        (``pending``) that was called before that, raise the error in any case.
+        """Raise the error of a failed verb, unless a `Pending.result` has already raised this error. With ``pending``,
+        also raise an error that a `Pending.result` raised after the verb of ``pending`` was called.
 
         Raises:
             Exception: the error of the failed verb.

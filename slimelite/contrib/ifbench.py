@@ -188,7 +188,7 @@ def options(text: str, options: str) -> bool:
 
 
 def emoji(text: str) -> bool:
-    """Whether an emoji ends each sentence, or begins the next one."""
+    """Whether every sentence has an emoji at its end or directly after it, at the start of the next sentence."""
     parts = [sentence.translate(NO_MARKS).strip() for sentence in sentences(text)]
     following = [*parts, ""][1:]
     return all(
@@ -241,8 +241,8 @@ def mcq_count_length(text: str) -> bool:
 
 
 def reverse_newline(text: str) -> bool:
-    """Whether the first line with "Zimbabwe" begins a list in reverse alphabetical order. The list has at least 52
-    lines and ends with the text. Lines before the list are ignored."""
+    """Whether the first line with "Zimbabwe" begins a list in reverse alphabetical order. The list must have at least
+    52 lines and go on to the end of the text. Lines before the list are ignored."""
     lines = [ascii_letters(line) for part in text.split("\n") if (line := part.strip(EDGES))]
     start = next((i for i, line in enumerate(lines) if "Zimbabwe" in line), len(lines))
     return len(lines) - start >= 52 and lines[start:] == sorted(lines[start:], reverse=True)

@@ -10,8 +10,8 @@ trained on.
 The other values of ``--loss-mask-type`` select exactly the same tokens as slime's masks of the same name. Each of these
 masks fits the ChatML template of the model in its name. ``qwen`` and ``qwen3`` render each message on its own. But some
 templates render a message differently inside a conversation. For example, they remove the thinking from earlier turns,
-or join tool answers in one turn. With such a template, the token ids of ``qwen`` and ``qwen3`` differ from those of a
-rollout. ``auto`` renders whole conversations, so it does not have this limitation.
+or join tool answers in one turn. With such a template, the token ids of ``qwen`` and ``qwen3`` may differ from those of
+a rollout. ``auto`` renders whole conversations, so it does not have this limitation.
 """
 
 from __future__ import annotations
@@ -76,8 +76,9 @@ class ChatReader:
     def tokens(self, messages: Messages, tools: Tools = None) -> tuple[list[int], list[int]]:
         """The pair (token ids, loss mask) for a whole conversation. The mask has one entry (0 or 1) for each token.
 
-        A token that is only partly inside a trained span is trained on, with two exceptions. A special token is not
-        trained on. A token that ends after the span is not trained on if its part inside the span is only white space.
+        A token that is only partly inside a trained span is trained on, with two exceptions: (1) a special token, if
+        more than the white space around its text is outside the span; (2) a token that ends after the span, if the
+        token's part inside the span is only white space.
 
         Raises:
             ValueError: the tokenizer has no chat template or gives no offsets, the template refuses the messages, or

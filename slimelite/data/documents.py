@@ -154,8 +154,8 @@ class Documents:
         )
 
     def state_dict(self) -> dict[str, object]:
-        """The current position as plain JSON values. It includes the data and settings that must be unchanged when
-        `load_state_dict` restores the position."""
+        """The current position as plain JSON values. Other values in the result identify the data and the settings that
+        must be unchanged when `load_state_dict` restores the position."""
         streams = [stream.state() for stream in self._streams]
         return {"streams": streams, "drawn": [self._sequences, self._rows], "dataset": self._identity()}
 

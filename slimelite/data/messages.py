@@ -181,8 +181,8 @@ def bounded(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
     """A context manager for code that renders messages with the chat template of ``tokenizer``, in any thread. It costs
     a few microseconds.
 
-    The context manager stops a template's loop if it runs too long. So it also limits the length of the rendered text.
-    It cannot stop a single long operation, such as a power of huge numbers.
+    The context manager stops a template whose loop runs too long. This also limits the length of the rendered text. A
+    single long operation, such as a power of huge numbers, cannot be stopped.
 
     Raises:
         TooSlow: the code in the ``with`` block needs more than `RENDER_S` seconds of CPU time.
@@ -307,7 +307,8 @@ def parsed(value: object, kind: type[Kind], column: str, where: str = "") -> Kin
     """Convert ``value`` to the type ``kind``, a list or a dict. If ``value`` is text, it is parsed as JSON. Null and
     empty text give an empty list or dict.
 
-    ``where``: the start of an error message, a part of the cell and a verb, such as "message 2: tool_calls are ".
+    ``where``: the start of an error message. It names a part of the cell, and ends with a verb. Example: "message 2:
+    tool_calls are ".
 
     Raises:
         BadCell: ``value`` is neither of the type ``kind`` nor JSON text of this type.

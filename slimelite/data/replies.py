@@ -153,7 +153,7 @@ class Finder:
 
     def next_mark(self) -> str:
         """Returns "" if the template ends the last reply with a special token. Otherwise returns the special token with
-        which the next speaker's turn would begin."""
+        which the next speaker's turn would begin, or "" if there is none."""
         reply = self.messages[-1]
         if any(not self.text[mark.end() :].strip() for mark in self.special.finditer(self.text, len(self.text) - 100)):
             return ""

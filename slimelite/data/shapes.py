@@ -68,8 +68,8 @@ SHAPES = (
 
 def shape_of(names: Collection[str], input_key: str, *, answers: bool, chosen: str | None = None) -> Shape | None:
     """The shape of rows whose columns are ``names``. Returns None if no known shape fits. Also returns None if
-    ``input_key`` is one of these columns, because then no shape is needed. This does not apply to Alpaca's
-    ``instruction`` and ``input``, which are only parts of the prompt.
+    ``input_key`` is one of these columns, because then no shape is needed. This does not apply to Alpaca's rows if
+    ``answers`` is True, because their column ``input`` is only a part of the prompt.
 
     Args:
         answers: whether the run trains on answers that are in the rows (SFT, KTO).

@@ -198,7 +198,7 @@ class WeightUpdate:
     @contextmanager
     def taking(self, weights: Iterable[tuple[str, Sequence[int]]]) -> Iterator[None]:
         """A context in which the caller copies ``weights``, (name, shape) pairs. They are checked when the context
-        begins, and marked as received when it ends.
+        begins. When the context ends without an error, they are marked as received.
 
         Raises:
             ValueError: no update is under way, the model has no weight of that name, or its shape differs.

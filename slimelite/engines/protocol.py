@@ -151,12 +151,12 @@ class GenerateResult:
     `columns` returns these fields as they are stored.
 
     ``log_probs``: one per token, under softmax(logits / temperature) over the whole vocabulary, before top-p, top-k and
-    min-p. For greedy requests (temperature 0 or top_k 1), the temperature in this formula is 1. ``kept``: for a request
-    with `SamplingParams.kept`, the ids that each token was drawn from, if some ids were excluded. The token's log-prob
-    is then renormalised over these ids. For a greedy request, ``kept`` has only the token itself. ``constrained``: for
-    a request with a grammar, penalties or biases, one value per token: True if the grammar restricted this token, or if
-    the request has penalties or biases. ``weight_versions``: one per token, the version of the weights that produced
-    it. ``cached_tokens``: number of prompt tokens whose keys and values came from the cache.
+    min-p. If the request's temperature is 0, the temperature in this formula is 1. ``kept``: for a request with
+    `SamplingParams.kept`, the ids that each token was drawn from, if some ids were excluded. The token's log-prob is
+    then renormalised over these ids. For a greedy request (temperature 0 or top_k 1), ``kept`` has only the token
+    itself. ``constrained``: for a request with a grammar, penalties or biases, one value per token: True if the grammar
+    restricted this token, or if the request has penalties or biases. ``weight_versions``: one per token, the version of
+    the weights that produced it. ``cached_tokens``: number of prompt tokens whose keys and values came from the cache.
     """
 
     request_id: str

@@ -62,8 +62,8 @@ def load_config(path: str) -> PretrainedConfig:
     """The config of the model at ``path`` as transformers reads it, but without the implementations of attention and
     experts that it names.
 
-    slimelite selects these implementations itself, because a config could name any of them, even a kernel on the hub
-    (foreign code).
+    slimelite selects these implementations itself, because a config could name any implementation, even a kernel on
+    the hub (foreign code).
 
     Raises:
         OSError: there is no model at ``path``.

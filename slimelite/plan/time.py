@@ -198,7 +198,7 @@ def traffic(load: Load, *, passes: float, steps: int) -> float:
 
 def decode_steps(work: Work, rows: float, at_once: float) -> float:
     """The number of decoding steps in which an engine generates ``rows`` responses. It decodes ``at_once`` responses
-    together until none waits any more. Then it goes on until the longest response ends."""
+    together until no response waits any more. Then it goes on until the longest response ends."""
     longest = max(work.longest, work.response)
     return longest + max(0.0, rows - at_once) * work.response / at_once
 

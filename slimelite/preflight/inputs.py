@@ -273,7 +273,7 @@ class InputChecks:
         return "add --apply-chat-template"
 
     def check_reward(self, rows: Rows, prompt: Sample, *, rendered: bool) -> None:
-        """Score a response to the first prompt. It is a right answer if the rule can make one from the label.
+        """Score a response to the first prompt: a right answer, if the rule can make one from the label.
 
         This method is called twice for the same rows. Before the prompts are ``rendered``, the method calls only rules
         that do not read the prompt. After the prompts are rendered, the method calls only rules that read the prompt,

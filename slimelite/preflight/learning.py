@@ -84,9 +84,9 @@ def try_estimator(args: Args) -> tuple[str, str | None] | None:
     one of the two, all rewards are equal. Two more groups have eight responses each, with rewards of 0 and 1.
 
     Returns:
-        A line for the dry run's report, and a warning if the advantages look wrong in one of three ways: (1) one is
-        large; (2) a higher reward gets a lower advantage; (3) seven responses with reward 0 in a group with one right
-        response get an advantage of 0. None if the whole estimator is part of slimelite.
+        A line for the dry run's report, and a warning if the advantages look wrong in one of three ways: (1) an
+        advantage is large; (2) a higher reward gets a lower advantage; (3) if seven rewards are 0 and one is 1, all
+        seven advantages are 0. None if the whole estimator is part of slimelite.
 
     Raises:
         ValueError: a function fails, or does not return one finite number for each response or token.

@@ -141,7 +141,7 @@ class Grader:
         fan-out. ``reward_key``: if rewards are dicts, the key whose value must be a number.
 
         Raises:
-            ValueError: no flag and no sample names a rule or a function; or the named one does not exist.
+            ValueError: neither a flag nor the sample names a rule or a function, or the named one does not exist.
             RewardError: a reward could not be computed, and --reward-error is ``fail``.
         """
         flag_path = self.args.custom_rm_path if rm_type is None else None

@@ -144,7 +144,8 @@ class DroppedGroups:
     The run ends after too many dropped or failed groups in a row.
 
     At most ``--keep-dropped`` groups of a rollout are saved, in ``dropped/`` of the run folder. When this number is
-    reached, only a group with a new reason is still saved. It replaces the last group with the most common reason.
+    reached, only a group with a new reason is still saved. It replaces the last group with the most common reason, if
+    several saved groups have this reason.
     """
 
     def __init__(self, args: Args, rollout_id: int, counts: Mapping[str, float]) -> None:

@@ -311,7 +311,8 @@ class ChatFormat:
         return {SWITCH_NAME: False} if effort == "none" and SWITCH_NAME in template else {}
 
     def call_ends(self, tools: Tools) -> tuple[str, ...]:
-        """The text after which a reply must end, so that it has only one call. It is empty if there are no tools.
+        """The text after which a reply must end, so that the reply has only one call. The result is empty if the reply
+        can have no call.
 
         Raises:
             ValueError: calls of the model's format have no closing text.

@@ -54,17 +54,18 @@ class Turn:
     """One reply of a session, with its prompt.
 
     ``before``: the turn that this turn continues; None: this turn begins a branch. ``messages``: the messages that this
-    turn answers; empty for raw tokens. Earlier replies in ``messages`` are the session's own, as read from their
-    tokens, not the client's copies. ``added_text``, ``added_ids``: what this turn's prompt adds to the prompt and the
-    output of the turn ``before``. A turn stores only this part of its prompt, because long sessions would otherwise be
-    too large. ``given_ids``: the beginning of the reply, if the model did not choose it. The prompt ends with
-    ``given_ids``. ``ends``: texts that end the reply. Unlike a request's stop strings, these texts are shown as part of
-    the reply. ``tools``: the tools that the model sees. ``sent``: the `comparable` part of the messages that the client
-    sent. ``echoes``: the `comparable` parts of the forms in which a client may send the reply back: with and without
-    the stop string. ``log_probs``, ``weight_versions``: one for each of ``output_ids``. ``kept``, ``constrained``: see
-    `GenerateResult`. ``finish_reason``: why the reply ended, as "stop", "length" or "abort". ``reward``: set by the
-    environment. ``began``, ``ended``: [s, monotonic]. ``answered``: the time of the environment's answer to this turn;
-    0 if there is no answer. ``call_seconds``: the duration of each tool call of the turn.
+    turn answers; empty for raw tokens. Replies of this session that the client sent back are in ``messages`` as read
+    from their tokens, not as the client's copies. ``added_text``, ``added_ids``: what this turn's prompt adds to
+    the prompt and the output of the turn ``before``. A turn stores only this part of its prompt, because long sessions
+    would otherwise be too large. ``given_ids``: the beginning of the reply, if the model did not choose it. The prompt
+    ends with ``given_ids``. ``ends``: texts that end the reply. Unlike a request's stop strings, these texts are shown
+    as part of the reply. ``tools``: the tools that the model sees. ``sent``: the `comparable` part of the messages that
+    the client sent. ``echoes``: the `comparable` parts of the forms in which a client may send the reply back: with and
+    without the stop string. ``log_probs``, ``weight_versions``: one for each of ``output_ids``. ``kept``,
+    ``constrained``: see `GenerateResult`. ``finish_reason``: why the reply ended, as "stop", "length" or "abort".
+    ``reward``: set by the environment. ``began``, ``ended``: [s, monotonic]. ``answered``: the time of the
+    environment's answer to this turn; 0 if there is no answer. ``call_seconds``: the duration of each tool call of the
+    turn.
     """
 
     number: int
@@ -174,8 +175,8 @@ class Session:
         """Answer ``messages``.
 
         ``params``: the default is the session's parameters. A reply that reaches the end of the context ends with
-        reason "length". If ``params`` has no seed, the seed of the session is used: each turn gets its own random
-        stream, derived from this seed.
+        reason "length". If ``params`` has no seed but the session has one, each turn gets its own random stream,
+        derived from the session's seed.
 
         Raises:
             ValueError: the chat template refuses the messages, or the engine refuses the request.
@@ -209,8 +210,8 @@ class Session:
     def samples(self, sample: Sample) -> list[Sample]:
         """Copies of ``sample``, one for each leaf of the tree, with the tokens of the path to this leaf.
 
-        The prompt is the prompt of the path's first turn. The loss mask is 1 only on sampled tokens. If a grammar
-        constrained a sampled token, its mask is 1 only with ``trains_constrained``. A turn in several paths is trained
+        The prompt is the prompt of the path's first turn. The loss mask is 1 only on sampled tokens. On a sampled token
+        that a grammar constrained, the mask is 1 only with ``trains_constrained``. A turn in several paths is trained
         on only in the first of these paths. Branches share a rollout id, so the episode counts once. ``metadata`` gets
         the number of ``turns``, and the number of ``malformed_tool_calls`` if it is not 0.
 

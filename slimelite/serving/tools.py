@@ -154,13 +154,13 @@ def read_muse(inside: str, schemas: Schemas) -> list[tuple[str, str]]:
 class ToolFormat:
     """How a family of models writes tool calls.
 
-    ``pieces``: a function that yields the `Piece` objects of a reply, in order. ``read``: a function that returns each
-    call inside a piece as (name, arguments), and gets the schemas of the tools. The only error that ``read`` raises is
-    `Unreadable`. ``marks``: a chat template with one of these texts belongs to this family. If several records fit a
-    template, the first of these records is used. ``begins``: the texts with which a call may begin. Text after one of
-    ``begins`` is not shown before the reply has ended. ``closes``: the text with which every call ends; None: only the
-    text after a call shows where the call ends. ``write``: a function that converts calls to text, if the chat template
-    shows no calls. ``sglang``: SGLang's names for this format, if they differ from ``name``.
+    ``pieces``: a function that yields the `Piece` objects of a reply, in order. ``read``: a function that gets the text
+    inside a piece and the schemas of the tools, and returns each call as (name, arguments). The only error that
+    ``read`` raises is `Unreadable`. ``marks``: a chat template with one of these texts belongs to this family. If
+    several records fit a template, the first of these records is used. ``begins``: the texts with which a call may
+    begin. Text after one of ``begins`` is not shown before the reply has ended. ``closes``: the text with which every
+    call ends; None: only the text after a call shows where the call ends. ``write``: a function that converts calls to
+    text, if the chat template shows no calls. ``sglang``: SGLang's names for this format, if they differ from ``name``.
     """
 
     name: str

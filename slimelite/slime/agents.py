@@ -219,8 +219,8 @@ class ParsedModelOutput:
 def parse_model_output(
     raw_output: str, *, tools_schema: Tools, tool_parser_name: str | None, reasoning_parser_name: str | None
 ) -> ParsedModelOutput:
-    """Parse a reply in the named formats (our names or SGLang's). Tool calls or thinking are not
-    parsed if the name of the parser for them is None or unknown."""
+    """Parse a reply in the named formats (our names or SGLang's). If the name of a parser is None or unknown, its part
+    of the reply (tool calls or thinking) is not parsed."""
     tools, thinking = _known(TOOL_FORMATS, tool_parser_name), _known(REASONING_FORMATS, reasoning_parser_name)
     reasoning, text = read_reasoning(raw_output, REASONING_FORMATS[thinking] if thinking else None, opened=False)
     text, calls, malformed = read_tools(text, TOOL_FORMATS[tools] if tools else None, schemas(tools_schema), "")

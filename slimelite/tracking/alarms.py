@@ -105,7 +105,7 @@ class History:
         return median(self.values[name][max(rollouts - LEVEL, 0) : max(rollouts, LEVEL)] or [math.inf])
 
     def noise(self, name: str) -> float:
-        """Standard deviation of a metric, from the median change between two rollouts. A trend hardly changes it."""
+        """Standard deviation of a metric, from the median change between successive rollouts. A trend adds little."""
         recent = self.values[name][-WINDOW - LEVEL :]
         steps = [abs(after - before) for before, after in pairwise(recent)]
         return 1.4826 * median(steps or [0.0]) / math.sqrt(2)
@@ -181,8 +181,8 @@ def rollout_values(pending: Mapping[str, list[float]]) -> dict[str, float]:
     "--clip-grad, --use-kl-loss and --lr-warmup-iters also help.",
 )
 def reward_collapse(h: History) -> Seen | None:
-    """Either sign starts the alarm: (1) nine groups in ten have no right answer; (2) the reward fell by half and by six
-    deviations from its best level. Sign 1 does not depend on the scale, and sign 2 not on right and wrong answers."""
+    """Either sign starts the alarm: (1) nine groups in ten no longer have a right answer; (2) the reward fell by half
+    and by six deviations from its best level. Sign 1 suits rewards of any scale. Sign 2 needs no right answers."""
     lost = h.best_reward - h.now("reward")
     groups = h.least_wrong <= 0.5 and h.now("wrong", QUIET) >= ALL
     if not groups and not (h.enough("reward") and lost > max(2 * NOISE * h.noise("reward"), abs(h.best_reward) / 2)):

@@ -126,8 +126,8 @@ def usage(args: Args, *, chats: bool) -> str:
 
 
 def base_of(model: str | None) -> dict[str, str]:
-    """The card's entries about the model that training began from. ``base_model`` is its name on the hub, if
-    it is known; the card in a local folder may contain it. The licence is included if the model's card names it.
+    """The card's entries about the model that training began from. ``base_model`` is the name of a hub model: the model
+    itself, or the base model that the card in a local folder names. The model's licence is included if it is known.
     """
     if model is None:
         return {}

@@ -3,7 +3,7 @@
 A line has ``time`` (seconds since the epoch), ``kind``, and metrics by their full names. These metrics include the
 axes, such as ``rollout/step``. Numbers that JSON cannot hold are the strings "NaN", "Infinity" and "-Infinity", which
 ``float()`` understands. Lines are only appended. A line of kind ``start`` has the rollout at which the run began or
-resumed, and the format of the run folder. It makes earlier lines about this rollout or later rollouts invalid.
+resumed, and the format of the run folder. Such a line makes earlier lines about this rollout or later ones invalid.
 ``eval/step`` is the number of the last rollout before an evaluation; -1 stands for an evaluation before training.
 """
 

@@ -145,7 +145,7 @@ def band(curves: Sequence[Points], kind: str = "minmax") -> tuple[list[float], l
 
 def axis_range(values: Sequence[float], span: float) -> tuple[float, float]:
     """(low, high) of the y-axis. The range contains all finite values and spans at least ``span``. If no value is
-    negative, it begins at 0, unless half of the axis would then be empty.
+    negative, the range begins at 0, unless half of the axis would then be empty.
 
     >>> axis_range([3e-7, 4e-7], 1e-4)
     (0.0, 0.000104)

@@ -8,8 +8,8 @@ A token attends causally to its own node, and to all tokens of each node above. 
 compute the attention of all tokens. One call computes the attention inside the nodes. For each level of shared nodes,
 one more call computes the attention of the descendants to these nodes. The keys and values of a prefix are thus read
 once for all rows. Each call also returns the log-sum-exp (lse) of its scores s, which is needed to merge the results.
-In the backward pass, every call gets the *merged* result O and the merged lse. So its p = exp(s - lse) and delta = dO·O
-refer to all keys, and the gradients that it computes for its own keys are exact.
+In the backward pass, every call gets the *merged* result O and the merged lse. So p = exp(s - lse) and delta = dO·O
+refer to all keys. With them, a call computes exactly the part of the gradients that flows through its own keys.
 
 - CUDA, half precision: the kernel behind `torch.nn.attention.varlen.varlen_attn`.
 - CPU: the kernel behind `scaled_dot_product_attention`, on blocks of similar sizes that are padded to the same size.

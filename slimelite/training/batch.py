@@ -133,8 +133,8 @@ class MicroBatch:
         return padded
 
     def take(self, column: Tensor) -> Tensor:
-        """[R] the values of ``column`` for this micro-batch's tokens, on its device. ``column``: [N], a column of the
-        rollout."""
+        """[R] the values of ``column`` for this micro-batch's tokens, on the micro-batch's device. ``column``: [N], a
+        column of the rollout."""
         return column[self.token_index].to(self.targets.device)
 
     @cached_property

@@ -48,13 +48,13 @@ class TokenColumns:
     each token. ``rollout_log_probs``: the engine's log-probs; NaN for tokens without them. ``weights``: the weight of
     each token in the loss of its optimizer step. ``pg_weights``: the weight of each token in the policy loss.
     ``pair_weights``: [n], the result of `pair_weights`; None if the loss does not compare pairs. ``of_tokens``: whether
-    a token's advantage may differ from its row's advantage in the table. ``returns``: the returns that a critic learns:
-    those of the estimator, before distillation and whitening. ``loss_weights``: see `sample.COLUMNS`. ``mismatch_kl``:
-    the KL for the current optimizer step, see `supervised.kto_loss`.
+    a token's advantage may differ from its row's advantage in the table. ``returns``: the estimator's returns before
+    distillation and whitening. A critic learns them. ``loss_weights``: see `sample.COLUMNS`. ``mismatch_kl``: the KL
+    for the current optimizer step, see `supervised.kto_loss`.
 
-    Forward passes fill the other columns. They use the weights from before the rollout's first optimizer step. These
-    columns are NaN for tokens that were not computed. ``old``, ``entropy``: log-probs and entropies of the policy.
-    ``ref``, ``teacher``: log-probs of the reference model and of the teacher. ``values``: the critic's values.
+    Forward passes fill the other columns. The passes use the weights from before the rollout's first optimizer step.
+    The other columns are NaN for tokens that were not computed. ``old``, ``entropy``: log-probs and entropies of the
+    policy. ``ref``, ``teacher``: log-probs of the reference model and of the teacher. ``values``: the critic's values.
     ``other_log_probs``, ``other_entropy``: log-probs and entropies of the policy, in rows that only `token_stats`
     reads.
     """

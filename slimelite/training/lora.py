@@ -195,8 +195,7 @@ def add_adapters(hf: PreTrainedModel, args: LoraArgs, seed: int, device: str | N
 
 
 def quantize_frozen(hf: PreTrainedModel) -> None:
-    """Quantize all frozen linear layers of ``hf`` to 4 bits, also layers without an adapter; see
-    `check_quantizable`."""
+    """Quantize the frozen linear layers of ``hf`` to 4 bits, with or without an adapter; see `check_quantizable`."""
     for name, base in _quantizable(hf):
         module = base
         if not isinstance(module, FrozenLinear):

@@ -150,9 +150,9 @@ class Optimizers:
     def step(self, lr: float, peak: float, loss: Tensor) -> tuple[float, bool]:
         """Clip the gradients, update with learning rate ``lr``, and clear the gradients.
 
-        ``loss``: 0-d, the step's loss over all ranks. The loss must be finite too, because a NaN loss may have a finite
-        gradient. ``peak``: the peak learning rate of the schedule. After a resume, the peak may differ from ``--lr``.
-        The learning rate of Muon is ``--muon-lr`` times ``lr / peak``.
+        ``loss``: 0-d, the step's loss over all ranks. Like the gradient, the loss must be finite: a NaN loss may have a
+        finite gradient. ``peak``: the peak learning rate of the schedule. After a resume, the peak may differ from
+        ``--lr``. The learning rate of Muon is ``--muon-lr`` times ``lr / peak``.
 
         Returns:
             the norm of the gradient before clipping, and whether the norm and the loss are finite. If the norm or the

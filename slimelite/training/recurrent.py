@@ -313,7 +313,7 @@ class Kind:
     Args:
         name: the usual name of such layers.
         attributes: attributes that only modules of this kind have.
-        take_over: a function of a module; it replaces the part that goes from token to token.
+        take_over: function (module) that replaces the module's part that goes from token to token.
         function: the module's forward method must also call a function of this name; "": no such condition.
     """
 

@@ -71,8 +71,8 @@ def shareable() -> Iterator[None]:
     """A context in which newly allocated GPU memory can be shared with another process through CUDA IPC.
 
     The context turns off expandable segments (``PYTORCH_CUDA_ALLOC_CONF``). To share such segments, a process needs
-    the system call pidfd_getfd, which containers forbid. With expandable segments, torch 2.13 also reserves new virtual
-    addresses for every bucket (pytorch/pytorch#165685, #186213).
+    the system call pidfd_getfd, which containers forbid. Besides, in torch 2.13 the process that receives such segments
+    reserves new virtual addresses for every bucket (pytorch/pytorch#165685, #186213).
     """
     settings = _allocator_settings()
     if "expandable_segments:True" not in settings.replace(" ", ""):
