@@ -8,7 +8,6 @@ import importlib
 import inspect
 import os
 import re
-import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -206,15 +205,11 @@ def parse_args(
         inspect: a function that finds more problems. It is called only for a dry run with wrong arguments, because a
             dry run must list all problems.
     """
-    own_process = argv is None
     argv = sys.argv[1:] if argv is None else argv
     answer_version(argv)
     try:
         if is_asked(argv):
-            text = help_text(args_type(argv, groups), argv)
-            if own_process:  # `--help | head` ends without an error message
-                signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-            print(text)
+            _show(help_text(args_type(argv, groups), argv))
             raise SystemExit(0)
         return make_args(argv, groups)
     except ArgumentError as error:
@@ -224,6 +219,14 @@ def parse_args(
             problems = [*problems, *(problem for problem in inspect(error.args_so_far) if not problem.endswith(again))]
         print("\n".join(f"train.py: {problem}" for problem in problems), file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def _show(text: str) -> None:
+    """Print ``text``. `--help | head` ends without an error message."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # at its exit, Python writes the rest of the text, which must go somewhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def make_args(argv: Sequence[str], groups: Sequence[type] = (), *, machine: Machine | None = None) -> Args:

@@ -29,6 +29,7 @@ def test_each_command_has_help_of_its_own(name: str, capsys: pytest.CaptureFixtu
     assert ended.value.code == 0
     usage = "python train.py" if COMMANDS[name].own else f"usage: slimelite {name} "
     assert usage in capsys.readouterr().out
+    assert signal.getsignal(signal.SIGPIPE) == signal.SIG_IGN, "else a later write to a closed pipe ends this process"
 
 
 def test_a_misspelt_command_is_corrected(capsys: pytest.CaptureFixture[str]) -> None:
