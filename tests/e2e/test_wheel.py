@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-import sysconfig
 import venv
 from pathlib import Path
 
@@ -38,11 +37,12 @@ def install(folder: Path) -> Path:
     subprocess.run(built, check=True, capture_output=True)
     venv.create(place, symlinks=True)
     site = Path(place, "lib", f"python{sys.version_info[0]}.{sys.version_info[1]}", "site-packages")
-    # a line with a folder alone: this environment's own slimelite is found by a hook, which is not loaded then
-    (site / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    # lines with folders alone: this environment's own slimelite is found by a hook, which is not loaded then
+    others = [path for path in sys.path if Path(path).name == "site-packages"]
+    (site / "others.pth").write_text("\n".join(others) + "\n")
     wheel = next(folder.glob("slimelite-*.whl"))
-    others = [*pip, "--python", str(place / "bin" / "python"), "install", "--no-deps", "--no-index", str(wheel)]
-    subprocess.run(others, check=True, capture_output=True)
+    installed = [*pip, "--python", str(place / "bin" / "python"), "install", "--no-deps", "--no-index", str(wheel)]
+    subprocess.run([*installed, "--force-reinstall"], check=True, capture_output=True)
     return place / "bin"
 
 

@@ -247,8 +247,8 @@ def test_how_a_family_is_trained_is_said_before_a_start(run: str, model: Path) -
     config = json.loads((model / "config.json").read_text())
     facts = inspect(parse(run), CPU).facts
     assert not any("one sequence" in fact for fact in facts)
-    (model / "config.json").write_text(json.dumps({**config, "model_type": "ctrl"}))
-    assert "--hf-checkpoint: ctrl is trained on one sequence per forward pass" in inspect(parse(run), CPU).facts
+    (model / "config.json").write_text(json.dumps({**config, "model_type": "openai-gpt"}))
+    assert "--hf-checkpoint: openai-gpt is trained on one sequence per forward pass" in inspect(parse(run), CPU).facts
     (model / "config.json").write_text(json.dumps({**config, "model_type": "cpmant"}))
     (problem,) = problems(run)
     assert "cpmant cannot be trained: its tokens attend to later tokens" in problem
