@@ -28,9 +28,9 @@ from slimelite.arguments.conditions import (
     ORPO,
     PAIRS,
     POLICY,
+    POLICY_KL,
     POLICY_LOSS,
     POLICY_TRAINING,
-    REFERENCE,
     REJECTION,
     TIS,
     TRAINING,
@@ -173,12 +173,10 @@ class AlgorithmArgs(OfJob):
     kl_loss_type: str = flag(
         "low_var_kl",
         "this estimator computes the KL to the reference model",
-        POLICY_TRAINING & REFERENCE,
+        POLICY_KL,
         choices=KL_KINDS,
     )
-    use_unbiased_kl: bool = flag(
-        False, "the KL estimate is weighted by the ratio of new to old policy", POLICY_TRAINING & REFERENCE
-    )
+    use_unbiased_kl: bool = flag(False, "the KL estimate is weighted by the ratio of new to old policy", POLICY_KL)
     log_ref_kl: bool = flag(
         False,
         "the KL to the reference model is logged, even if it is not part of the loss or the reward",

@@ -165,6 +165,8 @@ ORPO = chosen(LOSSES, lambda loss: "orpo_lambda" in loss.reads)
 DOCUMENTS = chosen(LOSSES, lambda loss: loss.documents)
 TEXTS = DOCUMENTS | use_of("--eval-bpb")
 ADVANTAGES = when("a loss with advantages", lambda a: a.job.sampled and a.compute_advantages_and_returns)
+# REFERENCE, for flags that need a policy loss
+POLICY_KL = POLICY_TRAINING & when("a KL coefficient above 0 or --log-ref-kl", lambda a: a.use_reference)
 REFERENCE = TRAINING & when(
     "a KL coefficient above 0, --log-ref-kl, or --loss-type dpo_loss or kto_loss", lambda a: a.use_reference
 )

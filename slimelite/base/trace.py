@@ -93,8 +93,9 @@ _writer: _Writer | None = None
 
 
 def begin(path: Path, *, driver: bool = False) -> None:
-    """From now on, record the spans of this process in the file at ``path``. The ``driver`` calls this function before
-    the other processes. If an earlier run has finished the file, the driver reopens it and appends.
+    """From now on, record the spans of this process in the file at ``path``. The driver must call this function before
+    any other process calls it. ``driver``: this process is the driver. If an earlier run has finished the file, the
+    driver reopens it and appends.
     """
     global _writer
     if _writer is not None:

@@ -139,7 +139,7 @@ def check_ids(requests: Sequence[GenerateRequest], taken: Collection[str]) -> No
     ids = [request.request_id for request in requests]
     for index, request_id in enumerate(ids):
         if request_id in taken or request_id in ids[:index]:
-            raise ValueError(f"request id {request_id} is taken by a running request; ids must be unique")
+            raise ValueError(f"request id {request_id} is already used by another request; ids must be unique")
 
 
 def holds_stop(decode: Decode, response: Sequence[int] | np.ndarray, stops: Sequence[str]) -> bool:

@@ -88,7 +88,8 @@ class Plan:
     import_files: list[str] = field(default_factory=list)
 
     def read(self) -> list[Row]:
-        """The rows, each with its own seed. If the environment has no rows, the rows are empty.
+        """The rows, each with its own seed. Without ``data`` and rows of the environment, ``self.rows`` rows without a
+        prompt.
 
         Raises:
             ValueError: there are no rows, or the rows have a wrong form.

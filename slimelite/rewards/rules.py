@@ -152,9 +152,7 @@ class Rule:
 
     def __post_init__(self) -> None:
         if not (self.quick or self.slow or self.scorer):
-            raise ValueError(
-                f"the rule {self.name!r} cannot score; give it a function quick, a function slow or a scorer"
-            )
+            raise ValueError(f"the rule {self.name!r} cannot score; give it at least one of quick=, slow= and scorer=")
 
     def lacks(self, args: object) -> str | None:
         """An error message if the flag ``needs`` is not set in ``args``, else None."""

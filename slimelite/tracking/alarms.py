@@ -273,8 +273,8 @@ def truncation(h: History) -> Seen | None:
 
 
 @kind(
-    "responses are twice as long as 20 rollouts before, but no eval score rose (or without evaluations: the reward "
-    "did not rise)",
+    "the mean response length doubled in 20 rollouts, but no eval score rose (without evaluations: but the reward did "
+    "not rise)",
     "Read the longest samples: does the reward favour length? --overlong-buffer-len penalizes length; with "
     "--calculate-per-token-loss, every token of a long wrong answer counts.",
 )

@@ -1,4 +1,4 @@
-"""Layers with a state that goes from token to token, such as Mamba, on a tree of shared prefixes.
+"""Runs recurrent layers, such as Mamba's, on sequences that are packed as a tree of shared prefixes.
 
 In transformers, linear attention, state-space layers and short convolutions treat their whole input as one sequence. If
 rows were packed one after the other, the second row would start from the first row's state, without an error. This file

@@ -259,7 +259,7 @@ def test_a_rule_of_a_users_file_is_a_rule_like_any_other_in_worker_processes_too
         ),
     ], done.stderr
     with pytest.raises(
-        ValueError, match="the rule 'nothing' cannot score; give it a function quick, a function slow or a scorer"
+        ValueError, match="the rule 'nothing' cannot score; give it at least one of quick=, slow= and scorer="
     ):
         Rule("nothing")
 
