@@ -70,8 +70,8 @@ def group_advantages(
 
     Groups may have any size. (If sizes differ, slime uses one group for the whole batch.) Rows of one rollout id
     (fan-out siblings) count as one rollout. The rollout's reward is the mean of these rows' rewards, and the rows get
-    the rollout's advantage. Advantages are exactly 0 in a group of one rollout (metric ``groups_of_one``: the share of
-    such groups), and in a larger group of equal rewards (metric ``zero_variance_groups``: their share). Without rows
+    the rollout's advantage. Advantages are exactly 0 in a group of one rollout, and in a larger group of equal rewards.
+    The metrics ``groups_of_one`` and ``zero_variance_groups`` are the shares of these two kinds of groups. Without rows
     there are no metrics.
 
     Args:

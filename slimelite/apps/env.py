@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
     own, more = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
     options = _parser().parse_args(own)
     if more and options.hf_checkpoint is None:
-        raise ValueError("flags of train.py after -- need --hf-checkpoint: add it, or leave the flags out")
+        raise ValueError("the flags of train.py (after --) need --hf-checkpoint: add it, or leave these flags out")
     if min(options.rows, options.max_turns, options.call_timeout, options.groups, options.samples) <= 0:
         raise ValueError("--rows, --max-turns, --call-timeout, --groups and --samples must be numbers above 0")
     targets = [name for target in options.environments for name in classes_of(target)]

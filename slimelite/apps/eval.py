@@ -266,8 +266,8 @@ def evaluation_args(
 def check(args: Args, model: str) -> list[str]:
     """The problems that prevent an evaluation of ``model`` with ``args``. Warnings are printed.
 
-    ``args`` may name the base model, if ``model`` is merged with it only after this check. Warnings are then not
-    printed, because they need not apply to the merged model.
+    If ``model`` is merged only after this check, ``args`` names its base model. Warnings are then not printed, because
+    they need not apply to the merged model.
     """
     known = _written(args.run_dir).get("model", model)
     if known != model:
@@ -283,8 +283,8 @@ def evaluate(args: Args, *, again: bool = False) -> Results:
     even if their results are known.
 
     Returns:
-        dataset -> result, for each dataset that was ever evaluated with these settings. A result has ``metrics``, and
-            ``dataset`` with the settings of the dataset.
+        dataset -> result, for each dataset that was ever evaluated with these settings. A result has the fields
+            ``metrics`` and ``dataset`` (the settings of the dataset).
 
     Raises:
         ValueError: a worker died, or a dataset cannot be evaluated.

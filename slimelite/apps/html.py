@@ -1,5 +1,5 @@
-"""Makes an HTML page of one file. The file contains its styles and scripts, and a content security policy allows no
-others."""
+"""Makes an HTML page that is a single file. The file contains its styles and scripts, and a content security policy
+allows no others."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PAGE = """<!DOCTYPE html>
 
 
 def document(scripts: Sequence[Traversable], styles: Sequence[Traversable], data: str, *, asks: bool = False) -> str:
-    """Make a page from the `SHARED` scripts, ``scripts`` and ``styles``. ``data``: JSON text for the element with the
+    """Make a page from ``styles``, ``scripts`` and the `SHARED` scripts. ``data``: JSON text for the element with the
     id "data". ``asks``: whether the page may send requests to its own server. The page can never send requests to other
     servers."""
     shared = files("slimelite.apps") / "page"

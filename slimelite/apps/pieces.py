@@ -65,8 +65,8 @@ class Pieces:
             return None, f"The run's tokenizer cannot be read ({error}): {without}."
 
     def encode(self, table: SampleTable) -> tuple[np.ndarray, list[bool]]:
-        """Returns [response tokens] the number of each token's entry in the vocabulary, and [rows] whether the joined
-        pieces of a row equal its response."""
+        """Returns two things: the number of each token's entry in the vocabulary [response tokens]; and for each row
+        whether its joined pieces equal its response [rows]."""
         used, inverse = np.unique(table.response_tokens, return_inverse=True)
         pieces = [self._piece(int(i)) for i in used]
         own = np.array([self._entry(int(i), piece) for i, piece in zip(used, pieces, strict=True)], np.int64)

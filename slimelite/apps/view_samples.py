@@ -1,8 +1,8 @@
 """The samples of a run in the format of the page: columns and a vocabulary of token texts, compressed with deflate.
 See docs/view.md.
 
-A run has four parts: an index (the numbers of every sample, for the lists), its prompts (each once), a vocabulary, and
-a chunk for each file of samples. The page decodes a chunk when the user opens one of its samples.
+A run has four parts: an index (numbers such as the reward of each sample, for the lists), its prompts (each once), a
+vocabulary, and a chunk for each file of samples. The page decodes a chunk when the user opens one of its samples.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Part:
     rows: np.ndarray  # [kept rows]
 
     def groups(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns [rows] the number of each row's group, from 0, and [groups] the first row of each group. Groups are
-        in the order of the file."""
+        """Returns two arrays: the number of each row's group, counted from 0 [rows]; and the first row of each group
+        [groups]. Groups are in the order of the file."""
         ids = self.light.column("group_id").to_numpy()
         _, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
         order = np.argsort(first, kind="stable")

@@ -491,7 +491,7 @@ def _memory(draft: Draft) -> None:
         draft.notes.append(
             f"training takes about {needs(checkpointing=chosen) / 1e9:.0f} GB of a GPU, but {has}: it may run out of "
             f"memory. {'A' if chosen else '--gradient-checkpointing, a'} lower --max-tokens-per-gpu, more GPUs or "
-            "--fsdp-cpu-offload take less memory"
+            "--fsdp-cpu-offload would help"
         )
     whole = needs(checkpointing=chosen, whole_grads=True)
     reason = f"with whole gradients on every rank a step takes about {whole / 1e9:.0f} GB; {has}"

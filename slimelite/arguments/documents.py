@@ -73,7 +73,7 @@ def matrices(shapes: Shapes) -> int:
 def flops_per_token(shapes: Shapes, length: int) -> float:
     """Operations of forward and backward for one token of a full sequence of ``length`` (arXiv:2001.08361, section
     2.1). Each parameter of `matrices` takes 6 operations. Attention takes 12 operations for each layer, each element of
-    a query and each position that the token attends to. On average, these are half of the positions.
+    a query and each position that the token attends to. On average, a token attends to half of the positions.
     """
     return 6.0 * matrices(shapes) + 12.0 * shapes.layers * shapes.query * length / 2
 

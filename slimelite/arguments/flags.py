@@ -93,7 +93,7 @@ class Needs:
         return Needs((Condition(words, lambda args: not (self.missing(args) and other.missing(args))),), alternatives)
 
     def strictly(self) -> Needs:
-        """The same conditions, all strict: see `Condition`."""
+        """These conditions, but all strict: see `Condition`."""
         return Needs(tuple(condition._replace(strict=True) for condition in self.conditions))
 
     def missing(self, args: object, *, strict: bool = False) -> str | None:
@@ -145,8 +145,8 @@ def flag(
         needs: the conditions under which the flag has an effect; `ALWAYS` if there are none. If the flag is given while
             a condition does not hold, the start of the run lists the flag under "no effect here".
         required: the flag must be given if the last condition of ``needs`` holds.
-        choices: the allowed values. A `Registry` allows all its names, also as a part: ``("auto", REGISTRY)``. A
-            ``Literal`` annotation sets the allowed values too.
+        choices: the allowed values. A `Registry` stands for all its names, also among other values:
+            ``("auto", REGISTRY)``. A ``Literal`` annotation sets the allowed values too.
         at_least: lower bound of a number; None means that there is none.
         at_most: upper bound of a number; None means that there is none.
         above: lower bound; the bound itself is not allowed.

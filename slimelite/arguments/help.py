@@ -64,8 +64,8 @@ def help_text(args_type: type, argv: Sequence[str]) -> str:
     """The help that ``argv`` asks for, wrapped to the width of the terminal, at most 120 columns.
 
     ``--help-all``: every flag. ``--help reward``: a group of flags. ``--help lr``, or ``--help --lr`` at the end: a
-    flag. ``--help kl``: every flag whose name contains these letters. Without such a word: the flags that people use
-    most.
+    flag. ``--help kl``: every flag whose name contains these letters. ``--help`` without a word after it: the flags
+    that people use most.
 
     Raises:
         ArgumentError: there is no such group or flag.

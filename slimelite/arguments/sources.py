@@ -87,7 +87,7 @@ def recorded(file: str) -> str:
 
 @cache
 def known_tables() -> dict[str, dict[str, str]]:
-    """``known_flags.toml``, by name instead of by reason: table -> name -> reason."""
+    """The reason for each name in ``known_flags.toml``: table -> name -> reason."""
     tables = tomllib.loads(recorded("known_flags.toml"))
     return {table: {name: why for why, names in rows.items() for name in names} for table, rows in tables.items()}
 
@@ -438,7 +438,7 @@ def read_mixture(args: Any, settings: Settings) -> dict[str, list[Any]]:
         settings.complain("--prompt-data", f"{name}: a mixture has lines `path: weight`, each weight a number above 0")
         return {}
     if args.prompt_data_weights:
-        settings.complain("--prompt-data-weights", f"the mixture {name} has the weights; leave them out")
+        settings.complain("--prompt-data-weights", f"leave this flag out: the mixture {name} has the weights")
     return {"prompt_data": list(content), "prompt_data_weights": [float(weight) for weight in content.values()]}
 
 

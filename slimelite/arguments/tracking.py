@@ -1,4 +1,4 @@
-"""Flags of logs, of runs with only half of the loop, of dumps of rollouts, and of checks of the run itself."""
+"""Flags of logs, of runs that only generate or only train, of dumps of rollouts, and of checks of the run itself."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def own_traceback(error: BaseException) -> str:
     """The traceback of a plugin's error, without slimelite's own calls above the plugin's first line.
 
     If the traceback has no line of the plugin, the whole traceback is returned. This happens with a TimeoutError from
-    another thread, because asyncio loses the plugin's lines.
+    another thread, because asyncio drops the plugin's lines from the traceback.
     """
     first = error.__traceback__
     while first is not None and Path(first.tb_frame.f_code.co_filename).is_relative_to(PACKAGE):

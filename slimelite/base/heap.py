@@ -47,10 +47,11 @@ def keep_freed_memory(*, tight: bool) -> None:
     """Let the heap of this process keep freed memory for the next tensors. ``tight``: keep only the memory of tensors
     up to 1 MiB.
 
-    By default, glibc maps each larger tensor from the system, and returns its memory when the tensor is freed. Every
-    page of a new tensor then causes a page fault. Page faults take a third of the CPU time of a step of a tiny model,
-    and a tenth at 135M parameters. The kept memory has a price: the heap seldom has a free block that fits an aligned
-    tensor of the same size. At 135M parameters, a step therefore takes up to 1.5 times the memory of its tensors.
+    By default, glibc gets the memory of each large tensor from the system, and returns it when the tensor is freed.
+    Every page of a new tensor then causes a page fault. Page faults take a third of the CPU time of a step of a tiny
+    model, and a tenth at 135M parameters. The kept memory has a price: the heap seldom puts an aligned tensor into the
+    hole of a freed tensor of the same size. At 135M parameters, a step therefore takes up to 1.5 times the memory of
+    its tensors.
     """
     set_heap(mapped_above=LARGEST_IN_TIGHT_HEAP if tight else LARGEST_IN_HEAP, trimmed_above=-1)
 

@@ -202,7 +202,7 @@ def read_status(folder: str | Path) -> dict[str, Any]:
     """The content of status.json in a run folder; empty if there is no such file.
 
     If the file has the status "running" but the process is gone, the result has the status "stopped without a word".
-    The watchdog then died with the run, because a scheduler killed the whole job or the machine went down.
+    In this case the watchdog died too: a scheduler killed the whole job, or the machine went down.
     """
     try:
         status: Any = json.loads((Path(folder) / "status.json").read_text(encoding="utf-8"))

@@ -212,8 +212,7 @@ def is_stopped(pid: int) -> bool:
 def waited(pid: int | None = None) -> float:
     """Seconds for which a thread was ready to run but had no processor; 0 if the kernel does not report it.
 
-    ``pid``: a process. The result is the time of the thread that waited longest in this process. None: the time of the
-    calling thread.
+    ``pid``: a process; the result is the longest time of its threads. None: the time of the calling thread.
     """
     files = [Path("/proc/thread-self/schedstat")] if pid is None else Path(f"/proc/{pid}/task").glob("*/schedstat")
     longest = 0.0
@@ -284,7 +283,7 @@ def stack(pid: int, log: str) -> str:
 
 
 def busiest(dump: str) -> str:
-    """The stack of one thread in faulthandler's output: of the thread with the most calls in our code."""
+    """The stack of the thread with the most calls in our code, from faulthandler's output ``dump``."""
     stacks = []
     for part in re.split(r"^(?:Current thread|Thread) .*$", dump, flags=re.M)[1:]:
         frames = [match.groups() for line in part.splitlines() if (match := FRAME.match(line))]

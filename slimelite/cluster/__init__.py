@@ -24,7 +24,7 @@ def launch(args: Args, progress: Progress = lambda _done, _total, _note: None) -
     """Start the workers for ``args`` and yield the cluster. When the block ends, all workers are stopped.
 
     During the start, ``progress`` is called with three values: the number of workers that are ready, the number of all
-    workers, and a text about what the start waits for.
+    workers, and a text such as "waiting for Ray".
 
     Raises:
         ClusterError: the machines have too few devices for the job.

@@ -35,7 +35,7 @@ Done = list[tuple[int, Results | None]]
 
 
 class EngineDesk:
-    """Wraps an engine in the engine's own process. `remote_engine` calls the desk's methods from another process.
+    """Wraps an engine, and runs in the engine's process. `remote_engine` calls the desk's methods from another process.
 
     ``syncs``: whether the run sends weights to this engine. ``empty``: whether the engine's process was restarted and
     has not received weights since then.

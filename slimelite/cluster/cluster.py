@@ -472,8 +472,8 @@ class Cluster:
     def _load(self, directory: Path) -> int:
         if not self.args.job.trains:
             raise ValueError(
-                "--load with --debug-rollout-only: this run has no trainer, which alone can read a checkpoint; let a "
-                "run that trains write the model with --save-hf, and give that folder as --hf-checkpoint"
+                "--load with --debug-rollout-only: this run has no trainer, and only a trainer can read a checkpoint; "
+                "in a run with a trainer, write the model with --save-hf, and give its folder as --hf-checkpoint"
             )
         saved = self._all(Trainer.load, str(directory))[0]
         if self.args.finetune:

@@ -31,7 +31,7 @@ def smaller(args: Args, free: Mapping[str, int], *, first: str) -> list[str] | N
     """The arguments that make a run fit the remaining nodes. The list is empty if the run fits unchanged. Returns None
     if even the smallest run does not fit.
 
-    The arguments first keep as many nodes with training ranks as possible, and then as many engines as possible.
+    The run keeps as many nodes with training ranks as possible. With these nodes, it keeps as many engines as possible.
 
     Args:
         free: node id -> the number of its devices.

@@ -10,7 +10,7 @@ from slimelite.arguments.engines import EnginePlace
 
 def beside_ranks(args: ClusterArgs, ranks: int, engines: Sequence[EnginePlace]) -> list[int]:
     """The devices that a run needs besides the ranks' devices, as a list of widths. A width is either the number of
-    such devices of one engine, or 1 for a device that stays free."""
+    these devices that one engine uses, or 1 for a device that stays free."""
     first, taken, widths = (0 if args.colocate else ranks), ranks, list[int]()
     for place in engines:
         begin, end = max(first + place.first_gpu, taken), first + place.first_gpu + place.width
@@ -31,8 +31,8 @@ def nodes_of_bundles(
     the engines are placed, the widest first, each inside one node. ``widths``: the number of devices of each engine.
 
     Three ways are tried, until all engines fit: (1) Each engine is placed on the node with the most free devices. (2)
-    Each engine is placed on the node with the fewest free devices that suffice. (3) The ranks begin on a node other
-    than ``first``, and the engines are placed as in (1) or (2).
+    Of the nodes with enough free devices, each engine is placed on the node with the fewest. (3) The ranks begin on a
+    node other than ``first``, and the engines are placed as in (1) or (2).
 
     Args:
         free: node id -> number of free devices.
@@ -48,8 +48,8 @@ def nodes_of_bundles(
 def _placement(
     free: Mapping[str, int], first: str, nodes: int, per_node: int, widths: Sequence[int], *, spread: bool
 ) -> list[str] | None:
-    """See `nodes_of_bundles`. With ``spread``, each engine is placed on the node with the most free devices, else on
-    the node with the fewest free devices that suffice."""
+    """See `nodes_of_bundles`. Of the nodes with enough free devices, each engine is placed on the node with the most
+    (``spread``) or the fewest (not ``spread``)."""
     left = dict(free)
     room = sorted((n for n in left if left[n] >= per_node), key=lambda n: (n != first, -left[n], n))[:nodes]
     if len(room) < nodes:

@@ -119,8 +119,8 @@ class Host:
         return f"{host}:{self.listener.getsockname()[1]}"
 
     def make(self, make: str, secrets: dict[str, str], *args: object) -> None:
-        """Create the object with a function. ``make`` names it as "package.module:function", so the driver need not
-        import the module. ``secrets``: environment variables that Ray must not write to logs or command lines.
+        """Create the object with the function ``make``, a text "package.module:function". So the driver need not import
+        the module. ``secrets``: environment variables that Ray must not write to logs or command lines.
         """
         os.environ.update(secrets)
         with loading():
@@ -413,7 +413,7 @@ def ray_workers(args: Args, progress: Progress) -> Iterator[Workers]:
     side. The actors run on the Ray cluster of ``RAY_ADDRESS``, which a `ray job` sets. If ``RAY_ADDRESS`` is not set, a
     new Ray is started for this run only.
 
-    ``progress`` is called with a text about what the start waits for.
+    ``progress`` is called with a text such as "waiting for Ray".
 
     Raises:
         ClusterError: the Ray cluster has too few devices, or they do not become free in time.

@@ -223,7 +223,8 @@ class Pending(Future[R]):
     """A future for the result of a verb of `Cluster`. While the method `result` waits, it also checks the state of the
     run.
 
-    For this check, `result` calls ``attend`` every ``POLL_S`` seconds, and passes its own argument ``progress``.
+    For this check, `result` calls ``attend(progress)`` every ``POLL_S`` seconds, with the ``progress`` that its caller
+    gave.
     """
 
     def __init__(self, turns: Turns, attend: Callable[[Progress | None], None] | None = None) -> None:
@@ -256,8 +257,8 @@ class Pending(Future[R]):
 
 @dataclass(slots=True)
 class Failure:
-    """The first error that a verb raises; None before that. As soon as the caller has seen the error, later verbs share
-    a new `Failure`."""
+    """The first error that a verb raises; None before that. Verbs that are called after the caller has seen the error
+    share a new `Failure`."""
 
     error: BaseException | None = None
 
@@ -294,7 +295,7 @@ class Turns:
 
     def check(self, pending: Pending[Any] | None = None) -> None:
         """Raise the error of a failed verb, unless a `Pending.result` has already raised this error. With ``pending``,
-        also raise an error that a `Pending.result` raised after the verb of ``pending`` was called.
+        also raise an error that a `Pending.result` has raised since the verb of ``pending`` was called.
 
         Raises:
             Exception: the error of the failed verb.

@@ -1,4 +1,4 @@
-"""Implements ``--launcher torchrun``. The processes that torchrun has started are the ranks of a run without engines.
+"""Implements ``--launcher torchrun``, for runs without engines. Each process that torchrun has started is a rank.
 
 Rank 0 runs the loop of train.py and the rollout side. The trainer of rank 0 runs on a thread. The other ranks run
 `follow` and wait for calls of their trainers' methods. Each call is pickled, and sent through torchrun's rendezvous

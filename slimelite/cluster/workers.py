@@ -222,7 +222,7 @@ def make_trainer(
     listener: socket.socket | None = None,
     store: dist.Store | None = None,
 ) -> Trainer:
-    """Create the trainer of a rank. The trainer can send its weights to the run's servers.
+    """Create the trainer of a rank. If the run has servers, the trainer can send its weights to them.
 
     Args:
         args: resolved arguments.

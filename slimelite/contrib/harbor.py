@@ -57,7 +57,7 @@ class Task:
     """A task folder. ``problem``: the part of the task that is not supported here, or "".
 
     ``files``: pairs (file on this machine, path in the box) of the files that the Dockerfile copies. ``plain``: why
-    bubblewrap cannot run the task, or "". ``lost``: why no box can run the task without its image, or "".
+    bubblewrap cannot run the task, or "". ``lost``: why only a box with the task's image can run the task, or "".
     ``variables``: environment variables, including those of the image. ``own_variables``: environment variables without
     those of the image.
     """

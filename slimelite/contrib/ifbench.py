@@ -120,7 +120,7 @@ def alphabet(text: str) -> bool:
 
 
 def paragraph_last_first(text: str) -> bool:
-    """Whether the first and the last word of each line are the same."""
+    """Whether each line begins and ends with the same word."""
     lines = [line.strip().strip(EDGES).split() for line in text.lower().split("\n")]
     return all(words[0] == words[-1] for words in lines if words)
 
@@ -188,7 +188,8 @@ def options(text: str, options: str) -> bool:
 
 
 def emoji(text: str) -> bool:
-    """Whether every sentence has an emoji at its end or directly after it, at the start of the next sentence."""
+    """Whether every sentence has an emoji at its end or directly after it. An emoji after a sentence is the start of
+    the next sentence."""
     parts = [sentence.translate(NO_MARKS).strip() for sentence in sentences(text)]
     following = [*parts, ""][1:]
     return all(
@@ -279,8 +280,8 @@ def csv_city(text: str) -> bool:
 
 
 def csv_special_character(text: str) -> bool:
-    """Whether the text has the instruction's header, 14 rows, and a quoted field with a special character. The rows up
-    to the one with this field must have 5 fields each."""
+    """Whether the text has the instruction's header, 14 rows, and a quoted field with a special character. The row with
+    this field and all rows before it must have 5 fields each."""
     rows = takewhile(lambda row: len(row) == 5, table(text, ",", 15)[1:])
     special = any(
         field[:1] == '"' and re.search(r"[^\w\s]", field[1 : max(field.rfind('"'), 1)]) for row in rows for field in row

@@ -56,9 +56,9 @@ def sentences(text: str) -> list[str]:
 
 
 def ends_sentence(before: str, after: str) -> bool:
-    """Whether the full stop at the end of ``before`` ends a sentence. After an abbreviation ("Dr.") or an initial
-    ("J."), it does so only if a capitalised stop word ("The") follows. An ellipsis before a small letter does not end a
-    sentence."""
+    """Whether the full stop at the end of ``before`` ends a sentence. The full stop of an abbreviation ("Dr.") or an
+    initial ("J.") ends a sentence only if a capitalised stop word ("The") follows. An ellipsis before a small letter
+    does not end a sentence."""
     word = (before.split() or [""])[-1].lstrip("\"'([{*_“‘")
     if word.endswith(".."):
         return not after.lstrip()[:1].islower()

@@ -1,7 +1,7 @@
 """The environment ``openenv:<address>``, which runs on an OpenEnv server. Each episode has its own WebSocket session.
 
-The server lists the possible actions. If the actions are tools, the model calls them. If they are not, each reply is an
-action in JSON. If an action requires only one field, and this field is a text, the reply may be only this text.
+The server lists the possible actions. If the actions are tools, the model calls them. If they are not tools, each reply
+is an action in JSON. If an action requires only one field, and this field is a text, the reply may be only this text.
 """
 
 from __future__ import annotations

@@ -102,8 +102,8 @@ def _dataset(task: str, level: int | None, seed: int, size: int, settings: str) 
 def rows(text: str) -> Iterator[dict[str, Any]]:
     """Yield a row for each puzzle of ``text``, such as ``chain_sum,gcd``.
 
-    First comes puzzle 1 of each task, at the first level, then at the next level, and so on. Then comes puzzle 2 in the
-    same way, up to puzzle number ``size``.
+    The first rows are puzzle 1 of each task at the first level. Puzzle 1 of each task at the next level follows, and so
+    on. After the last level comes puzzle 2, in the same way, up to puzzle number ``size``.
 
     Raises:
         ValueError: reasoning-gym has no such prompt, or a setting belongs to none of the tasks.
@@ -130,7 +130,7 @@ def rows(text: str) -> Iterator[dict[str, Any]]:
 
 
 class ReasoningGym:
-    """An episode with one puzzle. The model sees the question and answers once."""
+    """An episode with one puzzle. The model sees the question, and gives one answer."""
 
     def __init__(self, scorers: WorkerPool) -> None:
         self._scorers = scorers

@@ -8,10 +8,10 @@ prompt to the end of the turn, including the end-of-turn token. An assistant mes
 trained on.
 
 The other values of ``--loss-mask-type`` select exactly the same tokens as slime's masks of the same name. Each of these
-masks fits the ChatML template of the model in its name. ``qwen`` and ``qwen3`` render each message on its own. But some
-templates render a message differently inside a conversation. For example, they remove the thinking from earlier turns,
-or join tool answers in one turn. With such a template, the token ids of ``qwen`` and ``qwen3`` may differ from those of
-a rollout. ``auto`` renders whole conversations, so it does not have this limitation.
+masks is named after a model, and fits this model's ChatML template. ``qwen`` and ``qwen3`` render each message on its
+own. But some templates render a message differently inside a conversation. For example, they remove the thinking from
+earlier turns, or join tool answers in one turn. With such a template, the token ids of ``qwen`` and ``qwen3`` may
+differ from those of a rollout. ``auto`` renders whole conversations, so it does not have this limitation.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class ChatReader:
         """The pair (token ids, loss mask) for a whole conversation. The mask has one entry (0 or 1) for each token.
 
         A token that is only partly inside a trained span is trained on, with two exceptions: (1) a special token, if
-        more than the white space around its text is outside the span; (2) a token that ends after the span, if the
-        token's part inside the span is only white space.
+        its text (without the white space around it) is not completely inside the span; (2) a token that ends after the
+        span, if the token's part inside the span is only white space.
 
         Raises:
             ValueError: the tokenizer has no chat template or gives no offsets, the template refuses the messages, or
@@ -109,7 +109,7 @@ class ChatReader:
         """The parts of a row that the chat template does not write into the rendered text: ``tools``, or fields of
         replies such as ``tool_calls``.
 
-        Missing reasoning before the last user message is not reported, because templates remove it on purpose.
+        Reasoning before the last user message is not checked, because templates remove it on purpose.
         """
         last_question = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=-1)
         hidden = ["tools"] if tools and PROBE not in self.render(messages, renamed(tools)) else []

@@ -1,8 +1,8 @@
 """Advises the user if the flags do not fit the columns of a data file. The advice is other flags that fit, or one line
 of Python that converts the file.
 
-The names of the columns suggest which column is the prompt, the reply or the label. This is a guess, so the advice
-states it. `docs/data_formats.md` shows every format that slimelite reads.
+The names of the columns suggest which column is the prompt, the reply or the label. The advice states this guess, for
+example "if 'question' is the prompt". `docs/data_formats.md` shows every format that slimelite reads.
 """
 
 from __future__ import annotations

@@ -223,7 +223,7 @@ class Stream:
         return [*self._position, self.tokens]
 
     def restore(self, state: Sequence[int]) -> None:
-        """Continue from the position ``state``, which `state` returned."""
+        """Continue from ``state``, a position that the method `state` returned."""
         epoch, first, taken, self.tokens = state
         self._position = (epoch, first, taken)
         self._open(epoch, first)

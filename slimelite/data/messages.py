@@ -4,7 +4,7 @@ Data files differ in their form. The arguments of a tool call are JSON text (as 
 value may be absent or null. The name and the arguments of a tool call may be inside a ``function`` field. Chat
 templates differ too. Most templates write ``arguments | tojson``. This would quote JSON text a second time. DeepSeek's
 templates need JSON text, because they concatenate it with other text. Some templates print null as the word None.
-Hermes' template needs the name of the tool in the message with the tool's answer.
+For Hermes' template, each message with a tool's answer must contain the tool's name.
 
 Chat templates are programs that come with a model, and may be malicious. So each template is first tried in a separate
 process with limits on time and memory. Later, each rendering of a conversation has a time limit.

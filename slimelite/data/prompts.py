@@ -84,7 +84,7 @@ def load_prompts(
         warn: called with a message about rows and prompts that are left out. ``note``: called with the shape of the
             rows (see `shapes`) if no flag named the columns.
         first: if a number, read only this number of rows of each path that has no slice. These rows may lack a column
-            of metadata or tools, because the column may appear later. In parquet files this is still an error.
+            of metadata or tools, because the column may appear later. In parquet files, a missing column is an error.
 
     Raises:
         ValueError: files, columns or the chat template are missing; rows are malformed (unless ``skip_bad_rows``); or

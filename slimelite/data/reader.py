@@ -125,7 +125,7 @@ def read_rows(
             bad.add(place, row)
         elif not row.keys() >= {*required}:
             missing = next(c for c in required if c not in row)
-            bad.add(place, f"no column {missing!r}; it has {sorted(row)}")
+            bad.add(place, f"no column {missing!r}; the row has {sorted(row)}")
         else:
             yield place, row
     if not bad.rows:

@@ -124,8 +124,8 @@ class GenerateBody(Shape):
     prompt.
 
     ``return_sampling_mask``: if the request has top_p, top_k or min_p, return the ids that each token was drawn from.
-    Log-probs are then over these ids, also those in ``output_token_logprobs``. (In SGLang, the latter stay over the
-    whole vocabulary.)
+    All log-probs are then over these ids. (In SGLang, those in ``output_token_logprobs`` stay over the whole
+    vocabulary.)
     """
 
     rid: Text = ""

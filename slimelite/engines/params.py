@@ -1,7 +1,7 @@
 """The sampling parameters, defined once.
 
-Flags, evaluation datasets, engines and the request bodies of every HTTP dialect use these definitions. The arguments of
-`parameter` name a parameter in each of these places. To add a parameter, add a field to `SamplingParams`.
+Flags, evaluation datasets, engines and the request bodies of every HTTP dialect use these definitions. A parameter may
+have another name in each of these places, see `parameter`. To add a parameter, add a field to `SamplingParams`.
 """
 
 from __future__ import annotations
@@ -189,8 +189,8 @@ class SamplingParams:
         drawn from.
 
         If only top-p, min-p or a grammar limits these ids, top_k becomes `MOST_KEPT`, so that there are at most that
-        many. ``constrained``: whether tokens that a grammar restricted are trained on too; if not, the grammar is not
-        such a limit.
+        many. ``constrained``: whether tokens that a grammar restricted are trained on too; if not, a grammar alone does
+        not change top_k.
         """
         unlimited = self.top_k < 1 and (self.truncation() or (constrained and self.grammar is not None))
         return replace(self, kept=True, top_k=MOST_KEPT if unlimited else self.top_k)

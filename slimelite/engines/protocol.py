@@ -397,7 +397,7 @@ class Streaming(Protocol):
     results arrive complete."""
 
     async def stream(self, request: GenerateRequest, on_tokens: OnTokens) -> GenerateResult:
-        """Like `Engine.generate` for one request. ``on_tokens`` gets all tokens before the result is returned."""
+        """Like `Engine.generate` for one request. When this call returns, ``on_tokens`` has received all tokens."""
         ...
 
 

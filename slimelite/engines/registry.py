@@ -3,7 +3,7 @@
 To add an engine, write its module and add a record here or in a file of ``--import-file``. The `EngineMemory` of a
 record lists the content that is lost after `Engine.release_memory` and `Engine.resume_memory`. This list determines the
 options that a server is started with, the weights that a sync may leave out, and the host memory in the plan. The
-simulated servers in the tests do not read it: they lose what a real server loses.
+simulated servers in the tests do not read this list: they lose what a real server loses.
 """
 
 from __future__ import annotations

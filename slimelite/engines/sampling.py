@@ -50,8 +50,8 @@ class News(Generic[T]):
 
 
 async def news(calls: Sequence[Callable[[OnTokens | None], Awaitable[T]]], *, stream: bool) -> AsyncGenerator[News[T]]:
-    """Make ``calls`` at the same time. Yields the tokens of the calls if they ``stream``, and the result of each call
-    when it ends.
+    """Make ``calls`` at the same time. Yields the tokens of the calls (only with ``stream``), and the result of
+    each call when it ends.
 
     All calls are cancelled when one of them fails, or when the generator is closed.
     """

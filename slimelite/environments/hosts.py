@@ -349,8 +349,8 @@ class _InWorker(_Remote):
         await super().close()
 
     async def suspect(self) -> None:
-        """End the worker process if it is stopped or does not answer. Its other episodes then fail too. Later episodes
-        run in a new process."""
+        """End the worker process if it is stopped or does not answer. The worker's other episodes then fail too. Later
+        episodes run in a new process."""
         if self._worker.stopped:  # do not ping it; it might be continued, answer now, and be ended later
             self._worker.kill()
             return

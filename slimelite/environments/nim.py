@@ -83,7 +83,7 @@ def make(spec: str) -> type[Nim]:
 
 
 def rows(spec: str) -> Iterator[dict[str, Any]]:
-    """Yield a row for each pile, and repeat this many times."""
+    """Yield 64 rows for each pile, with the piles in turn."""
     for _ in range(64):
         for pile in PILES:
             yield {"input": "nim", "metadata": {"pile": pile, "opponent": spec or "self"}}

@@ -2,8 +2,8 @@
 
 Stdin has one line of JSON with the fields of `Plan`. Stdout gets a line of JSON for each event. The events are
 ``ready``, ``begin`` (the name of the next script), ``beat`` (the event loop is free), ``episode`` (the record of an
-episode), ``end`` and ``problem``. If the beats stop, the environment hangs, and blocks the event loop or Python's
-global lock. The process that reads the events ends this process if the beats stop.
+episode), ``end`` and ``problem``. The beats stop if the environment hangs and blocks the event loop or Python's
+global lock. The process that reads the events then ends this process.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ class Plan:
     import_files: list[str] = field(default_factory=list)
 
     def read(self) -> list[Row]:
-        """The rows, each with its own seed. Without ``data`` and rows of the environment, ``self.rows`` rows without a
-        prompt.
+        """The rows of ``data``, else of the environment, else ``self.rows`` rows without a prompt. Each row has its own
+        seed.
 
         Raises:
             ValueError: there are no rows, or the rows have a wrong form.

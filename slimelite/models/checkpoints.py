@@ -195,7 +195,7 @@ def model_folder(template: str, rollout_id: int | Literal["best"]) -> Path:
 
 
 def best_of(root: str | Path) -> int | None:
-    """The rollout whose checkpoint under ``root`` is marked as that of the best evaluation, or None."""
+    """The rollout whose checkpoint under ``root`` has the mark of the best evaluation; None if no checkpoint has it."""
     marker = Path(root) / BEST_MARKER
     word = marker.read_text(errors="replace").strip() if marker.is_file() else ""
     return int(word) if word.isdecimal() else None

@@ -29,8 +29,8 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 class Family:
     """The models of one ``model_type``.
 
-    A field for a bias is True if all models of the family have the bias, and False if none has it. Otherwise the field
-    names the config field that tells whether the bias exists.
+    A field for a bias is True if all models of the family have the bias, and False if none has it. Otherwise its
+    value is the name of the config field that tells whether the bias exists.
 
     Args:
         name: the ``model_type`` of config.json.

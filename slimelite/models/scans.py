@@ -40,7 +40,7 @@ def state_space_duality(
 
     Args:
         x: [n, L, heads, P]; dt: [n, L, heads] step sizes; a: [heads] negative.
-        b, c: [n, L, groups, N]; heads / groups heads share a group.
+        b, c: [n, L, groups, N]; a group is shared by ``heads / groups`` heads.
         state: [n, heads, N, P], the state before the first token; None: zero.
 
     Returns:

@@ -222,8 +222,8 @@ class Load:
     def reading(self) -> float:
         """Host memory of a rank while it reads the model [bytes].
 
-        A single rank reads the whole model in fp32. One of several ranks needs memory for its rows of the largest
-        weight, in the file's dtype. It also needs memory for its part of the model if that part stays on the host.
+        A single rank reads the whole model in fp32. With several ranks, each rank needs memory for its rows of the
+        largest weight, in the file's dtype, and for its part of the model if that part stays on the host.
         """
         if self.shards == 1:
             return 4 * self.shapes.parameters

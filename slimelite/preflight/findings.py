@@ -39,7 +39,7 @@ class Findings:
 
 
 def one_line(error: BaseException) -> str:
-    """The message of an error on one line. The line begins with the name of the error's class, unless the error is a
+    """An error's message, as one line. The line begins with the name of the error's class, unless the error is a
     ValueError or OSError."""
     text = " ".join(str(error).partition("Traceback (most")[0].split()) or type(error).__name__
     return text if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {text}"

@@ -315,8 +315,8 @@ class InputChecks:
                 ending = f" followed by {end}, as in a run" if end else ""
                 if settings.custom_rm_path and response == "the bare label" and reward == 0:
                     self.findings.warnings.append(
-                        f"{rows.name}: the custom reward is 0 if the response to the first prompt is its label{ending} "
-                        f"(label {label}): if this response is right, nothing will be learned"
+                        f"{rows.name}: the custom reward is 0 if the response is the first prompt's label{ending} "
+                        f"(label {label}); nothing will be learned if this response is right"
                     )
                 self.findings.facts.append(
                     f"{rows.name}: {response} as the response to the first prompt gets {reward} (label {label})"

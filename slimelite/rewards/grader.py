@@ -193,8 +193,8 @@ class Grader:
             self._settle(sample, route, sample.reward, reward_key or self.args.reward_key)
 
     def fail(self, samples: Sequence[Sample], failure: Failure, what: str, *, reward_key: str | None = None) -> None:
-        """Handle samples that have no reward because ``what`` failed. --reward-error decides what happens to these
-        samples.
+        """Handle samples that got no reward because of ``failure``. --reward-error decides what happens to them.
+        ``what``: the text after "reward" in the error message, such as "of --agent-command PROGRAM".
 
         Raises:
             RewardError: see `grade`.
@@ -206,8 +206,8 @@ class Grader:
         """The metrics ``rollout/reward_errors``: the number of failed rewards since the last call of this method, in
         total and by kind of failure. Each call resets these counts and ``error_reports``.
 
-        ``rollout/costly_answers``: the number of responses that were too costly to check by algebra. If there were
-        none, this metric is left out.
+        ``rollout/costly_answers``: the number of responses that were too costly to check by algebra. This metric
+        is left out if the number is 0.
         """
         counts = {f"rollout/reward_errors/{kind}": float(n) for kind, n in sorted(self._errors.items())}
         total = float(self._errors.total())
@@ -373,7 +373,7 @@ def _quick(rule: Rule, answer: Answer) -> Reward | Failure | None:
     if verdict is None and rule.slow is None:
         return Failure(
             "invalid",
-            f"the rule {rule.name} cannot decide, because its function quick returned None and it has no function slow",
+            f"the rule {rule.name} cannot decide, because its quick() returned None and it has no slow()",
         )
     return verdict
 

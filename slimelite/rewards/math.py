@@ -218,8 +218,9 @@ def unwrapped(text: str) -> str:
 
 
 def pairs(prediction: str, truth: str) -> list[tuple[str, str]]:
-    """The pairs of texts that must be equal for the two answers to be equal. For two flat tuples, intervals or ratios,
-    these are the pairs of their elements. For other answers, the only pair is the two whole texts.
+    """Pairs of texts to compare. The two answers are equal if the two texts of each pair are equal. For two flat
+    tuples, intervals or ratios, the pairs consist of their elements. For other answers, the only pair is the two whole
+    texts.
 
     The list is empty if the answers cannot be equal. Answers cannot be equal if they differ in their brackets or number
     of elements, if only one of them is a ratio, or if the prediction is empty.
@@ -247,7 +248,7 @@ def elements(text: str) -> list[str]:
 
 
 def is_ratio(text: str) -> bool:
-    """Whether ``text`` contains a colon, like a ratio or a time, and no set in braces. The ratio 3:5 is not treated as
+    """Whether ``text`` contains a colon (as ratios and times do) and no set in braces. The ratio 3:5 is not treated as
     equal to 3/5."""
     return ":" in text and "\\{" not in text
 

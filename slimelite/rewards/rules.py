@@ -119,8 +119,8 @@ class Rule:
             get reward 1. It is graded before the run starts, so an unusable label is detected early.
         scorer: function ``(args, trial) -> Scorer``. The scorer replaces ``quick`` and ``slow``. ``trial``: whether the
             scorer only scores one row of the data before a run starts.
-        zero: the reward of a sample whose grading failed. If ``zero`` is None, the reward is 0, or with --reward-key a
-            dict with the value 0 for this key.
+        zero: the reward of a sample whose grading failed. If ``zero`` is None, the reward is 0; with --reward-key it is
+            a dict with the value 0 for this key.
         needs_label: whether a sample without a label is an error.
         bounded: whether ``slow`` may use only one second of processor time for a response. A response that takes longer
             counts as wrong (`TooCostly`).
@@ -193,8 +193,8 @@ class Rules(Registry[Rule]):
         if plain in self:
             boxed = ", ".join(rule.name for rule in self.values() if rule.boxed)
             raise ValueError(
-                f"--rm-type {name} would score every response as wrong: {plain} does not look for the answer in "
-                f"a box, but {BOXED} removes all text outside the box; use {plain} (rules with a boxed form: {boxed})"
+                f"--rm-type {name} would score every response as wrong: {BOXED} keeps only the content of the box, but "
+                f"{plain} needs the whole response; use {plain} (rules with a boxed form: {boxed})"
             )
         return super().__missing__(name)
 

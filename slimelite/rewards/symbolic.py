@@ -1,9 +1,9 @@
 r"""Tests by algebra whether two LaTeX expressions are equal. Only worker processes import this module, because it loads
 sympy, which takes half a second.
 
-Of the library math-verify, only the LaTeX grammar and the comparison are used. The library's mode for plain expressions
-is not used. That mode passes text to sympy's ``parse_expr``, which calls ``eval``. But ``eval`` must never run text
-from a model.
+This module uses only the LaTeX grammar and the comparison of the library math-verify. It does not use the library's
+mode for plain expressions. That mode passes text to sympy's ``parse_expr``, which calls ``eval``. But ``eval`` must
+never run text from a model.
 """
 
 from __future__ import annotations

@@ -63,9 +63,10 @@ def add_result(sample: Sample, result: GenerateResult, tokenizer: PreTrainedToke
 
 
 def stamp_versions(sample: Sample, version: int, before: Sample | None = None) -> None:
-    """Set the weight version of response tokens that have none to ``version``, the engines' current version.
+    """Give ``version``, the engines' current weight version, to all response tokens without a weight version.
 
-    Some generate functions record no versions. Those of slime record one version for each call, not for each token.
+    Some generate functions record no versions. slime's generate functions record one version for each call, not for
+    each token.
     ``before``: the sample that the generate function continued. The tokens of ``before`` keep their versions.
     """
     stamps: Any = vars(sample)["weight_versions"]
@@ -171,7 +172,7 @@ class GroupGenerator:
             self.params = self.params.telling()
 
     def go_on(self, rollout_id: int, generated: list[Generated]) -> None:
-        """Continue in the later rollout ``rollout_id`` after `stopping` was set. New responses are added to
+        """Continue after `stopping` was set, in the later rollout ``rollout_id``. New responses are added to
         ``generated``, the later rollout's list."""
         self.stopping, self.rollout_id, self.generated = False, rollout_id, generated
 
@@ -184,9 +185,9 @@ class GroupGenerator:
     async def generate(self, groups: list[list[Sample]]) -> list[Outcome]:
         """Generate the responses of ``groups``, which is one of the `parts`, and grade them.
 
-        With ``--deterministic-mode`` group i goes to engine i mod n (of n engines). The plugin calls of an engine are
-        made for one group after the other. Grading starts when all groups have their responses. So repeated runs make
-        all calls in the same order.
+        With ``--deterministic-mode`` group i goes to engine i mod n (of n engines). On each engine, a custom generate
+        function is called for one group after the other. Grading starts when all groups have their responses. So
+        repeated runs make all calls in the same order.
 
         Raises:
             ValueError: an engine refused a request (a retry would not help), or grading raised an error.

@@ -202,8 +202,8 @@ class EnginePool:
     ) -> list[GenerateResult]:
         """Generate the responses to ``requests`` on one engine. The results are in the order of the requests.
 
-        ``on_tokens`` is for a single request. If the engine supports streaming, ``on_tokens`` is called with the
-        request's tokens while they are sampled.
+        Pass ``on_tokens`` only with a single request. If the engine supports streaming, ``on_tokens`` is called with
+        the request's tokens while they are sampled.
 
         Raises:
             ConnectionError: the engine died.

@@ -84,8 +84,8 @@ class Teacher:
         if meta.get("input_logprob_temperature", 1.0) != self.temperature:
             raise ValueError(
                 f"the teacher at {self.url} scores at temperature 1, not at --rollout-temperature {self.temperature} "
-                "(as SGLang always does); set --rollout-temperature 1, serve the teacher with slimelite serve, or use "
-                "--opd-type trainer"
+                "(SGLang always scores at temperature 1); set --rollout-temperature 1, serve the teacher with "
+                "slimelite serve, or use --opd-type trainer"
             )
         sample.teacher_log_probs = [float(entry[0]) for entry in scored]
 

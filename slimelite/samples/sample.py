@@ -109,8 +109,8 @@ class Kept:
 
 
 def together(before: Kept | None, tokens: int, added: Kept | None, more: int) -> Kept | None:
-    """Join two sets of kept ids: ``before`` of the first ``tokens`` tokens, and ``added`` of the next ``more`` tokens.
-    Returns None if both are None."""
+    """Join two sets of kept ids: ``before`` belongs to the first ``tokens`` tokens, ``added`` to the next ``more``
+    tokens. Returns None if both are None."""
     if before is None and added is None:
         return None
     first, second = before or Kept.nothing(tokens), added or Kept.nothing(more)
@@ -170,7 +170,8 @@ class Sample:
     they have ``response_length`` entries. They are ``loss_mask``, ``rollout_log_probs``, ``weight_versions``, a user's
     own columns, and ``teacher_log_probs`` if a teacher scored the response. To add tokens, call
     `append_response_tokens`, which also extends ``loss_mask``, ``rollout_log_probs`` and ``weight_versions``. An
-    attribute such as ``tokens`` stores the engine's array until it is read; then it becomes a Python list (`Listed`).
+    attribute such as ``tokens`` may store an array from the engine. The first read of the attribute replaces the array
+    by a Python list (`Listed`).
     """
 
     Status: ClassVar[type[_Status]] = _Status

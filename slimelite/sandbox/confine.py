@@ -225,7 +225,7 @@ def program_filter(
     ``families``: the allowed families of sockets. ``datagrams``: whether datagram sockets are allowed too.
     ``own_files``: whether all files of this user are inside the sandbox. If True, the program may change modes and
     times of files. ``disk_counted``: whether the kernel limits the total size of the program's files.
-    ``memory_counted``: whether it limits the total size of those files that are in memory.
+    ``memory_counted``: whether the kernel limits the total size of those files that are in memory.
     """
     groups = _system_calls()
     socket = SOCKET[os.uname().machine]

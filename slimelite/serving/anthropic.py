@@ -113,7 +113,7 @@ class ClearThinking(Shape):
 
 
 class ContextManagement(Shape):
-    """The edits of a long history that a client requests. This server does not edit the history."""
+    """The edits that a client requests for a long history. This server does not edit the history."""
 
     edits: FirstError[list[ClearToolUses | ClearThinking]] = Field(default_factory=list)
 

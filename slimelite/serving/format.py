@@ -260,8 +260,9 @@ class ChatFormat:
     ) -> list[int]:
         """The tokens with which every call of one of the tools ``names`` begins, after the prompt ``rendered``.
 
-        A call may have no arguments, or any parameter first. The result is the common beginning of all these calls. For
-        Qwen and one tool, it extends up to the arguments. For Qwen and several tools, it extends up to the tool's name.
+        A call may have no arguments, or begin with any parameter. The result is the common beginning of all these
+        calls. For Qwen, it extends up to the arguments if there is one tool, and up to the tool's name if there are
+        several.
 
         Raises:
             ValueError: the format of the model's calls is unknown; the possible calls have no common first token; or
@@ -312,7 +313,7 @@ class ChatFormat:
 
     def call_ends(self, tools: Tools) -> tuple[str, ...]:
         """The text after which a reply must end, so that the reply has only one call. The result is empty if the reply
-        can have no call.
+        cannot contain a call.
 
         Raises:
             ValueError: calls of the model's format have no closing text.

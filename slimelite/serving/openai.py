@@ -217,7 +217,7 @@ def error_body(error: Exception, status: int) -> dict[str, object]:
 def checked_messages(messages: Sequence[Message], place: str = "") -> list[Message]:
     """The messages of a request, after a check that a chat template can show them.
 
-    ``place``: the field of the request that all messages come from, for error messages.
+    ``place``: the field of the request that all messages come from; errors name this field.
 
     Raises:
         RequestError: a message has no content that can be shown, or the arguments of a call are not JSON.
@@ -324,7 +324,7 @@ class Choices(ABC):
 
     @property
     def wait(self) -> bool:
-        """Whether tokens are sent only after the response has ended, because their alternatives are computed then."""
+        """Whether tokens are sent only after the response has ended. Their alternatives are computed at that time."""
         return bool(self._alternatives) or (self._alternatives is not None and self._echo)
 
     @abstractmethod

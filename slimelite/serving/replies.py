@@ -79,8 +79,8 @@ async def parts(session: Session, planned: Sequence[PlannedTurn], *, stream: boo
 
 
 class TextStream:
-    """The text of a reply that can be shown while its tokens arrive. Tool calls, stop strings and incomplete characters
-    are left out.
+    """The part of a reply's text that can be shown while the tokens arrive. Tool calls, stop strings and incomplete
+    characters are left out.
 
     A reply to raw tokens is shown unchanged, with special tokens.
 

@@ -54,14 +54,14 @@ class Turn:
     """One reply of a session, with its prompt.
 
     ``before``: the turn that this turn continues; None: this turn begins a branch. ``messages``: the messages that this
-    turn answers; empty for raw tokens. Replies of this session that the client sent back are in ``messages`` as read
-    from their tokens, not as the client's copies. ``added_text``, ``added_ids``: what this turn's prompt adds to
-    the prompt and the output of the turn ``before``. A turn stores only this part of its prompt, because long sessions
+    turn answers; empty for raw tokens. If the client sent a reply of this session back, ``messages`` has the reply as
+    read from its tokens, not the client's copy. ``added_text``, ``added_ids``: what this turn's prompt adds to the
+    prompt and the output of the turn ``before``. A turn stores only this part of its prompt, because long sessions
     would otherwise be too large. ``given_ids``: the beginning of the reply, if the model did not choose it. The prompt
     ends with ``given_ids``. ``ends``: texts that end the reply. Unlike a request's stop strings, these texts are shown
     as part of the reply. ``tools``: the tools that the model sees. ``sent``: the `comparable` part of the messages that
-    the client sent. ``echoes``: the `comparable` parts of the forms in which a client may send the reply back: with and
-    without the stop string. ``log_probs``, ``weight_versions``: one for each of ``output_ids``. ``kept``,
+    the client sent. ``echoes``: the `comparable` part of the reply with the stop string, and without it. A client may
+    send either form back. ``log_probs``, ``weight_versions``: one for each of ``output_ids``. ``kept``,
     ``constrained``: see `GenerateResult`. ``finish_reason``: why the reply ended, as "stop", "length" or "abort".
     ``reward``: set by the environment. ``began``, ``ended``: [s, monotonic]. ``answered``: the time of the
     environment's answer to this turn; 0 if there is no answer. ``call_seconds``: the duration of each tool call of the

@@ -59,7 +59,7 @@ ANALYSIS = re.compile(r"<\|channel\|>\s*analysis")
 
 class Part(NamedTuple):
     """Characters [start, end) of a reply. A part is either a message with its end mark, or the text between two
-    messages. Such a text has no head."""
+    messages. The text between two messages has no head."""
 
     start: int
     end: int
@@ -160,7 +160,8 @@ class ToolFormat:
     several records fit a template, the first of these records is used. ``begins``: the texts with which a call may
     begin. Text after one of ``begins`` is not shown before the reply has ended. ``closes``: the text with which every
     call ends; None: only the text after a call shows where the call ends. ``write``: a function that converts calls to
-    text, if the chat template shows no calls. ``sglang``: SGLang's names for this format, if they differ from ``name``.
+    text, for chat templates that show no calls. ``sglang``: SGLang's names for this format, if they differ from
+    ``name``.
     """
 
     name: str
@@ -182,8 +183,8 @@ class ToolFormat:
 class ReasoningFormat:
     """The texts ``start`` and ``end`` around the thinking of a family of models.
 
-    ``mark``: a text that occurs in the family's chat templates; None: this text is ``end``. ``channels``: whether a
-    reply consists of several messages, see `read_channels`. ``sglang``: see `ToolFormat`.
+    ``mark``: a text that occurs in the family's chat templates. If ``mark`` is None, ``end`` is this text.
+    ``channels``: whether a reply consists of several messages, see `read_channels`. ``sglang``: see `ToolFormat`.
     """
 
     name: str

@@ -69,8 +69,8 @@ class Adapter:
     ) -> None:
         """Open a session. ``sampling_defaults`` use SGLang's names.
 
-        A session that a generate function opens also stores, with each token, the ids that sampling kept, if the run
-        trains on these ids.
+        If the run trains on the ids that sampling kept, a session that a generate function opens stores these ids with
+        each token.
 
         Raises:
             ValueError: the name is taken, or a parameter is not supported.
@@ -200,8 +200,7 @@ class _Server:
         raise ValueError("this address does not give log-probs of a prompt: send the request to the engine itself")
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """See `Engine.abort`. Unlike an engine, this method never aborts all requests, because other sessions use the
-        same engines."""
+        """See `Engine.abort`. Without ids, nothing is aborted, because other sessions use the same engines."""
         for request_id in request_ids or ():
             await self._client.post(f"{self._url}/abort_request", {"rid": request_id})
 

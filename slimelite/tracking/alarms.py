@@ -101,7 +101,7 @@ class History:
         return median(self.values[name][-WINDOW - LEVEL : -LEVEL][:LEVEL] or [math.inf])
 
     def at(self, name: str, rollouts: int) -> float:
-        """The level after ``rollouts`` rollouts; if these are fewer than ``LEVEL``, that of the first ``LEVEL``."""
+        """The level after ``rollouts`` rollouts, or after ``LEVEL`` rollouts if ``rollouts`` is smaller."""
         return median(self.values[name][max(rollouts - LEVEL, 0) : max(rollouts, LEVEL)] or [math.inf])
 
     def noise(self, name: str) -> float:
@@ -115,7 +115,7 @@ class History:
         return self.now(name) - since > NOISE * self.noise(name)
 
     def improved(self, rollouts: int) -> bool:
-        """Whether an eval score rose after the first ``rollouts`` rollouts; without evaluations, the reward."""
+        """Whether an eval score (without evaluations: the reward) rose after the first ``rollouts`` rollouts."""
         pairs = [
             ([s for s in scores if s.rollouts <= rollouts] or scores[:1], scores) for scores in self.scores.values()
         ]
@@ -181,8 +181,8 @@ def rollout_values(pending: Mapping[str, list[float]]) -> dict[str, float]:
     "--clip-grad, --use-kl-loss and --lr-warmup-iters also help.",
 )
 def reward_collapse(h: History) -> Seen | None:
-    """Either sign starts the alarm: (1) nine groups in ten no longer have a right answer; (2) the reward fell by half
-    and by six deviations from its best level. Sign 1 suits rewards of any scale. Sign 2 needs no right answers."""
+    """Either sign starts the alarm: (1) nine groups in ten no longer have a right answer; (2) the reward fell from its
+    best by half, and by six standard deviations. Sign 1 suits rewards of any scale. Sign 2 needs no right answers."""
     lost = h.best_reward - h.now("reward")
     groups = h.least_wrong <= 0.5 and h.now("wrong", QUIET) >= ALL
     if not groups and not (h.enough("reward") and lost > max(2 * NOISE * h.noise("reward"), abs(h.best_reward) / 2)):
@@ -196,7 +196,7 @@ def reward_collapse(h: History) -> Seen | None:
 
 
 @kind(
-    "nine groups in ten have had no right answer (a reward of 0 or less) for 3 rollouts, from the start",
+    "nine groups in ten have had only rewards of 0 or less for 3 rollouts, from the start",
     "Compare samples with their labels: is --label-key the right column, can --rm-type read such answers, is "
     "--rollout-max-response-len large enough? If all this is right, the task is too hard: use easier prompts, more "
     "samples per prompt, or SFT first.",
@@ -297,9 +297,9 @@ def length(h: History) -> Seen | None:
 )
 def reward_without_eval(h: History) -> Seen | None:
     """The reward rose by a tenth and by more than noise, and one of two things happened. (1) The score fell from its
-    best by a tenth and by four standard errors. (2) No score in 20 rollouts (at least two scores) gained 0.02, and the
-    relative gain of the reward exceeds that of the score by four standard errors. Smaller changes may be chance,
-    because the best of many scores is lucky."""
+    best by a tenth and by four standard errors. (2) In 20 rollouts, no score was more than 0.02 above the first one,
+    and the relative gain of the reward exceeds that of the score by four standard errors. Smaller changes may be
+    chance, because the best of many scores is lucky."""
     for name, scores in h.evaluated().items():
         last, best = scores[-1], max(scores, key=lambda s: s.mean)
         fell = best.mean - last.mean > max(ERRORS * math.hypot(best.error, last.error), 0.1 * abs(best.mean))
@@ -325,16 +325,16 @@ def _stays_below(name: str, score: float) -> Callable[[History], bool]:
 
 
 @kind(
-    f"the mean |trainer − engine log-prob| exceeds {MISMATCH_LIMIT:g} (0.2 more per weight update since sampling), "
-    f"or it rose fivefold in 20 rollouts to more than {MISMATCH_LIMIT / 10:g}",
+    f"the mean |trainer − engine log-prob| exceeds {MISMATCH_LIMIT:g} (plus 0.2 for each weight update since "
+    f"sampling), or it rose fivefold in 20 rollouts to more than {MISMATCH_LIMIT / 10:g}",
     "The policy that computes the gradient differs from the policy that generated the samples. "
     "--check-weight-update-equal tests whether the engines get the trainer's weights. --correction tis corrects "
     "small differences. docs/metrics.md lists the causes.",
 )
 def mismatch(h: History) -> Seen | None:
     """One rollout above the limit is an alarm, because its value is a mean of many tokens. With fresh samples, a
-    fivefold rise is an alarm too, unless the level is below a tenth of the limit, where it may be rounding. Each weight
-    update raises the limit by 0.2: it adds 0.17 nats in healthy runs at the quickstart's high learning rate."""
+    fivefold rise to more than a tenth of the limit is an alarm too; smaller values may be rounding. Each weight
+    update raises the limit by 0.2, because it adds 0.17 nats in healthy runs at the quickstart's high learning rate."""
     now, then, age = h.row.get("mismatch", 0.0), h.then("mismatch"), h.row.get("staleness", 0.0)
     limit = MISMATCH_LIMIT + 0.2 * age
     risen = not age and h.enough("mismatch") and h.now("mismatch") > max(5 * then, MISMATCH_LIMIT / 10)
@@ -350,8 +350,8 @@ def mismatch(h: History) -> Seen | None:
     "Sync more often (--update-weights-interval 1), set --max-weight-staleness, or correct with --correction tis.",
 )
 def stale(h: History) -> Seen | None:
-    """Tokens are too old after four weight updates. A policy gradient tolerates a few updates, and generating one
-    rollout ahead costs one. If half of the groups are dropped, the run discards more work than it uses."""
+    """Tokens are too old after four weight updates. A policy gradient tolerates a few, and tokens generated one
+    rollout ahead are one update old. If half of the groups are dropped, the run discards more work than it uses."""
     age, dropped = h.now("staleness", QUIET), h.row.get("rollout/stale_groups", 0.0)
     if age >= 4:
         return Seen(f"trained tokens are {age:.1f} weight updates old", lambda h: h.now("staleness", QUIET) >= 4)
@@ -367,8 +367,8 @@ def stale(h: History) -> Seen | None:
     "rollout: long or repetitive samples and extreme rewards cause spikes.",
 )
 def grad_spike(h: History) -> Seen | None:
-    """One limit is not enough. When most groups are solved, a few odd groups make the gradient. Even in healthy runs,
-    its norm then reaches 13 times the median of the last 20 norms, but only 2.6 times their maximum."""
+    """One limit is not enough. When most groups are solved, a few odd groups determine the gradient. Even in healthy
+    runs, its norm then reaches 13 times the median of the last 20 norms, but only 2.6 times their maximum."""
     before = h.values["grad"][-WINDOW - 1 : -1]
     if "grad" not in h.row or len(before) < WINDOW:
         return None
@@ -400,7 +400,7 @@ def skipped_steps(h: History) -> Seen | None:
     "the task is not too hard and the temperature is above 0, loosen --dynamic-sampling-filter-path or leave it out.",
 )
 def filtered(h: History) -> Seen | None:
-    """If nine in ten are dropped, a trained group costs ten generated ones. Fewer than 32 dropped may be chance."""
+    """If nine groups in ten are dropped, each trained group costs ten generated ones. Fewer than 32 may be chance."""
     dropped, sent = h.row.get("rollout/dropped_groups", 0.0), h.row.get("rollout/submitted_groups", 0.0)
     if dropped < max(ALL * sent, 32):
         return None
@@ -547,7 +547,7 @@ class Alarms:
         return len(self._going)
 
     def note(self, record: Mapping[str, Any]) -> list[Alarm]:
-        """Take one record of metrics.jsonl. Returns the alarms that this record began or ended (``ended`` is set)."""
+        """Take a record of metrics.jsonl. Returns the alarms that it begins or ends (then ``ended`` is set)."""
         if record["kind"] == "start":
             self._pending.clear()
             return []

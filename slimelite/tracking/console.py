@@ -92,8 +92,8 @@ def times(seconds: float, phases: Mapping[str, float], room: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of the rollout table. ``metrics``: the column shows the first of these metrics that exists. ``keep``: a
-    narrow terminal drops the columns with the lowest values first."""
+    """A column of the rollout table. ``metrics``: the column shows the first of these metrics that exists. ``keep``: on
+    a narrow terminal, the columns with the lowest ``keep`` are left out first."""
 
     title: str
     width: int

@@ -3,7 +3,7 @@
 A line has ``time`` (seconds since the epoch), ``kind``, and metrics by their full names. These metrics include the
 axes, such as ``rollout/step``. Numbers that JSON cannot hold are the strings "NaN", "Infinity" and "-Infinity", which
 ``float()`` understands. Lines are only appended. A line of kind ``start`` has the rollout at which the run began or
-resumed, and the format of the run folder. Such a line makes earlier lines about this rollout or later ones invalid.
+resumed, and the format of the run folder. Earlier lines about this rollout or a later rollout are then invalid.
 ``eval/step`` is the number of the last rollout before an evaluation; -1 stands for an evaluation before training.
 """
 
@@ -119,8 +119,8 @@ def eval_metrics(records: Iterable[Mapping[str, object]]) -> list[str]:
 
 
 def unknown_metrics(wanted: Iterable[str], runs: Iterable[Iterable[Record]]) -> str:
-    """The message about metrics that no run has. It first lists the metrics of the runs with the most similar names,
-    then their other metrics."""
+    """The message about metrics that no run has. It lists the metrics that the runs have, first those with similar
+    names."""
     known = sorted({name for records in runs for r in records for name in r if "/" in name and name != axis_of(name)})
     near: dict[str, None] = {}
     for name in (wanted := list(wanted)):

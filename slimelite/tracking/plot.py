@@ -162,7 +162,7 @@ def axis_range(values: Sequence[float], span: float) -> tuple[float, float]:
 
 
 def line_styles(labels: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """Label -> (colour, dashes) of its line. They depend only on the label's position in ``labels``."""
+    """Label -> (colour, dashes) of its line. Both depend only on the label's position in ``labels``."""
     count = len(COLORS)
     return {label: (COLORS[i % count], DASHES[i // count % len(DASHES)]) for i, label in enumerate(labels)}
 

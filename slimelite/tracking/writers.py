@@ -124,8 +124,8 @@ class WandbWriter:
     def close(self, failed: bool, /) -> None:
         """Upload the remaining data.
 
-        After a failure, the watchdog kills every process of the run. wandb's process must have ended before the
-        watchdog kills it: otherwise wandb raises an error when Python exits.
+        After a failure, the watchdog kills every process of the run. wandb's process must end earlier: otherwise wandb
+        raises an error when Python exits.
         """
         self._ask(lambda run: run.finish(exit_code=int(failed)))
         if failed and self._run is not None:

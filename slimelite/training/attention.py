@@ -2,7 +2,8 @@
 
 A micro-batch is one row of T tokens (`slimelite.training.batch`): a tree of shared prefixes, or sequences one after the
 other. The attention function is registered with transformers under the name ``ATTENTION``. For this name, transformers
-does not build a mask. `slimelite.training.batch.sequences_of_pass` gives the function the layout of the tokens.
+does not build a mask. The attention function gets the layout of the tokens from
+`slimelite.training.batch.sequences_of_pass`.
 
 A token attends causally to its own node, and to all tokens of each node above. So a few kernel calls without a mask
 compute the attention of all tokens. One call computes the attention inside the nodes. For each level of shared nodes,
@@ -14,8 +15,8 @@ refer to all keys. With them, a call computes exactly the part of the gradients 
 - CUDA, half precision: the kernel behind `torch.nn.attention.varlen.varlen_attn`.
 - CPU: the kernel behind `scaled_dot_product_attention`, on blocks of similar sizes that are padded to the same size.
 
-In four cases, one call computes all attention of a node instead: for a window that is shorter than the rows, for fp32
-on a GPU, for capped scores, and for attention sinks. The keys for this call are gathered from the node and from the
+Four cases need another method, in which one call computes all attention of a node: a window that is shorter than the
+rows, fp32 on a GPU, capped scores, and attention sinks. The keys for this call are gathered from the node and from the
 nodes above it, back to the start of the attention window. No kernel supports capped scores or sinks. In these two cases
 the whole score matrices are in memory.
 """

@@ -1,4 +1,4 @@
-"""A micro-batch: rows of a rollout packed into one row, with the data that a model and a loss need.
+"""A micro-batch: rows of a rollout that share a forward pass, with the data that a model and a loss need.
 
 The tokens of a micro-batch form a tree of shared prefixes, or are sequences one after the other. In a tree, the rows
 are sorted by their token ids. Each row adds only the tokens that it does not share with the row before it. So the
@@ -427,8 +427,8 @@ class PackedSequences:
 
 
 class Window:
-    """The queries and keys of attention with a window of ``size`` tokens. Each node is one block of queries. Its keys
-    are its own tokens, and the earlier tokens of its path that are in the window of its first token.
+    """The queries and keys of attention with a window of ``size`` tokens. Each node is one block of queries. The keys
+    of a block are the node's own tokens, and earlier tokens of its path: those in the window of its first token.
 
     ``reach``: [nodes], for each node, the number of its keys that come before its first token. ``keys``: the positions
     of all keys, node by node.

@@ -389,7 +389,7 @@ class CheckpointReader(dcp.FileSystemReader):
         if others or odd:
             what = f"{min(others)} is bytes instead of a tensor" if others else "it has another type of content"
             raise ValueError(
-                f"{file}: {what}. A checkpoint of slimelite never contains this, and bytes could run a program: "
+                f"{file}: {what}. A checkpoint of slimelite never contains this, and loading it could run a program: "
                 f"{DO_NOT}"
             )
         self.metadata = content

@@ -131,9 +131,9 @@ class TokenColumns:
         """``--mis-batch-normalize``: divide policy-loss weights by the mean correction weight of their optimizer step.
 
         The mean is computed as in slime. A token to which the mode ``mask`` gives the weight 0 enters the mean with its
-        ratio. A token that a rejection or a veto drops still enters with its weight. At the levels ``sequence`` and
-        ``geometric``, the mean is over responses with a trained token, not over tokens. The column ``old`` must be
-        filled for every trained row.
+        ratio. A token that a rejection or a veto drops still enters the mean with its weight. At the levels
+        ``sequence`` and ``geometric``, the mean is over responses with a trained token, not over tokens. The column
+        ``old`` must be filled for every trained row.
         """
         tokens = (self.old, self.rollout_log_probs, self.mask, self.segments, len(self.table))
         level, upper, lower = args.mis_level, args.mis_upper_bound, args.mis_lower_bound
@@ -308,8 +308,8 @@ class TokenColumns:
         """The metrics ``rollout/*``, one for each column. A column is first averaged over the trained tokens of each
         row. The metric is the mean of these row means, without those that are NaN.
 
-        ``computed``: [n] bool, the rows that the optimizer steps compute. If the policy's log-probs of one of these
-        rows are unknown, the metrics of these log-probs are left out.
+        ``computed``: [n] bool, the rows that the optimizer steps compute. If the policy's log-probs are unknown in
+        one of them, the metrics of these log-probs are left out.
         """
         columns = {
             "returns": self.returns,
@@ -342,8 +342,8 @@ class TokenColumns:
         return columns
 
     def token_stats(self) -> TokenStats:
-        """The log-probs and entropies with the weights before the rollout's first optimizer step; NaN for rows that
-        were not computed."""
+        """The policy's log-probs and entropies before the rollout's first optimizer step; NaN for rows that were not
+        computed."""
         log_probs = torch.where(self.old.isnan(), self.other_log_probs, self.old).float()
         entropy = torch.where(self.entropy.isnan(), self.other_entropy, self.entropy).float()
         return TokenStats(self.table.sample_id, self.table.response_offsets, log_probs.numpy(), entropy.numpy())
@@ -415,8 +415,9 @@ def pass_begins(args: CorrectionArgs, num_steps: int, checked: bool) -> int | No
 
     Old log-probs are computed with the weights from before the rollout's first optimizer step. The first step still has
     these weights. So its training pass also computes the old log-probs, and all ratios are exactly 1. (In a separate
-    pass, other micro-batches would cause other rounding errors.) Later steps need a separate pass, except with
-    --use-rollout-logprobs and no correction: old log-probs then only measure the mismatch, and only in the first step.
+    pass, other micro-batches would cause other rounding errors.) Later steps need a separate pass. The exception
+    is --use-rollout-logprobs without a correction: then old log-probs only serve to measure the mismatch in the first
+    step.
     """
     if not args.job.sampled:
         return None

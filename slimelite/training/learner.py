@@ -77,7 +77,7 @@ class Learner(Generic[Model]):
 
     @contextmanager
     def weights(self) -> Iterator[Model]:
-        """A context in which the weights are on the device. The weights of a model in training are always there."""
+        """A context in which the weights are on the device, as they always are for a model in training."""
         yield self.model
 
     def accumulate(self, columns: TokenColumns, step: Step, share: Callable[[MicroBatch], Tensor]) -> Tensor:

@@ -410,9 +410,9 @@ def peft_config(hf: nn.Module, args: LoraArgs, base: str | None) -> dict[str, ob
 
 
 def adapter_format(hf: nn.Module, args: LoraArgs, base: str | None) -> AdapterFormat:
-    """The description of the adapters of ``hf`` for engines. Engines always scale by ``lora_alpha`` / rank. With
-    ``--lora-type rslora``, ``lora_alpha`` is changed so that this gives the same scaling. Engines identify modules by
-    the last part of their names.
+    """The description of the adapters of ``hf`` for engines. Engines always scale by ``lora_alpha`` / rank. So with
+    ``--lora-type rslora``, the result has another ``lora_alpha``, with which engines scale like the trainer. Engines
+    identify modules by the last part of their names.
     """
     scaled = {"lora_alpha": args.lora_scaling * args.lora_rank, "use_rslora": False}
     modules = sorted({last_name(name) for name, _ in adapters(hf)})

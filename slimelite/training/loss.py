@@ -285,9 +285,9 @@ def check_first_step(
     ``initial``: the policy has its initial weights, so its KL to a reference from the same checkpoint is 0.
 
     Raises:
-        AssertionError: log-probs differ from ``batch.old``; a token was clipped; a reference from the same checkpoint
-            has other log-probs, or the KL to it is not 0; or the log-probs of engine and trainer differ by more than
-            `engine_threshold`.
+        AssertionError: (1) log-probs differ from ``batch.old``; (2) a token was clipped; (3) a reference from the same
+            checkpoint has other log-probs; (4) the KL to this reference is not 0; (5) the log-probs of engine and
+            trainer differ by more than `engine_threshold`.
     """
     exact = world.compute_dtype == torch.float32
     same = args.ref_load in (None, args.hf_checkpoint)

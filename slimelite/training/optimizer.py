@@ -211,7 +211,7 @@ class Muon(torch.optim.Optimizer):
     """Muon for 2-D parameters, plain or sharded by rows (kellerjordan.github.io/posts/muon). Newton-Schulz iterations
     orthogonalize the momentum of each matrix, and the result is the update.
 
-    `torch.optim.Muon` computes the same update, but one matrix at a time, in bf16, and every rank gathers the shards in
+    `torch.optim.Muon` computes the same update in bf16, one matrix at a time, and every rank gathers the shards in
     every iteration. This class stacks matrices of equal shape, and computes their iterations together in fp32, the
     parameters' dtype. (On a CPU fp32 is several times faster than bf16.) The ranks that share a model distribute the
     matrices among themselves. Each rank gathers some whole matrices, computes their iterations, and sends every rank

@@ -68,7 +68,7 @@ class Packing(IntEnum):
 
 
 def may_pack(config: PretrainedConfig, attention: str, *, pairs: bool = False) -> Packing:
-    """The best packing that does not change log-probs: every row gets the log-probs that it gets alone.
+    """The best packing with which every row gets the same log-probs as in a forward pass of its own.
 
     The result is cached, because the models of a run usually have the same config.
 

@@ -25,13 +25,13 @@ Invariants (tests/training/test_planning.py tests each of them):
 
 The running time for n rows is proportional to n log n.
 
-To find shared prefixes, the rows are sorted by their token ids. The longest common prefix of two rows is then the
-shortest of the common prefixes of all neighbours between them. A prefix is shared up to a *branch*: a depth at which
-the token ids of rows begin to differ. Two branches of one path are at least ``SHORTEST`` tokens apart: a shorter node
-would save less time than its additional kernel calls take. Example: three of eight answers begin with "The". This token
-is not shared: all eight rows separate at the end of the prompt. Branches are chosen once for the whole table. So the
-number of tokens that two rows share does not depend on their micro-batch, and the tokens of a micro-batch can be
-counted before it is built.
+To find shared prefixes, the rows are sorted by their token ids. The number of tokens that two rows share is then the
+minimum over all pairs of neighbours between them. A prefix is shared up to a *branch*: a depth at which the token ids
+of rows begin to differ. Two branches of one path are at least ``SHORTEST`` tokens apart: a shorter node would save less
+time than its additional kernel calls take. Example: three of eight answers begin with "The". This token is not shared:
+all eight rows separate at the end of the prompt. Branches are chosen once for the whole table. So the number of tokens
+that two rows share does not depend on their micro-batch, and the tokens of a micro-batch can be counted before it is
+built.
 """
 
 from __future__ import annotations
@@ -91,10 +91,10 @@ def deal(
     """Distribute ``rows`` to ranks, and pack each rank's share into micro-batches: [rank][micro-batch] -> rows.
 
     Units that share a prefix form a *clump*, and a clump goes to one rank. Clumps are distributed from the largest to
-    the smallest, each to the rank with the fewest tokens. Then ends of clumps are moved from the rank with the most
-    tokens to the rank with the fewest, as long as this improves the balance. Within a rank, a clump that is too large
-    for a micro-batch is cut at its shortest shared prefixes. The pieces are packed with the algorithm best-fit
-    decreasing.
+    the smallest, each to the rank with the fewest tokens. Then the last units of clumps are moved from the rank with
+    the most tokens to the rank with the fewest, as long as this improves the balance. Within a rank, a clump that is
+    too large for a micro-batch is cut at its shortest shared prefixes. The pieces are packed with the algorithm
+    best-fit decreasing.
 
     Args:
         rows: [n] int64 rows of ``table``.
@@ -142,8 +142,8 @@ class _Units:
             self.responses = np.add.reduceat(self.responses, begins)[by_first]
 
     def shared(self, share: np.ndarray) -> np.ndarray:
-        """[m] for each of the units ``share`` [m], the length of the prefix that it has in common with the unit before
-        it. ``share`` is ascending."""
+        """[m] the length of the prefix that each unit in ``share`` [m] has in common with the unit before it. ``share``
+        is ascending."""
         tokens = np.zeros(len(share), np.int64)
         last = np.maximum(self._last[share[:-1]], self._last[share[1:]])
         tokens[1:] = self._prefixes.between(self._first[share[:-1]], last)
@@ -176,8 +176,8 @@ def _spread(units: _Units, dp_size: int) -> list[np.ndarray]:
 
 
 def _level(shares: list[np.ndarray], units: _Units) -> list[np.ndarray]:
-    """Balance ``shares``, the units of each rank: move ends of clumps from the rank with the most tokens to the rank
-    with the fewest.
+    """Balance ``shares``, the units of each rank: move the last units of clumps from the rank with the most tokens
+    to the rank with the fewest.
 
     Each move reduces the larger number of tokens of the two ranks. If the two numbers differ by more than the tokens of
     the last unit of a clump, a move is possible. So at the end they do not differ by more than that.

@@ -49,9 +49,9 @@ def buckets(
     different dtypes are in different buckets. ``memory``: the `HostMemory` with offloaded weights. ``filed``: a
     function that returns the tensors of a weight, with their names in the bucket.
 
-    A tensor is never split, because the loaders of SGLang and vLLM take whole tensors. So the last tensor of a bucket
-    may exceed ``size``. It must not start a new bucket instead: the larger matrices of a 32B model have slightly more
-    than half of 512 MiB, and each would be sent alone.
+    A tensor is never split, because the loaders of SGLang and vLLM take whole tensors. So a bucket may exceed
+    ``size`` by a part of its last tensor. Such a tensor must not start a new bucket: the larger matrices of a 32B model
+    have slightly more than half of 512 MiB, and each would be sent alone.
     """
     layout: list[list[tuple[str, Weight]]] = [[]]
     for name, weight in weights:

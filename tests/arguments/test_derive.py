@@ -560,7 +560,7 @@ def test_a_mixture_is_one_file_of_paths_and_weights(make: Make, problems: Proble
     args = make(f"--prompt-data {file}")
     assert args.prompt_data == ["data/smoltalk/train.parquet", "data/identity/train.parquet@[:100]"]
     assert args.prompt_data_weights == [3.0, 0.5]
-    assert problems(f"--prompt-data {file} --prompt-data-weights 1")[0].endswith("has the weights; leave them out")
+    assert problems(f"--prompt-data {file} --prompt-data-weights 1")[0].endswith("has the weights")
     for text in ("- a.parquet\n", "a.parquet: 0\n", "a.parquet: many\n"):
         file.write_text(text)
         assert "a mixture has lines `path: weight`" in " ".join(problems(f"--prompt-data {file}"))

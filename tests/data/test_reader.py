@@ -83,7 +83,7 @@ def test_a_malformed_line_is_named_with_file_row_and_line(tmp_path: Path) -> Non
     rows = (
         "3 of 5 rows are malformed{}: row 1 (line 3): not JSON (Expecting value: line 1 column 11 (char 10)); row 2 "
         "(line 4): a row must be an object with named columns, not list; row 3 "
-        "(line 5): no column 'input'; it has ['label']"
+        "(line 5): no column 'input'; the row has ['label']"
     )
     assert said == [f"{path}: {rows.format(' and left out')}"]
     with pytest.raises(ValueError, match=re.escape(f"{path}: {rows.format('')}; fix them, or leave such rows out")):

@@ -255,7 +255,7 @@ def test_a_rule_of_a_users_file_is_a_rule_like_any_other_in_worker_processes_too
         *("[0.5, 0.5, 0.0]", "", "[0.0, 0.5, 0.0]", "", "[0.5, 0.5, 0.5]", ""),
         *(
             "[0.0, 0.0, 0.0]",
-            "the rule undecided cannot decide, because its function quick returned None and it has no function slow",
+            "the rule undecided cannot decide, because its quick() returned None and it has no slow()",
         ),
     ], done.stderr
     with pytest.raises(

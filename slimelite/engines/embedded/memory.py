@@ -27,8 +27,8 @@ class Place:
     """Where the keys and values of a running row are: in ``slot`` of ``slab``. ``slab`` is None while the row does not
     run.
 
-    ``base``: the position of the row's first token in the slab. Earlier tokens are in segments, which other rows may
-    share.
+    ``base``: the slab has the keys and values from this position of the row on. Those of earlier tokens are in
+    segments, which other rows may share.
     """
 
     base: int = 0

@@ -44,8 +44,8 @@ def not_fast(config: PretrainedConfig) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MixtureShape:
-    """Each layer in ``layers`` has ``count`` experts of width ``size``. ``each``: how many experts of a layer a token
-    uses.
+    """Each layer in ``layers`` has ``count`` experts of width ``size``. ``each``: the number of experts that a token
+    uses in a layer.
 
     ``norm``: whether the weights of a token's experts are divided by their sum.
     """
@@ -138,10 +138,10 @@ class Linear:
         return product
 
     def added_to(self, before: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """``before`` [T, out] plus the product with ``x`` [T, in]. ``before`` may be overwritten.
+        """Return ``before`` [T, out] plus this layer's result for ``x`` [T, in]. ``before`` may be overwritten.
 
-        In fp32 the product adds to ``before`` directly, which saves a pass over the result. In lower precisions, the
-        product is rounded before it is added, as in the trainer's model.
+        In fp32 the matrix product adds to ``before`` directly, which saves a pass over the result. In lower precisions,
+        the product is rounded before it is added, as in the trainer's model.
         """
         if self.packs:
             self._repack()
@@ -170,7 +170,7 @@ class GatedMLP:
         return F.silu(gate).mul_(up)
 
     def added_to(self, before: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """``before`` [T, hidden] plus the result for ``x`` [T, hidden]. ``before`` may be overwritten."""
+        """Return ``before`` [T, hidden] plus the MLP's result for ``x`` [T, hidden]. ``before`` may be overwritten."""
         return self.down.added_to(before, self.inner(x))
 
 
@@ -179,7 +179,7 @@ class Mixture:
     weights of all experts.
 
     Tokens are sorted by expert. If experts are large enough for packed copies, each expert multiplies its own tokens.
-    Otherwise one grouped product computes all experts, because it is then as fast.
+    Otherwise one grouped product computes all experts, which is then as fast as separate products.
     """
 
     def __init__(self, shape: MixtureShape, router: Linear, gate_up: torch.Tensor, down: torch.Tensor) -> None:

@@ -51,13 +51,12 @@ class Fill:
 class Running:
     """A waiting, filling or decoding request.
 
-    ``tokens``: prompt and generated tokens; set only while the request is not a row of the table. ``log_probs``: the
-    log-probs of the generated tokens, also only set while the request is not a row. ``kept``: the ids that each
-    generated token was drawn from, if the request asks for them. ``versions``: (index of a generated token, weight
-    version from that token on). ``leaf``: the last node of the request's prefix in the prefix tree. ``fill``: the
-    request's prefill. ``behind``: the prefill of another request that begins with the same tokens; this request waits
-    for that prefill. ``place``: the place of the keys and values from token ``place.base`` on. The keys and values of
-    earlier tokens are in nodes of the prefix tree.
+    ``tokens``: prompt and generated tokens. ``log_probs``: the log-probs of the generated tokens. Both are set only
+    while the request is not a row of the table. ``kept``: the ids that each generated token was drawn from, if the
+    request asks for them. ``versions``: (index of a generated token, weight version from that token on). ``leaf``: the
+    last node of the request's prefix in the prefix tree. ``fill``: the request's prefill. ``behind``: the prefill of
+    another request that begins with the same tokens; this request waits for that prefill. ``place``: the place of the
+    keys and values from token ``place.base`` on. The keys and values of earlier tokens are in nodes of the prefix tree.
     """
 
     request: GenerateRequest

@@ -121,8 +121,8 @@ def sample(
     Args:
         logits: [n, vocab] fp32; overwritten.
         uniform: [n] float64 in (0, 1).
-        changed: (rows [m], logits [m, vocab]). These rows draw from these logits instead; forbidden tokens have -inf.
-            Overwritten.
+        changed: (rows [m], changed logits [m, vocab]). The tokens of these rows are drawn from the changed logits;
+            forbidden tokens have -inf. Overwritten.
 
     Returns:
         (tokens [n] int64, log-probs [n] fp32, ids). Log-probs are under softmax(logits / temperature), before changes
