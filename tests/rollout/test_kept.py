@@ -12,7 +12,6 @@ from slimelite.engines.embedded import EmbeddedEngine
 from slimelite.engines.params import MOST_KEPT
 from slimelite.engines.protocol import GenerateRequest, GenerateResult, SamplingParams
 from slimelite.rollout.manager import RolloutManager
-from slimelite.slime.agents import SingletonMeta
 from slimelite.slime.plugins import install_finder
 from tests.rollout.conftest import MakeArgs, MakeManager
 from tests.rollout.scripted import ScriptedEngine
@@ -82,9 +81,7 @@ def test_an_evaluation_asks_for_nothing_that_training_needs(
         assert {(params.kept, params.top_k) for params in seen[trained:]} == {(False, -1)}
     finally:
         if path == ADAPTER:
-            state = importlib.import_module("tests.rollout.plugins.slime_agent").State
-            state(None).handle.stop()
-            del SingletonMeta._made[state]
+            importlib.import_module("tests.rollout.plugins.slime_agent").end()
 
 
 def test_an_agent_that_truncates_is_refused_where_nobody_tells_what_was_kept(

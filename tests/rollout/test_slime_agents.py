@@ -23,7 +23,7 @@ def test_an_agent_behind_slimes_adapter(
     try:
         output = make_manager(args, [http_engine]).generate(0)
     finally:
-        importlib.import_module(path).State(None).handle.stop()
+        importlib.import_module(path).end()
     table = output.table
     # two branches an episode: each question was one, and the third request was refused
     assert len(table) == 8

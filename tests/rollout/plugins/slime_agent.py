@@ -22,6 +22,12 @@ class State(metaclass=SingletonMeta):
         self.handle = run_app_in_thread(self.adapter.app, host="127.0.0.1", port=0)
 
 
+def end() -> None:
+    """Stop the server of `State`, and forget it: the next rollout of this process makes another one."""
+    State(None).handle.stop()
+    del SingletonMeta._made[State]
+
+
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
     """Ask twice, then once too often; a second branch by Anthropic's API."""
     made, url = State(args).adapter, f"http://127.0.0.1:{State(args).handle.port}"
