@@ -92,7 +92,7 @@ def with_fields(fields: Mapping[str, tuple[Any, Any]]) -> Callable[[type[B]], ty
 
 def unread(*names: str, **only: object) -> Mapping[str, tuple[Any, Any]]:
     """Ignored fields, for `with_fields`. Fields in ``names`` may have any value. ``only``: name -> the only value that
-    the field may have; it has no effect."""
+    the field may have, a value without effect."""
     fields: dict[str, tuple[Any, Any]] = dict.fromkeys(names, (Any, None))
     for name, value in only.items():
         check = AfterValidator(partial(_only, value=value))

@@ -44,8 +44,8 @@ class Game:
         self._name, self._players = name, players
 
     async def reset(self, row: Row) -> Start:
-        """Begin the game. This method and `step` are async, so they run on the event loop instead of in threads. So two
-        games never use the global random numbers at the same time."""
+        """Begin the game. This method and `step` are async, so they run on the event loop instead of in threads. Two
+        games therefore never use the global random numbers at the same time."""
         import textarena
 
         self.chance = random.Random(row.seed).getstate()

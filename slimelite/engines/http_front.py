@@ -124,8 +124,8 @@ class GenerateBody(Shape):
     prompt.
 
     ``return_sampling_mask``: if the request has top_p, top_k or min_p, return the ids that each token was drawn from.
-    All log-probs are then over these ids. (In SGLang, those in ``output_token_logprobs`` stay over the whole
-    vocabulary.)
+    The log-probs of the sampled tokens are then over these ids. (In SGLang, ``output_token_logprobs`` stays over the
+    whole vocabulary.)
     """
 
     rid: Text = ""

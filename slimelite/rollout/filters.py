@@ -2,8 +2,8 @@
 
 Choose a filter with ``--dynamic-sampling-filter-path slimelite.rollout.filters.<name>``, or write your own. Your filter
 may call the filters of this file. A filter returns a bool or a `DynamicFilterOutput`. `all_of` combines several
-filters. A generate function may return several samples for one response (a fan-out). Filters that check
-rewards treat these samples as one response with the reward of the last sample.
+filters. A generate function may return several samples for one response (a fan-out). Filters that check rewards treat
+these samples as one response with the reward of the last sample.
 """
 
 from __future__ import annotations
@@ -144,8 +144,8 @@ class DroppedGroups:
     The run ends after too many dropped or failed groups in a row.
 
     At most ``--keep-dropped`` groups of a rollout are saved, in ``dropped/`` of the run folder. When this number is
-    reached, a group is still saved only if its reason is new and several saved groups have the same reason. Of the
-    groups with the most common reason, the last one is then removed.
+    reached, a group is still saved only if its reason is new, and another reason occurs in several saved groups. The
+    last group with the most common reason is then removed.
     """
 
     def __init__(self, args: Args, rollout_id: int, counts: Mapping[str, float]) -> None:

@@ -196,7 +196,7 @@ def reward_collapse(h: History) -> Seen | None:
 
 
 @kind(
-    "nine groups in ten have had only rewards of 0 or less for 3 rollouts, from the start",
+    "nine groups in ten have had equal rewards of 0 or less for 3 rollouts, from the start",
     "Compare samples with their labels: is --label-key the right column, can --rm-type read such answers, is "
     "--rollout-max-response-len large enough? If all this is right, the task is too hard: use easier prompts, more "
     "samples per prompt, or SFT first.",
@@ -334,7 +334,7 @@ def _stays_below(name: str, score: float) -> Callable[[History], bool]:
 def mismatch(h: History) -> Seen | None:
     """One rollout above the limit is an alarm, because its value is a mean of many tokens. With fresh samples, a
     fivefold rise to more than a tenth of the limit is an alarm too; smaller values may be rounding. Each weight
-    update raises the limit by 0.2, because it adds 0.17 nats in healthy runs at the quickstart's high learning rate."""
+    update adds 0.17 nats in healthy runs at the quickstart's high learning rate, and raises the limit by 0.2."""
     now, then, age = h.row.get("mismatch", 0.0), h.then("mismatch"), h.row.get("staleness", 0.0)
     limit = MISMATCH_LIMIT + 0.2 * age
     risen = not age and h.enough("mismatch") and h.now("mismatch") > max(5 * then, MISMATCH_LIMIT / 10)
@@ -400,7 +400,7 @@ def skipped_steps(h: History) -> Seen | None:
     "the task is not too hard and the temperature is above 0, loosen --dynamic-sampling-filter-path or leave it out.",
 )
 def filtered(h: History) -> Seen | None:
-    """If nine groups in ten are dropped, each trained group costs ten generated ones. Fewer than 32 may be chance."""
+    """If nine groups in ten are dropped, a trained group costs ten generated ones. Up to 31 drops may be chance."""
     dropped, sent = h.row.get("rollout/dropped_groups", 0.0), h.row.get("rollout/submitted_groups", 0.0)
     if dropped < max(ALL * sent, 32):
         return None
