@@ -140,7 +140,7 @@ def _environment(draft: Draft) -> None:
             draft.set("apply_chat_template", False, "--agent-command: programs get messages")
     if args.environment is None:
         return
-    draft.default("custom_generate_function_path", EPISODE, "--environment: episodes are the responses")
+    draft.default("custom_generate_function_path", EPISODE, "--environment: each response is an episode")
     try:
         kinds = known(args.environment)
     except ValueError as error:

@@ -67,7 +67,8 @@ class ClusterArgs(OfJob):
         "inference runs on this many GPUs",
         OWN_ENGINES,
         at_least=0,
-        auto="with --colocate, the GPUs of training; on a CPU, one engine; else required",
+        auto="with --colocate, as many as for training; on a CPU, as many as --rollout-num-gpus-per-engine; "
+        "else required",
     )
     rollout_num_gpus_per_engine: int = flag(
         1, "one engine uses this many GPUs (tensor parallelism in SGLang)", OWN_ENGINES

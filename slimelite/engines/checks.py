@@ -66,11 +66,10 @@ def check_score(
         ValueError: see `Engine.score`.
     """
     check_tokens(input_ids, vocab_size, "score")
-    if not is_whole(start, 1, len(input_ids) - 1) or not is_temperature(temperature, greedy=False):
-        raise ValueError(
-            f"score: temperature {temperature!r:.60} must be at least {LOWEST_TEMPERATURE:g}, and start {start!r:.60} "
-            f"must be above 0 and below {len(input_ids)} (the number of input_ids)"
-        )
+    if not is_temperature(temperature, greedy=False):
+        raise ValueError(f"score: temperature must be at least {LOWEST_TEMPERATURE:g}, not {temperature!r:.60}")
+    if not is_whole(start, 1, len(input_ids) - 1):
+        raise ValueError(f"score: start must be from 1 to {len(input_ids) - 1} for these input_ids, not {start!r:.60}")
     if not is_whole(top, 0, vocab_size):
         raise ValueError(f"score: top must be from 0 to {vocab_size} tokens, not {top!r:.60}")
     if len(input_ids) > max_context_len:

@@ -115,8 +115,9 @@ class Rule:
             time. ``quick`` returns None if ``slow`` must decide.
         slow: function ``answer -> reward``. ``slow`` is called if ``quick`` is missing or returns None. It may take
             long, and runs in a worker process with a time limit.
-        example: function ``answer -> response``. The ``answer`` has a label but no response. The returned response must
-            get reward 1. It is graded before the run starts, so an unusable label is detected early.
+        example: function ``answer -> response``. In this `Answer`, the label is set and ``response`` is empty. The
+            returned response must get reward 1. It is graded before the run starts, so an unusable label is detected
+            early.
         scorer: function ``(args, trial) -> Scorer``. The scorer replaces ``quick`` and ``slow``. ``trial``: whether the
             scorer only scores one row of the data before a run starts.
         zero: the reward of a sample whose grading failed. If ``zero`` is None, the reward is 0; with --reward-key it is

@@ -137,7 +137,7 @@ async def choose(args: PluginArgs, sample: Sample, _params: dict[str, Any]) -> S
     begins = starts if end else [str(sample.prompt)] * len(choices)
     answers = [_added(args, begin, text + end) for begin, text in zip(begins, starts, strict=True)]
     if not all(answer for _, answer in answers):
-        raise ValueError(f"a choice of {choices!r:.200} adds no token to the prompt")
+        raise ValueError(f"one of the choices {choices!r:.200} adds no token to the prompt")
     # the tokens that an evaluation task adds before the tokens of the prompt's text
     opening = sample.tokens[: len(sample.tokens) - len(_added(args, str(sample.prompt), str(sample.prompt))[0])]
     engine = _engine_of(args, sample)

@@ -92,8 +92,8 @@ def gaps() -> list[str]:
         missing.append("there is no seccomp, so the code can start processes, send signals and open sockets")
     if landlock_abi() == 0:
         missing.append(
-            "there is no Landlock, so the code can read and write the files of this user and, in /proc, all files but "
-            "those of the process that grades the code"
+            "there is no Landlock, so the code can read and write all files of this user, and can read the memory and "
+            "environment of every process except the one that grades"
         )
     return missing
 

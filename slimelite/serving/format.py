@@ -170,7 +170,7 @@ class ChatFormat:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def encode_text(self, text: str) -> list[int]:
-        """Token ids of a text without chat template. The tokens that the tokenizer adds to each text come first."""
+        """Token ids of a text without chat template. They begin with the tokens that it adds to each text."""
         return encode_text(self.tokenizer, [text.encode(errors="replace").decode()])[0]
 
     def excess(self, text: str, most: int) -> int:

@@ -105,7 +105,7 @@ class History:
         return median(self.values[name][max(rollouts - LEVEL, 0) : max(rollouts, LEVEL)] or [math.inf])
 
     def noise(self, name: str) -> float:
-        """Standard deviation of a metric, from the median change between successive rollouts. A trend adds little."""
+        """Standard deviation of a metric, from the median change between successive rollouts; a trend adds little."""
         recent = self.values[name][-WINDOW - LEVEL :]
         steps = [abs(after - before) for before, after in pairwise(recent)]
         return 1.4826 * median(steps or [0.0]) / math.sqrt(2)
@@ -182,7 +182,7 @@ def rollout_values(pending: Mapping[str, list[float]]) -> dict[str, float]:
 )
 def reward_collapse(h: History) -> Seen | None:
     """Either sign starts the alarm: (1) nine groups in ten no longer have a right answer; (2) the reward fell from its
-    best by half, and by six standard deviations. Sign 1 suits rewards of any scale. Sign 2 needs no right answers."""
+    best by half, and by six standard deviations. Sign 1 suits any scale; sign 2 suits tasks without right answers."""
     lost = h.best_reward - h.now("reward")
     groups = h.least_wrong <= 0.5 and h.now("wrong", QUIET) >= ALL
     if not groups and not (h.enough("reward") and lost > max(2 * NOISE * h.noise("reward"), abs(h.best_reward) / 2)):
@@ -296,8 +296,8 @@ def length(h: History) -> Seen | None:
     "memorization.",
 )
 def reward_without_eval(h: History) -> Seen | None:
-    """The reward rose by a tenth and by more than noise, and one of two things happened. (1) The score fell from its
-    best by a tenth and by four standard errors. (2) In 20 rollouts, no score was more than 0.02 above the first one,
+    """The reward rose by a tenth and by more than noise, and one of two things happened. (1) The score is a
+    tenth, and four standard errors, below its best. (2) In 20 rollouts, no score was over 0.02 above the first one,
     and the relative gain of the reward exceeds that of the score by four standard errors. Smaller changes may be
     chance, because the best of many scores is lucky."""
     for name, scores in h.evaluated().items():

@@ -62,8 +62,8 @@ def varlen_attention(
     s_aux: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """The attention of one layer, with transformers' signature. `sequences_of_pass` returns the layout of all rows · T
-    tokens.
+    """The attention of one layer, with transformers' signature. The rows are read as one sequence of rows × T tokens;
+    `sequences_of_pass` returns the layout of these tokens.
 
     Args:
         query: [rows, heads, T, width]; ``key`` and ``value``: [rows, key/value heads, T, width].

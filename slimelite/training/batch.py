@@ -287,7 +287,8 @@ class LevelPart:
     """Nodes of one level, for one call of a scan. The nodes have similar lengths, and are padded at their ends to the
     longest node.
 
-    ``count``: the number of nodes. ``positions``: [count · longest], the positions of the nodes' tokens, T for padding.
+    ``count``: the number of nodes. ``positions``: [count · longest], the positions of the nodes' tokens. Padding has
+    position T, the number of tokens in the micro-batch.
     ``real``: [m], the indices of the m entries of ``positions`` that are not padding; None if there is no padding.
     ``parents``: [count], the index of each node's parent among the nodes of the level above, in the order of that
     level's parts; None in the first level.

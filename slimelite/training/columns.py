@@ -490,7 +490,8 @@ def pair_weights(table: SampleTable, steps: list[np.ndarray], loss: str) -> np.n
     A pair is the two rows of a unit. The row with the higher reward is the chosen row.
 
     Raises:
-        ValueError: a unit does not have two rows with different rewards, or only one row of a unit has trained tokens.
+        ValueError: a unit does not have exactly two rows; its two rewards are equal; or only one of its rows has
+            trained tokens.
     """
     units, sizes = np.unique(table.unit_id, return_counts=True)
     if (sizes != 2).any():

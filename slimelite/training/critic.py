@@ -175,7 +175,7 @@ class FrozenPolicy:
 
     @contextmanager
     def state(self) -> Iterator[dict[str, nn.Parameter]]:
-        """A context that yields the weights by their names in a checkpoint. The caller may change the weights."""
+        """A context that yields the weights by their names in a checkpoint, without copies."""
         with self.weights(unchanged=False) as model:
             yield {name.removeprefix("hf."): parameter for name, parameter in model.named_parameters()}
 
@@ -212,8 +212,8 @@ class AdapterReference:
 
     @contextmanager
     def state(self) -> Iterator[dict[str, Tensor]]:
-        """A context that yields the reference's adapters by their names in a checkpoint. The caller may change the
-        adapters."""
+        """A context that yields the reference's adapters by their names in a checkpoint. They are not copies: a
+        change of them changes the reference."""
         yield self._other
 
     @torch.no_grad()

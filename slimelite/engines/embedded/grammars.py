@@ -122,7 +122,7 @@ class Grammars:
         allowed[:] = _bits(begins, self.tokens.vocab_size)
 
     def compiled(self, kind: str, text: str) -> LLMatcher:
-        """A matcher at the beginning of a grammar. llguidance compiles the grammar without the GIL, and its compile
+        """A new matcher, which has read no token yet. llguidance compiles the grammar without the GIL, and its compile
         time is limited."""
         from llguidance import LLMatcher
 
