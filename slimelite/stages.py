@@ -118,7 +118,8 @@ class Stage:
         return record
 
     def changed(self, after: object) -> str | None:
-        """The difference between the finished stage and the stage of this command line; None if there is none."""
+        """A text that says how this stage differs from the finished stage in its folder; None if it does not.
+        ``after``: the id of the stage before."""
         try:
             record = self.record()
         except ValueError as error:

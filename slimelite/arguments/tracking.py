@@ -1,4 +1,4 @@
-"""Flags of logs, of runs that only generate or only train, of dumps of rollouts, and of checks of the run itself."""
+"""Flags for logs, for saved rollouts, for runs that only generate or only train, and for debugging."""
 
 from __future__ import annotations
 

@@ -113,8 +113,8 @@ class _Exact(_Latex2Sympy):
         return sympy.binomial(self.convert_expr(binom.upper), self.convert_expr(binom.lower), evaluate=False)
 
     def convert_func(self, func: Expression) -> Expression:
-        """Convert a function. The sizes of gamma functions and of root degrees are checked first, because sympy
-        computes these values immediately."""
+        """Convert a function. Arguments of gamma functions and degrees of roots are checked before the conversion,
+        because sympy computes the values of such functions during the conversion."""
         named = func.func_normal_single_arg()
         if named and named.start.text in ("\\Gamma", "\\gamma"):
             argument = self.convert_func_arg(func.func_single_arg() or func.func_single_arg_noparens())

@@ -223,8 +223,9 @@ def program_filter(
     """The system call filter for a program. The program may start other programs, and send signals to them.
 
     ``families``: the allowed families of sockets. ``datagrams``: whether datagram sockets are allowed too.
-    ``own_files``: whether all files of this user are inside the sandbox. If True, the program may change modes and
-    times of files. ``disk_counted``: whether the kernel limits the total size of the program's files.
+    ``own_files``: whether the sandbox contains every file that belongs to the program's user. If True, the program may
+    change modes and times of files, because it reaches no file outside. ``disk_counted``: whether the kernel limits
+    the total size of the program's files.
     ``memory_counted``: whether the kernel limits the total size of those files that are in memory.
     """
     groups = _system_calls()

@@ -489,7 +489,7 @@ def context_overflow(h: History) -> Seen | None:
     "more turns, raise --environment-max-turns.",
 )
 def turn_limit(h: History) -> Seen | None:
-    """The alarm needs half of the episodes in three rollouts, because a new model may still learn to end episodes."""
+    """At least half of the episodes in each of three rollouts: a new model may still learn to end its episodes."""
     limit = h.values["turn_limit"]
     if len(limit) < QUIET or min(limit[-QUIET:]) < 0.5:
         return None
