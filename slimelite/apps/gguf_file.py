@@ -208,11 +208,16 @@ def splitting(content: Mapping[str, Any]) -> str:
         f"the tokenizer ({' and '.join(kinds)}, {model.get('type', 'no tokenizer.json')}) has no name in llama.cpp"
     )
     remedy = "--no-tokenizer leaves the tokenizer out, and programs then accept only token ids"
-    if model.get("type") != "BPE" or model.get("byte_fallback") or kinds[-1] != "ByteLevel":
+    if model.get("type") != "BPE" or kinds[-1] != "ByteLevel":
         raise ValueError(f"{refused}: {remedy}; {CONVERTER}")
+    # without tokens such as <0x0A>, byte_fallback has no effect
+    if model.get("byte_fallback") and any(f"<0x{byte:02X}>" in model["vocab"] for byte in range(256)):
+        raise ValueError(f"{refused} with byte_fallback: {remedy}; {CONVERTER}")
+    normalizer = content.get("normalizer") or {"normalizers": []}
     # llama.cpp does not normalize a text before it splits it; it also ignores the NFC of Qwen's tokenizers
-    if (changes := (content.get("normalizer") or {}).get("type")) not in (None, "NFC"):
-        raise ValueError(f"the tokenizer's normalizer, {changes}, has no name in llama.cpp: {remedy}; {CONVERTER}")
+    for step in normalizer.get("normalizers", [normalizer]):
+        if (changes := step["type"]) != "NFC":
+            raise ValueError(f"the tokenizer's normalizer, {changes}, has no name in llama.cpp: {remedy}; {CONVERTER}")
     if parts[-1].get("add_prefix_space"):
         raise ValueError(f"{refused} with add_prefix_space: {remedy}; {CONVERTER}")
     own = parts[-1].get("use_regex", True)

@@ -255,6 +255,32 @@ def test_a_tokenizer_without_a_name_in_llama_cpp_can_be_left_out(
     torch.testing.assert_close(logits(read), logits(model), rtol=0, atol=1e-4)
 
 
+def test_settings_that_change_no_token_are_accepted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are those of the tokenizer that scripts/fetch_smollm2.py writes; transformers reads it from a GGUF file."""
+    make_tokenizer(tmp_path, pre_tokenizers.ByteLevel(add_prefix_space=False))
+    make_model(tmp_path, "llama")
+    plain = [load_tokenizer(str(tmp_path))(probe, add_special_tokens=False)["input_ids"] for probe in PROBES]
+    file, command = tmp_path / "tokenizer.json", ["gguf", str(tmp_path), str(tmp_path / "it.gguf")]
+    content = json.loads(file.read_text())
+    content["model"] |= {"byte_fallback": True, "fuse_unk": True, "unk_token": SPECIALS[0]}
+
+    def write(*steps: str) -> None:
+        content["normalizer"] = {"type": "Sequence", "normalizers": [{"type": step} for step in steps]}
+        file.write_text(json.dumps(content))
+
+    write()
+    assert [load_tokenizer(str(tmp_path))(probe, add_special_tokens=False)["input_ids"] for probe in PROBES] == plain
+    assert main(command) == 0
+    assert fields(tmp_path / "it.gguf")["tokenizer.ggml.pre"] == "gpt-2"
+    write("NFC", "Lowercase")
+    assert main(command) == 1
+    assert "the tokenizer's normalizer, Lowercase, has no name in llama.cpp" in capsys.readouterr().err
+    content["model"]["vocab"]["<0x0A>"] = content["model"]["vocab"].pop("!")
+    write()
+    assert main(command) == 1
+    assert "has no name in llama.cpp with byte_fallback" in capsys.readouterr().err
+
+
 def test_numbers_that_f16_cannot_hold_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_tokenizer(tmp_path, split(QWEN2))
     model = make_model(tmp_path, "qwen2")

@@ -234,7 +234,7 @@ def test_an_episode_whose_worker_freezes_is_played_once_more(play: Play, monkeyp
             stopped.append(worker.pid)
         return "on" if not turn else "end"
 
-    output = play(of("Echo"), says, environment_call_timeout=1.0, environment_processes=1)
+    output = play(of("Echo"), says, environment_call_timeout=5.0, environment_processes=1)
     assert [sample.reward for sample in samples_of(output)] == [3.0] * 4
     assert not psutil.pid_exists(stopped[0])
 
