@@ -17,6 +17,13 @@ import torch
 
 from slimelite.slime.plugins import files_run
 
+if find_spec("hypothesis"):  # which a machine with a GPU may lack
+    from hypothesis import settings
+
+    # an example that takes long shows that the machine is busy, not that the program is wrong
+    settings.register_profile("slimelite", deadline=None)
+    settings.load_profile("slimelite")
+
 ROOT = Path(__file__).parents[1]
 # Ray keeps the token that a process begins with: without one here, the first test that starts Ray would settle on
 # another than the runs that later tests start in this process

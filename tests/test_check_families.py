@@ -56,6 +56,7 @@ def test_the_page_names_every_family_once_and_says_why(script: ModuleType) -> No
     assert [family for family, cells in found.items() if cells[2] == script.REFUSED and not cells[3]] == []
 
 
+@pytest.mark.pinned
 def test_the_script_writes_what_it_sees(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = {
         "qwen2": (script.PACKED, ""),

@@ -229,7 +229,8 @@ def test_an_episode_whose_worker_freezes_is_played_once_more(play: Play, monkeyp
     def says(_sample: int, turn: int, _prompt: str) -> str:
         if turn and not stopped:
             children = psutil.Process().children()
-            (worker,) = [child for child in children if "slimelite.environments.serve" in child.cmdline()]
+            alive = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
+            (worker,) = [child for child in alive if "slimelite.environments.serve" in child.cmdline()]
             worker.suspend()
             stopped.append(worker.pid)
         return "on" if not turn else "end"
