@@ -136,7 +136,8 @@ class Stage:
         return None if record["after"] == after else "it started from another model of the previous stage"
 
     def _flags(self) -> dict[str, Any]:
-        """The flags that affect the results of the stage, as values after a round trip through JSON."""
+        """The flags that affect the results of the stage, by name. Values are as JSON returns them: a tuple is a
+        list."""
         values = {**self.settings.values, **self.settings.sglang, **self.settings.custom}
         shown = {name: masked(name, value) for name, value in values.items() if name not in ASIDE}
         flags: dict[str, Any] = json.loads(json.dumps(shown, default=str))

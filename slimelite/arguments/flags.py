@@ -86,7 +86,7 @@ class Needs:
 
         def words() -> str:
             texts = [" and ".join(each.words for each in needs.conditions) for needs in alternatives]
-            if any(word in text for text in texts for word in (" and ", " or ", ", ")):
+            if any(map(is_compound, texts)):
                 return "one of these: " + "; ".join(f"({chr(97 + i)}) {text}" for i, text in enumerate(texts))
             return f"{', '.join(texts[:-1])} or {texts[-1]}"
 
@@ -103,6 +103,11 @@ class Needs:
             if condition.strict == strict and not condition.holds(args):
                 return condition.words + condition.why_not
         return None
+
+
+def is_compound(text: str) -> bool:
+    """Whether ``text`` lists several things. In a list of such texts, each text needs a number or a letter."""
+    return any(word in text for word in (" and ", " or ", ", "))
 
 
 def listed(parts: Iterable[str]) -> str:

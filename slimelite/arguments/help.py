@@ -17,6 +17,7 @@ from slimelite.arguments.flags import (
     group_flags,
     group_title,
     groups_of,
+    is_compound,
     listed,
 )
 from slimelite.arguments.sources import SIMILAR, Vocabulary, known_flags, sglang_options
@@ -235,8 +236,8 @@ def meaning(flag: Flag, shared: Collection[str] = ()) -> str:
 
 
 def _together(conditions: Sequence[str]) -> str:
-    """``conditions`` in one sentence. If one of them has an "or" or a comma, all of them are numbered."""
-    if len(conditions) == 1 or not any(" or " in words or ", " in words for words in conditions):
+    """``conditions`` in one sentence. If one of several conditions lists several things, all of them are numbered."""
+    if len(conditions) == 1 or not any(map(is_compound, conditions)):
         return listed(conditions)
     return listed([f"({number}) {words}" for number, words in enumerate(conditions, 1)])
 

@@ -23,6 +23,9 @@ from slimelite.environments.registry import ENVIRONMENTS, known
 
 logger = logging.getLogger(__name__)
 
+# Python's limit for a cell of a CSV file is 128 KiB, and a cell may hold a whole document
+csv.field_size_limit(2**31 - 1)
+
 # a row of a file: column -> value
 Row = dict[str, object]
 # the place in the file, such as "row 3 (line 4)" (rows are counted from 0), and the row or why it cannot be read
@@ -254,7 +257,6 @@ def _saved_table(files: Sequence[Path], name: str, part: slice, required: Sequen
 
 def _csv_rows(path: str, part: slice, required: Sequence[str], _optional: object) -> Iterator[Found]:
     """Rows of a CSV file. Every cell is text, so a label such as 007 stays unchanged. An empty cell is left out."""
-    csv.field_size_limit(2**31 - 1)
     try:
         with Path(path).open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file, strict=True)

@@ -190,7 +190,6 @@ def _csv_documents(path: str, column: str, flag: str) -> Iterator[tuple[str, obj
 
 def _csv_columns(path: Path) -> list[str]:
     """The names of the columns. In a file without a header these are texts, so a long name is cut."""
-    csv.field_size_limit(2**31 - 1)
     with path.open(encoding="utf-8-sig", newline="", errors="replace") as file:
         names = next(csv.reader(file), [])
     return [name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..." for name in names]

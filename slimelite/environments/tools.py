@@ -41,7 +41,7 @@ class Tool:
 
     @property
     def schema(self) -> dict[str, object]:
-        """The JSON schema in OpenAI's form."""
+        """The definition of the tool for a model: its name, text and parameters, as OpenAI's API takes them."""
         hints = typing.get_type_hints(self.function)
         parameters = inspect.signature(self.function).parameters.values()
         properties = {p.name: {"type": _kind(hints.get(p.name, str))} for p in parameters}

@@ -1,5 +1,5 @@
-"""The recurrences of layers with a state, one function for each kind. Each function takes the state before the first
-token as an argument.
+"""Functions that compute recurrent layers, such as Mamba's: one function for each kind of layer. Each function takes
+the state before the first token as an argument.
 
 Each function computes in fp32, or in float64 if the inputs are float64. If all inputs of a step are zero, the output of
 the step is zero and the state does not change. So sequences may be padded with zeros at their ends.

@@ -253,7 +253,8 @@ def read_mistral(inside: str, _: Schemas) -> list[tuple[str, str]]:
 
 
 def deepseek_pieces(text: str) -> Iterator[Piece]:
-    """Yields each call. The marks around the group of calls are included."""
+    """Yields each call. The first call includes the opening mark of the group of calls, and the last call includes the
+    closing mark."""
     opening, closing = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
     for piece in between("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", text):
         before, rest = text[: piece.start].rstrip(), text[piece.end :].lstrip()

@@ -15,7 +15,7 @@ from slimelite.apps.command import COMMANDS
 from slimelite.apps.command import main as slimelite
 from slimelite.arguments import Args, make_args, parse_args
 from slimelite.arguments.flags import all_flags, group_flags, groups_of
-from slimelite.arguments.help import EXAMPLE, USED, short_name, usage
+from slimelite.arguments.help import EXAMPLE, USED, meaning, short_name, usage
 from slimelite.plan.devices import Machine
 
 ROOT = Path(__file__).parents[2]
@@ -148,6 +148,18 @@ def test_examples_of_every_command_are_understood(
             slimelite(words)
         answer = capsys.readouterr().err
         assert "usage:" not in answer, words  # argparse shows it with its complaints
+
+
+def test_several_conditions_are_numbered_and_alternatives_have_letters() -> None:
+    kl, url, text = (meaning(EVERY[name]) for name in ("kl_loss_type", "rm_url", "text_key"))
+    assert kl.endswith(
+        "needs (1) training, (2) --loss-type policy_loss or custom_loss "
+        "and (3) a KL coefficient above 0 or --log-ref-kl."
+    )
+    assert (
+        "(2) one of these: (a) --rm-type remote_rm or boxed_remote_rm; (b) --use-opd --opd-type sglang; (c) a " in url
+    )
+    assert text.endswith("needs --loss-type pretrain_loss or --eval-bpb.")
 
 
 def test_a_switch_that_turns_off_says_what_is_off() -> None:

@@ -183,6 +183,8 @@ def test_a_program_dies_with_the_process_that_grades_it() -> None:
             worker = grader._pool._workers[0]._process
             assert worker is not None
             worker.kill()
+            while running():  # else the next process is killed while it starts
+                await asyncio.sleep(0.02)
         await grading
 
     asyncio.run(kill_while_grading())
