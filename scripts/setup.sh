@@ -40,3 +40,4 @@ EXTRAS=""; $GPU && EXTRAS+=,sglang; $DEV && EXTRAS+=,dev
 pip install -c constraints.txt -e ".${EXTRAS:+[${EXTRAS#,}]}"
 $DEV && pip install --no-deps -c constraints.txt trl # tests read the chat templates in it; nothing imports it
 touch "$VENV/.slimelite-$versions-dev-false" "$VENV/.slimelite-$versions-dev-$DEV"
+echo "$VENV is ready. To use it in a shell: source $VENV/bin/activate"

@@ -84,6 +84,8 @@ def setup(tmp_path: Path) -> Callable[..., list[str]]:
         lines = calls.read_text().splitlines()
         assert ("the packages of env have changed: installing again" in printed) == (not healthy), printed
         assert ("a package is wrong" in printed) == (not healthy)
+        installed = any("install" in line for line in lines)
+        assert ("env is ready. To use it in a shell: source env/bin/activate" in printed) == installed
         return lines
 
     return run

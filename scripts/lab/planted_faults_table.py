@@ -17,7 +17,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from slimelite.base.version import add_version
-from slimelite.tracking.alarms import EQUAL, METRICS, Alarm, replay
+from slimelite.tracking.alarms import Alarm, replay
+from slimelite.tracking.history import EQUAL, METRICS
 from slimelite.tracking.metrics_file import Record, eval_metrics, read_metrics
 
 COUNTS = (

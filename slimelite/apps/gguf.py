@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -54,6 +55,8 @@ def main(argv: Sequence[str]) -> int:
 
     name, tokenizer = args.name or args.out.stem, not args.no_tokenizer
     dtype = args.dtype or DTYPES.get(_dtype_of(source.base or source.path), "f32")
+    if source.base is not None:
+        _check_merged(Path(source.path), source.base, tokenizer=tokenizer)
     with runnable(source, "float32") as path:
         write_gguf(_here(path), args.out, dtype, name=name, tokenizer=tokenizer)
     print(f"{args.out}: {name}, {dtype}, {args.out.stat().st_size / 1e6:,.1f} MB")
@@ -66,6 +69,23 @@ def _dtype_of(model: str) -> str:
     """The dtype of the weights in a model's config; "None" if the config names no dtype."""
     config = read_config(model)
     return str(config.get("dtype", config.get("torch_dtype")))
+
+
+def _check_merged(source: Path, base: str, *, tokenizer: bool) -> None:
+    """Check the config and the tokenizer of the merged model before the merge, which takes minutes for a large model.
+
+    Raises:
+        ValueError: the merged model cannot be written as GGUF.
+    """
+    from slimelite.apps.gguf_file import described
+    from slimelite.apps.merging import copy_companions
+    from slimelite.models.files import load_config
+
+    with tempfile.TemporaryDirectory(prefix="slimelite-gguf-") as folder:
+        copy_companions(source, base, Path(folder))
+        config = load_config(base)
+        config.save_pretrained(folder)  # it names tokens that end a reply
+        described(Path(folder), config, "f32", name="", tokenizer=tokenizer)
 
 
 def _here(path: str) -> Path:

@@ -64,7 +64,7 @@ def write_gguf(folder: Path, out: Path, dtype: str, *, name: str, tokenizer: boo
         ValueError: the model, its tokenizer or a weight cannot be written. The message names a remedy.
     """
     config = load_config(str(folder))
-    check_family(config)
+    writer = described(folder, config, dtype, name=name, tokenizer=tokenizer)
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config)
     sources = weight_sources(str(folder), empty)
@@ -72,6 +72,18 @@ def write_gguf(folder: Path, out: Path, dtype: str, *, name: str, tokenizer: boo
         raise ValueError(
             f"{folder} has no plain weights in safetensors files: save the model again with save_pretrained"
         )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with whole(out) as partial:
+        _write_tensors(writer, partial, sources, config, dtype)
+
+
+def described(folder: Path, config: PretrainedConfig, dtype: str, *, name: str, tokenizer: bool) -> gguf.GGUFWriter:
+    """The description of the model in ``folder``, without its weights. The arguments are those of `write_gguf`.
+
+    Raises:
+        ValueError: the model or its tokenizer cannot be written.
+    """
+    check_family(config)
     writer = gguf.GGUFWriter(None, ARCHITECTURES[config.model_type])
     writer.add_name(name)
     writer.add_file_type(TYPES[dtype][1])
@@ -82,9 +94,7 @@ def write_gguf(folder: Path, out: Path, dtype: str, *, name: str, tokenizer: boo
         add_tokenizer(writer, folder, int(config.vocab_size))
     else:
         writer.add_tokenizer_model("no_vocab")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with whole(out) as partial:
-        _write_tensors(writer, partial, sources, config, dtype)
+    return writer
 
 
 def check_family(config: PretrainedConfig) -> None:

@@ -55,6 +55,11 @@ def write_merged(source: Path, base: str, folder: Path, dtype: str) -> None:
         for part in PARTS:
             delattr(module, part)
     hf.to(getattr(torch, dtype)).save_pretrained(folder)
+    copy_companions(source, base, folder)
+
+
+def copy_companions(source: Path, base: str, folder: Path) -> None:
+    """Copy the files beside the weights, such as those of the tokenizer, into ``folder``. See `write_merged`."""
     companions = Path(base) if Path(base).is_dir() else Path(snapshot_download(base, allow_patterns=list(COMPANIONS)))
     for place in (companions, source):  # an adapter may have a tokenizer of its own
         for file in {file for pattern in COMPANIONS for file in place.glob(pattern)}:

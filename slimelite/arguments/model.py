@@ -104,8 +104,8 @@ class ClusterArgs(OfJob):
     )
     max_restarts: int = flag(
         0,
-        "if a dead or frozen worker, a failure of Ray or a lost machine ends the run, it is restarted, at most this "
-        "many times. A restart resumes from the newest checkpoint in --save (docs/reliability.md)",
+        "a run that ends because of a dead or frozen worker, a failure of Ray or a lost machine is restarted, at most "
+        "this many times. A restart resumes from the newest checkpoint in --save (docs/reliability.md)",
         SAVE.strictly()
         & when("a run without torchrun, which has its own --max-restarts", lambda a: a.launcher != "torchrun"),
         at_least=0,

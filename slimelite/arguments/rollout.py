@@ -103,8 +103,8 @@ class DataArgs(OfJob):
     )
     rollout_seed: int = flag(
         42,
-        "seed of sampling, and of the order of prompts with --rollout-shuffle. If only --seed is given, this seed has "
-        "the same value",
+        "seed of sampling, and of the order of prompts with --rollout-shuffle. If only --seed is given, "
+        "--rollout-seed has the value of --seed",
         NEW_ROLLOUTS,
         at_least=0,
         at_most=SEEDS[-1],
@@ -123,8 +123,8 @@ class DataArgs(OfJob):
     )
     loss_mask_type: str = flag(
         "auto",
-        "SFT finds the assistant's tokens by this method. auto derives them from the chat template, and also "
-        "works for the templates of all other values",
+        "SFT finds the assistant's tokens by this method. auto derives them from the chat template. Each other "
+        "value is slime's method for one model's chat template, and auto also works for these templates",
         CONVERSATIONS,
         choices=LOSS_MASKS,
     )

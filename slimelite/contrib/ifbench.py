@@ -113,7 +113,7 @@ def keywords_multiple(text: str, keyword1: str, keyword2: str, keyword3: str, ke
 
 
 def alphabet(text: str) -> bool:
-    """Whether the first letters of the words follow the alphabet, as in "great huge icy". After z comes a."""
+    """Whether the first letters of the words follow the alphabet, as in "great huge icy". After "z" comes "a"."""
     firsts = "".join(word[0].lower() for word in plain_words(text))
     start = string.ascii_lowercase.find(firsts[:1]) if firsts else -1
     return start >= 0 and firsts == (string.ascii_lowercase * (len(firsts) // 26 + 2))[start : start + len(firsts)]

@@ -193,7 +193,7 @@ class ChatReader:
         """Empty samples for the two replies of a sample's `PAIR`."""
         if PAIR not in sample.metadata or sample.index is None:
             raise ValueError(
-                "for a loss of preference pairs, each sample of the data source needs an index, and two replies in "
+                "for a loss on preference pairs, each sample of the data source needs an index, and two replies in "
                 f"metadata[{PAIR!r}]"
             )
         metadata = {key: value for key, value in sample.metadata.items() if key != PAIR}

@@ -40,7 +40,7 @@ class Content(Enum):
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """The content of an engine's memory that a release loses.
+    """What an engine loses when it releases its memory.
 
     ``lost``: the content that a release loses. All other content is available again after the memory is resumed.
     ``backups``: lost content -> the ``--sglang-*`` option that keeps a copy of it in host memory during the release.

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 PICKLE_END = b"."
+# above this learning rate of AdamW, a run cannot learn; the highest rate that worked (docs/learning_rates.md) is 5e-3
+HIGH_RATE = 0.1
 UNCHECKED = "not checked until the problems are fixed: tokenizer, memory, and the prompts as the model sees them"
 
 
@@ -96,6 +98,7 @@ def inspect(args: Args, machine: Machine, *, files_only: bool = False) -> Findin
         findings.problems += _output_problems(args)
         findings.warnings += _older_checkpoints(args)
         findings.problems += _without_moments(args)
+        findings.warnings += _high_rates(args)
         if args.use_prometheus:
             findings.problems += _port_problems(args)
         try:
@@ -134,6 +137,17 @@ def _older_checkpoints(args: Args) -> Iterator[str]:
             f"beginning, and will replace checkpoints with the same number. To continue the other run, add --load "
             f"{args.save}. Otherwise name another folder"
         )
+
+
+def _high_rates(args: Args) -> Iterator[str]:
+    """A warning for each learning rate of AdamW that no model survives, such as 3 for 3e-6."""
+    rates = {"--lr": args.lr, **({"--critic-lr": args.critic_lr} if args.use_critic else {})}
+    for flag, rate in rates.items() if args.job.trains else ():
+        if rate > HIGH_RATE:
+            yield (
+                f"{flag} {rate:g} is very high: each optimizer step of AdamW changes each weight by about the learning "
+                "rate, and most weights of a model are smaller than 0.1; docs/learning_rates.md lists rates that worked"
+            )
 
 
 def _without_moments(args: Args) -> Iterator[str]:

@@ -297,8 +297,8 @@ class Collection:
             stuck = [group for part in self.tasks.values() for group in part]
             names = ", ".join(str(group[0].group_index) for group in stuck)
             logger.error(
-                "the groups of prompts %s did not stop within %g s (a custom generate function or reward hangs?); "
-                "they are cancelled, and sampled again in the next rollout",
+                "the groups of prompts %s did not stop within %g s (perhaps a custom generate function or a reward "
+                "hangs); they are cancelled, and sampled again in the next rollout",
                 names,
                 STOP_SECONDS,
             )

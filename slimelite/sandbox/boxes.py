@@ -227,7 +227,7 @@ def bubblewrap_of_answer(folder: str, readable: Sequence[str], disk_bytes: int) 
 def placed(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Replace the program and the files in ``words`` by their full paths. Returns the new words, and the paths that
     must be readable. The readable paths are the program, the files in ``words``, and the program's installation, such
-    as a virtual environment.
+    as a virtual environment. If the program is this Python, the folders of its packages are readable too.
     """
     program = shutil.which(words[0]) or words[0]
     placed, readable = [os.path.abspath(program)], []
@@ -239,6 +239,8 @@ def placed(words: Sequence[str]) -> tuple[list[str], list[str]]:
         placed.append(word)
     for path in {os.path.abspath(program), os.path.realpath(program)}:
         readable += [path, *installation(path)]
+    if sys.prefix in readable:
+        readable += confine.package_folders()
     return placed, [path for path in dict.fromkeys(readable) if not is_within(path, SYSTEM)]
 
 

@@ -136,9 +136,13 @@ def confine(folder: str, cpu_seconds: int, memory_bytes: int, *, alone: bool = T
 
 def interpreter_paths() -> list[str]:
     """The folders and files of this interpreter and its packages."""
-    # a virtual environment may use packages of another environment; other folders of sys.path belong to the user
-    packages = [path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")]
-    return [sys.prefix, sys.base_prefix, sys.base_exec_prefix, os.path.realpath(sys.executable), *packages]
+    return [sys.prefix, sys.base_prefix, sys.base_exec_prefix, os.path.realpath(sys.executable), *package_folders()]
+
+
+def package_folders() -> list[str]:
+    """The folders of this interpreter's packages. A virtual environment may use packages of another environment."""
+    # the other folders of sys.path belong to the user
+    return [path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")]
 
 
 def hide() -> None:

@@ -3,9 +3,8 @@
 `Alarms` gets the records of metrics.jsonl in order: from the tracker during the run, and from `replay` afterwards.
 `Alarms` has no clock and reads no file.
 
-Each kind of alarm is a function that returns its finding, or None. Levels are medians over a few rollouts. Noise is
-measured from the differences of successive rollouts. Therefore neither one odd rollout nor the scale of the reward
-matters. Each docstring gives the reason for the threshold of its alarm.
+Each kind of alarm is a function of the run's `History` that returns its finding, or None. The function's docstring
+gives the reason for the threshold.
 """
 
 from __future__ import annotations
@@ -14,48 +13,18 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from statistics import fmean, median
+from statistics import median
 from typing import Any, NamedTuple
 
+from slimelite.tracking.history import LEVEL, NOISE, QUIET, SKIPPED, WINDOW, History, Score, rollout_values
 from slimelite.tracking.metrics_file import DEFAULT_AXIS, eval_metrics
 
-LEVEL = 5  # a level is the median of this many rollouts; two odd rollouts do not change it
-WINDOW = 20  # rollouts between two compared levels: enough to see a slow change, and to forget an old one
-QUIET = 3  # an alarm ends if its condition does not hold for this many rollouts
-NOISE = 3.0  # smallest change of a level that counts, in standard deviations of one rollout
 ERRORS = 4.0  # smallest difference of scores that counts, in standard errors; the earlier score is a best one
 UNKNOWN_ERROR = 0.04  # standard error of a score without one: as for 150 answers that are right or wrong
-ALL = 0.9  # this share of the groups counts as all groups, so one lucky group in ten changes nothing
+ALL = 0.9  # this share counts as all, so one lucky group in ten changes nothing
 SOLVED = 0.9  # at this eval score, the model has little left to learn
 AGENTS = 0.1  # share of failed episodes that starts an alarm; flaky programs stay below it
 MISMATCH_LIMIT = 0.02  # nats; engines that compute in bfloat16 stay below 0.01
-
-METRICS = {
-    "reward": "rollout/raw_reward",
-    "length": "rollout/response_len/mean",
-    "truncated": "rollout/truncated_ratio",
-    "entropy": "rollout/entropy",
-    "mismatch": "train/train_rollout_logprob_abs_diff",
-    "staleness": "rollout/weight_staleness/mean",
-    "grad": "train/grad_norm",
-    # shares of groups with equal rewards: rewards of at most 0, and rewards above 0
-    "wrong": "",
-    "right": "",
-    "deaths": "rollout/engine_deaths",
-    "turn_limit": "rollout/environment/turn_limit",
-    "seconds": "",  # time of the rollout without evaluation and saving
-}
-EQUAL = "rollout/zero_std/count_"
-SKIPPED = ("train/skipped_steps", "train/critic-skipped_steps")
-
-
-class Score(NamedTuple):
-    """The mean score of an evaluation, its standard error, and the number of rollouts before it."""
-
-    rollouts: int
-    mean: float
-    error: float
 
 
 class Seen(NamedTuple):
@@ -63,68 +32,6 @@ class Seen(NamedTuple):
 
     says: str
     goes_on: Callable[[History], bool]
-
-
-class History:
-    """The values of each metric, one for every rollout that has it, and the scores of evaluations."""
-
-    def __init__(self) -> None:
-        self.values: defaultdict[str, list[float]] = defaultdict(list)
-        self.row: dict[str, float] = {}  # of the last rollout
-        self.rollouts = 0
-        self.scores: defaultdict[str, list[Score]] = defaultdict(list)
-        self.best_reward = -math.inf  # the highest level so far
-        self.least_wrong = math.inf  # lowest level of "wrong" so far, over three rollouts
-
-    def add(self, row: dict[str, float]) -> None:
-        """Add the values of a finished rollout."""
-        self.row = row
-        self.rollouts += 1
-        for name, value in row.items():
-            if name in METRICS and math.isfinite(value):
-                self.values[name].append(value)
-        if len(self.values["reward"]) >= LEVEL:
-            self.best_reward = max(self.best_reward, self.now("reward"))
-        if self.values["wrong"]:
-            self.least_wrong = min(self.least_wrong, self.now("wrong", QUIET))
-
-    def enough(self, name: str) -> bool:
-        """Whether a metric has enough values to compute two levels."""
-        return len(self.values[name]) >= 2 * LEVEL
-
-    def now(self, name: str, rollouts: int = LEVEL) -> float:
-        """The present level of a metric; -inf if the metric has no values."""
-        return median(self.values[name][-rollouts:] or [-math.inf])
-
-    def then(self, name: str) -> float:
-        """The level about ``WINDOW`` rollouts ago (early in a run: the first level), without the rollouts of `now`."""
-        return median(self.values[name][-WINDOW - LEVEL : -LEVEL][:LEVEL] or [math.inf])
-
-    def at(self, name: str, rollouts: int) -> float:
-        """The level after ``rollouts`` rollouts, or after ``LEVEL`` rollouts if ``rollouts`` is smaller."""
-        return median(self.values[name][max(rollouts - LEVEL, 0) : max(rollouts, LEVEL)] or [math.inf])
-
-    def noise(self, name: str) -> float:
-        """Standard deviation of a metric, from the median change between successive rollouts; a trend adds little."""
-        recent = self.values[name][-WINDOW - LEVEL :]
-        steps = [abs(after - before) for before, after in pairwise(recent)]
-        return 1.4826 * median(steps or [0.0]) / math.sqrt(2)
-
-    def rose(self, name: str, since: float) -> bool:
-        """Whether the level of a metric is above ``since`` by more than the noise."""
-        return self.now(name) - since > NOISE * self.noise(name)
-
-    def improved(self, rollouts: int) -> bool:
-        """Whether an eval score (without evaluations: the reward) rose after the first ``rollouts`` rollouts."""
-        pairs = [
-            ([s for s in scores if s.rollouts <= rollouts] or scores[:1], scores) for scores in self.scores.values()
-        ]
-        measured = [scores[-1].mean > old[-1].mean for old, scores in pairs if scores[-1].rollouts > old[-1].rollouts]
-        return any(measured) if measured else self.rose("reward", self.at("reward", rollouts))
-
-    def evaluated(self) -> dict[str, list[Score]]:
-        """The scores of the datasets that were evaluated after the last rollout."""
-        return {name: scores for name, scores in self.scores.items() if scores[-1].rollouts == self.rollouts}
 
 
 # a function that looks for one kind of alarm in the history of a run
@@ -151,28 +58,6 @@ def kind(when: str, advice: str) -> Callable[[See], See]:
         return see
 
     return register
-
-
-def rollout_values(pending: Mapping[str, list[float]]) -> dict[str, float]:
-    """The last value of each metric in a rollout. Exceptions: the largest gradient norm, and the means of `SKIPPED`."""
-    row = {name: values[-1] for name, values in pending.items()}
-    row |= {name: fmean(pending[name]) for name in SKIPPED if name in pending}
-    row |= {short: row[name] for short, name in METRICS.items() if name in row}
-    if grads := [value for value in pending.get(METRICS["grad"], []) if value > 0]:
-        row["grad"] = max(grads)
-    else:
-        row.pop("grad", None)  # a rollout with only equal rewards has no gradient
-    row.setdefault("entropy", row.get("train/entropy_loss", math.nan))
-    if "perf/step_time" in row:
-        row["seconds"] = row["perf/step_time"] - row.get("perf/eval_time", 0.0) - row.get("perf/save_model_time", 0.0)
-    equal = {float(name.removeprefix(EQUAL)): n for name, n in row.items() if name.startswith(EQUAL)}
-    if "rollout/zero_variance_groups" in row and "rollout/opd_reverse_kl" not in row:
-        share = row["rollout/zero_variance_groups"] / max(sum(equal.values()), 1)
-        row["wrong"] = share * sum(n for reward, n in equal.items() if reward <= 0)
-        row["right"] = share * sum(n for reward, n in equal.items() if reward > 0)
-    if row.get("length") == 0:  # see `no_tokens`: rewards of empty responses have no meaning
-        row = {name: value for name, value in row.items() if name not in ("reward", "wrong", "right")}
-    return row
 
 
 @kind(
@@ -206,7 +91,7 @@ def all_wrong(h: History) -> Seen | None:
     share = min(h.values["wrong"][-QUIET:], default=0.0)
     if len(h.values["wrong"]) < QUIET or share < ALL or h.least_wrong <= 0.5:
         return None
-    says = f"{share:.0%} or more of the groups had no right answer in {QUIET} rollouts: there is nothing to learn from"
+    says = f"{_at_least(share)} the groups had no right answer in {QUIET} rollouts: there is nothing to learn from"
     return Seen(says, lambda h: h.now("wrong", QUIET) >= ALL)
 
 
@@ -234,7 +119,7 @@ def all_right(h: History) -> Seen | None:
     if len(h.values["right"]) < QUIET or share < ALL or not low:
         return None
     name, score = next(iter(low.items()))
-    says = f"{share:.0%} or more of the groups had equal rewards above 0 in {QUIET} rollouts, and {name} is {score:.3g}"
+    says = f"{_at_least(share)} the groups had equal rewards above 0 in {QUIET} rollouts, and {name} is {score:.3g}"
     return Seen(says, lambda h: h.now("right", QUIET) >= ALL and h.scores[name][-1].mean < SOLVED)
 
 
@@ -259,16 +144,23 @@ def entropy_collapse(h: History) -> Seen | None:
 
 @kind(
     "more than 25 % of the responses reach the length limit, and this share grew by 10 percentage points in 20 "
-    "rollouts",
+    "rollouts; or for 3 rollouts, nine responses in ten reach the limit, and half of the groups have no right answer",
     "Read the ends of long samples. Answers that are cut off need a larger --rollout-max-response-len; loops and "
     "padding need --overlong-buffer-len, a reward that does not favour length, or a lower --lr.",
 )
 def truncation(h: History) -> Seen | None:
-    """A quarter of the samples is cut off, and this share has grown by 10 percentage points and by more than noise."""
+    """Either sign starts the alarm. (1) A quarter of the samples is cut off, and this share has grown by 10 percentage
+    points and by more than noise. (2) Nearly all samples are cut off, perhaps from the start, and most groups earn
+    nothing: the answers probably come after the limit. Tasks whose answers come early may cut off every response."""
     now, then = h.now("truncated"), h.then("truncated")
-    if now <= 0.25 or now - then < max(0.1, NOISE * h.noise("truncated")):
+    cut, wrong = (min(h.values[name][-QUIET:], default=0.0) for name in ("truncated", "wrong"))
+    if h.rollouts >= QUIET and cut >= ALL and wrong >= 0.5:
+        says = f"{_at_least(cut)} the responses reached the length limit in {QUIET} rollouts, and "
+        says += f"{_at_least(wrong)} the groups had no right answer"
+    elif now > 0.25 and now - then >= max(0.1, NOISE * h.noise("truncated")):
+        says = f"{now:.0%} of the responses reached the length limit; before, it was {then:.0%}"
+    else:
         return None
-    says = f"{now:.0%} of the responses reached the length limit; before, it was {then:.0%}"
     return Seen(says, lambda h: h.now("truncated", QUIET) > 0.25)
 
 
@@ -495,6 +387,11 @@ def turn_limit(h: History) -> Seen | None:
         return None
     says = f"{limit[-1]:.0%} of the episodes reached the limit of turns (--environment-max-turns)"
     return Seen(says, lambda h: h.now("turn_limit", QUIET) >= 0.5)
+
+
+def _at_least(share: float) -> str:
+    """The lowest share of some rollouts, as words before "the groups"."""
+    return "all" if share == 1 else f"{share:.0%} or more of"
 
 
 def _share_of_episodes(h: History, name: str, what: str) -> Seen | None:

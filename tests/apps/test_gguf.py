@@ -310,3 +310,10 @@ def test_an_adapter_is_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     capsys.readouterr()
     assert main(command) == 0
     assert "it.gguf: it, bf16, " in capsys.readouterr().out
+    make_tokenizer(adapter, split(QWEN2), normalizer=normalizers.Lowercase())
+    assert main(command) == 1
+    refused = capsys.readouterr().err
+    assert "the tokenizer's normalizer, Lowercase, has no name in llama.cpp" in refused
+    assert "merging" not in refused, "the merge of a large model takes minutes"
+    assert main([*command, "--no-tokenizer"]) == 0
+    assert "merging" in capsys.readouterr().err

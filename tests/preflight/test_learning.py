@@ -49,6 +49,15 @@ def test_a_template_that_is_not_used_is_a_warning(report: Report) -> None:
     assert "--prompt-data: the prompts are text, and the model's chat template is not used" in report("--rm-type math")
 
 
+def test_a_learning_rate_that_no_model_survives_is_a_warning(report: Report) -> None:
+    told = "is very high: each optimizer step of AdamW changes each weight by about the learning rate"
+    assert f"--lr 3 {told}" in report("--rm-type math --lr 3")
+    assert "is very high" not in report("--rm-type math --lr 0.1")
+    critic = report("--rm-type math --advantage-estimator ppo --lr 1e-3 --critic-lr 1")
+    assert f"--critic-lr 1 {told}" in critic
+    assert f"--lr 0.001 {told}" not in critic
+
+
 REWARD = "async def reward(args, sample, **kwargs):\n    return {}"
 
 

@@ -134,7 +134,8 @@ def test_programs_in_a_sandbox_reach_their_model_and_nothing_of_the_run(make: Ma
 
 
 @pytest.mark.chaos(
-    "an agent's program hangs", "ended with all that it has started, after `--agent-timeout`; its sample is an error"
+    "an agent's program hangs",
+    "after `--agent-timeout`, the run ends it and every process that it started; its sample is an error",
 )
 def test_a_program_that_hangs_is_ended_with_what_it_started(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

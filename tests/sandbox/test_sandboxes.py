@@ -138,3 +138,12 @@ def test_a_command_reads_what_it_names_and_its_own_installation(tmp_path: Path) 
     assert words == [str(python), str(tmp_path / "agent.py"), "-v", "/", "nosuch"]
     assert set(readable) == {str(tmp_path / name) for name in ("agent.py", "venv", "base", "venv/bin/python")}
     assert placed(["sh", "-c", "true"])[1] == []
+
+
+def test_this_python_reads_the_packages_of_another_environment_that_it_uses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = [str(tmp_path / name) for name in ("site-packages", "of_the_user")]
+    monkeypatch.setattr(sys, "path", [*sys.path, *folders])
+    assert [path for path in placed([sys.executable])[1] if path in folders] == folders[:1]
+    assert folders[0] not in placed(["sh"])[1]

@@ -144,6 +144,21 @@ def test_a_death_of_an_engine_is_an_alarm_each_time() -> None:
     ]
 
 
+def test_answers_that_are_cut_off_from_the_start_are_an_alarm_unless_they_are_right() -> None:
+    """One lucky group in four keeps `all_wrong` silent; the remedy is a larger limit, not another label."""
+    cut, some_wrong = {"rollout/truncated_ratio": 0.97}, groups(24, 0)
+    (alarm,) = replay(records(lambda i: cut | some_wrong))
+    assert (alarm.kind, alarm.rollout_id, alarm.ended) == ("truncation", 2, None)
+    assert alarm.says == (
+        "97% or more of the responses reached the length limit in 3 rollouts, and 75% or more of the groups had no "
+        "right answer"
+    )
+    assert "--rollout-max-response-len" in alarm.advice
+    assert replay(records(lambda i: cut)) == [], "the answers come before the limit"
+    assert replay(records(lambda i: some_wrong)) == []
+    assert replay(records(lambda i: (cut | some_wrong) if i < 2 else {})) == [], "two rollouts may be chance"
+
+
 @pytest.mark.parametrize(
     ("why", "change"),
     [
@@ -221,7 +236,7 @@ def test_planted_faults_are_found_and_ten_healthy_seeds_are_silent() -> None:
     found = {run: {a.kind: a.rollout_id for a in replay(of_run)} for run, of_run in recorded().items()}
     assert found.pop("length") == {"truncation": 16, "length": 19, "reward_without_eval": 19, "all_right": 39}
     assert found.pop("label") == {"all_wrong": 2}
-    assert found.pop("lr") == {"reward_collapse": 2, "truncation": 5}
+    assert found.pop("lr") == {"reward_collapse": 2, "truncation": 3}
     assert found.pop("filter") == {"filtered": 0}
     assert found.pop("stale") == {"stale": 5}
     assert found == {f"seed-{i}": {} for i in range(10)}
