@@ -93,8 +93,8 @@ class Evaluations:
         self._values[rollout_id] = float(metrics[name])
 
     def write(self) -> None:
-        """Write the values to the folder of ``--save``. Call this after all checkpoints and models that the last
-        evaluation requires are saved."""
+        """Write the values to the folder of ``--save``. After an evaluation, checkpoints and models may be saved, such
+        as the best ones. Call this method only after they are saved."""
         if self._watched and self._args.save is not None:
             rows = [{"rollout_id": rollout_id, "value": value} for rollout_id, value in sorted(self._values.items())]
             content = {"metric": self._args.early_stop_metric, "evaluations": rows}

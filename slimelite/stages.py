@@ -179,9 +179,9 @@ def run_all(run: Callable[[list[str] | None], int], problems: Callable[[list[str
     after, worst = None, 0
     for stage in stages:
         if stage.finished:
-            print(f"stage {stage.number} of 0 to {len(stages) - 1} is finished: {stage.model}")
+            print(f"stage {stage.number} (of stages 0 to {len(stages) - 1}) is finished: {stage.model}")
         else:
-            print(f"stage {stage.number} of 0 to {len(stages) - 1}: {stage.folder}")
+            print(f"stage {stage.number} (of stages 0 to {len(stages) - 1}): {stage.folder}")
             record = stage.new_record(after)
             if not stage.dry:
                 stage.write_record(record)

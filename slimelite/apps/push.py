@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("what", metavar="FOLDER|RUN|FILE", help="what to upload")
     parser.add_argument("repo", metavar="ORG/NAME", help="the repository; it is created if it does not exist")
-    parser.add_argument("--private", action="store_true", help="a new repository is private")
+    parser.add_argument("--private", action="store_true", help="if the repository is new, make it private")
     parser.add_argument("--branch", help="the branch; it is created if it does not exist (default: main)")
     parser.add_argument("--message", help="message of the commit (default: Upload NAME with slimelite)")
     args = parser.parse_args(argv)

@@ -380,7 +380,7 @@ class CriticArgs(AlgorithmArgs):
         0, "the critic's learning rate warms up over this many optimizer steps", CRITIC, at_least=0
     )
     num_critic_only_steps: int = flag(
-        0, "only the critic is trained in this many rollouts at the start of the run", CRITIC, at_least=0
+        0, "in this many rollouts at the start of the run, only the critic is trained", CRITIC, at_least=0
     )
     critic_load: str | None = flag(
         None,

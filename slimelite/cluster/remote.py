@@ -294,8 +294,8 @@ class Turns:
         return pending
 
     def check(self, pending: Pending[Any] | None = None) -> None:
-        """Raise the error of a failed verb, unless a `Pending.result` has already raised this error. With ``pending``,
-        also raise an error that a `Pending.result` has raised since the verb of ``pending`` was called.
+        """Raise the error of a failed verb, unless a `Pending.result` has already raised this error. An error that was
+        already raised is raised again only if the verb of ``pending`` was called before that.
 
         Raises:
             Exception: the error of the failed verb.

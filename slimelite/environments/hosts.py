@@ -76,7 +76,7 @@ _end_process = os._exit
 def _guarded_exit(status: int) -> NoReturn:
     if _playing.get() == os.getpid():
         raise EnvironmentFailure(
-            "crash", f"a method made the call os._exit({status!r}), which would end the run without a message"
+            "crash", f"a method called os._exit({status!r}), which would end the run without a message"
         )
     _end_process(status)
 

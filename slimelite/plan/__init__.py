@@ -1,2 +1,1 @@
-"""Predicts from the model's shapes whether a run fits, why it does not fit, and how fast it is (memory, time and
-traffic)."""
+"""Predicts memory, time and traffic of a run from the model's shapes: whether it fits, why not, and how fast it is."""

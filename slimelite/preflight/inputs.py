@@ -315,8 +315,9 @@ class InputChecks:
                 ending = f" followed by {end}, as in a run" if end else ""
                 if settings.custom_rm_path and response == "the bare label" and reward == 0:
                     self.findings.warnings.append(
-                        f"{rows.name}: the custom reward is 0 if the response is the first prompt's label{ending} "
-                        f"(label {label}); nothing will be learned if this response is right"
+                        f"{rows.name}: the custom reward gave 0 to this response: the first prompt's label{ending} "
+                        f"(label {label}). If this response should count as right, the reward function is wrong, and "
+                        "nothing will be learned"
                     )
                 self.findings.facts.append(
                     f"{rows.name}: {response} as the response to the first prompt gets {reward} (label {label})"

@@ -70,7 +70,7 @@ def test_a_failed_stage_is_taken_up_again(task: Path, tmp_path: Path, train_py: 
     mended.touch()
     done = train_py(*command)
     assert done.returncode == 0, done.stderr
-    assert "stage 0 of 0 to 1 is finished" in done.stdout
+    assert "stage 0 (of stages 0 to 1) is finished" in done.stdout
     assert (tmp_path / "out" / "0-sft" / "model" / "model.safetensors").stat().st_mtime_ns == made
     second = tmp_path / "out" / "1-grpo"
     assert len(metrics(second, "rollout/raw_reward")) == 2, "it resumes after rollout 0"
@@ -246,7 +246,7 @@ def test_a_stage_that_was_killed_at_its_very_end_does_not_take_later_edits(
     with pytest.raises(Killed):
         run_stages(run, lambda _: [])
     assert run_stages(run, lambda _: []) == 0
-    assert "stage 0 of 0 to 0 is finished" in capsys.readouterr().out
+    assert "stage 0 (of stages 0 to 0) is finished" in capsys.readouterr().out
 
     write(tmp_path / "one.yaml", lr=0.25)
     assert run_stages(run, lambda _: []) == 2

@@ -359,7 +359,7 @@ def test_an_environment_cannot_end_the_run_without_a_word(tmp_path: Path, where:
     )
 
     async def play(host: Host) -> None:
-        said = pytest.raises(EnvironmentFailure, match=r"a method made the call os._exit\(0\), which would end the run")
+        said = pytest.raises(EnvironmentFailure, match=r"a method called os._exit\(0\), which would end the run")
         with said if where != "later" else nullcontext():
             live = await host.open()
             await live.reset(ROW)

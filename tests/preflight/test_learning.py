@@ -72,7 +72,7 @@ REWARD = "async def reward(args, sample, **kwargs):\n    return {}"
 def test_a_right_label_that_earns_nothing_is_a_warning(report: Report, value: str, warns: bool) -> None:
     shown = report("--custom-rm-path OWN:reward", REWARD.format(value))
     assert ("nothing will be learned" in shown) == warns
-    assert ("the response is the first prompt's label followed by <|im_end|>, as in a run" in shown) == warns
+    assert ("gave 0 to this response: the first prompt's label followed by <|im_end|>, as in a run" in shown) == warns
 
 
 OWN = """
