@@ -21,7 +21,7 @@ from slimelite.models.checkpoints import (
     read_json,
 )
 from slimelite.models.hub import push
-from slimelite.tracking.console import when
+from slimelite.tracking.console import unit_of, when
 
 if TYPE_CHECKING:
     from slimelite.cluster import Cluster
@@ -149,7 +149,8 @@ class Evaluations:
     def _best_text(self) -> str:
         if self.best is None:
             return f"nothing: {self._args.early_stop_metric} was never a number"
-        return f"{self._args.early_stop_metric} {self._values[self.best]:.3f} {when(self.best)}"
+        at = when(self.best, unit_of(self._args.job))
+        return f"{self._args.early_stop_metric} {self._values[self.best]:.3f} {at}"
 
 
 def read_evaluations(args: EvalArgs) -> dict[int, float]:

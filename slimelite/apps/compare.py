@@ -15,7 +15,7 @@ from slimelite.apps.tables import Row, plain, plus_minus, print_table, score_tex
 from slimelite.arguments.conditions import gpus_of
 from slimelite.samples.sample import ROW, label_text
 from slimelite.samples.table import SampleTable
-from slimelite.tracking.console import duration, one_line
+from slimelite.tracking.console import MEASURES, PLURALS, duration, one_line, small
 from slimelite.tracking.panels import LABELS
 
 TEST = (
@@ -30,10 +30,11 @@ def comparison(runs: Sequence[Run]) -> Facts:
     """Everything that ``slimelite compare --json`` prints.
 
     ``flags``: name -> its value in each run, for flags that differ. ``test``: the meaning of the p-values. ``runs``: a
-    dict for each run, with ``name``, ``folder``, ``status``, ``rollouts``, ``alarms`` (see `Run.alarms`), ``evals``,
-    ``reward``, ``tokens_generated``, ``tokens_trained``, ``seconds``, ``wall_seconds``, ``cpu_hours`` and
-    ``gpu_hours``. A value that a run did not measure is None. ``evals``: dataset -> ``best`` and ``last``; from the
-    second run on, also ``against_first``. ``same``: see `same_notes`.
+    dict for each run, with ``name``, ``folder``, ``status``, ``unit`` (see `Run.unit`), ``rollouts``, ``alarms``
+    (see `Run.alarms`), ``evals``, ``reward``, ``loss``, ``accuracy``, ``margin``, ``tokens_generated``,
+    ``tokens_trained``, ``seconds``, ``wall_seconds``, ``cpu_hours`` and ``gpu_hours``. A value that a run did not
+    measure is None. ``evals``: dataset -> ``best`` and ``last``; from the second run on, also ``against_first``.
+    ``same``: see `same_notes`.
     """
     summaries = [_facts(run) for run in runs]
     for run, facts in zip(runs[1:], summaries[1:], strict=True):
@@ -86,7 +87,6 @@ def _prompt_scores(run: Run, dataset: str) -> dict[tuple[str, str, int], float]:
 
 
 def _facts(run: Run) -> Facts:
-    rewards = run.series.get("rollout/raw_reward")
     wall = wall_seconds(run)
     gpus = gpus_of(run.config)
     return {
@@ -94,11 +94,12 @@ def _facts(run: Run) -> Facts:
         "folder": str(run.folder),
         "status": run.status.get("status"),
         "message": run.status.get("message"),
+        "unit": run.unit,
         "rollouts": len({r["rollout/step"] for r in run.records if r["kind"] == "perf"}),
         "of_rollouts": run.status.get("num_rollout"),
         "alarms": run.alarms,
         "evals": {name.removeprefix("eval/"): _best_and_last(run, name) for name in run.scores},
-        "reward": None if rewards is None else float(rewards[1][-LAST:].mean()),
+        **{title: run.last(run.measures[title]) if title in run.measures else None for title in MEASURES.values()},
         "tokens_generated": _total(run, "perf/generated_tokens"),
         "tokens_trained": _total(run, "perf/actor_train_tok_per_s", "perf/actor_train_time"),
         "seconds": {label: _total(run, f"perf/{phase}_time") for phase, label in LABELS.items()},
@@ -216,20 +217,30 @@ def show(facts: Facts) -> None:
 
 
 def _footnote(facts: Facts) -> str:
-    if not any(run["evals"] for run in facts["runs"]):
-        return ""
-    after = "after: the rollout after which the evaluation ran; start: before the first rollout"
-    return f"±: standard error. {after}. p: {facts['test']}."
+    runs = facts["runs"]
+    after = f"after: the {' or '.join(_units(runs))} after which the evaluation ran; start: before training"
+    notes = [f"±: standard error. {after}. p: {facts['test']}."] if any(run["evals"] for run in runs) else []
+    if any(run["evals"] or run["alarms"] for run in runs):
+        notes.append(f"{_turns(runs).capitalize()} are numbered from 0, as in files.")
+    return " ".join(notes)
+
+
+def _units(runs: Sequence[Facts]) -> list[str]:
+    return list(dict.fromkeys(run["unit"] for run in runs))
+
+
+def _turns(runs: Sequence[Facts]) -> str:
+    return " or ".join(PLURALS[unit] for unit in _units(runs))
 
 
 def _blocks(facts: Facts) -> Iterator[list[Row]]:
     """The rows of the table, in blocks. Rows without any value are left out."""
     runs = facts["runs"]
     yield [(name, [plain(value) for value in values]) for name, values in facts["flags"].items()]
-    how = {"status": _status, "rollouts": _rollouts, "alarms": _alarms}
+    how = {"status": _status, _turns(runs): _rollouts, "alarms": _alarms}
     yield _filled([(title, [text(run) for run in runs]) for title, text in how.items()])
     yield _filled(list(_scores(runs)))
-    yield _filled([(title, [_shown(run, key, text) for run in runs]) for title, key, text in NUMBERS])
+    yield _filled([(title, [_shown(run, key, text) for run in runs]) for title, key, text in _numbers(runs)])
     phases = dict.fromkeys(phase for run in runs for phase in run["seconds"])
     seconds = [(f"  of that {phase}", [_shown(run["seconds"], phase, duration) for run in runs]) for phase in phases]
     yield _filled([("time", [_shown(run, "wall_seconds", duration) for run in runs]), *seconds])
@@ -237,11 +248,12 @@ def _blocks(facts: Facts) -> Iterator[list[Row]]:
     yield _filled([(title, [_shown(run, key, "{:.3g}".format) for run in runs]) for title, key in hours])
 
 
-NUMBERS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
-    (f"reward, mean of the last {LAST} rollouts", "reward", "{:.3f}".format),
-    ("tokens generated", "tokens_generated", "{:,.0f}".format),
-    ("tokens trained, with prompts", "tokens_trained", "{:,.0f}".format),
-)
+def _numbers(runs: Sequence[Facts]) -> Iterator[tuple[str, str, Callable[[float], str]]]:
+    for title in MEASURES.values():
+        having = [run for run in runs if run[title] is not None]
+        yield f"{title}, mean of the last {LAST} {_turns(having)}", title, small if title == "loss" else "{:.3f}".format
+    yield "tokens generated", "tokens_generated", "{:,.0f}".format
+    yield "tokens trained, with prompts", "tokens_trained", "{:,.0f}".format
 
 
 def _filled(rows: list[Row]) -> list[Row]:

@@ -12,6 +12,7 @@ import numpy as np
 from slimelite.apps.permutations import DRAWS, EXACT, SIGN_DRAWS, paired_test, unpaired_test
 from slimelite.apps.runs import LAST, Run, differing_flags, read_runs, same_notes, same_runs
 from slimelite.apps.tables import Row, plain, print_table
+from slimelite.tracking.console import MEASURES
 from slimelite.tracking.metrics_file import axis_of, unknown_metrics
 
 SEEDS = ("--seed", "--rollout-seed")
@@ -49,12 +50,13 @@ def grouped(groups: Groups, metrics: Sequence[str] = ()) -> Facts:
     the meaning of the p-values. ``groups``: a dict for each group, with ``name``, ``runs``, ``seeds`` and ``measures``.
     ``same``: see `same_notes`. ``order``: a sentence about groups whose runs saw the same prompts in the same order.
 
-    By default, a measure is the last score of a dataset, or the mean ``reward`` or ``loss`` of the last rollouts. With
-    ``metrics``, each of these metrics gives one measure. For a metric of evaluations, the measure is the last value.
-    For any other metric, it is the mean over the last rollouts. A measure has ``values`` (one for each run), ``mean``,
-    ``standard_error`` and ``at`` (the last steps of the runs). In every group but the first, a measure also has
-    ``against_first``: the fields of `Unpaired`, or only ``why_not``. If a group has the same seeds as the first group,
-    its measures also have ``paired``, a dict with ``pairs``, ``difference``, ``standard_error``, ``p`` and ``least_p``.
+    By default, a measure is the last score of a dataset, or the mean of one of `Run.measures` over the last rollouts.
+    With ``metrics``, each of these metrics gives one measure. For a metric of evaluations, the measure is the last
+    value. For any other metric, it is the mean over the last rollouts. A measure has ``values`` (one for each run),
+    ``mean``, ``standard_error`` and ``at`` (the last steps of the runs). In every group but the first, a measure also
+    has ``against_first``: the fields of `Unpaired`, or only ``why_not``. If a group has the same seeds as the first
+    group, its measures also have ``paired``, a dict with ``pairs``, ``difference``, ``standard_error``, ``p`` and
+    ``least_p``.
 
     Raises:
         ValueError: a run has no value of one of ``metrics``.
@@ -137,32 +139,17 @@ def _measures(runs: Sequence[Run], metrics: Sequence[str]) -> dict[str, Facts]:
     mean, s / sqrt(n), where s² divides by n − 1."""
     names = dict.fromkeys(name for run in runs for name in run.scores)
     named = {name.removeprefix("eval/"): name for name in names}
-    rewarded = any("rollout/raw_reward" in run.series for run in runs)
-    named |= {"reward": "rollout/raw_reward"} if rewarded else {"loss": "train/loss"}
+    named |= {title: metric for run in runs for title, metric in run.measures.items()}
     measures = {}
     for title, metric in ({metric: metric for metric in metrics} or named).items():
         having = [run for run in runs if metric in run.series]
-        values = [_last(run, metric) for run in having]
+        values = [run.last(metric) for run in having]
         if not values:
             continue
         error = float(np.std(values, ddof=1) / math.sqrt(len(values))) if len(values) > 1 else None
         steps = sorted({int(run.series[metric][0][-1]) for run in having})
         measures[title] = {"values": values, "mean": float(np.mean(values)), "standard_error": error, "at": steps}
     return measures
-
-
-def _last(run: Run, metric: str) -> float:
-    """The last value of a metric of evaluations, or the mean of the last rollouts that have the metric."""
-    x, values = run.series[metric]
-    if _of_evaluations(metric):
-        return float(values[-1])
-    steps = run.config.get("num_steps_per_rollout") if axis_of(metric) == "train/step" else None
-    rollouts = x // steps if isinstance(steps, int) else x
-    return float(values[np.isin(rollouts, np.unique(rollouts)[-LAST:])].mean())
-
-
-def _of_evaluations(metric: str) -> bool:
-    return axis_of(metric) == "eval/step"
 
 
 def _against(first: Sequence[float], other: Sequence[float], repeated: bool) -> Facts:
@@ -202,7 +189,7 @@ def _head(facts: Facts) -> list[Row]:
 def _rows(groups: Sequence[Facts]) -> Iterator[Row]:
     for title in dict.fromkeys(name for group in groups for name in group["measures"]):
         of_groups = [group["measures"].get(title) for group in groups]
-        over_rollouts = title in ("reward", "loss") or ("/" in title and not _of_evaluations(title))
+        over_rollouts = title in MEASURES.values() or ("/" in title and axis_of(title) != "eval/step")
         shown = f"{title}, mean of the last {LAST}" if over_rollouts else f"{title}, last"
         digits = _digits([m["mean"] for m in of_groups if m])
         yield shown, [_plus_minus(m["mean"], m["standard_error"], digits) if m else "" for m in of_groups]

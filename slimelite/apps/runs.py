@@ -14,13 +14,14 @@ import numpy as np
 from slimelite.arguments import Args
 from slimelite.arguments.flags import all_flags
 from slimelite.base.lifecycle import read_status
+from slimelite.tracking.console import SUPERVISED
 from slimelite.tracking.metrics_file import FILE_NAME, Record, axis_of, eval_metrics, read_metrics, series
 from slimelite.tracking.run_folder import SOURCES
 
 # the evaluation before training has this in its file name, as in eval/gsm8k-start.parquet; its eval/step is -1
 START = "start"
 
-# the reward is the mean over this many last rollouts
+# a measure of training is the mean over this many last rollouts
 LAST = 10
 FLOPS = "perf/actor_train_flops"
 # (x on the metric's axis, values), both float64 [points], sorted by x
@@ -96,6 +97,27 @@ class Run:
     def scores(self) -> list[str]:
         """Names of the mean scores of the eval datasets, such as ``eval/gsm8k``."""
         return eval_metrics(self.records)
+
+    @cached_property
+    def unit(self) -> str:
+        """The name of a turn of the loop, see `unit_of`. Only supervised training has no reward."""
+        trained = {"train/loss", "rollout/response_len/mean"} & self.series.keys()
+        return "batch" if trained and "rollout/raw_reward" not in self.series else "rollout"
+
+    @cached_property
+    def measures(self) -> dict[str, str]:
+        """Title -> metric: the reward, or the measures of supervised training."""
+        titles = SUPERVISED if self.unit == "batch" else {"rollout/raw_reward": "reward"}
+        return {title: metric for metric, title in titles.items() if metric in self.series}
+
+    def last(self, metric: str) -> float:
+        """The last value of a metric of evaluations, or the mean of the last rollouts that have the metric."""
+        x, values = self.series[metric]
+        if axis_of(metric) == "eval/step":
+            return float(values[-1])
+        steps = self.config.get("num_steps_per_rollout") if axis_of(metric) == "train/step" else None
+        rollouts = x // steps if isinstance(steps, int) else x
+        return float(values[np.isin(rollouts, np.unique(rollouts)[-LAST:])].mean())
 
     @cached_property
     def rollouts(self) -> dict[int, Path]:

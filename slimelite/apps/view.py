@@ -120,6 +120,7 @@ def _run(run: Run, color: str, budget: int) -> dict[str, object]:
         "name": run.name,
         "folder": str(run.folder),
         "color": color,
+        "unit": run.unit,
         "status": run.status,
         "seconds": wall_seconds(run),
         "versions": run.versions,

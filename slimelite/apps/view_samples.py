@@ -20,11 +20,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from slimelite.algorithms.losses import LOSSES
 from slimelite.apps.pieces import Pieces
 from slimelite.apps.runs import Run
 from slimelite.environments.registry import FACTS
 from slimelite.samples.sample import UNSTAMPED, label_text
 from slimelite.samples.table import SampleTable
+from slimelite.tracking.console import verdicts
 
 # a page has at most about this many bytes of samples; from a larger run, it takes only some groups
 BUDGET = 14_000_000
@@ -39,12 +41,14 @@ UNREADABLE = "{0.name} of {0.parent.name} could not be read: {1}"
 
 
 class Source(NamedTuple):
-    """A file of samples. ``kind``: rollout, dropped or eval. ``name``: the eval dataset. ``number``: see `Run`."""
+    """A file of samples. ``kind``: rollout, dropped or eval. ``name``: the eval dataset. ``number``: see `Run`.
+    ``rewarded``: whether its samples have rewards; in supervised training, only those of evaluations do."""
 
     kind: str
     name: str
     number: int
     path: Path
+    rewarded: bool
 
 
 @dataclass
@@ -107,6 +111,7 @@ def samples(run: Run, budget: int = BUDGET) -> dict[str, object]:
             "kind": part.source.kind,
             "name": part.source.name,
             "number": part.source.number,
+            "unit": run.unit,
             **part.facts,
             "episodes": sum(f'"{FACTS}":' in text for text in table.metadata),
         }
@@ -150,10 +155,11 @@ def fixed_point(values: np.ndarray, step: float) -> np.ndarray:
 
 
 def _sources(run: Run) -> list[Source]:
-    sources = [Source("rollout", "", number, path) for number, path in run.rollouts.items()]
-    sources += [Source("dropped", "", number, path) for number, path in run.dropped.items()]
+    rewarded = run.unit == "rollout"
+    sources = [Source("rollout", "", number, path, rewarded) for number, path in run.rollouts.items()]
+    sources += [Source("dropped", "", number, path, rewarded) for number, path in run.dropped.items()]
     return sources + [
-        Source("eval", name, number, path) for name, files in run.evals.items() for number, path in files.items()
+        Source("eval", name, number, path, True) for name, files in run.evals.items() for number, path in files.items()
     ]
 
 
@@ -186,7 +192,7 @@ def _part(source: Source) -> Part:
     low, high = np.full(len(first), np.inf), np.full(len(first), -np.inf)
     np.minimum.at(low, group, known)
     np.maximum.at(high, group, known)
-    scored = rewards[np.isfinite(rewards)]
+    scored = rewards[np.isfinite(rewards) & source.rewarded]
     part.facts = {
         "samples": rows,
         "groups": len(first),
@@ -248,6 +254,8 @@ def _index(run: Run, parts: Sequence[Part], tables: Sequence[SampleTable], promp
     newest = _newest(run, parts)
     statuses: dict[str, int] = {}
     reasons: dict[str, int] = {"": 0}
+    replies: dict[str, int] = {"": 0}
+    loss = LOSSES.get(str(run.config.get("loss_type")))
     columns: dict[str, list[np.ndarray]] = {}
     groups = 0
     scores = [table.numeric_components() if {*table.reward_components} - {"{}"} else [] for table in tables]
@@ -258,6 +266,8 @@ def _index(run: Run, parts: Sequence[Part], tables: Sequence[SampleTable], promp
             continue
         _, inverse = np.unique(table.group_id, return_inverse=True)
         texts = [json.loads(text).get("dropped", "") if kind == "dropped" else "" for text in table.metadata]
+        rewarded, none = part.source.rewarded, np.full(rows, np.nan)
+        words = [""] * rows if rewarded or loss is None else verdicts(table, loss)
         part_columns = {
             "chunk": np.full(rows, i),
             "group": inverse + groups,
@@ -265,11 +275,12 @@ def _index(run: Run, parts: Sequence[Part], tables: Sequence[SampleTable], promp
             "prompt": np.array([prompts.setdefault(text, len(prompts)) for text in table.prompt]),
             "status": np.array([statuses.setdefault(text, len(statuses)) for text in table.status]),
             "reason": np.array([reasons.setdefault(str(text), len(reasons)) for text in texts]),
+            "reply": np.array([replies.setdefault(text, len(replies)) for text in words]),
             "removed": table.removed,
             "length": table.response_lengths,
             "trained": table.mask_sums,
-            "reward": table.reward,
-            "advantage": _advantages(table),
+            "reward": table.reward if rewarded else none,
+            "advantage": _advantages(table) if rewarded else none,
             "stale": _staleness(table, None if kind == "eval" else newest.get(part.source.number)),
         }
         each = scores[i] or [{}] * rows
@@ -277,7 +288,12 @@ def _index(run: Run, parts: Sequence[Part], tables: Sequence[SampleTable], promp
         groups += int(inverse.max()) + 1
         for name, values in part_columns.items():
             columns.setdefault(name, []).append(values)
-    header = {"statuses": list(statuses), "reasons": list(reasons), "components": components}
+    header = {
+        "statuses": list(statuses),
+        "reasons": list(reasons),
+        "replies": list(replies),
+        "components": components,
+    }
     return pack(header, {name: _compact(np.concatenate(values)) for name, values in columns.items()})
 
 

@@ -15,7 +15,7 @@ import slimelite
 from slimelite.arguments import Args, LoraArgs
 from slimelite.base.files import write_text
 from slimelite.models.checkpoints import HUB_ID, read_json
-from slimelite.tracking.console import method, plugins, unit_of
+from slimelite.tracking.console import PLURALS, method, plugins, unit_of
 from slimelite.tracking.metrics_file import Record, eval_metrics, read_metrics, series
 from slimelite.tracking.run_folder import SOURCES, entry
 
@@ -53,7 +53,7 @@ def model_card(args: Args, rollout_id: int, records: Sequence[Record] = (), *, c
     base, library = base_of(args.hf_checkpoint), "peft" if writes_adapter(args) else "transformers"
     head = {"library_name": library, "pipeline_tag": None if args.loss.scores else "text-generation", **base}
     made_of = args.hf_checkpoint or f"a new model of {args.num_layers} layers with random weights"
-    turns = "rollouts" if unit_of(args.job) == "rollout" else "batches"
+    turns = PLURALS[unit_of(args.job)]
     facts = {
         "base": made_of,
         "licence of the base": base.get("license_name", base.get("license", "not named in its card")) if base else "",

@@ -43,6 +43,7 @@ SHOWN_SAMPLES = 4
 # the summary of a run without evaluations shows the reward, or the measures of supervised training
 SUPERVISED = {"train/loss": "loss", "train/rewards/accuracies": "accuracy", "train/rewards/margins": "margin"}
 MEASURES = {"rollout/raw_reward": "reward", **SUPERVISED}
+PLURALS = {"rollout": "rollouts", "batch": "batches"}  # of `unit_of`
 PROMPT_CHARS = 160
 RESPONSE_CHARS = 360
 
@@ -333,7 +334,7 @@ class Timer:
 
 def run_facts(args: Args) -> dict[str, str]:
     """Name -> value for the first lines on the console, in order. ``args`` must be complete (see `complete_args`)."""
-    turns = "rollouts" if args.job.sampled else "batches"
+    turns = PLURALS[unit_of(args.job)]
     facts = {
         "model": args.hf_checkpoint or "new, random weights",
         "data": ", ".join(args.prompt_data) or str(args.job.saved or args.data_source_path or "none"),
@@ -350,21 +351,23 @@ def run_facts(args: Args) -> dict[str, str]:
     return {name: value for name, value in facts.items() if value and name not in of_rollouts}
 
 
-def progress(done: int | None, num_rollout: int | None, first: int = 0) -> str:
-    """The progress of a run as text: ``after 7 of 40 rollouts``. ``done``: the number of finished rollouts. ``first``:
-    the number of the run's first rollout."""
+def progress(done: int | None, num_rollout: int | None, unit: str, first: int = 0) -> str:
+    """The progress of a run as text: ``after 7 of 40 rollouts``. ``done``: the number of finished rollouts. ``unit``:
+    see `unit_of`. ``first``: the number of the run's first rollout."""
     if done is None and first and num_rollout != 0:
-        return f"before the end of rollout {first}, the first rollout after the newest checkpoint"
+        return f"before the end of {unit} {first}, the first {unit} after the newest checkpoint"
     if done is None:
-        return f"before the end of its {'evaluation' if num_rollout == 0 else 'first rollout'}"
-    return f"after {done} of {num_rollout} rollouts" if num_rollout else f"after {done} rollouts"
+        return f"before the end of its {'evaluation' if num_rollout == 0 else f'first {unit}'}"
+    return f"after {done} of {num_rollout} {PLURALS[unit]}" if num_rollout else f"after {done} {PLURALS[unit]}"
 
 
-def when(rollout_id: float) -> str:
-    """The time of an evaluation as text. Files number rollouts from 0, and the rows of the console from 1."""
+def when(rollout_id: float, unit: str) -> str:
+    """The time of an evaluation as text. Files number rollouts from 0, and the rows of the console from 1. ``unit``:
+    see `unit_of`."""
     if rollout_id < 0:
         return "before training"
-    return f"after {rollout_id + 1:.0f} rollout{'s' if rollout_id else ''} (rollout {rollout_id:.0f} in files)"
+    counted = PLURALS[unit] if rollout_id else unit
+    return f"after {rollout_id + 1:.0f} {counted} ({unit} {rollout_id:.0f} in files)"
 
 
 def batch_identity(args: DataArgs) -> str:
@@ -454,9 +457,9 @@ def eval_text(metrics: Mapping[str, float]) -> str:
     return ", ".join(parts)
 
 
-def summary(records: Sequence[Record]) -> dict[str, str]:
+def summary(records: Sequence[Record], unit: str) -> dict[str, str]:
     """Eval dataset -> its first, best and last score in ``records``, ± standard error. Without evaluations, the values
-    are those of the reward, or of the measures of supervised training."""
+    are those of the reward, or of the measures of supervised training. ``unit``: see `unit_of`."""
     lines = {}
     for name in eval_metrics(records) or MEASURES:
         steps, values = series(records, name)
@@ -466,7 +469,7 @@ def summary(records: Sequence[Record]) -> dict[str, str]:
         shown = [_score(value, errors.get(step)) for step, value in zip(steps, values, strict=True)]
         best = max(range(len(values)), key=values.__getitem__)
         at = (
-            when(steps[best])
+            when(steps[best], unit)
             if name.startswith("eval/")
             else f"in rollout {steps[best] + 1:.0f} ({steps[best]:.0f} in files)"
         )
@@ -496,7 +499,7 @@ def samples_table(title: str, table: SampleTable, loss: LossType | None = None) 
     such as "chosen", instead of a reward.
     """
     shown = Table(title="\n" + title, box=box.SIMPLE, title_justify="left", title_style="bold", show_edge=False)
-    words = _verdicts(table, loss) if loss is not None and loss.supervised else None
+    words = verdicts(table, loss) if loss is not None and loss.supervised else None
     if words is None:
         shown.add_column("reward", justify="right", no_wrap=True)
         shown.add_column("label", max_width=20)
@@ -520,7 +523,7 @@ def samples_table(title: str, table: SampleTable, loss: LossType | None = None) 
     return shown
 
 
-def _verdicts(table: SampleTable, loss: LossType) -> list[str]:
+def verdicts(table: SampleTable, loss: LossType) -> list[str]:
     """The word of the data set about each reply, such as "chosen"; "" if there is none."""
     if loss.paired:
         return [one_line(label_text(label)) for label in table.label]  # chosen, rejected

@@ -275,7 +275,7 @@ class Tracker:
         if not self._looping:
             self._note_score(self._now.row)
         if len(self._now.scores) > self._looping:  # the row of a rollout has space for only one score
-            at = "" if self.args.num_rollout == 0 else f" {when(rollout_id)}:"
+            at = "" if self.args.num_rollout == 0 else f" {when(rollout_id, unit_of(self.args.job))}:"
             self.console.line(f"  eval{at} {eval_text(metrics)}")
 
     def finish_rollout(self, rollout_id: int) -> None:
@@ -318,7 +318,7 @@ class Tracker:
         self._stack.enter_context(self.console.warnings())
         self.console.line(f"slimelite {slimelite.__version__}, run folder {self.args.run_dir}", "bold")
         if before.get("status") == WITHOUT_A_WORD:
-            done = progress(before["rollouts_done"], before["num_rollout"])
+            done = progress(before["rollouts_done"], before["num_rollout"], unit_of(self.args.job))
             self.console.line(f"  the run before this one {WITHOUT_A_WORD} {done}: {before['message']}")
         if self.args.job.local or "transformers" in sys.modules:
             quiet_transformers()
@@ -390,7 +390,7 @@ class Tracker:
         if table is not None and len(table):
             # the row above counts from 1, and files count from 0
             of = f" of {self.args.num_rollout}" if self.args.num_rollout else ""
-            at = f"{rollout_id + 1}{of} (rollout {rollout_id} in files)"
+            at = f"{rollout_id + 1}{of} ({unit_of(self.args.job)} {rollout_id} in files)"
             title = f"answers to {name} after {at}" if name else f"samples of {at}"
             self.console.block(samples_table(title, table, None if name else self.args.loss))
 
@@ -405,7 +405,7 @@ class Tracker:
         logging.getLogger("slimelite.console").info("traceback", exc_info=error)
         status = _status_of(error)
         finished = None if self._finished is None else self._finished + 1
-        done = progress(finished, self.args.num_rollout, self.args.start_rollout_id or 0)
+        done = progress(finished, self.args.num_rollout, unit_of(self.args.job), self.args.start_rollout_id or 0)
         took = duration(time.time() - self._began)
         where = f"log.txt and stderr.txt of {self.args.run_dir}"
         apart = "" if status == "interrupted" else "\n"
@@ -432,7 +432,7 @@ class Tracker:
         curves = {"curves": f"{self.args.run_dir}/curves.png"} if self._finished is not None else {}
         page = {"run folder": self.args.run_dir, "look at it": f"slimelite view {self.args.run_dir}"}
         if self.args.num_rollout != 0:  # a run that only evaluated has already shown its scores
-            self.console.facts({**summary(records), **self._facts, **curves, **page})
+            self.console.facts({**summary(records, unit_of(self.args.job)), **self._facts, **curves, **page})
 
 
 def _status_of(error: BaseException) -> str:

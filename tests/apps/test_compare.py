@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from slimelite.arguments import Derivation
 from slimelite.samples.sample import Sample
 from slimelite.samples.table import SampleTable
 from slimelite.tracking.metrics_file import MetricsFile
-from tests.tracking.fake_run import make_args, play
+from tests.tracking.fake_run import make_args, play, play_pairs
 from tests.tracking.terminal import terminal
 
 Rewards = list[tuple[str, list[float]]]  # prompt, the rewards of its answers
@@ -176,8 +177,25 @@ def test_alarms_are_named(two: list[str], tmp_path: Path, capsys: pytest.Capture
     alarms = [{"kind": "stall", "rollout_id": 1, "ended": 2}, {"kind": "mismatch", "rollout_id": 3, "ended": None}]
     (other / "alarms.jsonl").write_text("".join(json.dumps(alarm) + "\n" for alarm in alarms))
     assert main(["compare", two[0], str(other)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert ["alarms", "stall", "in", "1,", "mismatch", "since", "3"] in [line.split() for line in lines]
+    said = capsys.readouterr().out
+    assert ["alarms", "stall", "in", "1,", "mismatch", "since", "3"] in [line.split() for line in said.splitlines()]
+    assert "Rollouts are numbered from 0, as in files." in said
+
+
+def test_runs_of_preferences_show_loss_accuracy_and_margin(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in "ab":
+        play_pairs(make_args(tmp_path / name, loss_type="dpo_loss", num_rollout=4, eval_datasets=()), batches=2)
+    runs = [str(tmp_path / name) for name in "ab"]
+    assert main(["compare", *runs]) == 0
+    cells = [re.split(" {2,}", line.strip()) for line in capsys.readouterr().out.splitlines()]
+    rows = {title: values for title, *values in cells}
+    assert rows["batches"] == ["2 of 4"] * 2
+    shown = {title: rows[f"{title}, mean of the last 10 batches"] for title in ("loss", "accuracy", "margin")}
+    assert shown == {"loss": ["0.6250"] * 2, "accuracy": ["0.250"] * 2, "margin": ["0.062"] * 2}
+    assert "rollouts" not in rows
+    assert main(["compare", "--group", "one", runs[0], "--group", "two", runs[1]]) == 0
+    said = capsys.readouterr().out
+    assert all(f"{title}, mean of the last 10" in said for title in ("loss", "accuracy", "margin"))
 
 
 def test_one_run_alone_is_described(two: list[str], capsys: pytest.CaptureFixture[str]) -> None:

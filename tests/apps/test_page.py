@@ -19,7 +19,7 @@ from slimelite.tracking.alarms import replay
 from slimelite.tracking.metrics_file import MetricsFile, read_metrics
 from slimelite.tracking.run_folder import RunFolder
 from tests.apps.conftest import OpenPage
-from tests.tracking.fake_run import make_args, make_table, make_tracker, play
+from tests.tracking.fake_run import make_args, make_table, play, play_pairs
 
 if TYPE_CHECKING:
     from playwright.sync_api import Locator, Page, Position
@@ -119,22 +119,19 @@ def test_the_overview_has_the_curves_that_say_most(folders: list[Path], tmp_path
 
 @pytest.mark.browser
 def test_a_run_of_preferences_shows_loss_accuracy_and_margin(tmp_path: Path, open_page: OpenPage) -> None:
-    args = make_args(tmp_path / "dpo", loss_type="dpo_loss", num_rollout=2, eval_datasets=())
-    with make_tracker(args) as tracker:
-        for i in range(2):
-            measured = {"train/loss": 0.75 - i / 4, "train/rewards/accuracies": i / 2, "train/rewards/margins": i / 8}
-            tracker.log_rollout(i, make_table(), {})
-            tracker.log_train(i, measured)
-            tracker.finish_rollout(i)
+    play_pairs(make_args(tmp_path / "dpo", loss_type="dpo_loss", num_rollout=2, eval_datasets=()), batches=2)
     write_page([Run.read(tmp_path / "dpo")], tmp_path / "view.html")
     page = open_page(tmp_path / "view.html", "overview")
     rows = page.locator("table.scores tr").all_inner_texts()
+    assert rows[0].split() == ["first", "best", "at", "batch", "last"]
     assert [row.split("\t") for row in rows[1:]] == [
         ["loss", "0.75", "0.5", "1", "0.5"],
         ["accuracy", "0", "0.5", "1", "0.5"],
         ["margin", "0", "0.125", "1", "0.125"],
     ]
-    assert "DPO, beta 0.1, adam lr 1e-06" in page.locator(".card.run dl").inner_text()
+    facts = page.locator(".card.run dl").inner_text()
+    assert "DPO, beta 0.1, adam lr 1e-06" in facts
+    assert facts.split("\n")[:2] == ["batches", "2 of 2"]
     page.locator("#panel-overview .chart").first.wait_for()
     titles = page.locator("#panel-overview .chart h3").all_inner_texts()
     assert {"loss", "pairs ranked right", "reward margin"} <= {*titles}

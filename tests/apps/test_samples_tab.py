@@ -15,6 +15,7 @@ from slimelite.apps.view import write_page
 from slimelite.samples.sample import Sample
 from slimelite.samples.table import SampleTable
 from tests.apps.conftest import OpenPage
+from tests.tracking.fake_run import make_args, play_pairs
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -89,6 +90,10 @@ def shown(page: Page) -> list[list[str]]:
     )
 
 
+def titles_of(page: Page) -> list[str]:
+    return [title.strip() for title in page.locator(".row.head > span").all_inner_texts()]
+
+
 def level(page: Page, name: str, said: str) -> None:
     """Wait until the button of a level has this text."""
     from playwright.sync_api import expect
@@ -131,6 +136,32 @@ def test_from_rollouts_to_groups_to_samples_and_back(file: Path, open_page: Open
     assert page.locator(".row.head [aria-sort=ascending]").inner_text() == "tokens ↑"
 
 
+def test_samples_of_supervised_training_have_the_word_of_the_data_set_instead_of_a_reward(
+    tmp_path: Path, open_page: OpenPage
+) -> None:
+    folder = tmp_path / "dpo"
+    play_pairs(make_args(folder, loss_type="dpo_loss", num_rollout=2, eval_datasets=()), batches=2)
+    page_file = tmp_path / "view.html"
+    write_page([Run.read(folder)], page_file)
+    page = open_page(page_file, "samples")
+    assert [row[0] for row in shown(page)] == ["batch 0", "batch 1"]
+    assert titles_of(page) == ["from", "samples", "tokens", "truncated"]
+    level(page, "rollouts", "Batches 2")
+    page.locator("[data-level=samples]").click()
+    assert titles_of(page) == ["from", "reply", "tokens", "status", "prompt", "response"]
+    assert [row[1] for row in shown(page)] == ["chosen", "rejected"] * 4
+    assert "reward" not in page.get_by_label("Add a filter").inner_text()
+    page.locator(".rows .row").nth(1).click()
+    assert page.locator(".sample h3").inner_text() == "batch 0 · sample 1"
+    assert page.locator(".sample-head .badge").all_inner_texts() == ["rejected", "completed"]
+    assert page.locator(".sample .facts").inner_text().split("\n")[0] == "tokens"
+    assert page.locator(".mate").all_inner_texts() == ["chosen", "rejected"]
+    page.get_by_role("button", name="this prompt in all batches").click()
+    page.locator(".side-by-side .card").first.wait_for()
+    assert page.get_by_label("Which samples").last.input_value() == "all"
+    assert "reward" not in page.locator(".side-by-side").inner_text()
+
+
 @pytest.mark.parametrize("place", ["sample=-1", "sample=1.5", "level=toString", "run=7&sample=2000&rollout=1"])
 def test_an_address_of_another_page_opens_the_lists(file: Path, open_page: OpenPage, place: str) -> None:
     page = open_page(file, f"samples?{place}")
@@ -140,8 +171,7 @@ def test_an_address_of_another_page_opens_the_lists(file: Path, open_page: OpenP
 
 def test_rows_are_sorted_and_filtered_by_their_numbers(file: Path, open_page: OpenPage) -> None:
     page = open_page(file, "samples?level=samples")
-    heads = page.locator(".row.head > span")
-    titles = [title.strip() for title in heads.all_inner_texts()]
+    titles = titles_of(page)
     assert titles == ["from", "reward", "form", "right", "advantage", "tokens", "stale", "status", "prompt", "response"]
     page.get_by_role("button", name="tokens").click()
     assert shown(page)[0][titles.index("status")] == "truncated"

@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from slimelite.arguments import Args, EvalDataset
 from slimelite.samples.sample import Sample
 from slimelite.samples.table import SampleTable
@@ -108,6 +110,19 @@ def play(
                 evaluate(tracker, i, round(0.2 + 0.15 * i, 2))
             tracker.finish_rollout(i)
         then()
+
+
+def play_pairs(args: Args, batches: int) -> None:
+    """A run of DPO with two pairs in each batch, a loss that falls, and an accuracy and a margin that rise."""
+    table = make_table(prompts=2)
+    table.label, table.reward = ["chosen", "rejected"] * 2, np.array([1.0, 0.0] * 2)
+    with make_tracker(args) as tracker:
+        for i in range(batches):
+            tracker.log_rollout(i, table, {})
+            tracker.log_train(
+                i, {"train/loss": 0.75 - i / 4, "train/rewards/accuracies": i / 2, "train/rewards/margins": i / 8}
+            )
+            tracker.finish_rollout(i)
 
 
 def evaluate(tracker: Tracker, rollout_id: int, score: float) -> None:

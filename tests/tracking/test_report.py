@@ -85,13 +85,18 @@ def test_an_evaluation_in_words() -> None:
 
 def test_the_end_of_a_run_in_words() -> None:
     evals = [{"kind": "eval", "eval/step": s, "eval/sums": v} for s, v in ((-1, 0.25), (9, 0.9), (19, 0.875))]
-    assert summary(evals) == {"eval/sums": "first 0.250, best 0.900 after 10 rollouts (rollout 9 in files), last 0.875"}
+    assert summary(evals, "rollout") == {
+        "eval/sums": "first 0.250, best 0.900 after 10 rollouts (rollout 9 in files), last 0.875"
+    }
     with_error = [record | {"eval/sums-stderr": 0.03} for record in evals]
-    assert summary(with_error) == {
+    assert summary(with_error, "rollout") == {
         "eval/sums": "first 0.250 ±0.030, best 0.900 ±0.030 after 10 rollouts (rollout 9 in files), last 0.875 ±0.030"
     }
     worse = [{"kind": "eval", "eval/step": s, "eval/sums": v} for s, v in ((-1, 0.25), (9, 0.2))]
-    assert summary(worse) == {"eval/sums": "first 0.250, best 0.250 before training, last 0.200"}
+    assert summary(worse, "rollout") == {"eval/sums": "first 0.250, best 0.250 before training, last 0.200"}
     rewards = [{"kind": "rollout", "rollout/step": s, "rollout/raw_reward": v} for s, v in ((0, 0.1), (1, 0.2))]
-    assert summary(rewards) == {"reward": "first 0.100, best 0.200 in rollout 2 (1 in files), last 0.200"}
-    assert summary([]) == {}
+    assert summary(rewards, "rollout") == {"reward": "first 0.100, best 0.200 in rollout 2 (1 in files), last 0.200"}
+    losses = [{"kind": "train", "train/step": s, "train/loss": v} for s, v in ((0, 0.75), (1, 0.5))]
+    assert summary(losses, "batch") == {"loss": "first 0.750, last 0.500"}
+    assert summary(evals, "batch")["eval/sums"].endswith("best 0.900 after 10 batches (batch 9 in files), last 0.875")
+    assert summary([], "rollout") == {}

@@ -119,6 +119,21 @@ def test_an_error_is_recorded_and_goes_on(tmp_path: Path, capfd: pytest.CaptureF
     assert (tmp_path / "curves.png").exists()
 
 
+def test_a_run_of_supervised_training_counts_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(batches: int) -> None:
+        with make_tracker(make_args(tmp_path, loss_type="sft_loss", eval_datasets=())) as tracker:
+            for i in range(batches):
+                tracker.log_rollout(i, make_table(), {})
+                tracker.log_train(i, {"train/loss": 2.5})
+                tracker.finish_rollout(i)
+            raise RuntimeError("CUDA is out of memory")
+
+    for batches, said in ((0, "failed before the end of its first batch, "), (1, "failed after 1 of 5 batches, ")):
+        with pytest.raises(RuntimeError):
+            fail(batches)
+        assert said in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("error", "expected"),
     [(KeyboardInterrupt(), "interrupted"), (SystemExit(3), "failed"), (SystemExit(0), "finished")],

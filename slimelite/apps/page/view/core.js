@@ -36,6 +36,8 @@ function runName(run) {
   return el("span", { class: "run-name" }, el("i", { class: "dot", style: { background: run.color } }), run.name);
 }
 
+const PLURALS = { rollout: "rollouts", batch: "batches" }; // of the unit of a run
+
 const tabs = new Map();
 
 /** Register a tab; see the head of this file. */

@@ -15,7 +15,6 @@ function curveSection(data, specs) {
 
   // measures of supervised training, shown in place of a reward
   const SUPERVISED = { "train/loss": "loss", "train/rewards/accuracies": "accuracy", "train/rewards/margins": "margin" };
-  const isSupervised = (run) => !run.series["rollout/raw_reward"];
 
   /** The first, best and last value of a series, and the rollout of the best. */
   const scores = (run, name) => {
@@ -40,7 +39,7 @@ function curveSection(data, specs) {
     const hardware = [machine.gpus?.join(", "), machine.cpu && `${machine.cores} × ${machine.cpu}`, memory];
     const packages = ["python", "torch", "transformers", "ray", "sglang"];
     return {
-      rollouts: done,
+      [PLURALS[run.unit]]: done,
       time: duration(run.seconds), // of all processes of a resumed run; status.json has only the last process
       began: status.began ? new Date(status.began * 1000).toLocaleString() : null,
       method: status.method,
@@ -57,13 +56,13 @@ function curveSection(data, specs) {
   const card = (run) => {
     const status = run.status.status ?? "unknown";
     const shown = Object.entries(facts(run)).filter(([, value]) => value);
-    const names = [...run.scores, ...(isSupervised(run) ? Object.keys(SUPERVISED) : ["rollout/raw_reward"])].filter((name) => run.series[name]);
+    const names = [...run.scores, ...(run.unit === "batch" ? Object.keys(SUPERVISED) : ["rollout/raw_reward"])].filter((name) => run.series[name]);
     return el("article", { class: "card run", style: { "--run": run.color } },
       el("div", { class: "head" }, el("h2", {}, runName(run)), el("span", { class: `badge ${STATUS[status] ?? ""}` }, status)),
       run.status.message ? el("p", { class: "message mono" }, run.status.message) : null,
       names.length
         ? el("div", { class: "scroll" }, el("table", { class: "scores" },
-            el("tr", {}, ...["", "first", "best", "at rollout", "last"].map((name, i) => el("th", { class: i ? "number" : "" }, name))),
+            el("tr", {}, ...["", "first", "best", `at ${run.unit}`, "last"].map((name, i) => el("th", { class: i ? "number" : "" }, name))),
             ...names.map((name) => scores(run, name))))
         : null,
       el("dl", {}, ...shown.flatMap(([name, value]) => [el("dt", {}, name), el("dd", { class: name === "command" ? "mono" : "" }, String(value))])),
@@ -77,7 +76,7 @@ function curveSection(data, specs) {
     return el("li", {},
       el("div", { class: "alarm-head" },
         el("span", { class: "badge warn" }, kind.replaceAll("_", " ")),
-        el("span", {}, el("a", { href: address("samples", place) }, `rollout ${rollout_id}`), " ", until),
+        el("span", {}, el("a", { href: address("samples", place) }, `${run.unit} ${rollout_id}`), " ", until),
         el("a", { href: address("curves", place) }, "in the curves"),
         runName(run)),
       el("p", {}, ...prose(`${says}.`)),
@@ -99,7 +98,7 @@ function curveSection(data, specs) {
   /** The most important curves. */
   const curves = (data) => {
     const scores = [...new Set(data.runs.flatMap((run) => run.scores))].slice(0, 2);
-    const titles = data.runs.some(isSupervised) ? ["loss", ...CHOSEN] : CHOSEN;
+    const titles = data.runs.some((run) => run.unit === "batch") ? ["loss", ...CHOSEN] : CHOSEN;
     const chosen = Object.values(data.groups).flat().filter(({ title }) => titles.includes(title));
     return curveSection(data, [...chosen, ...scores.map((name) => ({ title: name, unit: "score", metrics: [name], points: true }))]);
   };

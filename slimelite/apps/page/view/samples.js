@@ -29,7 +29,7 @@
       const says = "search prompts and responses";
       this.search = el("input", { type: "search", placeholder: says, "aria-label": says, oninput: () => this.typed() });
       this.said = el("span", { class: "dim small", role: "status" });
-      const names = Object.keys(numbersOf(samples));
+      const names = Object.keys(numbersOf(samples)).filter((name) => this.kinds.some((of) => samples.has(name, of)));
       const add = el("select", { "aria-label": "Add a filter", onchange: () => { this.addFilter(add.value); add.value = ""; } },
         el("option", { value: "" }, "+ filter"),
         ...names.map((name) => el("option", { value: name }, name)),
@@ -149,7 +149,7 @@
         const level = button.dataset.level;
         button.setAttribute("aria-pressed", level === place.level);
         button.querySelector(".count").textContent = counts[level].toLocaleString("en-US");
-        if (level === "rollouts") button.firstChild.data = place.of?.startsWith("eval ") ? "Evaluations" : LEVELS.rollouts;
+        if (level === "rollouts") button.firstChild.data = place.of?.startsWith("eval ") ? "Evaluations" : samples.run.unit === "batch" ? "Batches" : LEVELS.rollouts;
       }
       this.kind.value = place.of;
       this.drawChips();

@@ -52,6 +52,16 @@ class Samples {
     return this;
   }
 
+  /** Whether samples of a kind have this number. In supervised training, only samples of evaluations have rewards. */
+  has(name, of) {
+    return this.run.unit === "rollout" || of.startsWith("eval") || !["reward", "advantage"].includes(name);
+  }
+
+  /** The data set's word about a reply, such as "chosen"; "" if there is none. */
+  reply(sample) {
+    return this.replies[this.columns.reply[sample]];
+  }
+
   source(sample) {
     return this.sources[this.columns.chunk[sample]];
   }

@@ -146,39 +146,44 @@ function columnsOf(samples, level, state) {
     title: "rewards", hint: "rewards in ascending order", least: 124,
     key: (row) => row.reward, cell: (row) => rewardBars(samples, row.rows),
   };
-  const means = [
+  const scored = samples.has("reward", state.of);
+  const [reward, spread, tokens, truncated, stale] = [
     numeric("reward", (row) => row.reward, "mean reward"),
     numeric("spread", (row) => row.spread, "standard deviation of the rewards"),
     numeric("tokens", (row) => row.tokens, "mean length of the responses"),
     numeric("truncated", (row) => row.truncated, "share of truncated responses", percent, 84),
     numeric("stale", (row) => row.stale, "mean number of weight updates between oldest token and training"),
-  ].slice(0, samples.aged ? 5 : 4);
+  ];
+  const means = [...(scored ? [reward, spread] : []), tokens, truncated, ...(samples.aged ? [stale] : [])];
   const dropped = state.of === "dropped";
   if (level === "rollouts") {
+    const equal = numeric("equal groups", (row) => row.source.equal / row.source.groups,
+      "share of groups whose rewards are all equal, so that nothing is learned from them", percent, 100);
     const shown = numeric("shown", (row) => row.rows.length, "samples in this page, after the filters");
     return [
       place((row) => row.source),
       numeric("samples", (row) => row.source.samples, "number of samples"),
       ...(state.partial ? [shown] : []),
       ...means,
-      numeric("equal groups", (row) => row.source.equal / row.source.groups,
-        "share of groups whose rewards are all equal, so that nothing is learned from them", percent, 100),
-      { ...rewards, least: 160 },
+      ...(scored ? [equal, { ...rewards, least: 160 }] : []),
     ];
   }
   if (level === "groups") {
     const first = (row) => row.rows[0];
     const from = state.one ? [] : [place((row) => samples.source(first(row)))];
-    return [...from, rewards, ...means, ...(dropped ? [reason(first)] : []), prompt((row) => columns.prompt[first(row)])];
+    return [...from, ...(scored ? [rewards] : []), ...means, ...(dropped ? [reason(first)] : []), prompt((row) => columns.prompt[first(row)])];
   }
   if (level === "prompts") {
-    return [
-      numeric("groups", (row) => row.groups, "how often the prompt was used"),
+    const changes = [
       numeric("first", (row) => row.first, "mean reward of the prompt’s first group"),
       numeric("last", (row) => row.last, "mean reward of the prompt’s last group"),
       numeric("change", (row) => row.last - row.first, "change of the mean reward from the first group to the last"),
-      means[2],
-      means[3],
+    ];
+    return [
+      numeric("groups", (row) => row.groups, "how often the prompt was used"),
+      ...(scored ? changes : []),
+      tokens,
+      truncated,
       prompt((row) => row.key),
     ];
   }
@@ -192,11 +197,12 @@ function columnsOf(samples, level, state) {
       return cell;
     },
   };
-  const each = Object.entries(numbersOf(samples)).map(([name, values]) => numeric(name, (row) => values[row]));
+  const reply = { title: "reply", least: 92, key: (row) => samples.reply(row), cell: (row) => samples.reply(row) };
+  const each = Object.entries(numbersOf(samples)).filter(([name]) => samples.has(name, state.of)).map(([name, values]) => numeric(name, (row) => values[row]));
   const few = ["reward", "advantage", "tokens"]; // the sample beside the list shows the others
   const kept = each.filter(({ title }) => (state.narrow ? few.includes(title) : title !== "stale" || samples.aged));
   const lost = dropped && !state.narrow ? [reason((row) => row)] : [];
   const from = state.one ? [] : [place((row) => samples.source(row))];
   const asked = state.narrow ? [] : [prompt((row) => columns.prompt[row])];
-  return [...from, ...kept, ...(state.narrow ? [] : [status]), ...lost, ...asked, response];
+  return [...from, ...(samples.replies.length > 1 && !scored ? [reply] : []), ...kept, ...(state.narrow ? [] : [status]), ...lost, ...asked, response];
 }

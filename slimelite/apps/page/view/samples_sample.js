@@ -1,9 +1,9 @@
 // One sample in full, and the samples of one prompt side by side.
 
 /** The origin of a sample, such as "rollout 12", "dropped in rollout 12" or "gsm8k after rollout 9". */
-function sourceName({ kind, name, number }) {
-  if (kind === "eval") return `${name} ${number < 0 ? "before training" : `after rollout ${number}`}`;
-  return kind === "dropped" ? `dropped in rollout ${number}` : `rollout ${number}`;
+function sourceName({ kind, name, number, unit }) {
+  if (kind === "eval") return `${name} ${number < 0 ? "before training" : `after ${unit} ${number}`}`;
+  return kind === "dropped" ? `dropped in ${unit} ${number}` : `${unit} ${number}`;
 }
 
 const STATUS_BADGE = { completed: "good", truncated: "warn", aborted: "bad", failed: "bad", pending: "bad" };
@@ -12,7 +12,9 @@ function statusBadges(samples, sample) {
   const { columns, statuses, reasons } = samples;
   const status = statuses[columns.status[sample]];
   const reason = reasons[columns.reason[sample]];
+  const reply = samples.reply(sample);
   return [
+    reply ? el("span", { class: "badge", title: "the data set’s word about the reply" }, ...textNodes(reply)) : null,
     el("span", { class: `badge ${STATUS_BADGE[status] ?? ""}` }, status),
     reason ? el("span", { class: "badge bad", title: "why the group was dropped" }, ...textNodes(reason)) : null,
     columns.removed[sample] ? el("span", { class: "badge warn", title: "not used in the loss" }, "removed") : null,
@@ -61,13 +63,15 @@ function sampleFacts(samples, sample) {
   const { columns, components } = samples;
   const fact = (name, value, title) =>
     el("div", { class: "fact", title }, el("span", { class: "dim" }, name), el("b", {}, value));
+  const { kind } = samples.source(sample);
+  const known = (name) => (samples.has(name, kind) ? fact(name, number(columns[name][sample])) : null);
   const trained = columns.trained[sample];
   const length = columns.length[sample];
   return el("div", { class: "facts" },
-    fact("reward", number(columns.reward[sample])),
+    known("reward"),
     ...components.map((name) => [name, columns[`component ${name}`][sample]])
       .filter(([, value]) => Number.isFinite(value)).map(([name, value]) => fact(name, number(value))),
-    fact("advantage", number(columns.advantage[sample])),
+    known("advantage"),
     fact("tokens", trained === length ? number(length) : `${number(length)}, ${number(trained)} in the loss`),
     Number.isFinite(columns.stale[sample])
       ? fact("staleness", number(columns.stale[sample]), "weight updates between the sample’s oldest token and its training")
@@ -87,14 +91,14 @@ function sampleElement(samples, sample, links) {
     el("span", { class: "steps" },
       step(before, "‹", "the previous sample in the list"),
       step(after, "›", "the next sample in the list"),
-      el("button", { class: "quiet", onclick: () => links.prompt(columns.prompt[sample]) }, "this prompt in all rollouts"),
+      el("button", { class: "quiet", onclick: () => links.prompt(columns.prompt[sample]) }, `this prompt in all ${PLURALS[samples.run.unit]}`),
       el("button", { class: "quiet", title: "close the sample", "aria-label": "Close", onclick: links.close }, "✕")),
   );
   const mates = el("div", { class: "mates" }, el("span", { class: "dim" }, "its group"),
     ...links.mates.map((mate) => el("button", {
       class: "mate", "aria-current": String(mate === sample), title: `sample ${columns.sample[mate]}`,
       onclick: () => links.open(mate),
-    }, number(columns.reward[mate]))));
+    }, samples.reply(mate) || number(columns.reward[mate]))));
   const body = el("div", {}, el("p", { class: "dim" }, "decoding …"));
   const root = el("article", { class: "sample card", tabindex: -1, "aria-label": "Sample" },
     head, sampleFacts(samples, sample), links.mates.length > 1 ? mates : null, body);
@@ -171,23 +175,27 @@ function sideBySide(samples, prompt, links) {
   const groups = [...Map.groupBy(rows, (i) => columns.group[i]).values()];
   const when = (i) => samples.source(i).number + (samples.source(i).kind === "eval" ? 0.5 : 0);
   groups.sort((a, b) => when(a[0]) - when(b[0]) || a[0] - b[0]);
+  const scored = rows.some((i) => samples.has("reward", samples.source(i).kind));
   const choice = el("select", { "aria-label": "Which samples" },
-    ...Object.entries(PICKS).map(([name, [title]]) => el("option", { value: name }, title)),
+    ...Object.entries(PICKS).filter(([name]) => scored || name === "first").map(([name, [title]]) => el("option", { value: name }, title)),
     el("option", { value: "all" }, "all samples"));
-  choice.value = groups.length > 1 ? "best" : "all";
+  choice.value = scored && groups.length > 1 ? "best" : "all";
   const strip = el("div", { class: "side-by-side" });
 
   const card = (i, group) => {
     const text = el("div", { class: "text" }, "…");
     samples.response(i).then((response) => text.replaceChildren(...markedNodes(response.slice(0, 4000), links.query)));
     const mean = group.reduce((sum, k) => sum + columns.reward[k], 0) / group.length;
+    const rewards = [
+      el("div", { class: "fact" }, el("span", { class: "dim" }, "reward"), el("b", {}, number(columns.reward[i]))),
+      el("div", { class: "fact" }, el("span", { class: "dim" }, `mean of ${group.length}`), el("b", {}, number(mean))),
+    ];
     return el("article", { class: "card" },
       el("div", { class: "head" },
         el("button", { class: "link", onclick: () => links.open(i) }, sourceName(samples.source(i))),
-        el("span", { class: "spring" }), ...statusBadges(samples, i).slice(0, 2)),
+        el("span", { class: "spring" }), ...statusBadges(samples, i).slice(0, 3)),
       el("div", { class: "facts" },
-        el("div", { class: "fact" }, el("span", { class: "dim" }, "reward"), el("b", {}, number(columns.reward[i]))),
-        el("div", { class: "fact" }, el("span", { class: "dim" }, `mean of ${group.length}`), el("b", {}, number(mean))),
+        ...(samples.has("reward", samples.source(i).kind) ? rewards : []),
         el("div", { class: "fact" }, el("span", { class: "dim" }, "tokens"), el("b", {}, number(columns.length[i])))),
       text);
   };

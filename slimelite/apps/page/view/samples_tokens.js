@@ -29,7 +29,7 @@ function tokenMeasures(samples, sample, tokens) {
   const advantage = perToken ? of("advantages") : ofSample;
   const limit = Math.max(0, ...sampled(columns.advantage.filter(Number.isFinite)).map(Math.abs)) || 1;
   const title = perToken ? "advantage" : "advantage of the sample";
-  found.advantage = { title, value: advantage, digits: 3, scale: "both", limit };
+  if (samples.has("advantage", samples.source(sample).kind)) found.advantage = { title, value: advantage, digits: 3, scale: "both", limit };
   if (own("version")) {
     const versions = Array.from({ length: count }, (_, k) => tokenNumber(tokens, "version", k)).filter(Number.isFinite);
     const [oldest, newest] = versions.reduce(([a, b], v) => [Math.min(a, v), Math.max(b, v)], [Infinity, -Infinity]);
