@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
 
-from slimelite.apps.runs import Run, read_runs, same_notes
+from slimelite.apps.runs import Run, read_runs, same_notes, short_names
 from slimelite.tracking.plot import BANDS, draw_run, draw_runs
 
 MANY = "draw this metric; may be given several times. With more than four runs, each metric gets its own panel"
@@ -69,8 +71,10 @@ def main(argv: Sequence[str]) -> int:
         runs = {run.name: [run.records] for run in single}
         runs |= {name: [run.records for run in of_band] for name, of_band in bands.items()}
         draw_runs(runs, args.out, args.metric, *kinds)
-        for of_one in (single, *bands.values()):
-            for note in same_notes(of_one):
-                print(f"slimelite plot: {note}", file=sys.stderr)
+        # a run may be drawn alone and within a band
+        places = {run.folder.resolve(): run for run in chain(single, *bands.values())}
+        named = [replace(run, name=name) for run, name in zip(places.values(), short_names(places), strict=True)]
+        for note in same_notes(named):
+            print(f"slimelite plot: {note}", file=sys.stderr)
     print(args.out)
     return 0

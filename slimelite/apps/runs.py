@@ -32,7 +32,7 @@ Series = tuple[np.ndarray, np.ndarray]
 class Run:
     """The content of a run folder at the moment of reading. A missing file is read as an empty dict.
 
-    ``name``: a short name, see `read_runs`. ``records``: the lines of metrics.jsonl that no later resume made invalid.
+    ``name``: see `short_names`. ``records``: the lines of metrics.jsonl that no later resume made invalid.
     """
 
     folder: Path
@@ -177,20 +177,26 @@ class Run:
 
 
 def read_runs(folders: Iterable[str | Path]) -> list[Run]:
-    """The runs in ``folders``. The name of a run is the shortest end of its path that no other run has, such as
-    ``a/grpo`` and ``b/grpo``.
+    """The runs in ``folders``, with `short_names`.
 
     Raises:
         ValueError: see `Run.read`; also if a folder is given twice.
     """
     paths = list(folders)
-    parts = [Path(folder).resolve().parts for folder in paths]
-    if twice := [str(folder) for i, folder in enumerate(paths) if parts[i] in parts[:i]]:
+    places = [Path(folder).resolve() for folder in paths]
+    if twice := [str(folder) for i, folder in enumerate(paths) if places[i] in places[:i]]:
         raise ValueError(f"{twice[0]} is given twice")
+    return [Run.read(folder, name) for folder, name in zip(paths, short_names(places), strict=True)]
+
+
+def short_names(folders: Iterable[Path]) -> list[str]:
+    """For each of several different folders, the shortest end of its path that no other one has, such as ``a/grpo`` and
+    ``b/grpo``."""
+    parts = [folder.parts for folder in folders]
     length = 1
     while len({p[-length:] for p in parts}) < len(parts):
         length += 1
-    return [Run.read(folder, "/".join(p[-length:])) for folder, p in zip(paths, parts, strict=True)]
+    return ["/".join(p[-length:]) for p in parts]
 
 
 def flag_names(runs: Sequence[Run]) -> list[str]:

@@ -85,6 +85,19 @@ def test_runs_that_are_one_run_are_named(tmp_path: Path, capsys: pytest.CaptureF
     assert printed.count("\n") == 1
 
 
+def test_equal_runs_are_named_in_different_bands_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = [tmp_path / "a" / "seed-0", tmp_path / "a" / "seed-1", tmp_path / "b" / "seed-0"]
+    for folder, score in zip(folders, (1.0, 2.0, 1.0), strict=True):
+        folder.parent.mkdir(exist_ok=True)
+        write_run(folder, score)
+    a, other, b = map(str, folders)
+    words = ["--band", "a", a, other, "--band", "b", b, "--metric", "eval/sums", "-o", str(tmp_path / "x.png")]
+    assert main(["plot", *words]) == 0
+    assert "runs a/seed-0 and b/seed-0 are the same to the last digit" in capsys.readouterr().err
+    assert main(["plot", other, *words]) == 0, "a run may also have a line of its own"
+    assert capsys.readouterr().err.count("the same to the last digit") == 1
+
+
 def test_a_band_that_is_named_twice_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [str(write_run(tmp_path / name, 1.0)) for name in "ab"]
     with pytest.raises(SystemExit):
