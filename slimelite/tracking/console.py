@@ -412,8 +412,11 @@ def method(args: Args) -> str:
     loss = args.loss
     parts = [loss.title or args.loss_type]
     if args.job.sampled:
-        own = f"loss {args.custom_loss_function_path or args.loss_type}"
-        parts = [args.advantage_estimator, "" if loss.policy else own]
+        parts = [args.advantage_estimator]
+        if args.custom_advantage_function_path:
+            parts.append(f"advantages {args.custom_advantage_function_path}")
+        if args.loss_type != "policy_loss":
+            parts.append(f"loss {args.custom_loss_function_path or args.loss_type}")
     elif loss.paired and loss.compares and args.dpo_loss != "sigmoid":
         parts[0] += f" ({args.dpo_loss})"
     if loss.compares:

@@ -3,11 +3,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from fake_run import make_args
 
+from slimelite.algorithms.losses import LOSSES, LossType
 from slimelite.arguments import Args, EvalDataset
 from slimelite.arguments.flags import all_flags
-from slimelite.tracking.console import batch_identity, eval_text, run_facts, summary
+from slimelite.tracking.console import batch_identity, eval_text, method, run_facts, summary
 
 
 def test_batch_identity_counts_the_step_that_is_not_full() -> None:
@@ -65,6 +67,12 @@ def test_the_banner_names_all_code_of_the_user() -> None:
             *("eval dataset a eval.py:score", "eval dataset a eval.py:answer"),
         ]
     )
+
+
+def test_the_method_names_a_loss_and_advantages_of_your_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LOSSES, "calm", LossType("calm", "GRPO, and a term of its own", policy=True))
+    args = make_args(Path("runs/x"), loss_type="calm", custom_advantage_function_path="mine.py:advantages")
+    assert method(args) == "grpo, advantages mine.py:advantages, loss calm, adam lr 1e-06"
 
 
 def test_an_evaluation_in_words() -> None:
