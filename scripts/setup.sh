@@ -10,14 +10,13 @@ GPU=false; compgen -G "/dev/nvidia[0-9]*" >/dev/null && GPU=true
 DEV=false; [[ "${1:-}" == "--dev" ]] && DEV=true
 
 versions="$(cat constraints.txt pyproject.toml | cksum | cut -d' ' -f1)-gpu-$GPU"
-stamp="$VENV/.slimelite-$versions-dev-$DEV"
+stamp="$VENV/.slimelite-$versions-dev-$DEV" # lists the installed packages
+packages() { (cd "$VENV" && ls -d lib/python*/site-packages/*.dist-info); }
 if [[ -e "$stamp" ]]; then
-    # somebody may have changed the packages since
-    changed=$(find "$VENV"/lib/python*/site-packages -maxdepth 1 -name '*.dist-info' -newer "$stamp" -print -quit 2>/dev/null || true)
-    [[ -z "$changed" ]] && exit 0
-    if said=$("$VENV/bin/python" -m slimelite.apps.command doctor --versions); then touch "$stamp" && exit 0; fi
-    echo "$said"
-    echo "the packages of $VENV have changed: installing again ..."
+    gone=$(packages | grep -vxFf - "$stamp" || true)
+    [[ -z "$gone" ]] && exit 0
+    echo "$VENV does not have these packages any more, or has other versions; installing again:"
+    basename -s .dist-info $gone
 fi
 "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "slimelite needs Python 3.11 or newer; set PYTHON=" >&2; exit 1; }
 [[ -x "$VENV/bin/python" ]] || "$PYTHON" -m venv "$VENV"
@@ -39,5 +38,5 @@ echo "installing slimelite and its dependencies ..."
 EXTRAS=""; $GPU && EXTRAS+=,sglang; $DEV && EXTRAS+=,dev
 pip install -c constraints.txt -e ".${EXTRAS:+[${EXTRAS#,}]}"
 $DEV && pip install --no-deps -c constraints.txt trl # tests read the chat templates in it; nothing imports it
-touch "$VENV/.slimelite-$versions-dev-false" "$VENV/.slimelite-$versions-dev-$DEV"
+packages | tee "$VENV/.slimelite-$versions-dev-false" "$VENV/.slimelite-$versions-dev-$DEV" >/dev/null
 echo "$VENV is ready. To use it in a shell: source $VENV/bin/activate"

@@ -7,7 +7,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -64,46 +63,55 @@ def test_make_site_says_what_is_missing(checkout: Path) -> None:
 
 
 @pytest.fixture
-def setup(tmp_path: Path) -> Callable[..., list[str]]:
-    """``setup(healthy)`` runs setup.sh on an environment whose Python only notes its calls, and returns these."""
-    root, calls = tmp_path / "checkout", tmp_path / "calls"
+def environment(tmp_path: Path) -> Path:
+    """A checkout with an environment of three packages, whose Python only notes its calls."""
+    root = tmp_path / "checkout"
     (root / "scripts").mkdir(parents=True)
-    shutil.copy(ROOT / "scripts" / "setup.sh", root / "scripts")
-    for name in ("constraints.txt", "pyproject.toml"):
-        shutil.copy(ROOT / name, root)
+    for name in ("scripts/setup.sh", "constraints.txt", "pyproject.toml"):
+        shutil.copy(ROOT / name, root / name)
     python = root / "env" / "bin" / "python"
     python.parent.mkdir(parents=True)
-    (root / "env" / "lib" / "python3.11" / "site-packages").mkdir(parents=True)
-
-    def run(*, healthy: bool = True) -> list[str]:
-        answer = f"echo a package is wrong; exit {int(not healthy)}"
-        python.write_text(f'#!/bin/sh\necho "$*" >> {calls}\ncase "$*" in *doctor*) {answer};; esac\n')
-        python.chmod(0o755)
-        calls.write_text("")
-        printed = said("bash", "scripts/setup.sh", cwd=root, venv="env")
-        lines = calls.read_text().splitlines()
-        assert ("the packages of env have changed: installing again" in printed) == (not healthy), printed
-        assert ("a package is wrong" in printed) == (not healthy)
-        installed = any("install" in line for line in lines)
-        assert ("env is ready. To use it in a shell: source env/bin/activate" in printed) == installed
-        return lines
-
-    return run
+    python.write_text(f'#!/bin/sh\necho "$*" >> {root}/calls\n')
+    python.chmod(0o755)
+    for package in ("torch-2.13.0+cpu", "ray-2.50.0", "peft-0.18.0"):
+        (root / "env/lib/python3.11/site-packages" / f"{package}.dist-info").mkdir(parents=True)
+    return root
 
 
-def test_setup_asks_the_doctor_when_packages_have_changed(setup: Callable[..., list[str]], tmp_path: Path) -> None:
-    assert any("pip" in call and "install" in call for call in setup())
-    assert setup() == []  # a finished environment is not changed
-    (changed,) = tmp_path.glob("checkout/env/lib/*/site-packages")
-    later = time.time() + 5
-    for name in ("one-1.dist-info", "two-1.dist-info"):
-        (changed / name).mkdir()
-        os.utime(changed / name, (later, later))
-        calls = setup(healthy=name.startswith("one"))
-        assert calls[0] == "-m slimelite.apps.command doctor --versions"
-        assert any("install" in call for call in calls) == name.startswith("two")
-        os.utime(changed / name, (0, 0))
-        assert setup() == []
+READY = "env is ready. To use it in a shell: source env/bin/activate"
+
+
+def setup(root: Path, *words: str) -> tuple[str, bool]:
+    """What setup.sh prints, and whether it has called pip."""
+    (root / "calls").write_text("")
+    printed = said("bash", "scripts/setup.sh", *words, cwd=root, venv="env")
+    calls = (root / "calls").read_text()
+    assert (READY in printed) == ("pip" in calls)
+    assert calls or not printed, "a finished environment is quiet"
+    return printed, "pip" in calls
+
+
+@pytest.mark.parametrize("now", ["removed", "ray-2.49.0.dist-info"])
+def test_setup_installs_again_if_a_package_is_gone_or_has_another_version(environment: Path, now: str) -> None:
+    assert setup(environment, "--dev")[1]
+    package = environment / "env/lib/python3.11/site-packages/ray-2.50.0.dist-info"
+    if now == "removed":
+        package.rmdir()
+    else:
+        package.rename(package.with_name(now))
+    for words in ((), ("--dev",)):
+        printed, installed = setup(environment, *words)
+        assert installed
+        assert "installing again:\nray-2.50.0\n" in printed
+        assert "peft" not in printed
+    assert not setup(environment)[1]
+
+
+def test_setup_leaves_a_finished_environment_alone(environment: Path) -> None:
+    assert setup(environment, "--dev")[1]
+    (environment / "env/lib/python3.11/site-packages/yours-1.0.dist-info").mkdir()
+    for words in ((), ("--dev",), ()):
+        assert not setup(environment, *words)[1]
 
 
 LAUNCHER = """
