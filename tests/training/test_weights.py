@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from slimelite.training import weights
 from slimelite.training.parallel import whole
 from slimelite.training.trainer import Trainer
 from slimelite.training.weights import buckets
+from tests.data.tokenizers import byte_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +155,24 @@ def test_a_saved_model_opens_in_transformers(
     log_p = torch.log_softmax(hf(ids[None]).logits[0, :-1], -1).gather(1, ids[1:, None])[:, 0]
     n = len(table.row_slice("response_tokens", 0))
     torch.testing.assert_close(log_p[-n:], torch.from_numpy(expected[:n]), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.newest
+def test_the_code_of_an_adapters_card_runs_where_the_base_is_in_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = save_tiny_model(tmp_path / "base", vocab_size=300)
+    byte_tokenizer().save_pretrained(base)
+    with one_rank(tiny_args(base, tokenizer=str(base), lora_rank=2, lora_alpha=4.0)) as trainer:
+        trainer.train(0, random_table())
+        trainer.save_hf(str(tmp_path / "adapter"))
+    moved = base.rename(tmp_path / "moved")
+    (code,) = re.findall(r"```python\n(.*?)```", (tmp_path / "adapter" / "README.md").read_text(), re.DOTALL)
+    code = code.replace(f'base = "{base}"', f'base = "{moved}"').replace("THIS FOLDER", str(tmp_path / "adapter"))
+    monkeypatch.chdir(tmp_path)
+    variables: dict[str, Any] = {}
+    exec(code, variables)
+    assert any(name.endswith("lora_B.default.weight") for name, _ in variables["model"].named_parameters())
 
 
 @pytest.mark.parametrize("flag", [None, "fp32", "fp16"])
