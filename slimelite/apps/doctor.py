@@ -38,6 +38,11 @@ COSTS = {
     "sglang": "rollouts use the embedded engine",
     "datasets": "datasets cannot be read from the hub",
     "bitsandbytes": "--load-in-4bit cannot be used",
+    "peft": "runs still write adapters, but the code in an adapter's card needs peft",
+    "langdetect": "the rule language:response_language cannot score",
+    "reasoning-gym": "--environment reasoning-gym:TASK cannot be used",
+    "textarena": "--environment textarena:GAME cannot be used",
+    "mcp": "--environment mcp:COMMAND cannot be used",
 }
 GLIBC = (2, 28)  # the oldest version for the wheels of torch (manylinux_2_28)
 FILES = 4096  # open files: a run on Ray with 8 engines used about 1,500
@@ -61,15 +66,19 @@ class Finding:
 
 def versions() -> Iterator[Finding]:
     """Compare the installed packages with the ranges of pyproject.toml and the tested versions of constraints.txt."""
-    # `packaging` comes with setuptools and pip; only `packaging` can read version ranges
-    from packaging.requirements import Requirement
+    try:
+        # `packaging` comes with setuptools and pip; only `packaging` can read version ranges
+        from packaging.requirements import Requirement
 
+        needs = map(Requirement, metadata.requires("slimelite") or ())
+    except ModuleNotFoundError as error:
+        remedy = "bash scripts/setup.sh, then source .venv/bin/activate; or pip install -c constraints.txt -e ."
+        yield Finding(str(error.name), "broken", f"is not installed for {sys.executable}", remedy)
+        return
     tested = _tested()
-    needs = map(Requirement, metadata.requires("slimelite") or ())
     required = {need.name.lower(): need for need in needs if not need.marker}  # extras have a marker
-    optional = {name for name in MAIN if name not in required}
     differs, broken = list[str](), False
-    for name in sorted({*required, *optional}):
+    for name in sorted({*required, *MAIN, *COSTS}):
         have = _installed(name)
         if have is None:
             broken = broken or name in required
@@ -132,7 +141,7 @@ def system() -> Iterator[Finding]:
         text = f"the encoding of files is {encoding}, not UTF-8: prompts with other characters cannot be written"
         yield Finding("locale", "broken", text, "export PYTHONUTF8=1")
     if missing := gaps():
-        text = f"the sandbox of code answers lacks {', '.join(missing)}"
+        text = f"the sandbox of code answers is weaker: {'; '.join(missing)}"
         yield Finding("sandbox", "warning", text, "run on Linux 5.13 or newer, or score code in a container")
     else:
         yield Finding("sandbox", "ok", "code answers run under Landlock, seccomp and limits")
@@ -164,6 +173,11 @@ def graphics() -> Iterator[Finding]:
         )
     else:
         yield Finding("GPU", "ok", f"{machine.gpus} with driver {machine.driver}, torch {words[0]}")
+        if machine.sglang:
+            from slimelite.engines.sglang.server import missing_for_kernels
+
+            for text in missing_for_kernels():
+                yield Finding("SGLang", "warning", text)
 
 
 def ray() -> Iterator[Finding]:
@@ -213,10 +227,11 @@ def storage() -> Iterator[Finding]:
         text = f"TMPDIR={named} cannot be written; {tempfile.gettempdir()} is used"
         yield Finding("temporary files", "warning", text, "name a folder that exists, or unset TMPDIR")
     shared = Path("/dev/shm")
-    if not shared.is_dir() or shutil.disk_usage(shared).total < SHARED:
-        size = in_units(shutil.disk_usage(shared).total) if shared.is_dir() else "nothing"
-        text = f"/dev/shm has {size}: Ray would keep its objects on disk, and NCCL would fail"
-        yield Finding("shared memory", "warning", text, "start the container with --shm-size 10g or --ipc host")
+    room = shutil.disk_usage(shared).free if shared.is_dir() else 0
+    if room < SHARED:
+        text = f"/dev/shm has {in_units(room)} free: Ray would keep its objects on disk, and NCCL would fail"
+        remedy = "remove old files from /dev/shm, or start the container with --shm-size 10g or --ipc host"
+        yield Finding("shared memory", "warning", text, remedy)
     yield Finding("memory", "ok", f"{in_units(host_bytes())} for this process and its children")
 
 

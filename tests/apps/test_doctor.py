@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import resource
+import shutil
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
+import packaging
 import pytest
 
 from slimelite import __version__
+from slimelite.apps import doctor as program
+from slimelite.engines.sglang.server import missing_for_kernels
+from slimelite.plan.devices import Machine
+from slimelite.sandbox import confine
 
 ROOT = Path(__file__).parents[2]
 QUIET = (
@@ -126,6 +134,102 @@ def test_a_cluster_that_ray_looks_for_is_not_asked() -> None:
 def test_packages_are_not_right_where_one_is_broken(tmp_path: Path) -> None:
     _, findings = doctor("--versions", PYTHONPATH=overlay(tmp_path, "transformers", "4.9"))
     assert "packages" not in [finding["part"] for finding in findings["ok"]]
+
+
+@pytest.mark.parametrize("missing", ["packaging", "slimelite"])
+def test_a_python_without_the_packages_is_named(missing: str, tmp_path: Path) -> None:
+    (tmp_path / "slimelite").symlink_to(ROOT / "slimelite")
+    if missing != "packaging":
+        (tmp_path / "packaging").symlink_to(Path(packaging.__file__).parent)
+    done = subprocess.run(
+        [sys.executable, "-S", "-m", "slimelite.apps.command", "doctor"],
+        cwd=tmp_path,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (1, "")
+    assert f"broken   {missing} " in done.stdout
+    assert "-> bash scripts/setup.sh" in done.stdout
+
+
+def test_what_cannot_be_used_without_an_optional_package_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "_installed", lambda name: None if name in program.COSTS else "1")
+    costs = {finding.part: finding.text for finding in program.versions() if finding.state == "ok"}
+    assert costs["mcp"] == "is not installed: --environment mcp:COMMAND cannot be used"
+    assert costs.keys() == program.COSTS.keys()
+
+
+FINE = "print('2.13.0', '13.0', True)"
+TORCHES = {
+    "raise ImportError('no libcudart')": ("torch", "broken", "cannot be imported: ImportError: no libcudart"),
+    "print('2.13.0', None, False)": ("GPU", "broken", "is a build for CPUs, and this machine has GPUs"),
+    "print('2.13.0', '13.0', False)": ("GPU", "broken", "for CUDA 13.0 cannot use the GPU; driver 535.1"),
+    FINE: ("GPU", "ok", "2 with driver 535.1, torch 2.13.0"),
+}
+
+
+@pytest.fixture
+def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two GPUs, and a glibc and a PATH on which SGLang can compile nothing; returns the path of their torch."""
+    node = Machine(2, True, driver="535.1")
+    monkeypatch.setattr(program, "this_machine", lambda: node)
+    monkeypatch.setattr(os, "confstr", lambda name: "glibc 2.31")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return tmp_path / "torch.py"
+
+
+@pytest.mark.parametrize("code", TORCHES)
+def test_a_torch_that_cannot_use_the_gpus_is_named(code: str, gpus: Path) -> None:
+    part, state, text = TORCHES[code]
+    gpus.write_text(f"{code}\nraise SystemExit\n")
+    first = next(program.graphics())
+    assert (first.part, first.state) == (part, state)
+    assert text in first.text
+    assert bool(first.remedy) == (state == "broken")
+
+
+def test_what_sglangs_kernels_lack_is_said_as_the_dry_run_says_it(gpus: Path) -> None:
+    gpus.write_text(f"{FINE}\nraise SystemExit\n")
+    said = [finding.text for finding in program.graphics() if finding.part == "SGLang"]
+    assert said == [*missing_for_kernels()]
+    assert len(said) == 2
+
+
+@pytest.mark.parametrize(
+    ("library", "state", "text"),
+    [(("glibc", "2.17"), "broken", "2.17 is older than 2.28"), (("", ""), "warning", "the C library is unknown")],
+)
+def test_a_c_library_for_which_torch_has_no_wheels_is_named(
+    library: tuple[str, str], state: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "libc_ver", lambda: library)
+    (finding,) = [finding for finding in program.system() if finding.part == "glibc"]
+    assert finding.state == state
+    assert text in finding.text
+
+
+def test_a_kernel_without_the_layers_of_the_sandbox_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(confine, "landlock_abi", lambda: 0)
+    (finding,) = [finding for finding in program.system() if finding.part == "sandbox"]
+    assert finding.state == "warning"
+    assert finding.text.startswith("the sandbox of code answers is weaker: there is no Landlock, so the code can read")
+
+
+class Usage(NamedTuple):
+    total: int
+    used: int
+    free: int
+
+
+def test_full_disks_and_a_full_shared_memory_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**12, 10**12 - 10**8, 10**8))
+    warned = {finding.part: finding.text for finding in program.storage() if finding.state == "warning"}
+    assert warned.keys() >= {"this folder", "temporary files", "shared memory"}
+    assert warned["shared memory"].startswith("/dev/shm has 100 MB free: ")
 
 
 @pytest.mark.usefixtures("taken")
