@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from tokenizers import Tokenizer
 
 from slimelite.base.files import write_text
-from slimelite.models.checkpoints import may_be_hub_id, read_json
+from slimelite.models.checkpoints import may_be_hub_id, read_json, why_not_from_hub
 from slimelite.models.families import text_config
 
 if TYPE_CHECKING:
@@ -102,8 +102,9 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         kind = _named_class(path) if file is not None else None
         tokenizer = (kind or transformers.AutoTokenizer).from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # transformers raises all kinds of errors for malformed files
+        why = _short(error) if Path(path).exists() else why_not_from_hub(error)
         raise ValueError(
-            f"no tokenizer at {path!r}, which must be a folder with tokenizer.json, or a hub id ({_short(error)})"
+            f"no tokenizer at {path!r}, which must be a folder with tokenizer.json, or a hub id ({why})"
         ) from error
     if file is None:
         if not tokenizer(PROBES[1], add_special_tokens=False)["input_ids"]:

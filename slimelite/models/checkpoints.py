@@ -105,10 +105,26 @@ def read_config(path: str) -> dict[str, Any]:
     from transformers.utils import cached_file
 
     try:
-        return read_json(Path(cached_file(path, "config.json")))
+        file = cached_file(path, "config.json")
     except OSError as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"no such folder, and the Hugging Face hub answered: {reason}") from error
+        raise ValueError(f"no such folder, and {why_not_from_hub(error)}") from error
+    if file is None:
+        raise ValueError(
+            "the repository on the Hugging Face hub does not contain config.json; name a model's repository"
+        )
+    return read_json(Path(file))
+
+
+def why_not_from_hub(error: Exception) -> str:
+    """The reason why a hub id did not give a file, as a sentence of one line. ``error``: the error of transformers."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return (
+            "it is not in the cache of the Hugging Face hub. HF_HUB_OFFLINE is set, so the hub was not asked: unset "
+            "HF_HUB_OFFLINE, or name a local folder"
+        )
+    return f"the Hugging Face hub did not give it: {' '.join(str(error).split())}"
 
 
 def find_checkpoint(

@@ -10,7 +10,9 @@ import huggingface_hub
 import pytest
 
 from slimelite.apps.runnable import Source, resolve_model, resolve_models
+from slimelite.data.tokenizer import load_tokenizer
 from slimelite.models.checkpoints import CHECKSUMS, MARKER, ROLLOUT_SEED, ROLLOUT_STATE, STATE_FILE
+from tests.support.fake_hub import fake_hub
 
 
 def write(file: Path, age: int = 0, **content: object) -> Path:
@@ -24,13 +26,33 @@ def test_a_model_and_a_hub_id_are_themselves(tmp_path: Path, monkeypatch: pytest
     model = write(tmp_path / "config.json", model_type="qwen2")
     assert resolve_model(str(model)) == Source(str(model))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ValueError, match="no/model: no such folder, and the Hugging Face hub answered: "):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=r"no/model: no such folder, and it is not in the cache .*HF_HUB_OFFLINE is"):
         resolve_model("no/model")
     downloaded = tmp_path / "models--no--model"
     write(downloaded / "snapshots" / "abc" / "config.json", model_type="qwen2")
     (downloaded / "refs").mkdir()
     (downloaded / "refs" / "main").write_text("abc")
     assert resolve_model("no/model") == Source("no/model")
+
+
+def test_what_the_hub_says_of_a_model_that_it_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_hub() as hub, hub.talking(monkeypatch):
+        for load in (resolve_model, load_tokenizer):
+            with pytest.raises(ValueError, match=r"no/model.*the Hugging Face hub did not give it: no/model is not a"):
+                load("no/model")
+            with monkeypatch.context() as offline:
+                offline.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+                with pytest.raises(ValueError, match=r"no/model.*HF_HUB_OFFLINE is set, so the hub was not asked"):
+                    load("no/model")
+
+
+def test_a_repository_without_a_model_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with fake_hub() as hub, hub.talking(monkeypatch):
+        hub.repos["no/config"] = {"main": {"model.gguf": b""}}
+        with pytest.raises(ValueError, match="no/config: the repository on the Hugging Face hub does not contain"):
+            resolve_model("no/config")
 
 
 def test_a_run_means_the_newest_model_that_it_wrote(tmp_path: Path) -> None:

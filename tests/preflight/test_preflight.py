@@ -218,7 +218,7 @@ def test_a_start_looks_at_the_first_rows_only(run: str) -> None:
         ("--custom-generate-function-path slimelite.samples.sample.Sample", "is a class, not a function"),
         (f"--load-debug-rollout-data {__file__}", f"--load-debug-rollout-data: {__file__}: "),
         (f"--save-hf {__file__}", f"--save-hf: {__file__} is a file; name a folder"),
-        ("--hf-checkpoint owner/name", "no such folder, and the Hugging Face hub answered: "),
+        ("--hf-checkpoint owner/name", "HF_HUB_OFFLINE is set, so the hub was not asked"),
     ],
 )
 def test_each_mistake_is_named(run: str, words: str, says: str) -> None:

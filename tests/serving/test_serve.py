@@ -82,7 +82,7 @@ def test_a_run_is_served_until_it_is_interrupted(run_folder: Path) -> None:
     ("argv", "said"),
     [
         (["nowhere/at/all"], "no such folder"),
-        (["no/model"], "no/model: no such folder, and the Hugging Face hub answered: "),
+        (["no/model"], "no/model: no such folder, and it is not in the cache of the Hugging Face hub"),
         (["{run}", "--host", "0.0.0.0"], "--api-key"),
         (["{run}", "--host", "192.0.2.1", "--api-key", "k"], "192.0.2.1"),
         (["{run}", "--api-key", ""], "--api-key is empty"),

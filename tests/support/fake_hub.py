@@ -141,7 +141,7 @@ def fake_hub() -> Iterator[Hub]:
             content = hub.repos.get(repo, {"main": {}})["main"].get(file.partition("/")[2])
             if content is None:
                 self.send_response(404)
-                self.send_header("X-Error-Code", "EntryNotFound")
+                self.send_header("X-Error-Code", "EntryNotFound" if repo in hub.repos else "RepoNotFound")
                 self.send_header("Content-Length", "0")
                 self.end_headers()
                 return
