@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
 from slimelite.base.files import write_text
 from slimelite.models.checkpoints import may_be_hub_id, read_json, why_not_from_hub
@@ -118,6 +119,9 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
                 f"{file} does not load correctly, because transformers returns other ids than the file defines; save "
                 "the tokenizer again"
             )
+    if isinstance(truth.model, BPE):
+        # transformers ignores this setting for BPE, but warns of it at length
+        tokenizer.clean_up_tokenization_spaces = False
     return tokenizer
 
 

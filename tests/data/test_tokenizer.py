@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, normalizers
 from transformers import AutoTokenizer
+from transformers.utils.logging import warning_once
 
 from scripts.lib.arithmetic import write_model_folder
 from slimelite.data.tokenizer import (
@@ -49,6 +51,20 @@ def test_a_faithful_class_is_kept(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(tmp_path))
     assert type(tokenizer) is type(AutoTokenizer.from_pretrained(tmp_path))
     assert tokenizer("émigré\n")["input_ids"] == byte_tokenizer()("émigré\n")["input_ids"]
+
+
+def test_a_setting_that_transformers_ignores_gives_no_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = byte_tokenizer()
+    saved.clean_up_tokenization_spaces = True
+    saved.save_pretrained(tmp_path)
+    assert AutoTokenizer.from_pretrained(tmp_path).clean_up_tokenization_spaces
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    warning_once.cache_clear()
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert tokenizer.decode(tokenizer("a . b")["input_ids"]) == "a . b"
+    assert caplog.text == ""
 
 
 @pytest.mark.parametrize(
