@@ -460,10 +460,8 @@ class InputChecks:
         if self.tokenizer is not None and rows.generate is None and prompts[0].tokens:
             if self.args.dry_run:
                 findings.facts.append(f"{name}: {first_prompt(prompts[0], self.tokenizer)}")
-            remedy = self._applies_template(rows)
-            warning = None if columns.apply_chat_template else without_template(prompts[0], self.tokenizer, remedy)
-            if warning:
-                findings.warnings.append(f"{name}: {warning}")
+            if not columns.apply_chat_template:
+                self._warn_of_text(rows, prompts[0])
         if rows.generate == EPISODE:
             with findings.blaming(f"--environment {masked('environment', self.args.environment)}"):
                 begins, length = check_environment(self.args, self.tokenizer, prompts[0])
@@ -491,6 +489,10 @@ class InputChecks:
                     for side in pair
                 )
                 findings.facts.append(f"{name}: the first pair: {', '.join(shown)}")
+                what = "preferred conversation" if args.loss.scores else "prompt"
+                findings.facts.append(f"{name}: {first_prompt(pair[0], self.tokenizer, what)}")
+                if isinstance(prompts[0].prompt, str) and not args.loss.scores:  # a reward model uses the template
+                    self._warn_of_text(rows, prompts[0])
                 self._warn_of_hidden(chat, name, prompts)
                 return
             if isinstance(prompts[0].prompt, str):
@@ -510,6 +512,12 @@ class InputChecks:
             if empty < len(samples):
                 findings.facts.append(f"{name}: {conversations_as_seen(samples, self.tokenizer)}")
             findings.warnings += [f"{name}: {text}" for text in (unknown_tokens(samples, self.tokenizer),) if text]
+
+    def _warn_of_text(self, rows: Rows, prompt: Sample) -> None:
+        """Warn if a chat model would see ``prompt`` without its chat template."""
+        assert self.tokenizer is not None
+        if warning := without_template(prompt, self.tokenizer, self._applies_template(rows)):
+            self.findings.warnings.append(f"{rows.name}: {warning}")
 
     def _warn_of_hidden(self, chat: ChatReader, name: str, prompts: list[Sample]) -> None:
         """Warn if the chat template leaves out content of the first rows. The model would not learn that content."""

@@ -29,9 +29,10 @@ EDGE, CHARACTERS = 4, 600
 UNKNOWN = 0.05
 
 
-def first_prompt(prompt: Sample, tokenizer: PreTrainedTokenizerBase) -> str:
+def first_prompt(prompt: Sample, tokenizer: PreTrainedTokenizerBase, what: str = "prompt") -> str:
     """The first prompt as the model sees it, with its first and last tokens, where errors of templates are visible."""
-    return f"the first prompt as the model sees it: {_as_seen(str(prompt.prompt), prompt.tokens, tokenizer)}"
+    seen = _as_seen(str(prompt.prompt), prompt.tokens[: prompt.prompt_length], tokenizer)
+    return f"the first {what} as the model sees it: {seen}"
 
 
 def conversations_as_seen(samples: list[Sample], tokenizer: PreTrainedTokenizerBase) -> str:

@@ -49,6 +49,41 @@ def test_a_template_that_is_not_used_is_a_warning(report: Report) -> None:
     assert "--prompt-data: the prompts are text, and the model's chat template is not used" in report("--rm-type math")
 
 
+PAIR = {"prompt": "2+3=", "chosen": "5", "rejected": "6"}
+TURN = "<|im_start|>user\n2+3=<|im_end|>\n<|im_start|>assistant\n"
+WHOLE = f"{TURN}5<|im_end|>\n"
+PAIRS = "--num-rollout 1 --rollout-batch-size 1 --launcher local --dry-run"
+
+
+@pytest.mark.parametrize(
+    ("row", "flags", "seen", "warns"),
+    [
+        (PAIR, "dpo_loss", "prompt as the model sees it: '2+3='; its 4 tokens: '2' '+' '3' '='", True),
+        (PAIR, "orpo_loss", "prompt as the model sees it: '2+3='", True),
+        (PAIR, "dpo_loss --apply-chat-template", f"prompt as the model sees it: {TURN!r}", False),
+        (PAIR | {"prompt": TURN}, "dpo_loss", f"prompt as the model sees it: {TURN!r}", False),  # as make-pairs writes
+        (PAIR, "reward_model_loss", f"preferred conversation as the model sees it: {WHOLE!r}", False),
+    ],
+)
+def test_the_first_pair_is_shown_as_the_model_sees_it(
+    row: dict[str, str],
+    flags: str,
+    seen: str,
+    warns: bool,
+    model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rows = tmp_path / "pairs.jsonl"
+    rows.write_text(json.dumps(row))
+    words = f"--hf-checkpoint {model} --prompt-data {rows} --loss-type {flags} {PAIRS}"
+    preflight(make_args(words.split(), machine=Machine(gpus=0)))
+    shown = capsys.readouterr().out
+    assert f"--prompt-data: the first {seen}" in shown
+    told = "--prompt-data: the prompts are text, and the model's chat template is not used: add --apply-chat-template"
+    assert (told in shown) == warns
+
+
 def test_a_learning_rate_that_no_model_survives_is_a_warning(report: Report) -> None:
     told = "is very high: each optimizer step of AdamW changes each weight by about the learning rate"
     assert f"--lr 3 {told}" in report("--rm-type math --lr 3")
