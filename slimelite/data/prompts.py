@@ -19,7 +19,7 @@ from slimelite.arguments import Args, DataArgs
 from slimelite.data.conversion import Wanted, advice
 from slimelite.data.messages import A_TOOL, BadCell, Messages, Tools, TooSlow, parsed, read_messages, render, sound
 from slimelite.data.reader import ENVIRONMENT, BadRows, Row, column_names, first_row, read_rows, split_path
-from slimelite.data.shapes import shape_of
+from slimelite.data.shapes import SYSTEM, read_prompts, shape_of
 from slimelite.data.tokenizer import encode_text, load_tokenizer
 from slimelite.samples.sample import Sample, label_text, plain
 from slimelite.slime.plugins import load_function
@@ -158,7 +158,7 @@ def _open(
         job = getattr(columns, "job", None)
         answers = job is not None and job.loss == "supervised"
         shape = shape_of(column_names(path), columns.input_key, answers=answers, chosen=replies and replies[0])
-    optional: tuple[str, ...] = (columns.metadata_key, columns.tool_key)
+    optional: tuple[str, ...] = (columns.metadata_key, columns.tool_key, *SYSTEM)
     prompt: tuple[str, ...] = (columns.input_key,)
     if shape is not None:
         pairs = () if replies is None or replies[0] in shape.columns else (*shape.columns, *replies)
@@ -168,9 +168,8 @@ def _open(
         columns = replace(columns, input_key=prompt[0])
     required = dict.fromkeys(name for name in (*prompt, columns.label_key, *(replies or ())) if name is not None)
     rows = read_rows(path, [*required], optional, bad, first)
-    if shape is None:
-        return columns, rows
-    return columns, ((place, {**row, columns.input_key: shape.read(row)}) for place, row in rows)
+    template, keys = columns.apply_chat_template, (columns.input_key, columns.label_key)
+    return columns, read_prompts(rows, shape, *keys, template=template, warn=lambda text: bad.warn(f"{path}: {text}"))
 
 
 def _advice(columns: Columns, path: str, replies: tuple[str, str] | None) -> str:
@@ -309,7 +308,8 @@ def _add_pair(
 def _conversation(prompt: Messages, cell: object, key: str, input_key: str) -> Messages:
     """The messages of ``prompt``, followed by the messages of the reply in ``cell``."""
     reply = [{"role": "assistant", "content": cell}] if isinstance(cell, str) else read_messages(cell, key)
-    whole = reply[: len(prompt)] == prompt
+    added = [prompt[0]] if prompt[0]["role"] == "system" and reply[0]["role"] == "user" else []
+    whole = [*added, *reply][: len(prompt)] == prompt
     if not whole and reply[0]["role"] != "assistant":
         raise BadCell(
             key,
@@ -317,7 +317,7 @@ def _conversation(prompt: Messages, cell: object, key: str, input_key: str) -> M
             f"reply must be the assistant's turns, or the whole conversation including the prompt (if no column has "
             f"only the prompt, give --input-key {key})",
         )
-    conversation = reply if whole else [*prompt, *reply]
+    conversation = [*added, *reply] if whole else [*prompt, *reply]
     if len(conversation) == len(prompt) or conversation[-1]["role"] != "assistant":
         raise BadCell(key, "the conversation does not end with a message of the assistant")
     return conversation

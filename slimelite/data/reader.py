@@ -19,6 +19,7 @@ import pyarrow.ipc
 import pyarrow.parquet as pq
 
 from slimelite.base.registry import function
+from slimelite.data.shapes import Row
 from slimelite.environments.registry import ENVIRONMENTS, known
 
 logger = logging.getLogger(__name__)
@@ -26,8 +27,6 @@ logger = logging.getLogger(__name__)
 # Python's limit for a cell of a CSV file is 128 KiB, and a cell may hold a whole document
 csv.field_size_limit(2**31 - 1)
 
-# a row of a file: column -> value
-Row = dict[str, object]
 # the place in the file, such as "row 3 (line 4)" (rows are counted from 0), and the row or why it cannot be read
 Found = tuple[str, Row | str]
 # (path, slice of rows, required columns, optional columns) -> rows

@@ -6,8 +6,11 @@ A run tries to recognise the shape only if ``--input-key`` has its default value
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+
+# a row of a file: column -> value
+Row = dict[str, object]
 
 # the speaker in a ShareGPT message -> the role in OpenAI's form
 SPEAKERS = {
@@ -23,6 +26,8 @@ SPEAKERS = {
     "function_response": "tool",
     "observation": "tool",
 }
+# columns with the system prompt of a row
+SYSTEM = ("system", "system_prompt")
 
 
 @dataclass(frozen=True)
@@ -36,8 +41,8 @@ class Shape:
     optional: tuple[str, ...] = ()
 
 
-def _conversation(question: object, answer: object, system: object = None) -> list[dict[str, object]]:
-    turns = [("system", system), ("user", question), ("assistant", answer)]
+def _conversation(question: object, answer: object) -> list[dict[str, object]]:
+    turns = [("user", question), ("assistant", answer)]
     return [{"role": role, "content": content} for role, content in turns if content not in (None, "")]
 
 
@@ -45,8 +50,11 @@ def _alpaca(row: Mapping[str, object]) -> object:
     parts = [row[name] for name in ("instruction", "input") if row.get(name)]
     if not all(isinstance(part, str) for part in parts):
         return parts  # the parts are neither text nor messages, so the row is refused
-    question = "\n\n".join(map(str, parts))
-    return _conversation(question, row["output"], row.get("system"))
+    history = row.get("history") or []
+    if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
+        return [history]  # the row is refused, too
+    turns = [*history, ("\n\n".join(map(str, parts)), row["output"])]
+    return [message for question, answer in turns for message in _conversation(question, answer)]
 
 
 def _completion(row: Mapping[str, object]) -> object:
@@ -56,7 +64,7 @@ def _completion(row: Mapping[str, object]) -> object:
     return _conversation(prompt, completion)
 
 
-ALPACA = Shape("Alpaca: instruction/input/output", ("instruction", "output"), _alpaca, ("input", "system"))
+ALPACA = Shape("Alpaca: instruction/input/output", ("instruction", "output"), _alpaca, ("input", "history"))
 # shapes whose rows contain an answer to train on
 ANSWERED = (ALPACA, Shape("prompt and completion: prompt/completion", ("prompt", "completion"), _completion))
 SHAPES = (
@@ -84,6 +92,48 @@ def shape_of(names: Collection[str], input_key: str, *, answers: bool, chosen: s
     if chosen is not None and chosen in names:
         return Shape(f"pairs: the prompt is in {chosen!r}", (chosen,), lambda row: row[chosen])
     return None
+
+
+def read_prompts(
+    rows: Iterable[tuple[str, Row]],
+    shape: Shape | None,
+    input_key: str,
+    label_key: str | None,
+    *,
+    template: bool,
+    warn: Callable[[str], None],
+) -> Iterator[tuple[str, Row]]:
+    """The rows, in which the column ``input_key`` contains the prompt or the conversation that ``shape`` reads.
+
+    The text of a column in `SYSTEM` becomes the first message, unless the messages begin with a system prompt. A prompt
+    that is text becomes messages for this purpose if the run uses the chat ``template``. ``warn`` gets a message if
+    such a column is not used. If ``shape`` is None, these columns are not used.
+    """
+    unused: dict[str, str] = {}
+    for place, row in rows:
+        content = row[input_key] if shape is None else shape.read(row)
+        for name in SYSTEM:
+            if name in (input_key, label_key) or not isinstance(row.get(name), str) or not row[name]:
+                continue
+            if shape is None:
+                unused[name] = f"write it as the first message of {input_key!r}"
+            elif isinstance(content, str) and not template:
+                unused[name] = "a text has no place for it; add --apply-chat-template"
+            else:
+                content = _with_system(content, row[name])
+        yield place, {**row, input_key: content}
+    for name, remedy in unused.items():
+        warn(f"the column {name!r} is not used: {remedy} (docs/data_formats.md)")
+
+
+def _with_system(content: object, system: object) -> object:
+    messages = _conversation(content, None) if isinstance(content, str) else content
+    if not isinstance(messages, list) or not messages:
+        return content
+    first = messages[0] if isinstance(messages[0], dict) else {}
+    if "system" in (first.get("role"), first.get("from")):
+        return content
+    return [{"role": "system", "content": system}, *messages]
 
 
 def share_gpt(message: Mapping[str, object]) -> dict[str, object] | None:

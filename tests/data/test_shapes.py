@@ -41,6 +41,7 @@ def load(file: Path, flags: str | list[str], warnings: list[str]) -> Sample:
         replies=(args.chosen_key, args.rejected_key) if paired else None,
         keep_messages=True,
         note=warnings.append,
+        warn=warnings.append,
     )[0]
 
 
@@ -61,12 +62,90 @@ def test_each_row_of_the_page_is_read_with_its_flags(flags: str, row: str, tmp_p
         assert replies in (["5", "6"], [[QUESTION, ANSWER], [QUESTION, {**ANSWER, "content": "6"}]])
     else:
         question = {**QUESTION, "content": "Add the numbers.\n\n2 and 3"} if "instruction" in text else QUESTION
-        assert sample.metadata["messages"] == [question, ANSWER]
+        assert sample.metadata["messages"] == [*([SYSTEM] if "system" in text else []), question, ANSWER]
         assert sample.label == text.get("label")
 
 
 def test_the_page_has_every_shape() -> None:
-    assert len(ROWS) == 10
+    assert len(ROWS) == 11
+
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+TURNS = [{"from": "human", "value": "What is 2+3?"}, {"from": "gpt", "value": "5"}]
+SFT, DPO, KTO = "--loss-type sft_loss", "--loss-type dpo_loss", "--loss-type kto_loss --label-key label"
+OTHER = {**ANSWER, "content": "6"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "row"),
+    [
+        (SFT, {"conversations": TURNS}),
+        (SFT, {"messages": [QUESTION, ANSWER]}),
+        (SFT, {"prompt": "What is 2+3?", "completion": "5"}),
+        (SFT, {"prompt": [QUESTION], "completion": [ANSWER]}),
+        (SFT, {"instruction": "What is 2+3?", "output": "5"}),
+        (KTO, {"prompt": "What is 2+3?", "completion": "5", "label": True}),
+        (DPO, {"prompt": [QUESTION], "chosen": "5", "rejected": "6"}),
+        (DPO, {"prompt": [QUESTION], "chosen": [QUESTION, ANSWER], "rejected": [QUESTION, OTHER]}),
+        (DPO, {"chosen": [QUESTION, ANSWER], "rejected": [QUESTION, OTHER]}),
+        (f"{DPO} --apply-chat-template", {"prompt": "What is 2+3?", "chosen": "5", "rejected": "6"}),
+        ("--rm-type math --apply-chat-template", {"prompt": "What is 2+3?"}),
+        ("--rm-type math --apply-chat-template", {"messages": [QUESTION]}),
+    ],
+)
+@pytest.mark.parametrize("column", ["system", "system_prompt"])
+def test_a_system_prompt_in_its_own_column_is_read(
+    flags: str, row: dict[str, Any], column: str, tmp_path: Path
+) -> None:
+    file, said = tmp_path / "rows.jsonl", list[str]()
+    for system in ("Be brief.", "", None):
+        file.write_text(json.dumps({**row, column: system}))
+        sample = load(file, flags, said)
+        first = [SYSTEM] if system else []
+        if PAIR in sample.metadata:
+            assert sample.metadata[PAIR] == [[*first, QUESTION, reply] for reply in (ANSWER, OTHER)]
+        answers = [] if "--rm-type" in flags or "dpo" in flags else [ANSWER]
+        assert sample.metadata["messages"] == [*first, QUESTION, *answers]
+        assert ("Be brief." in str(sample.prompt)) == bool(system)
+    assert not [text for text in said if "is not used" in text]
+
+
+def test_messages_that_begin_with_a_system_prompt_keep_it(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    turns = [{"from": "system", "value": "Be brief."}, *TURNS]
+    file.write_text(json.dumps({"conversations": turns, "system": "Be verbose."}))
+    assert load(file, SFT, []).metadata["messages"] == [SYSTEM, QUESTION, ANSWER]
+
+
+@pytest.mark.parametrize(
+    ("flags", "row", "remedy"),
+    [
+        ("--rm-type math", {"prompt": "What is 2+3?"}, "a text has no place for it; add --apply-chat-template"),
+        (DPO, {"prompt": "What is 2+3?", "chosen": "5", "rejected": "6"}, "add --apply-chat-template"),
+        ("--rm-type math --input-key q", {"q": "What is 2+3?"}, "write it as the first message of 'q'"),
+        (f"{SFT} --input-key c", {"c": TURNS}, "write it as the first message of 'c'"),
+    ],
+)
+def test_a_system_prompt_that_is_not_used_is_a_warning(
+    flags: str, row: dict[str, Any], remedy: str, tmp_path: Path
+) -> None:
+    file, said = tmp_path / "rows.jsonl", list[str]()
+    file.write_text(f"{json.dumps({**row, 'system': 'Be brief.'})}\n" * 2)
+    load(file, flags, said)
+    (warning,) = [text for text in said if "is not used" in text]
+    assert warning.startswith(f"{file}: the column 'system' is not used: ")
+    assert remedy in warning
+
+
+def test_earlier_turns_of_alpaca_come_first(tmp_path: Path) -> None:
+    file, row = tmp_path / "rows.jsonl", {"instruction": "What is 2+3?", "output": "5", "system": "Be brief."}
+    file.write_text(json.dumps({**row, "history": [["Hi", "Hello"]]}))
+    hello = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    assert load(file, SFT, []).metadata["messages"] == [SYSTEM, *hello, QUESTION, ANSWER]
+    for history in (["Hi", "Hello"], "Hi"):
+        file.write_text(json.dumps({**row, "history": history}))
+        with pytest.raises(ValueError, match="1 of 1 rows is malformed"):
+            load(file, SFT, [])
 
 
 QUIZ = {"q": "What is 2+3?", "options": ["4", "5"], "right": 1}
