@@ -303,6 +303,8 @@ class InputChecks:
             with self.findings.blaming(rows.name):
                 end = self._end_of_reply(rows)
                 reward, response = check_reward(settings, sample, group_size, end)
+                sample.reward = reward
+                earned = sample.reward_value(settings.reward_key)
                 key, option = (args.reward_key, "--reward-key") if dataset is None else (None, "")
                 if dataset is not None and args.eval_reward_key != args.reward_key:
                     key, option = args.eval_reward_key, "--eval-reward-key"
@@ -313,11 +315,11 @@ class InputChecks:
                     )
                 label = f"{prompt.label!r:.60}"
                 ending = f" followed by {end}, as in a run" if end else ""
-                if settings.custom_rm_path and response == "the bare label" and reward == 0:
+                if settings.custom_rm_path and response == "the bare label" and earned <= 0:
                     self.findings.warnings.append(
-                        f"{rows.name}: the custom reward gave 0 to this response: the first prompt's label{ending} "
-                        f"(label {label}). If this response should count as right, the reward function is wrong, and "
-                        "nothing will be learned"
+                        f"{rows.name}: the custom reward gave {earned:g} to this response: the first prompt's label"
+                        f"{ending} (label {label}). If this response should count as right, the reward function is "
+                        "wrong, and the run cannot learn right answers"
                     )
                 self.findings.facts.append(
                     f"{rows.name}: {response} as the response to the first prompt gets {reward} (label {label})"

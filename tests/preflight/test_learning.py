@@ -93,6 +93,23 @@ def test_a_learning_rate_that_no_model_survives_is_a_warning(report: Report) -> 
     assert f"--lr 0.001 {told}" not in critic
 
 
+@pytest.mark.parametrize(
+    ("reward", "flags", "gave"),
+    [
+        ("-1", "", "-1"),
+        ("{'a': 0.0, 'b': 1.0}", "--reward-key a", "0"),
+        ("{'a': 0.0, 'b': 1.0}", "--reward-key b", ""),
+        ("{'a': -0.5}", "--reward-key a", "-0.5"),
+    ],
+)
+def test_a_right_label_that_earns_nothing_in_the_trained_number_is_a_warning(
+    report: Report, reward: str, flags: str, gave: str
+) -> None:
+    shown = report(f"--custom-rm-path OWN:reward {flags}", REWARD.format(reward))
+    assert ("the reward function is wrong" in shown) == bool(gave)
+    assert f"the custom reward gave {gave} to this response" in shown or not gave
+
+
 REWARD = "async def reward(args, sample, **kwargs):\n    return {}"
 
 
@@ -106,7 +123,7 @@ REWARD = "async def reward(args, sample, **kwargs):\n    return {}"
 )
 def test_a_right_label_that_earns_nothing_is_a_warning(report: Report, value: str, warns: bool) -> None:
     shown = report("--custom-rm-path OWN:reward", REWARD.format(value))
-    assert ("nothing will be learned" in shown) == warns
+    assert ("the run cannot learn right answers" in shown) == warns
     assert ("gave 0 to this response: the first prompt's label followed by <|im_end|>, as in a run" in shown) == warns
 
 
