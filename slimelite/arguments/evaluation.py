@@ -28,7 +28,7 @@ from slimelite.rewards.rules import RULES
 
 SHIPPED = Path(__file__).parents[1] / "data" / "tasks"
 # suffixes of files with rows, as in `slimelite.data.prompts`
-SUFFIXES = (".parquet", ".jsonl", ".json", ".jsonl.gz", ".csv", ".arrow")
+SUFFIXES = (".parquet", ".jsonl", ".json", ".jsonl.gz", ".csv", ".tsv", ".arrow")
 # generate functions that score the choices of a row, and the text that follows a prompt
 CHOOSE, CONTINUE = "slimelite.rollout.evaluation.choose", "slimelite.rollout.evaluation.go_on"
 

@@ -121,6 +121,9 @@ def _pairs(path: str, row: Mapping[str, object], wanted: Wanted) -> str:
             f"{PAGE}"
         )
     assert wanted.replies is not None
+    others = (name for name, cell in row.items() if isinstance(cell, str) and name not in (chosen, rejected))
+    if question is None and isinstance(row[chosen], str) and (question := next(others, None)) is None:
+        return f"a pair of texts needs a column with the prompt: see {PAGE}"
     names = {"input_key": question or chosen, "chosen_key": chosen, "rejected_key": rejected}
     known = (wanted.input_key, *wanted.replies)
     columns = {key: name for (key, name), old in zip(names.items(), known, strict=True) if name != old}

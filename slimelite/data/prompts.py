@@ -182,7 +182,9 @@ def _advice(columns: Columns, path: str, replies: tuple[str, str] | None) -> str
             content = row[columns.input_key]
             if isinstance(content, list):
                 read_messages(content, columns.input_key)
-            return ""
+            if isinstance(content, list) or columns.input_key not in (replies or ()):
+                return ""
+            columns = replace(columns, input_key=DataArgs.input_key)  # the prompt is in another column
     except BadCell:
         pass  # the fields of its messages have other names
     except ValueError:
@@ -283,7 +285,7 @@ def _add_pair(
 ) -> Messages | None:
     """Put the replies of a row into the metadata. If the prompt or one reply is messages, the prompt and both replies
     become messages."""
-    cells = {key: sound(row[key], key) for key in keys}
+    cells = {key: sound([row[key]] if isinstance(row[key], dict) else row[key], key) for key in keys}
     if empty := [key for key, cell in cells.items() if cell is None or cell == ""]:
         raise BadCell(empty[0], "the reply is empty")
     pair = list(cells.values())

@@ -1,8 +1,9 @@
 """Reads the rows of data files. Each row comes with its place in the file, such as "row 3". The rows come from files
-(parquet, jsonl, jsonl.gz, json, csv, arrow), from folders that ``datasets`` saved, or from hub datasets."""
+(parquet, jsonl, jsonl.gz, json, csv, tsv, arrow), from folders that ``datasets`` saved, or from hub datasets."""
 
 from __future__ import annotations
 
+import ast
 import csv
 import gzip
 import json
@@ -10,6 +11,7 @@ import logging
 import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -39,6 +41,8 @@ ZIPPED = ".jsonl.gz"
 SAVED = "state.json"
 # prefix of an environment's name; the rows then come from the environment
 ENVIRONMENT = "environment:"
+# the start of a text that is a list of messages
+MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:""")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+){0,2}")
 
 
@@ -105,11 +109,10 @@ def read_rows(
     """Yield (place, row) for each row of ``spec``, in order. Each row must have the columns ``required``; other columns
     may be missing.
 
-    ``spec``: a .parquet, .jsonl, .jsonl.gz, .json (one list), .csv or .arrow file; a folder that ``datasets`` saved
-    (`save_to_disk`); a hub dataset ``owner/name[:config][:split]`` (default split ``train``); or
-    ``environment:name[:spec]``, the rows of an environment. With ``@[a:b]`` appended, only this slice of the rows is
-    read. ``optional``: further columns to read, or None to read all columns. ``first``: read only this number of rows,
-    unless ``spec`` has a slice.
+    ``spec``: a file with an ending of `READERS`, or .jsonl.gz; a folder that ``datasets`` saved (`save_to_disk`); a hub
+    dataset ``owner/name[:config][:split]`` (default split ``train``); or ``environment:name[:spec]``, the rows of an
+    environment. With ``@[a:b]`` appended, only this slice of the rows is read. ``optional``: further columns to read,
+    or None to read all columns. ``first``: read only this number of rows, unless ``spec`` has a slice.
 
     Raises:
         ValueError: there is no such file, its kind is not supported, the slice is empty, or a required column is
@@ -255,10 +258,13 @@ def _saved_table(files: Sequence[Path], name: str, part: slice, required: Sequen
 
 
 def _csv_rows(path: str, part: slice, required: Sequence[str], _optional: object) -> Iterator[Found]:
-    """Rows of a CSV file. Every cell is text, so a label such as 007 stays unchanged. An empty cell is left out."""
+    """Rows of a CSV file. Every cell is text, so a label such as 007 stays unchanged, except that messages become a
+    list. An empty cell is left out."""
     try:
         with Path(path).open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.DictReader(file, strict=True)
+            separator = "\t" if path.endswith(".tsv") else separator_of(file.readline())
+            file.seek(0)
+            reader = csv.DictReader(file, strict=True, delimiter=separator)
             rows = list(reader)
     except (csv.Error, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not a readable CSV file in UTF-8: {error}") from error
@@ -273,7 +279,21 @@ def _csv_rows(path: str, part: slice, required: Sequence[str], _optional: object
         if None in row or None in row.values():
             yield f"row {index}", f"it has {'more' if None in row else 'fewer'} cells than the header has names"
         else:
-            yield f"row {index}", {name: cell for name, cell in row.items() if cell != ""}
+            yield f"row {index}", {name: _cell(cell) for name, cell in row.items() if cell != ""}
+
+
+def separator_of(header: str) -> str:
+    """The character between the cells of a CSV file, whose first line is ``header``."""
+    names = re.sub(r'"[^"]*"', "", header)
+    return max(",;\t", key=names.count)  # the comma if there is none
+
+
+def _cell(text: str) -> object:
+    """``text``, or the list of messages that it contains as JSON or, as pandas writes it, in Python's form."""
+    for parse in (json.loads, ast.literal_eval) if MESSAGES.match(text) else ():
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            return parse(text)
+    return text
 
 
 def _without_nulls(value: object) -> object:
@@ -310,8 +330,12 @@ def _json_rows(path: str, part: slice, *_: object) -> Iterator[Found]:
         raise ValueError(
             f"{path} is not JSON ({error}); a file with one object per line must end with .jsonl"
         ) from error
+    rows = rows.get("data", rows) if isinstance(rows, dict) else rows
     if not isinstance(rows, list):
-        raise ValueError(f"{path} contains one {type(rows).__name__}; a .json file must be a list of objects")
+        raise ValueError(
+            f"{path} contains one {type(rows).__name__}; a .json file must be a list of objects, or an object with "
+            "such a list as 'data'"
+        )
     for index in range(len(rows))[part]:
         yield f"row {index}", _checked(rows[index])
 
@@ -365,5 +389,6 @@ READERS: dict[str, Reader] = {
     ".jsonl": _jsonl_rows,
     ".json": _json_rows,
     ".csv": _csv_rows,
+    ".tsv": _csv_rows,
     ".arrow": _arrow_rows,
 }

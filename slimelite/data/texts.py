@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from slimelite.data.hub import HubFile, hub_files
-from slimelite.data.reader import HUB_ID, BadRows
+from slimelite.data.reader import HUB_ID, BadRows, separator_of
 from slimelite.data.reader import READERS as ROWS
 
 logger = logging.getLogger(__name__)
@@ -191,7 +191,9 @@ def _csv_documents(path: str, column: str, flag: str) -> Iterator[tuple[str, obj
 def _csv_columns(path: Path) -> list[str]:
     """The names of the columns. In a file without a header these are texts, so a long name is cut."""
     with path.open(encoding="utf-8-sig", newline="", errors="replace") as file:
-        names = next(csv.reader(file), [])
+        separator = separator_of(file.readline())
+        file.seek(0)
+        names = next(csv.reader(file, delimiter=separator), [])
     return [name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..." for name in names]
 
 

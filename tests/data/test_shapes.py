@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +150,54 @@ def test_earlier_turns_of_alpaca_come_first(tmp_path: Path) -> None:
             load(file, SFT, [])
 
 
+@pytest.mark.parametrize("write", [json.dumps, repr])  # pandas writes the second form
+@pytest.mark.parametrize(
+    ("flags", "row"),
+    [
+        (SFT, {"messages": [QUESTION, ANSWER]}),
+        (SFT, {"conversations": TURNS}),
+        (SFT, {"prompt": [QUESTION], "completion": [{"content": "5", "role": "assistant"}]}),
+        (DPO, {"prompt": [QUESTION], "chosen": [ANSWER], "rejected": [OTHER]}),
+    ],
+)
+def test_messages_in_cells_of_csv_files_are_read(
+    flags: str, row: dict[str, Any], write: Callable[[object], str], tmp_path: Path
+) -> None:
+    file = tmp_path / "rows.csv"
+    with file.open("w", newline="") as out:
+        csv.writer(out).writerows([list(row), list(map(write, row.values()))])
+    sample = load(file, flags, [])
+    if PAIR in sample.metadata:
+        assert sample.metadata[PAIR] == [[QUESTION, ANSWER], [QUESTION, OTHER]]
+    else:
+        assert sample.metadata["messages"] == [QUESTION, ANSWER]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.csv", 'prompt;completion\n"Add 2, 3, and 4; please";x\n'),
+        ("a.csv", 'prompt\tcompletion\n"Add 2, 3, and 4; please"\tx\n'),
+        ("a.tsv", 'prompt\tcompletion\n"Add 2, 3, and 4; please"\tx\n'),
+        ("a.json", '{"data": [{"prompt": "Add 2, 3, and 4; please", "completion": "x"}], "version": 1}'),
+    ],
+)
+def test_tables_with_other_separators_and_wrapped_lists_are_read(name: str, text: str, tmp_path: Path) -> None:
+    file = tmp_path / name
+    file.write_text(text)
+    assert rows_of(file) == [{"prompt": "Add 2, 3, and 4; please", "completion": "x"}]
+    messages = [{**QUESTION, "content": "Add 2, 3, and 4; please"}, {**ANSWER, "content": "x"}]
+    assert load(file, SFT, []).metadata["messages"] == messages
+
+
+def test_a_reply_that_is_one_message_is_read(tmp_path: Path) -> None:
+    """As LLaMA-Factory writes pairs."""
+    file = tmp_path / "rows.jsonl"
+    chosen, rejected = TURNS[1], {"from": "gpt", "value": "6"}
+    file.write_text(json.dumps({"conversations": TURNS[:1], "chosen": chosen, "rejected": rejected}))
+    assert load(file, DPO, []).metadata[PAIR] == [[QUESTION, ANSWER], [QUESTION, OTHER]]
+
+
 QUIZ = {"q": "What is 2+3?", "options": ["4", "5"], "right": 1}
 PLAIN = {"question": "What is 2+3?", "answer": "5"}
 JUDGED = {"question": "What is 2+3?", "reply": "5", "liked": True}
@@ -195,6 +245,8 @@ LISTED = "What is 2+3?\nA. 4\nB. 5"
         ("--loss-type kto_loss --label-key label", JUDGED, ([QUESTION, ANSWER], True)),
         ("--loss-type dpo_loss", QUIZ, (QUIZ["q"], None)),
         ("--loss-type dpo_loss", {"question": QUIZ["q"], "good": "5", "bad": "4"}, (QUIZ["q"], None)),
+        ("--loss-type dpo_loss", {"question": QUIZ["q"], "chosen": "5", "rejected": "4"}, (QUIZ["q"], None)),
+        ("--loss-type dpo_loss", {"frage": QUIZ["q"], "chosen": "5", "rejected": "4"}, (QUIZ["q"], None)),
     ],
 )
 def test_other_rows_get_the_flags_or_the_line_that_converts_them(
@@ -227,6 +279,7 @@ def test_other_rows_get_the_flags_or_the_line_that_converts_them(
     ("flags", "row", "advice"),
     [
         ("--loss-type dpo_loss", PLAIN, "a pair needs two replies to one prompt"),
+        ("--loss-type dpo_loss", {"chosen": "5", "rejected": "6"}, "a pair of texts needs a column with the prompt"),
         ("--loss-type sft_loss", {"text": "Once"}, "train on it with --loss-type pretrain_loss --text-key text"),
         ("--loss-type kto_loss --label-key label", PLAIN, "needs a prompt, a reply and a label"),
         ("--rm-type math", {"n": 1}, "name the prompt's column with --input-key"),
@@ -293,6 +346,7 @@ def test_files_of_every_kind_give_the_same_rows(tmp_path: Path) -> None:
         ("a.csv", b"q,a\n1,2,3\n", "row 0: it has more cells"),
         ("a.csv", b"q,a\n\xff,2\n", "not a readable CSV file in UTF-8"),
         ("a.csv", b"q,a\n", "holds no rows"),
+        ("a.json", b'{"rows": []}', "a .json file must be a list of objects, or an object with such a list as 'data'"),
         ("a.csv", b"q,a,a\n1,2,3\n", "has several columns 'a'"),
         ("a.arrow", b"ARROW", "not a readable Arrow file"),
         ("a/state.json", b"{}", "does not name the dataset's files"),
