@@ -464,6 +464,8 @@ class InputChecks:
                 findings.facts.append(f"{name}: {first_prompt(prompts[0], self.tokenizer)}")
             if not columns.apply_chat_template:
                 self._warn_of_text(rows, prompts[0])
+            first = prompts[:ROWS_AT_START]
+            self._warn_of_unknown(name, first, f"{len(first)} prompts")
         if rows.generate == EPISODE:
             with findings.blaming(f"--environment {masked('environment', self.args.environment)}"):
                 begins, length = check_environment(self.args, self.tokenizer, prompts[0])
@@ -493,6 +495,7 @@ class InputChecks:
                 findings.facts.append(f"{name}: the first pair: {', '.join(shown)}")
                 what = "preferred conversation" if args.loss.scores else "prompt"
                 findings.facts.append(f"{name}: {first_prompt(pair[0], self.tokenizer, what)}")
+                self._warn_of_unknown(name, pair, "pair")
                 if isinstance(prompts[0].prompt, str) and not args.loss.scores:  # a reward model uses the template
                     self._warn_of_text(rows, prompts[0])
                 self._warn_of_hidden(chat, name, prompts)
@@ -513,13 +516,18 @@ class InputChecks:
             self._warn_of_hidden(chat, name, prompts)
             if empty < len(samples):
                 findings.facts.append(f"{name}: {conversations_as_seen(samples, self.tokenizer)}")
-            findings.warnings += [f"{name}: {text}" for text in (unknown_tokens(samples, self.tokenizer),) if text]
+            self._warn_of_unknown(name, samples, f"{len(samples)} conversations")
 
     def _warn_of_text(self, rows: Rows, prompt: Sample) -> None:
         """Warn if a chat model would see ``prompt`` without its chat template."""
         assert self.tokenizer is not None
         if warning := without_template(prompt, self.tokenizer, self._applies_template(rows)):
             self.findings.warnings.append(f"{rows.name}: {warning}")
+
+    def _warn_of_unknown(self, name: str, samples: list[Sample], what: str) -> None:
+        assert self.tokenizer is not None
+        if warning := unknown_tokens(samples, self.tokenizer, what):
+            self.findings.warnings.append(f"{name}: {warning}")
 
     def _warn_of_hidden(self, chat: ChatReader, name: str, prompts: list[Sample]) -> None:
         """Warn if the chat template leaves out content of the first rows. The model would not learn that content."""

@@ -45,8 +45,8 @@ def conversations_as_seen(samples: list[Sample], tokenizer: PreTrainedTokenizerB
     )
 
 
-def unknown_tokens(samples: list[Sample], tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """A warning if the tokenizer has no tokens for a large part of the texts."""
+def unknown_tokens(samples: list[Sample], tokenizer: PreTrainedTokenizerBase, what: str) -> str | None:
+    """A warning if the tokenizer has no tokens for a large part of the texts. ``what``: such as "2 prompts"."""
     unknown = tokenizer.unk_token_id
     if unknown is None or unknown in (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id):
         return None  # GPT-2's <|endoftext|> is all of them, and every text has it
@@ -55,8 +55,8 @@ def unknown_tokens(samples: list[Sample], tokenizer: PreTrainedTokenizerBase) ->
     if share <= UNKNOWN:
         return None
     return (
-        f"{share:.0%} of the tokens of the first {len(samples)} conversations are {tokenizer.unk_token}: the tokenizer "
-        "does not know these texts, so the model cannot learn them; use another --tokenizer, or train a tokenizer on "
+        f"{share:.0%} of the tokens of the first {what} are {tokenizer.unk_token}: the tokenizer does not know these "
+        "texts, so the model cannot read them or learn them; use another --tokenizer, or train a tokenizer on "
         "your texts with scripts/train_tokenizer.py"
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,6 +48,18 @@ def test_the_first_prompt_is_shown_as_the_model_sees_it(report: Report) -> None:
 
 def test_a_template_that_is_not_used_is_a_warning(report: Report) -> None:
     assert "--prompt-data: the prompts are text, and the model's chat template is not used" in report("--rm-type math")
+
+
+def test_texts_that_the_tokenizer_does_not_know_are_a_warning(report: Report, model: Path) -> None:
+    settings = model / "tokenizer_config.json"
+    told = r"the first {} are \+: the tokenizer does not know these texts, so the model cannot read them"
+    assert "does not know these texts" not in report("--rm-type math")
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"unk_token": "+"}))
+    assert re.search(f"--prompt-data: 25% of the tokens of {told.format('8 prompts')}", report("--rm-type math"))
+    pairs = model.parent / "pairs.jsonl"
+    pairs.write_text(json.dumps(PAIR))
+    shown = report(f"--loss-type dpo_loss --prompt-data {pairs} --n-samples-per-prompt 1 --label-key prompt")
+    assert re.search(f"--prompt-data: 17% of the tokens of {told.format('pair')}", shown)
 
 
 PAIR = {"prompt": "2+3=", "chosen": "5", "rejected": "6"}
