@@ -116,9 +116,11 @@ class EngineKind:
     release loses. ``wide``: whether one engine may use several GPUs. ``adapters``: whether the engine can sample from a
     LoRA adapter on top of the model's weights. ``scores``: whether the engine gives log-probs of given tokens
     (`Engine.score`). ``kept``: whether the engine returns the tokens that top-p, top-k and min-p kept
-    (`SamplingParams.kept`). ``package``: the Python package that the engine needs. ``check_config``: (Hugging Face
-    config) -> None. The function raises ValueError for a model that the engine cannot compute. ``lacking``: () -> one
-    sentence for each requirement of the engine on a GPU that this machine does not meet.
+    (`SamplingParams.kept`). ``restores``: whether the engine reads a checkpoint in fp8 or mxfp4 as ordinary weights, so
+    that the trainer's weights can replace them. ``package``: the Python package that the engine needs.
+    ``check_config``: (Hugging Face config) -> None. The function raises ValueError for a model that the engine cannot
+    compute. ``lacking``: () -> one sentence for each requirement of the engine on a GPU that this machine does not
+    meet.
     """
 
     name: str
@@ -131,6 +133,7 @@ class EngineKind:
     adapters: bool = False
     scores: bool = False
     kept: bool = False
+    restores: bool = False
     package: str | None = None
     check_config: Function | None = None
     lacking: Function | None = None
@@ -148,6 +151,7 @@ ENGINES.add(
         repeats=True,
         scores=True,
         kept=True,
+        restores=True,
         check_config="slimelite.engines.embedded.ways:check_config",
     )
 )

@@ -285,8 +285,10 @@ def load_weights(
         weight_shapes(Path(path))  # raises an error that names a damaged file
     load = partial(kind.from_pretrained, path, config=config, trust_remote_code=False, **options)
     model = _load(path, unread, load, bar=True)
-    if getattr(config, "quantization_config", None) is not None and "dtype" in options:
-        for parameter in model.parameters():  # transformers converts MXFP4 to bf16 and ignores the option dtype
+    if getattr(config, "quantization_config", None) is not None:
+        del model._weight_conversions  # would give the weights the names of quantized files in `as_filed`
+        for parameter in model.parameters() if "dtype" in options else ():
+            # transformers converts MXFP4 to bf16 and ignores the option dtype
             parameter.data = parameter.data.to(options["dtype"])
     return model
 

@@ -11,15 +11,21 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from slimelite.arguments import make_args
 from slimelite.engines.embedded import EmbeddedEngine
 from slimelite.engines.protocol import GenerateRequest, SamplingParams
-from slimelite.models.files import load_config
+from slimelite.models.files import as_filed, load_config
+from slimelite.plan.devices import Machine
+from slimelite.preflight import inspect
 from slimelite.training.loading import load_model, read_config
+from tests.arguments.conftest import COMPLETE
 from tests.engines.tiny_models import greedy, log_probs
+from tests.training.tiny import one_rank, tiny_args
 
 BLOCK = 128
-# a fast family, and one that transformers' own modules compute
-FAMILIES = ("qwen3", "olmo2", "gpt_oss")
+# a fast family, one that transformers' own modules compute, and mixtures of experts in both formats
+FAMILIES = ("qwen3", "olmo2", "gpt_oss", "qwen3_moe")
+EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": BLOCK}
 
 
 def fp8_checkpoint(folder: Path, family: str) -> dict[str, torch.Tensor]:
@@ -36,6 +42,7 @@ def fp8_checkpoint(folder: Path, family: str) -> dict[str, torch.Tensor]:
         head_dim=32,
         eos_token_id=1,
         pad_token_id=0,
+        **(EXPERTS if family.endswith("_moe") else {}),
     )
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
@@ -93,8 +100,9 @@ def add_to_config(folder: Path, quantized: dict[str, object]) -> None:
 def test_the_trainer_and_the_engine_read_the_same_weights(tmp_path: Path, family: str) -> None:
     meant = mxfp4_checkpoint(tmp_path) if family == "gpt_oss" else fp8_checkpoint(tmp_path, family)
     model = load_model(str(tmp_path), read_config(str(tmp_path)), seed=0, attention="eager", empty=False).eval()
-    for name, weight in model.named_parameters():
-        torch.testing.assert_close(weight.detach(), meant[name], rtol=1e-6, atol=0)
+    for name, weight in as_filed(model, {name: weight.detach() for name, weight in model.named_parameters()}).items():
+        torch.testing.assert_close(weight, meant.pop(name), rtol=1e-6, atol=0)
+    assert not meant
     prompt = (5, 6, 7, 8)
     request = GenerateRequest("0", prompt, SamplingParams(8, temperature=0.0, ignore_eos=True))
 
@@ -107,9 +115,18 @@ def test_the_trainer_and_the_engine_read_the_same_weights(tmp_path: Path, family
     tokens, found = asyncio.run(answer())
     assert tokens == greedy(model, prompt, 8)
     torch.testing.assert_close(torch.tensor(found), log_probs(model, prompt, tokens).float(), rtol=0, atol=1e-5)
-    # what is saved after training is an ordinary model
-    model.save_pretrained(tmp_path / "saved")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_run_saves_is_an_ordinary_model(tmp_path: Path, family: str) -> None:
+    meant = mxfp4_checkpoint(tmp_path) if family == "gpt_oss" else fp8_checkpoint(tmp_path, family)
+    with one_rank(tiny_args(tmp_path, save_hf_dtype="fp32")) as trainer:
+        trainer.save_hf(str(tmp_path / "saved"))
     assert getattr(load_config(str(tmp_path / "saved")), "quantization_config", None) is None
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert saved.keys() == meant.keys()
+    for name, weight in saved.items():
+        torch.testing.assert_close(weight, meant[name], rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors"])
@@ -120,3 +137,25 @@ def test_other_methods_are_refused_by_name(tmp_path: Path, method: str) -> None:
         read_config(str(tmp_path))
     with pytest.raises(ValueError, match=f"its weights are quantized by {method}"):
         EmbeddedEngine(str(tmp_path), max_context_len=64)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])
+def test_only_engines_that_restore_the_weights_take_new_ones(tmp_path: Path, family: str) -> None:
+    node, method = Machine(gpus=1, sglang=True), "mxfp4" if family == "gpt_oss" else "fp8"
+    _ = mxfp4_checkpoint(tmp_path) if family == "gpt_oss" else fp8_checkpoint(tmp_path, family)
+
+    def problems(words: str) -> list[str]:
+        given = ["--hf-checkpoint", str(tmp_path), "--colocate", "--dry-run", *words.split()]
+        args = make_args([*COMPLETE.split(), *given], machine=node)
+        return [problem for problem in inspect(args, node, files_only=True).problems if method in problem]
+
+    (problem,) = problems("--rollout-backend sglang")
+    assert problem.startswith(
+        f"--hf-checkpoint {tmp_path}: its weights are quantized ({method}), and the engine sglang"
+    )
+    assert "docs/lora.md#quantized-checkpoints" in problem
+    assert problems("--rollout-backend sglang --lora-rank 4 --lora-sync merged") == [problem]
+    separate = "--no-colocate --actor-num-gpus-per-node 1 --rollout-num-gpus 1 --plan-gpu h100:2"
+    assert len(problems(f"--rollout-backend vllm {separate}")) == 1
+    for kept in ("--rollout-backend embedded", "--debug-rollout-only", "--lora-rank 4 --lora-sync adapter"):
+        assert problems(f"--rollout-backend sglang {kept}") == []
