@@ -34,6 +34,7 @@ from slimelite.engines.protocol import (
     Transport,
 )
 from slimelite.engines.registry import ENGINES, ServerAddress, ServerParts
+from slimelite.plan.cuda import check_here
 from slimelite.rollout.manager import RolloutManager
 from slimelite.samples.table import TokenStats
 
@@ -81,6 +82,8 @@ class EngineFactory:
         starts a front."""
         build = self._args.engine_kind.build
         assert build is not None, "an engine that is a server has its own process"
+        if self._args.job.gpus:
+            check_here(computes=True)
         engine: Engine = self._function(build)(self.setup(index, host), self._codec())
         return engine
 
@@ -91,6 +94,8 @@ class EngineFactory:
     def server(self, index: int, host: str = LOCAL_HOST) -> ServerProcess:
         """Create the object for the process of server number ``index``. The server will listen on ``host``. The process
         is not started yet."""
+        if self._args.job.gpus:
+            check_here(computes=False)
         process: ServerProcess = self._function(self._parts.process)(self.setup(index, host))
         return process
 
@@ -231,7 +236,12 @@ def make_trainer(
         host: an address of this machine that engines can reach.
         listener: a listening socket at ``address``, for rank 0.
         store: the rendezvous store of the ranks, instead of ``address``.
+
+    Raises:
+        ValueError: the GPUs of this machine cannot compute the run.
     """
+    if args.job.gpus:
+        check_here(computes=True)
     from slimelite.training.lora import adapter_format
     from slimelite.training.parallel import meeting_store
     from slimelite.training.trainer import Trainer

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 import socket
 import sys
 import tempfile
@@ -18,7 +17,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from slimelite.arguments import Args, ArgumentError, ClusterArgs, ModelArgs, make_args
 from slimelite.base.heap import loading
@@ -27,11 +25,9 @@ from slimelite.engines.registry import ENGINES
 from slimelite.loop import read_evaluations
 from slimelite.models.checkpoints import MARKER, METADATA, STATE_FILE, model_folder, read_state, without_moments
 from slimelite.models.hub import make_room, refusal
+from slimelite.plan.cuda import described, generation_problems, torch_problems
 from slimelite.plan.devices import Machine, generation, this_machine
 from slimelite.preflight.findings import Findings, fill, format_report, one_line
-
-if TYPE_CHECKING:
-    from types import ModuleType
 
 PICKLE_END = b"."
 # above this learning rate of AdamW, a run cannot learn; the highest rate that worked (docs/learning_rates.md) is 5e-3
@@ -294,11 +290,6 @@ def _in_the_way(args: ModelArgs, target: Path) -> Iterator[str]:
             return
 
 
-# major version of CUDA -> the oldest driver that runs it (docs.nvidia.com/deploy/cuda-compatibility)
-DRIVERS = {11: 450, 12: 525, 13: 580}
-OLDEST = (8, 0)
-
-
 def check_devices(args: Args, machine: Machine, findings: Findings) -> None:
     """Check without torch whether this machine has enough GPUs, and whether the GPUs are new enough."""
     ranks = args.training_ranks if args.job.trains else 0
@@ -348,31 +339,10 @@ def _planned_devices(args: Args, machine: Machine, needed: int, ranks: int, engi
 
 
 def check_torch(args: Args, machine: Machine, findings: Findings) -> None:
-    """Check that torch can use the GPUs. If this machine joins a Ray cluster, nothing is checked, because the
-    GPUs may be in other machines."""
-    if not args.job.gpus or args.dry_run or _elsewhere(args):
-        return
-    import torch
-
-    if torch.version.hip is not None:  # a build for AMD GPUs, for which there are no checks
-        return
-    if torch.version.cuda is None:
-        findings.problems.append(
-            f"--device cuda: torch {torch.__version__} is a build for CPUs; install its CUDA build "
-            "(docs/install.md), or use --device cpu"
-        )
-    elif not torch.cuda.is_available():
-        findings.problems.append(f"--device cuda: torch cannot use the GPU here: {_no_cuda(torch, machine.driver)}")
-    else:
-        capability = min(torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count()))
-        if machine.capability is None:
-            _check_generation(args, capability, findings)
-        built = torch.cuda.get_arch_list()
-        if not _has_kernels(built, capability):
-            findings.problems.append(
-                f"--device cuda: torch {torch.__version__} has no kernels for compute capability {_dotted(capability)} "
-                f"of the GPU here, only for {' '.join(built)}; install a build for another CUDA"
-            )
+    """Check that torch can use the GPUs. If this machine joins a Ray cluster, nothing is checked here, because the
+    GPUs may be in other machines. The processes on these machines check their own GPUs."""
+    if args.job.gpus and not args.dry_run and not _elsewhere(args):
+        findings.problems += torch_problems(machine.driver)
 
 
 def _elsewhere(args: ClusterArgs) -> bool:
@@ -381,43 +351,10 @@ def _elsewhere(args: ClusterArgs) -> bool:
 
 
 def _check_generation(args: Args, capability: tuple[int, int], findings: Findings) -> None:
-    record = generation(capability)
-    gpus = f"GPUs of compute capability {_dotted(capability)} ({record.name}: {record.examples})"
-    if record.attention is None:
-        findings.problems.append(
-            f"--device cuda: {gpus} support neither bf16 nor FlashAttention, which the trainer and its engines need; "
-            f"use GPUs of {_dotted(OLDEST)} or newer ({generation(OLDEST).examples}), or --device cpu"
-        )
+    attention = generation(capability).attention
+    if attention is None:
+        findings.problems += generation_problems(capability)
     else:
-        trainer, engine = record.attention
+        trainer, engine = attention
         own = f", {engine} in SGLang" if args.job.engines and args.rollout_backend == "sglang" else ""
-        findings.facts.append(f"{gpus}: attention by {trainer} in the trainer{own}")
-
-
-def _no_cuda(torch: ModuleType, driver: str | None) -> str:
-    """The reason why CUDA does not start."""
-    wanted = DRIVERS.get(int(torch.version.cuda.partition(".")[0]))
-    have = int(driver.partition(".")[0]) if driver and driver[0].isdigit() else None
-    if wanted and have and have < wanted:
-        older = max((cuda for cuda, oldest in DRIVERS.items() if oldest <= have), default=None)
-        other = f", or install torch's build for CUDA {older}" if older else ""
-        needs = f"CUDA {torch.version.cuda} of torch {torch.__version__} needs {wanted} or newer"
-        return f"the driver is {driver}, and {needs}: update the driver{other}"
-    try:
-        torch.cuda.init()
-    except (RuntimeError, AssertionError) as error:
-        return one_line(error)
-    return "torch gives no reason; try nvidia-smi"
-
-
-def _has_kernels(built: list[str], capability: tuple[int, int]) -> bool:
-    """Whether kernels that were ``built`` for some capabilities run on ``capability``. They run if the major version is
-    the same, or if they are PTX."""
-    for kind, major, minor in re.findall(r"(sm|compute)_(\d+)(\d)", " ".join(built)):
-        if (int(major) == capability[0] or kind == "compute") and (int(major), int(minor)) <= capability:
-            return True
-    return not built
-
-
-def _dotted(capability: tuple[int, int]) -> str:
-    return ".".join(map(str, capability))
+        findings.facts.append(f"{described(capability)}: attention by {trainer} in the trainer{own}")

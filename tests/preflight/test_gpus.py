@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from arguments.conftest import COMPLETE
 
 from slimelite.arguments import make_args
+from slimelite.cluster.workers import EngineFactory, make_trainer
 from slimelite.plan.devices import GENERATIONS, Machine, generation, gpus, this_machine
 from slimelite.preflight import check_devices, check_torch
 from slimelite.preflight.findings import Findings
@@ -59,6 +61,28 @@ def test_gpus_without_bf16_and_flash_attention_are_refused(said: Said, old: tupl
     (later,) = said(None).problems  # an old nvidia-smi did not say it, and torch does
     assert "7.5 (Turing: T4, RTX 20)" in later
     assert said(old, words="--actor-num-nodes 2").problems == []  # the GPUs may be on other nodes
+
+
+def test_each_worker_of_a_cluster_checks_the_gpus_of_its_machine(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine that submits a run does not have the GPUs, so its checks find nothing."""
+    old = Machine(1, True, capability=(7, 5), driver="535.104.05")
+    args = make_args([*COMPLETE.split(), "--colocate", "--rollout-backend", "sglang"], machine=old)
+    workers: list[Callable[[], object]] = [partial(make_trainer, args), partial(EngineFactory(args).server, 0)]
+    embedded = make_args([*COMPLETE.split(), "--colocate", "--rollout-backend", "embedded"], machine=old)
+    workers.append(partial(EngineFactory(embedded).engine, 0))
+    said((7, 5))
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    findings = Findings()
+    check_devices(args, old, findings)
+    check_torch(args, old, findings)
+    assert findings.problems == []
+    monkeypatch.setattr("slimelite.plan.cuda.this_machine", lambda: old)
+    for worker in workers:
+        with pytest.raises(ValueError, match=r"^[^\n]*: --device cuda: GPUs of compute capability 7\.5 [^\n]*$"):
+            worker()
+    said(begins="The NVIDIA driver on your system is too old")
+    with pytest.raises(ValueError, match=r"the driver is 535\.104\.05, and CUDA 13\.0 of torch"):
+        make_trainer(args)
 
 
 @pytest.mark.parametrize("new", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
