@@ -15,6 +15,7 @@ import io
 import ipaddress
 import json
 import logging
+import secrets
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
@@ -236,6 +237,11 @@ def _is_asked_from_here(http: web.Request, origins: Collection[str]) -> bool:
     return all(is_loopback(name or "") for name in names)
 
 
+def new_key(host: str) -> str | None:
+    """A new key for a server at ``host``. None: only this machine can reach the server."""
+    return None if is_loopback(host) else secrets.token_urlsafe(24)
+
+
 def with_key(url: str, key: str | None) -> str:
     """The address with the key as its password. HTTP clients send the password with every request."""
     return url if key is None else url.replace("://", f"://:{key}@", 1)
@@ -285,11 +291,11 @@ def sse(data: object, event: str | None = None) -> bytes:
     return (f"event: {event}\n" if event else "").encode() + f"data: {body}\n\n".encode(errors="replace")
 
 
-async def read_json(http: web.Request) -> dict[str, Any]:
-    """The request's body, which must be a JSON object.
+async def read_bytes(http: web.Request) -> bytes:
+    """The request's body. A body that is compressed with gzip is decompressed.
 
     Raises:
-        RequestError: the body is not a JSON object, is too long, or does not arrive in time.
+        RequestError: the body is too long, cannot be decompressed, or does not arrive in time.
     """
     try:
         data, most = await asyncio.wait_for(http.read(), BODY_S), http.client_max_size
@@ -297,7 +303,7 @@ async def read_json(http: web.Request) -> dict[str, Any]:
             data = gzip.GzipFile(fileobj=io.BytesIO(data)).read(most + 1)
         if len(data) > most:
             raise web.HTTPRequestEntityTooLarge(most, len(data))
-        body = json.loads(data)
+        return data
     except web.HTTPRequestEntityTooLarge as error:
         message = f"the body is larger than the context of the engine can require: {error.text}"
         raise RequestError(message, error.status) from error
@@ -305,7 +311,17 @@ async def read_json(http: web.Request) -> dict[str, Any]:
         raise RequestError(f"the body did not arrive within {BODY_S:g} s", 408) from error
     except web.RequestPayloadError as error:
         raise RequestError(f"the body does not arrive completely: {error}") from error
-    except (ValueError, RecursionError, gzip.BadGzipFile, EOFError, zlib.error) as error:
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise RequestError(f"the body is not gzip: {error}") from error
+
+
+async def read_json(http: web.Request) -> dict[str, Any]:
+    """The request's body, which must be a JSON object. Raises RequestError if it is not, and the errors of
+    `read_bytes`."""
+    data = await read_bytes(http)
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError) as error:
         encoding = http.headers.get("Content-Encoding")
         packed = f"; its Content-Encoding is {encoding:.20}, but only gzip is supported" if encoding else ""
         raise RequestError(f"the body is not JSON: {error}{packed}") from error

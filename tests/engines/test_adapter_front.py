@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 from collections.abc import Awaitable, Callable
 from typing import Any
+from urllib.parse import urlsplit
 
+import pytest
 from aiohttp import web
 
 from slimelite.engines.sglang.front import ADAPTER, AdapterFront
@@ -19,10 +22,11 @@ class Upstream:
 
     def __init__(self) -> None:
         self.more, self.left = asyncio.Event(), asyncio.Event()
+        self.key: str | None = None  # in the front's address
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
-        if request.path == "/busy":
+        if request.path == "/health":
             return web.Response(status=429, text="no")
         if request.path not in ("/generate", "/v1/completions"):
             return web.json_response(
@@ -43,8 +47,10 @@ class Upstream:
         return response
 
 
-def through_a_front(scenario: Callable[[Upstream, Ask], Awaitable[None]], *, listens: bool = True) -> None:
-    """Run ``scenario`` with a front before an upstream that listens, or not."""
+def through_a_front(
+    scenario: Callable[[Upstream, Ask], Awaitable[None]], *, listens: bool = True, host: str = "127.0.0.1"
+) -> None:
+    """Run ``scenario`` with a front at ``host`` before an upstream that listens, or not."""
 
     async def work() -> None:
         upstream, app = Upstream(), web.Application()
@@ -55,8 +61,9 @@ def through_a_front(scenario: Callable[[Upstream, Ask], Awaitable[None]], *, lis
         port = runner.addresses[0][1]
         if not listens:
             await runner.cleanup()
-        front = AdapterFront(f"http://127.0.0.1:{port}", "127.0.0.1")
+        front = AdapterFront(f"http://127.0.0.1:{port}", host)
         url = await front.start()
+        upstream.key = urlsplit(url).password
 
         async def ask(request: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
             reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
@@ -84,24 +91,64 @@ async def read(connection: tuple[asyncio.StreamReader, asyncio.StreamWriter]) ->
 
 def test_what_goes_through() -> None:
     async def scenario(_: Upstream, ask: Ask) -> None:
-        given = "Host: there\nAuthorization: Bearer k\nContent-Type: text/plain\nX-Other: 1"
-        head, body = await read(await ask(f"POST /encode%20it?a=1 HTTP/1.0\n{given}\n\nas it is"))
+        given = "Host: 127.0.0.1\nContent-Type: text/plain\nX-Other: 1"
+        head, body = await read(await ask(f"POST /tokenize?a=%20 HTTP/1.0\n{given}\n\nas it is"))
         found: dict[str, Any] = json.loads(body)
         assert "Content-Type: application/json" in head
-        assert (found["path"], found["body"]) == ("/encode%20it?a=1", "as it is")
-        headers = dict(found["headers"])
-        assert (headers["Authorization"], headers["Content-Type"]) == ("Bearer k", "text/plain")
-        head, body = await read(await ask("GET /busy HTTP/1.0\nHost: there\n\n"))
+        assert (found["path"], found["body"]) == ("/tokenize?a=%20", "as it is")
+        assert dict(found["headers"])["Content-Type"] == "text/plain"
+        head, body = await read(await ask("GET /health HTTP/1.0\nHost: 127.0.0.1\n\n"))
         assert head.split()[1] == "429"
         assert body == b"no"
 
     through_a_front(scenario)
 
 
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/update_weights_from_disk",
+        "/release_memory_occupation",
+        "/pause_generation",
+        "/v1/../pause_generation",
+        "/v1/messages",
+    ],
+)
+def test_only_requests_that_a_plugin_needs_go_through(path: str) -> None:
+    async def scenario(_: Upstream, ask: Ask) -> None:
+        head, _body = await read(await ask(f"POST {path} HTTP/1.0\nHost: 127.0.0.1\n\n{{}}"))
+        assert head.split()[1] == "404"
+
+    through_a_front(scenario)
+
+
+def test_a_page_of_another_site_gets_nothing() -> None:
+    async def scenario(_: Upstream, ask: Ask) -> None:
+        for names in ("Host: there", "Host: 127.0.0.1\nOrigin: http://there"):
+            head, body = await read(await ask(f"POST /tokenize HTTP/1.0\n{names}\n\n{{}}"))
+            assert head.split()[1] == "403"
+            assert b"pages of other sites" in body
+
+    through_a_front(scenario)
+
+
+def test_a_front_that_other_machines_reach_needs_the_key_in_its_address() -> None:
+    async def scenario(upstream: Upstream, ask: Ask) -> None:
+        key = str(upstream.key)
+        basic = base64.b64encode(f":{key}".encode()).decode()
+        for given, status in (("Basic " + basic, "200"), ("Bearer " + key, "200"), ("Bearer other", "401")):
+            request = f"POST /tokenize HTTP/1.0\nHost: there\nAuthorization: {given}\n\n{{}}"
+            head, body = await read(await ask(request))
+            assert head.split()[1] == status
+            assert b"Authorization" not in body, "the server behind the front does not get the front's key"
+
+    through_a_front(scenario, host="0.0.0.0")
+
+
 def test_requests_that_sample_get_the_adapter_and_answers_stream() -> None:
     async def scenario(upstream: Upstream, ask: Ask) -> None:
         sent = {"text": "a", "stream": True}
-        reader, writer = await ask(f"POST /generate HTTP/1.1\nHost: there\n\n{json.dumps(sent)}")
+        reader, writer = await ask(f"POST /generate HTTP/1.1\nHost: 127.0.0.1\n\n{json.dumps(sent)}")
         # the first event is here while the server still works on the second
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         assert "Content-Type: text/event-stream" in head
@@ -111,7 +158,7 @@ def test_requests_that_sample_get_the_adapter_and_answers_stream() -> None:
         assert b"data: [DONE]" in await reader.read()
         writer.close()
         for body in ('{"lora_path": "mine"}', "no JSON", "[1]"):
-            _, answer = await read(await ask(f"POST /generate HTTP/1.1\nHost: there\n\n{body}"))
+            _, answer = await read(await ask(f"POST /generate HTTP/1.1\nHost: 127.0.0.1\n\n{body}"))
             assert f"data: {body}\n\n".encode() in answer
 
     through_a_front(scenario)
@@ -119,7 +166,7 @@ def test_requests_that_sample_get_the_adapter_and_answers_stream() -> None:
 
 def test_a_client_that_leaves_ends_its_request_at_the_server() -> None:
     async def scenario(upstream: Upstream, ask: Ask) -> None:
-        reader, writer = await ask("POST /generate HTTP/1.1\nHost: there\n\n{}")
+        reader, writer = await ask("POST /generate HTTP/1.1\nHost: 127.0.0.1\n\n{}")
         await reader.readuntil(b"\n\n")
         assert not upstream.left.is_set()
         writer.transport.abort()
@@ -132,7 +179,7 @@ def test_a_client_that_leaves_ends_its_request_at_the_server() -> None:
 def test_a_server_that_breaks_off_or_does_not_answer() -> None:
     async def breaks_off(upstream: Upstream, ask: Ask) -> None:
         upstream.more.set()
-        reader, writer = await ask("POST /v1/completions HTTP/1.1\nHost: there\n\n{}")
+        reader, writer = await ask("POST /v1/completions HTTP/1.1\nHost: 127.0.0.1\n\n{}")
         try:
             answer = await reader.read()
         except ConnectionResetError:
@@ -141,7 +188,7 @@ def test_a_server_that_breaks_off_or_does_not_answer() -> None:
         assert not answer.endswith(b"0\r\n\r\n"), "chunks end with an empty one, if the answer is whole"
 
     async def silent(_: Upstream, ask: Ask) -> None:
-        head, body = await read(await ask("GET /health HTTP/1.1\nHost: there\n\n"))
+        head, body = await read(await ask("GET /health HTTP/1.1\nHost: 127.0.0.1\n\n"))
         assert head.startswith("HTTP/1.1 502 ")
         assert "/health does not answer: " in json.loads(body)["error"]["message"]
 

@@ -13,7 +13,7 @@ import aiohttp
 from aiohttp import web
 
 from slimelite.base.http_client import CONNECT_S, KEEP_ALIVE_S
-from slimelite.base.http_server import listen
+from slimelite.base.http_server import RequestError, Server, new_key, read_bytes, with_key
 from slimelite.base.threads import LoopThread
 
 logger = logging.getLogger(__name__)
@@ -22,29 +22,34 @@ logger = logging.getLogger(__name__)
 ADAPTER = "policy"
 # SGLang's endpoints that take `lora_path`
 SAMPLING = ("/generate", "/v1/completions", "/v1/chat/completions")
+# other endpoints that a plugin needs; those that change the server, such as weight updates, are not here
+OTHERS = (
+    *("/abort_request", "/health", "/health_generate", "/get_model_info", "/model_info", "/openapi.json"),
+    *("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize", "/v1/models"),
+)
 LARGEST_BODY = 1 << 30
-# headers that are passed on to the server; of the answer's headers, only Content-Type is passed back
-PASSED = ("Authorization", "Content-Type")
 
 
-class AdapterFront:
+class AdapterFront(Server):
     """Passes requests on to the server at ``target``. The front adds ``lora_path`` to sampling requests that do not
-    have it. Answers are passed back in pieces, so that a stream arrives as a stream.
+    have it. Answers are passed back in pieces, so that a stream arrives as a stream. If other machines can reach
+    ``host``, requests need the key in the front's address. The front has its own thread and event loop.
     """
 
     def __init__(self, target: str, host: str) -> None:
-        self._target, self._host = target, host
+        super().__init__(LARGEST_BODY, host, 0, new_key(host))
+        self._target = target
         self._thread: LoopThread | None = None
 
     async def start(self) -> str:
-        """Start listening on a free port and return the base URL."""
+        """Start listening on a free port and return the base URL with the key."""
         self._thread = LoopThread("adapter front")
-        return await self._thread.result(self._listen())
+        return with_key(await self._thread.result(self._listen()), self.key)
 
     async def stop(self) -> None:
         """Release the address, and close the connections to the server. Before `start` this does nothing."""
         if self._thread is not None:
-            await self._thread.result(self._runner.cleanup())
+            await self._thread.result(super().stop())
             await self._thread.result(self._session.close())
             await asyncio.to_thread(self._thread.close)
             self._thread = None
@@ -54,14 +59,14 @@ class AdapterFront:
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
         )
-        app = web.Application(client_max_size=LARGEST_BODY)
-        app.router.add_route("*", "/{path:.*}", self._pass_on)
         # when a client disconnects, its handler is cancelled, and the connection to the server closes too
-        self._runner, url = await listen(app, self._host, 0)
-        return url
+        return await super().start()
+
+    def _routes(self) -> list[web.RouteDef]:
+        return [web.route("*", path, self._pass_on) for path in (*SAMPLING, *OTHERS)]
 
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
-        body = await request.read()
+        body = await read_bytes(request)
         if request.path in SAMPLING:
             with suppress(ValueError):  # a malformed body is passed on, and the server answers with the error
                 sent = json.loads(body)
@@ -72,7 +77,7 @@ class AdapterFront:
             async with self._session.request(
                 request.method,
                 self._target + request.path_qs,
-                headers={name: request.headers[name] for name in PASSED if name in request.headers},
+                headers={"Content-Type": request.headers["Content-Type"]} if "Content-Type" in request.headers else {},
                 data=body or None,
             ) as answer:
                 kind = {"Content-Type": answer.headers.get("Content-Type", answer.content_type)}
@@ -85,7 +90,7 @@ class AdapterFront:
         except (aiohttp.ClientError, TimeoutError) as error:
             problem = f"{self._target}{request.path} does not answer: {str(error) or type(error).__name__}"
             if response is None:
-                return web.json_response({"error": {"message": problem}}, status=502)
+                raise RequestError(problem, 502) from error
             if request.transport is not None:  # None: the client has disconnected
                 # the status is sent already; closing the connection shows the client that the answer is incomplete
                 logger.warning("%s", problem)
