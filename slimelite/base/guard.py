@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import os
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 # the folder of our own package
 PACKAGE = Path(__file__).parents[1]
@@ -18,6 +20,39 @@ PACKAGE = Path(__file__).parents[1]
 
 class PluginError(ValueError):
     """A plugin raised an error or tried to end the process. The message names the plugin and its line."""
+
+
+class Quit(SystemExit):
+    """A plugin called ``os._exit``, which would end the run without a message."""
+
+
+_refusal = ContextVar[tuple[int, Callable[[int], BaseException]] | None]("_refusal", default=None)
+_end_process = os._exit
+
+
+def _checked_exit(status: int) -> NoReturn:
+    refusal = _refusal.get()
+    if refusal is not None and refusal[0] == os.getpid():
+        raise refusal[1](status)
+    _end_process(status)
+
+
+@contextmanager
+def kept_alive(refuse: Callable[[int], BaseException] = Quit) -> Iterator[None]:
+    """In the block, ``os._exit`` raises the error ``refuse(status)`` instead of ending this process. Child processes,
+    and threads that the block starts, may still end themselves with ``os._exit``."""
+    os._exit = _checked_exit
+    token = _refusal.set((os.getpid(), refuse))
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # a coroutine that is garbage-collected is closed in another context
+            _refusal.reset(token)
+
+
+def ending(error: SystemExit) -> str:
+    """The call of a plugin that would have ended the process, for messages."""
+    return f"{'os._exit' if isinstance(error, Quit) else 'sys.exit'}({error.code!r})"
 
 
 def guarded(function: Callable[..., Any], path: str, flag: str | None) -> Callable[..., Any]:
@@ -46,7 +81,8 @@ def guarded(function: Callable[..., Any], path: str, flag: str | None) -> Callab
 def _guard(function: Callable[..., Any], path: str, flag: str | None) -> Iterator[None]:
     """Convert errors of the block into `PluginError`; `load_function` describes the conversion."""
     try:
-        yield
+        with kept_alive():
+            yield
     except (PluginError, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError):
         raise
     except BaseException as error:
@@ -56,7 +92,7 @@ def _guard(function: Callable[..., Any], path: str, flag: str | None) -> Iterato
         if isinstance(error, Exception) and (flag is None or ours):
             raise
         file = getattr(inspect.unwrap(function), "__code__", None) and inspect.getsourcefile(function)
-        what = f"called sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"raised {named_error(error)}"
+        what = f"called {ending(error)}" if isinstance(error, SystemExit) else f"raised {named_error(error)}"
         name = f"{flag} {path}" if flag else f"the plugin {path}"
         raise PluginError(f"{name} {what}{_place([f for f in frames if f.filename == file])}") from error
 
@@ -83,7 +119,10 @@ def own_traceback(error: BaseException) -> str:
 
 
 def raised_at(error: BaseException) -> str:
-    """The line of a plugin that raised ``error``, for a message: `` (file, line 3, in reward)``; empty if unknown."""
+    """The line of a plugin that raised ``error``, for a message: `` (file, line 3, in reward)``. Empty if the line is
+    unknown, or if the error's message already has the line."""
+    if isinstance(error, PluginError):
+        return ""
     frames = traceback.extract_tb(error.__traceback__)
     # a syntax error is raised in Python's import system, and its message has the file and the line
     own = [f for f in frames if not (Path(f.filename).is_relative_to(PACKAGE) or f.filename.startswith("<frozen"))]
@@ -105,7 +144,8 @@ def import_failure(option: str, path: str, error: BaseException) -> str:
     is this file."""
     file = str(Path(path).resolve())
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
-    what = " ".join((str(error) if isinstance(error, ValueError) else named_error(error)).split())
+    ends = f"it calls {ending(error)}" if isinstance(error, SystemExit) else ""
+    what = ends or " ".join((str(error) if isinstance(error, ValueError) else named_error(error)).split())
     place = f" {path}, line {lines[-1]}" if lines else ""  # without a line, the message still names the file
     return f"{option}{place}: {what}"
 

@@ -6,16 +6,14 @@ import asyncio
 import inspect
 import json
 import math
-import os
 import subprocess
 import time
 from collections.abc import Callable, Mapping
-from contextvars import ContextVar
 from dataclasses import asdict
 from functools import wraps
-from typing import Any, NoReturn
+from typing import Any
 
-from slimelite.base.guard import defined_at, raised_at
+from slimelite.base.guard import defined_at, kept_alive, raised_at
 from slimelite.base.http_client import Client, HttpError, shown
 from slimelite.base.lifecycle import start_module
 from slimelite.base.processes import is_stopped
@@ -69,16 +67,9 @@ def load(environment: str, sandbox: SandboxSettings = NO_WISHES) -> Callable[[],
     return make
 
 
-_playing = ContextVar[int | None]("_playing", default=None)
-_end_process = os._exit
-
-
-def _guarded_exit(status: int) -> NoReturn:
-    if _playing.get() == os.getpid():
-        raise EnvironmentFailure(
-            "crash", f"a method called os._exit({status!r}), which would end the run without a message"
-        )
-    _end_process(status)
+def _quit(status: int) -> EnvironmentFailure:
+    what = f"a method called os._exit({status!r}), which would end the run without a message"
+    return EnvironmentFailure("crash", what)
 
 
 def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -88,18 +79,15 @@ def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
 
         @wraps(method)
         async def awaited(*args: object) -> object:
-            _playing.set(os.getpid())  # only in the context of this call, because the call has its own task or thread
-            return await method(*args)
+            with kept_alive(_quit):
+                return await method(*args)
 
         return awaited
 
     @wraps(method)
     def called(*args: object) -> object:
-        token = _playing.set(os.getpid())
-        try:
+        with kept_alive(_quit):
             return method(*args)
-        finally:
-            _playing.reset(token)
 
     return called
 
@@ -138,7 +126,6 @@ class Host:
             self._workers = [_Worker(environment, sandbox) for _ in range(processes)]
         else:
             self._make = _guarded(load(environment, sandbox))
-            os._exit = _guarded_exit  # such a call in an environment would end the run
 
     async def open(self) -> Live:
         """Open a new environment. If there are workers, the environment runs on the worker with the fewest episodes.

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from slimelite.base.guard import PACKAGE, guarded, import_failure, nearest
+from slimelite.base.guard import PACKAGE, ending, guarded, import_failure, kept_alive, nearest
 
 F = "slimelite.slime.functions"
 AGENTS = "slimelite.slime.agents"
@@ -155,9 +155,9 @@ files_run: list[str] = []
 def load_function(path: str, flag: str | None = None) -> Callable[..., Any]:
     """The function (or class) at ``path``.
 
-    ``sys.exit`` in the function becomes a `PluginError`. Without this conversion, the run would end as if it had
-    succeeded. ``flag``: the option that named the function. With ``flag``, every error becomes a `PluginError`. Without
-    ``flag``, errors are raised unchanged, so that the caller can count them or retry.
+    ``sys.exit`` and ``os._exit`` in the function become a `PluginError`. Without this conversion, the run would end as
+    if it had succeeded. ``flag``: the option that named the function. With ``flag``, every error becomes a
+    `PluginError`. Without ``flag``, errors are raised unchanged, so that the caller can count them or retry.
 
     Known ``slime.…`` names refer to our own functions, also in the imports of a plugin (see `MODULES`). A file is
     loaded only once, even if several flags name it. The file's folder is appended to ``sys.path``, so that the file can
@@ -175,12 +175,13 @@ def load_function(path: str, flag: str | None = None) -> Callable[..., Any]:
         return resolve(path)
     install_finder()
     try:
-        module = _load_file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
+        with kept_alive():
+            module = _load_file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
         function = getattr(module, name, None)
     except ImportError as error:
         raise ValueError(f"cannot load {path!r}: {error}{_nearest_module(module_name, error)}") from error
     except SystemExit as error:
-        raise ValueError(f"cannot load {path!r}: it calls sys.exit({error.code!r}) while it is imported") from error
+        raise ValueError(f"cannot load {path!r}: it calls {ending(error)} while it is imported") from error
     if function is None:
         raise ValueError(f"{module_name} has no {name!r}{nearest(name, vars(module))}")
     if not callable(function):
@@ -197,7 +198,8 @@ def run_file(path: str, option: str) -> None:
     """
     install_finder()
     try:
-        _load_file(path)
+        with kept_alive():
+            _load_file(path)
     except (Exception, SystemExit) as error:
         raise ValueError(import_failure(option, path, error)) from error
     if (file := str(Path(path).resolve())) not in files_run:

@@ -114,14 +114,16 @@ def test_an_imported_file_that_fails_is_one_message(tmp_path: Path) -> None:
     (tmp_path / "syntax.py").write_text("x = (\n")
     (tmp_path / "ends.py").write_text("import sys\nsys.exit(3)\n")
     (tmp_path / "clashes.py").write_text(REGISTERS.replace("own_rule", "math"))
-    files = ("owm.py", "fails.py", "syntax.py", "ends.py", "clashes.py")
+    (tmp_path / "quits.py").write_text("import os\nos._exit(0)\n")
+    files = ("owm.py", "fails.py", "syntax.py", "ends.py", "quits.py", "clashes.py")
     done = run(tmp_path, sys.executable, str(ROOT / "train.py"), *(w for f in files for w in ("--import-file", f)))
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
         f"train.py: --import-file: no plugin file {tmp_path}/owm.py; did you mean own.py?",
         f"train.py: --import-file {tmp_path}/fails.py, line 2: AttributeError: module 'os' has no attribute 'nothing'",
         "train.py: --import-file: SyntaxError: '(' was never closed (syntax.py, line 1)",
-        f"train.py: --import-file {tmp_path}/ends.py, line 2: SystemExit: 3",
+        f"train.py: --import-file {tmp_path}/ends.py, line 2: it calls sys.exit(3)",
+        f"train.py: --import-file {tmp_path}/quits.py, line 2: it calls os._exit(0)",
         f"train.py: --import-file {tmp_path}/clashes.py, line 6: another reward rule is already called 'math'; choose "
         "another name for yours",
     ]

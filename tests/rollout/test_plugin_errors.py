@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slimelite.base.guard import PluginError
+from slimelite.base.guard import PluginError, raised_at
 from slimelite.rollout import groups
 from slimelite.slime.plugins import load_function
 
@@ -15,7 +15,7 @@ from .conftest import MakeArgs, MakeManager, plugin
 from .scripted import ScriptedEngine
 
 PLUGINS = """
-import asyncio, sys
+import asyncio, os, sys
 from slimelite.rollout.generate import generate_rollout
 
 def fail(*args, **named):
@@ -34,12 +34,31 @@ async def leave_in_a_task(args, sample, sampling_params):
 def rollout_of_ours(args, rollout_id, data_source, evaluation=False):
     return generate_rollout(args, rollout_id, data_source, evaluation)
 
+def quit(*args, **named):
+    os._exit(0)
+
+async def quit_in_a_task(args, sample, sampling_params):
+    async def later():
+        await asyncio.sleep(0)
+        os._exit(0)
+    await asyncio.gather(later(), asyncio.sleep(0.01))
+
+def fork(*args, **named):
+    child = os.fork()
+    if not child:
+        os._exit(7)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
 class Source:
     def __init__(self, args): ...
     def __len__(self): return 1
     def add_samples(self, groups): ...
     def get_samples(self, n):
         sys.exit(0)
+
+class Quits(Source):
+    def get_samples(self, n):
+        os._exit(0)
 
 class Stillborn(Source):
     def __init__(self, args):
@@ -101,6 +120,29 @@ def test_a_data_source_that_ends_the_process(
         make_manager(args, [ScriptedEngine()]).generate(0)
 
 
+@pytest.mark.parametrize("function", ["quit", "quit_in_a_task"])
+def test_a_generate_function_that_calls_os_exit(
+    make_args: MakeArgs, make_manager: MakeManager, plugins: str, function: str
+) -> None:
+    """os._exit(0) would end this process with success and without a word."""
+    path = f"{plugins}:{function}"
+    manager = make_manager(make_args(custom_generate_function_path=path), [ScriptedEngine()])
+    what = rf"^the plugin {path} called os\._exit\(0\) \({plugins}, line \d+"
+    with pytest.raises(PluginError, match=what) as told:
+        manager.generate(0)
+    assert raised_at(told.value) == "", "the message has the line already"
+
+
+def test_a_data_source_that_calls_os_exit(make_args: MakeArgs, make_manager: MakeManager, plugins: str) -> None:
+    args = make_args(data_source_path=f"{plugins}:Quits")
+    with pytest.raises(PluginError, match=rf"^--data-source-path {plugins}:Quits.* called os\._exit\(0\)"):
+        make_manager(args, [ScriptedEngine()]).generate(0)
+
+
+def test_a_child_process_of_a_plugin_ends_as_it_wants(plugins: str) -> None:
+    assert load_function(f"{plugins}:fork")() == 7
+
+
 def test_our_own_messages_stay_what_they_are(make_args: MakeArgs, make_manager: MakeManager, plugins: str) -> None:
     args = make_args(rollout_function_path=f"{plugins}:rollout_of_ours", data_source_path=plugin("sources.py:Empty"))
     with pytest.raises(ValueError, match=r"^the data source returned no prompts"):
@@ -122,6 +164,9 @@ def test_a_module_that_ends_the_process_when_it_is_imported(tmp_path: Path) -> N
     (tmp_path / "script.py").write_text("import sys\nsys.exit(0)\n")
     with pytest.raises(ValueError, match=r"script.py:main': it calls sys\.exit\(0\) while it is imported"):
         load_function(f"{tmp_path / 'script.py'}:main")
+    (tmp_path / "quits.py").write_text("from os import _exit\n_exit(0)\n")
+    with pytest.raises(ValueError, match=r"quits.py:main': it calls os\._exit\(0\) while it is imported"):
+        load_function(f"{tmp_path / 'quits.py'}:main")
 
 
 def test_a_loaded_function_is_what_it_was(plugins: str) -> None:
