@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PretrainedConfig, PreTrainedModel
 
+    from slimelite.arguments import Args
     from slimelite.models.sources import Source
 
 WHOLE = "model.safetensors"
@@ -393,6 +394,21 @@ def looks_sound(config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]] | 
     embeddings = [shape for name, shape in shapes.items() if name.endswith("embed_tokens.weight")]
     head = config.get("tie_word_embeddings") or "lm_head.weight" in shapes
     return {width, queries, inner} <= widths and embeddings == [(known, width)] and bool(head)
+
+
+def check_quantized(args: Args, config: Mapping[str, object]) -> list[str]:
+    """A message if the engine cannot take the trainer's weights because ``config`` (parsed config.json) is the config
+    of a quantized model. The trainer itself refuses the methods that are not in `RESTORED`."""
+    quantized = config.get("quantization_config")
+    method = quantized.get("quant_method") if isinstance(quantized, dict) else None
+    takes = args.engine_kind.restores or args.sends_adapter
+    if method not in RESTORED or not args.job.syncs or takes:
+        return []
+    return [
+        f"--hf-checkpoint {args.hf_checkpoint}: its weights are quantized ({method}), and the engine "
+        f"{args.rollout_backend} cannot load the trainer's weights into quantized layers; save the model once "
+        "without quantization (docs/lora.md#quantized-checkpoints), or use --rollout-backend embedded"
+    ]
 
 
 def check_architecture(args: ArchitectureArgs, config: dict[str, Any]) -> list[str]:

@@ -11,7 +11,7 @@ import logging
 import math
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -31,8 +31,8 @@ from slimelite.engines.params import SamplingParams
 from slimelite.models.checkpoints import ROLLOUT_STATE, STATE_FILE, damage, read_config, read_json
 from slimelite.models.families import FAMILIES, text_config
 from slimelite.models.files import (
-    RESTORED,
     check_architecture,
+    check_quantized,
     has_weights,
     looks_sound,
     shape_problems,
@@ -79,20 +79,6 @@ class Rows(NamedTuple):
 def _where(columns: Args | EvalDataset, what: str) -> str:
     """The column of ``what``, if the user named one; otherwise ``what``, because several names are possible."""
     return what if columns.input_key == DataArgs.input_key else f"column {columns.input_key!r}"
-
-
-def _quantized(args: Args, config: Mapping[str, object]) -> Iterator[str]:
-    """A message if the engine cannot take the trainer's weights because ``config`` is the config of a quantized model.
-    The trainer itself refuses the methods that are not in `RESTORED`."""
-    quantized = config.get("quantization_config")
-    method = quantized.get("quant_method") if isinstance(quantized, dict) else None
-    takes = args.engine_kind.restores or args.sends_adapter
-    if method in RESTORED and args.job.syncs and not takes:
-        yield (
-            f"--hf-checkpoint {args.hf_checkpoint}: its weights are quantized ({method}), and the engine "
-            f"{args.rollout_backend} cannot load the trainer's weights into quantized layers; save the model once "
-            "without quantization (docs/lora.md#quantized-checkpoints), or use --rollout-backend embedded"
-        )
 
 
 class InputChecks:
@@ -163,7 +149,7 @@ class InputChecks:
         self.config = self._read_model("--hf-checkpoint", path)
         if self.config:
             findings.problems += check_architecture(args, self.config)
-            findings.problems += _quantized(args, self.config)
+            findings.problems += check_quantized(args, self.config)
         if self.config and not has_weights(path) and not args.resume_directory:
             what = f"training starts from random weights (--seed {args.seed})"
             if not args.job.trains:
