@@ -6,7 +6,9 @@ checkpoints and its model are in this folder, unless the file names other places
 
 After a crash, give the same command again. It does not repeat finished stages. The interrupted stage resumes from its
 newest checkpoint if it has a ``save_interval``; otherwise it begins again. All remaining stages are checked before the
-first of them begins.
+first of them begins. If the model of an earlier stage does not exist yet, a later stage is checked with the model that
+the first stage starts from. If the first stage makes a new model, a temporary folder with its config and tokenizer
+stands in for it.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import json
 import os
 import secrets
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +27,7 @@ from slimelite.algorithms.losses import LOSSES, LossType
 from slimelite.arguments.args import Args
 from slimelite.arguments.flags import ArgumentError, all_flags, group_flags
 from slimelite.arguments.help import is_asked
-from slimelite.arguments.parse import args_type, merge_sources
+from slimelite.arguments.parse import args_type, make_args, merge_sources
 from slimelite.arguments.secret import masked
 from slimelite.arguments.sources import PATHS, Settings, Vocabulary, read_config, split_words
 from slimelite.arguments.tracking import TrackingArgs
@@ -168,14 +171,21 @@ def run_all(run: Callable[[list[str] | None], int], problems: Callable[[list[str
     argv = sys.argv[1:]
     if "--stages" not in dict(split_words(argv)[0]) or is_asked(argv):
         return run(None)
-    try:
-        stages = read_stages(argv)
-        wrong = list(_problems(stages, problems))
-    except ArgumentError as error:
-        wrong = error.problems
-    if wrong:
-        print("\n".join(f"train.py: {problem}" for problem in dict.fromkeys(wrong)), file=sys.stderr)
-        return 2
+    with tempfile.TemporaryDirectory(prefix="new_model-", ignore_cleanup_errors=True) as folder:
+        try:
+            stages = read_stages(argv)
+            base = _base_model(stages[0], folder)
+            wrong = list(_problems(stages, base, problems))
+        except ArgumentError as error:
+            wrong = error.problems
+        if wrong:
+            print("\n".join(f"train.py: {problem}" for problem in dict.fromkeys(wrong)), file=sys.stderr)
+            return 2
+        return _run_each(stages, base, run)
+
+
+def _run_each(stages: Sequence[Stage], base: str | None, run: Callable[[list[str] | None], int]) -> int:
+    """Run the unfinished stages in turn, and return the exit status. ``base``: the result of `_base_model`."""
     after, worst = None, 0
     for stage in stages:
         if stage.finished:
@@ -185,7 +195,7 @@ def run_all(run: Callable[[list[str] | None], int], problems: Callable[[list[str
             record = stage.new_record(after)
             if not stage.dry:
                 stage.write_record(record)
-            worst = max(worst, run(_command_line(stage, stages[: stage.number])))
+            worst = max(worst, run(_command_line(stage, stages[: stage.number], base)))
             if worst and not stage.dry:
                 return worst
             if not stage.dry:
@@ -241,8 +251,25 @@ def _stage(number: int, file: str, folder: Path, common: list[str]) -> Stage:
     return Stage(number, file, place, settings, argv, model, bool(number) and "hf_checkpoint" in own)
 
 
-def _problems(stages: Sequence[Stage], problems: Callable[[list[str]], list[str]]) -> Iterator[str]:
-    """The problems of finished stages, of the order of stages, and of the remaining stages."""
+def _base_model(first: Stage, folder: str) -> str | None:
+    """The model that the ``first`` stage starts from. If that stage makes a new model, this is ``folder``, which then
+    has the config and the tokenizer of the new model, but no weights. None if the stage's flags define no model.
+    """
+    try:
+        args = make_args(first.argv)
+        if args.model_config is not None:
+            from slimelite.data.tokenizer import write_new_model  # it needs transformers
+
+            write_new_model(Path(folder), args.model_config, str(args.tokenizer))
+            return folder
+    except (OSError, ValueError):
+        pass  # the checks of the first stage report it
+    return first.settings.values.get("hf_checkpoint")
+
+
+def _problems(stages: Sequence[Stage], base: str | None, problems: Callable[[list[str]], list[str]]) -> Iterator[str]:
+    """The problems of finished stages, of the order of stages, and of the remaining stages. ``base``: the result of
+    `_base_model`."""
     yield from _disorder(stages)
     after: object = None
     for stage in stages:
@@ -253,10 +280,11 @@ def _problems(stages: Sequence[Stage], problems: Callable[[list[str]], list[str]
                 yield f"{stage}: {why}; to run the stage again, remove {again}; to keep it, give its earlier flags"
                 return
             after = stage.record().get("id")
-        elif not stage.dry and (not before or _newest(before)):  # else the first stage must make the model first
-            ahead = [each for each in before if not each.finished]
-            for problem in problems(_command_line(stage, before)):
-                if not any(str(each.folder) in problem for each in ahead):  # earlier stages will write these files
+        elif not stage.dry and (not before or _newest(before, base)):  # else the first stage reports its mistake
+            to_write = [str(each.folder) for each in before if not each.finished]
+            to_write += [base] if base and base != stages[0].settings.values.get("hf_checkpoint") else []
+            for problem in problems(_command_line(stage, before, base)):
+                if not any(path in problem for path in to_write):  # earlier stages will write these files
                     yield f"{stage}: {problem}"
 
 
@@ -303,10 +331,10 @@ def _base(stage: Stage, stages: Sequence[Stage]) -> Stage | None:
     return next(documents, None)
 
 
-def _command_line(stage: Stage, before: Sequence[Stage]) -> list[str]:
+def _command_line(stage: Stage, before: Sequence[Stage], base: str | None) -> list[str]:
     """The command line of ``stage``. If models of the stages ``before`` do not exist yet, it has the newest existing
-    model in their place."""
-    words, newest = list(stage.argv), _newest(before)
+    model in their place. ``base``: the result of `_base_model`."""
+    words, newest = list(stage.argv), _newest(before, base)
     if newest is None:
         return words
     values = stage.settings.values
@@ -320,11 +348,11 @@ def _command_line(stage: Stage, before: Sequence[Stage]) -> list[str]:
     return words if stage.chooses else [*words, "--hf-checkpoint", newest]
 
 
-def _newest(before: Sequence[Stage]) -> str | None:
-    """The newest model that exists, or the model that the first stage starts from; None if the first stage makes a new
-    one."""
+def _newest(before: Sequence[Stage], base: str | None) -> str | None:
+    """The newest model that the stages ``before`` have made; ``base`` if they have made none; None for the first
+    stage."""
     made = [each.result for each in before if each.made]
-    return made[-1] if made else before[0].settings.values.get("hf_checkpoint") if before else None
+    return made[-1] if made else base if before else None
 
 
 def _is(value: object, stage: Stage) -> bool:

@@ -13,6 +13,7 @@ import yaml
 import train
 from slimelite.preflight import problems_of
 from slimelite.stages import read_stages, run_stages
+from tests.data.tokenizers import byte_tokenizer
 
 from .conftest import TrainPy, metrics
 
@@ -220,6 +221,31 @@ def test_a_stage_that_chats_after_pretraining_needs_a_tokenizer_with_a_template(
     done = train_py(*TWO)
     assert done.returncode == 0, done.stderr
     assert (two / "out" / "1-two" / "model" / "chat_template.jinja").is_file()
+
+
+def test_every_stage_is_checked_though_the_first_makes_a_new_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train_py: TrainPy
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    tokenizer.save_pretrained("tokenizer")
+    Path("texts.jsonl").write_text('{"text": "1+1=2"}\n')
+    turns = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
+    Path("chats.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    size = {"num_layers": 1, "hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 2, "vocab_size": 272}
+    texts = {"prompt_data": ["texts.jsonl"], "loss_type": "pretrain_loss", "seq_length": 8, "global_batch_size": 1}
+    chats = {"loss_type": "sft_loss", "rollout_batch_size": 1, "num_rollout": 1, "tokenizer": "tokenizer"}
+    write(tmp_path / "one.yaml", num_rollout=1, tokenizer="tokenizer", **size, **texts)
+    write(tmp_path / "two.yaml", prompt_data=["chats.jsonl"], **chats)
+    checked = train_py(*TWO, "--dry-run")
+    assert checked.stdout.count("ready to start") == 2, checked.stdout
+    write(tmp_path / "three.yaml", prompt_data=["gone.jsonl"], **chats)
+    done = train_py(*[*TWO[:3], "three.yaml", *TWO[3:]])
+    assert done.returncode == 2
+    named = "--prompt-data: no such file: gone.jsonl (--prompt-data, --eval-prompt-data)"
+    assert done.stderr == f"train.py: stage 2 (three.yaml): {named}\n"
+    assert not (tmp_path / "out").exists()
 
 
 class Killed(BaseException):
