@@ -3,16 +3,16 @@ it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 import slimelite
 from slimelite.arguments import Args, LoraArgs
+from slimelite.arguments.sources import YAML_BYTES
 from slimelite.base.files import write_text
 from slimelite.models.checkpoints import HUB_ID, read_json
 from slimelite.tracking.console import PLURALS, method, plugins, unit_of
@@ -22,6 +22,8 @@ from slimelite.tracking.run_folder import SOURCES, entry
 CARD = "README.md"
 # keys that are copied from a base model's card to the cards of models that are trained from it
 LICENCE = ("license", "license_name", "license_link")
+# most characters of a text from a base model's card
+LONGEST = 200
 # flags for folders and addresses of the run's machine
 PLACES = ("save", "save_hf", "load", "push_to_hub", "wandb_dir", "tensorboard_dir", "update_weight_disk_dir")
 FOLDER = "THIS FOLDER"
@@ -141,9 +143,9 @@ def base_of(model: str | None) -> dict[str, str]:
         return {}
     there = _front_matter(model)
     named = {"base_model": model} if HUB_ID.fullmatch(model) and not Path(model).exists() else {}
-    if not named and isinstance(above := there.get("base_model"), str):
+    if not named and (above := there.get("base_model")):
         named = {"base_model": above}
-    return named | {key: str(there[key]) for key in LICENCE if there.get(key)}
+    return named | {key: there[key] for key in LICENCE if there.get(key)}
 
 
 def fetch_card(model: str) -> None:
@@ -159,8 +161,11 @@ def fetch_card(model: str) -> None:
         hf_hub_download(model, CARD)
 
 
-def _front_matter(model: str) -> Mapping[str, Any]:
-    """The YAML header of a card; {} if it has none."""
+def _front_matter(model: str) -> dict[str, str]:
+    """The texts in the YAML header of a card, cut to `LONGEST` characters; {} if the card has no header.
+
+    The card may be a stranger's. So only the nodes of the header are read: a value with aliases may be huge.
+    """
     path: object = Path(model) / CARD
     if not Path(model).exists() and HUB_ID.fullmatch(model):
         from huggingface_hub import try_to_load_from_cache
@@ -168,10 +173,13 @@ def _front_matter(model: str) -> Mapping[str, Any]:
         path = try_to_load_from_cache(model, CARD)
     if not isinstance(path, str | Path) or not Path(path).is_file():
         return {}
-    opening, _, rest = Path(path).read_text(encoding="utf-8", errors="replace").partition("---\n")
-    with suppress(yaml.YAMLError):
-        content = yaml.safe_load(rest.partition("\n---")[0]) if not opening.strip() else None
-        return content if isinstance(content, dict) else {}
+    with Path(path).open(encoding="utf-8", errors="replace") as file:
+        opening, _, rest = file.read(YAML_BYTES).partition("---\n")
+    with suppress(yaml.YAMLError, RecursionError):
+        header = yaml.compose(rest.partition("\n---")[0], yaml.SafeLoader) if not opening.strip() else None
+        entries = header.value if isinstance(header, yaml.MappingNode) else []
+        texts = [(key, value) for key, value in entries if isinstance(value, yaml.ScalarNode)]
+        return {str(key.value): value.value[:LONGEST] for key, value in texts if value.tag != "tag:yaml.org,2002:null"}
     return {}
 
 

@@ -36,6 +36,15 @@ def test_a_card_that_is_none_says_nothing(text: str, tmp_path: Path) -> None:
     assert base_of(None) == {}
 
 
+@pytest.mark.parametrize("value", ["[{}]", "{{<<: [{}]}}"])
+def test_aliases_in_the_card_of_a_stranger_are_not_written_out(value: str, tmp_path: Path) -> None:
+    """Six levels of ten aliases are a million values."""
+    levels = "".join(f"l{n}: &l{n} {value.format(', '.join([f'*l{n - 1}'] * 10))}\n" for n in range(1, 7))
+    bomb = f"---\nl0: &l0 {{name: x}}\n{levels}license: *l6\nlicense_name: {'long ' * 100}\nlicense_link: null\n---\n"
+    (tmp_path / "README.md").write_text(bomb)
+    assert base_of(str(tmp_path)) == {"license_name": ("long " * 100)[:200]}
+
+
 def test_scores_are_those_before_training_and_of_this_model(tmp_path: Path) -> None:
     records = [
         {"kind": "eval", "eval/step": step, "eval/sums": score, "eval/sums-stderr": 0.01}
