@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from jinja2 import TemplateError
 
 from slimelite.base.registry import function
-from slimelite.data.messages import Message, Messages, Tools, render, with_arguments
+from slimelite.data.messages import Message, Messages, Tools, bounded, render, with_arguments
 from slimelite.data.prompts import PAIR
 from slimelite.data.replies import PROBE, Finder, Span, renamed
 from slimelite.models.families import LOSS_MASKS
@@ -353,16 +353,18 @@ def auto_mask(chat: ChatReader, messages: Messages, tools: Tools) -> list[Piece]
 def _marked(chat: ChatReader, messages: Messages, tools: Tools) -> Piece:
     """The spans of the template's own ``{% generation %}`` marks."""
     tokenizer = chat.tokenizer
+    chat.render(messages, tools)  # limits the whole text; with marks, transformers itself joins the parts of the text
     from transformers.utils.chat_template_utils import render_jinja_template
 
     settings = {**tokenizer.special_tokens_map, **chat.template_kwargs}
     template = tokenizer.get_chat_template(None, tools)
-    texts, marks = with_arguments(
-        lambda messages: render_jinja_template(
-            [messages], tools=tools, chat_template=template, return_assistant_tokens_mask=True, **settings
-        ),
-        messages,
-    )
+    with bounded(tokenizer):
+        texts, marks = with_arguments(
+            lambda messages: render_jinja_template(
+                [messages], tools=tools, chat_template=template, return_assistant_tokens_mask=True, **settings
+            ),
+            messages,
+        )
     spans: list[Span] = marks[0]
     replies = [m for m in messages if m["role"] == "assistant"]
     if all(is_trained(m) for m in replies):
