@@ -41,8 +41,12 @@ model with the same template, whatever the model's name. The table is for transf
     - *tests alone*: neither the template nor TRL has marks, so the tests check only which text the loss masks cover.
     - *calls in a row: refused*: SFT refuses conversations with several tool calls in a row.
 - **tool calls**: the format in which the template writes calls. The tests check that slimelite parses each written call
-  back into the original call. *none*: the template does not show tools to the model. With such a template slimelite
-  refuses `--environment` with tools, and requests with `tools`.
+  back into the original call. There are two exceptions, because nothing in the written call shows what was meant. The
+  formats `glm`, `qwen3_coder` and `muse` put tags around a text: if an argument contains such a tag, the call counts as
+  malformed, or its argument is cut. The templates `lfm2_2_5` and `lfm2_2_5_v2` do not escape a text: a backslash in an
+  argument may come back as another character, and text that looks like the next parameter as a parameter. *none*: the
+  template does not show tools to the model. With such a template slimelite refuses `--environment` with tools, and
+  requests with `tools`.
 - **next question**, **after a thought**: these columns show what a session's prompt contains when the user asks the
   next question. *continues*: the prompt contains the sampled tokens of the reply. *branches*: the template writes the
   reply differently from the sampled tokens, and the prompt contains the template's text. "next question" is for a plain

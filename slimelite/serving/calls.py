@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -114,13 +115,23 @@ def after(mark: str, text: str) -> Iterator[Piece]:
         yield Piece(start, end, text[start + len(mark) : end])
 
 
-def between(begin: str, close: str, text: str) -> Iterator[Piece]:
+def between(begin: str, close: str, text: str, *, holds_json: bool = False) -> Iterator[Piece]:
     """Yields the parts of ``text`` between the marks ``begin`` and ``close``, such as ``<tool_call>`` and
     ``</tool_call>``. A part without a closing mark ends where the next part begins, or at the end of the text.
+
+    ``holds_json``: the parts are JSON, and marks inside a JSON value belong to this value.
     """
-    for piece in after(begin, text):
-        inside, closed, rest = piece.inside.partition(close)
-        yield Piece(piece.start, piece.end - len(rest), inside, None if closed else close)
+    end = 0
+    while (start := text.find(begin, end)) >= 0:
+        inside = body = start + len(begin)
+        if holds_json:
+            with suppress(Unreadable):
+                _, body = first_json(text, inside)
+        until = text.find(begin, body)
+        until = len(text) if until < 0 else until
+        closed = text.find(close, body, until)
+        end = until if closed < 0 else closed + len(close)
+        yield Piece(start, end, text[inside : until if closed < 0 else closed], close if closed < 0 else None)
 
 
 def typed_call(name: str, pairs: list[tuple[str, str]], rest: str, schemas: Schemas) -> tuple[str, str]:

@@ -315,7 +315,9 @@ TOOL_FORMATS = Registry[ToolFormat](
         ),
         ToolFormat("glm", TAGGED, read_glm, ("<arg_key>",), sglang=("glm45", "glm47")),
         ToolFormat("qwen3_coder", TAGGED, read_qwen3_coder, ("<function=",), ("<tool_call>", "<function=")),
-        ToolFormat("hermes", TAGGED, read_hermes, ("<tool_call>",), sglang=("qwen", "qwen25")),
+        ToolFormat(
+            "hermes", partial(TAGGED, holds_json=True), read_hermes, ("<tool_call>",), sglang=("qwen", "qwen25")
+        ),
         ToolFormat(
             "mistral",
             partial(after, "[TOOL_CALLS]"),

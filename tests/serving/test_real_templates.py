@@ -38,11 +38,13 @@ ARGUMENTS: list[dict[str, Any]] = [
     {"query": "75001", "top": 75001, "ratio": 1e-07},
     {"query": "", "flag": True, "top": None, "ratio": -2.5, "unknown": 2**60},
     {"list": ["a", 2, None, ["it's"], {"c": False}], "object": {"x": {"y": ['"']}, "z": ""}},
-    *(AMBIGUOUS := [{"query": "C:\\new\\table"}, {"query": "f('b', c=d)"}]),
+    *(UNESCAPED := [{"query": "C:\\new\\table"}, {"query": "f('b', c=d)"}]),
+    *(TAGS := [{"query": "a</tool_call>b"}, {"query": 'a</tool_call>\n<tool_call>{"b"', "top": 3}]),
 ]
-# LFM2.5's first templates put quotes around a text and mark nothing in it: a backslash, which begins an escape, and
-# what looks like the next parameter are not read back
-UNMARKED = ("lfm2_2_5", "lfm2_2_5_v2")
+# arguments that are not read back, because the format marks nothing in a text. LFM2.5's first templates put quotes
+# around a text: a backslash, which begins an escape, and what looks like the next parameter are ambiguous. The formats
+# glm and qwen3_coder put tags around a text
+UNMARKED = {"lfm2_2_5": UNESCAPED, "lfm2_2_5_v2": UNESCAPED, "glm": TAGS, "qwen3_coder": TAGS}
 
 
 USED = [name for name in templates.names() if templates.shows_tools(name)]
@@ -78,7 +80,7 @@ def test_every_call_that_a_template_writes_is_read_back(name: str) -> None:
     for template in (None, marked) if marked else (None,):
         chat_format = ChatFormat(templates.tokenizer(name, template))
         for arguments in ARGUMENTS:
-            if name in UNMARKED and arguments in AMBIGUOUS:
+            if arguments in [*UNMARKED.get(name, ()), *UNMARKED.get(FORMATS[name].tools.name, ())]:
                 continue
             text = written(chat_format, {"role": "assistant", "content": "", "tool_calls": [called(arguments)]})
             read = chat_format.reply(chat_format.encode(text.rstrip("\n")), [TOOL])
