@@ -186,13 +186,18 @@ class Vocabulary:
         """The known option that is most similar to ``option``. None if no option is similar, or if the option is
         refused."""
         name = option[2:].replace("_", "-")
-        # two names are not similar only because they share a prefix
-        prefix = next((prefix for prefix in ("sglang-", "router-") if name.startswith(prefix)), "")
-        sglang = [f"sglang-{name}" for name in sglang_options()]
-        names = [*self.switches_on, *self.switches_off, *known_flags(), *sglang]
-        known = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
-        near = difflib.get_close_matches(name.removeprefix(prefix), known, n=1, cutoff=SIMILAR)
-        nearest = f"{prefix}{near[0]}" if near else ""
+        names = [
+            *self.switches_on,
+            *self.switches_off,
+            *known_flags(),
+            *(f"sglang-{name}" for name in sglang_options()),
+        ]
+        nearest = ""
+        first = name.partition("-")[0] + "-"  # two names are not similar only because they share the first word
+        for prefix in ("", first):
+            known = [one.removeprefix(prefix) for one in names if one.startswith(first) == bool(prefix)]
+            if near := difflib.get_close_matches(name.removeprefix(prefix), known, n=1, cutoff=SIMILAR):
+                nearest = prefix + near[0]
         # only for a very similar name, because names of other projects may also mean flags of a different kind
         elsewhere = known_tables()["elsewhere"]
         if near := difflib.get_close_matches(name, elsewhere, n=1, cutoff=SAME):

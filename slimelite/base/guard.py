@@ -150,7 +150,8 @@ def import_failure(option: str, path: str, error: BaseException) -> str:
     return f"{option}{place}: {what}"
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """``"; did you mean …?"``, or "" if no known name is similar."""
+def nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """``"; did you mean …?"``, or "" if no known name is similar. ``prefix``: what the message writes before the
+    name."""
     close = get_close_matches(name, [k for k in known if not k.startswith("__")], n=1, cutoff=0.7)
-    return f"; did you mean {close[0]}?" if close else ""
+    return f"; did you mean {prefix}{close[0]}?" if close else ""

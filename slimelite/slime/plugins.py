@@ -237,4 +237,4 @@ def _nearest_module(name: str, error: ImportError) -> str:
     if not parent:  # an installed package with a similar name is rarely meant
         return "; write path/to/file.py:function, or add the folder of the module to PYTHONPATH"
     paths = getattr(sys.modules.get(parent), "__path__", None)
-    return nearest(leaf, [m.name for m in pkgutil.iter_modules(paths)]) if paths is not None else ""
+    return nearest(leaf, [m.name for m in pkgutil.iter_modules(paths)], f"{parent}.") if paths is not None else ""

@@ -46,7 +46,15 @@ def test_unknown_flag_names_the_nearest(problems: Problems, typo: str, meant: st
 
 @pytest.mark.parametrize(
     "option",
-    ["--no-such-thing", "--data", "--resume", "--learning-rate-schedule", "--sglang-nonsense", "--router-nonsense"],
+    [
+        "--no-such-thing",
+        "--data",
+        "--resume",
+        "--learning-rate-schedule",
+        "--sglang-nonsense",
+        "--router-nonsense",
+        "--rollout-engines",
+    ],
 )
 def test_what_is_like_no_flag_gets_no_hint(problems: Problems, option: str) -> None:
     assert problems(option) == [f"{option} is not a known flag; --help-all lists them all"]

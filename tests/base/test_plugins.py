@@ -57,7 +57,7 @@ def test_functions_of_packages_and_of_files(plugin_file: Path) -> None:
         ("{dir}/my_plugin.py:NUMBER", "is a int, not a function"),
         ("{dir}/my_plugin.py", "names a file, but not a function or class in the file: write .*/my_plugin.py:name"),
         ("{dir}/lacks_module.py:fn", "No module named 'no_such_dependency'"),
-        ("slimelite.rollout.filterz.check_all", "did you mean filters?"),
+        ("slimelite.rollout.filterz.check_all", "did you mean slimelite.rollout.filters?"),
         ("slimelite.rollout.filters.check_al", "did you mean check_all?"),
         ("no_such_package_at_all.fn", "No module named 'no_such_package_at_all'; write path/to/file.py:function"),
         ("examples.reward.fn", "No module named 'examples'; write path/to/file.py:function, or add the folder"),
