@@ -41,7 +41,8 @@ def verdict(plan: Plan) -> str:
     worst, *rest = sorted(needed, key=lambda name: -needed[name][0] / needed[name][1])
     where = "this machine has" if plan.shared else "tensors can use on a GPU"
     if needed[worst][0] <= needed[worst][1]:
-        return f"fits: {worst} needs most, {_gigabytes(needed[worst])} that {where}"
+        least = "at least " * (worst == "generate")  # the table has the whole KV pool, which may fill the memory
+        return f"fits: {worst} needs most, {least}{_gigabytes(needed[worst])} that {where}"
     sentence = f"does not fit: {worst} needs {_gigabytes(needed[worst])} that {where}; {_remedy(plan, worst)}"
     # if neither a trainer nor an engine fits, each of them needs a change
     rest = [

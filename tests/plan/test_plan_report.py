@@ -133,6 +133,13 @@ def test_a_trainer_and_an_engine_that_do_not_fit_need_a_change_each() -> None:
     assert alone.endswith("; --rollout-num-gpus-per-engine 2 on 2 GPUs would fit")
 
 
+def test_what_an_engine_needs_at_least_is_not_its_row_of_the_table() -> None:
+    found = plan("qwen2.5-0.5B", "--debug-rollout-only --rollout-backend sglang --plan-gpu h100:1 --rollout-num-gpus 1")
+    least = found.needs()["generate"][0]
+    assert verdict(found).startswith(f"fits: generate needs most, at least {least / 1e9:.1f} of the ")
+    assert total(found.phases()["generate"]) > 2 * least
+
+
 def test_the_largest_micro_batch_is_the_last_that_fits() -> None:
     found = plan("qwen2.5-0.5B", "--colocate --plan-gpu rtx4090:1")
     most = largest(found.load, found.usable)
