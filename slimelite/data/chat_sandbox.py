@@ -51,7 +51,7 @@ GROWING = {
     *("slice", "strftime_now", "to_bytes", "tojson", "translate", "zfill"),
 }
 # filters whose results may have any length; no template of a model uses them
-REFUSED = ("pprint", "sum", "urlize", "wordwrap", "xmlattr")
+REFUSED = ("pprint", "urlize", "wordwrap", "xmlattr")
 
 
 class TooLarge(MemoryError):
@@ -148,14 +148,15 @@ def _limited(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def limited(*args: Any, **kwargs: Any) -> Any:
-        if name in REFUSED:
-            raise TooLarge
+        others = [*args[first + 1 :], *kwargs.values()]
+        if name in REFUSED or (name == "sum" and any(isinstance(other, SEQUENCES[2:]) for other in others)):
+            raise TooLarge  # a sum that begins with a list joins lists
         if name == "join":
             args = (*args[:first], list(args[first]), *args[first + 1 :])
         if name not in LISTS:
             _text(args[first])
-        if name in GROWING and (kwargs or name == "join" or len(args) > first + 1):
-            _count_before(name, args[first], [*args[first + 1 :], *kwargs.values()])
+        if name in GROWING and (others or name == "join"):
+            _count_before(name, args[first], others)
         return measured(function(*args, **kwargs))
 
     return limited

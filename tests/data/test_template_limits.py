@@ -120,6 +120,7 @@ NESTED = "{% set n = namespace(x=[1, 2]) %}{% for i in range(40) %}{% set n.x = 
         *(NESTED + shown for shown in ("{{ n.x }}", "{{ n.x ~ 'a' }}", "{{ n.x | tojson }}", "{{ n.x | upper }}")),
         NESTED + "{{ '%s' % (n.x,) }}",
         "{{ lipsum(10 ** 6) }}",
+        "{{ [[1]] | sum(start=[1]) }}",
     ],
 )
 @pytest.mark.timeout(60)
@@ -130,6 +131,11 @@ def test_a_template_whose_values_grow_on_one_row_alone_is_stopped_before_they_do
     with pytest.raises((TooCostly, UndefinedError), match=r"takes more than 134,217,728 characters|'lipsum'"):
         render(tokenizer, [{"role": "user", "content": "trap"}], None, {})
     assert render(tokenizer, [{"role": "user", "content": "a"}], None, {})
+
+
+def test_sums_of_numbers_are_allowed() -> None:
+    tokenizer = byte_tokenizer("{{ messages | map(attribute='content') | map('length') | sum }}")
+    assert render(tokenizer, [{"role": "user", "content": "abc"}], None, {}) == "3"
 
 
 def test_the_sandbox_renders_real_templates_as_transformers_does(monkeypatch: pytest.MonkeyPatch) -> None:
