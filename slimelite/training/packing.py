@@ -190,7 +190,7 @@ class SmallModel:
         with _outputs(self._own) as theirs:
             self._own(input_ids=ids, use_cache=False)
         if name := _first_difference(self._seen(policy, [1]), theirs):
-            return f"its {name} computes something else in slimelite"
+            return f"its {name} computes something different here"
         return "its logits are not the output of its LM head"
 
     def _policy(self, attention: str) -> PolicyModel:

@@ -284,7 +284,7 @@ def test_dict_rewards_are_kept_whole_and_need_a_key(graders: list[Grader], plugi
 def test_every_failure_is_counted_kept_and_noted(
     graders: list[Grader], plugin: str, caplog: pytest.LogCaptureFixture, name: str, kind: str, message: str
 ) -> None:
-    args = RewardArgs(custom_rm_path=f"{plugin}:{name}", reward_timeout=0.3)
+    args = RewardArgs(custom_rm_path=f"{plugin}:{name}", reward_timeout=0.3 if kind == "timeout" else 60.0)
     given = samples("it is 42")
     with caplog.at_level(logging.WARNING):
         assert rewards(graders, args, given) == [0.0]
@@ -304,7 +304,7 @@ def test_every_failure_is_counted_kept_and_noted(
 
 
 def test_a_function_that_blocks_does_not_stop_generation_or_later_rewards(graders: list[Grader], plugin: str) -> None:
-    grader = Grader(RewardArgs(rm_type="random", reward_timeout=0.3))
+    grader = Grader(RewardArgs(rm_type="random", reward_timeout=1.0))
     graders.append(grader)
 
     unblocked = threading.Event()
@@ -353,7 +353,7 @@ def test_a_missing_label_is_a_reward_error(graders: list[Grader]) -> None:
 
 
 def test_a_hung_rule_is_a_timeout_of_its_sample_alone(graders: list[Grader]) -> None:
-    args = RewardArgs(rm_type="format", format_regex="(a+)+b", reward_timeout=1.0)
+    args = RewardArgs(rm_type="format", format_regex="(a+)+b", reward_timeout=3.0)
     assert rewards(graders, args, samples("aab", "a" * 50, "b")) == [1.0, 0.0, 0.0]
     assert graders[-1].metrics()["rollout/reward_errors/timeout"] == 1.0
 
