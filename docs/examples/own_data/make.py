@@ -1,4 +1,7 @@
-"""Write 200 sums as jsonl or CSV:   python make.py FILE.jsonl|FILE.csv"""
+"""Write 200 sums as jsonl or CSV:   python make.py FILE.jsonl|FILE.csv
+
+The sums of a jsonl file have four numbers; those of a CSV file have two, which a small chat model learns in minutes.
+"""
 
 import csv
 import json
@@ -10,15 +13,15 @@ random.seed(0)
 file = Path(sys.argv[1])
 file.parent.mkdir(parents=True, exist_ok=True)
 with file.open("w", newline="") as out:
-    table = csv.writer(out)
     if file.suffix == ".csv":
+        table = csv.writer(out)
         table.writerow(["question", "answer"])
-    for _ in range(200):
-        numbers = [random.randint(0, 9) for _ in range(4)]
-        question, answer = "+".join(map(str, numbers)) + "=?", str(sum(numbers))
-        if file.suffix == ".csv":
-            table.writerow([question, answer])
-        else:
-            messages = [{"role": "user", "content": question}]
-            row = {"messages": messages, "label": answer, "metadata": {"largest": max(numbers)}}
+        for _ in range(200):
+            a, b = random.randint(1, 9), random.randint(1, 9)
+            table.writerow([f"{a} + {b} = ? Answer with the number only.", a + b])
+    else:
+        for _ in range(200):
+            numbers = [random.randint(0, 9) for _ in range(4)]
+            messages = [{"role": "user", "content": "+".join(map(str, numbers)) + "=?"}]
+            row = {"messages": messages, "label": str(sum(numbers)), "metadata": {"largest": max(numbers)}}
             out.write(json.dumps(row) + "\n")
