@@ -319,8 +319,8 @@ def failed_groups(h: History) -> Seen | None:
 
 
 @kind(
-    "without evaluation and saving, a rollout took five times as long as usual (the median of the last 20 rollouts), "
-    "and at least a minute longer",
+    "a rollout took five times as long as usual (the median of the last 20 rollouts), and at least a minute longer; "
+    "the time of evaluation and saving does not count",
     "Find the phase that takes longer. If it is gen, look for a very long response, a slow reward (--reward-timeout) "
     "or a slow tool. If it is sync, look for a slow network or disk. If all phases are slow, look for another job on "
     "the machine.",
