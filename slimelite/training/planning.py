@@ -19,8 +19,8 @@ Invariants (tests/training/test_planning.py tests each of them):
    rows.
 6. All ranks have the same number of micro-batches, at least one. A rank with fewer rows gets empty micro-batches.
 7. The numbers of tree tokens of any two ranks differ by at most the number of tokens of the largest unit.
-8. Rows that share a prefix are in the same micro-batch, unless invariant 5 or 7 prevents this. With one rank, they are in
-   one micro-batch if they have at most ``max_tokens`` tree tokens in total.
+8. Rows that share a prefix are in the same micro-batch, unless invariant 5 or 7 prevents this. With one rank, they are
+   in one micro-batch if they have at most ``max_tokens`` tree tokens in total.
 9. The result depends only on the arguments. So every rank computes the same plan.
 
 The running time for n rows is proportional to n log n.
