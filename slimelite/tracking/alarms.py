@@ -225,8 +225,9 @@ def _stays_below(name: str, score: float) -> Callable[[History], bool]:
 )
 def mismatch(h: History) -> Seen | None:
     """One rollout above the limit is an alarm, because its value is a mean of many tokens. With fresh samples, a
-    fivefold rise to more than a tenth of the limit is an alarm too; smaller values may be rounding. Each weight
-    update adds 0.17 nats in healthy runs at the quickstart's high learning rate, and raises the limit by 0.2."""
+    fivefold rise to more than a tenth of the limit is an alarm too; smaller values may be rounding. In healthy
+    runs at the quickstart's high learning rate, the value grows by 0.17 nats for each weight update since sampling. So
+    each update raises the limit by 0.2."""
     now, then, age = h.row.get("mismatch", 0.0), h.then("mismatch"), h.row.get("staleness", 0.0)
     limit = MISMATCH_LIMIT + 0.2 * age
     risen = not age and h.enough("mismatch") and h.now("mismatch") > max(5 * then, MISMATCH_LIMIT / 10)
