@@ -7,8 +7,7 @@ templates need JSON text, because they concatenate it with other text. Some temp
 For Hermes' template, each message with a tool's answer must contain the tool's name.
 
 Chat templates are programs that come with a model, and may be malicious. So each template is first tried in a separate
-process with limits on time and memory. Later, each rendering of a conversation has a limit of time, and a limit on the
-sizes of its values (`slimelite.data.chat_sandbox`).
+process with limits on time and memory. Later, each rendering of a conversation has a time limit.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 CPU_S, MEMORY, DEADLINE_S = 2, 1 << 29, 60.0
 # RENDER_S: limit of CPU time for one rendering of real messages [s]; a long conversation takes milliseconds. POLL_S:
 # time between two checks of this limit [s]
-RENDER_S, POLL_S = 10.0, 0.5
+RENDER_S, POLL_S = 30.0, 0.5
 # exit status of the trial
 WELL, NO_MEMORY = 0, 3
 CALL = {"type": "function", "function": {"name": "look", "arguments": {"at": "1"}}}
@@ -62,8 +61,6 @@ def try_template(tokenizer: PreTrainedTokenizerBase) -> None:
     """
     if not tokenizer.chat_template:
         return
-    from slimelite.data import chat_sandbox as _  # noqa: F401 - the trial renders in this sandbox
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a copy of a process with threads may hang; `_ended` kills it
         child = os.fork()
@@ -114,9 +111,9 @@ def _ended(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-class TooCostly(ValueError):
-    """A chat template needed too much time or memory to render some messages. The template may need equally much for
-    other messages, so the caller should not render more of them."""
+class TooSlow(ValueError):
+    """A chat template took too long to render some messages. The template may take equally long for other messages, so
+    the caller should not render more of them."""
 
 
 class _Stop(BaseException):
@@ -184,28 +181,22 @@ def bounded(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
     """A context manager for code that renders messages with the chat template of ``tokenizer``, in any thread. It costs
     a few microseconds.
 
-    The context manager stops a template whose loop runs too long. It cannot stop a single operation.
+    The context manager stops a template whose loop runs too long. This also limits the length of the rendered text. A
+    single long operation, such as a power of huge numbers, cannot be stopped.
 
     Raises:
-        TooCostly: the code in the ``with`` block needs more than `RENDER_S` seconds of CPU time, or makes values that
-            are too large.
+        TooSlow: the code in the ``with`` block needs more than `RENDER_S` seconds of CPU time.
     """
-    from slimelite.data import chat_sandbox  # it needs transformers
-
-    limit = f"{RENDER_S:g} s"
     try:
-        chat_sandbox.renew()
         _watch.begin(RENDER_S)
         try:
             yield
         finally:
             _watch.end()
-    except (_Stop, chat_sandbox.TooLarge) as error:
+    except _Stop:
         _watch.end()
-        if isinstance(error, chat_sandbox.TooLarge):
-            limit = f"{chat_sandbox.LARGEST:,} characters"
-        raise TooCostly(
-            f"the chat template of {tokenizer.name_or_path or 'the tokenizer'} takes more than {limit} to "
+        raise TooSlow(
+            f"the chat template of {tokenizer.name_or_path or 'the tokenizer'} takes more than {RENDER_S:g} s to "
             "render these messages: it is broken or hostile; use the model's original template (chat_template.jinja "
             "or tokenizer_config.json)"
         ) from None
@@ -337,8 +328,8 @@ def parsed(value: object, kind: type[Kind], column: str, where: str = "") -> Kin
 
 def render(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Tools, settings: Mapping[str, object]) -> str:
     """Render ``messages`` with the chat template, and return the text. ``settings`` are variables for the template.
-    This function does not catch errors that the template raises. If the template needs too much time or memory,
-    `slimelite.data.messages.TooCostly` is raised.
+    This function does not catch errors that the template raises. If the template takes too long,
+    `slimelite.data.messages.TooSlow` is raised.
     """
     apply = tokenizer.apply_chat_template
     with bounded(tokenizer):
