@@ -364,8 +364,10 @@ class EngineContract:
             told: list[tuple[list[int], list[float]]] = []
             request = self.request(PROMPTS[5], "told", temperature=0.0, max_new_tokens=60, **params)
             beside = asyncio.ensure_future(self.engine.generate([self.request(PROMPTS[0], "beside")]))
-            result = await self.engine.stream(request, lambda *new: told.append(new))
-            await beside
+            try:
+                result = await self.engine.stream(request, lambda *new: told.append(new))
+            finally:
+                await beside  # the next test may use the name, too
             return told, result
 
         for params in ({}, {"stop": (stop,)}, {"stop_token_ids": (last,)}):
