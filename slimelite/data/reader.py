@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
+from typing import TextIO
 
 import pyarrow as pa
 import pyarrow.ipc
@@ -41,8 +42,10 @@ ZIPPED = ".jsonl.gz"
 SAVED = "state.json"
 # prefix of an environment's name; the rows then come from the environment
 ENVIRONMENT = "environment:"
-# the start of a text that is a list of messages
-MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:""")
+# the start of a text that is a list of objects, such as messages
+OBJECTS = re.compile(r"""\s*\[\s*\{\s*["']""")
+# a quoted text; or the end of an object and the start of the next one, without a comma between the two
+QUOTED_OR_GAP = re.compile(r"""('(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")|\}\s+\{""", re.DOTALL)
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+){0,2}")
 
 
@@ -262,8 +265,7 @@ def _csv_rows(path: str, part: slice, required: Sequence[str], _optional: object
     list. An empty cell is left out."""
     try:
         with Path(path).open(encoding="utf-8-sig", newline="") as file:
-            separator = "\t" if path.endswith(".tsv") else separator_of(file.readline())
-            file.seek(0)
+            separator = "\t" if path.endswith(".tsv") else separator_of(file)
             reader = csv.DictReader(file, strict=True, delimiter=separator)
             rows = list(reader)
     except (csv.Error, UnicodeDecodeError) as error:
@@ -282,18 +284,35 @@ def _csv_rows(path: str, part: slice, required: Sequence[str], _optional: object
             yield f"row {index}", {name: _cell(cell) for name, cell in row.items() if cell != ""}
 
 
-def separator_of(header: str) -> str:
-    """The character between the cells of a CSV file, whose first line is ``header``."""
-    names = re.sub(r'"[^"]*"', "", header)
-    return max(",;\t", key=names.count)  # the comma if there is none
+def separator_of(file: TextIO) -> str:
+    """The character between the cells of a CSV file. With this character, the first row has as many cells as the header
+    has names. Afterwards, the position in ``file`` is the start."""
+
+    def fit(separator: str) -> tuple[bool, int]:
+        file.seek(0)
+        lines = filter(None, csv.reader(file, delimiter=separator))
+        names = next(lines, [])
+        return len(names) == len(next(lines, names)) > 1, len(names)
+
+    separator = max(",;\t", key=fit)  # the comma if there is only one column
+    file.seek(0)
+    return separator
 
 
 def _cell(text: str) -> object:
     """``text``, or the list of messages that it contains as JSON or, as pandas writes it, in Python's form."""
-    for parse in (json.loads, ast.literal_eval) if MESSAGES.match(text) else ():
-        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
-            return parse(text)
+    for parse in (json.loads, _from_python) if OBJECTS.match(text) else ():
+        with suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+            value = parse(text)
+            if isinstance(value, list) and isinstance(value[0], dict) and value[0].keys() & {"role", "from"}:
+                return value
     return text
+
+
+def _from_python(text: str) -> object:
+    """The value that ``text`` shows. If pandas read a list of objects from a parquet file, it writes no commas between
+    the objects."""
+    return ast.literal_eval(QUOTED_OR_GAP.sub(lambda match: match[1] or "},{", text))
 
 
 def _without_nulls(value: object) -> object:

@@ -191,9 +191,7 @@ def _csv_documents(path: str, column: str, flag: str) -> Iterator[tuple[str, obj
 def _csv_columns(path: Path) -> list[str]:
     """The names of the columns. In a file without a header these are texts, so a long name is cut."""
     with path.open(encoding="utf-8-sig", newline="", errors="replace") as file:
-        separator = separator_of(file.readline())
-        file.seek(0)
-        names = next(csv.reader(file, delimiter=separator), [])
+        names = next(csv.reader(file, delimiter=separator_of(file)), [])
     return [name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..." for name in names]
 
 

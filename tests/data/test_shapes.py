@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -17,6 +18,7 @@ import pytest
 from slimelite.arguments import make_args
 from slimelite.data.prompts import PAIR, load_prompts
 from slimelite.data.reader import read_rows
+from slimelite.data.texts import read_texts
 from slimelite.samples.sample import Sample
 
 from .tokenizers import byte_tokenizer
@@ -150,7 +152,12 @@ def test_earlier_turns_of_alpaca_come_first(tmp_path: Path) -> None:
             load(file, SFT, [])
 
 
-@pytest.mark.parametrize("write", [json.dumps, repr])  # pandas writes the second form
+def as_array(value: object) -> str:
+    return str(np.array(value, dtype=object))
+
+
+# pandas writes the second form, and the third form for columns that it read from parquet
+@pytest.mark.parametrize("write", [json.dumps, repr, as_array])
 @pytest.mark.parametrize(
     ("flags", "row"),
     [
@@ -171,6 +178,46 @@ def test_messages_in_cells_of_csv_files_are_read(
         assert sample.metadata[PAIR] == [[QUESTION, ANSWER], [QUESTION, OTHER]]
     else:
         assert sample.metadata["messages"] == [QUESTION, ANSWER]
+
+
+def test_a_text_in_messages_of_an_array_stays_unchanged(tmp_path: Path) -> None:
+    file, turns = tmp_path / "rows.csv", [{**QUESTION, "content": "f } {\n's\" } {"}, ANSWER]
+    with file.open("w", newline="") as out:
+        csv.writer(out).writerows([["messages"], [as_array(turns)]])
+    assert load(file, SFT, []).metadata["messages"] == turns
+
+
+@pytest.mark.parametrize(
+    "label",
+    [
+        *('[{"value": 3}]', '[{"content": "a"}]', "[{'name': 'x'}]", '[{"role": ', "[{}]"),
+        *("[{'role'}]", "[{'role': 1, []: 2}]", "[{'role': 1}], 2"),
+    ],
+)
+def test_a_cell_of_a_csv_file_with_other_objects_stays_text(label: str, tmp_path: Path) -> None:
+    file = tmp_path / "rows.csv"
+    with file.open("w", newline="") as out:
+        csv.writer(out).writerows([["question", "answer"], ["What is 2+3?", label]])
+    assert rows_of(file) == [{"question": "What is 2+3?", "answer": label}]
+
+
+@pytest.mark.parametrize(
+    ("header", "row"),
+    [
+        ("question (e.g. a; b; c),answer", "x,y"),
+        ("question (e.g. a; b; c),answer", '"x\ny, z",y'),
+        ("question (x, y, z);answer", "x;y"),
+        ("question (x, y, z);answer", "\nx;y"),
+    ],
+)
+def test_other_separators_in_the_names_of_columns_do_not_separate(header: str, row: str, tmp_path: Path) -> None:
+    file = tmp_path / "rows.csv"
+    file.write_text(f"{header}\n{row}\n")
+    ((name, _),) = [each.items() for each in rows_of(file)]
+    assert name[0].startswith("question (")
+    sample = load(file, ["--rm-type", "math", "--input-key", name[0], "--label-key", "answer"], [])
+    assert sample.label == "y"
+    assert [*read_texts(str(file), "answer")] == ["y"]
 
 
 @pytest.mark.parametrize(
