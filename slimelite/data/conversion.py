@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slimelite.data.shapes import SPEAKERS as KNOWN_SPEAKERS
+from slimelite.data.shapes import SYSTEM
 
 PAGE = "docs/data_formats.md"
 # usual column names of each role; the most reliable names come first
@@ -24,6 +25,8 @@ ANSWERS = (
 )
 CHOSEN = ("chosen", "preferred", "accepted", "better", "winner", "good", "best", "positive")
 REJECTED = ("rejected", "dispreferred", "refused", "worse", "loser", "bad", "worst", "negative")
+# last words of the names of columns that rarely contain the prompt
+UNLIKELY = ("id", "uuid", "source", "category", "type", "model", "dataset", "subset", "split", "language", "lang")
 JUDGED = ("label", "liked", "desirable", "good", "ok", "thumbs_up", "accepted")
 SPEAKERS, SPEECH = ("role", "from", "speaker", "author", "name"), ("content", "value", "text", "message", "utterance")
 ROLES = ("system", "user", "assistant", "tool")
@@ -56,8 +59,7 @@ def advice(path: str, row: Mapping[str, object], wanted: Wanted) -> str:
     turns = None if question else _turns(row)
     if turns is not None:
         return _conversation(path, row, wanted, turns)
-    texts = [name for name, cell in row.items() if isinstance(cell, str)]
-    question = question or next(iter(texts), None)
+    question = question or next(iter(_texts(row)), None)
     if question is None:
         return f"name the prompt's column with {wanted.prefix}input-key: see {PAGE}"
     label = wanted.label_key if wanted.label_key in row else None
@@ -121,9 +123,13 @@ def _pairs(path: str, row: Mapping[str, object], wanted: Wanted) -> str:
             f"{PAGE}"
         )
     assert wanted.replies is not None
-    others = (name for name, cell in row.items() if isinstance(cell, str) and name not in (chosen, rejected))
-    if question is None and isinstance(row[chosen], str) and (question := next(others, None)) is None:
-        return f"a pair of texts needs a column with the prompt: see {PAGE}"
+    if question is None and isinstance(row[chosen], str):
+        texts = [name for name in _texts(row) if name not in (chosen, rejected)]
+        if len(texts) != 1:
+            any_text = " or ".join(map(repr, texts))
+            remedy = f"; if {any_text} is the prompt, name it with {wanted.prefix}input-key" if texts else ""
+            return f"a pair of texts needs a column with the prompt{remedy}: see {PAGE}"
+        question = texts[0]
     names = {"input_key": question or chosen, "chosen_key": chosen, "rejected_key": rejected}
     known = (wanted.input_key, *wanted.replies)
     columns = {key: name for (key, name), old in zip(names.items(), known, strict=True) if name != old}
@@ -189,6 +195,12 @@ def _pick(names: Iterable[str], known: Sequence[str], taken: Iterable[str | None
     """The column whose name comes first in ``known``. Upper and lower case do not matter."""
     free = {name.lower(): name for name in names if name not in {*taken}}
     return next((free[name] for name in known if name in free), None)
+
+
+def _texts(row: Mapping[str, object]) -> list[str]:
+    """The columns with a text that may be the prompt."""
+    texts = (name for name, cell in row.items() if isinstance(cell, str) and name not in SYSTEM)
+    return [name for name in texts if name.lower().rpartition("_")[2] not in UNLIKELY]
 
 
 def _choices(row: Mapping[str, object], taken: Iterable[str | None]) -> str | None:

@@ -249,6 +249,8 @@ QUIZ = {"q": "What is 2+3?", "options": ["4", "5"], "right": 1}
 PLAIN = {"question": "What is 2+3?", "answer": "5"}
 JUDGED = {"question": "What is 2+3?", "reply": "5", "liked": True}
 LISTED = "What is 2+3?\nA. 4\nB. 5"
+BESIDE = {"prompt_id": "a1", "source": "web", "Category": "sums", "system": "Be brief."}
+REPLIES = {"chosen": "5", "rejected": "6"}
 
 
 @pytest.mark.parametrize(
@@ -294,6 +296,8 @@ LISTED = "What is 2+3?\nA. 4\nB. 5"
         ("--loss-type dpo_loss", {"question": QUIZ["q"], "good": "5", "bad": "4"}, (QUIZ["q"], None)),
         ("--loss-type dpo_loss", {"question": QUIZ["q"], "chosen": "5", "rejected": "4"}, (QUIZ["q"], None)),
         ("--loss-type dpo_loss", {"frage": QUIZ["q"], "chosen": "5", "rejected": "4"}, (QUIZ["q"], None)),
+        ("--loss-type dpo_loss", {**BESIDE, "frage": QUIZ["q"], "chosen": "5", "rejected": "4"}, (QUIZ["q"], None)),
+        ("--rm-type math", {**BESIDE, "frage": "What is 2+3?"}, ("What is 2+3?", None)),
     ],
 )
 def test_other_rows_get_the_flags_or_the_line_that_converts_them(
@@ -305,7 +309,7 @@ def test_other_rows_get_the_flags_or_the_line_that_converts_them(
     with pytest.raises(ValueError, match=r"see docs/data_formats\.md") as error:
         load(file, flags, [])
     text = str(error.value).rpartition("; if ")[2]
-    assert repr(next(iter(row))) in text
+    assert repr(next(name for name in row if name not in BESIDE)) in text
     convert, _, code = text.partition(" (see docs/data_formats.md): ")
     if code:
         exec(shlex.split(code)[2])
@@ -326,7 +330,14 @@ def test_other_rows_get_the_flags_or_the_line_that_converts_them(
     ("flags", "row", "advice"),
     [
         ("--loss-type dpo_loss", PLAIN, "a pair needs two replies to one prompt"),
-        ("--loss-type dpo_loss", {"chosen": "5", "rejected": "6"}, "a pair of texts needs a column with the prompt"),
+        ("--loss-type dpo_loss", REPLIES, r"a pair of texts needs a column with the prompt: see docs/data_formats.md$"),
+        ("--loss-type dpo_loss", {**BESIDE, **REPLIES}, "needs a column with the prompt: see"),
+        (
+            "--loss-type dpo_loss",
+            {"id": "a1", "aaa": "x", "zzz": "y", **REPLIES},
+            "needs a column with the prompt; if 'aaa' or 'zzz' is the prompt, name it with --input-key: see",
+        ),
+        ("--rm-type math", {"id": "a1"}, "name the prompt's column with --input-key"),
         ("--loss-type sft_loss", {"text": "Once"}, "train on it with --loss-type pretrain_loss --text-key text"),
         ("--loss-type kto_loss --label-key label", PLAIN, "needs a prompt, a reply and a label"),
         ("--rm-type math", {"n": 1}, "name the prompt's column with --input-key"),
