@@ -19,7 +19,7 @@ from slimelite.arguments import Args, DataArgs
 from slimelite.data.conversion import Wanted, advice
 from slimelite.data.messages import A_TOOL, BadCell, Messages, Tools, TooSlow, parsed, read_messages, render, sound
 from slimelite.data.reader import ENVIRONMENT, BadRows, Row, column_names, first_row, read_rows, split_path
-from slimelite.data.shapes import SYSTEM, read_prompts, shape_of
+from slimelite.data.shapes import SYSTEM, SYSTEM_ROLES, read_prompts, shape_of
 from slimelite.data.tokenizer import encode_text, load_tokenizer
 from slimelite.samples.sample import Sample, label_text, plain
 from slimelite.slime.plugins import load_function
@@ -310,7 +310,7 @@ def _add_pair(
 def _conversation(prompt: Messages, cell: object, key: str, input_key: str) -> Messages:
     """The messages of ``prompt``, followed by the messages of the reply in ``cell``."""
     reply = [{"role": "assistant", "content": cell}] if isinstance(cell, str) else read_messages(cell, key)
-    added = [prompt[0]] if prompt[0]["role"] == "system" and reply[0]["role"] == "user" else []
+    added = [prompt[0]] if prompt[0]["role"] in SYSTEM_ROLES and reply[0]["role"] == "user" else []
     whole = [*added, *reply][: len(prompt)] == prompt
     if not whole and reply[0]["role"] != "assistant":
         raise BadCell(

@@ -28,6 +28,8 @@ SPEAKERS = {
 }
 # columns with the system prompt of a row
 SYSTEM = ("system", "system_prompt")
+# roles of a message with the system prompt; the second is OpenAI's newer name
+SYSTEM_ROLES = ("system", "developer")
 
 
 @dataclass(frozen=True)
@@ -113,27 +115,34 @@ def read_prompts(
     for place, row in rows:
         content = row[input_key] if shape is None else shape.read(row)
         for name in SYSTEM:
-            if name in (input_key, label_key) or not isinstance(row.get(name), str) or not row[name]:
+            system = row.get(name)
+            if name in (input_key, label_key) or not system:
                 continue
             if shape is None:
                 unused[name] = f"write it as the first message of {input_key!r}"
+            elif not isinstance(system, str):
+                unused[name] = "its value is not text; write it as the first message of the prompt"
             elif isinstance(content, str) and not template:
                 unused[name] = "a text has no place for it; add --apply-chat-template"
-            else:
-                content = _with_system(content, row[name])
+            elif (first := _system(content)) is None:
+                content = _with_system(content, system)
+            elif first != system:
+                unused[name] = "some messages already begin with another system prompt; remove one of the two"
         yield place, {**row, input_key: content}
     for name, remedy in unused.items():
         warn(f"the column {name!r} is not used: {remedy} (docs/data_formats.md)")
 
 
-def _with_system(content: object, system: object) -> object:
+def _system(content: object) -> object:
+    """The system prompt at the start of a conversation, or None."""
+    first = content[0] if isinstance(content, list) and content and isinstance(content[0], dict) else {}
+    begins = first.get("role", first.get("from")) in SYSTEM_ROLES
+    return (first.get("content", first.get("value")) or "") if begins else None
+
+
+def _with_system(content: object, system: str) -> object:
     messages = _conversation(content, None) if isinstance(content, str) else content
-    if not isinstance(messages, list) or not messages:
-        return content
-    first = messages[0] if isinstance(messages[0], dict) else {}
-    if "system" in (first.get("role"), first.get("from")):
-        return content
-    return [{"role": "system", "content": system}, *messages]
+    return [{"role": "system", "content": system}, *messages] if isinstance(messages, list) and messages else content
 
 
 def share_gpt(message: Mapping[str, object]) -> dict[str, object] | None:

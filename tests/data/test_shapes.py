@@ -115,15 +115,30 @@ def test_a_system_prompt_in_its_own_column_is_read(
 
 
 def test_messages_that_begin_with_a_system_prompt_keep_it(tmp_path: Path) -> None:
-    file = tmp_path / "rows.jsonl"
-    turns = [{"from": "system", "value": "Be brief."}, *TURNS]
-    file.write_text(json.dumps({"conversations": turns, "system": "Be verbose."}))
-    assert load(file, SFT, []).metadata["messages"] == [SYSTEM, QUESTION, ANSWER]
+    file, developer = tmp_path / "rows.jsonl", {**SYSTEM, "role": "developer"}
+    for row, first in (
+        ({"conversations": [{"from": "system", "value": "Be brief."}, *TURNS]}, SYSTEM),
+        ({"messages": [developer, QUESTION, ANSWER]}, developer),
+    ):
+        for system, unused in (("Be verbose.", True), ("Be brief.", False)):
+            said = list[str]()
+            file.write_text(json.dumps({**row, "system": system}))
+            assert load(file, SFT, said).metadata["messages"] == [first, QUESTION, ANSWER]
+            warning = f"{file}: the column 'system' is not used: some messages already begin with another"
+            assert any(text.startswith(warning) for text in said) == unused
+
+
+def test_a_developer_prompt_is_part_of_both_replies(tmp_path: Path) -> None:
+    file, developer = tmp_path / "rows.jsonl", {**SYSTEM, "role": "developer"}
+    pair = {"chosen": [QUESTION, ANSWER], "rejected": [QUESTION, OTHER]}
+    file.write_text(json.dumps({"prompt": [developer, QUESTION], **pair}))
+    assert load(file, DPO, []).metadata[PAIR] == [[developer, *messages] for messages in pair.values()]
 
 
 @pytest.mark.parametrize(
     ("flags", "row", "remedy"),
     [
+        (SFT, {"messages": [QUESTION, ANSWER], "system": [SYSTEM]}, "its value is not text; write it as the first"),
         ("--rm-type math", {"prompt": "What is 2+3?"}, "a text has no place for it; add --apply-chat-template"),
         (DPO, {"prompt": "What is 2+3?", "chosen": "5", "rejected": "6"}, "add --apply-chat-template"),
         ("--rm-type math --input-key q", {"q": "What is 2+3?"}, "write it as the first message of 'q'"),
@@ -134,11 +149,18 @@ def test_a_system_prompt_that_is_not_used_is_a_warning(
     flags: str, row: dict[str, Any], remedy: str, tmp_path: Path
 ) -> None:
     file, said = tmp_path / "rows.jsonl", list[str]()
-    file.write_text(f"{json.dumps({**row, 'system': 'Be brief.'})}\n" * 2)
+    file.write_text(f"{json.dumps({'system': 'Be brief.', **row})}\n" * 2)
     load(file, flags, said)
     (warning,) = [text for text in said if "is not used" in text]
     assert warning.startswith(f"{file}: the column 'system' is not used: ")
     assert remedy in warning
+
+
+def test_a_second_column_with_another_system_prompt_is_a_warning(tmp_path: Path) -> None:
+    file, said = tmp_path / "rows.jsonl", list[str]()
+    file.write_text(json.dumps({"messages": [QUESTION, ANSWER], "system": "Be brief.", "system_prompt": "Be kind."}))
+    assert load(file, SFT, said).metadata["messages"] == [SYSTEM, QUESTION, ANSWER]
+    assert any(text.startswith(f"{file}: the column 'system_prompt' is not used: ") for text in said)
 
 
 def test_earlier_turns_of_alpaca_come_first(tmp_path: Path) -> None:
