@@ -22,8 +22,8 @@ from slimelite.tracking.run_folder import SOURCES, entry
 CARD = "README.md"
 # keys that are copied from a base model's card to the cards of models that are trained from it
 LICENCE = ("license", "license_name", "license_link")
-# most characters of a text from a base model's card
-LONGEST = 200
+# most characters of a text from a base model's card, and most texts of a list
+LONGEST, MOST = 200, 20
 # flags for folders and addresses of the run's machine
 PLACES = ("save", "save_hf", "load", "push_to_hub", "wandb_dir", "tensorboard_dir", "update_weight_disk_dir")
 FOLDER = "THIS FOLDER"
@@ -56,9 +56,10 @@ def model_card(args: Args, rollout_id: int, records: Sequence[Record] = (), *, c
     head = {"library_name": library, "pipeline_tag": None if args.loss.scores else "text-generation", **base}
     made_of = args.hf_checkpoint or f"a new model of {args.num_layers} layers with random weights"
     turns = PLURALS[unit_of(args.job)]
+    licence = base.get("license_name", base.get("license", "not named in its card")) if base else ""
     facts = {
         "base": made_of,
-        "licence of the base": base.get("license_name", base.get("license", "not named in its card")) if base else "",
+        "licence of the base": licence if isinstance(licence, str) else ", ".join(licence),
         "method": method(args),
         "custom code": ", ".join(plugins(args)),
         "data": ", ".join(args.prompt_data),
@@ -135,14 +136,16 @@ def usage(args: Args, *, chats: bool) -> str:
     return "\n".join(lines)
 
 
-def base_of(model: str | None) -> dict[str, str]:
+def base_of(model: str | None) -> dict[str, str | list[str]]:
     """The card's entries about the model that training began from. ``base_model`` is the name of a hub model: the model
     itself, or the base model that the card in a local folder names. The model's licence is included if it is known.
     """
     if model is None:
         return {}
     there = _front_matter(model)
-    named = {"base_model": model} if HUB_ID.fullmatch(model) and not Path(model).exists() else {}
+    named: dict[str, str | list[str]] = (
+        {"base_model": model} if HUB_ID.fullmatch(model) and not Path(model).exists() else {}
+    )
     if not named and (above := there.get("base_model")):
         named = {"base_model": above}
     return named | {key: there[key] for key in LICENCE if there.get(key)}
@@ -161,8 +164,9 @@ def fetch_card(model: str) -> None:
         hf_hub_download(model, CARD)
 
 
-def _front_matter(model: str) -> dict[str, str]:
-    """The texts in the YAML header of a card, cut to `LONGEST` characters; {} if the card has no header.
+def _front_matter(model: str) -> dict[str, str | list[str]]:
+    """The texts and the lists of texts in the YAML header of a card. A text is cut to `LONGEST` characters, and a list
+    to `MOST` texts. The result is {} if the card has no header.
 
     The card may be a stranger's. So only the nodes of the header are read: a value with aliases may be huge.
     """
@@ -178,9 +182,21 @@ def _front_matter(model: str) -> dict[str, str]:
     with suppress(yaml.YAMLError, RecursionError):
         header = yaml.compose(rest.partition("\n---")[0], yaml.SafeLoader) if not opening.strip() else None
         entries = header.value if isinstance(header, yaml.MappingNode) else []
-        texts = [(key, value) for key, value in entries if isinstance(value, yaml.ScalarNode)]
-        return {str(key.value): value.value[:LONGEST] for key, value in texts if value.tag != "tag:yaml.org,2002:null"}
+        return {_text(key): _texts(value) for key, value in entries}
     return {}
+
+
+def _texts(node: yaml.Node) -> str | list[str]:
+    """The text or the list of texts in a node of YAML."""
+    if isinstance(node, yaml.SequenceNode):
+        return [text for item in node.value[:MOST] if (text := _text(item))]
+    return _text(node)
+
+
+def _text(node: yaml.Node) -> str:
+    """The text in a node of YAML; empty for null, lists and mappings."""
+    is_text = isinstance(node, yaml.ScalarNode) and node.tag != "tag:yaml.org,2002:null"
+    return str(node.value)[:LONGEST] if is_text else ""
 
 
 def _chats(folder: Path) -> bool:

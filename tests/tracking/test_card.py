@@ -36,13 +36,29 @@ def test_a_card_that_is_none_says_nothing(text: str, tmp_path: Path) -> None:
     assert base_of(None) == {}
 
 
-@pytest.mark.parametrize("value", ["[{}]", "{{<<: [{}]}}"])
+@pytest.mark.parametrize("value", ["[{}]", "{{<<: [{}]}}", "{{[{}]: x}}"])
 def test_aliases_in_the_card_of_a_stranger_are_not_written_out(value: str, tmp_path: Path) -> None:
-    """Six levels of ten aliases are a million values."""
-    levels = "".join(f"l{n}: &l{n} {value.format(', '.join([f'*l{n - 1}'] * 10))}\n" for n in range(1, 7))
-    bomb = f"---\nl0: &l0 {{name: x}}\n{levels}license: *l6\nlicense_name: {'long ' * 100}\nlicense_link: null\n---\n"
+    """Twelve levels of ten aliases are 10^12 values."""
+    levels = "".join(f"l{n}: &l{n} {value.format(', '.join([f'*l{n - 1}'] * 10))}\n" for n in range(1, 13))
+    bomb = f"---\nl0: &l0 {{name: x}}\n{levels}license: *l12\nlicense_link: null\n*l12 : x\n"
+    bomb += f"license_name: {'long ' * 100}\n---\n"
     (tmp_path / "README.md").write_text(bomb)
     assert base_of(str(tmp_path)) == {"license_name": ("long " * 100)[:200]}
+
+
+def test_lists_in_the_card_of_a_base_are_read(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    base.mkdir()
+    text = "---\nlicense:\n- apache-2.0\n- mit\n- null\n- {a: b}\nbase_model: [them/a, them/b]\nlicense_link: []\n---\n"
+    (base / "README.md").write_text(text)
+    assert base_of(str(base)) == {"base_model": ["them/a", "them/b"], "license": ["apache-2.0", "mit"]}
+    shown = model_card(make_args(tmp_path, hf_checkpoint=str(base)), 4)
+    assert "base_model:\n- them/a\n- them/b\nlicense:\n- apache-2.0\n- mit\n" in shown
+    assert "| licence of the base | apache-2.0, mit |" in shown
+    (base / "README.md").write_text("---\nlicense: [apache-2.0]\n---\n")
+    assert "| licence of the base | apache-2.0 |" in model_card(make_args(tmp_path, hf_checkpoint=str(base)), 4)
+    (base / "README.md").write_text(f"---\nlicense: [{', '.join(['mit'] * 1000)}]\n---\n")
+    assert base_of(str(base)) == {"license": ["mit"] * 20}
 
 
 def test_scores_are_those_before_training_and_of_this_model(tmp_path: Path) -> None:
