@@ -353,6 +353,7 @@ def auto_mask(chat: ChatReader, messages: Messages, tools: Tools) -> list[Piece]
 def _marked(chat: ChatReader, messages: Messages, tools: Tools) -> Piece:
     """The spans of the template's own ``{% generation %}`` marks."""
     tokenizer = chat.tokenizer
+    chat.render(messages, tools)  # limits the whole text; with marks, transformers itself joins the parts of the text
     from transformers.utils.chat_template_utils import render_jinja_template
 
     settings = {**tokenizer.special_tokens_map, **chat.template_kwargs}

@@ -7,25 +7,23 @@ templates need JSON text, because they concatenate it with other text. Some temp
 For Hermes' template, each message with a tool's answer must contain the tool's name.
 
 Chat templates are programs that come with a model, and may be malicious. So each template is first tried in a separate
-process with limits on time and memory. Later, each rendering of a conversation has a time limit.
+process with limits on time and memory. Later, each rendering of a conversation has such limits, too.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import resource
 import signal
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from slimelite.data.render_watch import Stop, watch
 from slimelite.data.shapes import share_gpt
 
 if TYPE_CHECKING:
@@ -33,9 +31,6 @@ if TYPE_CHECKING:
 
 # limits for rendering a few short conversations: CPU time [s], memory in addition to this process's [bytes], time [s]
 CPU_S, MEMORY, DEADLINE_S = 2, 1 << 29, 60.0
-# RENDER_S: limit of CPU time for one rendering of real messages [s]; a long conversation takes milliseconds. POLL_S:
-# time between two checks of this limit [s]
-RENDER_S, POLL_S = 30.0, 0.5
 # exit status of the trial
 WELL, NO_MEMORY = 0, 3
 CALL = {"type": "function", "function": {"name": "look", "arguments": {"at": "1"}}}
@@ -111,69 +106,9 @@ def _ended(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-class TooSlow(ValueError):
-    """A chat template took too long to render some messages. The template may take equally long for other messages, so
-    the caller should not render more of them."""
-
-
-class _Stop(BaseException):
-    """Ends a rendering. Code that catches ``Exception`` does not catch this class."""
-
-
-@dataclass
-class _Rendering:
-    """A rendering that runs in a thread. ``clock`` counts the thread's CPU time. The rendering is stopped when
-    ``clock`` reaches ``until``."""
-
-    clock: int
-    until: float
-    stopped: bool = False
-
-
-class _Watch:
-    """Stops renderings of this process that take too long. The watch has its own thread, which runs while there are
-    renderings."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._running: dict[int, _Rendering] = {}
-        self._thread: threading.Thread | None = None
-
-    def begin(self, seconds: float) -> None:
-        """Record that the calling thread begins to render messages. `_Stop` is raised in this thread if it uses more
-        than ``seconds`` of CPU time before it calls `end`."""
-        ident = threading.get_ident()
-        clock = time.pthread_getcpuclockid(ident)
-        with self._lock:
-            self._running[ident] = _Rendering(clock, time.clock_gettime(clock) + seconds)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._look, name="chat-templates", daemon=True)
-                self._thread.start()
-
-    def end(self) -> None:
-        """Record that the calling thread has finished rendering, so `_Stop` is no longer raised in it."""
-        ident = threading.get_ident()
-        with self._lock:
-            rendering = self._running.pop(ident, None)
-            # cancel an exception that has not arrived yet, because it would end other code
-            if rendering is not None and rendering.stopped:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), None)
-
-    def _look(self) -> None:
-        while True:
-            time.sleep(POLL_S)
-            with self._lock:
-                if not self._running:
-                    self._thread = None
-                    return
-                for ident, each in self._running.items():
-                    if not each.stopped and time.clock_gettime(each.clock) > each.until:
-                        each.stopped = True
-                        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(_Stop))
-
-
-_watch = _Watch()
-os.register_at_fork(after_in_child=_watch.__init__)  # type: ignore[misc]  # a forked child does not have the thread
+class TooCostly(ValueError):
+    """A chat template took too much time or memory to render some messages. The template may take as much for other
+    messages, so the caller should not render more of them."""
 
 
 @contextlib.contextmanager
@@ -181,24 +116,24 @@ def bounded(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
     """A context manager for code that renders messages with the chat template of ``tokenizer``, in any thread. It costs
     a few microseconds.
 
-    The context manager stops a template whose loop runs too long. This also limits the length of the rendered text. A
-    single long operation, such as a power of huge numbers, cannot be stopped.
-
     Raises:
-        TooSlow: the code in the ``with`` block needs more than `RENDER_S` seconds of CPU time.
+        TooCostly: the code in the ``with`` block exceeds a limit of `slimelite.data.render_watch`, or one operation
+            makes a value that is too large.
     """
+    from slimelite.data.chat_sandbox import install
+
+    install()
     try:
-        _watch.begin(RENDER_S)
+        watch.begin()
         try:
             yield
         finally:
-            _watch.end()
-    except _Stop:
-        _watch.end()
-        raise TooSlow(
-            f"the chat template of {tokenizer.name_or_path or 'the tokenizer'} takes more than {RENDER_S:g} s to "
-            "render these messages: it is broken or hostile; use the model's original template (chat_template.jinja "
-            "or tokenizer_config.json)"
+            watch.end()
+    except Stop as stop:
+        watch.end()
+        raise TooCostly(
+            f"the chat template of {tokenizer.name_or_path or 'the tokenizer'} {stop} to render these messages: it is "
+            "broken or hostile; use the model's original template (chat_template.jinja or tokenizer_config.json)"
         ) from None
 
 
@@ -328,8 +263,8 @@ def parsed(value: object, kind: type[Kind], column: str, where: str = "") -> Kin
 
 def render(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Tools, settings: Mapping[str, object]) -> str:
     """Render ``messages`` with the chat template, and return the text. ``settings`` are variables for the template.
-    This function does not catch errors that the template raises. If the template takes too long,
-    `slimelite.data.messages.TooSlow` is raised.
+    This function does not catch errors that the template raises. If the template takes too much time or
+    memory, `TooCostly` is raised.
     """
     apply = tokenizer.apply_chat_template
     with bounded(tokenizer):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from slimelite.arguments import Args, DataArgs
 from slimelite.data.conversion import Wanted, advice
-from slimelite.data.messages import A_TOOL, BadCell, Messages, Tools, TooSlow, parsed, read_messages, render, sound
+from slimelite.data.messages import A_TOOL, BadCell, Messages, TooCostly, Tools, parsed, read_messages, render, sound
 from slimelite.data.reader import ENVIRONMENT, BadRows, Row, column_names, first_row, read_rows, split_path
 from slimelite.data.shapes import SYSTEM, SYSTEM_ROLES, read_prompts, shape_of
 from slimelite.data.tokenizer import encode_text, load_tokenizer
@@ -113,7 +113,7 @@ def load_prompts(
                     prompts.append(prompt)
                 except BadCell as error:
                     bad.add(place, str(error))
-                except TooSlow as error:
+                except TooCostly as error:
                     raise ValueError(f"{path}: {place}: {error}") from error
         except ValueError as error:
             problems.append(f"{error}{_advice(named, path, replies)}")
@@ -328,7 +328,7 @@ def _conversation(prompt: Messages, cell: object, key: str, input_key: str) -> M
 def _render(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Tools, columns: Columns) -> str:
     try:
         return render(tokenizer, messages, tools, {"add_generation_prompt": True, **columns.apply_chat_template_kwargs})
-    except TooSlow:
+    except TooCostly:
         raise
     except Exception as error:  # a template may raise any error, such as ZeroDivisionError
         what = str(error) or type(error).__name__
