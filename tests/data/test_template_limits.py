@@ -15,6 +15,7 @@ from transformers.utils import chat_template_utils
 from slimelite.arguments import Args
 from slimelite.data import render_watch
 from slimelite.data.chat_sandbox import ChatSandbox, install
+from slimelite.data.conversations import ChatReader
 from slimelite.data.messages import ASKED, TooCostly, bounded, render, try_template
 from slimelite.data.prompts import load_prompts
 from slimelite.serving.format import ChatFormat
@@ -137,6 +138,13 @@ def spring(template: str) -> None:
 def test_one_operation_that_makes_a_huge_value_on_one_row_alone_is_refused(operation: str, template: str) -> None:
     with pytest.raises(TooCostly, match=rf"of the tokenizer makes a value that is too large \(with '{operation}'\) to"):
         spring(template)
+
+
+def test_the_output_of_a_template_with_marks_is_limited_too() -> None:
+    """With marks, transformers joins the parts of the text, and not Jinja."""
+    template = f"{{% set x = {LONG} %}}{'{{ x }}' * 200}{{% generation %}}a{{% endgeneration %}}"
+    with pytest.raises(TooCostly, match="'output'"):
+        ChatReader(byte_tokenizer(trap(template))).tokens([{"role": "user", "content": "trap"}])
 
 
 @pytest.mark.parametrize(
