@@ -12,7 +12,7 @@ DEV=false; [[ "${1:-}" == "--dev" ]] && DEV=true
 versions="$(cat constraints.txt pyproject.toml | cksum | cut -d' ' -f1)-gpu-$GPU"
 stamp="$VENV/.slimelite-$versions-dev-$DEV" # lists the installed packages
 packages() { (cd "$VENV" && ls -d lib/python*/site-packages/*.dist-info); }
-if [[ -e "$stamp" ]]; then
+if [[ -s "$stamp" ]]; then # stamps of earlier versions are empty
     gone=$(packages | grep -vxFf - "$stamp" || true)
     [[ -z "$gone" ]] && exit 0
     echo "$VENV does not have these packages any more, or has other versions; installing again:"

@@ -107,6 +107,15 @@ def test_setup_installs_again_if_a_package_is_gone_or_has_another_version(enviro
     assert not setup(environment)[1]
 
 
+def test_setup_installs_again_if_the_stamp_does_not_list_the_packages(environment: Path) -> None:
+    """Earlier versions of the script left empty stamps."""
+    assert setup(environment)[1]
+    for stamp in (environment / "env").glob(".slimelite-*"):
+        stamp.write_text("")
+    assert setup(environment)[1]
+    assert not setup(environment)[1]
+
+
 def test_setup_leaves_a_finished_environment_alone(environment: Path) -> None:
     assert setup(environment, "--dev")[1]
     (environment / "env/lib/python3.11/site-packages/yours-1.0.dist-info").mkdir()

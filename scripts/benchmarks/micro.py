@@ -321,9 +321,10 @@ def quickstart(s: Setting, say: Say) -> Plan:  # noqa: ARG001
     def sides(turn: int) -> list[Side]:
         found = []
         for at, checkout in s.checkouts.items():
-            # setup.sh leaves an environment alone that has its stamp
-            stamp = 'touch "$1/.slimelite-$(cat constraints.txt pyproject.toml | cksum | cut -d" " -f1)-gpu-'
-            subprocess.run(["bash", "-c", f'{stamp}false-dev-false"', "-", str(fake)], cwd=checkout, check=True)
+            # setup.sh leaves an environment alone whose stamp lists its packages
+            stamp = '.slimelite-$(cat constraints.txt pyproject.toml | cksum | cut -d" " -f1)-gpu-false-dev-false'
+            listing = f'(cd "$1" && ls -d lib/python*/site-packages/*.dist-info) > "$1/{stamp}"'
+            subprocess.run(["bash", "-c", listing, "-", str(fake)], cwd=checkout, check=True)
             out = s.work / "runs" / f"quickstart{at}"
             env = {"OUT": str(out), "DATA": str(data), "SEED": str(turn), "VENV": os.path.relpath(fake, checkout)}
             env |= {"OMP_NUM_THREADS": "", "MKL_NUM_THREADS": "", "PYTHONPATH": str(checkout)}

@@ -57,7 +57,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     versions = subprocess.run(["bash", "-c", digest], cwd=folder, check=True, capture_output=True, text=True).stdout
     for gpu in ("true", "false"):
         for dev in ("true", "false"):
-            (folder / ".venv" / f".slimelite-{versions.strip()}-gpu-{gpu}-dev-{dev}").touch()
+            (folder / ".venv" / f".slimelite-{versions.strip()}-gpu-{gpu}-dev-{dev}").write_text("\n")
     yield folder
     shutil.rmtree(folder)
 
