@@ -185,17 +185,17 @@ def _count_gpus() -> int:
 
 @cache
 def _nvidia_smi() -> Machine:
-    """The GPUs as nvidia-smi reports them. Drivers before 510 do not report the compute capability."""
+    """The visible GPUs as nvidia-smi reports them. Drivers before 510 do not report the compute capability."""
     for fields in (
-        ["memory.total", "driver_version", "compute_cap", "name"],
-        ["memory.total", "driver_version", "name"],
+        ["memory.total", "driver_version", "uuid", "compute_cap", "name"],
+        ["memory.total", "driver_version", "uuid", "name"],
     ):
         # without persistence mode, nvidia-smi takes seconds
         command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
         try:
             answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
             lines = [line.split(",", len(fields) - 1) for line in answer.splitlines() if line.strip()]
-            rows = [dict(zip(fields, map(str.strip, cells), strict=True)) for cells in lines]
+            rows = _visible([dict(zip(fields, map(str.strip, cells), strict=True)) for cells in lines])
             smallest = min(rows, key=lambda row: int(row["memory.total"]))
             device = recognized(smallest["name"])
             lowest = min((_capability(row["compute_cap"]) for row in rows if "compute_cap" in row), default=None)
@@ -204,6 +204,21 @@ def _nvidia_smi() -> Machine:
         capability = lowest or (device.capability if device else None)
         return Machine(0, False, int(smallest["memory.total"]) * 2**20, device, capability, smallest["driver_version"])
     return Machine(0)
+
+
+def _visible(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    """The GPUs in ``rows`` that this process may use. If CUDA_VISIBLE_DEVICES names no GPU of ``rows``, such as a part
+    of a GPU, all GPUs are returned."""
+    if os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":  # then CUDA's first GPU is the fastest one
+        fastest = max(rows, key=lambda row: (_capability(row.get("compute_cap", "0.0")), int(row["memory.total"])))
+        rows = [fastest, *(row for row in rows if row is not fastest)]
+    names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    named = [
+        row
+        for number, row in enumerate(rows)
+        if any(name == str(number) or (name and row["uuid"].startswith(name)) for name in names)
+    ]
+    return named or rows
 
 
 def _capability(text: str) -> tuple[int, int]:

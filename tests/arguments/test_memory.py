@@ -111,19 +111,56 @@ def test_a_cpu_recomputes_nothing_unless_asked(make: Make) -> None:
     assert make().reduce_once_a_step is True
 
 
+@pytest.mark.parametrize(
+    ("visible", "order", "found"),
+    [
+        (None, "PCI_BUS_ID", (7, 5)),
+        ("1", "PCI_BUS_ID", (8, 0)),
+        ("0", "PCI_BUS_ID", (7, 5)),
+        ("0,1", "PCI_BUS_ID", (7, 5)),
+        ("GPU-2b", None, (8, 0)),
+        ("GPU-1a, -1", None, (7, 5)),
+        ("0", None, (8, 0)),
+        ("1", None, (7, 5)),
+        ("MIG-2b", None, (7, 5)),
+    ],
+)
+def test_only_visible_gpus_count(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    visible: str | None,
+    order: str | None,
+    found: tuple[int, int],
+) -> None:
+    """Without CUDA_DEVICE_ORDER, number 0 is the fastest GPU. nvidia-smi does not list parts of a GPU."""
+    for name, value in (("CUDA_VISIBLE_DEVICES", visible), ("CUDA_DEVICE_ORDER", order)):
+        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("slimelite.plan.devices._count_gpus", lambda: 1)
+    answer = "echo 15360, 580.65.06, GPU-1a2b, 7.5, Tesla T4; echo 81920, 580.65.06, GPU-2b3c, 8.0, NVIDIA A100"
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{answer}\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    devices._nvidia_smi.cache_clear()
+    here = this_machine()
+    devices._nvidia_smi.cache_clear()
+    assert here.capability == found
+    assert here.gpu_bytes == (15360 if found == (7, 5) else 81920) * 2**20
+
+
 def test_the_smallest_gpu_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`nvidia-smi` as it answers; one that fails is one that is not there, an old one knows no compute capability."""
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr("slimelite.plan.devices._count_gpus", lambda: 2)
-    two = "echo 81559, 580.65.06, 9.0, NVIDIA H100 80GB HBM3; echo 24564, 580.65.06, 8.9, NVIDIA GeForce RTX 4090"
-    old = "case $1 in *compute_cap*) exit 2;; esac; echo '15360, 470.57.02, Tesla T4'"
+    two = "echo 81559, 580.65.06, GPU-1, 9.0, NVIDIA H100; echo 24564, 580.65.06, GPU-2, 8.9, NVIDIA GeForce RTX 4090"
+    old = "case $1 in *compute_cap*) exit 2;; esac; echo '15360, 470.57.02, GPU-1, Tesla T4'"
     card = 24564 * 2**20
     devices._nvidia_smi.cache_clear()
     assert this_machine().gpu_bytes is None
     for answer, found in (
         (two, (card, (8, 9), "580.65.06")),
         (old, (15360 * 2**20, (7, 5), "470.57.02")),
-        ("echo '24564, 580.1, [N/A], NVIDIA L4'", (card, (8, 9), "580.1")),
+        ("echo '24564, 580.1, GPU-1, [N/A], NVIDIA L4'", (card, (8, 9), "580.1")),
         ("echo '[N/A]'", (None, None, None)),
         ("exit 9", (None, None, None)),
     ):
