@@ -153,8 +153,9 @@ def truncation(h: History) -> Seen | None:
     points and by more than noise. (2) Nearly all samples are cut off, perhaps from the start, and most groups earn
     nothing: the answers probably come after the limit. Tasks whose answers come early may cut off every response."""
     now, then = h.now("truncated"), h.then("truncated")
-    cut, wrong = (min(h.values[name][-QUIET:], default=0.0) for name in ("truncated", "wrong"))
-    if h.rollouts >= QUIET and cut >= ALL and wrong >= 0.5:
+    recent = [h.values[name][-QUIET:] for name in ("truncated", "wrong")]
+    cut, wrong = (min(values) if len(values) == QUIET else 0.0 for values in recent)
+    if cut >= ALL and wrong >= 0.5:
         says = f"{_at_least(cut)} the responses reached the length limit in {QUIET} rollouts, and "
         says += f"{_at_least(wrong)} the groups had no right answer"
     elif now > 0.25 and now - then >= max(0.1, NOISE * h.noise("truncated")):
@@ -392,7 +393,8 @@ def turn_limit(h: History) -> Seen | None:
 
 def _at_least(share: float) -> str:
     """The lowest share of some rollouts, as words before "the groups"."""
-    return "all" if share == 1 else f"{share:.0%} or more of"
+    # 1e-9: as floats, 100 * 0.29 is below 29
+    return "all" if share == 1 else f"{math.floor(100 * share + 1e-9)}% or more of"
 
 
 def _share_of_episodes(h: History, name: str, what: str) -> Seen | None:

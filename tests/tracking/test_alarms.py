@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -157,6 +158,10 @@ def test_answers_that_are_cut_off_from_the_start_are_an_alarm_unless_they_are_ri
     assert replay(records(lambda i: cut)) == [], "the answers come before the limit"
     assert replay(records(lambda i: some_wrong)) == []
     assert replay(records(lambda i: (cut | some_wrong) if i < 2 else {})) == [], "two rollouts may be chance"
+    unknown = {"rollout/zero_variance_groups": math.nan}
+    assert replay(records(lambda i: cut | (some_wrong if i == 0 else unknown))) == [], "one rollout may be chance"
+    (alarm,) = replay(records(lambda i: {"rollout/truncated_ratio": 0.996} | some_wrong))
+    assert alarm.says.startswith("99% or more of the responses")
 
 
 @pytest.mark.parametrize(
