@@ -15,7 +15,6 @@ import io
 import ipaddress
 import json
 import logging
-import secrets
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
@@ -235,11 +234,6 @@ def _is_asked_from_here(http: web.Request, origins: Collection[str]) -> bool:
     except ValueError:  # not an address
         return False
     return all(is_loopback(name or "") for name in names)
-
-
-def new_key(host: str) -> str | None:
-    """A new key for a server at ``host``. None: only this machine can reach the server."""
-    return None if is_loopback(host) else secrets.token_urlsafe(24)
 
 
 def with_key(url: str, key: str | None) -> str:

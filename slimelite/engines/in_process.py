@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import secrets
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Sequence
@@ -91,12 +92,12 @@ class HttpFront:
         self._thread = self._thread or LoopThread("http front")
         if self._server is None:
             # these two modules need aiohttp
-            from slimelite.base.http_server import new_key, with_key
+            from slimelite.base.http_server import is_loopback, with_key
             from slimelite.engines.http_front import GenerateServer
 
             length = (await self._engine.info()).max_context_len
             # at an address other than loopback, clients need a key; plugins find the key in the URL
-            key = new_key(self._place[0])
+            key = None if is_loopback(self._place[0]) else secrets.token_urlsafe(24)
             server = GenerateServer(self._engine, *self._codec, length, *self._place, key)
             self.url = with_key(await self._thread.result(server.start()), key)
             self._server = server

@@ -94,7 +94,7 @@ class SglangEngine(Engine):
         codec: Codec | None = None,
         owner: Restartable | None = None,
         wait_s: float = START_S,
-        front_host: str | None = None,
+        adapter: bool = False,
     ) -> None:
         """Read the model's config. No request is sent to the server yet.
 
@@ -105,9 +105,8 @@ class SglangEngine(Engine):
                 strings and end tokens that the server finds.
             owner: the object that can restart the server at the same address; None: slimelite did not start the server.
             wait_s: how long `restart` waits for the server to answer [s].
-            front_host: the address of this machine on which a front listens. This address is set if the policy is an
-                adapter of the server, because requests must then name the adapter. Requests of other clients go through
-                the front. None: the policy is the server's model.
+            adapter: whether the policy is an adapter of the server. Requests must then name the adapter, so requests
+                of other clients go through a front. False: the policy is the server's model.
         """
         self.url = server.url.rstrip("/")
         # callers use several event loops, but a connection belongs to one loop, so all requests run on this thread's
@@ -118,7 +117,7 @@ class SglangEngine(Engine):
         self._eos = tuple(codec.eos_token_ids) if codec else ()
         self._decode = codec.decode if codec else None
         self._owner = owner
-        self._front = AdapterFront(self.url, front_host) if front_host else None
+        self._front = AdapterFront(self.url) if adapter else None
         self._wait_s = wait_s
         self._running: dict[str, _Running] = {}
         self._released: set[str] = set()
@@ -422,8 +421,7 @@ def build_server(setup: EngineSetup) -> SglangServer:
 
 def connect(setup: EngineSetup, codec: Codec, address: ServerAddress, owner: Restartable | None) -> SglangEngine:
     """The engine that uses the server at ``address``."""
-    front = setup.host if setup.adapter else None
-    return SglangEngine(Server.at(address), setup.model_path, codec, owner, front_host=front)
+    return SglangEngine(Server.at(address), setup.model_path, codec, owner, adapter=setup.adapter is not None)
 
 
 def external_servers(addresses: Sequence[str], model_path: str, transport: str) -> list[Server]:

@@ -13,7 +13,7 @@ import aiohttp
 from aiohttp import web
 
 from slimelite.base.http_client import CONNECT_S, KEEP_ALIVE_S
-from slimelite.base.http_server import RequestError, Server, new_key, read_bytes, with_key
+from slimelite.base.http_server import RequestError, Server, read_bytes
 from slimelite.base.threads import LoopThread
 
 logger = logging.getLogger(__name__)
@@ -32,19 +32,19 @@ LARGEST_BODY = 1 << 30
 
 class AdapterFront(Server):
     """Passes requests on to the server at ``target``. The front adds ``lora_path`` to sampling requests that do not
-    have it. Answers are passed back in pieces, so that a stream arrives as a stream. If other machines can reach
-    ``host``, requests need the key in the front's address. The front has its own thread and event loop.
+    have it. Answers are passed back in pieces, so that a stream arrives as a stream. Only this machine can reach the
+    front. The front has its own thread and event loop.
     """
 
-    def __init__(self, target: str, host: str) -> None:
-        super().__init__(LARGEST_BODY, host, 0, new_key(host))
+    def __init__(self, target: str) -> None:
+        super().__init__(LARGEST_BODY, "127.0.0.1", 0)
         self._target = target
         self._thread: LoopThread | None = None
 
     async def start(self) -> str:
-        """Start listening on a free port and return the base URL with the key."""
+        """Start listening on a free port and return the base URL."""
         self._thread = LoopThread("adapter front")
-        return with_key(await self._thread.result(self._listen()), self.key)
+        return await self._thread.result(self._listen())
 
     async def stop(self) -> None:
         """Release the address, and close the connections to the server. Before `start` this does nothing."""
