@@ -22,6 +22,9 @@ Schemas = Mapping[str, Mapping[str, Any]]
 PYTHON = {"None": None, "True": True, "False": False}
 # in a message, a longer piece of a reply is cut to this length [characters]
 SHOWN = 80
+SPACE = re.compile(r"\s*")
+# texts in quotes, and the characters that JSON has outside of them; there it has neither "<" nor a backslash
+LIKE_JSON = re.compile(r'(?:[\s\w\[\]{}:,.+-]++|"(?:[^"\\]++|\\.)*+")*+', re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ def json_value(text: str) -> Any:
 
 def first_json(text: str, start: int) -> tuple[object, int]:
     """Returns the JSON value that begins at ``start``, and the position of its end."""
-    start += len(text[start:]) - len(text[start:].lstrip())
+    start = _end(SPACE, text, start)
     try:
         return json.JSONDecoder(strict=False, parse_constant=_constant).raw_decode(text, start)
     except Unreadable:
@@ -99,6 +102,12 @@ def first_json(text: str, start: int) -> tuple[object, int]:
 def _constant(name: str) -> None:
     """Refuse NaN and Infinity. Python reads and writes them as JSON, but other programs do not."""
     raise Unreadable(f"{name} is not JSON")
+
+
+def _end(pattern: re.Pattern[str], text: str, start: int) -> int:
+    """The end of the match of ``pattern`` at ``start``."""
+    match = pattern.match(text, start)
+    return match.end() if match else start
 
 
 def short(text: str) -> str:
@@ -126,7 +135,8 @@ def between(begin: str, close: str, text: str, *, holds_json: bool = False) -> I
         inside = body = start + len(begin)
         if holds_json:
             with suppress(Unreadable):
-                _, body = first_json(text, inside)
+                # only this part of the text: to count lines, an error reads all that is before its place
+                body += first_json(text[inside : _end(LIKE_JSON, text, inside)], 0)[1]
         until = text.find(begin, body)
         until = len(text) if until < 0 else until
         closed = text.find(close, body, until)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from slimelite.serving.calls import between, first_json
 from slimelite.serving.format import ChatFormat
 from slimelite.serving.tools import REASONING_FORMATS, TOOL_FORMATS, read_reasoning, read_tools
 from tests.serving.chat import MARKS, TEMPLATES, TOOL, tokenizer
@@ -205,6 +206,22 @@ def test_a_call_that_cannot_be_read_says_why(family: str, text: str, why: str) -
     assert reply.content.removeprefix("<|start|>assistant") == text
     (sentence,) = reply.malformed
     assert why in sentence
+
+
+@pytest.mark.parametrize(
+    "call", ['<tool_call>\n{"name": ', '<tool_call>["', '<tool_call>\n{"name": "f"}\n</tool_call>\n']
+)
+def test_no_part_of_a_reply_is_read_as_json_more_than_twice(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the rest of the reply were read at each mark, a reply of some 100,000 characters would take seconds."""
+    lengths = []
+
+    def counted(text: str, start: int) -> tuple[object, int]:
+        lengths.append(len(text))
+        return first_json(text, start)
+
+    monkeypatch.setattr("slimelite.serving.calls.first_json", counted)
+    assert len(list(between("<tool_call>", "</tool_call>", call * 50, holds_json=True))) == 50
+    assert 0 < sum(lengths) <= 2 * len(call * 50)
 
 
 def test_forms_of_older_and_newer_models_of_a_family() -> None:
