@@ -12,6 +12,8 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+from slimelite.base.guard import ending
+
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
@@ -59,8 +61,9 @@ class LoopThread:
             try:
                 self.loop.run_forever()
                 stopped = True
-            except SystemExit:  # from a plugin's task; asyncio raises it here and in the code that awaits the task
-                logger.warning("sys.exit was called in a plugin's own asyncio task")
+            except SystemExit as error:
+                # from a plugin's task; asyncio raises it here and in the code that awaits the task
+                logger.warning("a plugin's own asyncio task called %s", ending(error))
 
 
 class Gathered(Generic[T]):

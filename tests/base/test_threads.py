@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import sys
+from collections.abc import Callable, Iterator
 
-from slimelite.base.threads import call
+import pytest
+
+from slimelite.base.guard import kept_alive
+from slimelite.base.threads import LoopThread, call
 
 
 class Waiting:
@@ -21,3 +26,22 @@ def test_a_call_that_nobody_waits_for_any_more_ends_without_an_error() -> None:
     coroutine = call(waits)
     coroutine.send(None)
     coroutine.close()
+
+
+@pytest.mark.parametrize(("end", "named"), [(lambda: sys.exit(3), "sys.exit(3)"), (lambda: os._exit(3), "os._exit(3)")])
+def test_a_loop_goes_on_and_says_which_call_would_have_ended_it(
+    end: Callable[[], object], named: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def ends() -> None:
+        with kept_alive():
+            end()
+
+    async def answers() -> str:
+        return "here"
+
+    thread = LoopThread("plugin")
+    with pytest.raises(SystemExit):
+        thread.run(ends())
+    assert thread.run(answers()) == "here"
+    thread.close()
+    assert f"a plugin's own asyncio task called {named}" in caplog.text
