@@ -408,8 +408,8 @@ def strict(answer: Answer) -> float:
 def loose(answer: Answer) -> float:
     """Like `strict`, but an instruction counts as followed if one of eight variants of the response follows it.
 
-    Four variants are the whole response, and the response without its first line, its last line, or both. The other
-    four are the same texts without asterisks.
+    The first four variants are the whole response, and the response without its first line, without its last line,
+    and without both. The other four are the same texts without asterisks.
     """
     lines = answer.response.split("\n")
     cut = ["\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1])]

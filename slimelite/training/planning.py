@@ -25,8 +25,8 @@ Invariants (tests/training/test_planning.py tests each of them):
 
 The running time for n rows is proportional to n log n.
 
-To find shared prefixes, the rows are sorted by their token ids. The number of tokens that two rows share is then the
-smallest number that any two neighbours between them share. A prefix is shared up to a *branch*: a depth at which the
+To find shared prefixes, the rows are sorted by their token ids. Two rows share as many tokens as the pair of successive
+rows that shares the fewest, among the pairs from the first of the two rows to the second. A prefix is shared up to a *branch*: a depth at which the
 token ids of rows begin to differ. Two branches of one path are at least ``SHORTEST`` tokens apart: a shorter node would
 save less time than its additional kernel calls take. Example: three of eight answers begin with "The". This token is
 not shared: all eight rows separate at the end of the prompt. Branches are chosen once for the whole table. So the
@@ -72,7 +72,8 @@ class PackingLimits:
 
 
 def split_steps(rollout_ids: np.ndarray, unit_ids: np.ndarray, global_batch_size: int) -> list[np.ndarray]:
-    """For each optimizer step, its rows (int64, ascending). A step has ``global_batch_size`` rollouts."""
+    """For each optimizer step, its rows (int64, ascending). See invariants 1 to 3: a step usually has rows of
+    ``global_batch_size`` different rollout ids."""
     labels = np.unique(_connected(rollout_ids, unit_ids), return_inverse=True)[1]
     rollouts = np.bincount(labels[np.unique(rollout_ids, return_index=True)[1]])
     step_of, count, step = np.zeros(len(rollouts), np.int64), 0, 0
