@@ -26,12 +26,12 @@ Invariants (tests/training/test_planning.py tests each of them):
 The running time for n rows is proportional to n log n.
 
 To find shared prefixes, the rows are sorted by their token ids. Two rows share as many tokens as the pair of successive
-rows that shares the fewest, among the pairs from the first of the two rows to the second. A prefix is shared up to a *branch*: a depth at which the
-token ids of rows begin to differ. Two branches of one path are at least ``SHORTEST`` tokens apart: a shorter node would
-save less time than its additional kernel calls take. Example: three of eight answers begin with "The". This token is
-not shared: all eight rows separate at the end of the prompt. Branches are chosen once for the whole table. So the
-number of tokens that two rows share does not depend on their micro-batch, and the tokens of a micro-batch can be
-counted before it is built.
+rows that shares the fewest, among the pairs from the first of the two rows to the second. A prefix is shared up to a
+*branch*: a depth at which the token ids of rows begin to differ. Two branches of one path are at least ``SHORTEST``
+tokens apart: a shorter node would save less time than its additional kernel calls take. Example: three of eight answers
+begin with "The". This token is not shared: all eight rows separate at the end of the prompt. Branches are chosen once
+for the whole table. So the number of tokens that two rows share does not depend on their micro-batch, and the tokens of
+a micro-batch can be counted before it is built.
 """
 
 from __future__ import annotations
