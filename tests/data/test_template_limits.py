@@ -81,13 +81,12 @@ LONG = "'x' * 1000000"
 
 
 def trap(template: str) -> str:
-    """It is not sprung by the messages of the trial."""
+    """It is not sprung by messages such as those of the trial."""
     return f"{{% if messages[0].content == 'trap' %}}{template}{{% else %}}{CHATML}{{% endif %}}"
 
 
 def spring(template: str) -> None:
-    tokenizer = byte_tokenizer(trap(template))
-    try_template(tokenizer)
+    tokenizer = byte_tokenizer(trap(template))  # the trial, a copy of this process, may hang if it has many threads
     assert render(tokenizer, ASKED, None, {})
     render(tokenizer, [{"role": "user", "content": "trap"}], None, {})
 
