@@ -147,9 +147,9 @@ class ChatSandbox(ImmutableSandboxedEnvironment):
                 _check(operator, left, right)
         return super().call_binop(context, operator, left, right)
 
-    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        if watch.limits_this_thread() and isinstance(__obj, FUNCTIONS):
-            method: Any = getattr(__obj, "__wrapped__", __obj)  # Jinja wraps `format`
+    def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if watch.limits_this_thread() and isinstance(obj, FUNCTIONS):
+            method: Any = getattr(obj, "__wrapped__", obj)  # Jinja wraps `format`
             name, owner = method.__name__, getattr(method, "__self__", None)
             if name == "strftime_now":
                 _limit(name, _longest([*args, *kwargs.values()]) * PER_DATE)
@@ -158,7 +158,7 @@ class ChatSandbox(ImmutableSandboxedEnvironment):
                 _check(name, args[0], owner)
             elif isinstance(owner, OWNERS):
                 _check(name, owner, *args, **kwargs)
-        return super().call(__context, __obj, *args, **kwargs)
+        return super().call(context, obj, *args, **kwargs)
 
     def concat(self, pieces: Iterable[str]) -> str:
         """The text of a template, a macro or a block."""

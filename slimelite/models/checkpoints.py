@@ -119,7 +119,7 @@ def why_not_from_hub(error: Exception) -> str:
     """The reason why a hub id did not give a file, as a sentence of one line. ``error``: the error of transformers."""
     from huggingface_hub import constants
 
-    if constants.HF_HUB_OFFLINE:
+    if constants.HF_HUB_OFFLINE and isinstance(error, OSError):  # other errors come from files that are there
         return (
             "it is not in the cache of the Hugging Face hub. HF_HUB_OFFLINE is set, so the hub was not asked: unset "
             "HF_HUB_OFFLINE, or name a local folder"

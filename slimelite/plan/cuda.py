@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from slimelite.base.guard import named_error
 from slimelite.plan.devices import generation, this_machine
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def _no_cuda(torch: ModuleType, driver: str | None) -> str:
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
-        return f"{type(error).__name__}: {' '.join(str(error).split())}"
+        return " ".join(named_error(error).split())
     return "torch gives no reason; try nvidia-smi"
 
 
