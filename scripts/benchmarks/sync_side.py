@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM
 from slimelite.arguments import Args, parse_args
 from slimelite.base.http_client import HttpError
 from slimelite.engines.protocol import SyncSetup, WeightSink
-from slimelite.engines.sglang.server import Server
+from slimelite.engines.sglang.server import Server, reserve_port
 from slimelite.engines.sglang.sync import build_sink
 from slimelite.training.weights import buckets
 
@@ -86,11 +86,9 @@ def to_disk(data: memoryview, folder: Path) -> None:
 @contextmanager
 def sglang_server(model: Path) -> Iterator[Server]:
     """A server of ``model``. Its output goes to the parent folder of ``model``."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--port", str(port)]
-    with (model.parent / "server.log").open("w") as log:
+    with reserve_port("127.0.0.1") as reserved, (model.parent / "server.log").open("w") as log:
+        port = reserved.getsockname()[1]
+        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--port", str(port)]
         environment = {**os.environ, **CPU_ENVIRONMENT}
         process = subprocess.Popen([*command, *SGLANG.split()], env=environment, stdout=log, stderr=log)
         server = Server(f"http://127.0.0.1:{port}")

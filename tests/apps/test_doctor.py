@@ -19,7 +19,7 @@ import pytest
 
 from slimelite import __version__
 from slimelite.apps import doctor as program
-from slimelite.engines.sglang.server import missing_for_kernels
+from slimelite.engines.sglang.server import missing_for_kernels, reserve_port
 from slimelite.plan.devices import Machine
 from slimelite.sandbox import confine
 
@@ -78,11 +78,10 @@ def taken() -> Iterator[None]:
         yield
 
 
-def closed_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        number: int = probe.getsockname()[1]
-        return number
+@pytest.fixture
+def closed_port() -> Iterator[int]:
+    with reserve_port("127.0.0.1") as reserved:
+        yield reserved.getsockname()[1]
 
 
 @pytest.mark.pinned
@@ -108,11 +107,9 @@ FAULTS = {
 
 @pytest.mark.pinned
 @pytest.mark.parametrize("fault", FAULTS)
-def test_each_planted_fault_is_named(fault: str, tmp_path: Path) -> None:
+def test_each_planted_fault_is_named(fault: str, closed_port: int, tmp_path: Path) -> None:
     planted, state, part = FAULTS[fault]
-    assignments = dict(
-        word.split("=", 1) for word in planted.replace("PORT", str(closed_port())).split() if "=" in word
-    )
+    assignments = dict(word.split("=", 1) for word in planted.replace("PORT", str(closed_port)).split() if "=" in word)
     if not assignments and planted != "files":
         name, version = planted.split()
         assignments = {"PYTHONPATH": overlay(tmp_path, name, version)}

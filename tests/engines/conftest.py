@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 import time
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from slimelite.base.http_client import HttpError
-from slimelite.engines.sglang.server import Server
+from slimelite.engines.sglang.server import Server, reserve_port
 from tests.engines.tiny_models import build_model
 
 COMMAND = (
@@ -32,12 +31,11 @@ def sglang_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def sglang_url(sglang_model: Path, sglang_environment: dict[str, str]) -> Iterator[str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(sglang_model), "--port", str(port)]
     log = sglang_model.with_name("server.log")
-    with log.open("w") as output:
+    # the port stays reserved: another test's connection could take it in the half minute before the server binds it
+    with reserve_port("127.0.0.1") as reserved, log.open("w") as output:
+        port = reserved.getsockname()[1]
+        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(sglang_model), "--port", str(port)]
         process = subprocess.Popen(
             [*command, *COMMAND.split()],
             env=sglang_environment,
