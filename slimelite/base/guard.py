@@ -14,6 +14,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
+from slimelite.base.lifecycle import end_process
+
 # the folder of our own package
 PACKAGE = Path(__file__).parents[1]
 
@@ -27,14 +29,13 @@ class Quit(SystemExit):
 
 
 _refusal = ContextVar[tuple[int, Callable[[int], BaseException]] | None]("_refusal", default=None)
-_end_process = os._exit
 
 
 def _checked_exit(status: int) -> NoReturn:
     refusal = _refusal.get()
     if refusal is not None and refusal[0] == os.getpid():
         raise refusal[1](status)
-    _end_process(status)
+    end_process(status)
 
 
 @contextmanager

@@ -23,6 +23,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, ClassVar
 
+# `slimelite.base.guard` replaces the function in the module os while plugins run
+end_process = os._exit
 # environment variables of a run's child processes. The first one marks them. The second one is for setproctitle, with
 # which Ray names its processes: then a long name does not overwrite the environment in /proc
 MARK, KEEP = "SLIMELITE_RUN", "SPT_NOENV"
@@ -96,7 +98,7 @@ class StopSignals:
             _say(f"{stopped}: the run is shutting down; a second {stopped} ends it at once")
             raise stopped
         if now - self._first > SAME_SIGNAL_S:
-            os._exit(stopped.status)
+            end_process(stopped.status)  # the signal may arrive in a plugin
 
     @classmethod
     def check(cls) -> None:
@@ -163,7 +165,7 @@ class Watchdog:
             if value is not None:
                 os.environ[name] = value
         assert self._process.stdin is not None
-        with self._process.stdin as stdin, suppress(BrokenPipeError):
+        with suppress(BrokenPipeError), self._process.stdin as stdin:  # closing the pipe flushes it
             if error is None:
                 stdin.write(ALL_IS_WELL)
         self._process.wait()

@@ -18,7 +18,8 @@ from slimelite.base.lifecycle import SAME_SIGNAL_S, WITHOUT_A_WORD, read_status,
 
 # a run that starts a daemon (another session, not waited for) and then hangs
 RUN = """
-import json, subprocess, sys, time
+import contextlib, json, subprocess, sys, time
+from slimelite.base.guard import kept_alive
 from slimelite.base.lifecycle import StopSignals, Watchdog, this_process
 from pathlib import Path
 folder, how = sys.argv[1:]
@@ -34,7 +35,8 @@ with StopSignals() as stop:
         try:
             time.sleep(0 if how == "well" else 300)
         finally:
-            time.sleep(300 if how == "stubborn" else 0)
+            with kept_alive() if how == "stubborn plugin" else contextlib.nullcontext():
+                time.sleep(300 if "stubborn" in how else 0)
 sys.exit(stop.status)
 """
 
@@ -96,8 +98,9 @@ def test_one_signal_ends_the_run_and_all_that_it_started(tmp_path: Path, number:
     assert session(run.daemon) == [], "gone before the run itself"
 
 
-def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
-    run = Run(tmp_path, "stubborn")
+@pytest.mark.parametrize("how", ["stubborn", "stubborn plugin"])
+def test_a_second_signal_ends_it_at_once(how: str, tmp_path: Path) -> None:
+    run = Run(tmp_path, how)
     assert run.end(signal.SIGTERM, signal.SIGTERM, apart=SAME_SIGNAL_S + 0.2)[0] == 143
     assert run.daemon_ends()
 
