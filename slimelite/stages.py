@@ -195,7 +195,8 @@ def _run_each(stages: Sequence[Stage], base: str | None, run: Callable[[list[str
             record = stage.new_record(after)
             if not stage.dry:
                 stage.write_record(record)
-            worst = max(worst, run(_command_line(stage, stages[: stage.number], base)))
+            start = base if stage.dry else stages[0].settings.values.get("hf_checkpoint")  # `base` has no weights
+            worst = max(worst, run(_command_line(stage, stages[: stage.number], start)))
             if worst and not stage.dry:
                 return worst
             if not stage.dry:

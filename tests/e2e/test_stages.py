@@ -248,6 +248,23 @@ def test_every_stage_is_checked_though_the_first_makes_a_new_model(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_stage_does_not_start_from_the_stand_in_of_a_model_that_was_not_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first stage, which makes a new model, ends well, but its model is not where this machine looks for it."""
+    byte_tokenizer("{{ messages }}").save_pretrained(tmp_path / "tokenizer")
+    size = {"num_layers": 1, "hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 2, "vocab_size": 272}
+    texts = {"prompt_data": ["a.jsonl"], "loss_type": "pretrain_loss", "seq_length": 8, "global_batch_size": 1}
+    write(tmp_path / "one.yaml", num_rollout=1, tokenizer=str(tmp_path / "tokenizer"), **size, **texts)
+    write(tmp_path / "two.yaml", loss_type="sft_loss", tokenizer=str(tmp_path / "tokenizer"))
+    checked, ran = list[list[str]](), list[list[str]]()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--stages", "one.yaml", "two.yaml", "--run-dir", "out"])
+    assert run_stages(lambda argv: ran.append(argv or []) or 0, lambda argv: checked.append(argv) or []) == 0
+    assert ["--hf-checkpoint" in argv for argv in checked] == [False, True]
+    assert ["--hf-checkpoint" in argv for argv in ran] == [False, False]
+
+
 class Killed(BaseException):
     """Stands in for the end of the process: nothing after it happens."""
 
