@@ -27,6 +27,8 @@ LARGEST, BITS = 1 << 27, 1 << 14
 PER_CHARACTER, PER_DATE = 8, 256
 # the longest indentation of JSON, whose number of lines is not known in advance
 INDENT = 100
+# a specification of the width and the form of a value, or a part of it
+SPEC = re.compile(r"(.?[<>=^])?[-+ ]?z?#?\d*[,_]?\.?\d*[A-Za-z%]?", re.DOTALL)
 SIZED = (str, bytes, list, tuple)
 FUNCTIONS = (BuiltinMethodType, FunctionType)
 OWNERS = (str, bytes, int)
@@ -52,20 +54,37 @@ def _longest(values: Iterable[Any], numbers: bool = False) -> int:
     return longest
 
 
+def _digits(values: Iterable[Any]) -> int:
+    """An upper limit for the digits of one number or one format specification among ``values``."""
+    most, ahead, seen = 0, [*values], set[int]()
+    while ahead:
+        value = ahead.pop()
+        if isinstance(value, int):
+            most = max(most, value.bit_length() // 3 + 1)
+        elif isinstance(value, float) or (isinstance(value, str) and SPEC.fullmatch(value)):
+            most = max(most, sum(map(str.isdecimal, str(value))))
+        elif isinstance(value, list | tuple | dict) and id(value) not in seen:
+            seen.add(id(value))
+            ahead += value.values() if isinstance(value, dict) else value
+    return most
+
+
 def _check_format(name: str, text: str, values: list[Any]) -> None:
     """Check a format of the operator ``%`` or of the method ``format``."""
     if name == "%":
         fields = re.findall(r"[*\d]+(?=[.*\d]*[hlL]?[diouxXeEfFgGcrsa])", text)
         width = _longest(values, numbers=True) if "*" in "".join(fields) else 0
     else:
-        fields = [spec for _, _, spec, _ in string.Formatter().parse(text) if spec]
-        width = LARGEST if "{" in "".join(fields) else 0  # a value may be the width
-    digits = [len(run.lstrip("0")) for field in fields for run in re.findall(r"\d+", field)]
-    width = max(width, 10 ** min(max(digits, default=0), 9))
+        fields, width = [spec for _, _, spec, _ in string.Formatter().parse(text) if spec], 0
+    digits = max((len(run.lstrip("0")) for field in fields for run in re.findall(r"\d+", field)), default=0)
+    for field in fields:  # values may be parts of the width
+        if name != "%" and "{" in field:
+            digits = max(digits, sum(map(str.isdecimal, field)) + field.count("{") * _digits(values))
+    width = max(width, 10 ** min(digits, 9))
     _limit(name, text.count("%" if name == "%" else "{") * (width + _longest(values)))
 
 
-def _check(name: str, value: Any, *args: Any, **named: Any) -> None:
+def _check(name: str, value: Any, /, *args: Any, **named: Any) -> None:
     """Check the operation ``name`` on ``value`` before it runs. ``args`` and ``named`` are its other arguments."""
     others, size = [*args, *named.values()], len(value) if isinstance(value, SIZED) else 1
     _limit(name, size * PER_CHARACTER)

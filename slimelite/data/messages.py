@@ -60,11 +60,15 @@ def try_template(tokenizer: PreTrainedTokenizerBase) -> None:
         warnings.simplefilter("ignore")  # a copy of a process with threads may hang; `_ended` kills it
         child = os.fork()
     if not child:
-        os._exit(_trial(tokenizer))  # skips the parent's exit handlers
-    status = _ended(child)
-    if status == WELL:
+        status = NO_MEMORY
+        try:
+            status = _trial(tokenizer)
+        finally:
+            os._exit(status)  # skips the parent's exit handlers
+    ended = _ended(child)
+    if ended == WELL:
         return
-    slow = status in (-signal.SIGXCPU, -signal.SIGKILL)
+    slow = ended in (-signal.SIGXCPU, -signal.SIGKILL)
     raise ValueError(
         f"the chat template takes more than {f'{CPU_S} s' if slow else f'{MEMORY >> 20} MB'} to render a few words: "
         "it is broken or hostile; use the model's original template (chat_template.jinja or tokenizer_config.json)"
@@ -90,20 +94,23 @@ def _trial(tokenizer: PreTrainedTokenizerBase) -> int:
             tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
         except MemoryError:
             return NO_MEMORY
-        except Exception:
+        except BaseException:
             continue
     return WELL
 
 
 def _ended(child: int) -> int:
-    """The exit status of a child process, negative for a signal. The child is killed at the deadline."""
-    until = time.monotonic() + DEADLINE_S
+    """The exit status of a child process, negative for a signal. The child is killed at the deadline. The result is
+    then `WELL`, because a template cannot wait: a lock of another thread was copied with the process."""
+    until, running = time.monotonic() + DEADLINE_S, True
     try:
-        while os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None and time.monotonic() < until:
+        while running and time.monotonic() < until:
             time.sleep(0.002)
+            running = os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None
     finally:
         os.kill(child, signal.SIGKILL)  # does nothing if the child has ended
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return WELL if running else status
 
 
 class TooCostly(ValueError):

@@ -35,6 +35,9 @@ Found = tuple[str, Row | str]
 # (path, slice of rows, required columns, optional columns) -> rows
 Reader = Callable[[str, slice, Sequence[str], Sequence[str] | None], Iterator[Found]]
 
+# a table: the names of the columns, and the cells of each row
+Cells = tuple[list[str], list[list[str]]]
+
 # how many kinds of problems a message about malformed rows lists at most
 EXAMPLES = 3
 ZIPPED = ".jsonl.gz"
@@ -261,16 +264,19 @@ def _saved_table(files: Sequence[Path], name: str, part: slice, required: Sequen
 
 
 def _csv_rows(path: str, part: slice, required: Sequence[str], _optional: object) -> Iterator[Found]:
-    """Rows of a CSV file. Every cell is text, so a label such as 007 stays unchanged, except that messages become a
-    list. An empty cell is left out."""
+    """The rows of `csv_texts`, in which messages are a list."""
+    for place, row in csv_texts(path, part, required):
+        yield place, row if isinstance(row, str) else {name: _cell(cell) for name, cell in row.items()}
+
+
+def csv_texts(path: str, part: slice, required: Sequence[str]) -> Iterator[tuple[str, dict[str, str] | str]]:
+    """Rows of a CSV file. Every cell is text, so a label such as 007 stays unchanged. An empty cell is left out."""
     try:
         with Path(path).open(encoding="utf-8-sig", newline="") as file:
             separator = "\t" if path.endswith(".tsv") else separator_of(file)
-            reader = csv.DictReader(file, strict=True, delimiter=separator)
-            rows = list(reader)
+            names, rows = (_tab_lines if separator == "\t" else _csv_lines)(file, separator)
     except (csv.Error, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not a readable CSV file in UTF-8: {error}") from error
-    names = list(reader.fieldnames or ())
     if len({*names}) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"{path} has several columns {twice!r}; give each column its own name")
@@ -278,10 +284,38 @@ def _csv_rows(path: str, part: slice, required: Sequence[str], _optional: object
         _check_columns(path, names, required)
     for index in range(len(rows))[part]:
         row = rows[index]
-        if None in row or None in row.values():
-            yield f"row {index}", f"it has {'more' if None in row else 'fewer'} cells than the header has names"
+        if len(row) != len(names):
+            amount = "more" if len(row) > len(names) else "fewer"
+            yield f"row {index}", f"it has {amount} cells than the header has names"
         else:
-            yield f"row {index}", {name: _cell(cell) for name, cell in row.items() if cell != ""}
+            yield f"row {index}", {name: cell for name, cell in zip(names, row, strict=True) if cell != ""}
+
+
+def _csv_lines(file: TextIO, separator: str, quotes: bool = True) -> Cells:
+    """The table in ``file``. Without ``quotes``, a quote is a character of the text."""
+    lines = csv.reader(file, strict=True, delimiter=separator, quoting=csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE)
+    names, *rows = [row for row in lines if row] or [[]]
+    return names, rows
+
+
+def _tab_lines(file: TextIO, separator: str) -> Cells:
+    """The table in ``file``. Many programs write no quotes around cells if tabs separate them. Then every line has the
+    right number of cells, and a quote that seems to begin a longer cell is a character of the text."""
+    quoted: list[Cells] = []
+    try:
+        quoted.append(_csv_lines(file, separator))
+        if not any("\t" in cell or "\n" in cell for row in quoted[0][1] for cell in row):
+            return quoted[0]
+    except csv.Error as error:
+        failure = error
+    file.seek(0)
+    with suppress(csv.Error):
+        names, rows = _csv_lines(file, separator, quotes=False)
+        if len(names) > 1 and all(len(row) == len(names) for row in rows):
+            return names, rows
+    if not quoted:
+        raise failure
+    return quoted[0]
 
 
 def separator_of(file: TextIO) -> str:

@@ -6,7 +6,10 @@ A run tries to recognise the shape only if ``--input-key`` has its default value
 
 from __future__ import annotations
 
+import ast
+import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 # a row of a file: column -> value
@@ -52,11 +55,20 @@ def _alpaca(row: Mapping[str, object]) -> object:
     parts = [row[name] for name in ("instruction", "input") if row.get(name)]
     if not all(isinstance(part, str) for part in parts):
         return parts  # the parts are neither text nor messages, so the row is refused
-    history = row.get("history") or []
+    history = _turns(row.get("history") or [])
     if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
-        return [history]  # the row is refused, too
+        return [{"history": history}]  # the row is refused, too
     turns = [*history, ("\n\n".join(map(str, parts)), row["output"])]
     return [message for question, answer in turns for message in _conversation(question, answer)]
+
+
+def _turns(history: object) -> object:
+    """``history``, or the list that it contains as text, in JSON's or Python's form. Cells of CSV files are text."""
+    if isinstance(history, str):
+        for parse in (json.loads, ast.literal_eval):
+            with suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+                return parse(history)
+    return history
 
 
 def _completion(row: Mapping[str, object]) -> object:

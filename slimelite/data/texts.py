@@ -17,8 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from slimelite.data.hub import HubFile, hub_files
-from slimelite.data.reader import HUB_ID, BadRows, separator_of
-from slimelite.data.reader import READERS as ROWS
+from slimelite.data.reader import HUB_ID, BadRows, csv_texts, separator_of
 
 logger = logging.getLogger(__name__)
 
@@ -184,7 +183,7 @@ def _parquet_documents(path: str, column: str) -> Iterator[tuple[str, object]]:
 def _csv_documents(path: str, column: str, flag: str) -> Iterator[tuple[str, object]]:
     if column not in (names := _csv_columns(Path(path))):
         raise ValueError(f"{path} has no column {column!r}; its columns are {names} ({flag})")
-    for place, row in ROWS[CSV](path, slice(None), [], None):
+    for place, row in csv_texts(path, slice(None), []):
         yield place, None if isinstance(row, str) else row.get(column, "")
 
 

@@ -170,8 +170,14 @@ def test_earlier_turns_of_alpaca_come_first(tmp_path: Path) -> None:
     assert load(file, SFT, []).metadata["messages"] == [SYSTEM, *hello, QUESTION, ANSWER]
     for history in (["Hi", "Hello"], "Hi"):
         file.write_text(json.dumps({**row, "history": history}))
-        with pytest.raises(ValueError, match="1 of 1 rows is malformed"):
+        with pytest.raises(ValueError, match=re.escape(f"got {{'history': {history!r}}}; fix them")):
             load(file, SFT, [])
+    table = tmp_path / "rows.csv"
+    for history, turns in (([], []), ([["Hi", "Hello"]], hello)):
+        for cell in (json.dumps(history), repr(history)):
+            with table.open("w", newline="") as out:
+                csv.writer(out).writerows([[*row, "history"], [*row.values(), cell]])
+            assert load(table, SFT, []).metadata["messages"] == [SYSTEM, *turns, QUESTION, ANSWER]
 
 
 def as_array(value: object) -> str:
@@ -257,6 +263,33 @@ def test_tables_with_other_separators_and_wrapped_lists_are_read(name: str, text
     assert rows_of(file) == [{"prompt": "Add 2, 3, and 4; please", "completion": "x"}]
     messages = [{**QUESTION, "content": "Add 2, 3, and 4; please"}, {**ANSWER, "content": "x"}]
     assert load(file, SFT, []).metadata["messages"] == messages
+
+
+@pytest.mark.parametrize(
+    ("text", "rows"),
+    [
+        # without quotes around cells, as GLUE's files
+        ('"Yes\tA\nNo\tB\nhe: "\tC\n', [('"Yes', "A"), ("No", "B"), ('he: "', "C")]),
+        ('"Yes" he said\tA\n', [('"Yes" he said', "A")]),
+        ('"Yes\tA\n', [('"Yes', "A")]),
+        # with quotes, as pandas writes texts with a quote, a tab or a new line
+        ('"""Yes"" he said"\tA\n', [('"Yes" he said', "A")]),
+        ('"a\tb"\tA\n', [("a\tb", "A")]),
+        ('"a\nb"\tA\nc\tB\n', [("a\nb", "A"), ("c", "B")]),
+    ],
+)
+def test_quotes_in_a_file_with_tabs_are_texts_if_they_do_not_enclose_cells(
+    text: str, rows: list[tuple[str, str]], tmp_path: Path
+) -> None:
+    for name in ("a.tsv", "a.csv"):
+        file = tmp_path / name
+        file.write_text("q\tlabel\n" + text)
+        assert [tuple(row.values()) for row in rows_of(file)] == rows, name
+
+
+def test_texts_of_one_column_may_have_several_lines(tmp_path: Path) -> None:
+    (tmp_path / "a.tsv").write_text('q\n"a\nb"\n')
+    assert rows_of(tmp_path / "a.tsv") == [{"q": "a\nb"}]
 
 
 def test_a_reply_that_is_one_message_is_read(tmp_path: Path) -> None:

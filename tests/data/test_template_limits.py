@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers.utils import chat_template_utils
 
 from slimelite.arguments import Args
-from slimelite.data import render_watch
+from slimelite.data import messages, render_watch
 from slimelite.data.chat_sandbox import ChatSandbox, install
 from slimelite.data.conversations import ChatReader
 from slimelite.data.messages import ASKED, TooCostly, bounded, render, try_template
@@ -49,6 +50,32 @@ def test_others_are_for_their_users_to_judge(template: str | None) -> None:
     before = psutil.Process().children()
     try_template(byte_tokenizer(template))
     assert psutil.Process().children() == before
+
+
+@pytest.mark.parametrize("ending", ["hangs", "is torn"])
+def test_a_trial_that_hangs_or_ends_otherwise_says_nothing_of_the_template(
+    ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy of a process with threads waits for a lock that nobody will free."""
+    tokenizer, lock = byte_tokenizer(CHATML), threading.Lock()
+    lock.acquire()
+
+    def apply_chat_template(*_: object, **__: object) -> str:
+        if ending == "hangs":
+            lock.acquire()
+        raise GeneratorExit
+
+    monkeypatch.setattr(messages, "DEADLINE_S", 0.5 if ending == "hangs" else 60.0)
+    monkeypatch.setattr(tokenizer, "apply_chat_template", apply_chat_template)
+    me = os.getpid()
+    try:
+        try_template(tokenizer)
+    finally:
+        if os.getpid() != me:
+            (tmp_path / "escaped").touch()
+            os._exit(0)
+    assert list(tmp_path.iterdir()) == []
+    assert psutil.Process().children() == []
 
 
 # it does what a template does, but for one question
@@ -113,6 +140,12 @@ def spring(template: str) -> None:
         ("%", f"{{{{ ('%s' * 1000) % ([{LONG}] * 1000) }}}}"),
         ("format", "{{ '{:999999999}'.format(1) }}"),
         ("format", "{{ '{:{}}'.format(1, 10 ** 9) }}"),
+        ("format", "{{ '{:{}{}}'.format(1, 99999, 9999) }}"),
+        ("format", "{{ '{0:{1}{1}}'.format(1, 99999) }}"),
+        ("format", "{{ '{:9{}}'.format(1, '99999999') }}"),
+        ("format", "{{ '{0:9{1}9{1}9{1}9{1}9{1}9}'.format('x', 1) }}"),
+        ("format", "{{ '{:{}}'.format('x', '>0999999999') }}"),
+        ("format", "{{ '{:{x[a][0]}}'.format(1, x={'a': [999999999]}) }}"),
         ("format", f"{{{{ ('{{0[0]}}' * 1000).format([{LONG}]) }}}}"),
         ("format_map", "{{ '{x:{y}}'.format_map({'x': 1, 'y': 10 ** 9}) }}"),
         ("batch", "{{ messages | batch(10 ** 9, 1) | list }}"),
@@ -137,6 +170,21 @@ def spring(template: str) -> None:
 def test_one_operation_that_makes_a_huge_value_on_one_row_alone_is_refused(operation: str, template: str) -> None:
     with pytest.raises(TooCostly, match=rf"of the tokenizer makes a value that is too large \(with '{operation}'\) to"):
         spring(template)
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{{ '{name} {value}'.format(name='a', value='b') }}", "a b"),
+        ("{{ '%(name)s' | format(name='a') }}", "a"),
+        ("{{ '{x} {args}'.format(**{'x': 1, 'args': 2}) }}", "1 2"),
+        ("{{ '{:>{w}}'.format(messages[0].content, w=10) }}", "         a"),
+        ("{{ '{:>{w}.{p}f}'.format(2.5, w=10, p=2) }}", "      2.50"),
+        ("{{ '{:{form}}'.format(2.5, form='>8') }}", "     2.5"),
+    ],
+)
+def test_small_formats_are_rendered(template: str, text: str) -> None:
+    assert render(byte_tokenizer(template), ASKED, None, {}) == text
 
 
 def test_the_output_of_a_template_with_marks_is_limited_too() -> None:

@@ -134,6 +134,11 @@ def test_a_csv_file_has_a_text_in_each_row(tmp_path: Path, caplog: pytest.LogCap
             list(read_texts(str(tmp_path / name), flag="--column"))
 
 
+def test_documents_that_look_like_messages_are_texts(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text('text\n"[{""role"": ""user""}]"\n')
+    assert list(read_texts(str(tmp_path / "rows.csv"))) == ['[{"role": "user"}]']
+
+
 def test_a_csv_file_without_a_header_is_answered_in_one_short_line(tmp_path: Path) -> None:
     file = tmp_path / "rows.csv"
     file.write_text("long " * 40_000 + "\n")  # 200,000 characters, above the limit of Python's module
