@@ -32,12 +32,12 @@ def sglang_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def sglang_url(sglang_model: Path, sglang_environment: dict[str, str]) -> Iterator[str]:
     log = sglang_model.with_name("server.log")
-    # the port stays reserved: another test's connection could take it in the half minute before the server binds it
-    with reserve_port("127.0.0.1") as reserved, log.open("w") as output:
-        port = reserved.getsockname()[1]
+    # the ports stay reserved: another test's program could take them in the half minute before the server uses them
+    with reserve_port("127.0.0.1") as reserved, reserve_port("") as meeting, log.open("w") as output:
+        port, ports = reserved.getsockname()[1], ["--nccl-port", str(meeting.getsockname()[1])]
         command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(sglang_model), "--port", str(port)]
         process = subprocess.Popen(
-            [*command, *COMMAND.split()],
+            [*command, *ports, *COMMAND.split()],
             env=sglang_environment,
             stdout=output,
             stderr=output,

@@ -14,6 +14,7 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
+from torch.distributed import TCPStore
 
 from slimelite.arguments import make_args
 from slimelite.arguments.sources import sglang_options
@@ -23,6 +24,7 @@ from slimelite.engines.sglang.server import (
     SglangServer,
     check_fields,
     command_line,
+    rendezvous,
     reserve_port,
     server_command,
     server_environment,
@@ -199,6 +201,17 @@ def test_a_reserved_port_is_given_to_nobody_but_the_server() -> None:
     for _ in range(2):  # a restart too
         assert asyncio.run(serve()) == b"hello"
     reserved.close()
+
+
+def test_the_processes_of_a_server_meet_at_a_reserved_port() -> None:
+    with reserve_port("") as reserved:
+        port: int = reserved.getsockname()[1]
+        assert rendezvous({}, reserved) == {"nccl_port": port}
+        assert rendezvous({"dp_size": 2}, reserved) == {}
+        # in the same way, the first process of a server listens
+        assert TCPStore("127.0.0.1", port, world_size=1, is_master=True, wait_for_workers=False).port == port
+        with socket.socket() as stranger, pytest.raises(OSError, match="Address already in use"):
+            stranger.bind(("127.0.0.1", port))
 
 
 def test_a_server_keeps_its_port_until_it_is_closed(tmp_path: Path) -> None:

@@ -350,9 +350,20 @@ def main() -> None:
     installed = installed_options()
     if problems := check_fields(fields, installed):
         sys.exit("\n".join(problems))
-    sys.argv[1:] = command_line(fields, installed)
-    print("python -m sglang.launch_server", shlex.join(sys.argv[1:]), flush=True)
-    runpy.run_module("sglang.launch_server", run_name="__main__")
+    with reserve_port("") as reserved:  # for as long as this process lives, because it is the server
+        sys.argv[1:] = command_line({**rendezvous(fields, reserved), **fields}, installed)
+        print("python -m sglang.launch_server", shlex.join(sys.argv[1:]), flush=True)
+        runpy.run_module("sglang.launch_server", run_name="__main__")
+
+
+def rendezvous(fields: Mapping[str, object], reserved: socket.socket) -> dict[str, object]:
+    """The field with the port at which the processes of a server with ``fields`` find each other: the port of
+    ``reserved``.
+
+    Without this field, SGLang takes a port that is free at the start, and uses it seconds later, when another program
+    may have taken it. The result is empty for a server with data parallelism, whose replicas need a port each.
+    """
+    return {} if fields.get("dp_size", 1) != 1 else {"nccl_port": reserved.getsockname()[1]}
 
 
 def server_fields(setup: EngineSetup, **placement: object) -> dict[str, object]:
