@@ -35,6 +35,8 @@ KILLED = "train.py was killed (SIGKILL), by hand, by a job scheduler, or because
 # a launcher may signal a process and then its group; two signals within this time count as one [s]
 SAME_SIGNAL_S = 1.0
 SWEEP_S = 10.0
+# the kernel's flag PF_EXITING: a process that ends closes its pipes before it becomes a zombie
+EXITING = 0x4
 ALL_IS_WELL = b"."
 
 
@@ -197,7 +199,7 @@ def _started(pid: int) -> int | None:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
         return None
-    return None if fields[0] == b"Z" else int(fields[19])
+    return None if fields[0] == b"Z" or int(fields[6]) & EXITING else int(fields[19])
 
 
 def read_status(folder: str | Path) -> dict[str, Any]:
@@ -229,11 +231,13 @@ def _watch(pid: int, mark: str, folder: Path, explain: list[str]) -> None:
     if last == ALL_IS_WELL:
         return
     deadline, sessions = time.monotonic() + SWEEP_S, {Path(os.fsdecode(session)) for session in noted}
-    sessions |= {session for child in _marked(mark) for session in _sessions(child)}
-    while (left := list(_marked(mark))) and time.monotonic() < deadline:
+    while left := list(_marked(mark)):
+        sessions |= {session for child in left for session in _sessions(child)}
         for child in left:
             with suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
+        if time.monotonic() > deadline:
+            break
         time.sleep(0.02)
     for session in sessions:
         _remove(session)

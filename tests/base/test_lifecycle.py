@@ -69,6 +69,8 @@ class Run:
         deadline = time.monotonic() + 30
         while session(self.daemon):
             if time.monotonic() > deadline:
+                watching = [line for line in commands() if str(self.folder) in line]
+                print("processes of the daemon:", session(self.daemon), "watchdogs:", watching)
                 return False
             time.sleep(0.02)
         return True
