@@ -184,7 +184,8 @@ def write(results: Mapping[str, tuple[str, str, str, str]]) -> None:
     head = "| family | trained | why | embedded engine | why |\n|---|---|---|---|---|\n"
     total = "; ".join(f"{trained[which]} {which}" for which in VERDICTS)
     total += ". The embedded engine: " + "; ".join(f"{sampled[which]} {which}" for which in (FAST, GENERIC, REFUSED))
-    summary = textwrap.fill(f"transformers {transformers.__version__}: {total}.", 120)
+    begin = f"Numbers of families with transformers {transformers.__version__}. The trainer: "
+    summary = textwrap.fill(f"{begin}{total}.", 120)
     table = f"{summary}\n\n{head}{''.join(rows)}"
     text = PAGE.read_text()
     PAGE.write_text(re.sub(f"{BEGIN}.*{END}", lambda _: f"{BEGIN}{table}{END}", text, flags=re.DOTALL))

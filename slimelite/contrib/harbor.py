@@ -146,7 +146,8 @@ def _megabytes(text: str) -> int:
 
 
 def _resolved(variables: Mapping[str, str]) -> dict[str, str]:
-    """Replace ``${NAME}`` and ``${NAME:-default}`` in values by the environment variables of this process."""
+    """The ``variables``. ``${NAME}`` and ``${NAME:-default}`` in their values are replaced by the value of the
+    environment variable NAME of this process."""
     return {
         name: VARIABLE.sub(lambda match: os.environ.get(match[1], match[2] or ""), str(value))
         for name, value in variables.items()

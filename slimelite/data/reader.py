@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import ast
 import csv
 import gzip
 import json
@@ -22,7 +21,7 @@ import pyarrow.ipc
 import pyarrow.parquet as pq
 
 from slimelite.base.registry import function
-from slimelite.data.shapes import Row
+from slimelite.data.shapes import Row, parsed
 from slimelite.environments.registry import ENVIRONMENTS, known
 
 logger = logging.getLogger(__name__)
@@ -47,8 +46,6 @@ SAVED = "state.json"
 ENVIRONMENT = "environment:"
 # the start of a text that is a list of objects, such as messages
 OBJECTS = re.compile(r"""\s*\[\s*\{\s*["']""")
-# a quoted text; or the end of an object and the start of the next one, without a comma between the two
-QUOTED_OR_GAP = re.compile(r"""('(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")|\}\s+\{""", re.DOTALL)
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+){0,2}")
 
 
@@ -335,18 +332,10 @@ def separator_of(file: TextIO) -> str:
 
 def _cell(text: str) -> object:
     """``text``, or the list of messages that it contains as JSON or, as pandas writes it, in Python's form."""
-    for parse in (json.loads, _from_python) if OBJECTS.match(text) else ():
-        with suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-            value = parse(text)
-            if isinstance(value, list) and isinstance(value[0], dict) and value[0].keys() & {"role", "from"}:
-                return value
+    for value in parsed(text) if OBJECTS.match(text) else ():
+        if isinstance(value, list) and isinstance(value[0], dict) and value[0].keys() & {"role", "from"}:
+            return value
     return text
-
-
-def _from_python(text: str) -> object:
-    """The value that ``text`` shows. If pandas read a list of objects from a parquet file, it writes no commas between
-    the objects."""
-    return ast.literal_eval(QUOTED_OR_GAP.sub(lambda match: match[1] or "},{", text))
 
 
 def _without_nulls(value: object) -> object:

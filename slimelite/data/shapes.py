@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
+# a quoted text; or the end of an object and the start of the next one, without a comma between the two
+QUOTED_OR_GAP = re.compile(r"""('(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")|\}\s+\{""", re.DOTALL)
 # a row of a file: column -> value
 Row = dict[str, object]
 
@@ -55,20 +58,26 @@ def _alpaca(row: Mapping[str, object]) -> object:
     parts = [row[name] for name in ("instruction", "input") if row.get(name)]
     if not all(isinstance(part, str) for part in parts):
         return parts  # the parts are neither text nor messages, so the row is refused
-    history = _turns(row.get("history") or [])
+    history = row.get("history") or []
+    if isinstance(history, str):  # a cell of a CSV file
+        history = next(parsed(history), history)
     if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
         return [{"history": history}]  # the row is refused, too
     turns = [*history, ("\n\n".join(map(str, parts)), row["output"])]
     return [message for question, answer in turns for message in _conversation(question, answer)]
 
 
-def _turns(history: object) -> object:
-    """``history``, or the list that it contains as text, in JSON's or Python's form. Cells of CSV files are text."""
-    if isinstance(history, str):
-        for parse in (json.loads, ast.literal_eval):
-            with suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-                return parse(history)
-    return history
+def parsed(text: str) -> Iterator[object]:
+    """The value that ``text`` shows in JSON's form, and then the value in Python's form, if it has these forms."""
+    for parse in (json.loads, _from_python):
+        with suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+            yield parse(text)
+
+
+def _from_python(text: str) -> object:
+    """The value that ``text`` shows. If pandas read a list of objects from a parquet file, it writes no commas between
+    the objects."""
+    return ast.literal_eval(QUOTED_OR_GAP.sub(lambda match: match[1] or "},{", text))
 
 
 def _completion(row: Mapping[str, object]) -> object:

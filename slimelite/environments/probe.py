@@ -234,7 +234,7 @@ class Player:
         self._host = Host(plan.environment, call_seconds=plan.call_seconds, seconds=1e9)
 
     async def play(self) -> None:
-        """Play all scripts."""
+        """Play every script of the plan in its environment, and write events about each."""
         beating = asyncio.create_task(self._beat())
         rows = self._plan.read()
         self._out({"event": "ready", "rows": len(rows), "labels": [label_text(row) for row in rows]})

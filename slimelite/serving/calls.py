@@ -156,8 +156,8 @@ def typed_call(name: str, pairs: list[tuple[str, str]], rest: str, schemas: Sche
 
 
 def _typed(text: str, kinds: set[str]) -> object:
-    """``text`` as the value of a parameter with these ``kinds``. Valid JSON is read as JSON, unless the schema allows a
-    text.
+    """The value of a parameter that is written as ``text``. ``kinds``: the JSON types that its schema allows. Valid
+    JSON is read as JSON, unless the schema allows a text.
 
     If the schema allows a text and also a list, object or null, then lists, objects and null are read as JSON. But 5
     and true stay texts.

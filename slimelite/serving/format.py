@@ -397,8 +397,8 @@ class ChatFormat:
             return None
 
     def _end_of(self, probe: Message, before: Sequence[Message], after: Sequence[Message]) -> int | None:
-        """The first special token after a reply with the text `PROBE` or a call of `PROBE`. After a call, the token
-        comes after the whole call. None: there is no such token.
+        """The id of the first special token that the template writes after the reply ``probe``. The text of this reply
+        is `PROBE`, or the reply calls the tool `PROBE`. None: there is no special token after the reply.
 
         Raises:
             ValueError: the template refuses the messages.

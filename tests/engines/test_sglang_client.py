@@ -68,7 +68,8 @@ class TestSglang(EngineContract):
     def test_its_processes_meet_at_a_port_that_it_was_given(self) -> None:
         """A port that SGLang looks for itself may be taken before it is used."""
         (port,) = re.findall(r"^python -m sglang.launch_server .*--nccl-port=(\d+)", self.server.log.read_text(), re.M)
-        socket.create_connection(("127.0.0.1", int(port))).close()
+        with socket.create_connection(("127.0.0.1", int(port))) as visitor:
+            assert visitor.getpeername()[1] == int(port)
 
     def test_a_call_that_is_refused_leaves_its_ids_free(self) -> None:
         twice = [self.request((5, 6), name) for name in ("first", "again", "again")]

@@ -161,6 +161,8 @@ def test_any_text_is_read(name: str, text: str, opened: bool) -> None:
         ("qwen2.5", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "its arguments are not a JSON object"),
         ("qwen2.5", '<tool_call>{"arguments": {}}</tool_call>', 'an object with a "name"'),
         ("qwen2.5", '<tool_call>{"name": "f", "arguments": {}}', "it is not closed by </tool_call>"),
+        # as a reply ends that may have one call, whose argument has the closing mark
+        ("qwen2.5", '<tool_call>{"name": "f", "arguments": {"a": "x</tool_call>', "it is not JSON"),
         ("qwen2.5", '<tool_call>{"name": "f"} and so on</tool_call>', "text follows its JSON: 'and so on'"),
         ("qwen2.5", '<tool_call>{"name": "f", "arguments": {"a": "\\ud83d"}}</tool_call>', "half of a character"),
         ("qwen2.5", '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', "NaN is not JSON"),
