@@ -36,7 +36,7 @@ def checkout(tmp_path: Path) -> Path:
 
 def said(*command: str, cwd: Path, venv: Path | str) -> str:
     env = {**os.environ, "VENV": str(venv)}
-    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=600)
     return done.stdout + done.stderr
 
 
@@ -189,7 +189,7 @@ def launch(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     def run(*words: str) -> subprocess.CompletedProcess[str]:
         command = ["bash", str(ROOT / "scripts" / "run_slime_script.sh"), "--map", "/root=/data", str(script), *words]
         env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)
 
     return run
 

@@ -17,8 +17,6 @@ from transformers import AutoTokenizer, MistralConfig
 
 from slimelite.samples.table import SampleTable
 
-pytestmark = pytest.mark.timeout(900)  # the first test waits for all runs of the page
-
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "extending.md").read_text()
 BLOCK = re.compile(r"```(python|bash)\n(.*?)```", re.DOTALL)

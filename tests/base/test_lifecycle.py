@@ -61,7 +61,7 @@ class Run:
         for number in signals:
             self.process.send_signal(number)
             time.sleep(apart)
-        said = self.process.communicate(timeout=60)[0]
+        said = self.process.communicate(timeout=600)[0]
         return self.process.returncode, said
 
     def daemon_ends(self) -> bool:

@@ -48,7 +48,7 @@ def measured(tmp_path: Path, *words: str) -> dict[str, Any]:
     (tmp_path / "burner.py").write_text(BURNER)
     marks = tmp_path / "marks.jsonl"
     command = [sys.executable, SCRIPTS / "tree.py", "--out", tmp_path / "used.json", "--watch", marks, "--mark", "step"]
-    subprocess.run([*command, "--", sys.executable, tmp_path / "burner.py", marks, *words], check=True, timeout=120)
+    subprocess.run([*command, "--", sys.executable, tmp_path / "burner.py", marks, *words], check=True, timeout=600)
     return json.loads((tmp_path / "used.json").read_text())
 
 
@@ -117,14 +117,13 @@ def test_compare_names_what_became_slower(tmp_path: Path, new: dict[str, Any], s
     for name, data in (("old", OLD), ("new", new)):
         (tmp_path / f"{name}.json").write_text(json.dumps(data))
     command = [sys.executable, SCRIPTS / "compare.py", tmp_path / "old.json", tmp_path / "new.json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == (1 if slower else 0), done.stderr
     named = done.stdout.split("slower:")[1]
     assert [title for title in ("ratio", "seconds", "single") if f"q: {title}" in named] == slower
 
 
 @pytest.mark.e2e
-@pytest.mark.timeout(900)
 @pytest.mark.slow
 def test_the_short_run_answers_every_quick_question(tmp_path: Path) -> None:
     """Times on a shared machine prove nothing: each question runs, and its figures are possible ones."""

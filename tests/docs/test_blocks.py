@@ -115,7 +115,6 @@ def curve(run: Path, name: str) -> list[float]:
 
 
 @pytest.mark.e2e
-@pytest.mark.timeout(900)
 def test_readme_runs_as_pasted(after_readme: tuple[Path, str]) -> None:
     """The quickstart learns; the run by hand learns the format, and goes on from it."""
     clone, printed = after_readme
@@ -182,7 +181,6 @@ CONTAINS: dict[str, list[str]] = {
 
 
 @pytest.mark.e2e
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("page", SHOWN)
 def test_a_page_runs_as_pasted(page: str, after_readme: tuple[Path, str], warm: dict[str, str]) -> None:
     clone, _ = after_readme
@@ -208,7 +206,6 @@ def test_a_page_runs_as_pasted(page: str, after_readme: tuple[Path, str], warm: 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_the_speedrun_runs_at_a_smaller_size(clone: Path, warm: dict[str, str]) -> None:
     """The command of the page, and again: every stage ends, and what is done is not done again."""
     (command,) = [block.text for block in blocks(ROOT / "docs/speedrun.md") if "speedrun-cpu.sh" in block.text]

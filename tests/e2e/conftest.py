@@ -49,7 +49,7 @@ def metrics(run_dir: Path, name: str) -> list[float]:
 
 
 def run_process(
-    *command: str, env: dict[str, str] | None = None, cwd: Path = ROOT, timeout: float = 240
+    *command: str, env: dict[str, str] | None = None, cwd: Path = ROOT, timeout: float = 600
 ) -> subprocess.CompletedProcess[str]:
     """A command as a user types it, from the repository's root or from ``cwd``; what outlasts it is ended with it."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}

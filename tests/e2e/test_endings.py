@@ -246,7 +246,7 @@ def test_ray_is_closed_to_others_and_sigterm_for_all_in_training_leaves_nothing(
     finally:
         # as `timeout` and shells do it
         os.killpg(process.pid, signal.SIGTERM)
-        out, _ = process.communicate(timeout=60)
+        out, _ = process.communicate(timeout=600)
     assert process.returncode == 143, out
     assert out.splitlines()[-2] == "SIGTERM: the run is shutting down; a second SIGTERM ends it at once"
     assert out.splitlines()[-1].startswith("interrupted before the end of its first rollout, ")

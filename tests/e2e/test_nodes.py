@@ -63,13 +63,12 @@ def trains_as_one_process_does(
     grpo_args: list[str],
     on_two_nodes: list[str],
     folder: Path,
-    timeout: float = 120,
 ) -> Path:
     """2 rollouts of one step: on a rank and an engine on each of two nodes, and on one of each in this process."""
     common = ["--deterministic-mode", "--use-kl-loss", "--kl-loss-coef", "0.1"]
     one, two, env = folder / "one", folder / "two", {**CLUSTER, "RAY_ADDRESS": address}
     kept = ["--save", str(folder / "saved"), "--save-interval", "2", "--trace", "--run-dir", str(two)]
-    done = nodes[0].run(sys.executable, "train.py", *on_two_nodes, *common, *kept, env=env, timeout=timeout)
+    done = nodes[0].run(sys.executable, "train.py", *on_two_nodes, *common, *kept, env=env)
     assert done.returncode == 0, done.stderr
     assert [node.left() for node in nodes] == [[], []]
     alone = ["--num-rollout", "2", "--launcher", "local", "--run-dir", str(one)]
@@ -81,25 +80,23 @@ def trains_as_one_process_does(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_a_long_cable_that_loses_frames(grpo_args: list[str], on_two_nodes: list[str], tmp_path: Path) -> None:
     """20 ms later each way, and one frame in a hundred never."""
     with machines(2, delay_ms=20, loss=0.01) as (nodes, _):
         address = start_ray(nodes, tmp_path, cpus=4)
-        trains_as_one_process_does(nodes, address, grpo_args, on_two_nodes, tmp_path, timeout=600)
+        trains_as_one_process_does(nodes, address, grpo_args, on_two_nodes, tmp_path)
         came, lost = nodes[1].pull()
         print(f"{lost} of {came} frames were lost")
         assert lost > 0
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_clocks_that_differ(grpo_args: list[str], on_two_nodes: list[str], tmp_path: Path) -> None:
     """The second node's clock is an hour ahead."""
     with machines(2) as (nodes, _):
         more = {"node2": clock_ahead(tmp_path, 3600)}
         address = start_ray(nodes, tmp_path, cpus=4, more=more)
-        two = trains_as_one_process_does(nodes, address, grpo_args, on_two_nodes, tmp_path, timeout=600)
+        two = trains_as_one_process_does(nodes, address, grpo_args, on_two_nodes, tmp_path)
     first, second = (two / file for file in ("trace.json", "trace-10.77.0.2.json"))
     begins = [min(bar["ts"] for bar in spans(file.read_text().rstrip(",]\n") + "]")) for file in (first, second)]
     assert (begins[1] - begins[0]) / 1e6 == pytest.approx(3600, abs=300), "the workers there had that clock"
@@ -157,7 +154,6 @@ def test_a_worker_that_raises_is_one_message(grpo_args: list[str], two_nodes: No
     "one of two nodes lost, `--max-restarts 2 --elastic`",
     "the run continues with one rank on the node that is left, and finishes",
 )
-@pytest.mark.timeout(900)
 def test_a_run_goes_on_with_the_node_that_is_left(
     on_two_nodes: list[str], tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
@@ -188,7 +184,6 @@ def test_a_run_goes_on_with_the_node_that_is_left(
     "one of two nodes lost, `--max-restarts 2`; another one joins",
     "the restart waits for the new node, and the run finishes",
 )
-@pytest.mark.timeout(900)
 def test_a_run_waits_for_a_machine_in_place_of_a_lost_one(on_two_nodes: list[str], tmp_path: Path) -> None:
     with machines(3) as ((first, second, third), _):
         address = start_ray([first, second], tmp_path, cpus=4)
@@ -245,7 +240,7 @@ def test_a_job_from_outside_a_folder_of_each_node_and_a_lost_node(
         submit = [sys.executable, "-m", "ray.scripts.scripts", "job", "submit", "--address", "http://10.77.0.1:8265"]
         without = outside.run(*submit, "--", *words, env={"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64})
         assert without.returncode != 0  # the token is another one
-        done = outside.run(*submit, "--", "env", "--chdir", str(ROOT), *words, env=CLUSTER, timeout=240)
+        done = outside.run(*submit, "--", "env", "--chdir", str(ROOT), *words, env=CLUSTER)
         assert done.returncode == 0, done.stdout + done.stderr
         assert len(metrics(tmp_path / "job", "rollout/raw_reward")) == 1
 
@@ -258,7 +253,7 @@ def test_a_job_from_outside_a_folder_of_each_node_and_a_lost_node(
             time.sleep(0.2)
         assert [line for line in nodes[0].left(0) if "ray::trainer" in line]
         nodes[1].kill()
-        _, err = run.communicate(timeout=200)
+        _, err = run.communicate(timeout=600)
         assert run.returncode == 1
         assert "Traceback" not in err
         first, _, second = err.partition("start 2 of 4")

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.e2e
 
 def scrape(url: str) -> dict[str, tuple[str, dict[str, str], float]]:
     """What Prometheus' own parser reads: metric as the run names it -> name, labels, value."""
-    with urllib.request.urlopen(url, timeout=300) as answer:
+    with urllib.request.urlopen(url, timeout=600) as answer:
         assert answer.headers["Content-Type"].startswith("text/plain; version=")
         families = text_string_to_metric_families(answer.read().decode())
     samples = [sample for family in families for sample in family.samples]

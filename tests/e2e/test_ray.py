@@ -134,6 +134,18 @@ def test_the_gsm8k_script_submits_to_the_head_that_ray_address_names(
     assert told.count("job") == 2, "the other one is the name of the job's shell"
 
 
+def test_a_head_that_takes_no_jobs_is_waited_for_aloud_and_not_for_ever(tmp_path: Path) -> None:
+    """Another program stands in for Ray: its head lives, and no job is taken. Bash's clock runs ahead in each pause."""
+    (tmp_path / "ray").write_text('#!/bin/sh\n[ "$1" = job ] && { echo "not yet"; exit 1; }\nexec sleep 600\n')
+    (tmp_path / "ray").chmod(0o755)
+    words = "source scripts/lib/submit.sh; sleep() { SECONDS=$((SECONDS + 31)); }; start_head"
+    path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = run_process("bash", "-c", words, env={"PATH": path, "VIRTUAL_ENV": sys.prefix})
+    assert done.returncode == 1
+    assert done.stdout.count("waiting for the Ray head to take jobs") > 3
+    assert "takes no jobs: not yet; its log:" in done.stderr
+
+
 def test_a_job_for_a_head_that_runs_already_and_its_end(grpo_args: list[str], tmp_path: Path) -> None:
     """As users type it: ``ray start --head``, ``ray job submit --working-dir . -- python train.py``, and a stop."""
     head, run = tmp_path / "head.sh", tmp_path / "stopped"

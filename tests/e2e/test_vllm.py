@@ -44,7 +44,6 @@ def test_engine_and_trainer_agree_after_every_sync(grpo_args: list[str], tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_killed_engine_comes_back_with_the_current_weights(small: Path) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(7)

@@ -19,7 +19,7 @@ COMMAND = (
     "--disable-overlap-schedule --disable-cuda-graph --max-running-requests 32 --max-total-tokens 16384 "
     "--sleep-on-idle --skip-server-warmup --host 127.0.0.1"
 )
-START_S = 240
+START_S = 600
 
 
 @pytest.fixture(scope="session")

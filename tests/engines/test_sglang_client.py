@@ -26,7 +26,7 @@ from tests.conftest import sglang_variables
 from tests.engines.contract import PROMPTS, EngineContract, as_buckets, push_weights
 from tests.engines.tiny_models import build_model, greedy
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.sglang
 
 
 class TestSglang(EngineContract):
@@ -206,7 +206,7 @@ def test_a_server_that_is_gone_is_a_connection_error(tmp_path: Path) -> None:
 
 
 PROMPT = tuple(range(20, 28))
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.sglang
 
 
 @pytest.mark.parametrize("transport", ["http", "nccl"])

@@ -141,7 +141,7 @@ def test_workers_ask_for_the_key_that_the_run_alone_has(monkeypatch: pytest.Monk
 def test_other_machines_are_let_in_with_a_key_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ENVIRONMENT_API_KEY", raising=False)
     command = [sys.executable, "-m", "slimelite.environments.serve", "calculator", "--host", "0.0.0.0"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 1
     assert done.stderr == (
         "--host 0.0.0.0 accepts connections from other machines: put a key into ENVIRONMENT_API_KEY, "

@@ -20,8 +20,6 @@ import torch
 
 from slimelite.plan.memory import Load, Shapes, total
 
-pytestmark = pytest.mark.timeout(600)  # the first test waits for all simulations: 40 s on two quiet cores
-
 ROOT = Path(__file__).parents[2]
 # all on 8 ranks; of those with tied and those with other weights at their ends, one on 1 rank and one on 64
 RANKS = {"0.5B": (1, 8), "4B": (8, 64), "7B": (1, 8), "32B": (8, 64)}

@@ -51,7 +51,7 @@ def test_the_reward_is_what_the_test_says_of_the_agents_work(
     example = ROOT / "docs/examples/agent_program/repository.py"
     done = subprocess.run(
         [sys.executable, example, agent, program, "--mine", "x y"],
-        input=json.dumps({**ROW, "label": label}) + "\n", env=env, capture_output=True, text=True, timeout=120,
+        input=json.dumps({**ROW, "label": label}) + "\n", env=env, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     if reward is None:
         assert (done.returncode, "the model is gone" in done.stderr) == (1, True)

@@ -62,7 +62,7 @@ def test_a_run_is_served_until_it_is_interrupted(run_folder: Path) -> None:
         assert curl[0] == "curl"
         headers = dict(header.split(": ", 1) for flag, header in pairwise(curl) if flag == "-H")
         request = urllib.request.Request(curl[1], curl[-1].encode(), headers)
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=600) as answer:
             assert json.load(answer)["usage"]["completion_tokens"] > 0
         long = {**json.loads(curl[-1]), "max_tokens": 8000, "ignore_eos": True, "stream": True}
         with urllib.request.urlopen(urllib.request.Request(curl[1], json.dumps(long).encode(), headers)) as stream:

@@ -22,7 +22,7 @@ from tests.engines.tiny_models import log_probs
 from tests.serving.chat import build, tokenizer
 from tests.serving.fronts import Asking, front_over
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.sglang
 ASK = [{"role": "user", "content": "What is it?"}]
 
 

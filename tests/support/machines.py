@@ -35,7 +35,7 @@ REMEDY = (
 )
 READY = "ready"
 FAR_LINK = Path(__file__).with_name("far_link.py")
-START_S = 180
+START_S = 600
 OF_A_RUN = re.compile(r"train\.py|-m slimelite|slimelite/\w+/\w+\.py|ray::(?!IDLE|\w*Agent)")
 
 
@@ -76,7 +76,7 @@ class Machine:
         return process
 
     def run(
-        self, *command: str, env: dict[str, str] | None = None, timeout: float = 120
+        self, *command: str, env: dict[str, str] | None = None, timeout: float = 600
     ) -> subprocess.CompletedProcess[str]:
         """Run a command on the machine to its end."""
         process = self.start(*command, env=env)
@@ -103,9 +103,9 @@ class Machine:
         """Switch the machine off: all of its processes end at once, and its address is gone."""
         if psutil.pid_exists(self.first):
             os.kill(self.first, 9)
-        self.holder.wait(10)
+        self.holder.wait(60)
         for process in self.started:
-            process.wait(10)
+            process.wait(60)
 
 
 @contextmanager

@@ -68,7 +68,7 @@ def test_ctrl_c_with_wandb_is_no_traceback(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": search},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     assert done.returncode == 130, done.stderr
@@ -117,7 +117,7 @@ def test_a_run_continues_wandb_if_it_is_stopped_and_goes_on_without_it_if_it_die
         env={**os.environ, "PYTHONPATH": search},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
@@ -221,7 +221,7 @@ def test_where_tensorboard_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def scraped(writer: PrometheusWriter) -> list[str]:
-    with urlopen(writer.where, timeout=300) as answer:
+    with urlopen(writer.where, timeout=600) as answer:
         text: str = answer.read().decode()
     return [line for line in text.splitlines() if not line.startswith("#") and "_seconds" not in line]
 

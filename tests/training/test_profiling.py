@@ -55,7 +55,7 @@ def test_the_steps_of_slime_are_profiled_unless_others_are_named(
         [sys.executable, "-c", PROFILED, str(tmp_path), json.dumps(targets)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     found = {file.name.removesuffix(".json.gz"): names(file) for file in (tmp_path / "profile").iterdir()}

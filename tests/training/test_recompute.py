@@ -27,7 +27,6 @@ from slimelite.training.parallel import whole
 from slimelite.training.trainer import Trainer
 
 # compiling takes seconds of a quiet core, and minutes beside others
-pytestmark = pytest.mark.timeout(900)
 
 KEPT = {"mm", "addmm", "_scaled_dot_product_flash_attention_for_cpu"}
 
