@@ -39,20 +39,25 @@ REMEDIES = {"sglang": "bash scripts/install_sglang_cpu.sh", "vllm": "docs/instal
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--shuffle", type=int, metavar="SEED", help="run the files, and the tests of each file, in random order"
+        "--shuffle", type=int, metavar="SEED", help="run the files, their classes and tests in random order"
     )
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest then puts the tests together that share a fixture's parameter
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With ``--shuffle``, the tests of a file stay together, because they share what it started."""
+    """With ``--shuffle``, the tests of a file and of a class stay together, because they share what it started."""
     if (seed := config.getoption("--shuffle")) is None:
         return
-    draw, files = random.Random(seed), dict[Path, list[pytest.Item]]()
-    for item in items:
-        files.setdefault(item.path, []).append(item)
-    for tests in files.values():
-        draw.shuffle(tests)
-    items[:] = [item for path in draw.sample(list(files), len(files)) for item in files[path]]
+    draw = random.Random(seed)
+    files: dict[Path, dict[object, list[pytest.Item]]] = {}
+    for number, item in enumerate(items):
+        together = item.cls if isinstance(item, pytest.Function) and item.cls else number
+        files.setdefault(item.path, {}).setdefault(together, []).append(item)
+    shuffled = []
+    for groups in draw.sample(list(files.values()), len(files)):
+        for tests in draw.sample(list(groups.values()), len(groups)):
+            shuffled += draw.sample(tests, len(tests))
+    items[:] = shuffled
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

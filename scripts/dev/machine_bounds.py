@@ -24,12 +24,14 @@ MEASURES = (
     *("getrusage", "ru_minflt", "ru_majflt", "ru_maxrss", "ru_utime", "ru_stime", "ru_nivcsw", "performance.now"),
     *("memory_info", "memory_full_info", "cpu_times", "cpu_percent", "peak_pss", "rss"),
 )
+# fields of what our functions return: how long a program took
+FIELDS = ("seconds",)
 
 
 def measured(node: ast.AST, names: set[str]) -> bool:
     """Whether an expression reads a measurement, or a name that has one."""
     for part in ast.walk(node):
-        if isinstance(part, ast.Attribute) and part.attr in MEASURES:
+        if isinstance(part, ast.Attribute) and part.attr in (*MEASURES, *FIELDS):
             return True
         if isinstance(part, ast.Name) and (part.id in names or part.id in MEASURES):
             return True

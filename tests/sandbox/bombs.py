@@ -24,11 +24,11 @@ def touched(memory: mmap.mmap) -> None:
     kept.append(memory)
 
 
-def pieces(piece: Callable[[int], object], size: int = 1) -> Callable[[], None]:
-    """Keep one piece after the other, ``size`` each."""
+def pieces(piece: Callable[[int], object], size: int = 1, most: int = 4096) -> Callable[[], None]:
+    """Keep one piece after the other, ``size`` each; if nothing stops it, the machine has room for ``most``."""
 
     def bomb() -> None:
-        for count in range(1, 100_000):
+        for count in range(1, most):
             kept.append(piece(count))
             say(count * size)
 
@@ -50,7 +50,7 @@ def written(path: str, size: int, *, keep: bool = False, remove: bool = False) -
 def child_with_memory(count: int) -> None:
     if not os.fork():
         touched(mmap.mmap(-1, 16 * MB))
-        time.sleep(60)
+        time.sleep(600)
     time.sleep(0.02)
 
 
@@ -58,14 +58,14 @@ def child(count: int, *, session: bool = False) -> None:
     if not os.fork():
         if session:
             os.setsid()
-        time.sleep(60)
+        time.sleep(600)
 
 
 def tree() -> None:
     for count in range(1, 100):
         say(count)
         os.fork()
-    time.sleep(60)
+    time.sleep(600)
 
 
 def deep(count: int) -> None:
@@ -86,7 +86,7 @@ def fallocated(count: int) -> None:
 
 
 def thread(count: int) -> None:
-    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+    threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
 
 
 # what each piece is of: memory and disk in MiB, processes and descriptors as they are
@@ -109,7 +109,7 @@ BOMBS: dict[str, tuple[str, Callable[[], object]]] = {
     "many files": ("disk", pieces(lambda n: written(f"f{n}", MB))),
     "deleted files": ("disk", pieces(lambda n: written(f"g{n}", MB, keep=True, remove=True))),
     "temporary files": ("disk", pieces(lambda n: written(f"{os.environ['TMPDIR']}/t{n}", MB))),
-    "deep folders": ("disk", pieces(deep)),
+    "deep folders": ("disk", pieces(deep, most=256)),
     "allocated files": ("disk", pieces(fallocated, 4)),
     "open files": ("descriptors", pieces(lambda _: os.dup(1))),
     "sockets": ("descriptors", pieces(lambda _: socket.socketpair())),
