@@ -77,5 +77,5 @@ sys.modules["slimelite.apps.chat"] = types.SimpleNamespace(main=chat)
 sys.argv = ["slimelite", "chat"]
 main()
 """
-    done = subprocess.run([sys.executable, "-c", program], check=False, timeout=30)
+    done = subprocess.run([sys.executable, "-c", program], check=False, timeout=600)
     assert (done.returncode, list(tmp_path.iterdir())) == (128 + number, [])

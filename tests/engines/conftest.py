@@ -54,4 +54,4 @@ def sglang_url(sglang_model: Path, sglang_environment: dict[str, str]) -> Iterat
                 time.sleep(0.5)
         yield server.url
         process.terminate()
-        process.wait(30)
+        process.wait(120)

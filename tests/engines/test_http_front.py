@@ -325,7 +325,7 @@ def test_the_front_outlives_the_loop_that_started_it(folder: Path) -> None:
     body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 3, "ignore_eos": True}}
     request = urllib.request.Request(f"{url}/generate", json.dumps(body).encode())
     request.add_header("Content-Type", "application/json")
-    with urllib.request.urlopen(request, timeout=20) as reply:
+    with urllib.request.urlopen(request, timeout=120) as reply:
         assert len(json.load(reply)["output_ids"]) == 3
     asyncio.run(engine.close())
     with pytest.raises(urllib.error.URLError):

@@ -156,7 +156,7 @@ def test_a_server_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     async def scenario() -> int:
         starter = await asyncio.create_subprocess_exec(sys.executable, "-c", script)
         log = tmp_path / "log"
-        for _ in range(600):
+        for _ in range(2400):
             if log.exists() and log.read_text().strip():
                 break
             await asyncio.sleep(0.05)
@@ -165,7 +165,7 @@ def test_a_server_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
         return int(log.read_text())
 
     pid = asyncio.run(scenario())
-    for _ in range(100):
+    for _ in range(2400):
         status = Path(f"/proc/{pid}/stat")
         if not status.exists() or status.read_text().rsplit(")", 1)[1].split()[0] == "Z":
             return

@@ -57,7 +57,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def soon(condition: object) -> None:
-    for _ in range(200):
+    for _ in range(12000):
         if condition():  # type: ignore[operator]
             return
         await asyncio.sleep(0.01)

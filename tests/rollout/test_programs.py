@@ -65,7 +65,7 @@ def is_running(pid: int) -> bool:
 
 def ended(tmp_path: Path) -> bool:
     pids = (tmp_path / "pids").read_text().split()
-    for _ in range(100):
+    for _ in range(2400):
         if not any(is_running(int(pid)) for pid in pids):
             return True
         time.sleep(0.05)

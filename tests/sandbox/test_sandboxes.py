@@ -94,7 +94,7 @@ def test_what_a_program_started_ends_when_the_run_is_killed(sandbox: str) -> Non
     assert is_running(mark)
     run.send_signal(signal.SIGKILL)
     run.wait()
-    end = time.monotonic() + 10
+    end = time.monotonic() + 120
     while is_running(mark):
         assert time.monotonic() < end
         time.sleep(0.05)

@@ -73,7 +73,7 @@ def test_a_run_is_served_until_it_is_interrupted(run_folder: Path) -> None:
     except BaseException:
         server.kill()
         raise
-    said = server.communicate(timeout=30)[1]  # no second signal: it would end a server that is ending, with status -15
+    said = server.communicate(timeout=120)[1]  # no second signal: it would end a server that is ending, with status -15
     assert "warning: --context-length 8193 is more than the model's 8192 tokens" in said
     assert '127.0.0.1 "POST /v1/chat/completions HTTP/1.1" 200' in said
     assert server.returncode == 0

@@ -25,7 +25,7 @@ from tests.serving.chat import build
 from tests.serving.scripted import Scripted, Server
 
 COMMAND = [sys.executable, "-m", "slimelite.apps.command", "chat"]
-SECONDS = 60
+SECONDS = 120
 
 
 class Terminal:

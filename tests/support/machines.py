@@ -54,7 +54,7 @@ class Machine:
         """Pull the long cable out; returns the frames that came, and those of them that were lost."""
         assert self.cable is not None
         assert self.cable.stdout
-        out, err = self.cable.communicate(timeout=10)
+        out, err = self.cable.communicate(timeout=120)
         assert self.cable.returncode == 0, err
         came, lost = map(int, out.split())
         return came, lost
@@ -88,7 +88,7 @@ class Machine:
             pytest.fail(f"{command[:4]} on {self.name} took longer than {timeout} s:\n{out[-2000:]}\n{err[-2000:]}")
         return subprocess.CompletedProcess(command, process.returncode, out, err)
 
-    def left(self, seconds: float = 20.0) -> list[str]:
+    def left(self, seconds: float = 120.0) -> list[str]:
         """Command lines of the processes of a run that still live so many seconds after its end. Ray's own daemons and
         its idle workers are not of the run."""
         deadline = time.monotonic() + seconds

@@ -22,7 +22,7 @@ class Terminal:
         return b"".join(self.chunks).decode(errors="replace")
 
     def wait_for(self, text: str) -> None:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while text not in self.shown:
             assert time.monotonic() < deadline, f"{text!r} never came; there is {self.shown!r}"
             time.sleep(0.02)

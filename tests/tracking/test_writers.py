@@ -94,7 +94,7 @@ for step in range(5):
     if step == 0:
         with Monitor(0.5):
             core.send_signal(signal.SIGSTOP)
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 120
             time.sleep(0.1)
             while core.status() == psutil.STATUS_STOPPED and time.monotonic() < deadline:
                 time.sleep(0.02)
