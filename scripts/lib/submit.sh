@@ -44,14 +44,14 @@ start_head() {
     trap 'kill -TERM "$RAY_HEAD_PID" 2>/dev/null; wait "$RAY_HEAD_PID" 2>/dev/null || true' EXIT
     export RAY_ADDRESS="http://127.0.0.1:$dashboard"
     echo "starting a Ray head at $RAY_ADDRESS (log: $log)"
-    local begin=$SECONDS said=0 answer=""
-    while ((SECONDS < begin + 300)); do
+    local begin=$SECONDS most=300 said=0 answer=""
+    while ((SECONDS < begin + most)); do
         # the dashboard answers before the agent that runs jobs is ready; an empty job shows when that is ready
         if answer=$(ray job submit --no-wait --address "$RAY_ADDRESS" -- true 2>&1); then return; fi
         kill -0 "$RAY_HEAD_PID" 2>/dev/null || break
         if ((SECONDS - begin >= said + 30)); then
             said=$((SECONDS - begin))
-            echo "waiting for the Ray head to take jobs, ${said}s of 300"
+            echo "waiting for the Ray head to take jobs, ${said}s of ${most}s"
         fi
         sleep 1
     done

@@ -45,7 +45,7 @@ class SlabPart:
         self._mask = (mask.repeat_interleave(heads, 0) if self._exact else mask[:, None])[..., None, :]
 
     def write(self, layer: int, key_value: torch.Tensor) -> None:
-        """Store ``key_value`` [rows, 2 * kv heads, head dim]."""
+        """Store the keys and values ``key_value`` [rows, 2 * kv heads, head dim] of one new token in each row."""
         stored = self._slab.layers[layer]
         stored.view(-1, stored.shape[-1]).index_copy_(0, self._slots, key_value.flatten(0, 1))
 
