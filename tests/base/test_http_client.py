@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -121,6 +121,8 @@ def test_proxies_of_the_environment_are_left_aside(monkeypatch: pytest.MonkeyPat
 
 def test_a_server_that_is_too_slow_has_not_answered() -> None:
     with scripted((200, "1")) as server:
-        server.finish_request = lambda *_: asyncio.run(asyncio.sleep(0.5))  # type: ignore[method-assign]
+        over = Event()
+        server.finish_request = lambda *_: over.wait()  # type: ignore[assignment,method-assign]
         with pytest.raises(NoAnswer, match="TimeoutError"):
             ask("GET", server.url, timeout_s=0.1)
+        over.set()

@@ -18,7 +18,7 @@ class Slow:
     """An engine whose request number n takes n/1000 s; it refuses requests called ``bad``."""
 
     def __init__(self):
-        self.cancelled = []
+        self.begun, self.cancelled, self.free = [], [], False
 
     async def generate(self, requests):
         for request in requests:
@@ -26,8 +26,11 @@ class Slow:
                 raise ValueError("request bad does not fit")
             if request.request_id == "gone":
                 raise asyncio.CancelledError
+        self.begun += [r.request_id for r in requests]
         try:
             await asyncio.sleep(max(len(r.input_ids) for r in requests) / 1000)
+            while any(r.request_id == "held" for r in requests) and not self.free:
+                await asyncio.sleep(0.01)
         except asyncio.CancelledError:
             self.cancelled += [r.request_id for r in requests]
             raise
@@ -66,6 +69,11 @@ def wire():
     wire.thread.close()
 
 
+async def until(happened):
+    while not happened():
+        await asyncio.sleep(0.01)
+
+
 def request(name, tokens):
     return GenerateRequest(name, tuple(range(tokens)), SamplingParams(4))
 
@@ -89,15 +97,16 @@ def test_the_calls_of_one_turn_are_one_message_and_few_come_back(wire):
 def test_a_short_call_does_not_wait_for_the_long_one_beside_it(wire):
     engine, ended = remote_engine(wire), []
 
-    async def call(tokens):
-        await engine.generate([request("r", tokens)])
-        ended.append(tokens)
+    async def call(name):
+        await engine.generate([request(name, 1)])
+        ended.append(name)
+        wire.desk._engine.free = True
 
     async def both():
-        await asyncio.gather(call(400), call(1))
+        await asyncio.gather(call("held"), call("short"))
 
     asyncio.run(both())
-    assert ended == [1, 400]
+    assert ended == ["short", "held"]
     assert wire.messages == {"generate_batch": 1, "fetch": 1}
 
 
@@ -152,8 +161,9 @@ def test_a_cancelled_caller_ends_its_own_call_and_leaves_the_others_alone(wire):
     async def two():
         first = asyncio.ensure_future(engine.generate([request("first", 60_000)]))
         second = asyncio.ensure_future(engine.generate([request("second", 50)]))
-        await asyncio.sleep(0.01)
+        await until(lambda: "first" in wire.desk._engine.begun)
         first.cancel()
+        await until(lambda: wire.desk._engine.cancelled)
         return (await second)[0].request_id, (await engine.info()).name
 
     assert asyncio.run(two()) == ("second", "slow")
@@ -165,14 +175,14 @@ def test_a_cancelled_rollout_leaves_nothing_behind(wire):
 
     async def rollout():
         calls = [asyncio.ensure_future(engine.generate([request(str(n), 60_000)])) for n in range(3)]
-        await asyncio.sleep(0.05)
+        await until(lambda: len(wire.desk._engine.begun) == 3)
         others = asyncio.all_tasks() - {asyncio.current_task()}  # the exchange too, as RolloutManager.cancel does
         for task in others:
             task.cancel()
         await asyncio.wait(calls)
 
     asyncio.run(rollout())
-    wire.thread.run(asyncio.sleep(0.05))
+    wire.thread.run(until(lambda: len(wire.desk._engine.cancelled) == 3))
     assert not wire.desk._batches
     assert not wire.desk._errors
     assert sorted(wire.desk._engine.cancelled) == ["0", "1", "2"]
@@ -215,6 +225,6 @@ def test_a_restart_waits_until_the_process_answers_again(wire, monkeypatch):
         await asyncio.sleep(0.05)
         assert not waiting.done()
         wire.dead = False
-        await asyncio.wait_for(waiting, 5)
+        await asyncio.wait_for(waiting, 120)
 
     asyncio.run(back())

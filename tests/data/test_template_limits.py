@@ -39,7 +39,6 @@ LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% en
         ("{% if tools %}{{ 'x' * 10 ** 10 }}{% endif %}", "512 MB"),
     ],
 )
-@pytest.mark.timeout(60)
 def test_a_template_without_end_is_refused(template: str, takes: str) -> None:
     with pytest.raises(ValueError, match=f"the chat template takes more than {takes} to render a few words"):
         try_template(byte_tokenizer(template))
@@ -89,7 +88,6 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-@pytest.mark.timeout(60)
 def test_a_template_that_hangs_on_a_row_alone_is_stopped_there(tmp_path: Path) -> None:
     """It passes the trial at the start. Rows that may be left out do not make the run wait for each of them."""
     tokenizer, file = byte_tokenizer(TRAP), tmp_path / "rows.jsonl"
@@ -167,7 +165,6 @@ def spring(template: str) -> None:
         ("output", f"{{% set x = {LONG} %}}{'{{ x }}' * 200}"),
     ],
 )
-@pytest.mark.timeout(60)
 def test_one_operation_that_makes_a_huge_value_on_one_row_alone_is_refused(operation: str, template: str) -> None:
     with pytest.raises(TooCostly, match=rf"of the tokenizer makes a value that is too large \(with '{operation}'\) to"):
         spring(template)
@@ -205,7 +202,6 @@ def test_the_output_of_a_template_with_marks_is_limited_too() -> None:
         f"{{% set n = namespace(x=[]) %}}{{% for i in range(2000) %}}{{% set n.x = n.x+[i ~ {LONG}] %}}{{% endfor %}}",
     ],
 )
-@pytest.mark.timeout(60)
 def test_a_rendering_whose_values_grow_step_by_step_is_stopped(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(render_watch, "GROWTH", 1 << 28)
     ctypes.CDLL(None).malloc_trim(0)  # the process does not grow while it has memory that earlier tests freed
@@ -262,7 +258,6 @@ def test_real_templates_give_the_same_texts_as_in_transformers(monkeypatch: pyte
 
 
 @pytest.mark.usefixtures("impatient")
-@pytest.mark.timeout(60)
 def test_a_rendering_in_any_thread_has_its_own_time() -> None:
     tokenizer, said = byte_tokenizer(TRAP), dict[int, object]()
 
@@ -282,7 +277,6 @@ def test_a_rendering_in_any_thread_has_its_own_time() -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-@pytest.mark.timeout(60)
 def test_a_served_question_that_the_template_hangs_on_is_refused() -> None:
     chat = ChatFormat(byte_tokenizer(TRAP))
     with pytest.raises(ValueError, match=r"takes more than 0\.3 s"):

@@ -60,7 +60,7 @@ def run_process(
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         process.terminate()  # scripts stop the Ray head that they started
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=600)
         pytest.fail(f"{command[:3]} took longer than {timeout} s:\n{out[-2000:]}\n{err[-2000:]}")
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 

@@ -92,7 +92,7 @@ class EngineContract:
 
     def run(self, work: Awaitable[T]) -> T:
         """Wait for ``work`` in the engine's event loop."""
-        return self.loop.run_until_complete(asyncio.wait_for(work, 60))
+        return self.loop.run_until_complete(asyncio.wait_for(work, 600))
 
     def request(self, prompt: Sequence[int], name: str = "r", key: str | None = None, position: int = 0, **params: Any):
         """A request; without max_new_tokens it is 12, and without ignore_eos it runs to that."""

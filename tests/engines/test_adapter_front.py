@@ -73,7 +73,7 @@ def through_a_front(scenario: Callable[[Upstream, Ask], Awaitable[None]], *, lis
             await front.stop()
             await runner.cleanup()
 
-    asyncio.run(asyncio.wait_for(work(), 30))
+    asyncio.run(asyncio.wait_for(work(), 600))
 
 
 async def read(connection: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> tuple[str, bytes]:

@@ -64,7 +64,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(asyncio.wait_for(work, 60))
+    return asyncio.run(asyncio.wait_for(work, 600))
 
 
 def serve(folder: Path, requests: list[GenerateRequest], **options: Any) -> list[GenerateResult]:
@@ -259,13 +259,14 @@ def test_cancelling_a_call_frees_its_rows(folder: Path) -> None:
 
 
 def test_memory_released_under_running_requests_is_recomputed(folder: Path) -> None:
-    requests = group((4, 5, 6), 6, max_new_tokens=200)
+    requests = group((4, 5, 6), 6, max_new_tokens=600)
     expected = serve(folder, requests, max_running_requests=3)
 
     async def scenario() -> list[GenerateResult]:
         engine = EmbeddedEngine(str(folder), max_running_requests=3)
         call = asyncio.ensure_future(engine.generate(requests))
-        await asyncio.sleep(0.05)
+        while not engine._scheduler.rows.sequences:
+            await asyncio.sleep(0)
         await engine.release_memory(["kv_cache"])
         await engine.abort([requests[1].request_id])
         await engine.resume_memory(["kv_cache"])
@@ -285,7 +286,8 @@ def test_ids_must_be_unique_and_a_closed_engine_says_so(folder: Path) -> None:
             await engine.generate([*group((4, 5), 2), *group((4, 5), 1)])
         assert await engine.generate([]) == []
         running = asyncio.ensure_future(engine.generate(group((4, 5), 2, max_new_tokens=900)))
-        await asyncio.sleep(0.02)
+        while not engine._scheduler.request_ids():
+            await asyncio.sleep(0)
         with pytest.raises(ValueError, match="unique"):
             await engine.generate(group((4, 5), 1))
         await engine.close()

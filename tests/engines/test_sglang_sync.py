@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -56,6 +58,21 @@ def generate(server: Server, count: int, **changes: Any) -> dict[str, Any]:
     return server.post("/generate", request)
 
 
+def streamed(server: Server, count: int, begun: threading.Event) -> dict[str, Any]:
+    """The whole answer to a sampled request of ``count`` tokens; ``begun`` is set when its first tokens come."""
+    params = {"max_new_tokens": count, "temperature": 1.0, "ignore_eos": True}
+    request = {"input_ids": list(PROMPT), "sampling_params": params, "return_logprob": True, "stream": True}
+    asked = urllib.request.Request(f"{server.url}/generate", json.dumps(request).encode())
+    asked.add_header("Content-Type", "application/json")
+    answer: dict[str, Any] = {}
+    with urllib.request.urlopen(asked, timeout=600) as lines:
+        for line in lines:
+            if line.startswith(b"data: {"):
+                answer = json.loads(line.removeprefix(b"data: "))
+                begun.set()
+    return answer
+
+
 def push(sink: WeightSink, model: PreTrainedModel, version: int, max_bytes: int = 10_000) -> None:
     sink.begin(version)
     for bucket in buckets(((n, p.detach()) for n, p in model.named_parameters()), max_bytes):
@@ -104,9 +121,10 @@ def test_a_response_ends_where_the_weights_change_and_the_next_waits(
     sink = http_sink(models[0], server)
     push(sink, models[0], 21)
     answers: list[dict[str, Any]] = []
-    running = threading.Thread(target=lambda: answers.append(generate(server, 1500, temperature=1.0)))
+    begun = threading.Event()
+    running = threading.Thread(target=lambda: answers.append(streamed(server, 1500, begun)))
     running.start()
-    time.sleep(1.0)
+    begun.wait()
     sink.begin(22)
     running.join()
     (cut,) = answers

@@ -28,14 +28,15 @@ from tests.environments.acted import ASKED, Echo, Weather, called
 
 ECHO = f"{Path(__file__).with_name('acted.py')}:Echo"
 ROW = Row([{"role": "user", "content": "hello"}], "7", {"x": [1]}, 5)
+PATIENT = {"call_seconds": 120.0, "seconds": 180.0}  # a test of a hang shortens it, for the call that hangs
 STARTED = '{"id": "1", "messages": [{"role": "user", "content": "a"}]}'
 
 
 def played(environment: str, play: Callable[[Host], Awaitable[None]], processes: int = 0) -> None:
-    """Run ``play`` with a host whose calls have 2 seconds, episodes 3."""
+    """Run ``play`` with a host of ``environment``, whose calls have the time `PATIENT`."""
 
     async def run() -> None:
-        host = Host(environment, processes=processes, call_seconds=2.0, seconds=3.0)
+        host = Host(environment, processes=processes, **PATIENT)
         try:
             await play(host)
         finally:
@@ -66,7 +67,7 @@ def test_behind_an_address() -> None:
     async def run() -> None:
         ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         server = asyncio.create_task(serve(Echo, "127.0.0.1", 0, ready.set_result))
-        host = Host(await ready, call_seconds=2.0, seconds=3.0)
+        host = Host(await ready, **PATIENT)
         await check_echo(host)
         live = await host.open()
         await live.reset(ROW)
@@ -77,7 +78,7 @@ def test_behind_an_address() -> None:
             await live.step({"content": "end"})
         await host.close()
         server.cancel()
-        gone = Host("http://127.0.0.1:9", call_seconds=2.0, seconds=3.0)
+        gone = Host("http://127.0.0.1:9", **PATIENT)
         with pytest.raises(EnvironmentFailure, match="does not answer") as raised:
             await (await gone.open()).reset(ROW)
         assert raised.value.kind == "crash"
@@ -97,7 +98,7 @@ def test_a_page_of_another_site_and_whoever_has_no_key_are_refused(key: str | No
         ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         server = asyncio.create_task(serve(Echo, "127.0.0.1", 0, ready.set_result, key))
         url = await ready
-        host = Host(url, call_seconds=5.0, seconds=9.0)
+        host = Host(url, **PATIENT)
         await check_echo(host)
         await host.close()
         bare = url.replace(":secret@", "")
@@ -165,7 +166,7 @@ def test_a_server_may_say_anything(reset: str, step: str, message: str | None) -
         for path, text in (("/reset", reset), ("/step", step), ("/close", "bye")):
             app.router.add_post(path, AsyncMock(side_effect=lambda _, text=text: web.Response(text=text)))
         runner, url = await listen(app, "127.0.0.1", 0)
-        host = Host(url, call_seconds=2.0, seconds=3.0)
+        host = Host(url, **PATIENT)
         live = await host.open()
         with pytest.raises(EnvironmentFailure, match=message) if message else nullcontext() as raised:
             await live.reset(ROW)
@@ -195,8 +196,10 @@ def test_a_failure_is_one_message_and_bounded(said: str, kind: str, message: str
     async def play(host: Host) -> None:
         live, other = await host.open(), await host.open()
         await asyncio.gather(live.reset(ROW), other.reset(ROW))
+        host.call_seconds = 2.0
         bad = asyncio.create_task(live.step({"content": said}))
         await asyncio.sleep(0.05)
+        host.call_seconds = PATIENT["call_seconds"]
         assert (await other.step({"content": "fine"})).messages  # while the first one hangs
         with pytest.raises(EnvironmentFailure, match=message) as raised:
             await bad
@@ -231,7 +234,7 @@ def test_all_calls_of_an_episode_have_a_limit_together() -> None:
     async def play(host: Host) -> None:
         live = await host.open()
         await live.reset(ROW)
-        live.spent = 2.9
+        live.spent = host.seconds - 0.1
         with pytest.raises(EnvironmentFailure, match=r"longer than 0.1 s \(--environment-timeout\)"):
             await live.step({"content": "hang"})
 
@@ -264,9 +267,10 @@ def test_a_server_that_is_stopped_is_named_in_time() -> None:
         await own.reset(ROW)
         server = host._workers[0]  # its address could be that of another machine's
         assert server._process is not None
-        far = Host(server.url, call_seconds=0.5, seconds=30.0)
+        far = Host(server.url, **PATIENT)
         live = await far.open()
         await live.reset(ROW)
+        far.call_seconds, host.call_seconds = 0.5, 2.0
         server._process.send_signal(signal.SIGSTOP)
         address = server.url.rpartition("@")[2]
         with pytest.raises(EnvironmentFailure, match=rf"^http://\S*{address}: step took longer than 0.5 s") as raised:

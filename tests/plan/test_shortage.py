@@ -103,17 +103,19 @@ def test_a_rank_that_does_not_answer(model: Path) -> None:
     store, groups = dist.HashStore(), list[dist.ProcessGroupGloo]()
 
     def meet(rank: int) -> None:
-        groups.append(dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=0.5)))
+        groups.append(dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=120)))
 
     threads = [Thread(target=meet, args=[rank]) for rank in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    short = dist.AllreduceOptions()
+    short.timeout = timedelta(seconds=0.5)
     # either order of joining: the first call sends or receives
     for said in ("Timed out waiting 500ms for (send|recv) operation to complete", "Application timeout caused"):
         with pytest.raises(RuntimeError, match=said) as caught:
-            groups[0].allreduce([torch.ones(1)]).wait()
+            groups[0].allreduce([torch.ones(1)], short).wait()
         told = with_memory(caught.value, args)
         assert isinstance(told, ClusterError)
         assert str(told).startswith("a training rank got no answer from another rank: the other rank is stopped or")

@@ -8,6 +8,7 @@ import logging
 import pickle
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,9 +77,8 @@ async def slow(args, sample):
 async def blocks(args, sample):
     time.sleep(6)
 
-async def blocks_and_tells(args, sample):
-    time.sleep(6)
-    args.unblocked.set()
+async def blocks_until_told(args, sample):
+    args.free.wait()
 
 def hangs(args, sample):
     time.sleep(60)
@@ -307,21 +307,22 @@ def test_a_function_that_blocks_does_not_stop_generation_or_later_rewards(grader
     grader = Grader(RewardArgs(rm_type="random", reward_timeout=1.0))
     graders.append(grader)
 
-    unblocked = threading.Event()
-    grader.plugin_args = SimpleNamespace(unblocked=unblocked)
+    free = threading.Event()  # until the end, so whoever waits for the blocked loop waits for ever
+    grader.plugin_args = SimpleNamespace(free=free)
 
     async def scenario() -> tuple[int, list[Sample]]:
-        blocked = asyncio.ensure_future(grader.grade(samples("a", custom_rm_path=f"{plugin}:blocks_and_tells")))
+        blocked = asyncio.ensure_future(grader.grade(samples("a", custom_rm_path=f"{plugin}:blocks_until_told")))
         turns = 0
         while not blocked.done():
             await asyncio.sleep(0.01)
-            turns += not unblocked.is_set()
+            turns += 1
+        grader.args = replace(grader.args, reward_timeout=120.0)
         after = samples("abc", custom_rm_path=f"{plugin}:length")
         await grader.grade(after)
         return turns, after
 
     turns, after = asyncio.run(scenario())
-    assert not unblocked.is_set(), "neither waited for the blocked loop"
+    free.set()
     assert after[0].reward == 3.0
     assert turns > 1
 

@@ -20,6 +20,7 @@ from slimelite.rewards.grader import Grader
 from slimelite.rewards.rules import RULES, Answer, Failure, Settings
 from slimelite.rewards.workers import WorkerPool
 from slimelite.samples.sample import Sample
+from tests.support.processes import worked, works
 
 
 def verdict(response: str, label: str, rule: str = "math") -> float:
@@ -426,8 +427,9 @@ def test_a_worker_that_its_time_limit_ended_leaves_a_wrong_answer() -> None:
     assert process is not None
 
     async def end_while_grading() -> list[object]:
+        idle = worked(process.pid)
         grading = asyncio.ensure_future(pool.run([("format", Answer("a" * 50, "", settings=FOR_EVER))]))
-        await asyncio.sleep(0.2)
+        await works(process.pid, idle)
         os.kill(process.pid, signal.SIGVTALRM)
         return [*await grading]
 

@@ -15,6 +15,7 @@ import pytest
 
 from slimelite.rewards.rules import Answer, Failure, Settings
 from slimelite.rewards.workers import CHUNK, WorkerPool
+from tests.support.processes import worked, works
 
 RIGHT, WRONG = "\\boxed{1+x}", "\\boxed{2+x}"
 # it goes to a rule that no processor time bounds: the pattern takes 2^50 steps on it
@@ -71,12 +72,13 @@ def test_a_worker_that_dies_twice_costs_one_answer(pool: WorkerPool, monkeypatch
     monkeypatch.setattr(pool._workers[0], "_start", start)
 
     async def kill_while_grading() -> list[object]:
+        idle = worked(process.pid)
         grading = asyncio.ensure_future(pool.run(tasks(RIGHT, HANG, RIGHT)))
-        await asyncio.sleep(0.5)
+        await works(process.pid, idle)
         os.kill(process.pid, signal.SIGKILL)
         while not begun:
             await asyncio.sleep(0.05)
-        await asyncio.sleep(0.5)
+        await works(begun[0].pid, worked(begun[0].pid))
         begun[0].kill()
         return [*await grading]
 

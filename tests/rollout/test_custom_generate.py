@@ -268,7 +268,7 @@ def test_a_data_source_written_for_slime(make_args: MakeArgs, make_manager: Make
 
 @pytest.mark.parametrize("name", ["hangs_once", "hangs_once_and_ignores_cancelling"])
 def test_a_call_that_never_returns_is_tried_again(make_args: MakeArgs, make_manager: MakeManager, name: str) -> None:
-    args = make_args(custom_generate_function_path=plugin(f"native.py:{name}"), generate_timeout=2.0)
+    args = make_args(custom_generate_function_path=plugin(f"native.py:{name}"), generate_timeout=5.0)
     output = make_manager(args, [ScriptedEngine()]).generate(0)
     assert output.metrics["rollout/retries"] == 1
     assert len(output.table) == 12

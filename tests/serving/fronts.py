@@ -27,7 +27,7 @@ def run(work: Awaitable[T]) -> T:
     """The result of ``work``, which has a minute."""
 
     async def limited() -> T:
-        return await asyncio.wait_for(work, 60)
+        return await asyncio.wait_for(work, 600)
 
     return asyncio.run(limited())
 

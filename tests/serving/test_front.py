@@ -547,17 +547,19 @@ def test_a_reply_to_a_schema_begins_anew_after_a_pause_and_others_go_on() -> Non
     """An engine holds a text to a schema from its first token on."""
 
     async def scenario(schema: str | None, streams: bool) -> list[int]:
-        chat_format = ChatFormat(tokenizer())
+        chat_format, paused = ChatFormat(tokenizer()), asyncio.Event()
 
         async def sampler(request: GenerateRequest, _: Any) -> GenerateResult:
             if request.request_id.endswith("/0"):
                 session.pause()
+                paused.set()
                 return GenerateResult(request.request_id, [1, 2], [-1.0] * 2, [0] * 2, "abort")
             return GenerateResult(request.request_id, [*request.input_ids[-1:], 9], [-1.0] * 2, [1] * 2, "stop")
 
         session = Sessions(chat_format, sampler, 100).open("one")
         heard, params = (lambda *_: None) if streams else None, SamplingParams(5, json_schema=schema)
         asked = asyncio.ensure_future(session.sample(session.raw_turn([7]), params, heard))
+        await paused.wait()
         await asyncio.sleep(0.01)
         session.resume()
         return list((await asked).output_ids)

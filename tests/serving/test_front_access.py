@@ -148,14 +148,14 @@ def test_connections_that_send_no_request_are_closed(monkeypatch: pytest.MonkeyP
 
 
 def test_a_request_may_take_longer_than_its_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "HEAD_S", 0.4)
+    monkeypatch.setattr(http_server, "HEAD_S", 1.0)
 
     class Slow(http_server.Server):
         def _routes(self) -> list[web.RouteDef]:
             return [web.get("/slow", self._slow)]
 
         async def _slow(self, _: web.Request) -> web.StreamResponse:
-            await asyncio.sleep(1.2)
+            await asyncio.sleep(1.5)
             return web.json_response("done")
 
     async def scenario() -> None:

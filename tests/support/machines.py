@@ -103,9 +103,9 @@ class Machine:
         """Switch the machine off: all of its processes end at once, and its address is gone."""
         if psutil.pid_exists(self.first):
             os.kill(self.first, 9)
-        self.holder.wait(60)
+        self.holder.wait(600)
         for process in self.started:
-            process.wait(60)
+            process.wait(600)
 
 
 @contextmanager

@@ -18,31 +18,40 @@ def test_elsewhere_a_line_now_and_then_says_how_far_it_is() -> None:
     out = io.StringIO()
     with Phase(Console(out), "generate", line_every=0.05) as phase:
         phase.update(16, 64, "groups")
-        time.sleep(0.4)
+        begin = time.monotonic()
+        while out.getvalue().count("\n") < 4:
+            time.sleep(0.01)
     lines = out.getvalue().splitlines()
-    assert re.fullmatch(r"  generate: 16/64 groups, 0\.\d\ds, about [\d.]+s left", lines[0])
-    assert 2 <= len(lines) <= 8
+    assert re.fullmatch(r"  generate: 16/64 groups, [\d.]+s, about [\d.]+s left", lines[0])
+    assert len(lines) <= 1 + (time.monotonic() - begin) / 0.05
 
 
 def test_a_phase_that_reports_nothing_still_shows_life() -> None:
     out = io.StringIO()
     with Phase(Console(out), "train", line_every=0.05):
-        time.sleep(0.2)
-    assert out.getvalue().startswith("  train: 0.")
+        while "\n" not in out.getvalue():
+            time.sleep(0.01)
+    assert re.match(r"  train: [\d.]+s\n", out.getvalue())
 
 
 def test_the_phases_of_a_rollout_have_its_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("slimelite.tracking.tracker.Phase", partial(Phase, line_every=0.05))
+    said: list[str] = []
+
+    def heard() -> bool:
+        found = re.findall(r"^  (\D+(?:\d of 9, \w+)?): [\d.]+s$", capsys.readouterr().out, re.MULTILINE)
+        said.extend(found)
+        return bool(found)
+
     with make_tracker(make_args(tmp_path, start_rollout_id=7, num_rollout=9)) as tracker:
-        for name in ("start", "generate", "train"):
+        for name in ("start", "generate", "train", "generate"):
             with tracker.phase(name):
-                time.sleep(0.2)
-        tracker.finish_rollout(7)
-        with tracker.phase("generate"):
-            time.sleep(0.2)
-    said = re.findall(r"^  (\D+(?:\d of 9, \w+)?): 0\.", capsys.readouterr().out, re.MULTILINE)
+                while not heard():
+                    time.sleep(0.1)
+            if name == "train":
+                tracker.finish_rollout(7)
     assert list(dict.fromkeys(said)) == [
         "start",
         "rollout 8 of 9, generate",
