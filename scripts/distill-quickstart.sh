@@ -60,11 +60,18 @@ DISTILL_ARGS=(
     --lr-warmup-iters 5
 )
 
+student() { # the flags of the user
+    python train.py --hf-checkpoint "$STUDENT" "${TASK_ARGS[@]}" "${EVAL_ARGS[@]}" "${DISTILL_ARGS[@]}" \
+        --run-dir "$OUT/student" "$@"
+}
+
+# a mistake in the flags is reported before the teacher's training, in whose place the student stands here, and before
+# the last run is deleted
+report=$(student --opd-teacher-load "$STUDENT" "$@" --dry-run 2>&1) || { echo "$report" >&2; exit 1; }
 if [[ ! -f "$TEACHER/config.json" ]]; then
     rm -rf "$OUT/teacher"
     python train.py --hf-checkpoint "$STUDENT" "${TASK_ARGS[@]}" "${EVAL_ARGS[@]}" "${TEACHER_ARGS[@]}" \
         --run-dir "$OUT/teacher"
 fi
 rm -rf "$OUT/student"
-python train.py --hf-checkpoint "$STUDENT" "${TASK_ARGS[@]}" "${EVAL_ARGS[@]}" "${DISTILL_ARGS[@]}" \
-    --run-dir "$OUT/student" "$@"
+student "$@"

@@ -20,7 +20,6 @@ SEED=${SEED:-0}
 DATA=${DATA:-data/quickstart}
 OUT=${OUT:-runs/quickstart/seed-$SEED}
 [[ -f "$DATA/train.parquet" ]] || python scripts/prepare_data.py quickstart --out "$DATA"
-rm -rf "$OUT"
 
 SFT_ARGS=(
     --hf-checkpoint "$DATA/model" # config and tokenizer: the weights are drawn from --seed
@@ -79,9 +78,17 @@ COMMON_ARGS=(
     --rollout-seed "$SEED"
 )
 
+grpo() { # the model, and the flags of the user
+    python train.py --hf-checkpoint "$1" "${ROLLOUT_ARGS[@]}" "${GRPO_ARGS[@]}" "${EVAL_ARGS[@]}" "${COMMON_ARGS[@]}" \
+        --run-dir "$OUT/grpo" "${@:2}"
+}
+
+# a mistake in the flags is reported before the SFT, and before the last run is deleted
+report=$(grpo "${MODEL:-$DATA/model}" "$@" --dry-run 2>&1) || { echo "$report" >&2; exit 1; }
+rm -rf "$OUT"
+
 if [[ -z "${MODEL:-}" ]]; then
     MODEL=$OUT/sft-model
     python train.py "${SFT_ARGS[@]}" "${COMMON_ARGS[@]}" --run-dir "$OUT/sft"
 fi
-python train.py --hf-checkpoint "$MODEL" "${ROLLOUT_ARGS[@]}" "${GRPO_ARGS[@]}" "${EVAL_ARGS[@]}" \
-    "${COMMON_ARGS[@]}" --run-dir "$OUT/grpo" "$@"
+grpo "$MODEL" "$@"
