@@ -34,4 +34,4 @@ def test_a_mistake_is_told_before_the_last_run_is_deleted(script: str, kept: str
     )
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("train.py: --num-rolout is not a known flag; did you mean --num-rollout?\n")
-    assert sorted(path.name for path in out.rglob("*")) == [kept.partition("/")[0], "status.json"]
+    assert [str(path.relative_to(out)) for path in out.rglob("*.*")] == [kept]

@@ -10,6 +10,7 @@ from slimelite.base.threads import LoopThread
 from slimelite.cluster.batches import EngineDesk, remote_engine
 from slimelite.cluster.remote import ClusterError, Remote
 from slimelite.engines.protocol import EngineInfo, GenerateRequest, GenerateResult, SamplingParams
+from tests.support.waiting import soon
 
 GROUPS = 32
 
@@ -67,11 +68,6 @@ def wire():
     wire = Wire()
     yield wire
     wire.thread.close()
-
-
-async def until(happened):
-    while not happened():
-        await asyncio.sleep(0.01)
 
 
 def request(name, tokens):
@@ -161,9 +157,9 @@ def test_a_cancelled_caller_ends_its_own_call_and_leaves_the_others_alone(wire):
     async def two():
         first = asyncio.ensure_future(engine.generate([request("first", 60_000)]))
         second = asyncio.ensure_future(engine.generate([request("second", 50)]))
-        await until(lambda: "first" in wire.desk._engine.begun)
+        await soon(lambda: "first" in wire.desk._engine.begun)
         first.cancel()
-        await until(lambda: wire.desk._engine.cancelled)
+        await soon(lambda: wire.desk._engine.cancelled)
         return (await second)[0].request_id, (await engine.info()).name
 
     assert asyncio.run(two()) == ("second", "slow")
@@ -175,14 +171,14 @@ def test_a_cancelled_rollout_leaves_nothing_behind(wire):
 
     async def rollout():
         calls = [asyncio.ensure_future(engine.generate([request(str(n), 60_000)])) for n in range(3)]
-        await until(lambda: len(wire.desk._engine.begun) == 3)
+        await soon(lambda: len(wire.desk._engine.begun) == 3)
         others = asyncio.all_tasks() - {asyncio.current_task()}  # the exchange too, as RolloutManager.cancel does
         for task in others:
             task.cancel()
         await asyncio.wait(calls)
 
     asyncio.run(rollout())
-    wire.thread.run(until(lambda: len(wire.desk._engine.cancelled) == 3))
+    wire.thread.run(soon(lambda: len(wire.desk._engine.cancelled) == 3))
     assert not wire.desk._batches
     assert not wire.desk._errors
     assert sorted(wire.desk._engine.cancelled) == ["0", "1", "2"]

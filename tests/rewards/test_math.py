@@ -20,7 +20,7 @@ from slimelite.rewards.grader import Grader
 from slimelite.rewards.rules import RULES, Answer, Failure, Settings
 from slimelite.rewards.workers import WorkerPool
 from slimelite.samples.sample import Sample
-from tests.support.processes import worked, works
+from tests.support.waiting import worked, works
 
 
 def verdict(response: str, label: str, rule: str = "math") -> float:

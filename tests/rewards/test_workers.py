@@ -15,7 +15,7 @@ import pytest
 
 from slimelite.rewards.rules import Answer, Failure, Settings
 from slimelite.rewards.workers import CHUNK, WorkerPool
-from tests.support.processes import worked, works
+from tests.support.waiting import worked, works
 
 RIGHT, WRONG = "\\boxed{1+x}", "\\boxed{2+x}"
 # it goes to a rule that no processor time bounds: the pattern takes 2^50 steps on it

@@ -12,6 +12,7 @@ from slimelite.engines.protocol import EngineInfo, EngineLostError, GenerateRequ
 from slimelite.rollout import pool as pool_module
 from slimelite.rollout.pool import EnginePool
 from tests.rollout.scripted import ScriptedEngine
+from tests.support.waiting import soon
 
 
 class Mortal(ScriptedEngine):
@@ -54,14 +55,6 @@ def make_pool(engines: list[Mortal], **options: bool) -> EnginePool:
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_module, "POLL_S", 0.01)
-
-
-async def soon(condition: object) -> None:
-    for _ in range(12000):
-        if condition():  # type: ignore[operator]
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it did not happen")
 
 
 @pytest.mark.chaos

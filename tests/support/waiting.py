@@ -1,10 +1,20 @@
-"""Waiting for what a process does."""
+"""Waiting for what happens, and not for a time in which it should have happened."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import psutil
+
+
+async def soon(happened: Callable[[], object]) -> None:
+    """Wait until it has happened, for two minutes at most."""
+    for _ in range(12000):
+        if happened():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it did not happen")
 
 
 def worked(pid: int) -> float:
