@@ -4,6 +4,7 @@ or the cluster of ``RAY_ADDRESS``. This file also converts an error of Ray to on
 from __future__ import annotations
 
 import ipaddress
+import itertools
 import logging
 import os
 import re
@@ -40,6 +41,9 @@ from slimelite.cluster.remote import ClusterError, MemoryShortage, not_there
 logger = logging.getLogger(__name__)
 
 TRIES = 2
+# Ray gives each of its own processes 15 s to begin, and no setting changes that. On a busy machine, or when the modules
+# come from a slow disk, 15 s can be too short, but a later attempt finds more of the files in memory.
+SLOW_TRIES, SLOW = 8, "Timed out waiting for file"
 # free disk space that a start needs [bytes]; with less space, Ray starts, and then fails with errors that do not name
 # the disk
 ROOM = 100 << 20
@@ -139,7 +143,7 @@ def _start(bundles: int) -> None:
         raise ClusterError(
             f"Ray {ray.__version__} would be open to other machines, because it listens at {here}; {LOCAL}"
         )
-    for left in reversed(range(TRIES)):
+    for attempt in itertools.count(1):
         try:
             if (free := shutil.disk_usage(folder).free) < ROOM:
                 raise OSError(f"{folder} has {free >> 20} MB of free space, but Ray needs at least {ROOM >> 20} MB")
@@ -154,14 +158,22 @@ def _start(bundles: int) -> None:
             ) from error
         except Exception as error:
             ray.shutdown()
-            if left:
-                logger.warning("Ray did not start (%s); trying again", _first_line(error))
+            slow = _slow(folder)
+            cause = "one of its processes did not begin within 15 s" if slow else _first_line(error)
+            if attempt < (tries := SLOW_TRIES if slow else TRIES):
+                logger.warning("Ray did not start (%s); trying again (attempt %s of %s)", cause, attempt + 1, tries)
                 continue
             raise ClusterError(
-                f"Ray did not start in {TRIES} attempts: {_first_line(error)}. Ray's logs are in "
+                f"Ray did not start in {attempt} attempts: {cause}. Ray's logs are in "
                 f"{folder}/ray/session_latest/logs. Most often the machine is too busy, or has no memory or processes "
                 f"left (free -g, ulimit -u): end other jobs and start again; {LOCAL}"
             ) from error
+
+
+def _slow(folder: str) -> bool:
+    """Whether this process's last Ray gave up because one of Ray's own processes began too late."""
+    errors = max(Path(folder, "ray").glob(f"session_*_{os.getpid()}/logs/raylet.err"), default=None)
+    return errors is not None and SLOW in errors.read_text(errors="replace")
 
 
 @contextmanager

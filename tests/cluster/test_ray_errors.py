@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from pathlib import Path
 
@@ -59,6 +60,29 @@ def test_a_ray_that_does_not_come_up_is_tried_twice(
     assert "session_latest/logs" in message
     assert "--launcher local" in message
     assert [record.message for record in caplog.records if "trying again" in record.message]
+
+
+def test_a_ray_that_comes_up_slowly_is_tried_until_it_does(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """Ray's agent sleeps longer than the 15 s that Ray gives it, at the first two attempts."""
+    (tmp_path / "sitecustomize.py").write_text(
+        f"""
+import pathlib, sys, time
+attempts = pathlib.Path({str(tmp_path / "attempts")!r})
+if any(word.endswith("dashboard/agent.py") for word in sys.orig_argv):
+    with attempts.open("a") as file:
+        file.write("x")
+    time.sleep(20 if len(attempts.read_text()) < 3 else 0)
+"""
+    )
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    with connected(1):
+        assert ray.is_initialized()
+    tries = [record.message for record in caplog.records if "trying again" in record.message]
+    assert len(tries) >= 2
+    assert tries[1].endswith("(one of its processes did not begin within 15 s); trying again (attempt 3 of 8)")
 
 
 def test_a_cluster_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
